@@ -56,7 +56,7 @@ def experts_of(described: Decoder) -> Experts:
 def dense_elements(described: Decoder) -> int:
     """Returns the number of weights of one layer that every token uses."""
     block, router = described.blocks[0], experts_of(described).router.projection
-    found = (block.attention.qkv, block.attention.out, router)
+    found = (block.mixer.qkv, block.mixer.out, router)
     return sum(each.in_features * each.out_features for each in found)
 
 

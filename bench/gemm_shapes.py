@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from inference_svc.model.description import Decoder
+from inference_svc.model.walk import layer_projections
 from kernels.host_memory import Slab, allocate_host
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, load
@@ -23,8 +24,7 @@ def step_shapes(decoder: Decoder) -> list[tuple[int, int]]:
     gate and up are one."""
     return [
         (projection.out_features, projection.in_features)
-        for block in decoder.blocks
-        for projection in block.projections
+        for projection in layer_projections(decoder)
     ]
 
 

@@ -59,6 +59,8 @@ def tensors_of(part: Any) -> Iterator[Tensor]:
     elif isinstance(part, tuple):
         for each in part:
             yield from tensors_of(each)
+    elif isinstance(part, dict):
+        yield from tensors_of(tuple(part.values()))
     elif is_dataclass(part):
         for field in fields(part):
             yield from tensors_of(getattr(part, field.name))

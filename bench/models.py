@@ -175,7 +175,7 @@ def projections(name: str) -> dict[str, tuple[int, int]]:
     dense = () if block.dense is None else (block.dense.gate_up, block.dense.down)
     return {
         member.module.rpartition(".")[2]: (projection.in_features, member.out_features)
-        for projection in (block.attention.qkv, block.attention.out, *dense)
+        for projection in (block.mixer.qkv, block.mixer.out, *dense)
         for member in projection.stored
     }
 

@@ -30,6 +30,8 @@ from bench.models import SHAPES, decoder, image_bytes
 from bench.results import FOLDER, median, show, write
 from bench.store_process import bench_store
 from bench.store_pull import read_raw
+from inference_svc.model.description import ExpertsProjection, Projection
+from inference_svc.model.walk import weights_of
 from kernels.host_memory import allocate_host
 
 THREADS = 2
@@ -50,8 +52,12 @@ class ModelFloor:
         vocab, hidden = described.vocab_size, described.hidden_size
         self.adapter_bytes = image_bytes(name)
         self.projections = Products(step_shapes(described))
-        last, attention = described.blocks[-1], described.attentions[-1]
-        whole = sum(each.out_features * each.in_features for each in last.projections)
+        attention, last = described.attentions[-1], described.num_layers - 1
+        whole = sum(
+            held.out_features * held.in_features
+            for held, layer in weights_of(described)
+            if layer == last and isinstance(held, Projection | ExpertsProjection)
+        )
         keys_and_values = attention.qkv.out_features - attention.q_size
         self._last_flops = 2.0 * (whole - keys_and_values * attention.qkv.in_features)
         # Logits are sums in fp32. There are several copies, so that each comes from memory.

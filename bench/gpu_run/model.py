@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,17 +27,16 @@ from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.cuda_graphs import CudaRecorder
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import (
-    Block,
     Decoder,
     ExpertsProjection,
     Norm,
-    NormKind,
     Projection,
 )
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from inference_svc.model.layers import Linear
+from inference_svc.model.operations import Held, Scalar, Table
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import BlockWeights, LayerInputsWeights, Make, ModelWeights, ones
+from inference_svc.model.weights import ModelWeights, ones
 from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
 
@@ -63,7 +63,7 @@ def random_transformer(
     """Makes a model with random weights. With `shares_layers`, layers of the same shape share their
     weights, so that many processes have room. A tied head has its own memory, because a step reads
     as much."""
-    g, num_bytes = decoder, 0
+    num_bytes = 0
 
     def random(num_rows: int, size: int) -> Tensor:
         nonlocal num_bytes
@@ -75,33 +75,24 @@ def random_transformer(
         bias = random(1, each.num_rows)[0] if each.has_bias else None
         return Linear(random(each.num_rows, each.in_features), bias)
 
-    def norm(each: Norm) -> NormWeight:
-        return ones(each, dtype, device)._replace(is_centred=each.kind is NormKind.LAYER)
+    def make(held: Held) -> Tensor | Linear | NormWeight | float:
+        if isinstance(held, Norm):
+            return ones(held, dtype, device)
+        if isinstance(held, Projection | ExpertsProjection):
+            return linear(held)
+        if isinstance(held, Table):
+            return random(held.num_rows, held.size)
+        return SCALAR if isinstance(held, Scalar) else torch.randn(held.size, device=device)
 
-    make = Make(linear, norm, lambda _, size: torch.randn(size, device=device))
-
-    def weights_of(block: Block) -> BlockWeights[Linear]:
-        return BlockWeights.build(block, make, SCALAR if block.scalar else 1.0)
-
-    if shares_layers:
-        shared = {block: weights_of(block) for block in dict.fromkeys(g.blocks)}
-        blocks = tuple(shared[block] for block in g.blocks)
-    else:
-        blocks = tuple(map(weights_of, g.blocks))
-    layer_inputs = None
-    if (inputs := g.layer_inputs) is not None:
-        table = random(inputs.vocab_size, inputs.total_size)
-        layer_inputs = LayerInputsWeights(table, linear(inputs.projection), norm(inputs.norm))
-    embedding, head = (random(g.vocab_size, g.hidden_size) for _ in range(2))
-    final_norm = norm(g.final_norm)
-    weights = ModelWeights(embedding, blocks, final_norm, Linear(head), num_bytes, layer_inputs)
-    return Transformer(g, weights)
+    weights: ModelWeights[Linear] = ModelWeights.made(
+        decoder, functools.cache(make) if shares_layers else make
+    )
+    return Transformer(decoder, replace(weights, num_bytes=num_bytes))
 
 
 def tables(weights: ModelWeights[Linear]) -> list[Tensor]:
     """Returns the tables by token, from which a step reads only rows."""
-    inputs = weights.layer_inputs
-    return [weights.embedding, *([] if inputs is None else [inputs.embedding])]
+    return list(weights.tables.values())
 
 
 def read_weights_bytes(weights: ModelWeights[Linear]) -> int:

@@ -28,7 +28,9 @@ from inference_svc.model.description import (
     Projection,
     layer_path,
 )
+from inference_svc.model.operations import key_of
 from inference_svc.model.parameters import vectors
+from inference_svc.model.walk import weights_of
 from kernels.lora import LoraGroup
 
 
@@ -44,14 +46,11 @@ def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> Model
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
     targets = [LayoutTarget(EMBED_TOKENS, None, EMBEDDING, "embedding", vocab, hidden, space=TEXT)]
-    if decoder.layer_inputs is not None:
-        targets += _targets_of(decoder.layer_inputs.projection, None)
-    for layer, block in enumerate(decoder.blocks):
-        for projection in block.projections:
-            if isinstance(projection, ExpertsProjection):
-                targets += _experts_targets_of(projection, layer)
-            else:
-                targets += _targets_of(projection, layer)
+    for held, layer in weights_of(decoder):
+        if isinstance(held, ExpertsProjection):
+            targets += _experts_targets_of(held, layer)
+        elif isinstance(held, Projection) and held.name != HEAD:
+            targets += _targets_of(held, layer)
     sizes = (hidden, vocab)
     targets.append(LayoutTarget(LM_HEAD, None, HEAD, "linear", *sizes, (), SAMPLED, tied_to))
     more = tuple(
@@ -72,7 +71,7 @@ def _targets_of(projection: Projection, layer: int | None) -> Iterator[LayoutTar
     def path(module: str) -> str:
         return module if layer is None else layer_path(layer, module)
 
-    group = projection.name if layer is None else f"layers.{layer}.{projection.name}"
+    group = key_of(projection.name, layer)
     start = 0
     for member in projection.members:
         end = start + member.out_features
@@ -86,9 +85,10 @@ def _targets_of(projection: Projection, layer: int | None) -> Iterator[LayoutTar
         start = end
 
 
-def _experts_targets_of(projection: ExpertsProjection, layer: int) -> Iterator[LayoutTarget]:
+def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Iterator[LayoutTarget]:
     """Yields the targets of a projection of all experts: each of its modules, which the one
     parameter of all is another name of."""
+    assert layer is not None
     parameter, count = layer_path(layer, projection.parameter), len(projection.members)
     start = 0
     for part, member in enumerate(projection.members):
@@ -103,7 +103,7 @@ def _experts_targets_of(projection: ExpertsProjection, layer: int) -> Iterator[L
         yield LayoutTarget(
             layer_path(layer, member.module),
             layer,
-            f"layers.{layer}.{projection.name}",
+            key_of(projection.name, layer),
             EXPERTS,
             projection.in_features,
             member.out_features,

@@ -7,9 +7,12 @@ select          the list of backends, and the choice among them
 torch           the definition: operation by operation, for any CPU and dtype
 native          CPUs with AVX2 or AVX-512, and the memory that the program runs in
 native_program  the decoder as one program in C++
-native_ops      the operations of a layer, with adapters' operations beside them
-native_experts  the operations of mixtures of experts
-native_buffers  the inputs and the workspace of that program, at fixed addresses
+native_ops      each operation in C++, with adapters' operations beside it
+native_attention  the memory and the operations of attention
+native_workspace  the memory of a step's values, which is shared over time
+torch_needs     the memory of steps in torch
+native_needs    its memory, before any of it is allocated
+native_buffers  the inputs of that program, at fixed addresses
 native_lora     the operations that add LoRA in that program
 cuda            a CUDA device: Triton kernels, steps recorded and replayed
 cuda_shapes     the sizes that steps are padded to, so that few recordings serve all of them

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.targets import layout_of
 from inference_svc.adapters.tiers import ResidencyChange
 from inference_svc.backends.magnitudes import Divided
 from inference_svc.core import Batch, EngineConfig, ScoredRun, padding_pages
@@ -20,6 +21,7 @@ from inference_svc.model.files import weight_stamps
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from inference_svc.model.weights import ModelWeights, Projections, load_weights
 from kernels.lora.plan import LoraContents
+from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
 
 Inputs = TypeVar("Inputs")
 
@@ -270,6 +272,13 @@ class BackendFactory(Protocol):
         Raises UnsupportedModel for a fault of the checkpoint; ValueError when the memory given does
         not suffice.
         """
+
+
+def table_bytes(config: EngineConfig, decoder: Decoder, num_mixes: int) -> int:
+    """Returns the bytes of the arena's table, with rows for the parts of so many sums."""
+    layout = layout_of(config, decoder)
+    row_size = NUM_FIELDS * len(layout.targets) + NUM_WEIGHT_FIELDS * len(layout.weights)
+    return 4 * (config.max_loras + MAX_PARTS * num_mixes) * row_size
 
 
 def num_kv_pages(config: EngineConfig, decoder: Decoder) -> int:

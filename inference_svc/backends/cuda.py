@@ -52,7 +52,7 @@ from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
-from inference_svc.model.transformer import COMPUTED, Stream, Transformer
+from inference_svc.model.transformer import COMPUTED, Step, Transformer
 from kernels import tuning
 from kernels.experts import sizes_to_warm_up
 from kernels.lora.plan import LoraContents
@@ -138,7 +138,7 @@ class CudaBackend(AdapterMemory):
         self._logits = torch.zeros(max_rows, num_logits, device=arena.device)
         self._argmax = torch.zeros(max_rows, dtype=torch.int64, device=arena.device)
         self._choices = empty_choices(self._decoder, max_tokens, arena.device)
-        self._last: Stream | None = None
+        self._last: Step | None = None
         self._record = record
         self._recorded = self._unrecorded()
         # Memory left by reading the weights goes back when steps are recorded.
@@ -271,7 +271,7 @@ class CudaBackend(AdapterMemory):
 
     def _make_magnitudes(self) -> Magnitudes:
         assert self.transformer is not None, "the weights are freed"
-        return Magnitudes(self._decoder, self.transformer.weights, self.arena)
+        return Magnitudes(self.transformer.weights, self.arena)
 
     def place_threads(self, processors: abc.Sequence[abc.Sequence[int]]) -> None:
         """Leaves the threads to the system: the device computes."""

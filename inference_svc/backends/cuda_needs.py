@@ -1,38 +1,46 @@
 """The device memory that the CUDA backend takes, computed before anything is allocated.
 
-All of it is an upper bound. Torch's allocations are counted operation by operation; the memory of
-the driver for a recorded step, and of libraries, are estimates with their sources.
+All of it is an upper bound. Torch's allocations are read off the list of a step's operations; the
+memory of the driver for a recorded step, and of libraries, are estimates with their sources.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from inference_svc.adapters.layout import HEAD
-from inference_svc.adapters.targets import computed_groups, layout_of
-from inference_svc.backends.base import MemoryNeeds, choices_bytes, max_pages
+from inference_svc.adapters.targets import applied_targets, computed_groups, layout_of
+from inference_svc.backends.base import MemoryNeeds, choices_bytes, max_pages, table_bytes
 from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.backends.cuda_shapes import StepKind, decode_sizes, most_prompt_tokens
 from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
-from inference_svc.model.description import (
-    LAYER_INPUTS,
-    Block,
-    Decoder,
-    Experts,
-    Projection,
+from inference_svc.model.description import Attention, Decoder, Norm
+from inference_svc.model.lifetimes import ValueSizes, peak_bytes
+from inference_svc.model.operations import (
+    AddNorm,
+    Attend,
+    Combine,
+    Growth,
+    Logits,
+    NormOf,
+    Op,
+    Project,
+    ProjectExperts,
+    RotateAndStore,
+    Route,
 )
 from inference_svc.model.parameters import parameters, weights_bytes
+from inference_svc.model.walk import operations
 from kernels import tuning
 from kernels.attention.plan import max_segments
 from kernels.lora import LoraGroup
-from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS, workspace_rank
+from kernels.lora.table import MAX_PARTS, workspace_rank
 
 MIB = 1 << 20
 LIBRARIES_BYTES = 384 * MIB
@@ -46,13 +54,16 @@ PROMPT_RECORDINGS_BYTES = 128 * MIB
 """Memory for the kernels of recorded steps with prompts: 48 of an 8B model."""
 PRODUCT_NODES = 2
 """A product and, where cuBLAS splits it, the sum of its parts."""
-GROWTH_NODES = 6
-"""How much queries grow, operation by operation."""
+NODES: Mapping[type[Op], int] = {Growth: 6, Attend: 2, Route: 2}
+"""Kernels of operations that take more than one: growth operation by operation; segments and their
+combination; the choice, and the order of pairs."""
 GROUP_NODES = 2
 """The adapters of a group: shrink and expand."""
-OTHER_NODES = 5 + PRODUCT_NODES
-"""The operations around all layers: tokens as they were sampled, their embedding, the last norm,
-the head, and the logits and the largest of them, to their place."""
+OTHER_NODES = 3
+"""Kernels around the decoder's operations: tokens as they were sampled, and the logits and the
+largest of them, to their place."""
+GROWTH_BYTES = 32
+"""The memory of a token's growth, operation by operation."""
 PAIR_BYTES = 64
 """A pair's part of a mixture's routing, of the order of pairs, and of their plan."""
 SAMPLER_COPIES = 4
@@ -88,97 +99,88 @@ def step_bytes(
     """Returns the most memory that `Transformer.forward` allocates at one time for so many tokens
     of all sequences, its logits included. `is_beside`: adapters have nothing but A and B, and run
     beside the products."""
-    g, item_bytes = decoder, getattr(torch, config.dtype).itemsize
-    row_bytes = num_tokens * item_bytes
-    shrunk = _ShrunkBytes.of(config, decoder, num_parts=1 if is_beside else MAX_PARTS)
-
-    def addend_bytes(role: str) -> int:
-        return row_bytes * shrunk.num_outputs(role) if is_beside else 0
-
-    # A half's output, and its norm; while adapters add to it, their shrunk inputs are there.
-    out_bytes = row_bytes * g.hidden_size * (1 + any(block.post_norms for block in g.blocks))
-    attention_bytes = row_bytes * (2 * g.max_q_size + 2 * g.max_kv_size)
-    of_heads, of_stream = (num_tokens * size for size in _token_weights_bytes(config, g))
-    shrunk_bytes = shrunk.by("qkv", num_tokens) + addend_bytes("qkv")
-    at_attention = max(_partial_results_bytes(config, g), of_heads, shrunk_bytes)
-    at_head = shrunk.by(HEAD, config.max_sequences) + of_stream
-    phases: tuple[int, ...] = (
-        attention_bytes + at_attention,
-        out_bytes + of_stream + max(addend_bytes("o"), addend_bytes("down")),
-        attention_bytes + out_bytes + shrunk.by("o", num_tokens) + addend_bytes("o"),
-        row_bytes * 2 * g.max_intermediate_size + shrunk.by("gate_up", num_tokens),
-        row_bytes * 3 * g.max_intermediate_size + addend_bytes("gate_up"),
-        row_bytes * 3 * g.max_intermediate_size
-        + out_bytes
-        + shrunk.by("down", num_tokens)
-        + addend_bytes("down"),
-        _num_logits(config, g) * item_bytes + at_head,
-    )
-    phases += tuple(
-        _experts_bytes(config, g, num_tokens, shrunk) + of_stream for _ in g.mixtures[:1]
-    )
-    # Throughout, the residual stream, its norm, the angles, and the per-layer inputs; these are
-    # made before, of as much again twice.
-    kept = 2 * g.hidden_size + sum(2 * rope.rotary_size(head_dim) for rope, head_dim in g.ropes)
-    if g.layer_inputs is not None:
-        kept += g.layer_inputs.total_size
-        made_bytes = 2 * row_bytes * g.layer_inputs.total_size
-        phases += (made_bytes + max(shrunk.by(LAYER_INPUTS, num_tokens), of_stream),)
-    return row_bytes * kept + max(phases)
-
-
-def _experts_bytes(
-    config: EngineConfig, decoder: Decoder, num_tokens: int, shrunk: _ShrunkBytes
-) -> int:
-    """Returns the most memory of the largest mixture: the experts' inputs and outputs for each
-    pair, and throughout the shared half, the routing, and the plan of pairs."""
-    item_bytes, hidden = getattr(torch, config.dtype).itemsize, decoder.hidden_size
-    stream_bytes = num_tokens * hidden * item_bytes
-    found = []
-    for each in decoder.mixtures:
-        num_pairs = num_tokens * each.num_chosen
-        of_hidden, of_size = (num_pairs * size * item_bytes for size in (hidden, each.size))
-        phases = (
-            of_hidden + 2 * of_size + shrunk.by("experts.gate_up", num_pairs),
-            3 * of_size,
-            of_size + of_hidden + shrunk.by("experts.down", num_pairs),
-            of_hidden + stream_bytes,
-        )
-        has_own_norm = each.norm is not None
-        kept = stream_bytes * ((each.shared is not None) + has_own_norm)
-        kept += num_tokens * (4 * each.num_experts + 4) + PAIR_BYTES * num_pairs
-        found.append(kept + max(phases))
-    return max(found)
-
-
-def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> tuple[int, int]:
-    """Returns the memory, at one time and for one token, of norms' weights that are the token's
-    own: of queries, keys and values, and another."""
     dtype = getattr(torch, config.dtype)
-    heads: Counter[int | None] = Counter()
-    largest = 0
-    for each in parameters(decoder):
-        if each.norm is not None and each.key.endswith(("q_norm", "k_norm", "v_norm")):
-            heads[each.layer] += each.num_bytes(dtype)
-        elif each.norm is not None:
-            largest = max(largest, each.num_bytes(dtype))
-    return max(heads.values(), default=0), largest
+    sizes = ValueSizes.of(decoder, num_tokens, config.max_sequences, dtype, PAIR_BYTES)
+    found = operations(decoder)
+    own = _OwnBytes.of(config, decoder, sizes, is_beside=is_beside)
+    # The angles have cos and sin of the whole width, throughout.
+    angles = sum(rope.rotary_size(head_dim) for rope, head_dim in decoder.ropes)
+    kept_bytes = num_tokens * angles * dtype.itemsize
+    return kept_bytes + peak_bytes((*found.layers, *found.head), found.kept, sizes, own.of_op)
 
 
-def _num_logits(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns the elements of logits; where adapters add tokens they are copied to wider ones."""
-    num_added = config.max_added_tokens
-    elements = decoder.vocab_size + (decoder.vocab_size + num_added if num_added else 0)
-    return config.max_sequences * elements
+class _OwnBytes(NamedTuple):
+    """The memory of an operation beside its inputs and outputs, while it runs."""
+
+    config: EngineConfig
+    sizes: ValueSizes
+    shrunk: _ShrunkBytes
+    replaced: Collection[str]
+    """The weights of the base that adapters may replace."""
+    is_beside: bool
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, decoder: Decoder, sizes: ValueSizes, *, is_beside: bool
+    ) -> _OwnBytes:
+        shrunk = _ShrunkBytes.of(config, decoder, num_parts=1 if is_beside else MAX_PARTS)
+        targets = applied_targets(layout_of(config, decoder), config.lora_targets)
+        return cls(config, sizes, shrunk, targets.weights.keys(), is_beside)
+
+    def of_op(self, op: Op, before: Op | None) -> int:
+        """Returns the bytes of an operation, which runs after `before`."""
+        num_bytes = 0 if before is None else self._addend_bytes(before)
+        if isinstance(op, Project):
+            shrunk_bytes = self.shrunk.by(op.group, self.sizes.rows(op.out))
+            num_bytes += shrunk_bytes + self._addend_bytes(op)
+        elif isinstance(op, ProjectExperts):
+            num_bytes += self.shrunk.by(op.group, self.sizes.max_pairs)
+        elif isinstance(op, Attend):
+            num_bytes += _partial_results_bytes(self.config, op.attention)
+        elif isinstance(op, Logits):
+            num_bytes += self._logits_bytes(op)
+        elif isinstance(op, Growth):
+            num_bytes += GROWTH_BYTES * self.sizes.max_tokens
+        if isinstance(op, NormOf | Combine) and op.out in op.inputs:
+            num_bytes += self.sizes.num_bytes(op.out)  # a new one
+        return num_bytes + self._token_weights_bytes(op)
+
+    def _addend_bytes(self, op: Op) -> int:
+        """Returns the bytes of an addend, which stays until the next operation has read it."""
+        if not self.is_beside or not isinstance(op, Project) or not op.reader_adds:
+            return 0
+        group = self.shrunk.groups.get(op.group)
+        row_bytes = self.sizes.rows(op.out) * self.sizes.dtype.itemsize
+        return 0 if group is None else row_bytes * group.out_end
+
+    def _token_weights_bytes(self, op: Op) -> int:
+        """Returns the memory of norms' weights that are each row's own."""
+        if self.is_beside:
+            return 0
+        size = sum(
+            held.size * (4 if held.is_wide else self.sizes.dtype.itemsize)
+            for held, layer in op.weights
+            if isinstance(held, Norm) and held.path(layer) in self.replaced
+        )
+        return self.sizes.rows(op.out) * size
+
+    def _logits_bytes(self, op: Logits) -> int:
+        """Where adapters add tokens, logits are copied to wider ones, and bounds make copies."""
+        num_bytes, num_added = self.shrunk.by(HEAD, self.config.max_sequences), 0
+        if self.config.max_added_tokens and not self.is_beside:
+            num_added = op.out.width + self.config.max_added_tokens
+        num_copies = (op.head.scale != 1.0) + 2 * (op.head.softcap is not None)
+        elements = num_added + num_copies * max(num_added, op.out.width)
+        return num_bytes + self.config.max_sequences * elements * self.sizes.dtype.itemsize
 
 
-def _partial_results_bytes(config: EngineConfig, decoder: Decoder) -> int:
+def _partial_results_bytes(config: EngineConfig, attention: Attention) -> int:
     """Returns the memory of decode attention for the segments of all contexts, in fp32: sums, and
     their weights."""
     positions = min(tuned["positions"] for tuned in tuning.all_constants("segments"))
     longest = max_pages(config) * config.page_size
     num_segments = max_segments(config.max_sequences + 1, longest, positions)
-    return 4 * num_segments * max(a.num_heads * (a.head_dim + 1) for a in decoder.attentions)
+    return 4 * num_segments * attention.num_heads * (attention.head_dim + 1)
 
 
 class _ShrunkBytes(NamedTuple):
@@ -196,19 +198,10 @@ class _ShrunkBytes(NamedTuple):
         rank = max(workspace_rank(config.max_lora_rank, *tuned) for tuned in tables)
         return cls(computed_groups(config, decoder), rank, num_parts)
 
-    def num_outputs(self, role: str) -> int:
-        """Returns the outputs of the widest of the groups of all layers that are called so."""
-        return max(
-            (group.out_end for name, group in self.groups.items() if _role_of(name) == role),
-            default=0,
-        )
-
-    def by(self, role: str, num_tokens: int) -> int:
-        """Returns the bytes of the widest of the groups of all layers that are called so."""
-        found = (group for name, group in self.groups.items() if _role_of(name) == role)
-        # Layers mostly have the same.
-        shapes = {(group.in_features, len(group.targets)) for group in found}
-        return max((self._of(*shape, num_tokens) for shape in shapes), default=0)
+    def by(self, name: str, num_tokens: int) -> int:
+        """Returns the bytes of a group; 0 if no adapter changes it."""
+        group = self.groups.get(name)
+        return 0 if group is None else self._of(group.in_features, len(group.targets), num_tokens)
 
     def _of(self, in_features: int, num_targets: int, num_tokens: int) -> int:
         num_split = max(
@@ -216,11 +209,6 @@ class _ShrunkBytes(NamedTuple):
             for tuned in tuning.all_constants("shrink")
         )
         return 4 * self.num_parts * max(num_tokens, num_split) * num_targets * self.rank
-
-
-def _role_of(group: str) -> str:
-    """Returns a group's name in every layer, such as "qkv" or "experts.down"."""
-    return group.split(".", 2)[2] if group.startswith("layers.") else group
 
 
 def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
@@ -233,12 +221,9 @@ def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
         CudaInputs.num_bytes(count, max_rows) + CudaLora.num_bytes(count, max_rows)
         for count in (max_tokens, max_rows)
     )
-    layout = layout_of(config, decoder)
     pages_bytes = 4 * ((max_rows + 1) * max_pages(config) + 1)
-    row_size = NUM_FIELDS * len(layout.targets) + NUM_WEIGHT_FIELDS * len(layout.weights)
-    table_bytes = 4 * (config.max_loras + MAX_PARTS * max_rows) * row_size
     results_bytes = logits_bytes + choices_bytes(decoder, max_tokens)
-    return results_bytes + inputs_bytes + pages_bytes + table_bytes
+    return results_bytes + inputs_bytes + pages_bytes + table_bytes(config, decoder, max_rows)
 
 
 def recorded_nodes(
@@ -246,21 +231,32 @@ def recorded_nodes(
 ) -> int:
     """Returns how many kernels a recorded decode step of this kind has at most, with adapters in so
     many groups of projections; a test counts them."""
-    head = decoder.head
-    num_nodes = OTHER_NODES + len(decoder.ropes) + GROWTH_NODES * len(decoder.query_growths)
-    num_nodes += (decoder.embedding_scale != 1.0) + (head.scale != 1.0)
-    if head.softcap is not None:
-        num_nodes += 3
-    if decoder.layer_inputs is not None:
-        # Two tables' parts, each scaled, their sum, scaled, and a norm.
-        num_nodes += PRODUCT_NODES + 6
+    found = operations(decoder)
+    num_nodes = OTHER_NODES + sum(map(_num_nodes, (*found.layers, *found.head)))
     if kind is not StepKind.BASE:
         num_nodes += GROUP_NODES * num_groups
         if decoder.mixtures:  # the order of tokens, and a plan of each layer's pairs
             num_nodes += 1 + 2 * len(decoder.mixtures)
     if kind is StepKind.ANY:
         num_nodes += _replacement_nodes(decoder, adds_tokens=adds_tokens)
-    return num_nodes + sum(map(_layer_nodes, decoder.blocks))
+    return num_nodes
+
+
+def _num_nodes(op: Op) -> int:
+    """Returns how many kernels an operation launches, without adapters."""
+    if isinstance(op, Project):
+        return PRODUCT_NODES + (op.out.is_wide and op.projection.has_bias)
+    if isinstance(op, AddNorm):
+        # A norm adds to the residual stream along; where there is none, torch's operations do.
+        return 1 if op.norm is not None else 1 + (op.delta_scale != 1.0) + (op.sum_scale != 1.0)
+    if isinstance(op, RotateAndStore):
+        attention = op.attention
+        norms = (attention.q_norm, attention.k_norm)
+        return 1 + sum(each is not None and each.size != attention.head_dim for each in norms)
+    if isinstance(op, Logits):
+        head = op.head
+        return PRODUCT_NODES + (head.scale != 1.0) + 3 * (head.softcap is not None)
+    return NODES.get(type(op), 1)
 
 
 def max_prompt_recordings(decoder: Decoder, num_groups: int, *, adds_tokens: bool) -> int:
@@ -280,33 +276,6 @@ def _replacement_nodes(decoder: Decoder, *, adds_tokens: bool) -> int:
         num_nodes += 2 + 1 + (decoder.layer_inputs is not None)
         num_nodes += 2 * (decoder.head.softcap is not None)
     return num_nodes
-
-
-def _layer_nodes(block: Block) -> int:
-    attention, has_input = block.attention, block.layer_input is not None
-    dense = [each for each in block.projections if isinstance(each, Projection)]
-    num_nodes = PRODUCT_NODES * len(dense)
-    num_nodes += 3  # attention: keys and values to their cells, segments, and their combination
-    num_nodes += (block.dense is not None) + has_input  # activations
-    if block.experts is not None:
-        num_nodes += _experts_nodes(block.experts)
-    of_heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    num_nodes += sum(norm.size != attention.head_dim for norm in of_heads)
-    num_nodes += len(block.post_norms)
-    # A norm adds to the residual stream along; where there is none, torch's operations do.
-    sum_nodes = 1 + (block.residual_scale != 1.0)
-    num_nodes += 1 if block.attention_norm is not None else sum_nodes + bool(block.scalar)
-    num_nodes += 1 if block.feed_forward_norm is not None else sum_nodes
-    return num_nodes + sum_nodes * has_input
-
-
-def _experts_nodes(experts: Experts) -> int:
-    """Returns how many kernels a mixture has besides its dense products: for the choice, the order
-    of pairs, their inputs, two products, the activation, and the sum."""
-    norms = (experts.norm, experts.router.norm)
-    num_nodes = 7 + sum(norm is not None for norm in norms)
-    num_nodes += experts.router.projection.has_bias
-    return num_nodes + (experts.post_norm is not None)  # then the shared half is added apart
 
 
 def _graphs_bytes(config: EngineConfig, decoder: Decoder) -> int:

@@ -20,13 +20,11 @@ from torch import Tensor
 
 from inference_svc.adapters.extents import GRANULE_BYTES, locate
 from inference_svc.adapters.image_source import Segment
-from inference_svc.adapters.layout import HEAD
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends.arena import Arena
 from inference_svc.errors import TRY_LATER, AdapterUnusable, OutOfDeviceMemory
 from inference_svc.host.device_faults import find_fault
-from inference_svc.model.description import LAYER_INPUTS, Decoder
 from inference_svc.model.weights import ModelWeights
 from kernels.lora.table import vector_at
 from servicekit.errors import Internal, ServiceError
@@ -58,13 +56,13 @@ class Divided(NamedTuple):
 class Magnitudes:
     """The jobs of adapters that are being loaded, one after the other."""
 
-    def __init__(self, decoder: Decoder, weights: ModelWeights[Any], arena: Arena) -> None:
+    def __init__(self, weights: ModelWeights[Any], arena: Arena) -> None:
         self._weights = weights
         self._arena = arena
         is_cpu = arena.device.type == "cpu"
         self._step_elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
         self._slice_elements = CPU_SLICE_ELEMENTS if is_cpu else DEVICE_SLICE_ELEMENTS
-        self._places = dict(_places(decoder, weights, arena))
+        self._places = dict(_places(weights, arena))
         self._jobs: deque[tuple[str, Iterator[int], list[str]]] = deque()
 
     def start(self, resident: Resident) -> None:
@@ -189,16 +187,11 @@ def _with_rows(rows: Tensor, own: dict[str, Tensor], start: int, end: int) -> Te
 
 
 def _places(
-    decoder: Decoder, weights: ModelWeights[Any], arena: Arena
+    weights: ModelWeights[Any], arena: Arena
 ) -> Iterator[tuple[int, tuple[Projection, int]]]:
     """Yields each linear target with the projection that computes it, and its first row there."""
-    projections: dict[str, Projection] = {HEAD: weights.head}
-    if weights.layer_inputs is not None:
-        projections[LAYER_INPUTS] = weights.layer_inputs.projection
-    for layer, (block, own) in enumerate(zip(decoder.blocks, weights.blocks, strict=True)):
-        for described, projection in zip(block.projections, own.projections, strict=True):
-            projections[f"layers.{layer}.{described.name}"] = projection
     for name, group in lora_groups(arena.layout).items():
-        if name in projections:
+        projection = weights.projections.get(name)
+        if projection is not None:
             for target, first in zip(group.targets, group.out_offsets, strict=True):
-                yield target, (projections[name], first)
+                yield target, (projection, first)

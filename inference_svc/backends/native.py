@@ -25,25 +25,22 @@ from inference_svc.backends.base import (
     returns_experts,
 )
 from inference_svc.backends.magnitudes import Magnitudes
-from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
-from inference_svc.backends.native_experts import routings_bytes
-from inference_svc.backends.native_lora import MAX_EXPERTS_TARGETS, NativeLoraOps, norm_role
+from inference_svc.backends.native_buffers import BatchPages, StepArrays
+from inference_svc.backends.native_lora import NativeLoraOps
+from inference_svc.backends.native_needs import memory_needs
 from inference_svc.backends.native_program import NativeTransformer
+from inference_svc.backends.native_workspace import Workspace
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.speed_notes import native_notes, thread_notes
-from inference_svc.backends.torch import most_targets, step_bytes
 from inference_svc.core import Batch, EngineConfig, ScoredRun, scored_runs, scored_slices
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.parameters import parameters, weights_bytes
 from inference_svc.model.transformer import COMPUTED
 from inference_svc.model.weights import ModelWeights
-from kernels.attention.native_memory import AttentionShape
 from kernels.host_memory import Slab, allocate_host
 from kernels.linear import PackedLinear
 from kernels.lora.plan import LoraContents
-from kernels.lora.table import MAX_PARTS
 from kernels.native.build import processor_flags
 from kernels.native.library import Library, choose, load
 
@@ -144,7 +141,7 @@ class NativeBackend(AdapterMemory):
 
     def _make_magnitudes(self) -> Magnitudes:
         assert self._weights is not None, "the weights are freed"
-        return Magnitudes(self._decoder, self._weights, self.arena)
+        return Magnitudes(self._weights, self.arena)
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         self._library.place_threads(processors)
@@ -214,12 +211,7 @@ class NativeFactory:
         return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
-        dtype = getattr(torch, config.dtype)
-        needed_bytes = weights_bytes(decoder, dtype)
-        if decoder.head.is_tied:  # packed, the head cannot share the embedding's memory
-            needed_bytes += decoder.vocab_size * decoder.hidden_size * dtype.itemsize
-        workspace = step_bytes(config, decoder) + _native_bytes(config, decoder)
-        return MemoryNeeds(needed_bytes, workspace)
+        return memory_needs(config, decoder)
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None
@@ -256,53 +248,3 @@ class NativeFactory:
             return NativeTransformer(decoder, weights, kv_caches, step, workspace, lora, library)
 
         return NativeBackend(decoder, make, weights, kv_caches, reload, arena, step, lora, library)
-
-
-def _native_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns the memory that the native kernels add to a step: the rows' last tokens apart in the
-    last layer, and each thread's memory for attention."""
-    item_bytes = getattr(torch, config.dtype).itemsize
-    shrunk = most_targets(config, decoder) * config.max_lora_rank
-    last = decoder.blocks[-1]
-    stream = decoder.hidden_size * (3 if last.is_parallel else 2)
-    per_row = (stream + last.attention.q_size + shrunk) * item_bytes
-    num_threads = config.num_threads or torch.get_num_threads()
-    windows: dict[AttentionShape, set[int | None]] = {}
-    for each in decoder.attentions:
-        shape = AttentionShape(each.num_heads, each.num_kv_heads, each.head_dim, item_bytes)
-        windows.setdefault(shape, set()).add(each.window)
-    attention = sum(
-        shape.num_bytes(config.max_batch_tokens, config.max_sequences, num_threads, len(found))
-        for shape, found in windows.items()
-    )
-    mixes = config.max_batch_tokens + config.max_sequences  # each token shrunk by every part
-    attention += (MAX_PARTS - 1) * mixes * shrunk * item_bytes
-    growths = 4 * config.max_batch_tokens * len(decoder.query_growths)
-    growths += _token_weights_bytes(config, decoder)
-    growths += 4 * config.max_sequences * config.max_added_tokens
-    growths += routings_bytes(decoder, config.max_batch_tokens)
-    growths += _pairs_lora_bytes(config, decoder)
-    return int(config.max_sequences * per_row + attention + growths)
-
-
-def _pairs_lora_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns the memory for adapters of experts: the plan of pairs, in as many parts as a sum of
-    adapters may have, and their shrunk inputs."""
-    chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
-    pairs = config.max_batch_tokens * chosen * MAX_PARTS
-    shrunk = MAX_EXPERTS_TARGETS * config.max_lora_rank * getattr(torch, config.dtype).itemsize
-    return pairs * (32 + shrunk)
-
-
-def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns the memory of norms' weights that are each token's own."""
-    dtype = getattr(torch, config.dtype)
-    sizes = {
-        (norm_role(name), each.num_bytes(dtype))
-        for each in parameters(decoder)
-        if each.norm is not None
-        for name in each.members
-    }
-    of_rows = (size for role, size in sizes if role == "norm")
-    of_tokens = (size for _, size in sizes)
-    return config.max_batch_tokens * sum(of_tokens) + config.max_sequences * sum(of_rows)

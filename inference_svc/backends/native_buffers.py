@@ -1,10 +1,9 @@
 """Memory at fixed addresses for a program of native operations: one step's inputs, refilled in
-place, and the workspace that it computes in."""
+place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from operator import is_
 from typing import NamedTuple, Protocol
 
@@ -14,9 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.core import BatchColumns
-from inference_svc.model.description import Decoder
 from kernels.attention.native import StepRows
-from kernels.host_memory import allocate_host
 
 
 class StepSize(NamedTuple):
@@ -181,101 +178,3 @@ class StepArrays:
         self.size = StepSize(*counts)
         for array, count in zip(self._counts, counts, strict=True):
             array[0] = count
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Activations of `max_tokens` tokens in the model's dtype, and fp32 logits of `max_logits`.
-
-    A buffer whose width differs between layers is flat here, and has rows of a layer's width where
-    it is used.
-    """
-
-    hidden: Tensor
-    """[T, hidden_size]: the residual stream."""
-    delta: Tensor
-    """[T, hidden_size]: the last half's addition to the stream."""
-    normed: Tensor
-    """[T, hidden_size]"""
-    qkv: Tensor
-    """[T * width of the widest layer]"""
-    mixed: Tensor
-    """[T * q_size of the widest layer]: attention's result."""
-    gate_up: Tensor
-    """[T * 2 * width of the widest layer], of each pair of a token and an expert in layers that
-    have these; before all layers the embeddings of `LayerInputs`."""
-    gated: Tensor
-    """[T * width of the widest layer], of each pair in layers that have experts."""
-    of_pairs: Tensor
-    """[P * hidden_size]: the experts' inputs, and then their outputs."""
-    router_logits: Tensor
-    """fp32 [T * experts of the widest router]"""
-    shared_logits: Tensor
-    """fp32 [T, 1], or [0, 1] if no layer has a gate on the half that all experts share."""
-    layer_inputs: Tensor
-    """[T, sizes of all layers]: the per-layer inputs."""
-    last_layer_input: Tensor
-    """[N, size of a layer's]: the last layer's own input, of the rows' last tokens."""
-    last_hidden: Tensor
-    """[N, hidden_size]: the residual stream of the rows' last tokens, from the last layer's
-    attention on."""
-    last_delta: Tensor
-    """[N, hidden_size]: the addition of the last half of all layers, where they compute all
-    tokens."""
-    last_mixed: Tensor
-    """[N, q_size]: the last layer's attention of these rows."""
-    last_normed: Tensor
-    """[N, hidden_size]: the input of the last layer's attention for these rows, if its other half
-    reads it, too; else [0, hidden_size]."""
-    logits: Tensor
-    """fp32 [N, vocab_size, and tokens that adapters may add]"""
-
-    @classmethod
-    def allocate(
-        cls,
-        decoder: Decoder,
-        max_tokens: int,
-        max_logits: int,
-        dtype: torch.dtype,
-        max_added_tokens: int = 0,
-    ) -> Workspace:
-        def buffer(rows: int, columns: int, dtype: torch.dtype = dtype) -> Tensor:
-            return allocate_host(rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
-
-        hidden, last = decoder.hidden_size, decoder.blocks[-1]
-        qkv = max(each.qkv.out_features for each in decoder.attentions)
-        inputs = decoder.layer_inputs
-        total, size = (inputs.total_size, inputs.size) if inputs is not None else (0, 0)
-        chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
-        of_experts = max((each.num_chosen * each.size for each in decoder.mixtures), default=0)
-        gated = max(decoder.max_intermediate_size, size, of_experts)
-        routers = max((each.num_experts for each in decoder.mixtures), default=0)
-        has_gate = any(each.shared_gate is not None for each in decoder.mixtures)
-        return cls(
-            hidden=buffer(max_tokens, hidden),
-            delta=buffer(max_tokens, hidden),
-            normed=buffer(max_tokens, hidden),
-            qkv=buffer(max_tokens, qkv).view(-1),
-            mixed=buffer(max_tokens, decoder.max_q_size).view(-1),
-            gate_up=buffer(max_tokens, max(2 * gated, total)).view(-1),
-            gated=buffer(max_tokens, gated).view(-1),
-            of_pairs=buffer(max_tokens * chosen, hidden).view(-1),
-            router_logits=buffer(max_tokens, routers, torch.float32).view(-1),
-            shared_logits=buffer(max_tokens if has_gate else 0, 1, torch.float32),
-            layer_inputs=buffer(max_tokens, total),
-            last_layer_input=buffer(max_logits, size),
-            last_hidden=buffer(max_logits, hidden),
-            last_delta=buffer(max_logits, hidden),
-            last_mixed=buffer(max_logits, last.attention.q_size),
-            last_normed=buffer(max_logits if last.is_parallel else 0, hidden),
-            logits=buffer(max_logits, decoder.vocab_size + max_added_tokens, torch.float32),
-        )
-
-    def rows_of(self, flat: Tensor, width: int, rows_per_token: int = 1) -> Tensor:
-        """Returns [T, width] of a flat one, or so many rows for each token."""
-        num_rows = len(self.hidden) * rows_per_token
-        return flat[: num_rows * width].view(num_rows, width)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(getattr(self, field.name).nbytes for field in fields(self))

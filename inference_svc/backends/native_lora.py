@@ -70,7 +70,7 @@ class NativeLoraOps:
     @property
     def workspace_bytes(self) -> int:
         created = (self._lora, self._logits_lora, self._pairs_lora)
-        shrunk = sum(each.shrunk.nbytes for each in created)
+        shrunk = sum(each.shrunk.nbytes + each.plan.num_bytes for each in created)
         return shrunk + sum(each.nbytes for each in self._token_weights.values())
 
     def plan(self, rows: Sequence[BatchRow]) -> frozenset[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout
-from inference_svc.adapters.targets import AppliedTargets, applied_targets, computed_groups
+from inference_svc.adapters.targets import AppliedTargets, applied_targets
 from inference_svc.backends.adapter_memory import AdapterMemory, allocate_arena
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import (
@@ -27,6 +27,7 @@ from inference_svc.backends.base import (
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.slot_runs import last_slots, scored_indices, scored_slot_runs, slot_runs
 from inference_svc.backends.speed_notes import thread_notes, torch_notes
+from inference_svc.backends.torch_needs import step_bytes
 from inference_svc.core import (
     BASE_SLOT,
     Batch,
@@ -37,12 +38,12 @@ from inference_svc.core import (
     scored_slices,
 )
 from inference_svc.host.cpus import usable_cores, usable_cpus
-from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder, Experts
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.parameters import weights_bytes
-from inference_svc.model.transformer import COMPUTED, Stream, Transformer
+from inference_svc.model.transformer import COMPUTED, Step, Transformer
 from kernels.elementwise import NormWeight
 from kernels.elementwise.addend import Addend
 from kernels.experts import Pairs
@@ -58,7 +59,6 @@ from kernels.lora import (
     plan_pairs,
 )
 from kernels.lora.plan import LoraContents
-from kernels.lora.table import MAX_PARTS, NUM_FIELDS
 from kernels.native.library import choose
 from kernels.replaced import replace_embeddings, replace_logits, token_weights
 
@@ -179,13 +179,13 @@ def plan_lora(rows: Sequence[BatchRow], arena: Arena, targets: AppliedTargets) -
 
 def score_slices(
     transformer: Transformer,
-    last: Stream,
+    last: Step,
     lora: LoraStep | None,
     runs: Sequence[ScoredRun],
     max_scored: int,
 ) -> Iterator[Scored]:
     """See `Backend.score`. `last` is the output of the step's layers."""
-    device = last.hidden.device
+    device = last.device
     for part in scored_slices(runs, max_scored):
         rows = torch.tensor(scored_indices(part), dtype=torch.int64).to(device)
         of_part = None if lora is None else lora.with_head(part)
@@ -225,7 +225,7 @@ class TorchBackend(AdapterMemory):
         self.transformer: Transformer | None = transformer
         self.kv_caches: KVCaches | None = kv_caches
         self._targets = targets
-        self._last: Stream | None = None
+        self._last: Step | None = None
         self._reload = reload
 
     @property
@@ -246,7 +246,7 @@ class TorchBackend(AdapterMemory):
 
     def _make_magnitudes(self) -> Magnitudes:
         assert self.transformer is not None, "the weights are freed"
-        return Magnitudes(self._decoder, self.transformer.weights, self.arena)
+        return Magnitudes(self.transformer.weights, self.arena)
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Leaves torch's threads to the system."""
@@ -340,37 +340,3 @@ class TorchFactory:
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
         transformer = Transformer(decoder, reload.weights())
         return TorchBackend(transformer, kv_caches, arena, targets, config.max_sequences, reload)
-
-
-def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns the workspace of the widest step: activations of `max_batch_tokens`, their shrunk
-    forms for adapters, the table's rows of sums of adapters, the gathered keys and values of one
-    longest sequence, and logits and the sampler's copies of `max_sequences`."""
-    item_bytes = getattr(torch, config.dtype).itemsize
-    hidden, intermediate = decoder.hidden_size, decoder.max_intermediate_size
-    attention = 3 * decoder.max_q_size + 4 * decoder.max_kv_size
-    per_token = (3 * hidden + attention + 3 * intermediate) * item_bytes
-    per_token += most_targets(config, decoder) * config.max_lora_rank * item_bytes
-    per_token += 2 * hidden * 4  # norms, in fp32
-    per_token += max(
-        (_pairs_bytes(each, hidden, item_bytes) for each in decoder.mixtures), default=0
-    )
-    if decoder.layer_inputs is not None:  # and their addends
-        per_token += 3 * decoder.layer_inputs.total_size * item_bytes
-    gathered = config.max_model_len * 2 * decoder.max_kv_size * item_bytes
-    logits = config.max_sequences * decoder.vocab_size * 4
-    num_targets = sum(len(group.targets) for group in computed_groups(config, decoder).values())
-    mixes = 4 * NUM_FIELDS * MAX_PARTS * config.max_sequences * num_targets
-    return int(config.max_batch_tokens * per_token + gathered + 3 * logits + mixes)
-
-
-def _pairs_bytes(experts: Experts, hidden_size: int, item_bytes: int) -> int:
-    """Returns the memory of a token in a layer with experts: the experts' inputs and outputs, their
-    widths, and the routing."""
-    of_pair = (3 * hidden_size + 3 * experts.size) * item_bytes + 4 * hidden_size + 32
-    return experts.num_chosen * of_pair + 24 * experts.num_experts
-
-
-def most_targets(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns of how many targets a group is at most: so often an adapter shrinks its inputs."""
-    return max(len(group.targets) for group in computed_groups(config, decoder).values())

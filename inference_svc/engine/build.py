@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,8 +51,9 @@ from inference_svc.host.cpus import partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
 from inference_svc.model.architectures import load_description
 from inference_svc.model.base_hashes import hashing_base
-from inference_svc.model.description import Block, Decoder, ExpertsProjection
+from inference_svc.model.description import Decoder, ExpertsProjection
 from inference_svc.model.headers import tower_modules
+from inference_svc.model.walk import layer_projections
 from inference_svc.model.weights import check_tensors
 
 logger = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ def _host_tier(config: EngineConfig, *, has_device_memory: bool) -> HostTier | N
 
 def prices_of(decoder: Decoder) -> Prices:
     """Returns the prices of choosing and scoring tokens of this model."""
-    of_token = 2 * sum(map(_num_weights, decoder.blocks))
+    of_token = 2 * sum(_num_weights(decoder))
     return Prices(
         logits=decoder.vocab_size * 2 * decoder.hidden_size / of_token,
         logprobs=decoder.vocab_size * WALK_OPERATIONS / of_token,
@@ -210,13 +211,12 @@ def prices_of(decoder: Decoder) -> Prices:
     )
 
 
-def _num_weights(block: Block) -> int:
-    """Counts the weights of projections that a token passes."""
-    count = 0
-    for projection in block.projections:
-        times = 1
+def _num_weights(decoder: Decoder) -> Iterator[int]:
+    """Yields the weights of each projection of the layers that a token passes."""
+    shape = decoder.expert_layers
+    for projection in layer_projections(decoder):
+        num_times = 1
         if isinstance(projection, ExpertsProjection):
-            assert block.experts is not None
-            times = block.experts.num_chosen
-        count += times * projection.in_features * projection.out_features
-    return count
+            assert shape is not None
+            num_times = shape.num_chosen
+        yield num_times * projection.in_features * projection.out_features

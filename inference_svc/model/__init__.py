@@ -14,7 +14,10 @@ parameters         Which tensors of a checkpoint a decoder has, and where each g
 weights            The safetensors of a model directory, read into the decoder's buffers.
 headers            The tensors of a checkpoint by its files' headers, other towers' among them.
 base_hashes        Hashes, for the store, of base weights that trainers save with adapters.
-transformer        The decoder in torch: computes any description.
+operations         The operations of a step, as data.
+walk               The one walk over a description, which lists a step's operations.
+lifetimes          When a step's values are needed, and the memory that they take.
+transformer        The decoder in torch: executes a step's operations.
 layers             The decoder's parts that hold something: linear layers, frequencies.
 kv_caches          The keys and values of a decoder's layers, a cache for each of their shapes.
 inputs             A batch as the tensors of one step.

@@ -182,19 +182,17 @@ def experts(
 
 
 def block(
-    config: ConfigReader, attention: Attention, feed_forward: Dense | Experts, **changes: Any
+    config: ConfigReader, mixer: Attention, feed_forward: Dense | Experts, **changes: Any
 ) -> Block:
     """Returns a layer with a norm before each half, as in Llama; `changes` are of Block."""
     changes.setdefault("attention_norm", norm(config, "input_layernorm"))
     changes.setdefault("feed_forward_norm", norm(config, "post_attention_layernorm"))
-    return Block(attention, feed_forward, **changes)
+    return Block(mixer, feed_forward, **changes)
 
 
 def with_windows(block: Block, windows: Iterable[int | None]) -> tuple[Block, ...]:
     """Returns the block for each layer, whose windows these are."""
-    return tuple(
-        replace(block, attention=replace(block.attention, window=window)) for window in windows
-    )
+    return tuple(replace(block, mixer=replace(block.mixer, window=window)) for window in windows)
 
 
 def with_experts(

@@ -9,7 +9,6 @@ layer ("self_attn.q_proj"), the others below the whole ("model.norm").
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -299,16 +298,16 @@ class LayerInput:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A layer: attention, then the feed-forward half; each reads the norm of the residual stream,
-    or the stream itself, and adds to it, normed or not, times `residual_scale`. A `layer_input`, if
-    there is one, reads the stream itself, and adds to it last.
+    """A layer: a mixer of tokens, then the feed-forward half; each reads the norm of the residual
+    stream, or the stream itself, and adds to it, normed or not, times `residual_scale`. A
+    `layer_input`, if there is one, reads the stream itself, and adds to it last.
 
     `is_parallel`: both halves read the output of `attention_norm`. `scalar` is the module whose
     number the stream is multiplied by at the end. The checkpoint may have modules that are
     `unused`.
     """
 
-    attention: Attention
+    mixer: Attention
     feed_forward: Dense | Experts
     attention_norm: Norm | None
     feed_forward_norm: Norm | None
@@ -328,14 +327,6 @@ class Block:
             assert isinstance(self.feed_forward, Dense)
 
     @property
-    def post_norms(self) -> tuple[Norm, ...]:
-        """Norms of the additions of the halves, and the layer's input, to the stream."""
-        found = [self.attention_post_norm, self.feed_forward_post_norm, self.layer_input_post_norm]
-        if self.experts is not None:
-            found += [self.experts.post_norm, self.experts.shared_post_norm]
-        return tuple(norm for norm in found if norm is not None)
-
-    @property
     def experts(self) -> Experts | None:
         """The mixture that its feed-forward half is, if it is one."""
         return self.feed_forward if isinstance(self.feed_forward, Experts) else None
@@ -345,19 +336,6 @@ class Block:
         """The half that every token passes through, of a mixture the half that all share."""
         half = self.feed_forward
         return half if isinstance(half, Dense) else half.shared
-
-    @property
-    def projections(self) -> Iterator[Projection | ExpertsProjection]:
-        """In order of use."""
-        yield from (self.attention.qkv, self.attention.out)
-        if self.dense is not None:
-            yield from (self.dense.gate_up, self.dense.down)
-        if self.experts is not None:
-            if self.experts.shared_gate is not None:
-                yield self.experts.shared_gate
-            yield from (self.experts.router.projection, self.experts.gate_up, self.experts.down)
-        if self.layer_input is not None:
-            yield from (self.layer_input.gate, self.layer_input.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,7 +441,7 @@ class Decoder:
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
-        return tuple(block.attention for block in self.blocks)
+        return tuple(block.mixer for block in self.blocks)
 
     @property
     def ropes(self) -> tuple[tuple[Rope, int], ...]:
@@ -481,14 +459,6 @@ class Decoder:
         """The distinct ways in which queries grow with their positions."""
         found = (each.query_growth for each in self.attentions)
         return tuple(dict.fromkeys(each for each in found if each is not None))
-
-    @property
-    def max_q_size(self) -> int:
-        return max(each.q_size for each in self.attentions)
-
-    @property
-    def max_kv_size(self) -> int:
-        return max(each.kv_size for each in self.attentions)
 
     @property
     def max_intermediate_size(self) -> int:
@@ -538,10 +508,9 @@ class Decoder:
         chosen."""
 
         def chosen(block: Block) -> Block:
-            attention = block.attention
-            if attention.rope is None:
+            mixer = block.mixer
+            if mixer.rope is None:
                 return block
-            rope = attention.rope.for_length(max_model_len)
-            return replace(block, attention=replace(attention, rope=rope))
+            return replace(block, mixer=replace(mixer, rope=mixer.rope.for_length(max_model_len)))
 
         return replace(self, blocks=tuple(map(chosen, self.blocks)))

@@ -16,18 +16,22 @@ import torch
 from torch import Tensor
 
 from inference_svc.model.description import (
-    EMBED_TOKENS,
-    LM_HEAD,
-    Block,
     Decoder,
-    Experts,
     ExpertsProjection,
-    LayerInputs,
-    Member,
     Norm,
     Projection,
     layer_path,
 )
+from inference_svc.model.operations import (
+    Held,
+    Numbers,
+    Scalar,
+    Table,
+    Weight,
+    key_of,
+    norm_key,
+)
+from inference_svc.model.walk import weights_of
 from kernels.experts import padded_rows
 
 
@@ -72,8 +76,8 @@ class Parameter:
     """A part of the decoder, and the tensors of the checkpoint that it is made of, in the `forms`
     that these may have: made when they are asked for, as experts have thousands.
 
-    `key` is such as "layers.0.qkv", of a norm its module; `members` maps the modules that adapters
-    know to their sizes. `in_size` is 0 for one dimension.
+    `key` is such as "layers.0.qkv", of a norm its module's path; `members` maps the modules that
+    adapters know to their sizes. `in_size` is 0 for one dimension.
     """
 
     key: str
@@ -108,16 +112,45 @@ class Parameter:
 @lru_cache(maxsize=4)
 def parameters(decoder: Decoder) -> tuple[Parameter, ...]:
     """Returns all parameters of a decoder, in order of use."""
-    found = [_table("embedding", EMBED_TOKENS, decoder.vocab_size, decoder.hidden_size)]
-    if decoder.layer_inputs is not None:
-        found += _layer_inputs_parameters(decoder.layer_inputs)
-    for index, block in enumerate(decoder.blocks):
-        found += _block_parameters(block, index)
-    found.append(_norm_parameter("norm", decoder.final_norm))
-    if not decoder.head.is_tied:
-        head = Projection("head", (Member(LM_HEAD, decoder.vocab_size),), decoder.hidden_size)
-        found.append(_projection_parameter(head, lambda module: module))
-    return tuple(found)
+    weights = weights_of(decoder)
+    return tuple(_parameter(each) for each in weights if has_values(each.held))
+
+
+def role_of(held: Held) -> Role:
+    """Returns the kind of a weight's parameter."""
+    return _ROLES[type(held)]
+
+
+_ROLES: Mapping[type, Role] = {
+    Table: Role.TABLE,
+    Projection: Role.PROJECTION,
+    ExpertsProjection: Role.PROJECTION,
+    Norm: Role.NORM,
+    Scalar: Role.SCALAR,
+    Numbers: Role.NUMBERS,
+}
+
+
+def has_values(held: Held) -> bool:
+    """Returns whether the checkpoint has a weight: some norms have none."""
+    return not isinstance(held, Norm) or bool(held.module)
+
+
+def _parameter(weight: Weight) -> Parameter:
+    held, layer = weight
+    if isinstance(held, Projection):
+        return _projection_parameter(held, layer)
+    if isinstance(held, ExpertsProjection):
+        return _stacked_parameter(held, layer)
+    if isinstance(held, Norm):
+        return _norm_parameter(held, layer)
+    if isinstance(held, Table):
+        form: Form = {f"{held.module}.weight": Piece((held.num_rows, held.size))}
+        members = {held.module: held.num_rows}
+        return Parameter(held.key, Role.TABLE, held.num_rows, lambda: [form], members, held.size)
+    size = 1 if isinstance(held, Scalar) else held.size
+    form = {held.name: Piece((size,))}
+    return Parameter(held.name, role_of(held), size, lambda: [form], layer=layer)
 
 
 def weights_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
@@ -156,86 +189,32 @@ def unused(decoder: Decoder) -> tuple[str, ...]:
     return tuple(f"{path}." for path in paths)
 
 
-def _layer_inputs_parameters(layer_inputs: LayerInputs) -> Iterator[Parameter]:
-    sizes = layer_inputs.vocab_size, layer_inputs.total_size
-    yield _table("layer_embedding", layer_inputs.embedding, *sizes)
-    yield _projection_parameter(layer_inputs.projection, lambda module: module)
-    yield _norm_parameter("layer_inputs_norm", layer_inputs.norm)
-
-
-def _block_parameters(block: Block, layer: int) -> Iterator[Parameter]:
-    attention, path = block.attention, partial(layer_path, layer)
-
-    def norms(*found: Norm | None) -> Iterator[Parameter]:
-        for norm in found:
-            if norm is not None and norm.module:
-                yield _norm_parameter(path(norm.module), norm, layer)
-
-    def projection(each: Projection) -> Parameter:
-        return _projection_parameter(each, path, layer)
-
-    yield from norms(block.attention_norm)
-    yield projection(attention.qkv)
-    if attention.sinks:
-        yield _numbers(path(attention.sinks), attention.num_heads, layer)
-    yield from norms(attention.q_norm, attention.k_norm, attention.v_norm)
-    yield projection(attention.out)
-    yield from norms(block.attention_post_norm, block.feed_forward_norm)
-    if block.dense is not None:
-        yield projection(block.dense.gate_up)
-        yield projection(block.dense.down)
-    if block.experts is not None:
-        yield from _experts_parameters(block.experts, layer)
-    yield from norms(block.feed_forward_post_norm)
-    if block.layer_input is not None:
-        yield projection(block.layer_input.gate)
-        yield projection(block.layer_input.out)
-    yield from norms(block.layer_input_post_norm)
-    if block.scalar:
-        form = {path(block.scalar): Piece((1,))}
-        yield Parameter(f"layers.{layer}.scalar", Role.SCALAR, 1, lambda: [form], layer=layer)
-
-
-def _experts_parameters(experts: Experts, layer: int) -> Iterator[Parameter]:
-    path, router = partial(layer_path, layer), experts.router
-    for norm in (experts.shared_post_norm, router.norm, experts.norm, experts.post_norm):
-        if norm is not None:
-            yield _norm_parameter(path(norm.module), norm, layer)
-    if experts.shared_gate is not None:
-        yield _projection_parameter(experts.shared_gate, path, layer)
-    yield _projection_parameter(router.projection, path, layer)
-    for name in filter(None, (router.bias, router.expert_scales)):
-        yield _numbers(path(name), experts.num_experts, layer)
-    for each in (experts.gate_up, experts.down):
-        yield _stacked_parameter(each, layer)
-
-
-def _table(key: str, module: str, num_rows: int, size: int) -> Parameter:
-    form = {f"{module}.weight": Piece((num_rows, size))}
-    return Parameter(key, Role.TABLE, num_rows, lambda: [form], {module: num_rows}, size)
-
-
-def _numbers(name: str, size: int, layer: int) -> Parameter:
-    return Parameter(name, Role.NUMBERS, size, lambda: [{name: Piece((size,))}], layer=layer)
-
-
-def _norm_parameter(key: str, norm: Norm, layer: int | None = None) -> Parameter:
+def _norm_parameter(norm: Norm, layer: int | None) -> Parameter:
     path = norm.path(layer)
     tensor = norm.tensor if layer is None or not norm.tensor else layer_path(layer, norm.tensor)
     form = {tensor or f"{path}.weight": Piece((norm.size,))}
     members = {} if tensor else {path: norm.size}
+    key = norm_key(norm, layer)
     return Parameter(key, Role.NORM, norm.size, lambda: [form], members, layer=layer, norm=norm)
 
 
-def _projection_parameter(
-    projection: Projection, path_of: Callable[[str], str], layer: int | None = None
-) -> Parameter:
-    members = {path_of(member.module): member.out_features for member in projection.members}
-    key = projection.name if layer is None else f"layers.{layer}.{projection.name}"
+def _projection_parameter(projection: Projection, layer: int | None) -> Parameter:
+    path_of = _paths_of(layer)
     return Parameter(
-        *(key, Role.PROJECTION, projection.num_rows, partial(_linear_forms, projection, path_of)),
-        *(members, projection.in_features, projection.has_bias, layer),
+        key_of(projection.name, layer),
+        Role.PROJECTION,
+        projection.num_rows,
+        partial(_linear_forms, projection, path_of),
+        {path_of(member.module): member.out_features for member in projection.members},
+        projection.in_features,
+        projection.has_bias,
+        layer,
     )
+
+
+def _paths_of(layer: int | None) -> Callable[[str], str]:
+    """Returns the function that makes the path of a module."""
+    return str if layer is None else partial(layer_path, layer)
 
 
 def _linear_forms(projection: Projection, path_of: Callable[[str], str]) -> Iterator[Form]:
@@ -274,21 +253,23 @@ def _put_bias(start: int, sink: Sink, values: Tensor, expert: int) -> None:
     sink.put_bias(start, values)
 
 
-def _stacked_parameter(projection: ExpertsProjection, layer: int) -> Parameter:
+def _stacked_parameter(projection: ExpertsProjection, layer: int | None) -> Parameter:
     """Returns the parameter of a projection of all experts, which lie below each other in it, each
     on as many rows as products want."""
     return Parameter(
-        *(f"layers.{layer}.{projection.name}", Role.PROJECTION, projection.num_rows),
-        partial(_experts_forms, projection, layer),
+        key_of(projection.name, layer),
+        Role.PROJECTION,
+        projection.num_rows,
+        partial(_experts_forms, projection, _paths_of(layer)),
         in_size=projection.in_features,
         has_bias=projection.has_bias,
         layer=layer,
     )
 
 
-def _experts_forms(projection: ExpertsProjection, layer: int) -> Iterator[Form]:
+def _experts_forms(projection: ExpertsProjection, path_of: Callable[[str], str]) -> Iterator[Form]:
     """Yields the tensors of experts one by one, by each of their names, and of all in one."""
-    step, path_of = padded_rows(projection.out_features), partial(layer_path, layer)
+    step = padded_rows(projection.out_features)
     num_names = 1 + min(len(each.others) for each in projection.members)
     for index in reversed(range(0 if projection.is_interleaved else num_names)):
         yield _apart_form(projection, step, index, path_of)

@@ -6,7 +6,7 @@ that a backend computes with, of a projection too. There is no second copy of an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,22 +15,30 @@ import torch
 from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.description import (
-    Attention,
-    Block,
-    Decoder,
-    Dense,
-    Experts,
-    ExpertsProjection,
-    Norm,
-    NormKind,
-    Projection,
-    Wrapper,
-    layer_path,
-)
+from inference_svc.model.description import Attention, Decoder, Norm, NormKind, Wrapper
 from inference_svc.model.files import CONFIG, weight_files
 from inference_svc.model.layers import Linear
-from inference_svc.model.parameters import Parameter, Piece, Role, parameters, unused
+from inference_svc.model.operations import (
+    EMBEDDING_KEY,
+    HEAD_KEY,
+    Held,
+    Logits,
+    Numbers,
+    Scalar,
+    Weight,
+    norm_key,
+    weight_key,
+)
+from inference_svc.model.parameters import (
+    Parameter,
+    Piece,
+    Role,
+    has_values,
+    parameters,
+    role_of,
+    unused,
+)
+from inference_svc.model.walk import operations, weights_of
 from kernels.attention import HeadNorms
 from kernels.elementwise import NormWeight
 
@@ -73,187 +81,72 @@ class Projections(Protocol[P_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class DenseWeights(Generic[P]):
-    """The weights of a `Dense` half."""
+class ModelWeights(Generic[P]):
+    """All weights of a decoder, by the keys of its parameters. `num_bytes` counts bytes in memory:
+    a tied head that shares the embedding's tensor is counted once.
 
-    gate_up: P
-    down: P
+    `tables` are [rows, size] in the model's dtype, `numbers` fp32 [size]; `projections` have the
+    head's even if it is tied, and `norms` have one for every norm of the decoder.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class RouterWeights(Generic[P]):
-    """The weights of a `Router`; `bias` and `expert_scales` are fp32 [experts]."""
-
-    projection: P
-    norm: NormWeight | None
-    bias: Tensor | None
-    expert_scales: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsWeights(Generic[P]):
-    """The weights of `Experts`. All experts' lie below each other in one projection, each on
-    `padded_rows`."""
-
-    router: RouterWeights[P]
-    gate_up: P
-    down: P
-    shared: DenseWeights[P] | None
-    shared_gate: P | None
-    norm: NormWeight | None
-    post_norm: NormWeight | None
-    shared_post_norm: NormWeight | None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputWeights(Generic[P]):
-    """The weights of a `LayerInput`."""
-
-    gate: P
-    out: P
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputsWeights(Generic[P]):
-    """The weights of `LayerInputs`; `embedding` is [vocab_size, of all layers]."""
-
-    embedding: Tensor
-    projection: P
-    norm: NormWeight
-
-
-@dataclass(frozen=True, slots=True)
-class BlockWeights(Generic[P]):
-    """The weights of a `Block`, by its names; None for absent ones."""
-
-    attention_norm: NormWeight | None
-    qkv: P
-    q_norm: NormWeight | None
-    k_norm: NormWeight | None
-    v_norm: NormWeight | None
-    sinks: Tensor | None
-    """fp32 [heads]"""
-    o: P
-    attention_post_norm: NormWeight | None
-    feed_forward_norm: NormWeight | None
-    feed_forward: DenseWeights[P] | ExpertsWeights[P]
-    feed_forward_post_norm: NormWeight | None
-    layer_input: LayerInputWeights[P] | None
-    layer_input_post_norm: NormWeight | None
-    scalar: float
+    tables: Mapping[str, Tensor]
+    projections: Mapping[str, P]
+    norms: Mapping[str, NormWeight]
+    scalars: Mapping[str, float]
+    numbers: Mapping[str, Tensor]
+    num_bytes: int
 
     @classmethod
-    def build(cls, block: Block, make: Make[P], scalar: float = 1.0) -> BlockWeights[P]:
-        """Makes a block's weights one by one."""
-        attention, layer_input, half = block.attention, block.layer_input, block.feed_forward
+    def made(
+        cls, decoder: Decoder, make: Callable[[Held], Any], num_bytes: int = 0
+    ) -> ModelWeights[P]:
+        """Returns weights that are made one by one, of a tied head too."""
+        of_role: dict[Role, dict[str, Any]] = {role: {} for role in Role}
+        head = operations(decoder).head[-1]
+        assert isinstance(head, Logits)
+        for weight in (*weights_of(decoder), Weight(head.projection, None)):
+            of_kind = of_role[role_of(weight.held)]
+            key = weight_key(weight)
+            if key not in of_kind:
+                of_kind[key] = make(weight.held)
+        return cls.of_roles(of_role, num_bytes)
+
+    @classmethod
+    def of_roles(cls, made: Mapping[Role, dict[str, Any]], num_bytes: int) -> ModelWeights[P]:
+        """Returns weights by the roles of their parameters."""
         return cls(
-            attention_norm=make.norm(block.attention_norm),
-            qkv=make.projection(attention.qkv),
-            q_norm=make.norm(attention.q_norm),
-            k_norm=make.norm(attention.k_norm),
-            v_norm=make.norm(attention.v_norm),
-            sinks=make.numbers(attention.sinks, attention.num_heads),
-            o=make.projection(attention.out),
-            attention_post_norm=make.norm(block.attention_post_norm),
-            feed_forward_norm=make.norm(block.feed_forward_norm),
-            feed_forward=_dense(half, make) if isinstance(half, Dense) else _experts(half, make),
-            feed_forward_post_norm=make.norm(block.feed_forward_post_norm),
-            layer_input=None
-            if layer_input is None
-            else LayerInputWeights(
-                make.projection(layer_input.gate), make.projection(layer_input.out)
-            ),
-            layer_input_post_norm=make.norm(block.layer_input_post_norm),
-            scalar=scalar,
+            tables=made[Role.TABLE],
+            projections=made[Role.PROJECTION],
+            norms=made[Role.NORM],
+            scalars=made[Role.SCALAR],
+            numbers=made[Role.NUMBERS],
+            num_bytes=num_bytes,
         )
 
     @property
-    def experts(self) -> ExpertsWeights[P] | None:
-        """The weights of the mixture that the feed-forward half is, if it is one."""
-        return self.feed_forward if isinstance(self.feed_forward, ExpertsWeights) else None
+    def embedding(self) -> Tensor:
+        """[vocab_size, hidden_size]"""
+        return self.tables[EMBEDDING_KEY]
 
-    @property
-    def dense(self) -> DenseWeights[P] | None:
-        """The weights of the half that every token passes through; see `Block.dense`."""
-        half = self.feed_forward
-        return half if isinstance(half, DenseWeights) else half.shared
+    def norm(self, norm: Norm | None, layer: int | None) -> NormWeight | None:
+        """Returns the weight of a norm of a layer or, None, of the whole model."""
+        return None if norm is None else self.norms[norm_key(norm, layer)]
 
-    @property
-    def projections(self) -> Iterator[P]:
-        """In the order of `Block.projections`."""
-        yield from (self.qkv, self.o)
-        if self.dense is not None:
-            yield from (self.dense.gate_up, self.dense.down)
-        if self.experts is not None:
-            if self.experts.shared_gate is not None:
-                yield self.experts.shared_gate
-            yield from (self.experts.router.projection, self.experts.gate_up, self.experts.down)
-        if self.layer_input is not None:
-            yield from (self.layer_input.gate, self.layer_input.out)
+    def numbers_of(self, held: Numbers | None) -> Tensor | None:
+        """Returns fp32 [size]; None for None."""
+        return None if held is None else self.numbers[held.name]
 
-    def head_norms(self, attention: Attention) -> HeadNorms:
-        """Returns the norms of its attention, which this is."""
-        found = (self.q_norm, self.k_norm, self.v_norm)
+    def scale(self, scale: float | Scalar) -> float:
+        """Returns a number that may be a weight."""
+        return self.scalars[scale.name] if isinstance(scale, Scalar) else scale
+
+    def head_norms(self, attention: Attention, layer: int | None) -> HeadNorms:
+        """Returns the norms of queries, keys and values."""
+        norms = (attention.q_norm, attention.k_norm, attention.v_norm)
+        found = [self.norm(each, layer) for each in norms]
         [eps] = {norm.eps for norm in found if norm is not None} or {0.0}
         q, k, v = (None if norm is None else norm.weight for norm in found)
         return HeadNorms(q, k, v, eps, attention.norms_rotated)
-
-
-class Make(Generic[P]):
-    """Makes the parts of a block's weights: `make_numbers` makes fp32 [size], by name and size."""
-
-    def __init__(
-        self,
-        make_projection: Callable[[Projection | ExpertsProjection], P],
-        make_norm: Callable[[Norm], NormWeight],
-        make_numbers: Callable[[str, int], Tensor],
-    ) -> None:
-        self.projection = make_projection
-        self._make_norm = make_norm
-        self._make_numbers = make_numbers
-
-    def norm(self, norm: Norm | None) -> NormWeight | None:
-        return None if norm is None else self._make_norm(norm)
-
-    def numbers(self, name: str, size: int) -> Tensor | None:
-        """Returns fp32 [size]; None without a name."""
-        return self._make_numbers(name, size) if name else None
-
-
-def _dense(half: Dense, make: Make[P]) -> DenseWeights[P]:
-    return DenseWeights(make.projection(half.gate_up), make.projection(half.down))
-
-
-def _experts(half: Experts, make: Make[P]) -> ExpertsWeights[P]:
-    router, count = half.router, half.num_experts
-    return ExpertsWeights(
-        RouterWeights(
-            make.projection(router.projection),
-            make.norm(router.norm),
-            make.numbers(router.bias, count),
-            make.numbers(router.expert_scales, count),
-        ),
-        make.projection(half.gate_up),
-        make.projection(half.down),
-        shared=None if half.shared is None else _dense(half.shared, make),
-        shared_gate=None if half.shared_gate is None else make.projection(half.shared_gate),
-        norm=make.norm(half.norm),
-        post_norm=make.norm(half.post_norm),
-        shared_post_norm=make.norm(half.shared_post_norm),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWeights(Generic[P]):
-    """All weights of a decoder; `embedding` is [vocab_size, hidden_size]. `num_bytes` counts bytes
-    in memory: a tied head that shares the embedding's tensor is counted once."""
-
-    embedding: Tensor
-    blocks: tuple[BlockWeights[P], ...]
-    norm: NormWeight
-    head: P
-    num_bytes: int
-    layer_inputs: LayerInputsWeights[P] | None = None
 
 
 def load_weights(
@@ -326,7 +219,7 @@ class _Assembly(Generic[P]):
             for name in form
         }
         self._reading: dict[str, _Reading] = {}
-        self._made: dict[str, Any] = {}
+        self._made: dict[Role, dict[str, Any]] = {role: {} for role in Role}
         self._num_bytes = 0
 
     def __contains__(self, tensor_name: str) -> bool:
@@ -353,7 +246,8 @@ class _Assembly(Generic[P]):
             piece.put(reading.made, tensor[:], 0)
         if not reading.left:
             del self._reading[parameter.key]
-            self._made[parameter.key] = self._finished(parameter, reading.made)
+            finished = self._finished(parameter, reading.made)
+            self._made[parameter.role][parameter.key] = finished
 
     def _empty(self, parameter: Parameter) -> Any:
         """Allocates a parameter."""
@@ -390,42 +284,21 @@ class _Assembly(Generic[P]):
         assert not self._reading
         made = self._made
         if self._decoder.head.is_tied:
-            made["head"] = head = self._projections.of(made["embedding"])
+            head = self._projections.of(made[Role.TABLE][EMBEDDING_KEY])
+            made[Role.PROJECTION][HEAD_KEY] = head
             if not isinstance(head, Linear):
                 self._num_bytes += head.num_bytes
-        blocks = tuple(self._block(index) for index in range(self._decoder.num_layers))
-        return ModelWeights(
-            *(made["embedding"], blocks, made["norm"], made["head"], self._num_bytes),
-            layer_inputs=self._layer_inputs(),
-        )
-
-    def _layer_inputs(self) -> LayerInputsWeights[P] | None:
-        if self._decoder.layer_inputs is None:
-            return None
-        projection = self._made[self._decoder.layer_inputs.projection.name]
-        norm = self._made["layer_inputs_norm"]
-        return LayerInputsWeights(self._made["layer_embedding"], projection, norm)
-
-    def _block(self, index: int) -> BlockWeights[P]:
-        def norm(norm: Norm) -> NormWeight:
-            if not norm.module:
-                return ones(norm, self._dtype, self._device)
-            found: NormWeight = self._made[layer_path(index, norm.module)]
-            return found
-
-        make = Make[P](
-            lambda projection: self._made[f"layers.{index}.{projection.name}"],
-            norm,
-            lambda name, _: self._made[layer_path(index, name)],
-        )
-        scalar = self._made.get(f"layers.{index}.scalar", 1.0)
-        return BlockWeights.build(self._decoder.blocks[index], make, scalar)
+        norms = made[Role.NORM]
+        for held, layer in weights_of(self._decoder):
+            if isinstance(held, Norm) and not has_values(held):
+                norms[norm_key(held, layer)] = ones(held, self._dtype, self._device)
+        return ModelWeights.of_roles(made, self._num_bytes)
 
 
 def ones(norm: Norm, dtype: torch.dtype, device: torch.device) -> NormWeight:
     """Returns a norm that has no weight of its own."""
     weight = torch.ones(norm.size, dtype=torch.float32 if norm.is_wide else dtype, device=device)
-    return NormWeight(weight, norm.eps)
+    return NormWeight(weight, norm.eps, norm.kind is NormKind.LAYER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,18 @@ class NativeLoraPlan:
         self.slots = np.zeros(max_tokens, np.int32)
         self.num_tokens = np.zeros(1, np.int32)
 
+    @staticmethod
+    def bytes_of(max_tokens: int, num_mixes: int, *, has_experts: bool = False) -> int:
+        """Returns the bytes of a plan of so many tokens, with a table of so many mixes."""
+        max_pairs = max_tokens * (MAX_PARTS if num_mixes else 1)
+        of_tokens = max_tokens * (4 + 8 * has_experts)
+        return 24 * max_pairs + of_tokens + 4 * num_mixes * MAX_PARTS + 8
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (self._items, self.num_parts, self.tokens, self._keys, self.slots)
+        return sum(each.nbytes for each in (*arrays, self._num_items, self.num_tokens))
+
     def fill(
         self,
         row_slots: Sequence[int],
@@ -219,6 +231,14 @@ class NativeLora:
     ) -> NativeLora:
         size = max_group_targets * plan.max_pairs * _even(table.max_rank)
         return cls(table, plan, torch.empty(size, dtype=table.arena.dtype))
+
+    @staticmethod
+    def shrunk_bytes(
+        max_group_targets: int, max_tokens: int, num_mixes: int, max_rank: int, itemsize: int
+    ) -> int:
+        """Returns the bytes of `shrunk` for plans of so many tokens."""
+        max_pairs = max_tokens * (MAX_PARTS if num_mixes else 1)
+        return max_group_targets * max_pairs * _even(max_rank) * itemsize
 
     def add_ops(
         self, group: LoraGroup, x: Tensor, out: Tensor, base_bias: Tensor | None = None

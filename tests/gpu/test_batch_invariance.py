@@ -21,7 +21,7 @@ from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import DenseWeights, ModelWeights
+from inference_svc.model.weights import ModelWeights
 from kernels import tuning
 from kernels.attention import (
     AttentionPlan,
@@ -58,16 +58,7 @@ def by_rows(weights: ModelWeights[Linear]) -> ModelWeights[Linear]:
     def each(linear: Linear) -> Linear:
         return RowLinear(linear.weight, linear.bias)
 
-    blocks = tuple(
-        replace(
-            layer,
-            qkv=each(layer.qkv),
-            o=each(layer.o),
-            feed_forward=DenseWeights(each(layer.dense.gate_up), each(layer.dense.down)),
-        )
-        for layer in weights.blocks
-    )
-    return replace(weights, blocks=blocks, head=each(weights.head))
+    return replace(weights, projections={k: each(p) for k, p in weights.projections.items()})
 
 
 def sequences(slots: Sequence[int]) -> list[core.Sequence]:

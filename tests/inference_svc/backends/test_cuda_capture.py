@@ -95,7 +95,7 @@ def places_of(backend: CudaBackend, model: Model, caches: KVCaches) -> dict[int,
     named = {
         **{
             f"frequencies {index}": rotary.inverse_frequencies
-            for index, rotary in enumerate(model.transformer._rotary.values())
+            for index, rotary in enumerate(model.transformer.rotary.values())
         },
         **{f"keys and values {index}": each.data for index, each in enumerate(caches.caches)},
         "page table": backend._table.on_device,

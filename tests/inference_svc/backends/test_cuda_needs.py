@@ -40,6 +40,10 @@ SPARED_NODES = 2
 both are counted as the others."""
 
 
+MOST = 1.08
+"""A plan, in units of the allocated bytes: it counts kernels that no one step runs together."""
+
+
 class LiveBytes(TorchDispatchMode):
     """Follows the bytes of all memory that operations of torch allocate and that is still there."""
 
@@ -119,7 +123,8 @@ def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> i
     inputs = step.inputs._views(num_tokens, MAX_ROWS, MAX_ROWS, num_tokens // 16, has_decodes)
     lora = step.lora.any_step(StepKind.ANY, num_tokens, MAX_ROWS, has_tiles=True)
     with live_bytes() as live:
-        backend.transformer.forward(inputs, backend.kv_caches, lora)
+        last = backend.transformer.layers(inputs, backend.kv_caches, lora)
+        backend.transformer.logits(last, inputs.logit_rows, lora)  # as of a scored step
     return live.peak
 
 
@@ -138,7 +143,7 @@ def test_a_step_takes_no_more(model, num_tokens, lora_targets):
         peak = peak_bytes(backend, num_tokens, has_decodes=True)
     config = config_of(num_tokens, lora_targets=lora_targets)
     planned = cuda_needs.step_bytes(config, model.transformer.description, num_tokens)
-    assert peak <= planned <= 1.3 * peak, "more would be memory that could be pages"
+    assert peak <= planned <= MOST * peak, "more would be memory that could be pages"
 
 
 @pytest.mark.parametrize("lora_targets", [(), ("o_proj", "lm_head")], ids=str)
@@ -156,7 +161,7 @@ def test_a_step_with_adapters_beside_it_takes_no_more(model, lora_targets):
     config = config_of(num_rows, lora_targets=lora_targets)
     config = replace(config, max_sequences=num_rows)
     planned = cuda_needs.step_bytes(config, model.transformer.description, num_rows, is_beside=True)
-    assert live.peak <= planned <= 1.3 * live.peak
+    assert live.peak <= planned <= MOST * live.peak
 
 
 def test_recorded_steps_have_addends(monkeypatch, model):
@@ -240,5 +245,5 @@ def test_fewer_targets_need_less(model):
     less = every.graphs_bytes - some.graphs_bytes
     assert less >= fewer_kernels * cuda_needs.NODE_BYTES
     assert some.workspace_bytes <= every.workspace_bytes
-    if description.layer_inputs is None:  # else their own norm's weights take more than adapters
+    if description.max_intermediate_size >= 512:  # else others than projections take the most
         assert some.workspace_bytes < every.workspace_bytes

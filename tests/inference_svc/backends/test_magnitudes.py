@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from inference_svc.backends import magnitudes
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.magnitudes import Divided, Magnitudes
 from inference_svc.errors import AdapterUnusable, OutOfDeviceMemory
-from inference_svc.model.description import Decoder
 from servicekit.errors import Internal
 
 IN, OUT, RANK = 64, 96, 4
@@ -45,9 +44,8 @@ class World:
         self.arena = Arena(layout, 1 << 16, 4, 64, torch.device("cpu"))
         self.slots = Slots(1 << 16, 4)
         self.weight = Weight()
-        decoder = cast("Decoder", SimpleNamespace(blocks=()))
-        weights: Any = SimpleNamespace(head=self.weight, layer_inputs=None, blocks=())
-        self.magnitudes = Magnitudes(decoder, weights, self.arena)
+        weights: Any = SimpleNamespace(projections={HEAD: self.weight})
+        self.magnitudes = Magnitudes(weights, self.arena)
 
     def add(self, digest: str) -> dict[str, torch.Tensor]:
         """Begins with an adapter; returns views of what lies in the arena."""

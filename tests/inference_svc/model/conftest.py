@@ -12,9 +12,10 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference_svc.backends.native import PackedProjections
-from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
+from inference_svc.backends.native_buffers import BatchPages, StepArrays
 from inference_svc.backends.native_ops import AdapterOps
 from inference_svc.backends.native_program import NativeTransformer
+from inference_svc.backends.native_workspace import Workspace
 from inference_svc.model.architectures import load_description
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear

@@ -8,7 +8,6 @@ from inference_svc.backends.native_program import MAX_PROGRAMS
 from kernels.attention.native import rotary_angles_op
 from kernels.native.library import NativeOp
 from tests.support.models.decoders import NoAdapters
-from tests.support.models.whole_models import SHAPE
 
 
 class CountedAdapters(NoAdapters):
@@ -60,18 +59,17 @@ def test_programs_are_few(random_model, save_model, load_decoder) -> None:
 
 def test_last_layer_computes_last_tokens_only(random_model, save_model, load_decoder) -> None:
     """For a row's other tokens it computes keys and values, which is all that later steps read."""
-    decoder = load_decoder(save_model(random_model("Llama", num_hidden_layers=1)), path="native")
-    first, second, third = ([1, 2, 3], [4, 5, 6, 7], [8, 9])
-    rows = [(decoder.add(tokens), 0, len(tokens), True) for tokens in (first, second, third)]
-    expected = decoder.step(rows)
-    work = decoder.transformer._workspace
-    size = SHAPE["intermediate_size"]
-    gate_up, gated = work.rows_of(work.gate_up, 2 * size), work.rows_of(work.gated, size)
-    buffers = (gate_up, gated, work.last_hidden, work.last_mixed)
-    for buffer in buffers:
-        buffer.fill_(torch.nan)
-    got = decoder.step([rows[0], (*rows[1][:3], False), rows[2]])
-    assert torch.equal(got, expected)
-    for buffer in buffers:
-        assert not buffer[:3].isnan().any()
-        assert buffer[3:].isnan().all()
+    decoder = load_decoder(save_model(random_model("Llama", num_hidden_layers=2)), path="native")
+    ops, arrays = decoder.transformer.program(frozenset()).ops, decoder.arrays
+    last = max(index for index, op in enumerate(ops) if op.name.startswith("attend_"))
+    counts = {"tokens": arrays.num_tokens, "logits": arrays.num_logits}
+
+    def counts_of(op: NativeOp) -> set[str]:
+        assert isinstance(op.keep, tuple)
+        found = (name for name, count in counts.items() if any(each is count for each in op.keep))
+        return set(found)
+
+    after = [counts_of(op) for op in ops[last + 1 :]]
+    assert after == [{"logits"}] * len(after)
+    assert len(after) > 5
+    assert {"tokens"} in [counts_of(op) for op in ops[:last] if isinstance(op.keep, tuple)]

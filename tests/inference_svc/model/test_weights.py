@@ -30,30 +30,27 @@ def load(model_dir, dtype=torch.float32) -> ModelWeights[Linear]:
 
 
 def tensors(weights: ModelWeights[Linear]) -> list[torch.Tensor]:
-    found = [weights.embedding, weights.norm.weight, weights.head.weight]
-    for layer in weights.blocks:
-        assert layer.q_norm is not None
-        assert layer.k_norm is not None
-        for norm in (layer.attention_norm, layer.q_norm, layer.k_norm, layer.feed_forward_norm):
-            found.append(norm.weight)
-        for linear in layer.projections:
-            found.append(linear.weight)
-            if linear.bias is not None:
-                found.append(linear.bias)
+    assert "model.layers.0.self_attn.q_norm" in weights.norms
+    found = [*weights.tables.values(), *(norm.weight for norm in weights.norms.values())]
+    for linear in weights.projections.values():
+        found += [each for each in (linear.weight, linear.bias) if each is not None]
     return found
 
 
 def test_fused_buffers(model_dir):
     weights, saved = load(model_dir), load_file(model_dir / "model.safetensors")
-    layer, prefix = weights.blocks[1], "model.layers.1."
+    prefix = "model.layers.1."
+    qkv, gate_up, down = (
+        weights.projections[f"layers.1.{name}"] for name in ("qkv", "gate_up", "down")
+    )
     names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
-    assert torch.equal(layer.qkv.weight, torch.cat([saved[name + ".weight"] for name in names]))
-    assert layer.qkv.bias is not None
-    assert torch.equal(layer.qkv.bias, torch.cat([saved[name + ".bias"] for name in names]))
+    assert torch.equal(qkv.weight, torch.cat([saved[name + ".weight"] for name in names]))
+    assert qkv.bias is not None
+    assert torch.equal(qkv.bias, torch.cat([saved[name + ".bias"] for name in names]))
     names = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
-    assert torch.equal(layer.dense.gate_up.weight, torch.cat([saved[name] for name in names]))
-    assert layer.dense.gate_up.bias is None
-    assert torch.equal(layer.dense.down.weight, saved[prefix + "mlp.down_proj.weight"])
+    assert torch.equal(gate_up.weight, torch.cat([saved[name] for name in names]))
+    assert gate_up.bias is None
+    assert torch.equal(down.weight, saved[prefix + "mlp.down_proj.weight"])
     assert weights.num_bytes == sum(t.nbytes for t in tensors(weights))
     assert weights.num_bytes == sum(t.nbytes for t in saved.values())
 
@@ -88,7 +85,7 @@ def test_cast(dtype, model_dir):
     weights, saved = load(model_dir, dtype), load_file(model_dir / "model.safetensors")
     assert {tensor.dtype for tensor in tensors(weights)} == {dtype}
     assert torch.equal(weights.embedding, saved["model.embed_tokens.weight"].to(dtype))
-    assert torch.equal(weights.norm.weight, saved["model.norm.weight"].to(dtype))
+    assert torch.equal(weights.norms["model.norm"].weight, saved["model.norm.weight"].to(dtype))
 
 
 def test_tied_head_shares_memory(random_model, save_model):
@@ -101,7 +98,7 @@ def test_tied_head_shares_memory(random_model, save_model):
     saved["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
     save_file(saved, path)
     weights = load(folder)
-    assert weights.head.weight is weights.embedding
+    assert weights.projections["head"].weight is weights.embedding
     assert torch.equal(weights.embedding, saved["model.embed_tokens.weight"])
 
 

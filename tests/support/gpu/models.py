@@ -30,8 +30,9 @@ from inference_svc.model.description import (
 )
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
+from inference_svc.model.operations import Held, Scalar, Table
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import BlockWeights, LayerInputsWeights, Make, ModelWeights, ones
+from inference_svc.model.weights import ModelWeights, ones
 from kernels.elementwise import NormWeight
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry, TableRow
 from kernels.lora.table import ABSENT, GRANULE_BYTES, MixPart
@@ -172,14 +173,9 @@ def make_decoder(name: str, folder: Path, **changes: Any) -> Decoder:
 def random_weights(
     decoder: Decoder, dtype: torch.dtype, generator: torch.Generator
 ) -> ModelWeights[Linear]:
-    g = decoder
-
     def random(*shape: int) -> Tensor:
         values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         return values.to(dtype)
-
-    def linear(num_out: int, num_in: int, *, has_bias: bool) -> Linear:
-        return Linear(random(num_out, num_in), random(num_out) if has_bias else None)
 
     def norm(each: Norm) -> NormWeight:
         if not each.module:
@@ -188,21 +184,17 @@ def random_weights(
         is_centred = each.kind is NormKind.LAYER
         return NormWeight(weight if each.is_wide else weight.to(dtype), each.eps, is_centred)
 
-    def projection(each: Projection | ExpertsProjection) -> Linear:
-        return linear(each.num_rows, each.in_features, has_bias=each.has_bias)
+    def make(held: Held) -> Tensor | Linear | NormWeight | float:
+        if isinstance(held, Norm):
+            return norm(held)
+        if isinstance(held, Projection | ExpertsProjection):
+            weight = random(held.num_rows, held.in_features)
+            return Linear(weight, random(held.num_rows) if held.has_bias else None)
+        if isinstance(held, Table):
+            return random(held.num_rows, held.size)
+        return 0.75 if isinstance(held, Scalar) else torch.randn(held.size, generator=generator)
 
-    make = Make(projection, norm, lambda _, size: torch.randn(size, generator=generator))
-    blocks = tuple(
-        BlockWeights.build(block, make, 0.75 if block.scalar else 1.0) for block in g.blocks
-    )
-    told = g.layer_inputs
-    layer_inputs = told and LayerInputsWeights(
-        random(told.vocab_size, told.total_size), projection(told.projection), norm(told.norm)
-    )
-    head = linear(g.vocab_size, g.hidden_size, has_bias=False)
-    embedding = random(g.vocab_size, g.hidden_size)
-    weights = ModelWeights(embedding, blocks, norm(g.final_norm), head, num_bytes=0)
-    return replace(weights, layer_inputs=layer_inputs)
+    return ModelWeights.made(decoder, make)
 
 
 def moved(weights: Any, device: torch.device) -> Any:
@@ -211,8 +203,8 @@ def moved(weights: Any, device: torch.device) -> Any:
         return weights.to(device)
     if isinstance(weights, NormWeight):
         return weights._replace(weight=weights.weight.to(device))
-    if isinstance(weights, tuple):
-        return tuple(moved(each, device) for each in weights)
+    if isinstance(weights, dict):
+        return {key: moved(each, device) for key, each in weights.items()}
     if is_dataclass(weights):
         parts = {f.name: moved(getattr(weights, f.name), device) for f in fields(weights)}
         return replace(weights, **parts)

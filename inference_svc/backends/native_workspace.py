@@ -1,0 +1,119 @@
+"""The memory that a program of native operations computes in: values share it that are not needed
+at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference_svc.core import EngineConfig
+from inference_svc.model.description import Decoder
+from inference_svc.model.lifetimes import ValueSizes, last_uses
+from inference_svc.model.operations import Op, Value
+from inference_svc.model.walk import Narrowing, Operations, operations
+from kernels.host_memory import allocate_host
+
+_ALIGNMENT = 64
+
+
+class Placed(NamedTuple):
+    """The offset of every value that an operation reads or writes, by operation; and the bytes of
+    all."""
+
+    offsets: tuple[Mapping[Value, int], ...]
+    num_bytes: int
+
+
+def place(
+    ops: Sequence[Op], sizes: ValueSizes, kept: Collection[Value], apart: Collection[Value]
+) -> Placed:
+    """Places each value, from its first write to its last use, at the lowest offset where nothing
+    else is. Values that are `kept` stay to the end; these `apart` have memory of their own."""
+    live: dict[Value, tuple[int, int]] = {}
+    offsets, total = [], 0
+    for op, ended in zip(ops, last_uses(ops, kept), strict=True):
+        if op.out not in live and op.out not in apart:
+            size = -(-sizes.num_bytes(op.out) // _ALIGNMENT) * _ALIGNMENT
+            live[op.out] = _gap(live.values(), size)
+            total = max(total, live[op.out][1])
+        offsets.append({each: live[each][0] for each in (*op.inputs, op.out) if each in live})
+        for value in ended:
+            live.pop(value, None)
+    return Placed(tuple(offsets), total)
+
+
+def _gap(taken: Collection[tuple[int, int]], size: int) -> tuple[int, int]:
+    """Returns the lowest range of this size that touches none of the taken ones."""
+    start = 0
+    for other_start, other_end in sorted(taken):
+        if other_start - start >= size:
+            break
+        start = max(start, other_end)
+    return start, start + size
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Values of steps: of whole ones, which go on with the tokens that get logits behind the mixer
+    of the last layer, and of such that have the layers and the head apart.
+
+    `logits` are fp32 [max_logits, vocab_size, and tokens that adapters may add].
+    """
+
+    sizes: ValueSizes
+    flat: Tensor
+    logits: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        decoder: Decoder,
+        max_tokens: int,
+        max_logits: int,
+        dtype: torch.dtype,
+        max_added_tokens: int = 0,
+    ) -> Workspace:
+        sizes = ValueSizes.of(decoder, max_tokens, max_logits, dtype)
+        flat = allocate_host(_values_bytes(decoder, sizes))
+        vocab_size = decoder.vocab_size + max_added_tokens
+        logits = allocate_host(4 * max_logits * vocab_size).view(torch.float32)
+        return cls(sizes, flat, logits.view(max_logits, vocab_size))
+
+    def tensors(self, found: Operations, *, is_apart: bool) -> Iterator[Mapping[Value, Tensor]]:
+        """Yields the tensors of each operation, [rows, width], but the logits. If the head runs
+        `is_apart`, as often as it must, the values that it reads stay."""
+        placed = _placed(found, self.sizes, is_apart=is_apart)
+        for offsets in placed.offsets:
+            yield {value: self._tensor(value, start) for value, start in offsets.items()}
+
+    def _tensor(self, value: Value, start: int) -> Tensor:
+        dtype, rows = self.sizes.dtype_of(value), self.sizes.rows(value)
+        end = start + rows * value.width * dtype.itemsize
+        return self.flat[start:end].view(dtype).view(rows, value.width)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.flat.nbytes + self.logits.nbytes
+
+
+def workspace_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the bytes of the workspace of an engine with this config."""
+    dtype, max_logits = getattr(torch, config.dtype), config.max_sequences
+    sizes = ValueSizes.of(decoder, config.max_batch_tokens, max_logits, dtype)
+    vocab_size = decoder.vocab_size + config.max_added_tokens
+    return _values_bytes(decoder, sizes) + 4 * max_logits * vocab_size
+
+
+def _values_bytes(decoder: Decoder, sizes: ValueSizes) -> int:
+    whole = _placed(operations(decoder, Narrowing.IN_LAST_LAYER), sizes, is_apart=False)
+    apart = _placed(operations(decoder, Narrowing.BEFORE_HEAD), sizes, is_apart=True)
+    return max(whole.num_bytes, apart.num_bytes)
+
+
+def _placed(found: Operations, sizes: ValueSizes, *, is_apart: bool) -> Placed:
+    ops = (*found.layers, *found.head)
+    return place(ops, sizes, found.kept if is_apart else (), {ops[-1].out})

@@ -1,0 +1,336 @@
+"""The operations of a step, as data: `model.walk` lists the operations of a decoder.
+
+A backend executes a list, or makes its own program of it. All that depends on a model's structure
+is read off the same list: parameters, the targets of adapters, and the memory of a step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from inference_svc.model.description import (
+    Activation,
+    Attention,
+    ClampedSwiglu,
+    Experts,
+    ExpertsProjection,
+    Head,
+    Norm,
+    Projection,
+    QueryGrowth,
+    layer_path,
+)
+from inference_svc.model.rope import Rope
+
+EMBEDDING_KEY, HEAD_KEY = "embedding", "head"
+"""The keys of the embedding's table, and of the head's projection."""
+
+
+class Rows(enum.Enum):
+    """The rows of a value: the step's tokens, the tokens that get logits, or the pairs of a token
+    and an expert."""
+
+    TOKENS = "tokens"
+    LOGITS = "logits"
+    PAIRS = "pairs"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """An activation, [rows, width], in the model's dtype or, if it `is_wide`, in fp32. Operations
+    may write it anew, in place or not. A backend chooses the form of a value without width."""
+
+    name: str
+    width: int
+    rows: Rows = Rows.TOKENS
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An embedding: `num_rows` of `size` elements, by token."""
+
+    key: str
+    module: str
+    num_rows: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A tensor of the checkpoint, by its whole name, that is held in fp32, [size]."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A tensor of the checkpoint with one number of a layer."""
+
+    name: str
+    layer: int
+
+
+Held: TypeAlias = Table | Projection | ExpertsProjection | Norm | Numbers | Scalar
+
+
+class Weight(NamedTuple):
+    """A weight that an operation reads: of a layer or, None, of the whole model."""
+
+    held: Held
+    layer: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """An operation that reads `inputs` and writes `out`, which may be one of them. `layer` is the
+    layer whose weights it reads, None: weights of the whole model."""
+
+    inputs: tuple[Value, ...]
+    out: Value
+    layer: int | None
+
+    @property
+    def weights(self) -> Iterator[Weight]:
+        """In the order of the model's parameters."""
+        for each in self._held:
+            if each is not None:
+                yield Weight(each, each.layer if isinstance(each, Scalar) else self.layer)
+
+    @property
+    def _held(self) -> tuple[Held | None, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embed(Op):
+    """Looks up the step's tokens in a table. Adapters may change it if it `is_adapted`."""
+
+    table: Table
+    is_adapted: bool = False
+
+    @property
+    def _held(self) -> tuple[Held | None, ...]:
+        return (self.table,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale(Op):
+    """Multiplies in place, by the number itself or, if it `is_rounded`, as the model's dtype holds
+    it."""
+
+    scale: float
+    is_rounded: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Angles(Op):
+    """Computes a rotation's angles from positions: cos and then sin, each of half the width."""
+
+    rope: Rope
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Growth(Op):
+    """Computes the factor of each token's queries from its position."""
+
+    growth: QueryGrowth
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather(Op):
+    """Goes on with the tokens that get logits. With `part`, only this part of the input's width, in
+    parts as wide as `out`."""
+
+    part: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddNorm(Op):
+    """Adds to the residual stream, and norms the sum: hidden = sum_scale * (hidden + delta_scale *
+    delta); out = norm(hidden).
+
+    `inputs` are the stream and, if there is one, the delta. Without a norm `out` is the stream. If
+    `out` has the rows that get logits and the stream all tokens, it computes only these, and the
+    stream stays as it is.
+    """
+
+    norm: Norm | None
+    delta_scale: float = 1.0
+    sum_scale: float | Scalar = 1.0
+
+    @property
+    def hidden(self) -> Value:
+        return self.inputs[0]
+
+    @property
+    def delta(self) -> Value | None:
+        return self.inputs[1] if len(self.inputs) > 1 else None
+
+    @property
+    def _held(self) -> tuple[Held | None, ...]:
+        return (self.sum_scale if isinstance(self.sum_scale, Scalar) else None, self.norm)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormOf(Op):
+    """Norms a value; a norm of fewer elements than its width norms each part of it."""
+
+    norm: Norm
+
+    @property
+    def _held(self) -> tuple[Held | None, ...]:
+        return (self.norm,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Project(Op):
+    """Multiplies with a projection's weight, and adds the adapters of its group. If the `reader`
+    can, it adds these itself: they may be computed beside the product then."""
+
+    projection: Projection
+    reader_adds: bool = False
+    group: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", key_of(self.projection.name, self.layer))
+
+    @property
+    def _held(self) -> tuple[Held | None, ...]:
+        return (self.projection,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotateAndStore(Op):
+    """Norms and rotates the heads of q, k and v, in place, and stores keys and values. `inputs` are
+    qkv, and the angles and the growth if it has these."""
+
+    attention: Attention
+    angles: Value | None
+    growth: Value | None
+
+    @property
+    def _held(self) -> tuple[Held | None, ...]:
+        return (self.attention.q_norm, self.attention.k_norm, self.attention.v_norm)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attend(Op):
+    """Attends from the queries in qkv to the keys and values that are stored."""
+
+    attention: Attention
+
+    @property
+    def sinks(self) -> Numbers | None:
+        return _numbers(self.attention.sinks, self.attention.num_heads, self.layer)
+
+    @property
+    def _held(self) -> tuple[Held | None, ...]:
+        return (self.sinks,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate(Op):
+    """activation(gate) * up. `inputs` are gate and up side by side; or the gate, and the value that
+    stands for up: all of it or, with `part`, this part of its width, in parts as wide as `out`."""
+
+    activation: Activation | ClampedSwiglu
+    part: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route(Op):
+    """Chooses the experts of each token by the router's logits, and sorts the pairs of tokens and
+    experts by expert."""
+
+    experts: Experts
+
+    @property
+    def bias(self) -> Numbers | None:
+        return _numbers(self.experts.router.bias, self.experts.num_experts, self.layer)
+
+    @property
+    def expert_scales(self) -> Numbers | None:
+        return _numbers(self.experts.router.expert_scales, self.experts.num_experts, self.layer)
+
+    @property
+    def _held(self) -> tuple[Held | None, ...]:
+        return (self.bias, self.expert_scales)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread(Op):
+    """Copies the tokens of `inputs[0]` to their pairs, as the routing, `inputs[1]`, has them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProjectExperts(Op):
+    """Multiplies each pair with its expert's weight, and adds the adapters of the group. `inputs`
+    are the pairs and the routing."""
+
+    projection: ExpertsProjection
+    group: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", key_of(self.projection.name, self.layer))
+
+    @property
+    def _held(self) -> tuple[Held | None, ...]:
+        return (self.projection,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Combine(Op):
+    """Sums each token's pairs by their weights, and the half that all share, times the sigmoid of
+    its gate. `inputs` are the pairs and the routing, and `shared` and `gate` if there are any."""
+
+    shared: Value | None = None
+    gate: Value | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logits(Op):
+    """Computes the logits of the last norm. A tied head shares the table's memory if a backend
+    can."""
+
+    head: Head
+    projection: Projection
+
+    @property
+    def _held(self) -> tuple[Held | None, ...]:
+        return () if self.head.is_tied else (self.projection,)
+
+
+def _numbers(name: str, size: int, layer: int | None) -> Numbers | None:
+    assert layer is not None
+    return Numbers(layer_path(layer, name), size) if name else None
+
+
+def key_of(name: str, layer: int | None) -> str:
+    """Returns the key of a weight, or a group of adapters, such as "layers.3.qkv"."""
+    return name if layer is None else f"layers.{layer}.{name}"
+
+
+def weight_key(weight: Weight) -> str:
+    """Returns the key of a weight in `ModelWeights`."""
+    held, layer = weight
+    if isinstance(held, Table):
+        return held.key
+    if isinstance(held, Norm):
+        return norm_key(held, layer)
+    if isinstance(held, Numbers | Scalar):
+        return held.name
+    return key_of(held.name, layer)
+
+
+def norm_key(norm: Norm, layer: int | None) -> str:
+    """Returns the key of a norm's weight: its module's path. Norms without weights share one that
+    is 1."""
+    if norm.module:
+        return norm.path(layer)
+    return f"{norm.kind.value} of {norm.size}, {norm.eps}, {norm.is_wide}"

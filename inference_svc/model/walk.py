@@ -1,0 +1,365 @@
+"""The one walk over a decoder: lists the operations of a step, in the order in which they run.
+
+Rounding follows from the order, so that every backend computes the same.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from inference_svc.model.description import (
+    EMBED_TOKENS,
+    LM_HEAD,
+    Block,
+    Decoder,
+    Dense,
+    Experts,
+    ExpertsProjection,
+    LayerInput,
+    LayerInputs,
+    Member,
+    Norm,
+    Projection,
+    QueryGrowth,
+    layer_path,
+)
+from inference_svc.model.operations import (
+    EMBEDDING_KEY,
+    HEAD_KEY,
+    AddNorm,
+    Angles,
+    Attend,
+    Combine,
+    Embed,
+    Gate,
+    Gather,
+    Growth,
+    Logits,
+    NormOf,
+    Op,
+    Project,
+    ProjectExperts,
+    RotateAndStore,
+    Route,
+    Rows,
+    Scalar,
+    Scale,
+    Spread,
+    Table,
+    Value,
+    Weight,
+    weight_key,
+)
+from inference_svc.model.rope import Rope
+
+
+class Operations(NamedTuple):
+    """The operations of a step: of all layers, and then of the last norm and the head, for the
+    tokens that get logits."""
+
+    layers: tuple[Op, ...]
+    head: tuple[Op, ...]
+
+    @property
+    def kept(self) -> tuple[Value, ...]:
+        """The values of the layers that the head reads."""
+        read = {value for op in self.head for value in op.inputs}
+        return tuple(dict.fromkeys(op.out for op in self.layers if op.out in read))
+
+
+class Narrowing(enum.Enum):
+    """The place from which on a step computes only the tokens that get logits: the last norm
+    chooses them, or operations before it do, or after the mixer of the last layer."""
+
+    IN_LAST_NORM = enum.auto()
+    BEFORE_HEAD = enum.auto()
+    IN_LAST_LAYER = enum.auto()
+
+
+@lru_cache(maxsize=8)
+def operations(decoder: Decoder, narrowing: Narrowing = Narrowing.IN_LAST_NORM) -> Operations:
+    """Returns the operations of a step."""
+    walk = _Walk(decoder, narrowing)
+    layers = tuple(walk.layers())
+    return Operations(layers, tuple(walk.head()))
+
+
+@lru_cache(maxsize=4)
+def weights_of(decoder: Decoder) -> tuple[Weight, ...]:
+    """Returns the weights that operations read, each once, in order of use."""
+    found = operations(decoder)
+    read: dict[str, Weight] = {}
+    for op in (*found.layers, *found.head):
+        for weight in op.weights:
+            read.setdefault(weight_key(weight), weight)
+    return tuple(read.values())
+
+
+def layer_projections(decoder: Decoder) -> Iterator[Projection | ExpertsProjection]:
+    """Yields the projections of all layers, in order of use."""
+    for held, layer in weights_of(decoder):
+        if layer is not None and isinstance(held, Projection | ExpertsProjection):
+            yield held
+
+
+class _Walk:
+    """The state of a walk: the residual stream, and the delta that the next norm adds to it."""
+
+    def __init__(self, decoder: Decoder, narrowing: Narrowing) -> None:
+        self._decoder = decoder
+        self._narrowing = narrowing
+        self._rows = Rows.TOKENS
+        self._values: dict[tuple[str, int, Rows, bool], Value] = {}
+        self._hidden = self._value("hidden", decoder.hidden_size)
+        self._delta: Value | None = None
+        self._delta_scale = 1.0
+        self._sum_scale: float | Scalar = 1.0
+        self._angles: dict[tuple[Rope, int], Value] = {}
+        self._growths: dict[QueryGrowth, Value] = {}
+        self._layer_inputs: Value | None = None
+        self.ops: list[Op] = []
+
+    def _value(
+        self, name: str, width: int, rows: Rows | None = None, *, is_wide: bool = False
+    ) -> Value:
+        """Returns the value of this name and form, of the rows that are left unless it says other
+        ones."""
+        key = name, width, self._rows if rows is None else rows, is_wide
+        if key not in self._values:
+            self._values[key] = Value(*key)
+        return self._values[key]
+
+    def layers(self) -> list[Op]:
+        """Walks all layers."""
+        decoder, self.ops = self._decoder, []
+        sizes = decoder.vocab_size, decoder.hidden_size
+        table = Table(EMBEDDING_KEY, EMBED_TOKENS, *sizes)
+        self.ops.append(Embed((), self._hidden, None, table, is_adapted=True))
+        if decoder.embedding_scale != 1.0:
+            self._scale(self._hidden, decoder.embedding_scale, is_rounded=True)
+        if decoder.layer_inputs is not None:
+            self._of_all_layers(decoder.layer_inputs)
+        self._of_positions()
+        for layer, block in enumerate(decoder.blocks):
+            self._block(layer, block)
+        return self.ops
+
+    def head(self) -> list[Op]:
+        """Walks the last norm and the head."""
+        decoder, self.ops = self._decoder, []
+        if self._narrowing is Narrowing.BEFORE_HEAD:
+            self._rows = Rows.LOGITS
+            self._hidden = self._gathered(self._hidden)
+            self._delta = None if self._delta is None else self._gathered(self._delta)
+        normed = self._value("last_normed", decoder.hidden_size, Rows.LOGITS)
+        self._add_norm(decoder.final_norm, normed, None)
+        projection = Projection(
+            HEAD_KEY, (Member(LM_HEAD, decoder.vocab_size),), decoder.hidden_size
+        )
+        logits = self._value("logits", decoder.vocab_size, Rows.LOGITS)
+        self.ops.append(Logits((normed,), logits, None, decoder.head, projection))
+        return self.ops
+
+    def _of_all_layers(self, described: LayerInputs) -> None:
+        """The per-layer inputs, of all layers side by side."""
+        width = described.total_size
+        table = Table("layer_embedding", described.embedding, described.vocab_size, width)
+        own = self._value("own_inputs", width)
+        self.ops.append(Embed((), own, None, table))
+        self._scale(own, described.embedding_scale, is_rounded=True)
+        made = self._layer_inputs = self._value("layer_inputs", width)
+        self.ops.append(Project((self._hidden,), made, None, described.projection))
+        self._scale(made, described.projection_scale, is_rounded=False)
+        self._norm_of(made, described.norm, None)
+        self.ops.append(AddNorm((made, own), made, None, None, sum_scale=described.scale))
+
+    def _of_positions(self) -> None:
+        """The values that follow from positions alone."""
+        for index, (rope, head_dim) in enumerate(self._decoder.ropes):
+            out = self._value(f"angles_{index}", rope.rotary_size(head_dim))
+            self._angles[rope, head_dim] = out
+            self.ops.append(Angles((), out, None, rope, head_dim))
+        for index, growth in enumerate(self._decoder.query_growths):
+            out = self._growths[growth] = self._value(f"growth_{index}", 1)
+            self.ops.append(Growth((), out, None, growth))
+
+    def _block(self, layer: int, block: Block) -> None:
+        """A layer: each half reads a norm of the stream, and leaves a delta to it."""
+        x = self._normed(block.attention_norm, layer)
+        mixed = self._mix(layer, block, x)
+        is_last = layer == self._decoder.num_layers - 1
+        if is_last and self._narrowing is Narrowing.IN_LAST_LAYER:
+            mixed, x = self._narrow(mixed, x if block.is_parallel else None)
+        delta = self._value("delta", self._decoder.hidden_size)
+        adds = block.attention_post_norm is not None or block.feed_forward_norm is not None
+        out = block.mixer.out
+        self.ops.append(Project((mixed,), delta, layer, out, reader_adds=adds))
+        self._leave(delta, block.attention_post_norm, block.residual_scale, layer)
+        if block.is_parallel:
+            self._add()
+        else:
+            x = self._normed(block.feed_forward_norm, layer)
+        self._feed_forward(layer, block, x)
+        self._leave(delta, block.feed_forward_post_norm, block.residual_scale, layer)
+        if block.layer_input is not None:
+            self._add()
+            self._layer_input(layer, block.layer_input)
+            self._leave(delta, block.layer_input_post_norm, 1.0, layer)
+        if block.scalar:
+            self._sum_scale = Scalar(layer_path(layer, block.scalar), layer)
+
+    def _mix(self, layer: int, block: Block, x: Value) -> Value:
+        """The mixer up to its last projection, of all tokens."""
+        attention = block.mixer
+        qkv = self._value("qkv", attention.qkv.out_features)
+        adds = not attention.norms_all_heads
+        self.ops.append(Project((x,), qkv, layer, attention.qkv, reader_adds=adds))
+        rope, growth = attention.rope, attention.query_growth
+        angles = None if rope is None else self._angles[rope, attention.head_dim]
+        grown = None if growth is None else self._growths[growth]
+        inputs = tuple(each for each in (qkv, angles, grown) if each is not None)
+        self.ops.append(RotateAndStore(inputs, qkv, layer, attention, angles, grown))
+        mixed = self._value("mixed", attention.q_size)
+        self.ops.append(Attend((qkv,), mixed, layer, attention))
+        return mixed
+
+    def _narrow(self, mixed: Value, x: Value | None) -> tuple[Value, Value]:
+        """Goes on with the tokens that get logits: the others are done."""
+        self._rows = Rows.LOGITS
+        self._hidden, mixed = self._gathered(self._hidden), self._gathered(mixed)
+        return mixed, self._hidden if x is None else self._gathered(x)
+
+    def _gathered(self, value: Value) -> Value:
+        out = self._value(value.name, value.width)
+        self.ops.append(Gather((value,), out, None))
+        return out
+
+    def _feed_forward(self, layer: int, block: Block, x: Value) -> None:
+        """Writes the half's output to the delta."""
+        if block.dense is not None:
+            adds = block.experts is None and self._next_is_normed(layer, block)
+            self._dense(layer, block.dense, x, reader_adds=adds)
+        if block.experts is not None:
+            self._experts(layer, block.experts, x)
+
+    def _next_is_normed(self, layer: int, block: Block) -> bool:
+        """Returns whether a norm reads the feed-forward half's delta, or its sum with the
+        stream."""
+        if block.feed_forward_post_norm is not None:
+            return True
+        blocks = self._decoder.blocks
+        has_next = layer + 1 == len(blocks) or blocks[layer + 1].attention_norm is not None
+        return block.layer_input is None and has_next
+
+    def _dense(self, layer: int, dense: Dense, x: Value, *, reader_adds: bool) -> None:
+        both = self._value("gate_up", dense.gate_up.out_features)
+        self.ops.append(Project((x,), both, layer, dense.gate_up, reader_adds=True))
+        gated = self._value("gated", dense.size)
+        self.ops.append(Gate((both,), gated, layer, dense.activation))
+        delta = self._value("delta", dense.down.out_features)
+        self.ops.append(Project((gated,), delta, layer, dense.down, reader_adds=reader_adds))
+
+    def _experts(self, layer: int, experts: Experts, x: Value) -> None:
+        delta = self._value("delta", self._decoder.hidden_size)
+        shared = delta if experts.shared is not None else None
+        if experts.shared_post_norm is not None:
+            self._norm_of(delta, experts.shared_post_norm, layer)
+        gate = None
+        if experts.shared_gate is not None:
+            gate = self._value("shared_logits", 1, is_wide=True)
+            self.ops.append(Project((x,), gate, layer, experts.shared_gate))
+        routing = self._route(layer, experts, x)
+        if experts.norm is not None:
+            x = self._norm_of(self._hidden, experts.norm, layer, "experts_input")
+        made = self._of_pairs(layer, experts, x, routing)
+        if experts.post_norm is None:
+            inputs = (each for each in (made, routing, shared, gate) if each is not None)
+            self.ops.append(Combine(tuple(inputs), delta, layer, shared, gate))
+            return
+        assert shared is not None
+        assert gate is None
+        routed = self._value("routed", self._decoder.hidden_size)
+        self.ops.append(Combine((made, routing), routed, layer))
+        self._norm_of(routed, experts.post_norm, layer)
+        self.ops.append(AddNorm((delta, routed), delta, layer, None))
+
+    def _route(self, layer: int, experts: Experts, x: Value) -> Value:
+        """Returns the routing."""
+        router = experts.router
+        if router.norm is not None:
+            x = self._norm_of(self._hidden, router.norm, layer, "router_input")
+        logits = self._value("router_logits", experts.num_experts, is_wide=True)
+        self.ops.append(Project((x,), logits, layer, router.projection))
+        routing = self._value("routing", 0)
+        self.ops.append(Route((logits,), routing, layer, experts))
+        return routing
+
+    def _of_pairs(self, layer: int, experts: Experts, x: Value, routing: Value) -> Value:
+        """Returns the experts' output of each pair."""
+        rows = self._value("pairs", x.width, Rows.PAIRS)
+        self.ops.append(Spread((x, routing), rows, layer))
+
+        def project(of: Value, projection: ExpertsProjection, name: str) -> Value:
+            out = self._value(name, projection.out_features, Rows.PAIRS)
+            self.ops.append(ProjectExperts((of, routing), out, layer, projection))
+            return out
+
+        both = project(rows, experts.gate_up, "pairs_gate_up")
+        gated = self._value("pairs_gated", experts.size, Rows.PAIRS)
+        self.ops.append(Gate((both,), gated, layer, experts.activation))
+        return project(gated, experts.down, "pairs_out")
+
+    def _layer_input(self, layer: int, layer_input: LayerInput) -> None:
+        """Writes the output for the layer's own input to the delta."""
+        assert self._layer_inputs is not None
+        size, own = layer_input.out.in_features, self._layer_inputs
+        part: int | None = layer
+        if self._rows is not own.rows:
+            chosen = self._value("layer_input", size)
+            self.ops.append(Gather((own,), chosen, None, part))
+            own, part = chosen, None
+        gate, gated = self._value("layer_gate", size), self._value("layer_gated", size)
+        self.ops.append(Project((self._hidden,), gate, layer, layer_input.gate))
+        self.ops.append(Gate((gate, own), gated, layer, layer_input.activation, part))
+        delta = self._value("delta", self._decoder.hidden_size)
+        self.ops.append(Project((gated,), delta, layer, layer_input.out))
+
+    def _leave(self, delta: Value, norm: Norm | None, scale: float, layer: int) -> None:
+        """Leaves a delta, normed or not, to be added by the next norm of the stream."""
+        if norm is not None:
+            self._norm_of(delta, norm, layer)
+        assert self._delta is None
+        self._delta, self._delta_scale, self._sum_scale = delta, scale, 1.0
+
+    def _normed(self, norm: Norm | None, layer: int) -> Value:
+        """Returns the norm of the stream, or the stream itself, when the delta is added."""
+        if norm is None:
+            self._add()
+            return self._hidden
+        out = self._value("normed", self._hidden.width)
+        self._add_norm(norm, out, layer)
+        return out
+
+    def _add(self) -> None:
+        """Adds the delta to the stream, if there is one."""
+        if self._delta is not None:
+            self._add_norm(None, self._hidden, None)
+
+    def _add_norm(self, norm: Norm | None, out: Value, layer: int | None) -> None:
+        inputs: tuple[Value, ...] = (self._hidden,)
+        if self._delta is not None:
+            inputs = self._hidden, self._delta
+        self.ops.append(AddNorm(inputs, out, layer, norm, self._delta_scale, self._sum_scale))
+        self._delta, self._delta_scale, self._sum_scale = None, 1.0, 1.0
+
+    def _norm_of(self, x: Value, norm: Norm, layer: int | None, name: str | None = None) -> Value:
+        """Norms a value in place, or to a value of this name."""
+        out = x if name is None else self._value(name, x.width)
+        self.ops.append(NormOf((x,), out, layer, norm))
+        return out
+
+    def _scale(self, x: Value, scale: float, *, is_rounded: bool) -> None:
+        self.ops.append(Scale((x,), x, None, scale, is_rounded))
