@@ -19,8 +19,8 @@ from inference_svc.api.http.app import make_app
 from inference_svc.api.http.errors import INTERNAL_MESSAGE
 from inference_svc.api.http.middleware import RequestMiddleware
 from inference_svc.api.service import ServerFacts
-from inference_svc.core import ExpertLayers
 from inference_svc.errors import QueueFull
+from inference_svc.results.routed_experts import ExpertLayers
 from servicekit.shares import Shares
 
 SEPARATOR = b"\xff\xff\xff\xff"

@@ -17,7 +17,6 @@ from fuzz.folders import run_now
 from fuzz.refusals import refused
 from inference_svc.api.generate_call import (
     MAX_CHOICES,
-    MAX_LOGPROBS,
     MAX_PART_SCALE,
     MAX_STOP_TOKEN_IDS,
     GenerateCall,
@@ -25,6 +24,8 @@ from inference_svc.api.generate_call import (
 from inference_svc.api.grpc import convert as inference_convert
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.core import MAX_PARTS, Request
+from inference_svc.results.logprobs import MAX_LOGPROBS, LogprobsOption
+from inference_svc.results.scores import ScoresOption
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Chat, Prompt, Text
 from servicekit.errors import InvalidArgument
@@ -198,8 +199,8 @@ def _check_request(request: Request) -> None:
     assert 0 < sampling.top_p <= 1
     assert 0 <= sampling.top_k < VOCABULARY
     assert 0 <= sampling.seed < 1 << 64
-    for count in (sampling.logprobs, sampling.prompt_logprobs):
-        assert count is None or 0 <= count <= MAX_LOGPROBS
+    for option in (request.wanted.get(LogprobsOption), request.wanted.get(ScoresOption)):
+        assert option is None or 0 <= option.top_k <= MAX_LOGPROBS
     assert len(sampling.stop_token_ids) <= MAX_STOP_TOKEN_IDS + 1
     assert all(0 <= each < request.vocab_size for each in sampling.stop_token_ids)
     for text in (request.request_id, request.adapter, request.cache_seed, *sampling.stop):

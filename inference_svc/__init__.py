@@ -4,6 +4,7 @@ __main__  the command: reads the settings and runs the server until SIGTERM
 app       wires the parts together, starts them, and stops them in order
 config    the settings, and the meaning of "auto" on this machine
 core      plain data that every module shares: requests, sequences, batches
+results   the results that a request can ask for beside its tokens
 errors    the errors that a caller can get, each with its reason
 debug     the debug bundle of a running server
 api       the use cases, and their two transports: gRPC and OpenAI's HTTP API

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -36,7 +36,6 @@ from inference_svc.core import (
     NO_DEFAULTS,
     ROLES,
     Action,
-    LogprobsMode,
     SamplingDefaults,
     SamplingParams,
 )
@@ -61,6 +60,7 @@ from inference_svc.model.base_hashes import hashing_base
 from inference_svc.model.description import Decoder
 from inference_svc.model.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.headers import tower_modules
+from inference_svc.results.logprobs import LogprobsMode
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
 from inference_svc.store.convert import from_registration
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess, read_store_access
@@ -289,7 +289,7 @@ def sampling_defaults(config: InferenceSettings, vocab_size: int) -> SamplingDef
         return replace(NO_DEFAULTS, logprobs_mode=mode)
     try:
         found = read_sampling_defaults(config.model)
-        checked_sampling(SamplingParams(**asdict(found)), vocab_size)
+        checked_sampling(SamplingParams(**found.choice()), vocab_size)
     except (UnsupportedModel, InvalidArgument) as error:
         text = str(error)
         if isinstance(error, InvalidArgument):
@@ -395,8 +395,7 @@ class InferenceServer:
             engine.layout.fused_modules,
         )
         directory = Directory(catalog, servable, config.name_ttl_seconds)
-        routed_bytes = 0 if facts.experts is None else facts.experts.token_bytes
-        self._async_engine = AsyncEngine(engine, text, self._places.answer_bytes, routed_bytes)
+        self._async_engine = AsyncEngine(engine, text, self._places.answer_bytes)
         if self._tracing is not None:
             self._async_engine.on_spans = self._tracing.record_all
         directory.on_repointed = self._repointed

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
+from inference_svc.results.base import NOTHING, PlacedPart, ResultPart, Scope, Wanted
+from inference_svc.results.logprobs import LogprobsMode
 from servicekit.auth import principal
 from servicekit.auth.principal import Roles
 
@@ -106,14 +105,6 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
 
 
-class LogprobsMode(enum.Enum):
-    """The distribution of the log probabilities of generated tokens: the model's own, or the one
-    from which tokens were drawn, after penalties, temperature and cuts."""
-
-    RAW = "raw_logprobs"
-    PROCESSED = "processed_logprobs"
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """Defaults for requests. `top_k` 0 and `top_p` 1 are off."""
@@ -122,6 +113,10 @@ class SamplingDefaults:
     top_k: int = 0
     top_p: float = 1.0
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
+
+    def choice(self) -> dict[str, Any]:
+        """Returns the defaults that are fields of SamplingParams."""
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 
 NO_DEFAULTS = SamplingDefaults()
@@ -132,9 +127,8 @@ NO_DEFAULTS = SamplingDefaults()
 class SamplingParams:
     """The choice of tokens, as `api.generate_call.checked_sampling` validates it.
 
-    `max_tokens` 0: nothing is generated. `logprobs` and `prompt_logprobs`: how many most likely
-    tokens, besides each token's own; None: none. The prompt's are always of the model's own
-    distribution. `stop` strings are matched on text by the frontend; the engine never handles text.
+    `max_tokens` 0: nothing is generated. `stop` strings are matched on text by the frontend; the
+    engine never handles text.
     """
 
     max_tokens: int = 256
@@ -150,9 +144,6 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logprobs: int | None = None
-    logprobs_mode: LogprobsMode = LogprobsMode.RAW
-    prompt_logprobs: int | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -166,13 +157,12 @@ class Request:
 
     `names` are the names in errors of the adapters of `key`, in their order. `activation` is the
     index of the first token that the adapter changes: the tokens before it are the base model's.
-    `cache_seed` separates prefix caches (tenants and salt); so does `return_routed_experts`, which
-    has no effect on a model without experts. Of requests of one `group`, which have one prompt, the
-    first one computes it, and the others wait for that; "" is none. `vocab_size` is how many tokens
-    it may name: the model's, and its adapter's; 0: all that there are. `tenant` is the caller's:
-    tenants share the machine in equal parts. `trace` is the SpanContext that loads for it belong
-    to, None if it is not traced. Times are `time.monotonic()` seconds, which processes of one
-    machine share.
+    `cache_seed` separates prefix caches (tenants and salt); so do some of the results that are
+    `wanted`. Of requests of one `group`, which have one prompt, the first one computes it, and the
+    others wait for that; "" is none. `vocab_size` is how many tokens it may name: the model's, and
+    its adapter's; 0: all that there are. `tenant` is the caller's: tenants share the machine in
+    equal parts. `trace` is the SpanContext that loads for it belong to, None if it is not traced.
+    Times are `time.monotonic()` seconds, which processes of one machine share.
     """
 
     request_id: str
@@ -187,7 +177,7 @@ class Request:
     trace: Any = None
     names: tuple[str, ...] = ()
     activation: int = 0
-    return_routed_experts: bool = False
+    wanted: Wanted = NOTHING
     version_policy: VersionPolicy = VersionPolicy.PIN
     group: str = ""
     vocab_size: int = 0
@@ -208,124 +198,12 @@ class Request:
         return dict(zip(digests_of(self.key), self.names, strict=False)).get(digest, "")
 
 
-class ExpertLayers(NamedTuple):
-    """The layers that are mixtures of experts, how many experts each has, and how many of these a
-    token chooses."""
-
-    layers: tuple[int, ...]
-    num_experts: int
-    num_chosen: int
-
-    @property
-    def bytes_per_id(self) -> int:
-        return 1 if self.num_experts <= 256 else 2
-
-    @property
-    def token_bytes(self) -> int:
-        """The bytes of a token's choices."""
-        return len(self.layers) * self.num_chosen * self.bytes_per_id
-
-
-class RoutedExperts(NamedTuple):
-    """The experts that neighbouring tokens of a sequence have chosen, from a position on: ids of
-    `bytes_per_id` bytes, little endian, [tokens, layers, chosen], the best first."""
-
-    first_position: int
-    num_layers: int
-    num_chosen: int
-    bytes_per_id: int
-    experts: bytes
-
-    @property
-    def token_bytes(self) -> int:
-        return self.num_layers * self.num_chosen * self.bytes_per_id
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.experts) // self.token_bytes
-
-
-def joined_experts(pieces: Iterable[RoutedExperts], max_bytes: int) -> Iterator[RoutedExperts]:
-    """Joins pieces that follow one another, and yields them in parts of as many whole tokens as
-    `max_bytes` hold, at least one."""
-    part: RoutedExperts | None = None
-    held = bytearray()
-    for piece in pieces:
-        if part is None:
-            part = piece
-        size = max(1, max_bytes // part.token_bytes) * part.token_bytes
-        position = part.first_position + len(held) // part.token_bytes
-        assert piece.first_position == position, "a gap between positions"
-        for start in range(0, len(piece.experts), size):
-            held += piece.experts[start : start + size]
-            if len(held) >= size:
-                yield part._replace(experts=bytes(held[:size]))
-                part = part._replace(first_position=part.first_position + size // part.token_bytes)
-                del held[:size]
-    if part is not None and held:
-        yield part._replace(experts=bytes(held))
-
-
 class AdapterVersion(NamedTuple):
     """A version of its adapter that a request has moved to. `num_kept`: see Sequence."""
 
     label: str
     digest: str
     num_kept: int = 0
-
-
-class PackedLogprobs(NamedTuple):
-    """Log probabilities of N neighbouring tokens: of each token itself, and of the `top_k` most
-    likely ones at its position, most likely first. Positions of a prompt count from its first
-    token, an output's from its first.
-
-    A token's rank is the number of tokens that are at least as likely: 1 is the most likely one.
-    """
-
-    first_position: int
-    token_ids: NDArray[np.int32]
-    """[N]"""
-    logprobs: NDArray[np.float32]
-    """[N]"""
-    ranks: NDArray[np.int32]
-    """[N]"""
-    top_ids: NDArray[np.int32]
-    """[N, top_k]"""
-    top_logprobs: NDArray[np.float32]
-    """[N, top_k]"""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def top_k(self) -> int:
-        return self.top_ids.shape[1]
-
-    @property
-    def token_bytes(self) -> int:
-        """The bytes of a token."""
-        return packed_token_bytes(self.top_k)
-
-    def slice(self, start: int, end: int) -> PackedLogprobs:
-        return PackedLogprobs(
-            self.first_position + start,
-            *(self.token_ids[start:end], self.logprobs[start:end], self.ranks[start:end]),
-            *(self.top_ids[start:end], self.top_logprobs[start:end]),
-        )
-
-
-def packed_token_bytes(top_k: int) -> int:
-    """Returns the bytes of a token of PackedLogprobs."""
-    return 12 + 8 * top_k
-
-
-def split_logprobs(pieces: Iterable[PackedLogprobs], max_bytes: int) -> Iterator[PackedLogprobs]:
-    """Yields pieces in parts of as many whole tokens as `max_bytes` hold, at least one."""
-    for piece in pieces:
-        size = max(1, max_bytes // piece.token_bytes)
-        for start in range(0, piece.num_tokens, size):
-            yield piece.slice(start, start + size)
 
 
 class SequenceState(enum.Enum):
@@ -346,9 +224,9 @@ class Sequence:
     `page_ids`, a list that only grows while it runs and is replaced when it is preempted or ends.
     Its adapter's slot is held while it runs. `is_aged` if it was aged when it started; `is_charged`
     once its tenant was charged for it, `charged_per_token` to generate. `load_trace`: see
-    Timings.load. `num_routed` counts the positions whose experts were returned, also across
-    preemptions, and `num_scored` the tokens of the prompt whose log probabilities need not be
-    computed any more. `token_counts` belong to the sampler, as does `is_sorted`: the vocabulary had
+    Timings.load. `num_returned` counts the positions whose parts of each kind were returned, also
+    across preemptions, and `num_scored` the tokens of the prompt whose results need not be computed
+    any more. `token_counts` belong to the sampler, as does `is_sorted`: the vocabulary had
     to be sorted to choose its last token. `num_output_at_start` is the number of its output tokens
     when it last started, and `may_move_at` the number that it needs before it is computed anew for
     a newer version.
@@ -372,7 +250,7 @@ class Sequence:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_preemptions: int = 0
-    num_routed: int = 0
+    num_returned: dict[type[ResultPart], int] = field(default_factory=dict)
     num_scored: int = field(init=False)
     is_aged: bool = False
     is_charged: bool = False
@@ -387,8 +265,14 @@ class Sequence:
         assert self.request.prompt_token_ids, "a sequence has at least one token"
         self.token_ids = list(self.request.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
-        is_scored = self.request.sampling.prompt_logprobs is not None
+        is_scored = self.request.wanted.has_scope(Scope.PROMPT)
         self.num_scored = 1 if is_scored else self.num_prompt
+
+    def note_returned(self, part: PlacedPart) -> None:
+        """Notes that a part is on its way to the caller."""
+        self.num_returned[type(part)] = part.end
+        if part.scope is Scope.PROMPT:
+            self.num_scored = part.end
 
     @property
     def num_output(self) -> int:
@@ -421,9 +305,9 @@ class BatchRow(NamedTuple):
 
 
 class ScoredRun(NamedTuple):
-    """Neighbouring tokens of a prompt that a step computes the log probabilities of: `num_tokens`
-    from `position` on, whose logits follow from the tokens before each, of which the first is the
-    step's token number `first_index`."""
+    """Neighbouring tokens of a prompt whose results a step computes: `num_tokens` from `position`
+    on, whose logits follow from the tokens before each, of which the first is the step's token
+    number `first_index`."""
 
     sequence: Sequence
     position: int
@@ -484,49 +368,11 @@ class Batch:
         return BatchColumns(sequences, starts, counts, is_decode)
 
 
-class TokenLogprobs(NamedTuple):
-    """The log probability of the chosen token, the token's rank, and the most likely tokens; see
-    PackedLogprobs. There may be a thousand of these for every token: they are the bytes of arrays,
-    int32 and fp32, until a transport needs objects.
-
-    A tuple, as Output is.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int = 0
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-
-    @classmethod
-    def of(
-        cls,
-        token_id: int,
-        logprob: float,
-        top_ids: ArrayLike = (),
-        top_logprobs: ArrayLike = (),
-        rank: int = 0,
-    ) -> TokenLogprobs:
-        """Copies [num_top] token ids and their log probabilities, most likely first."""
-        ids, values = np.asarray(top_ids, np.int32), np.asarray(top_logprobs, np.float32)
-        return cls(token_id, logprob, rank, ids.tobytes(), values.tobytes())
-
-    @property
-    def num_top(self) -> int:
-        return len(self.top_ids) // 4
-
-    @property
-    def top(self) -> list[tuple[int, float]]:
-        """The most likely (token id, log probability)s: made each time."""
-        ids, values = memoryview(self.top_ids), memoryview(self.top_logprobs)
-        return list(zip(ids.cast("i"), values.cast("f"), strict=True))
-
-
 class SampledToken(NamedTuple):
-    """The sampler's choice for one row."""
+    """The sampler's choice for one row, and the results that come with it."""
 
     token_id: int
-    logprobs: TokenLogprobs | None = None
+    parts: tuple[ResultPart, ...] = ()
 
 
 def padding_pages(device: str) -> int:

@@ -21,7 +21,7 @@ SERVICES = ("adapter_store", "inference_svc")
 LAYERS = {
     "inference_svc": """
         __main__ > app > api > debug > metrics > frontend > engine > backends | store > adapters
-        > model | text > host > config > core | errors
+        > model | text > host > config > core > results | errors
     """,
     "adapter_store": """
         __main__ > app > api > debug > service > store_status | garbage_collector

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.core import MAX_PARTS, AdapterKey, Request, SamplingParams, VersionPolicy
+from inference_svc.results.base import NOTHING, Scope, Wanted
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Chat, ChatMessage, Prompt
 from servicekit.errors import InvalidArgument
@@ -27,8 +28,6 @@ MAX_MESSAGES = 1 << 14
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
-MAX_LOGPROBS, MAX_OBJECT_LOGPROBS = 1024, 20
-"""Most likely tokens at a position; and as messages of their own."""
 MAX_CHOICES = 128
 """Choices of one call, for all its prompts together."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
@@ -44,12 +43,12 @@ _SINGLE = struct.Struct("f")
 class GenerateCall:
     """`adapter` "" is the base model, unless there are `parts`: references and scales of adapters
     whose sum it is. Each of the `prompts` is answered by `num_choices` requests, of which the first
-    one scores it. With `echo` each answer begins with its prompt.
+    one has the prompt's results. With `echo` each answer begins with its prompt.
 
     `adapter_field`, `stop_field` and `max_tokens_field` are the caller's names of these fields, the
     last "" where it gave no limit. `max_logprobs` bounds the logprobs of all requests together;
-    with `withholds_logprobs` an answer has none of a stop string's tokens. An
-    id that is not unique, such as an id that a mesh sends with many calls, is none to the engine.
+    with `withholds_parts` an answer has no results of a stop string's tokens. An id that is not
+    unique, such as an id that a mesh sends with many calls, is none to the engine.
     """
 
     request_id: str
@@ -67,11 +66,10 @@ class GenerateCall:
     max_logprobs: int | None = None
     is_id_unique: bool = True
     parts: tuple[tuple[str, float], ...] = ()
-    return_routed_experts: bool = False
+    wanted: Wanted = NOTHING
     version_policy: VersionPolicy = VersionPolicy.PIN
     echo: bool = False
-    packs_logprobs: bool = False
-    withholds_logprobs: bool = False
+    withholds_parts: bool = False
 
     def without_prompts(self) -> GenerateCall:
         """Returns the parts of the call that are still needed once its requests are made."""
@@ -115,7 +113,7 @@ class GenerateCall:
             priority=self.priority,
             arrival_s=time.monotonic(),
             deadline_s=self.deadline_s,
-            return_routed_experts=self.return_routed_experts,
+            wanted=self.wanted,
             version_policy=self.version_policy,
             vocab_size=vocab_size + (0 if binding is None else binding.added_tokens),
         )
@@ -133,11 +131,8 @@ class GenerateCall:
                 request,
                 request_id=f"{self.request_id}-{first + index}",
                 group=group,
-                sampling=replace(
-                    request.sampling,
-                    seed=(seed + index) % NUM_SEEDS,
-                    prompt_logprobs=None if index else request.sampling.prompt_logprobs,
-                ),
+                sampling=replace(request.sampling, seed=(seed + index) % NUM_SEEDS),
+                wanted=request.wanted.without(Scope.PROMPT) if index else request.wanted,
             )
             for index in range(self.num_choices)
         ]
@@ -164,9 +159,7 @@ class GenerateCall:
         if bound is None:
             return requests
         bound -= self._check_prompt_logprobs(requests, bound)
-        if self.sampling.logprobs is None:
-            return requests
-        per_token = 1 + self.sampling.logprobs
+        per_token = self.wanted.num_logprobs(Scope.TOKEN, 1)
         num_tokens = sum(request.sampling.max_tokens for request in requests)
         if num_tokens * per_token <= bound:
             return requests
@@ -186,9 +179,8 @@ class GenerateCall:
     def _check_prompt_logprobs(self, requests: list[Request], bound: int) -> int:
         """Returns how many there are of all prompts. Raises InvalidArgument."""
         count = sum(
-            (1 + request.sampling.prompt_logprobs) * (len(request.prompt_token_ids) - 1)
+            request.wanted.num_logprobs(Scope.PROMPT, len(request.prompt_token_ids))
             for request in requests
-            if request.sampling.prompt_logprobs is not None
         )
         if count > bound:
             raise InvalidArgument(
@@ -273,16 +265,13 @@ def random_seed() -> int:
 
 
 def checked_sampling(
-    params: SamplingParams, vocab_size: int, path: str = "", *, echo: bool = False
+    params: SamplingParams, vocab_size: int, path: str = "", *, is_prompt_enough: bool = False
 ) -> SamplingParams:
     """Returns `params` in single precision, so that the same numbers give the same tokens whether
-    they came as text or as floats. With `echo` a prompt whose answer has logprobs has as many.
-    Raises InvalidArgument naming the field, prefixed by `path`."""
+    they came as text or as floats. With `is_prompt_enough` no token need be generated. Raises
+    InvalidArgument naming the field, prefixed by `path`."""
     check = _FieldChecks(path)
-    of_prompt = params.prompt_logprobs
-    if of_prompt is None and echo:
-        of_prompt = params.logprobs
-    least = 0 if echo or of_prompt is not None else 1
+    least = 0 if is_prompt_enough else 1
     required = "at least 1, or 0 with prompt_logprobs or echo"
     check.require(params.max_tokens >= least, "max_tokens", required)
     within = 0 <= params.min_tokens <= params.max_tokens
@@ -309,8 +298,6 @@ def checked_sampling(
         repetition_penalty=check.number(
             "repetition_penalty", params.repetition_penalty, MIN_REPETITION, MAX_REPETITION
         ),
-        logprobs=check.logprobs("logprobs", params.logprobs),
-        prompt_logprobs=check.logprobs("prompt_logprobs", of_prompt),
     )
 
 
@@ -370,11 +357,6 @@ class _FieldChecks:
         unknown = next((i for i in ids if not 0 <= i < vocab_size), None)
         self.require(unknown is None, name, f"below {vocab_size}; {unknown} is no token")
         return tuple(dict.fromkeys(ids))
-
-    def logprobs(self, name: str, count: int | None) -> int | None:
-        holds = count is None or 0 <= count <= MAX_LOGPROBS
-        self.require(holds, name, f"at most {MAX_LOGPROBS}")
-        return count
 
 
 def _single(value: float) -> float:

@@ -102,9 +102,12 @@ class GenerateStream:
             if trace is not None:
                 request = replace(request, trace=trace.span.context)
             running = self.engine.generate(
-                *(request, request.tenant, self.principal.account, trace),
+                request,
+                request.tenant,
+                self.principal.account,
+                trace,
                 decoder=self.text,
-                withholds_logprobs=self.call.withholds_logprobs,
+                withholds_parts=self.call.withholds_parts,
             )
             following = self.followers.follow(self.principal, self.call, self.binding, request)
             owes_prompt = self.call.echo

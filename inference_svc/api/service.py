@@ -19,7 +19,6 @@ from inference_svc.api.request_record import RequestLog
 from inference_svc.core import (
     NO_DEFAULTS,
     Action,
-    ExpertLayers,
     Principal,
     Request,
     SamplingDefaults,
@@ -28,6 +27,7 @@ from inference_svc.engine.messages import PauseMode
 from inference_svc.engine.status_types import AdapterDetails, EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
 from inference_svc.frontend.async_engine import AsyncEngine
+from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.directory import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
 from inference_svc.store.types import AdapterPage, Registered, Registry, Source
@@ -70,6 +70,11 @@ class ServerFacts:
     experts: ExpertLayers | None = None
     num_threads: int = 0
     speed_notes: tuple[str, ...] = ()
+
+    @property
+    def expert_token_bytes(self) -> int:
+        """The bytes of a token's experts; 0 for a model without experts."""
+        return 0 if self.experts is None else self.experts.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +233,7 @@ class Service:
                 finally:
                     record.adapter = incoming.adapter
                     self._work.charge(principal.account, incoming.num_read / READ_BYTES_PER_SECOND)
-                _check_served(call, self.facts)
+                call = _served(call, self.facts)
                 prompts = tuple(map(self._request_log.note_of, call.prompts))
                 record.request_id, record.prompt = call.request_id, prompts[0]
                 binding = await self._resolve_call(principal, call)
@@ -520,13 +525,10 @@ def _pinning_account(principal: Principal) -> str:
     return "" if principal.tenants is None else principal.account
 
 
-def _check_served(call: GenerateCall, facts: ServerFacts) -> None:
-    """Raises InvalidArgument, naming it, for a field that this server cannot honour."""
+def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:
+    """Returns the call with this server's facts. Raises InvalidArgument, naming it, for a field
+    that this server cannot honour."""
     if call.sampling.stop and not facts.has_tokenizer:
         detail = f"{call.stop_field}: {NO_TOKENIZER}: use stop_token_ids"
         raise InvalidArgument(detail, subject=call.stop_field)
-    if call.return_routed_experts and facts.experts is None:
-        raise InvalidArgument(
-            f"return_routed_experts: {facts.base_model} has no experts",
-            subject="return_routed_experts",
-        )
+    return replace(call, wanted=call.wanted.served_by(facts))

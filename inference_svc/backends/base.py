@@ -20,6 +20,7 @@ from inference_svc.model.description import Decoder
 from inference_svc.model.files import weight_stamps
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from inference_svc.model.weights import ModelWeights, Projections, load_weights
+from inference_svc.results.routed_experts import ExpertsOption
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
 
@@ -316,7 +317,7 @@ def allocate_kv_caches(
 def returns_experts(batch: Batch, decoder: Decoder) -> bool:
     """Whether a row of the batch returns the experts that its tokens choose."""
     return decoder.expert_layers is not None and any(
-        row.sequence.request.return_routed_experts for row in batch.rows
+        row.sequence.request.wanted.get(ExpertsOption) for row in batch.rows
     )
 
 

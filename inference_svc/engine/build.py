@@ -117,7 +117,7 @@ def build_engine(
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
     runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed)
     eos_token_ids = frozenset(decoder.eos_token_ids)
-    settler = Settler(scheduler, eos_token_ids, config.max_model_len, routed=routed)
+    settler = Settler(scheduler, eos_token_ids, config.max_model_len)
     times, machine = StepTimes(), machine_name(config.device)
     life_cycle = LifeCycle(scheduler, runner, residency, post)
     losses = Losses(config.dtype)

@@ -126,15 +126,14 @@ class Engine:
         if batch is None:
             return False
         scheduled_s = time.monotonic()
-        sampled, timings, lost, scores = self.runner.run(batch)
+        sampled, timings, lost, parts = self.runner.run(batch)
         if lost:
             rows = tuple(row for row in batch.rows if row.sequence not in lost)
             batch = replace(batch, rows=rows)
-            scores = [each for each in scores if each.sequence not in lost]
         self.times.add_load(timings.change_residency)
         settled_s = time.monotonic()
         with profiler.marks("settle"):
-            outputs = self.settler.settle(batch, sampled, settled_s, scores)
+            outputs = self.settler.settle(batch, sampled, settled_s, parts)
         is_busy = bool(self.scheduler.running)
         self.admission.throughput.observe(batch, outputs, settled_s, is_busy=is_busy)
         for output in outputs:

@@ -10,15 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inference_svc.core import (
-    AdapterVersion,
-    FinishReason,
-    PackedLogprobs,
-    Request,
-    RoutedExperts,
-    TokenLogprobs,
-)
+from inference_svc.core import AdapterVersion, FinishReason, Request
 from inference_svc.errors import EngineFailed
+from inference_svc.results.base import ResultPart
 from servicekit.errors import ServiceError
 
 
@@ -196,23 +190,21 @@ class StoreMessage:
 
 
 class Output(NamedTuple):
-    """One step's result for one request. The last one has `finish_reason` or `error`. `version` has
-    made its tokens; None: the version that the request was submitted with. `scores` are the log
-    probabilities of tokens of the prompt, in order.
+    """One step's result for one request: at most one token, and `parts` of the results that the
+    request asks for. The last one has `finish_reason` or `error`. `version` has made its token;
+    None: the version that the request was submitted with.
 
     A tuple, since there is one for every token: quick to make and to pickle.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    parts: tuple[ResultPart, ...] = ()
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     usage: Usage | None = None
     timings: Timings | None = None
-    routed: RoutedExperts | None = None
     version: AdapterVersion | None = None
-    scores: tuple[PackedLogprobs, ...] = ()
 
     @property
     def is_last(self) -> bool:

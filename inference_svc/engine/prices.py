@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inference_svc.core import LogprobsMode, Sequence
+from inference_svc.core import Sequence
+from inference_svc.results.base import Scope, Work
 
 WALK_OPERATIONS = 4_000
 """The cost of log probabilities for each token of the vocabulary, as operations of products: a
@@ -34,18 +35,18 @@ class Prices:
         """Returns the price of a token of its prompt, computed and, if asked for, scored."""
         if sequence.num_scored >= sequence.num_prompt:
             return 1.0
-        num_listed = sequence.request.sampling.prompt_logprobs or 0
-        return 1.0 + self.logits + self.logprobs + self.listed * num_listed
+        return 1.0 + self.logits + self._of(sequence.request.wanted.work(Scope.PROMPT))
 
     def of_choice(self, sequence: Sequence) -> float:
         """Returns the price of a generated token besides its computation and its logits."""
-        sampling = sequence.request.sampling
+        request = sequence.request
         price = self.sort if sequence.is_sorted else 0.0
-        if sampling.logprobs is not None:
-            price += self.logprobs + self.listed * sampling.logprobs
-            if sampling.logprobs_mode is LogprobsMode.PROCESSED:
-                price += self.logprobs + (self.sort if sampling.is_cut else 0.0)
+        if request.wanted.options:
+            price += self._of(request.wanted.work(Scope.TOKEN, is_cut=request.sampling.is_cut))
         return price
+
+    def _of(self, work: Work) -> float:
+        return self.logprobs * work.walks + self.sort * work.sorts + self.listed * work.listed
 
 
 FREE = Prices()

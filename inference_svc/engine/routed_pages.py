@@ -7,12 +7,13 @@ keys and values; a page that is allocated anew is written anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_svc.core import BatchRow, ExpertLayers, RoutedExperts, Sequence
+from inference_svc.core import BatchRow, Sequence
+from inference_svc.results.routed_experts import ExpertLayers, ExpertsOption, RoutedExperts
 
 
 class RoutedPages:
@@ -43,7 +44,7 @@ class RoutedPages:
         tokens: list[int] = []
         first = 0
         for sequence, start, num_tokens, _ in rows:
-            if sequence.request.return_routed_experts:
+            if sequence.request.wanted.get(ExpertsOption):
                 cells += self._cells_of(sequence, start, start + num_tokens)
                 tokens += range(first, first + num_tokens)
             first += num_tokens
@@ -52,12 +53,23 @@ class RoutedPages:
         self._ids[cells] = chosen[:, tokens].swapaxes(0, 1).reshape(len(tokens), -1)
         self._is_written[np.array(cells) // self._page_size] = True
 
+    def read_new(self, rows: Iterable[BatchRow]) -> Iterator[tuple[Sequence, RoutedExperts]]:
+        """Yields the experts that were not returned yet of each row that samples and returns
+        them."""
+        for sequence, start, num_tokens, samples in rows:
+            if samples and sequence.request.wanted.get(ExpertsOption):
+                first = sequence.num_returned.get(RoutedExperts, 0)
+                yield sequence, self.read(sequence, first, start + num_tokens)
+
     def read(self, sequence: Sequence, start: int, end: int) -> RoutedExperts:
         """Returns the experts of the tokens at positions [start, end), which are computed."""
         cells = self._cells_of(sequence, start, end)
         shape = self.shape
         return RoutedExperts(
-            *(start, len(shape.layers), shape.num_chosen, shape.bytes_per_id),
+            start,
+            len(shape.layers),
+            shape.num_chosen,
+            shape.bytes_per_id,
             experts=self._ids[cells].tobytes(),
         )
 

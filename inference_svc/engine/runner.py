@@ -25,10 +25,11 @@ from inference_svc.engine.losses import Loss
 from inference_svc.engine.profiler import Marks
 from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.engine.sampler import NOT_FINITE, Sampler
-from inference_svc.engine.scorer import SequenceScores, score
+from inference_svc.engine.scorer import score
 from inference_svc.engine.step_limit import Rows, StepLimit
 from inference_svc.errors import CannotWake
 from inference_svc.host.device_faults import find_fault, is_out_of_memory
+from inference_svc.results.base import PlacedPart
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +46,21 @@ class RunTimings(NamedTuple):
 
 class StepResult(NamedTuple):
     """`sampled` has a token for each row that samples, in their order, except for `lost` rows.
-    `scores` are in the order of the rows and, of one, of its tokens."""
+    `parts` are the results of a row that do not come with its token, in the order of its tokens."""
 
     sampled: list[SampledToken]
     timings: RunTimings
     lost: dict[Sequence, Loss]
-    scores: list[SequenceScores]
+    parts: dict[Sequence, list[PlacedPart]]
 
-    def plus(self, part: StepResult) -> StepResult:
-        timings = RunTimings(*map(sum, zip(self.timings, part.timings, strict=True)))
-        scores = self.scores + part.scores
-        return StepResult(self.sampled + part.sampled, timings, self.lost | part.lost, scores)
+    def plus(self, other: StepResult) -> StepResult:
+        timings = RunTimings(*map(sum, zip(self.timings, other.timings, strict=True)))
+        return StepResult(
+            self.sampled + other.sampled,
+            timings,
+            self.lost | other.lost,
+            self.parts | other.parts,
+        )
 
 
 class Runner:
@@ -74,7 +79,7 @@ class Runner:
         self.sampler = sampler
         self._marks = marks
         self._limit = limit
-        self._routed = routed
+        self.routed = routed
         self._has_logged = False  # why rows of this step fail
 
     def restore(self) -> None:
@@ -106,7 +111,7 @@ class Runner:
         self._has_logged = False
         with self._marks("change_residency"):
             self.backend.apply(batch.residency)
-        result = StepResult([], RunTimings(time.perf_counter() - began_s), {}, [])
+        result = StepResult([], RunTimings(time.perf_counter() - began_s), {}, {})
         left, ran_out = batch.rows, False
         while left:
             part, rest = self._limit.cut(left)
@@ -127,10 +132,10 @@ class Runner:
     def _keep_experts(self, rows: Rows, experts: Tensor) -> None:
         """Writes the experts that tokens have chosen next to their keys and values. The step has
         been waited for."""
-        assert self._routed is not None, "the model has experts"
+        assert self.routed is not None, "the model has experts"
         # Of unsigned types torch computes with uint8 alone; numbers of experts are below 32,768.
-        dtype = torch.uint8 if self._routed.shape.bytes_per_id == 1 else torch.int16
-        self._routed.write(rows, experts.to(dtype).cpu().numpy())
+        dtype = torch.uint8 if self.routed.shape.bytes_per_id == 1 else torch.int16
+        self.routed.write(rows, experts.to(dtype).cpu().numpy())
 
     def _reduce(self, part: Rows) -> None:
         num_tokens = sum(row.num_tokens for row in part)
@@ -138,7 +143,8 @@ class Runner:
         self._limit.ran_out(num_tokens)
         logger.warning(
             "the device's memory does not suffice for a step of %d tokens: %d at once",
-            *(num_tokens, self._limit.tokens),
+            num_tokens,
+            self._limit.tokens,
         )
 
     def _compute(self, rows: Rows) -> StepResult | None:
@@ -172,7 +178,7 @@ class Runner:
                 if is_out_of_memory(error):
                     return None
                 raise
-            return StepResult([], RunTimings(), {rows[0].sequence: Loss.FAULT}, [])
+            return StepResult([], RunTimings(), {rows[0].sequence: Loss.FAULT}, {})
         middle = len(rows) // 2
         first, second = self._compute(rows[:middle]), self._compute(rows[middle:])
         return None if first is None or second is None else first.plus(second)
@@ -188,16 +194,23 @@ class Runner:
         with self._marks("sample"):
             choosing = [row.sequence if row.samples else None for row in rows]
             tokens = self.sampler.sample(logits, choosing, argmax)
+            parts: dict[Sequence, list[PlacedPart]] = {}
+            lost: dict[Sequence, Loss] = {}
             if experts is not None:
                 self._keep_experts(rows, experts)
-            scores = list(score(self.backend.score(inputs)))
+            for sequence, scores, is_sound in score(self.backend.score(inputs)):
+                parts.setdefault(sequence, []).append(scores)
+                if not is_sound:
+                    lost[sequence] = Loss.NOT_FINITE
+            if self.routed is not None:
+                for sequence, routed in self.routed.read_new(rows):
+                    parts.setdefault(sequence, []).append(routed)
         timings = RunTimings(
             0.0,
             prepared_s - began_s,
             computed_s - prepared_s,
             time.perf_counter() - computed_s,
         )
-        lost = {each.sequence: Loss.NOT_FINITE for each in scores if not each.is_sound}
         for row, token in zip(rows, tokens, strict=True):
             if token.token_id == NOT_FINITE:
                 lost[row.sequence] = Loss.NOT_FINITE
@@ -206,7 +219,7 @@ class Runner:
             for row, token in zip(rows, tokens, strict=True)
             if row.samples and row.sequence not in lost
         ]
-        return StepResult(sampled, timings, lost, scores)
+        return StepResult(sampled, timings, lost, parts)
 
 
 def _plain_row(row: BatchRow) -> BatchRow:

@@ -16,15 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_svc.core import (
-    LogprobsMode,
-    SampledToken,
-    SamplingParams,
-    Sequence,
-    TokenLogprobs,
-)
+from inference_svc.core import SampledToken, SamplingParams, Sequence
 from inference_svc.engine.penalties import ban_ends, has_penalties, penalise
 from inference_svc.host.copies import to_device
+from inference_svc.results.logprobs import LogprobsMode, LogprobsOption, TokenLogprobs
 
 _MASK64 = (1 << 64) - 1
 
@@ -130,12 +125,14 @@ class _Processed(NamedTuple):
 
 
 class _Explained(NamedTuple):
-    """A row that has log probabilities, how many of its most likely tokens, and how many tokens
-    there are for it: other rows may have more, that their adapters add."""
+    """A row that has log probabilities, how many of its most likely tokens, how many tokens there
+    are for it (other rows may have more, that their adapters add), and whether they are of the
+    distribution that it was drawn from."""
 
     row: int
     num_top: int
     vocab_size: int
+    is_processed: bool
 
 
 class _Rows:
@@ -150,15 +147,20 @@ class _Rows:
         self.limited = [(row, s) for row, s, p in rows if p.min_tokens > 0]
         self.penalised = [(row, s) for row, s, p in rows if has_penalties(p)]
         self.explained = [
-            _Explained(row, min(p.logprobs, size), size)
-            for row, s, p in rows
-            if p.logprobs is not None
+            _Explained(
+                row,
+                min(option.top_k, size),
+                size,
+                is_processed=option.mode is LogprobsMode.PROCESSED,
+            )
+            for row, s, _ in rows
+            if (option := s.request.wanted.get(LogprobsOption)) is not None
             for size in (known_tokens(s, width),)
         ]
         self.processed = [
-            _Processed(place, each.row, sampling)
+            _Processed(place, each.row, _sampling(sequences[each.row]))
             for place, each in enumerate(self.explained)
-            if (sampling := _sampling(sequences[each.row])).logprobs_mode is LogprobsMode.PROCESSED
+            if each.is_processed
         ]
         numbers = [each.row for each in self.explained]
         self.logprob_rows = to_device(numbers, device) if numbers else None
@@ -376,15 +378,16 @@ def _read(token_ids: Tensor, logprobs: Tensor | None, rows: _Rows) -> list[Sampl
     ids = dict(zip(kinds, found[::2], strict=True))
     values = dict(zip(kinds, found[1::2], strict=True))
     sampled = [SampledToken(int(token)) for token in tokens]
-    for place, (row, count, size) in enumerate(rows.explained):
-        token_id, rank = sampled[row].token_id, int(own_ranks[place])
-        sampled[row] = SampledToken(
+    for place, (row, count, size, _) in enumerate(rows.explained):
+        token_id = sampled[row].token_id
+        logprobs_of_token = TokenLogprobs.of(
             token_id,
-            TokenLogprobs.of(
-                *(token_id, float(own_values[place, 0])),
-                *(ids[count, size][place], values[count, size][place], rank),
-            ),
+            float(own_values[place, 0]),
+            ids[count, size][place],
+            values[count, size][place],
+            int(own_ranks[place]),
         )
+        sampled[row] = SampledToken(token_id, (logprobs_of_token,))
     return sampled
 
 

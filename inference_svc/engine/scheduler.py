@@ -18,7 +18,6 @@ from inference_svc.core import (
     Batch,
     BatchRow,
     Digest,
-    Request,
     Sequence,
     SequenceState,
     VersionPolicy,
@@ -425,17 +424,6 @@ def _note_ready(sequence: Sequence, now_s: float) -> None:
         sequence.adapter_ready_s = now_s
 
 
-ROUTED_SEED = "routed\0"
-"""Before the seeds of requests that return routed experts. No tenant, with which seeds begin, has
-such a character."""
-
-
-def _cache_seed(request: Request) -> str:
-    """Returns the seed of a request's page keys. Of pages that others have computed it is not known
-    which experts were chosen."""
-    return ROUTED_SEED + request.cache_seed if request.return_routed_experts else request.cache_seed
-
-
 def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None:
     """Extends `sequence.page_hashes` to cover its first `num_pages` full pages."""
     keys, request = sequence.page_hashes, sequence.request
@@ -445,7 +433,8 @@ def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None
         if keys:
             parent = keys[-1]
         else:
-            parent = root_key("" if request.activation else request.key, _cache_seed(request))
+            seed = request.wanted.cache_seed + request.cache_seed
+            parent = root_key("" if request.activation else request.key, seed)
         if request.activation and len(keys) == num_base:
             parent = activation_key(parent, request.key, request.activation)
         start = len(keys) * page_size

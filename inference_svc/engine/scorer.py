@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.backends.base import Scored
-from inference_svc.core import PackedLogprobs, ScoredRun, Sequence
+from inference_svc.core import ScoredRun, Sequence
 from inference_svc.engine.sampler import known_tokens
 from inference_svc.host.copies import to_device
+from inference_svc.results.scores import Scores, ScoresOption
 
 
 class SequenceScores(NamedTuple):
     """The scores of a step for a sequence's prompt: no numbers unless it `is_sound`."""
 
     sequence: Sequence
-    logprobs: PackedLogprobs
+    scores: Scores
     is_sound: bool = True
 
 
@@ -55,10 +56,13 @@ def _score(runs: list[ScoredRun], logits: Tensor) -> Iterator[SequenceScores]:
         # Copies, as a view would hold all that lies beside it.
         yield SequenceScores(
             run.sequence,
-            PackedLogprobs(
+            Scores(
                 run.position,
-                *(token_ids[rows].copy(), own_values[rows].copy(), own_ranks[rows].copy()),
-                *(top_ids[rows, :top_k].copy(), top_values[rows, :top_k].copy()),
+                token_ids[rows].copy(),
+                own_values[rows].copy(),
+                own_ranks[rows].copy(),
+                top_ids[rows, :top_k].copy(),
+                top_values[rows, :top_k].copy(),
             ),
             bool(sound[rows].all()),
         )
@@ -80,4 +84,6 @@ def _tops(
 
 
 def _top_k(run: ScoredRun) -> int:
-    return run.sequence.request.sampling.prompt_logprobs or 0
+    option = run.sequence.request.wanted.get(ScoresOption)
+    assert option is not None
+    return option.top_k

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from inference_svc.core import Batch, FinishReason, PackedLogprobs, SampledToken, Sequence
+from inference_svc.core import Batch, FinishReason, SampledToken, Sequence
 from inference_svc.engine.messages import Output, Timings, Usage
-from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.engine.scheduler import Scheduler, extend_page_keys
-from inference_svc.engine.scorer import SequenceScores
+from inference_svc.results.base import PlacedPart, ResultPart
 from servicekit.telemetry.histogram import Histogram
+
+NO_PARTS: Mapping[Sequence, list[PlacedPart]] = {}
 
 
 @dataclass(slots=True)
@@ -19,7 +20,6 @@ class Settler:
     """`eos_token_ids` of the model; no sequence grows beyond `max_model_len` tokens.
 
     `token_gaps` are the times between a sequence's tokens; `num_sampled` counts all tokens.
-    `routed` has the experts that tokens have chosen; None: the model has no experts.
     """
 
     scheduler: Scheduler
@@ -27,7 +27,6 @@ class Settler:
     max_model_len: int
     token_gaps: Histogram = field(default_factory=Histogram)
     num_sampled: int = 0
-    routed: RoutedPages | None = None
     _settled_s: float = -math.inf
 
     def settle(
@@ -35,15 +34,11 @@ class Settler:
         batch: Batch,
         sampled: list[SampledToken],
         now_s: float,
-        scores: Iterable[SequenceScores] = (),
+        parts: Mapping[Sequence, list[PlacedPart]] = NO_PARTS,
     ) -> list[Output]:
-        """Returns one output per row that sampled or was scored. `sampled` is in the order of those
-        rows."""
+        """Returns one output per row that sampled or has `parts`. `sampled` is in the order of the
+        rows that sampled, and has the parts of their tokens."""
         tokens = iter(sampled)
-        scored: dict[Sequence, list[PackedLogprobs]] = {}
-        for sequence, logprobs, _ in scores:
-            scored.setdefault(sequence, []).append(logprobs)
-            sequence.num_scored = logprobs.first_position + logprobs.num_tokens
         outputs = []
         pages = self.scheduler.pages
         page_size = pages.page_size
@@ -53,24 +48,21 @@ class Settler:
             is_filled = start // page_size < end // page_size
             if is_filled and pages.caching and not sequence.num_kept:
                 self._publish_pages(sequence, start // page_size, end // page_size)
+            found: tuple[PlacedPart, ...] = ()
+            if parts and sequence in parts:
+                found = tuple(parts[sequence])
+                for part in found:
+                    sequence.note_returned(part)
             if samples:
                 if sequence.last_token_s == before_s:
                     num_steady += 1
                 elif sequence.last_token_s is not None:
                     self.token_gaps.observe(now_s - sequence.last_token_s)
-                outputs.append(self._append(sequence, next(tokens), now_s))
+                outputs.append(self._append(sequence, next(tokens), found, now_s))
                 num_sampled += bool(outputs[-1].token_ids)
-            found = scored.get(sequence) if scored else None
-            if found and samples:
-                outputs[-1] = outputs[-1]._replace(scores=tuple(found))
             elif found:
-                outputs.append(
-                    Output(
-                        sequence.request.request_id,
-                        scores=tuple(found),
-                        version=sequence.version,
-                    )
-                )
+                request_id = sequence.request.request_id
+                outputs.append(Output(request_id, parts=found, version=sequence.version))
         if num_steady:  # most of them: their last token came with the step before
             self.token_gaps.observe(now_s - before_s, num_steady)
         self.num_sampled += num_sampled
@@ -103,16 +95,17 @@ class Settler:
         for index in range(first, end):
             pages.publish(sequence.page_ids[index], sequence.page_hashes[index])
 
-    def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> Output:
+    def _append(
+        self,
+        sequence: Sequence,
+        token: SampledToken,
+        found: tuple[PlacedPart, ...],
+        now_s: float,
+    ) -> Output:
         if not sequence.num_output:
             self.scheduler.siblings.computed(sequence)
-        routed = None
-        if sequence.request.return_routed_experts and self.routed is not None:
-            routed = self.routed.read(sequence, sequence.num_routed, sequence.num_computed)
-            sequence.num_routed = sequence.num_computed
         if not sequence.request.sampling.max_tokens:  # its prompt is all that it was to compute
-            ended = self.end(sequence, now_s, reason=FinishReason.LENGTH)
-            return ended._replace(routed=routed)
+            return self.end(sequence, now_s, reason=FinishReason.LENGTH)._replace(parts=found)
         sequence.token_ids.append(token.token_id)
         sequence.has_sampled = True
         if sequence.is_sorted:
@@ -121,24 +114,20 @@ class Settler:
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
         reason = self._finish_reason(sequence, token.token_id)
-        logprobs = () if token.logprobs is None else (token.logprobs,)
+        parts: tuple[ResultPart, ...] = token.parts
+        if found:
+            parts += found
+        request_id = sequence.request.request_id
         if reason is None:
-            return Output(
-                sequence.request.request_id,
-                (token.token_id,),
-                logprobs,
-                routed=routed,
-                version=sequence.version,
-            )
+            return Output(request_id, (token.token_id,), parts, version=sequence.version)
         self.scheduler.remove(sequence)
         return Output(
-            sequence.request.request_id,
+            request_id,
             (token.token_id,),
-            logprobs,
+            parts,
             finish_reason=reason,
             usage=_usage(sequence),
             timings=_timings(sequence, now_s),
-            routed=routed,
             version=sequence.version,
         )
 

@@ -77,7 +77,7 @@ class Describe:
         host_tier = (0, 0) if host is None else (host.slots.used_bytes, host.slots.capacity)
         in_process = [host_tier, *(on_device.values() if is_on_host else ())]
         rest = resident_bytes() - sum(capacity for _, capacity in in_process)
-        routed, on_host = self.settler.routed, {"host_tier": host_tier}
+        routed, on_host = self.runner.routed, {"host_tier": host_tier}
         if routed is not None:
             rest -= routed.used_bytes  # the system gives it no more than that
             on_host["routed_experts"] = (routed.used_bytes, routed.capacity_bytes)

@@ -38,7 +38,7 @@ from inference_svc.engine.status_types import (
     ResidentAdapter,
 )
 from inference_svc.errors import DuplicateRequest, EngineFailed
-from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation, scores_bytes
+from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
 from inference_svc.host.memory import resident_bytes
 from inference_svc.text.detokenizer import TokenDecoder
 from servicekit.errors import Draining, ServiceError
@@ -73,22 +73,14 @@ class RequestObserver(Protocol):
 class AsyncEngine:
     """`failed` is set when the engine has died, of `failure`: nothing works then. `on_spans` is
     called with the spans that the engine has recorded. `unread_bytes` bounds accounts' unread
-    outputs; `routed_token_bytes` is the size of a token's experts, which come at once for a whole
-    prompt."""
+    outputs."""
 
-    def __init__(
-        self,
-        engine: EngineHandle,
-        decoder: TokenDecoder,
-        unread_bytes: Shares,
-        routed_token_bytes: int = 0,
-    ) -> None:
+    def __init__(self, engine: EngineHandle, decoder: TokenDecoder, unread_bytes: Shares) -> None:
         self.failed = asyncio.Event()
         self.failure: EngineFailed | None = None
         self._engine = engine
         self._decoder = decoder
         self._unread_bytes = unread_bytes
-        self._routed_token_bytes = routed_token_bytes
         self._loop = asyncio.get_running_loop()
         self._generations: dict[str, Generation] = {}
         self._observers: dict[str, RequestObserver] = {}
@@ -119,7 +111,7 @@ class AsyncEngine:
         observer: RequestObserver | None = None,
         decoder: TokenDecoder | None = None,
         *,
-        withholds_logprobs: bool = False,
+        withholds_parts: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """Yields the request's deltas; the last one has a finish reason. Ids are unique within a
         tenant: no tenant can find out another's. `decoder` is an adapter's own. See Generation.
@@ -132,16 +124,14 @@ class AsyncEngine:
         own_id = tenant, request.request_id
         self._admit(own_id)
         # The outputs of a whole prompt are reserved before anything is computed.
-        least_bytes = UNREAD_BYTES
-        if request.return_routed_experts:
-            least_bytes += self._routed_token_bytes * len(request.prompt_token_ids)
-        least_bytes += scores_bytes(request)
+        prompt_bytes = request.wanted.prompt_bytes(len(request.prompt_token_ids))
+        least_bytes = UNREAD_BYTES + prompt_bytes
         place = self._unread_bytes.reserve(account, least_bytes)
         # An id of our own: the caller's is free again as soon as it has left, while the engine may
         # still have outputs for it.
         engine_id = f"{request.request_id}#{next(self._numbers)}"
         generation = Generation(
-            *(request, decoder or self._decoder, place), withholds_logprobs=withholds_logprobs
+            request, decoder or self._decoder, place, withholds_parts=withholds_parts
         )
         self._generations[engine_id] = generation
         self._engine_ids[own_id] = engine_id

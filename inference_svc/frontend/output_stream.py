@@ -7,16 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from inference_svc.core import (
-    AdapterVersion,
-    FinishReason,
-    PackedLogprobs,
-    Request,
-    RoutedExperts,
-    TokenLogprobs,
-    packed_token_bytes,
-)
+from inference_svc.core import AdapterVersion, FinishReason, Request
 from inference_svc.engine.messages import Output, Timings, Usage
+from inference_svc.results.base import ResultPart, Scope
 from inference_svc.text.detokenizer import Detokenizer, TokenDecoder
 from inference_svc.text.stop import StopMatcher
 from servicekit.errors import ShareExceeded
@@ -24,40 +17,24 @@ from servicekit.shares import Reservation
 
 UNREAD_BYTES = 16 << 10
 """The least that an answer takes of its account's share, and the steps in which it grows."""
-TOKEN_BYTES, LOGPROB_BYTES, ROUTED_BYTES, PACKED_BYTES = 64, 320, 192, 1024
-DELTA_BYTES = 512
-"""The approximate memory of one, as objects; of experts, and of log probabilities, in addition to
-their numbers."""
-
-
-def _logprob_bytes(logprobs: TokenLogprobs) -> int:
-    return LOGPROB_BYTES + len(logprobs.top_ids) + len(logprobs.top_logprobs)
-
-
-def scores_bytes(request: Request) -> int:
-    """Returns the memory of the log probabilities of a request's prompt."""
-    top_k = request.sampling.prompt_logprobs
-    if top_k is None:
-        return 0
-    return PACKED_BYTES + packed_token_bytes(top_k) * len(request.prompt_token_ids)
+TOKEN_BYTES, DELTA_BYTES = 64, 512
+"""The approximate memory of one, as objects."""
 
 
 @dataclass(slots=True)
 class Delta:
     """The output since the previous delta; finish reason, usage and timings are in the last one.
-    `routed` are the experts of tokens that follow one another, `scores` the log probabilities of
-    tokens of the prompt. `echoed_ids` are the prompt's tokens, whose text comes first. `version`
-    has made all of its tokens; None: the version that the request began with."""
+    `parts` of one kind are in the order of their tokens. `echoed_ids` are the prompt's tokens,
+    whose text comes first. `version` has made all of its tokens; None: the version that the request
+    began with."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    parts: list[ResultPart] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
-    routed: list[RoutedExperts] = field(default_factory=list)
     version: AdapterVersion | None = None
-    scores: list[PackedLogprobs] = field(default_factory=list)
     echoed_ids: Sequence[int] = ()
 
 
@@ -67,8 +44,8 @@ class Generation:
     keeps its first reservation: if there is no more of it, the request ends with ShareExceeded.
 
     A stop string ends the request here, but the last delta waits for the engine's usage and
-    timings, which follow the Cancel within a step. With `withholds_logprobs` a token's log
-    probabilities come with its text, and never if that is part of the stop string.
+    timings, which follow the Cancel within a step. With `withholds_parts` the parts of a token come
+    with its text, and never if that is part of the stop string.
     """
 
     def __init__(
@@ -77,7 +54,7 @@ class Generation:
         decoder: TokenDecoder,
         place: Reservation,
         *,
-        withholds_logprobs: bool = False,
+        withholds_parts: bool = False,
     ) -> None:
         self._place = place
         self._least_bytes = place.amount
@@ -86,9 +63,9 @@ class Generation:
         self._min_tokens = request.sampling.min_tokens
         self._decoder = decoder
         self._detokenizer = Detokenizer(decoder)
-        self._withholds_logprobs = withholds_logprobs
-        self._withheld: deque[tuple[int, TokenLogprobs]] = deque()
-        """Where each token's text begins."""
+        self._withholds_parts = withholds_parts
+        self._withheld: deque[tuple[int, ResultPart]] = deque()
+        """Parts of tokens, and where each token's text begins."""
         self._withheld_bytes = 0
         self._num_chars = self._num_shown = 0
         self._stop = StopMatcher(request.sampling.stop)
@@ -122,14 +99,14 @@ class Generation:
             self.fail(output.error)
             return False
         was_stopped = self._stopped
-        if (output.token_ids or output.scores or output.routed) and not was_stopped:
+        if (output.token_ids or output.parts) and not was_stopped:
             try:
                 self._count(output)
             except ShareExceeded as error:
                 self.fail(error)
                 return True
             self._set_version(output)
-            self._add_tokens(output)
+            self._add_output(output)
             self._has_delta.set()
         if output.finish_reason is not None:
             self._finish(output, output.finish_reason)
@@ -146,7 +123,7 @@ class Generation:
     def _set_version(self, output: Output) -> None:
         """Begins another delta where the next tokens are of another version."""
         if output.version != self._delta.version:
-            if self._delta.token_ids or self._delta.scores:
+            if self._delta.token_ids or self._delta.parts:
                 self._earlier.append(self._delta)
                 self._delta = Delta()
             self._delta.version = output.version
@@ -156,40 +133,39 @@ class Generation:
         self._unread_bytes += TOKEN_BYTES * len(output.token_ids)
         if output.version != self._delta.version:
             self._unread_bytes += DELTA_BYTES
-        for each in output.logprobs:
-            self._unread_bytes += _logprob_bytes(each)
-        for scores in output.scores:
-            self._unread_bytes += PACKED_BYTES + scores.num_tokens * scores.token_bytes
-        if output.routed is not None:
-            self._unread_bytes += ROUTED_BYTES + len(output.routed.experts)
+        for part in output.parts:
+            self._unread_bytes += part.num_bytes
         missing = self._unread_bytes + self._sending_bytes - self._place.amount
         if missing > 0:
             self._place.grow(max(missing, UNREAD_BYTES))
 
-    def _add_tokens(self, output: Output) -> None:
-        """Adds tokens, up to the token that completes a stop string."""
+    def _add_output(self, output: Output) -> None:
+        """Adds the output's token, if it has one, and its parts."""
         delta = self._delta
-        if output.routed is not None:
-            delta.routed.append(output.routed)
-        delta.scores += output.scores
         # The token that the engine stopped at is not part of the text.
-        is_end = output.finish_reason is FinishReason.STOP
-        num_shown = len(output.token_ids) - is_end
-        for index, token_id in enumerate(output.token_ids):
+        is_shown = output.finish_reason is not FinishReason.STOP
+        is_after_held, text = self._detokenizer.holds_text, ""
+        for token_id in output.token_ids:
             self._num_tokens += 1
             delta.token_ids.append(token_id)
-            is_after_held = self._detokenizer.holds_text
-            text = self._detokenizer.push(token_id) if index < num_shown else ""
-            if output.logprobs and self._withholds_logprobs:
-                start = self._start_of(token_id, text, is_after_held=is_after_held)
-                self._withheld.append((start, output.logprobs[index]))
-                self._withheld_bytes += _logprob_bytes(output.logprobs[index])
-            elif output.logprobs:
-                delta.logprobs.append(output.logprobs[index])
-            if index < num_shown:
-                self._add_text(text)
-            if self._stopped:
-                return
+            text = self._detokenizer.push(token_id) if is_shown else ""
+        if self._withholds_parts:
+            self._withhold(output, text, is_after_held=is_after_held)
+        else:
+            delta.parts += output.parts
+        if output.token_ids and is_shown:
+            self._add_text(text)
+
+    def _withhold(self, output: Output, text: str, *, is_after_held: bool) -> None:
+        """Adds the parts of an output, except for its token's: these wait for the token's text."""
+        for part in output.parts:
+            if part.scope is not Scope.TOKEN:
+                self._delta.parts.append(part)
+                continue
+            [token_id] = output.token_ids
+            start = self._start_of(token_id, text, is_after_held=is_after_held)
+            self._withheld.append((start, part))
+            self._withheld_bytes += part.num_bytes
 
     def _start_of(self, token_id: int, text: str, *, is_after_held: bool) -> int:
         """Returns where a token's text begins. With this token `text` is certain, and begins with
@@ -211,12 +187,12 @@ class Generation:
         self._delta.text += text
         self._num_shown += len(text)
         while self._withheld and self._withheld[0][0] < self._num_shown:
-            self._release_logprobs()
+            self._release_part()
 
-    def _release_logprobs(self) -> None:
-        _, logprobs = self._withheld.popleft()
-        self._withheld_bytes -= _logprob_bytes(logprobs)
-        self._delta.logprobs.append(logprobs)
+    def _release_part(self) -> None:
+        _, part = self._withheld.popleft()
+        self._withheld_bytes -= part.num_bytes
+        self._delta.parts.append(part)
 
     def _finish(self, output: Output, reason: FinishReason) -> None:
         delta = self._delta
@@ -225,7 +201,7 @@ class Generation:
         if not self._stopped:
             self._show(self._stop.flush())
             while self._withheld:
-                self._release_logprobs()
+                self._release_part()
         self._withheld.clear()
         self._withheld_bytes = 0
         delta.finish_reason = FinishReason.STOP if self._stopped else reason

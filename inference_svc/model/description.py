@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from inference_svc.core import ExpertLayers
 from inference_svc.model.rope import Rope
+from inference_svc.results.routed_experts import ExpertLayers
 from kernels.experts import Choice, padded_rows
 
 EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"

@@ -7,6 +7,7 @@ import torch
 
 from inference_svc.core import Request, SampledToken, SamplingParams, Sequence
 from inference_svc.engine.sampler import Sampler
+from tests.support.inference.results import logprobs_of, wanted_of
 
 NUM_ROWS, EOS = 32, 3
 MAX_PLACES = 2
@@ -24,8 +25,9 @@ CHOICES: dict[str, dict[str, float]] = {
 def sequences_of(choices: list[dict[str, float]]) -> list[Sequence]:
     rows = []
     for row in range(NUM_ROWS):
-        params = SamplingParams(seed=row, logprobs=row % 4, **choices[row % len(choices)])
-        rows.append(Sequence(Request(f"r{row}", (1, 2, row), params)))
+        params = SamplingParams(seed=row, **choices[row % len(choices)])
+        wanted = wanted_of(logprobs=row % 4)
+        rows.append(Sequence(Request(f"r{row}", (1, 2, row), params, wanted=wanted)))
         rows[-1].token_ids += [5, 6, row]
     return rows
 
@@ -54,7 +56,8 @@ def test_equals_the_cpu(device, vocab_size, choice):
     for ours, theirs, is_other in zip(got, wanted, differ, strict=True):
         if is_other:
             continue
-        assert (ours.logprobs is None) == (theirs.logprobs is None)
-        if ours.logprobs is not None and theirs.logprobs is not None:
-            assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=1e-4)
-            assert [i for i, _ in ours.logprobs.top] == [i for i, _ in theirs.logprobs.top]
+        found, expected = logprobs_of(ours), logprobs_of(theirs)
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
+            assert [i for i, _ in found.top] == [i for i, _ in expected.top]

@@ -19,11 +19,12 @@ from adapter_store.images.layout import layout_id
 from adapter_store.images.plan import IMAGE_FORMATS
 from inference_svc.adapters.image_source import ImageChunk, ImageTrailer, LayerEnd, PullMessage
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.core import AdapterKey, Request, SamplingParams, Sum
+from inference_svc.core import AdapterKey, Request, Sum
 from inference_svc.engine.messages import Call, Cancel, Command, Output, Reply, StepOutputs, Submit
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.convert import from_layout, to_pull_message
+from tests.support.inference.results import asking
 from tests.support.wait import until
 
 
@@ -144,8 +145,7 @@ class Running:
         self, request_id: str, prompt: Sequence[int], adapter: str | Sum = "", **options: Any
     ) -> None:
         sampling = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
-        fields = {"cache_seed", "priority", "deadline_s", "activation", "return_routed_experts"}
-        fields |= {"group"}
+        fields = {"cache_seed", "priority", "deadline_s", "activation", "group"}
         key: AdapterKey = adapter
         names: tuple[str, ...] = ()
         if not isinstance(adapter, Sum):
@@ -154,11 +154,11 @@ class Running:
         request = Request(
             request_id,
             tuple(prompt),
-            SamplingParams(**(sampling | {k: v for k, v in options.items() if k not in fields})),
-            key,
+            key=key,
             names=names,
             arrival_s=time.monotonic(),
             **{k: v for k, v in options.items() if k in fields},
+            **asking(sampling | {k: v for k, v in options.items() if k not in fields}),
         )
         self.engine.send(Submit(request))
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from inference_svc.core import PackedLogprobs
+from inference_svc.results.scores import Scores
+from tests.support.inference.results import parts_of
 from tests.system.engines import Running
 
 
-def scores(running: Running, request_id: str) -> PackedLogprobs:
+def scores(running: Running, request_id: str) -> Scores:
     """Returns all of a request's, which come in order and once, from the second token on."""
     running.result(request_id)
-    pieces = [each for output in running.outputs[request_id] for each in output.scores]
+    pieces = parts_of(running.outputs[request_id], Scores)
     position = 1
     for piece in pieces:
         assert piece.first_position == position
         position += piece.num_tokens
     joined = (np.concatenate(arrays) for arrays in zip(*(p[1:] for p in pieces), strict=True))
-    return PackedLogprobs(1, *joined)
+    return Scores(1, *joined)
 
 
 def ask(running: Running, name: str, prompt: list[int], adapter: str = "", **options: int) -> None:
@@ -26,7 +27,7 @@ def ask(running: Running, name: str, prompt: list[int], adapter: str = "", **opt
     running.submit(name, prompt, adapter, **options)
 
 
-def check(found: PackedLogprobs, prompt: list[int], logits: torch.Tensor, top_k: int = 5) -> None:
+def check(found: Scores, prompt: list[int], logits: torch.Tensor, top_k: int = 5) -> None:
     """`logits` [T, vocab] are the oracle's."""
     expected = logits.log_softmax(-1)[:-1].numpy()
     assert found.num_tokens == len(prompt) - 1

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from inference_svc.api.generate_call import activation_of
+from inference_svc.results.logprobs import TokenLogprobs
+from tests.support.inference.results import parts_of
 from tests.support.models.zoo import ALL, AdapterSpec, Zoo, make_zoo
 from tests.system.engines import Running
 from tests.system.services import Services
@@ -115,7 +117,7 @@ def test_bf16_runs_a_row_of_two_slots(zoo: Zoo, start: Callable, *, native: bool
     for running in (whole, parts):
         submit(running, "a", PROMPTS["in the middle"], "alora", max_tokens=1, logprobs=20)
     tops = [
-        {i: p for output in running.outputs["a"] for t in output.logprobs for i, p in t.top}
+        {i: p for t in parts_of(running.outputs["a"], TokenLogprobs) for i, p in t.top}
         for running in (whole, parts)
         if running.result("a")
     ]

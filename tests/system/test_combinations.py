@@ -13,7 +13,9 @@ import torch
 
 from inference_svc.core import MAX_PARTS, Part, Sum
 from inference_svc.errors import AdapterUnusable, NoRoom
+from inference_svc.results.logprobs import TokenLogprobs
 from loadout import errors
+from tests.support.inference.results import parts_of
 from tests.support.models.zoo import SPECS, VOCAB, Zoo, make_zoo, quiet
 from tests.system.engines import Running
 from tests.system.services import Services
@@ -84,7 +86,8 @@ def test_bf16_sums_are_computed(zoo: Zoo, start: Callable, *, native: bool) -> N
         digest = digest_of(running, SUMS["three"])
         running.submit("a", prompt_of(1), digest, max_tokens=1, logprobs=20)
         running.result("a")
-        tops.append({i: p for o in running.outputs["a"] for t in o.logprobs for i, p in t.top})
+        found = parts_of(running.outputs["a"], TokenLogprobs)
+        tops.append({i: p for each in found for i, p in each.top})
     shared = tops[0].keys() & tops[1].keys()
     assert len(shared) >= 15
     assert max(abs(tops[0][i] - tops[1][i]) for i in shared) < 0.15

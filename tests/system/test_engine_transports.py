@@ -11,6 +11,8 @@ import pytest
 from inference_svc.core import EngineConfig, FinishReason
 from inference_svc.engine.messages import Command
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, DuplicateRequest, QueueFull
+from inference_svc.results.base import of_kind
+from inference_svc.results.logprobs import TokenLogprobs
 from servicekit.errors import Draining
 from tests.support.models.zoo import Zoo
 from tests.system.engines import Running
@@ -78,7 +80,7 @@ def test_tokens_come_one_by_one_with_their_logprobs(running: Running) -> None:
     outputs = running.outputs["logprobs"]
     assert [output.token_ids for output in outputs] == [(token,) for token in tokens]
     for output in outputs:
-        (found,) = output.logprobs
+        (found,) = of_kind(output.parts, TokenLogprobs)
         assert found.token_id == output.token_ids[0]
         assert found.top[0] == (found.token_id, found.logprob)
 

@@ -22,9 +22,12 @@ from safetensors.torch import load_file, save_file
 
 from adapter_store.core import DataType, SegmentKind, TargetKind
 from adapter_store.images.compile import Image
-from inference_svc.core import LogprobsMode, Part, Sum
+from inference_svc.core import Part, Sum
 from inference_svc.engine.messages import Command, Output
 from inference_svc.errors import AdapterUnusable, NotFinite
+from inference_svc.results.base import of_kind
+from inference_svc.results.logprobs import LogprobsMode, TokenLogprobs
+from inference_svc.results.scores import Scores
 from loadout.errors import FailedPrecondition
 from loadout.prometheus import scrape
 from tests.support.models.trained import WEIGHTS
@@ -172,11 +175,12 @@ class Answers:
     def add(self, output: Output) -> None:
         assert output.error is None
         self.chosen.append((output.token_ids, output.finish_reason))
-        self.listed.extend(part.token_ids.tolist() for part in output.scores)
-        self.listed.append([each.token_id for each in output.logprobs])
-        for part in output.scores:
+        scores, tokens = of_kind(output.parts, Scores), of_kind(output.parts, TokenLogprobs)
+        self.listed.extend(part.token_ids.tolist() for part in scores)
+        self.listed.append([each.token_id for each in tokens])
+        for part in scores:
             self.scores.extend(part.logprobs.tolist())
-        self.scores.extend(each.logprob for each in output.logprobs)
+        self.scores.extend(each.logprob for each in tokens)
 
 
 def beside(running: Running, run_id: str) -> Answers:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from inference_svc.backends import native_program
-from inference_svc.core import PackedLogprobs, packed_token_bytes
+from inference_svc.results.logprobs import PackedLogprobs, packed_token_bytes
 from loadout import types
 from loadout.errors import InvalidArgument
 from loadout.prometheus import scrape

@@ -15,19 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from inference_svc.core import (
-    BatchRow,
-    ExpertLayers,
-    Request,
-    RoutedExperts,
-    SamplingParams,
-    Sequence,
-    joined_experts,
-)
+from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
 from inference_svc.engine.routed_pages import RoutedPages
 from inference_svc.model.architectures import load_description
+from inference_svc.results.logprobs import TokenLogprobs
+from inference_svc.results.routed_experts import ExpertLayers, RoutedExperts, joined_experts
 from loadout import types
 from loadout.errors import InvalidArgument
+from tests.support.inference.results import parts_of, wanted_of
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import Zoo
 from tests.support.pairs import PATHS, by_path
@@ -57,8 +52,7 @@ def choices(zoo: Zoo, adapter: str, token_ids: list[int]) -> np.ndarray:
 
 def pieces_of(running: Running, request_id: str) -> list[RoutedExperts]:
     running.result(request_id)
-    outputs = running.outputs[request_id]
-    return [each.routed for each in outputs if each.routed is not None]
+    return parts_of(running.outputs[request_id], RoutedExperts)
 
 
 def routed(running: Running, request_id: str) -> np.ndarray:
@@ -158,10 +152,7 @@ def test_others_compute_the_same_bits(start: Callable, native: bool) -> None:
         running.submit(name, second, logprobs=5)
         running.result(f"{name} other")
     assert running.result("with")[0] == running.result("without")[0]
-    logprobs = [
-        [each.logprobs for each in running.outputs[name] if each.logprobs]
-        for name in ("with", "without")
-    ]
+    logprobs = [parts_of(running.outputs[name], TokenLogprobs) for name in ("with", "without")]
     if native:
         assert logprobs[0] == logprobs[1]
 
@@ -182,7 +173,7 @@ def test_cached_prefixes_are_shared_among_those_that_ask(start: Callable) -> Non
 
 def test_memory_is_counted_once_it_is_used(start: Callable, zoos: Callable[[str], Zoo]) -> None:
     running = start("qwen3-moe", max_model_len=512)
-    pages = running.engine.built.engine.settler.routed
+    pages = running.engine.built.engine.runner.routed
     shape = load_description(zoos("qwen3-moe").model_dir).expert_layers
     assert pages.shape == shape
     assert shape.layers == (0, 1)
@@ -201,7 +192,14 @@ def test_pages_keep_what_was_written(num_experts: int) -> None:
     shape = ExpertLayers((1, 3), num_experts, 2)
     pages = RoutedPages(shape, num_pages=4, page_size=4)
     asks, other = (
-        Sequence(Request(name, (5,) * 7, SamplingParams(), return_routed_experts=name == "asks"))
+        Sequence(
+            Request(
+                name,
+                (5,) * 7,
+                SamplingParams(),
+                wanted=wanted_of(return_routed_experts=name == "asks"),
+            )
+        )
         for name in ("asks", "other")
     )
     asks.page_ids, other.page_ids = [2, 0], [1, 3]

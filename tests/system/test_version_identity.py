@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import pytest
@@ -36,6 +36,10 @@ from inference_svc.engine.messages import (
 )
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import Asleep, StoreUnavailable
+from inference_svc.results.base import of_kind
+from inference_svc.results.logprobs import TokenLogprobs
+from inference_svc.results.scores import Scores
+from tests.support.inference.results import wanted_of
 from tests.support.models.zoo import Zoo
 from tests.support.wait import TIMEOUT_S, until
 from tests.system.engines import CompilingStore
@@ -70,11 +74,11 @@ class Followed:
         if version is not None:
             assert self.policy is not VersionPolicy.PIN
             assert not version.num_kept or self.policy is VersionPolicy.FOLLOW_KEEP
-        for part in output.scores:
+        for part in of_kind(output.parts, Scores):
             for place, logprob in enumerate(part.logprobs, part.first_position):
                 self.scored.append((place, float(logprob), made_by[0]))
         self.tokens += output.token_ids
-        self.logprobs += [each.logprob for each in output.logprobs]
+        self.logprobs += [each.logprob for each in of_kind(output.parts, TokenLogprobs)]
         self.made_by += [made_by] * len(output.token_ids)
         self.last = output if output.is_last else None
 
@@ -127,13 +131,14 @@ class Engine:
     ) -> str:
         self.num_made += 1
         name, digest = f"{self.num_made}", self.digests[version]
-        sampling = replace(_greedy(count), prompt_logprobs=0 if is_scored else None)
+        wanted = wanted_of(logprobs=0, prompt_logprobs=0 if is_scored else None)
         self.requests[name] = Followed(prompt, digest, policy)
         request = Request(
             name,
             tuple(prompt),
-            sampling,
+            _greedy(count),
             digest,
+            wanted=wanted,
             names=(f"acme/{version}@1",),
             arrival_s=time.monotonic(),
             version_policy=policy,
@@ -177,7 +182,7 @@ class Engine:
 
 
 def _greedy(count: int) -> SamplingParams:
-    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=0)
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
 
 
 _NUMBERS = itertools.count(1)

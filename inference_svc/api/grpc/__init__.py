@@ -3,4 +3,5 @@
 servicer  convert, call the service, convert
 bounds    limits of each RPC's request
 convert   protobuf messages to our types and back
+results   the results that come beside tokens: options of a request, parts of an answer
 """

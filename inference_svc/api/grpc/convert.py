@@ -7,14 +7,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from google.protobuf import timestamp_pb2
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.generate_call import (
     MAX_CHOICES,
     MAX_ID_CHARS,
-    MAX_OBJECT_LOGPROBS,
     GenerateCall,
     checked_chat,
     checked_parts,
@@ -22,24 +20,19 @@ from inference_svc.api.generate_call import (
     checked_sampling,
     random_seed,
 )
+from inference_svc.api.grpc import results
 from inference_svc.core import (
     NO_DEFAULTS,
-    ExpertLayers,
     FinishReason,
-    LogprobsMode,
-    PackedLogprobs,
     Request,
     SamplingDefaults,
     SamplingParams,
-    TokenLogprobs,
     VersionPolicy,
-    joined_experts,
-    packed_token_bytes,
-    split_logprobs,
 )
 from inference_svc.engine.messages import PauseMode, Timings, Usage
 from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.results.base import NOTHING, Scope, Wanted, grouped
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
@@ -50,12 +43,6 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
 }
-_LOGPROBS_MODES = {
-    pb.LOGPROBS_MODE_RAW: LogprobsMode.RAW,
-    pb.LOGPROBS_MODE_PROCESSED: LogprobsMode.PROCESSED,
-}
-MAX_ARRAY_BYTES = 1 << 20
-"""How much of experts, or of log probabilities, a response has at most, unless a token has more."""
 MAX_PROFILED_STEPS = 200
 PROFILE_SECONDS, MAX_PROFILE_SECONDS = 30.0, 300.0
 """How long to wait for the steps."""
@@ -109,12 +96,13 @@ def from_generate_request(
     if request.adapters and request.adapter:
         raise InvalidArgument("adapters must be empty where adapter is set", subject="adapters")
     _check(request.n <= MAX_CHOICES, "n", f"at most {MAX_CHOICES}")
-    sampling = from_sampling(request.sampling, vocab_size, defaults, echo=request.echo)
-    if not request.packed_logprobs and (sampling.logprobs or 0) > MAX_OBJECT_LOGPROBS:
-        raise InvalidArgument(
-            f"sampling.logprobs must be at most {MAX_OBJECT_LOGPROBS} without packed_logprobs",
-            subject="sampling.logprobs",
-        )
+    wanted = results.from_request(request, defaults.logprobs_mode)
+    sampling = from_sampling(
+        request.sampling,
+        vocab_size,
+        defaults,
+        is_prompt_enough=request.echo or wanted.has_scope(Scope.PROMPT),
+    )
     return GenerateCall(
         request_id=request.request_id or uuid.uuid4().hex,
         adapter=request.adapter,
@@ -123,15 +111,14 @@ def from_generate_request(
         ),
         prompts=(_from_prompt(request, vocab_size),),
         sampling=sampling,
+        wanted=wanted,
         min_revision=request.min_revision,
         priority=request.priority,
         cache_salt=request.cache_salt,
         deadline_s=deadline_s,
-        return_routed_experts=request.return_routed_experts,
         version_policy=_from_policy(request.version_policy),
         num_choices=request.n or 1,
         echo=request.echo,
-        packs_logprobs=request.packed_logprobs,
     )
 
 
@@ -187,14 +174,9 @@ def from_sampling(
     vocab_size: int,
     defaults: SamplingDefaults = NO_DEFAULTS,
     *,
-    echo: bool = False,
+    is_prompt_enough: bool = False,
 ) -> SamplingParams:
     """Returns the parameters with defaults filled in. Raises InvalidArgument."""
-    mode = message.logprobs_mode
-    if mode and mode not in _LOGPROBS_MODES:
-        raise InvalidArgument(
-            "sampling.logprobs_mode must be RAW or PROCESSED", subject="sampling.logprobs_mode"
-        )
     fixed = SamplingParams()
     params = SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else fixed.max_tokens,
@@ -216,11 +198,8 @@ def from_sampling(
             if message.HasField("repetition_penalty")
             else fixed.repetition_penalty
         ),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        logprobs_mode=_LOGPROBS_MODES.get(mode, defaults.logprobs_mode),
-        prompt_logprobs=(message.prompt_logprobs if message.HasField("prompt_logprobs") else None),
     )
-    return checked_sampling(params, vocab_size, "sampling.", echo=echo)
+    return checked_sampling(params, vocab_size, "sampling.", is_prompt_enough=is_prompt_enough)
 
 
 def _check(holds: bool, field: str, requirement: str) -> None:
@@ -254,7 +233,7 @@ def to_generation_state(state: str) -> pb.GenerationState:
 
 class Answer:
     """One of a call's answers, as responses: their common fields, and how many tokens there were
-    before. `packs_logprobs`: log probabilities of generated tokens become arrays."""
+    before. `wanted` are the results that the call asks for."""
 
     def __init__(
         self,
@@ -262,8 +241,7 @@ class Answer:
         identity: pb.AdapterIdentity | None = None,
         identities: Sequence[pb.AdapterIdentity] = (),
         index: int = 0,
-        *,
-        packs_logprobs: bool = False,
+        wanted: Wanted = NOTHING,
     ) -> None:
         self._common: dict[str, Any] = {
             "request_id": request_id,
@@ -272,33 +250,19 @@ class Answer:
             "index": index,
         }
         self._is_first = index == 0
-        self._packs_logprobs = packs_logprobs
+        self._wanted = wanted
         self._num_tokens = 0
 
     def responses(self, delta: Delta) -> Iterator[pb.GenerateResponse]:
         """Yields a delta as one response or, if it has long arrays, as several, of which the last
         has all else."""
-        previous: dict[str, Any] | None = None
-        for part in self._arrays(delta):
+        groups, place = grouped(delta.parts), results.Place(self._wanted, self._num_tokens)
+        previous: results.Fields | None = None
+        for fields in results.arrays(groups, place):
             if previous is not None:
                 yield pb.GenerateResponse(**self._of(delta), **previous)
-            previous = part
-        yield self._response(delta, previous or {})
-
-    def _arrays(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Yields fields of responses, at most MAX_ARRAY_BYTES in each."""
-        for scores in split_logprobs(delta.scores, MAX_ARRAY_BYTES):
-            yield {"prompt_logprobs": _to_packed(scores)}
-        if self._packs_logprobs and delta.logprobs:
-            # Each part by itself: all that a slow reader has not read would block the event loop.
-            size = max(1, MAX_ARRAY_BYTES // packed_token_bytes(delta.logprobs[0].num_top))
-            for start in range(0, len(delta.logprobs), size):
-                part = delta.logprobs[start : start + size]
-                packed = packed_logprobs(part, self._num_tokens + start)
-                yield {"packed_logprobs": _to_packed(packed)}
-        for routed in joined_experts(delta.routed, MAX_ARRAY_BYTES):
-            fields = routed._asdict()
-            yield {"routed_experts": pb.RoutedExperts(num_tokens=routed.num_tokens, **fields)}
+            previous = fields
+        yield self._response(delta, (previous or {}) | results.fields(groups, place))
 
     def _of(self, delta: Delta) -> dict[str, Any]:
         """Returns the common fields of a delta's responses, with the version that has made its
@@ -309,17 +273,15 @@ class Answer:
         identity = pb.AdapterIdentity(name=version.label, digest=version.digest)
         return {**self._common, "adapter": identity, "kept_tokens": version.num_kept}
 
-    def _response(self, delta: Delta, arrays: dict[str, Any]) -> pb.GenerateResponse:
+    def _response(self, delta: Delta, fields: results.Fields) -> pb.GenerateResponse:
         self._num_tokens += len(delta.token_ids)
         response = pb.GenerateResponse(
             token_ids=[*delta.echoed_ids, *delta.token_ids],
             echoed_tokens=len(delta.echoed_ids),
             text=delta.text,
             **self._of(delta),
-            **arrays,
+            **fields,
         )
-        if delta.logprobs and not self._packs_logprobs:
-            response.logprobs.extend(map(_to_logprobs, delta.logprobs))
         if delta.finish_reason is not None:
             response.finish_reason = _FINISH_REASONS[delta.finish_reason]
         if delta.usage is not None:
@@ -327,45 +289,6 @@ class Answer:
         if delta.timings is not None:
             response.timings.CopyFrom(_to_timings(delta.timings))
         return response
-
-
-def packed_logprobs(tokens: Sequence[TokenLogprobs], first_position: int) -> PackedLogprobs:
-    """Returns neighbouring generated tokens as arrays."""
-    top_ids = b"".join([token.top_ids for token in tokens])
-    top_logprobs = b"".join([token.top_logprobs for token in tokens])
-    shape = len(tokens), tokens[0].num_top
-    return PackedLogprobs(
-        first_position,
-        token_ids=np.array([token.token_id for token in tokens], np.int32),
-        logprobs=np.array([token.logprob for token in tokens], np.float32),
-        ranks=np.array([token.rank for token in tokens], np.int32),
-        top_ids=np.frombuffer(top_ids, np.int32).reshape(shape),
-        top_logprobs=np.frombuffer(top_logprobs, np.float32).reshape(shape),
-    )
-
-
-def _to_packed(logprobs: PackedLogprobs) -> pb.PackedLogprobs:
-    return pb.PackedLogprobs(
-        first_position=logprobs.first_position,
-        num_tokens=logprobs.num_tokens,
-        top_k=logprobs.top_k,
-        token_ids=logprobs.token_ids.astype("<i4").tobytes(),
-        logprobs=logprobs.logprobs.astype("<f4").tobytes(),
-        ranks=logprobs.ranks.astype("<i4").tobytes(),
-        top_token_ids=logprobs.top_ids.astype("<i4").tobytes(),
-        top_logprobs=logprobs.top_logprobs.astype("<f4").tobytes(),
-    )
-
-
-def to_logprobs_mode(mode: LogprobsMode) -> pb.LogprobsMode:
-    return next(number for number, each in _LOGPROBS_MODES.items() if each is mode)
-
-
-def _to_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
-    return pb.TokenLogprobs(
-        chosen=pb.Logprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
-        top=[pb.Logprob(token_id=i, logprob=value) for i, value in logprobs.top],
-    )
 
 
 def _to_usage(usage: Usage, *, is_first: bool) -> pb.Usage:
@@ -434,10 +357,6 @@ def to_inspected(
     for name, launches in details.launches.items():
         response.groups.add(name=name, targets=members.get(name, ()), launches=launches)
     return response
-
-
-def to_expert_layers(experts: ExpertLayers | None) -> pb.ExpertLayers | None:
-    return None if experts is None else pb.ExpertLayers(**experts._asdict())
 
 
 def to_memory(memory: dict[str, tuple[int, int]]) -> list[pb.MemoryUse]:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import TypeAlias
 
 from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall, deadline_after
-from inference_svc.api.grpc import convert
+from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.request_record import MAX_NAME_CHARS
@@ -63,9 +63,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         call, identities = stream.call, convert.to_identities(stream.binding)
         identity = convert.to_identity(stream.binding, stream.requests[0])
         answers = [
-            convert.Answer(
-                *(call.request_id, identity, identities, index), packs_logprobs=call.packs_logprobs
-            )
+            convert.Answer(call.request_id, identity, identities, index, call.wanted)
             for index in range(len(stream.requests))
         ]
         async with stream.deltas() as deltas:
@@ -174,10 +172,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 temperature=facts.sampling.temperature,
                 top_k=facts.sampling.top_k,
                 top_p=facts.sampling.top_p,
-                logprobs_mode=convert.to_logprobs_mode(facts.sampling.logprobs_mode),
+                logprobs_mode=results.to_logprobs_mode(facts.sampling.logprobs_mode),
             ),
             metrics_port=facts.metrics_port,
-            experts=convert.to_expert_layers(facts.experts),
+            experts=results.to_expert_layers(facts.experts),
             generation=convert.to_generation_state(status.generation),
             num_threads=facts.num_threads,
             speed_notes=facts.speed_notes,

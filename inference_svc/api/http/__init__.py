@@ -13,6 +13,7 @@ completions  /v1/completions: body and format
 chat         /v1/chat/completions: body and format
 tokens       /inference/v1/generate: body and format
 response     their responses, full or as events: choices, usage, chunks
+results      the results that come beside tokens: fields of a body, parts of an answer
 sse          sends server-sent events
 models       /v1/models
 adapters     /v1/load_lora_adapter and /v1/unload_lora_adapter

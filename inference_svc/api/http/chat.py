@@ -7,13 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
-from inference_svc.api.generate_call import MAX_LOGPROBS, MAX_MESSAGES, checked_chat
+from inference_svc.api.generate_call import MAX_MESSAGES, checked_chat
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.request import Body, GenerationBody, Ignored
 from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
-from inference_svc.core import PackedLogprobs, SamplingParams, TokenLogprobs
+from inference_svc.core import SamplingParams
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.results.base import of_kind
+from inference_svc.results.logprobs import MAX_LOGPROBS, PackedLogprobs, TokenLogprobs
 from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import ChatMessage, Prompt
 from servicekit.errors import InvalidArgument
@@ -183,8 +185,10 @@ class ChatCompletions:
             )
         limits = (body.max_completion_tokens, body.max_tokens, facts.max_model_len)
         max_tokens = next(limit for limit in limits if limit is not None)
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return body.to_sampling(max_tokens, logprobs, facts.sampling)
+        return body.to_sampling(max_tokens, facts.sampling)
+
+    def top_logprobs(self, body: ChatBody) -> int | None:
+        return (body.top_logprobs or 0) if body.logprobs else None
 
     def formatter(self, index: int, pieces: AnyPieces, includes_ids: bool) -> ChatFormatter:
         return ChatFormatter(index, pieces, includes_ids)
@@ -213,7 +217,7 @@ class ChatFormatter:
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         reason = delta.finish_reason
-        is_new = delta.text or delta.logprobs or delta.routed or reason or self._includes_ids
+        is_new = delta.text or delta.parts or reason or self._includes_ids
         if self._has_begun and not is_new:
             return None
         content: dict[str, Any] = {} if self._has_begun else {"role": "assistant", "content": ""}
@@ -223,7 +227,7 @@ class ChatFormatter:
         formatted = {
             "index": self._index,
             "delta": content,
-            "logprobs": self._chunk_logprobs(delta.logprobs),
+            "logprobs": self._chunk_logprobs(delta),
             "finish_reason": None if reason is None else FINISH_REASONS[reason],
         }
         return formatted | {"token_ids": delta.token_ids} if self._includes_ids else formatted
@@ -234,7 +238,8 @@ class ChatFormatter:
     def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         return {"content": [self._token(each) for each in tokens]}
 
-    def _chunk_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _chunk_logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        tokens = of_kind(delta.parts, TokenLogprobs)
         return {**self.logprobs(tokens), **self.logprob_constants} if tokens else None
 
     def _token(self, token: TokenLogprobs) -> dict[str, Any]:

@@ -9,14 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import Field, PlainValidator
 
-from inference_svc.api.generate_call import MAX_CHOICES, MAX_LOGPROBS
+from inference_svc.api.generate_call import MAX_CHOICES
 from inference_svc.api.http.chat import MIN_LOGPROB, prompt_logprobs
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.request import GenerationBody
 from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
-from inference_svc.core import FinishReason, PackedLogprobs, SamplingParams, TokenLogprobs
+from inference_svc.core import FinishReason, SamplingParams
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.results.base import of_kind
+from inference_svc.results.logprobs import MAX_LOGPROBS, PackedLogprobs, TokenLogprobs
 from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import Prompt, Text
 from servicekit.errors import InvalidArgument
@@ -93,7 +95,10 @@ class Completions:
                 "n: must be 1 with echo and logprobs, which are of the prompt, too", subject="n"
             )
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        return body.to_sampling(max_tokens, body.logprobs, facts.sampling)
+        return body.to_sampling(max_tokens, facts.sampling)
+
+    def top_logprobs(self, body: CompletionBody) -> int | None:
+        return body.logprobs
 
     def formatter(self, index: int, pieces: AnyPieces, includes_ids: bool) -> CompletionFormatter:
         return CompletionFormatter(index, pieces, includes_ids)
@@ -117,9 +122,10 @@ class CompletionFormatter:
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         reason = delta.finish_reason
-        if not (delta.text or delta.logprobs or delta.routed or reason or self._includes_ids):
+        if not (delta.text or delta.parts or reason or self._includes_ids):
             return None
-        logprobs = self.logprobs(delta.logprobs) if delta.logprobs else None
+        tokens = of_kind(delta.parts, TokenLogprobs)
+        logprobs = self.logprobs(tokens) if tokens else None
         return self._format(delta.text, reason, delta.token_ids) | {"logprobs": logprobs}
 
     def _format(

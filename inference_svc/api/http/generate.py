@@ -37,9 +37,11 @@ from inference_svc.api.http.response import (
     encode_events,
     encode_full,
 )
+from inference_svc.api.http.results import to_wanted
 from inference_svc.api.http.sse import EventStream
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import Principal, SamplingParams, sum_label
+from inference_svc.results.base import Scope
 from inference_svc.text.pieces import AnyPieces, IdPieces
 from inference_svc.text.prompt import Prompt
 from servicekit.shares import Shares
@@ -64,6 +66,10 @@ class Endpoint(Protocol[B_contra]):
 
     def prompts(self, body: B_contra) -> tuple[Prompt, ...]: ...
     def sampling(self, body: B_contra, facts: ServerFacts) -> SamplingParams: ...
+    def top_logprobs(self, body: B_contra) -> int | None:
+        """Returns how many most likely tokens each generated token has; None: no logprobs."""
+        ...
+
     def formatter(self, index: int, pieces: AnyPieces, includes_ids: bool) -> ChoiceFormatter: ...
 
 
@@ -100,9 +106,22 @@ class IncomingRequest(Generic[B]):
         self.options = body.answer
         prompts = self._endpoint.prompts(body)
         sampling = self._endpoint.sampling(body, self._facts)
-        path = body.sampling_fields[1]
-        sampling = checked_sampling(sampling, self._facts.vocab_size, path, echo=body.is_echoed)
-        return body.to_call(self.request_id, adapter, prompts, sampling)
+        fields, path = body.sampling_fields
+        wanted = to_wanted(
+            body,
+            fields,
+            self._endpoint.top_logprobs(body),
+            self._facts.sampling.logprobs_mode,
+            path,
+            echo=body.is_echoed,
+        )
+        sampling = checked_sampling(
+            sampling,
+            self._facts.vocab_size,
+            path,
+            is_prompt_enough=body.is_echoed or wanted.has_scope(Scope.PROMPT),
+        )
+        return body.to_call(self.request_id, adapter, prompts, sampling, wanted)
 
     def _note_read(self, num_bytes: int) -> None:
         self.num_read = num_bytes
@@ -144,9 +163,7 @@ class GenerateRoute(Generic[B]):
         head = self._head(stream, self._endpoint.object)
         memory = AnswerMemory(self._answers, stream.principal.account)
         try:
-            encoding = encode_full(
-                stream, formatters, head, memory, prompt_ids, has_scores=options.has_scores
-            )
+            encoding = encode_full(stream, formatters, head, memory, prompt_ids)
             parts = await cancel_on_disconnect(request.receive, encoding)
         except BaseException:
             memory.release()

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -21,7 +20,6 @@ from starlette.requests import Request
 from inference_svc.api.generate_call import (
     MAX_CHOICES,
     MAX_ID_CHARS,
-    MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
@@ -33,15 +31,16 @@ from inference_svc.api.generate_call import (
 )
 from inference_svc.api.http.connections import Connection
 from inference_svc.api.http.errors import set_authenticated, set_read
+from inference_svc.api.http.results import LogprobsFields, ResultFields
 from inference_svc.api.service import Caller
 from inference_svc.core import (
     MAX_PARTS,
-    LogprobsMode,
     Principal,
     SamplingDefaults,
     SamplingParams,
     VersionPolicy,
 )
+from inference_svc.results.base import Wanted
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument, Unauthenticated
 
@@ -339,7 +338,6 @@ class AnswerOptions(NamedTuple):
     includes_ids: bool | None = None
     includes_prompt_ids: bool = False
     names_tokens_by_id: bool = False
-    has_scores: bool = False
 
 
 class StreamOptions(Body):
@@ -352,7 +350,7 @@ class AdapterPartBody(Body):
     scale: float = 1.0
 
 
-class RequestBody(Body):
+class RequestBody(ResultFields, Body):
     """The fields of a request to generate that are not about sampling; null means absent."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
@@ -362,7 +360,6 @@ class RequestBody(Body):
     # Extensions, by vLLM's names.
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
-    return_routed_experts: bool | None = None
     min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     version_policy: Literal["pin", "follow_keep", "follow_recompute"] | None = None
     adapters: (
@@ -370,7 +367,12 @@ class RequestBody(Body):
     ) = None
 
     def to_call(
-        self, request_id: str, adapter: str, prompts: tuple[Prompt, ...], sampling: SamplingParams
+        self,
+        request_id: str,
+        adapter: str,
+        prompts: tuple[Prompt, ...],
+        sampling: SamplingParams,
+        wanted: Wanted,
     ) -> GenerateCall:
         """Returns the call for these prompts. Raises InvalidArgument for adapters beside another
         model than the base model, and for invalid scales."""
@@ -385,6 +387,7 @@ class RequestBody(Body):
             parts=checked_parts([(part.ref, part.scale) for part in self.adapters or ()]),
             prompts=prompts,
             sampling=sampling,
+            wanted=wanted,
             min_revision=self.min_revision or 0,
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
@@ -394,10 +397,9 @@ class RequestBody(Body):
             max_tokens_field=fields.max_tokens_field and path + fields.max_tokens_field,
             max_logprobs=MAX_RESPONSE_LOGPROBS,
             is_id_unique=False,
-            return_routed_experts=bool(self.return_routed_experts),
             version_policy=VersionPolicy(self.version_policy or "pin"),
             echo=self.is_echoed,
-            withholds_logprobs=self.withholds_logprobs,
+            withholds_parts=self.withholds_parts,
         )
 
     @property
@@ -406,8 +408,8 @@ class RequestBody(Body):
         return False
 
     @property
-    def withholds_logprobs(self) -> bool:
-        """Whether an answer has logprobs for the tokens of its text only."""
+    def withholds_parts(self) -> bool:
+        """Whether an answer has results for the tokens of its text only."""
         return False
 
     @property
@@ -421,15 +423,14 @@ class RequestBody(Body):
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options: only with stream set", subject="stream_options")
         fields, path = self.sampling_fields
-        has_scores = fields.prompt_logprobs is not None
-        if self.stream and has_scores:
+        if self.stream and fields.prompt_logprobs is not None:
             subject = f"{path}prompt_logprobs"
             raise InvalidArgument(f"{subject}: not with stream set", subject=subject)
         includes_usage = self.stream_options is not None and self.stream_options.include_usage
-        return AnswerOptions(bool(self.stream), bool(includes_usage), has_scores=has_scores)
+        return AnswerOptions(bool(self.stream), bool(includes_usage))
 
 
-class SamplingBody(Body):
+class SamplingBody(LogprobsFields, Body):
     """The fields about sampling; null means absent."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -458,15 +459,11 @@ class SamplingBody(Body):
         Annotated[list[int], Field(fail_fast=True), Field(max_length=MAX_STOP_TOKEN_IDS)] | None
     ) = None
     ignore_eos: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
 
     # Accepted with values that change nothing.
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
-    def to_sampling(
-        self, max_tokens: int, logprobs: int | None, defaults: SamplingDefaults
-    ) -> SamplingParams:
+    def to_sampling(self, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
         """Returns parameters whose ranges are not checked yet."""
         fields: dict[str, Any] = {
             "temperature": _greedy_or(self.temperature),
@@ -478,19 +475,15 @@ class SamplingBody(Body):
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
             "seed": self.seed,
-            "prompt_logprobs": self.prompt_logprobs,
         }
-        if self.logprobs_mode is not None:
-            fields["logprobs_mode"] = LogprobsMode(self.logprobs_mode)
         if self.top_k is not None:
             fields["top_k"] = max(self.top_k, 0)
         present = {name: value for name, value in fields.items() if value is not None}
         return SamplingParams(
             max_tokens=max_tokens,
-            logprobs=logprobs,
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            **{"seed": random_seed(), **asdict(defaults), **present},
+            **{"seed": random_seed(), **defaults.choice(), **present},
         )
 
     @property
@@ -523,8 +516,8 @@ class GenerationBody(RequestBody, SamplingBody):
     ) = None
 
     @property
-    def withholds_logprobs(self) -> bool:
-        """With token ids there are as many logprobs."""
+    def withholds_parts(self) -> bool:
+        """With token ids there are as many results."""
         return not self.return_token_ids
 
     @property

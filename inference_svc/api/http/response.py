@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import math
-from base64 import b64encode
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -20,19 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import Deltas, GenerateStream
+from inference_svc.api.http.results import FORMS, LogprobsFormatter, share, slices
 from inference_svc.api.http.sse import DONE, to_event, to_json
-from inference_svc.core import (
-    AdapterVersion,
-    FinishReason,
-    PackedLogprobs,
-    Request,
-    RoutedExperts,
-    TokenLogprobs,
-    joined_experts,
-    split_logprobs,
-)
+from inference_svc.core import AdapterVersion, FinishReason, Request
 from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.results.base import NOTHING, Wanted, grouped
+from inference_svc.results.logprobs import LogprobsOption
 from servicekit.shares import Reservation, Shares
 
 PART_BYTES = 64 << 10
@@ -47,13 +38,6 @@ FINISH_REASONS = {
 RESERVED_BYTES, ID_BYTES, VERSION_BYTES = 16 << 10, 8, 512
 """Reserved for an answer at once; and the bytes of a token's id."""
 
-SLICE_TOKENS, SLICE_SCORES_BYTES, SLICE_ROUTED_BYTES = 32, 4 << 10, 256 << 10
-"""Tokens with logprobs, bytes of packed ones, and bytes of experts, that are formatted before other
-requests may run."""
-FEW_LOGPROBS = 21
-"""Logprobs of a token for which a slice has SLICE_TOKENS tokens; with more logprobs it has
-fewer."""
-
 NO_USAGE = Usage(0, 0, 0)
 
 
@@ -65,22 +49,11 @@ class PromptIds(enum.Enum):
     IN_HEAD = enum.auto()
 
 
-class ChoiceFormatter(Protocol):
-    """Formats one choice. Its logprobs are lists by name with an entry for each token, and the
-    `logprob_constants`."""
-
-    logprob_constants: Mapping[str, None]
-    scores_in_choice: bool
-    """Whether log probabilities of a prompt are part of its first choice, not of the response."""
-
-    def prompt_logprobs(self, scores: PackedLogprobs) -> list[dict[str, Any]]:
-        """Returns an entry for each token of the prompt."""
-        ...
-
-    def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]: ...
+class ChoiceFormatter(LogprobsFormatter, Protocol):
+    """Formats one choice."""
 
     def full(self, choice: Choice) -> dict[str, Any]:
-        """Returns the choice without its logprobs."""
+        """Returns the choice without its results."""
         ...
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
@@ -117,19 +90,17 @@ class AnswerMemory:
 
 
 class Choice:
-    """One choice's deltas joined, logprobs already encoded. If it `has_scores`, the prompt's are
-    among them, but its first token has none."""
+    """One choice's deltas joined, results already encoded. `wanted` are the ones that its request
+    asks for."""
 
-    def __init__(self, formatter: ChoiceFormatter, *, has_scores: bool = False) -> None:
+    def __init__(self, formatter: ChoiceFormatter, wanted: Wanted = NOTHING) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.usage = NO_USAGE
         self._formatter = formatter
         self._texts: list[str] = []
-        self._logprobs: dict[str, list[bytes]] = {}
-        self._routed: _RoutedText | None = None
+        self._forms = {kind: form(formatter, wanted) for kind, form in FORMS.items()}
         self._versions: list[dict[str, Any]] = []
-        self._scores = [b"null"] if has_scores else []
 
     @property
     def text(self) -> str:
@@ -143,19 +114,8 @@ class Choice:
         num_bytes += self._add_version(delta)
         self.finish_reason = delta.finish_reason
         self.usage = delta.usage or self.usage
-        if delta.logprobs:
-            for name, entries in self._formatter.logprobs(delta.logprobs).items():
-                encoded = to_json(entries)[1:-1].encode()
-                self._logprobs.setdefault(name, []).append(encoded)
-                num_bytes += len(encoded)
-        for scores in delta.scores if self._scores else ():
-            encoded = to_json(self._formatter.prompt_logprobs(scores))[1:-1].encode()
-            self._scores.append(encoded)
-            num_bytes += len(encoded)
-        for part in delta.routed:
-            if self._routed is None:
-                self._routed = _RoutedText(part)
-            num_bytes += self._routed.add(part)
+        for kind, parts in grouped(delta.parts).items():
+            num_bytes += self._forms[kind].add(parts)
         return num_bytes
 
     def _add_version(self, delta: Delta) -> int:
@@ -176,24 +136,14 @@ class Choice:
             return b""
         return b',"adapter_versions":' + to_json(self._versions).encode()
 
-    def scores_to_json(self) -> bytes:
-        """Returns the field with the log probabilities of the prompt, if there are any."""
-        return b',"prompt_logprobs":[%s]' % b",".join(self._scores) if self._scores else b""
+    def answer_members(self) -> bytes:
+        """Returns the results that are members of the answer, not of the choice."""
+        return b"".join(form.member() for form in self._forms.values() if not form.is_in_choice)
 
     def to_json(self) -> bytes:
-        lists = [
-            b'"%s":[%s]' % (name.encode(), b",".join(entries))
-            for name, entries in self._logprobs.items()
-        ]
-        lists += [b'"%s":null' % name.encode() for name in self._formatter.logprob_constants]
-        logprobs = b"{%s}" % b",".join(lists) if self._logprobs else b"null"
-        routed = b"" if self._routed is None else b',"routed_experts":' + self._routed.to_json()
-        scores = self.scores_to_json() if self._formatter.scores_in_choice else b""
         choice = to_json(self._formatter.full(self)).encode()[:-1]
-        return b'%s,"logprobs":%s%s%s%s}' % (
-            *(choice, logprobs, routed, scores),
-            self._versions_json(),
-        )
+        members = [form.member() for form in self._forms.values() if form.is_in_choice]
+        return b"".join((choice, *members, self._versions_json(), b"}"))
 
 
 def to_version(version: AdapterVersion) -> dict[str, Any]:
@@ -204,61 +154,21 @@ def to_version(version: AdapterVersion) -> dict[str, Any]:
     }
 
 
-class _RoutedText:
-    """The experts of neighbouring tokens as base64, encoded while they come: a remainder of less
-    than three bytes waits for more."""
-
-    def __init__(self, first: RoutedExperts) -> None:
-        self._first = first
-        self._num_tokens = 0
-        self._encoded: list[bytes] = []
-        self._rest = b""
-
-    def add(self, part: RoutedExperts) -> int:
-        """Returns how many bytes that adds."""
-        data = self._rest + part.experts
-        whole = len(data) - len(data) % 3
-        encoded, self._rest = b64encode(data[:whole]), data[whole:]
-        self._encoded.append(encoded)
-        self._num_tokens += part.num_tokens
-        return len(encoded)
-
-    def to_json(self) -> bytes:
-        head = to_json(_routed_head(self._first, self._num_tokens)).encode()[:-1]
-        return b'%s,"data":"%s"}' % (head, b"".join((*self._encoded, b64encode(self._rest))))
-
-
-def _routed_head(first: RoutedExperts, num_tokens: int) -> dict[str, Any]:
-    """Returns the fields that describe how to read the experts of so many tokens."""
-    return {
-        "first_position": first.first_position,
-        "shape": [num_tokens, first.num_layers, first.num_chosen],
-        "dtype": f"uint{8 * first.bytes_per_id}",
-    }
-
-
-def _to_routed(part: RoutedExperts) -> dict[str, Any]:
-    return {**_routed_head(part, part.num_tokens), "data": b64encode(part.experts).decode()}
-
-
 async def encode_full(
     stream: GenerateStream,
     formatters: Sequence[ChoiceFormatter],
     head: Mapping[str, Any],
     memory: AnswerMemory,
     prompt_ids: PromptIds = PromptIds.NOWHERE,
-    *,
-    has_scores: bool = False,
 ) -> list[bytes]:
     """Returns one JSON object in parts: `head`, the usage, and a choice for each formatter. Raises
-    ShareExceeded, and like GenerateStream.deltas. If it `has_scores`, the first choice of each
-    prompt has the prompt's."""
+    ShareExceeded, and like GenerateStream.deltas."""
     of_head, of_choices = _prompt_members(stream, prompt_ids)
     memory.add(len(of_head) + sum(map(len, of_choices)))
     per_prompt = stream.call.num_choices
     choices = [
-        Choice(formatter, has_scores=has_scores and index % per_prompt == 0)
-        for index, formatter in enumerate(formatters)
+        Choice(formatter, request.wanted)
+        for formatter, request in zip(formatters, stream.requests, strict=True)
     ]
     async with stream.deltas() as deltas, aclosing(in_slices(deltas, stream.call)) as slices:
         async for index, delta in slices:
@@ -268,8 +178,7 @@ async def encode_full(
     for choice, prompt in zip(choices, of_choices, strict=True):
         parts += (choice.to_json()[:-1] + prompt, b"},")
         await asyncio.sleep(0)
-    scores = b"" if formatters[0].scores_in_choice else choices[0].scores_to_json()
-    parts[-1] = b"}]" + scores + b"}"
+    parts[-1] = b"}]" + choices[0].answer_members() + b"}"
     return parts
 
 
@@ -309,9 +218,8 @@ async def encode_events(
             chunk = formatters[index].chunk(delta)
             if chunk is None:
                 continue
-            if delta.routed:
-                [routed] = delta.routed
-                chunk["routed_experts"] = _to_routed(routed)
+            for kind, group in grouped(delta.parts).items():
+                chunk |= FORMS[kind].event(group)
             if delta.version is not None:
                 chunk["adapter_version"] = to_version(delta.version)
             choice = to_json(chunk)[:-1] + of_choices[index].decode()
@@ -341,73 +249,16 @@ async def in_slices(deltas: Deltas, call: GenerateCall) -> Deltas:
     """Yields deltas in slices, and lets the event loop run others between SLICE_TOKENS tokens with
     logprobs, or as many bytes of arrays as a slice has."""
     filled = 0.0
-    echoed_top_k = call.sampling.logprobs if call.echo else None
+    logprobs = call.wanted.get(LogprobsOption) if call.echo else None
+    echoed_top_k = None if logprobs is None else logprobs.top_k
     async for index, delta in deltas:
-        for each in _slices(delta, echoed_top_k):
-            num_top = each.logprobs[0].num_top if each.logprobs else 0
-            share = len(each.logprobs) / _slice_tokens(num_top)
-            share += sum(len(part.experts) for part in each.routed) / SLICE_ROUTED_BYTES
-            packed = (part.num_tokens * part.token_bytes for part in each.scores)
-            share += sum(packed) / SLICE_SCORES_BYTES
-            filled += share
+        for each in slices(delta, echoed_top_k):
+            of_slice = share(each)
+            filled += of_slice
             if filled > 1:
-                filled = share
+                filled = of_slice
                 await asyncio.sleep(0)
             yield index, each
-
-
-def _slice_tokens(num_top: int) -> int:
-    """Returns how many tokens a slice has: fewer if each has many logprobs."""
-    return max(1, min(SLICE_TOKENS, SLICE_TOKENS * FEW_LOGPROBS // (1 + num_top)))
-
-
-def _echo_slices(delta: Delta, top_k: int) -> Iterator[Delta]:
-    """Yields the log probabilities of an echoed prompt in the form of generated tokens', slice by
-    slice: objects of all that is not read yet would block the event loop. The slices have them as
-    arrays, too."""
-    for piece in delta.scores:
-        size = _slice_tokens(piece.top_k)
-        for start in range(0, piece.num_tokens, size):
-            part = piece.slice(start, start + size)
-            echoed = [
-                TokenLogprobs.of(token_id, logprob, ids[:top_k], values[:top_k])
-                for token_id, logprob, ids, values in zip(
-                    *(part.token_ids.tolist(), part.logprobs.tolist()),
-                    *(part.top_ids, part.top_logprobs),
-                    strict=True,
-                )
-            ]
-            yield Delta(logprobs=echoed, scores=[part], version=delta.version)
-
-
-def _slices(delta: Delta, echoed_top_k: int | None = None) -> Iterator[Delta]:
-    """Splits a delta by its experts, its prompt's and its logprobs, which take long to format: data
-    that a slow reader has not read grows without a bound. The text is in the last slice. A slice
-    has experts of neighbouring tokens in one piece. With `echoed_top_k` the logprobs begin with the
-    echoed prompt's, as many for each token; the first token's are not a number."""
-    if echoed_top_k is not None:
-        yield from _echo_slices(delta, echoed_top_k)
-        first = [TokenLogprobs(token_id, math.nan) for token_id in delta.echoed_ids[:1]]
-        delta = replace(delta, logprobs=first + delta.logprobs, scores=[])
-    for scores in split_logprobs(delta.scores, SLICE_SCORES_BYTES):
-        yield Delta(scores=[scores], version=delta.version)
-    last_piece: RoutedExperts | None = None
-    for piece in joined_experts(delta.routed, SLICE_ROUTED_BYTES):
-        if last_piece is not None:
-            yield Delta(routed=[last_piece], version=delta.version)
-        last_piece = piece
-    delta = replace(delta, scores=[], routed=[] if last_piece is None else [last_piece])
-    num_tokens = len(delta.logprobs)
-    size = _slice_tokens(delta.logprobs[0].num_top) if num_tokens else SLICE_TOKENS
-    last = max(num_tokens - 1, 0) // size * size
-    for start in range(0, last, size):
-        end = start + size
-        logprobs = delta.logprobs[start:end]
-        yield Delta(delta.token_ids[start:end], logprobs=logprobs, version=delta.version)
-    if last:
-        token_ids, logprobs = delta.token_ids[last:], delta.logprobs[last:]
-        delta = replace(delta, token_ids=token_ids, logprobs=logprobs)
-    yield delta
 
 
 class FullResponse(Response):

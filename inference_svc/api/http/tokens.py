@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
-from inference_svc.api.generate_call import MAX_LOGPROBS, GenerateCall
+from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.http.chat import ChatFormatter
 from inference_svc.api.http.completions import DEFAULT_MAX_TOKENS, are_ids
 from inference_svc.api.http.errors import Names
@@ -21,6 +21,8 @@ from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
 from inference_svc.core import FinishReason, SamplingParams
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.results.base import Wanted
+from inference_svc.results.logprobs import MAX_LOGPROBS
 from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import Prompt
 
@@ -69,10 +71,15 @@ class TokensBody(RequestBody):
         return self.sampling_params, "sampling_params."
 
     def to_call(
-        self, request_id: str, adapter: str, prompts: tuple[Prompt, ...], sampling: SamplingParams
+        self,
+        request_id: str,
+        adapter: str,
+        prompts: tuple[Prompt, ...],
+        sampling: SamplingParams,
+        wanted: Wanted,
     ) -> GenerateCall:
         """The body's own id counts more than the header's."""
-        return super().to_call(self.request_id or request_id, adapter, prompts, sampling)
+        return super().to_call(self.request_id or request_id, adapter, prompts, sampling, wanted)
 
 
 class Tokens:
@@ -92,7 +99,10 @@ class Tokens:
         """Returns vLLM's default number of tokens where the body has none."""
         fields = body.sampling_params
         max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-        return fields.to_sampling(max_tokens, fields.logprobs, facts.sampling)
+        return fields.to_sampling(max_tokens, facts.sampling)
+
+    def top_logprobs(self, body: TokensBody) -> int | None:
+        return body.sampling_params.logprobs
 
     def formatter(self, index: int, pieces: AnyPieces, includes_ids: bool) -> TokensFormatter:
         return TokensFormatter(index, pieces, includes_ids)
@@ -107,10 +117,10 @@ class TokensFormatter(ChatFormatter):
         return self._format(choice.token_ids, choice.finish_reason)
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
-        if not (delta.token_ids or delta.routed or delta.finish_reason):
+        if not (delta.token_ids or delta.parts or delta.finish_reason):
             return None
         formatted = self._format(delta.token_ids, delta.finish_reason)
-        return formatted | {"logprobs": self._chunk_logprobs(delta.logprobs)}
+        return formatted | {"logprobs": self._chunk_logprobs(delta)}
 
     def _format(self, token_ids: Any, reason: FinishReason | None) -> dict[str, Any]:
         return {

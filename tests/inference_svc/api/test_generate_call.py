@@ -24,6 +24,7 @@ from inference_svc.api.generate_call import (
 from inference_svc.core import MAX_PARTS, Request, SamplingParams
 from inference_svc.store.directory import Binding
 from servicekit.errors import InvalidArgument
+from tests.support.inference.results import asking
 
 VOCAB = 100
 FLOATS = (
@@ -58,7 +59,6 @@ def test_zero_temperature_is_allowed() -> None:
         ("temperature", 1e300),
         ("presence_penalty", -1e300),
         ("stop_token_ids", (-1,)),
-        ("logprobs", -1),
     ],
 )
 @pytest.mark.parametrize("path", ["", "sampling."])
@@ -154,8 +154,8 @@ def test_choices_have_ids_and_seeds_of_their_own() -> None:
 
 
 def test_logprobs_are_bounded() -> None:
-    sampling = SamplingParams(max_tokens=50, logprobs=9)
-    made = call(sampling=sampling, num_choices=4, max_logprobs=1000, max_tokens_field="limit")
+    asked = asking({"max_tokens": 50, "logprobs": 9})
+    made = call(**asked, num_choices=4, max_logprobs=1000, max_tokens_field="limit")
     with pytest.raises(InvalidArgument, match="are more than the 1000") as caught:
         made.bounded(requests(made))
     assert caught.value.subject == "limit"

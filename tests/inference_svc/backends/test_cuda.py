@@ -23,6 +23,7 @@ from inference_svc.engine.step_limit import StepLimit
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.transformer import Transformer
+from inference_svc.results.base import NOTHING
 from kernels import tuning
 from tests.support.gpu.models import (
     MAX_PAGES,
@@ -189,7 +190,7 @@ def test_chosen_experts_are_returned_if_a_row_asks(tmp_path, record):
     fixed, quiet = model.fixed(record), steps([-1] * 5)
     for batch in quiet:
         for row in batch.rows:
-            row.sequence.request = replace(row.sequence.request, return_routed_experts=False)
+            row.sequence.request = replace(row.sequence.request, wanted=NOTHING)
     assert all(each.experts is None for each in run(fixed, quiet))
 
 

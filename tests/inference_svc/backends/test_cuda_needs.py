@@ -19,7 +19,7 @@ from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends import cuda_needs
 from inference_svc.backends.cuda import CudaBackend
 from inference_svc.backends.cuda_shapes import StepKind, StepShape, decode_sizes
-from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
+from inference_svc.core import EngineConfig, Request, Sequence
 from inference_svc.engine import sampler
 from inference_svc.engine.sampler import Sampler
 from kernels import tuning
@@ -34,6 +34,7 @@ from tests.support.gpu.models import (
     Model,
     make_decoder,
 )
+from tests.support.inference.results import asking
 
 SPARED_NODES = 2
 """The embedding's adapters have one kernel, and the first layer has nothing to add to the stream:
@@ -219,8 +220,8 @@ def test_recorded_kernels_are_counted(tmp_path, feature):
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.5}], ids=str)
 def test_choosing_tokens_takes_no_more(monkeypatch, changes):
     monkeypatch.setattr(sampler, "_SORTED_ROWS", 1)
-    sampling = SamplingParams(logprobs=5, seed=1, **changes)
-    sequences = [Sequence(Request(str(row), (1, 2, 3), sampling)) for row in range(8)]
+    asked = asking({"logprobs": 5, "seed": 1, **changes})
+    sequences = [Sequence(Request(str(row), (1, 2, 3), **asked)) for row in range(8)]
     logits = torch.randn(8, 100_000, generator=torch.Generator().manual_seed(0))
     with live_bytes() as live:
         Sampler((), has_device_memory=True).sample(logits, sequences)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core import AdapterVersion, Request, SamplingParams, Sequence
+from inference_svc.core import AdapterVersion, Request, Sequence
 from inference_svc.engine.grants import (
     ANEW_BESIDE_SHARE,
     ANEW_SHARE,
@@ -17,13 +17,13 @@ from inference_svc.engine.grants import (
 )
 from inference_svc.engine.prices import FREE, Prices
 from tests.support.examples import examples
+from tests.support.inference.results import asking
 
 PRICES = Prices(logits=0.5, logprobs=1.5, sort=10.0, listed=0.1)
 
 
 def prompt(tenant: str, num_tokens: int, **sampling: Any) -> Sequence:
-    params = SamplingParams(**sampling)
-    return Sequence(Request("", (1,) * num_tokens, params, tenant=tenant))
+    return Sequence(Request("", (1,) * num_tokens, tenant=tenant, **asking(sampling)))
 
 
 def generating(tenant: str, last_s: float = 0.0, **sampling: Any) -> Sequence:

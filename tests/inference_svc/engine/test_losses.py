@@ -25,6 +25,7 @@ from inference_svc.engine.penalties import TokenCounts
 from inference_svc.errors import NotFinite, OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs
 from servicekit.errors import Internal
+from tests.support.inference.results import asking
 from tests.support.inference.stepped import (
     PROMPT_TOKENS,
     Engine,
@@ -177,8 +178,8 @@ def test_a_row_ends_alone_wherever_it_fails(
     engine = make()
     failing = Stage(engine, monkeypatch)
     STAGES[stage](failing)
-    sampling = SamplingParams(max_tokens=4, frequency_penalty=0.5, prompt_logprobs=0)
-    bad = [replace(lost(f"lost {number}", number), sampling=sampling) for number in range(2)]
+    asked = asking({"max_tokens": 4, "frequency_penalty": 0.5, "prompt_logprobs": 0})
+    bad = [replace(lost(f"lost {number}", number), **asked) for number in range(2)]
     found = engine.run([*counted, *requests()], later=bad, num_before=8)
     assert all(isinstance(error_of(found, each.request_id), Internal) for each in bad)
     assert tokens_of(found) == wanted

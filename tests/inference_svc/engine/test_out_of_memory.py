@@ -17,6 +17,8 @@ from inference_svc.engine.messages import Output
 from inference_svc.engine.step_limit import GOOD_STEPS, StepLimit
 from inference_svc.errors import OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs
+from inference_svc.results.logprobs import TokenLogprobs
+from tests.support.inference.results import parts_of
 from tests.support.inference.stepped import MAX_TOKENS, PROMPT_TOKENS, Engine, requests, tokens_of
 
 
@@ -65,10 +67,11 @@ def test_all_requests_get_the_tokens_that_they_would_have(
     model = make_scarce(scarce, lambda inputs: len(inputs.token_ids) <= most)
     found = scarce.run(requests())
     assert tokens_of(found) == tokens_of(wanted)
-    explained = [[o.logprobs for o in outputs["3"]] for outputs in (wanted, found)]
+    explained = [parts_of(outputs["3"], TokenLogprobs) for outputs in (wanted, found)]
+    assert len(explained[0]) == len(tokens_of(wanted)["3"])
     for one, other in zip(*explained, strict=True):
-        assert one[0].token_id == other[0].token_id
-        assert one[0].logprob == pytest.approx(other[0].logprob, abs=1e-4)
+        assert one.token_id == other.token_id
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
     status = scarce.engine.commands.describe()
     assert status.counters["step_out_of_memory"] == model.num_refused > 0
     assert status.gauges["step_token_limit"] == scarce.limit.tokens < MAX_TOKENS

@@ -14,23 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core import (
-    LogprobsMode,
-    Request,
-    SampledToken,
-    SamplingParams,
-    Sequence,
-)
+from inference_svc.core import Request, SampledToken, SamplingParams, Sequence
 from inference_svc.engine import sampler as sampler_module
 from inference_svc.engine.sampler import NOT_FINITE, Sampler, uniform, uniforms
+from inference_svc.results.logprobs import LogprobsMode, LogprobsOption
 from tests.support.examples import examples
+from tests.support.inference.results import asking, logprobs_of, wanted_of
 
 VOCAB = 40
 EOS = 3
 
 
 def sequence(prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = (), **params) -> Sequence:
-    made = Sequence(Request("r", prompt, SamplingParams(**params)))
+    made = Sequence(Request("r", prompt, **asking(params)))
     made.token_ids += output
     return made
 
@@ -142,9 +138,8 @@ def test_penalties_follow_their_formulas() -> None:
     ]
     for params, expected in cases:
         changed = values.clone()
-        request = replace(
-            seen.request, sampling=SamplingParams(temperature=0.0, logprobs=1, **params)
-        )
+        sampling = SamplingParams(temperature=0.0, **params)
+        request = replace(seen.request, sampling=sampling, wanted=wanted_of(logprobs=1))
         penalised = Sequence(request)
         penalised.token_ids += [5]
         Sampler([EOS]).sample(changed, [penalised])
@@ -258,13 +253,14 @@ def test_logprobs_are_of_the_unchanged_logits() -> None:
     expected = values[0].log_softmax(0)
     asked = sequence(temperature=0.5, top_k=1, logprobs=3, presence_penalty=1.0, output=(4,))
     (token,) = Sampler([EOS]).sample(values.clone(), [asked])
-    assert token.logprobs is not None
-    assert token.logprobs.logprob == pytest.approx(expected[token.token_id].item(), abs=1e-6)
+    found = logprobs_of(token)
+    assert found is not None
+    assert found.logprob == pytest.approx(expected[token.token_id].item(), abs=1e-6)
     top = expected.topk(3)
-    assert [i for i, _ in token.logprobs.top] == top.indices.tolist()
+    assert [i for i, _ in found.top] == top.indices.tolist()
     assert all(
         math.isclose(value, wanted, abs_tol=1e-6)
-        for (_, value), wanted in zip(token.logprobs.top, top.values.tolist(), strict=True)
+        for (_, value), wanted in zip(found.top, top.values.tolist(), strict=True)
     )
 
 
@@ -283,8 +279,10 @@ def test_many_logprobs_stay_arrays() -> None:
     assert sys.getallocatedblocks() - before < num_rows * 20
     expected = values.log_softmax(-1).topk(num_top)
     for row, (token, asked) in enumerate(zip(sampled, rows, strict=True)):
-        found, width = token.logprobs, asked.request.sampling.logprobs
+        found, option = logprobs_of(token), asked.request.wanted.get(LogprobsOption)
         assert found is not None
+        assert option is not None
+        width = option.top_k
         assert found.num_top == len(found.top) == width
         assert [i for i, _ in found.top] == expected.indices[row, :width].tolist()
         assert [v for _, v in found.top] == pytest.approx(expected.values[row, :width].tolist())
@@ -309,7 +307,8 @@ def test_processed_logprobs_follow_their_definition(
     made = sequence(logprobs=VOCAB, logprobs_mode=LogprobsMode.PROCESSED, seed=seed, **options)
     raw = sequence(logprobs=VOCAB, seed=seed, **options)
     values = logits(2, seed)
-    first, second = Sampler([EOS]).sample(values.clone(), [made, raw])
+    sampled = Sampler([EOS]).sample(values.clone(), [made, raw])
+    first, second = map(logprobs_of, sampled)
     penalised = values[0].numpy().astype(np.float64)
     for token in (1, 2):
         value = penalised[token]
@@ -321,15 +320,15 @@ def test_processed_logprobs_follow_their_definition(
         probs[[index for index in range(VOCAB) if index not in kept]] = 0
     with np.errstate(divide="ignore"):
         expected = np.log(probs / probs.sum())
-    assert first.logprobs is not None
-    found = dict(first.logprobs.top)
+    assert first is not None
+    found = dict(first.top)
     assert np.allclose([found[index] for index in range(VOCAB)], expected, atol=1e-4)
-    own = first.logprobs.logprob
+    own = first.logprob
     assert own > -math.inf
-    assert first.logprobs.rank == sum(value >= own for value in found.values())
-    assert second.logprobs is not None
+    assert first.rank == sum(value >= own for value in found.values())
+    assert second is not None
     plain = values[1].log_softmax(-1)
-    assert math.isclose(second.logprobs.logprob, plain[second.token_id], abs_tol=1e-5)
+    assert math.isclose(second.logprob, plain[second.token_id], abs_tol=1e-5)
 
 
 # --- values that are not finite, or nearly so -----------------------------------------------------
@@ -353,7 +352,7 @@ VALUES = [math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 1e30, -1e30, 1e-42, 
 
 def explained(token: SampledToken) -> object:
     """Returns the token and what is said of it, in bits."""
-    found = token.logprobs
+    found = logprobs_of(token)
     if found is None:
         return token.token_id
     return token.token_id, found.logprob, found.rank, found.top_ids, found.top_logprobs
@@ -439,7 +438,7 @@ def test_tokens_of_others_are_not_named() -> None:
     for row, size in zip(rows, (VOCAB, VOCAB, VOCAB + 5), strict=True):
         row.request = replace(row.request, vocab_size=size)
     first, second, third = (
-        token.logprobs for token in Sampler([EOS]).sample(values.clone(), list(rows))
+        logprobs_of(token) for token in Sampler([EOS]).sample(values.clone(), list(rows))
     )
     assert first is not None
     assert second is not None
@@ -448,5 +447,5 @@ def test_tokens_of_others_are_not_named() -> None:
     best = values[1, :VOCAB].topk(3).indices.tolist()
     assert [index for index, _ in second.top] == best
     assert sorted(index for index, _ in third.top) == list(range(VOCAB + 5))
-    alone = Sampler([EOS]).sample(values[:1, :VOCAB].clone(), [rows[0]])[0].logprobs
-    assert first == alone
+    [alone] = Sampler([EOS]).sample(values[:1, :VOCAB].clone(), [rows[0]])
+    assert first == logprobs_of(alone)

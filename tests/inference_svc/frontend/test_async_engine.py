@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
-from inference_svc.core import FinishReason, Request, SamplingParams
+from inference_svc.core import FinishReason, Request
 from inference_svc.engine.messages import Reply, StepOutputs, StepTrace
 from inference_svc.errors import AdapterUnavailable, DuplicateRequest, EngineFailed
 from inference_svc.frontend.async_engine import AsyncEngine
-from inference_svc.frontend.output_stream import PACKED_BYTES, UNREAD_BYTES, Delta, Generation
+from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
+from inference_svc.results.base import Wanted, of_kind
+from inference_svc.results.logprobs import TokenLogprobs
+from inference_svc.results.routed_experts import ExpertsOption
+from inference_svc.results.scores import OBJECT_BYTES
 from servicekit.errors import Draining, ShareExceeded
 from servicekit.shares import Shares
+from tests.support.inference.results import asking, wanted_of
 from tests.support.wait import until_async
 
 DIGEST = "sha256:" + "a" * 64
@@ -34,8 +39,8 @@ def make_async_engine(engine: Any, tokenizer: Any) -> AsyncEngine:
 
 
 def make_request(tokenizer: Any, text: str, request_id: str = "r", **sampling: Any) -> Request:
-    params = SamplingParams(**{"max_tokens": 1000, **sampling})
-    return Request(request_id, tuple(tokenizer.encode(text)), params, arrival_s=time.monotonic())
+    prompt, asked = tuple(tokenizer.encode(text)), asking({"max_tokens": 1000, **sampling})
+    return Request(request_id, prompt, arrival_s=time.monotonic(), **asked)
 
 
 async def collect(async_engine: AsyncEngine, request: Request, tenant: str = "") -> list[Delta]:
@@ -122,12 +127,13 @@ def test_a_delta_has_tokens_of_one_version(engine, tokenizers) -> None:
 def test_experts_of_a_prompt_are_reserved_before_it_runs(engine, tokenizers) -> None:
     """They come at once: what the account's share does not hold is refused, not computed."""
     tokenizer = tokenizers["byte_level"]
-    request = replace(make_request(tokenizer, "abc"), return_routed_experts=True)
+    wanted = Wanted((ExpertsOption(token_bytes=100),))
+    request = replace(make_request(tokenizer, "abc"), wanted=wanted)
     num_tokens = len(request.prompt_token_ids)
 
     async def body() -> None:
         shares = Shares("unread_bytes", UNREAD_BYTES + 100 * num_tokens)
-        async_engine = AsyncEngine(engine, tokenizer, shares, routed_token_bytes=100)
+        async_engine = AsyncEngine(engine, tokenizer, shares)
         async_engine.start()
         with shares.reserve("other", 1), pytest.raises(ShareExceeded):
             await anext(async_engine.generate(request))
@@ -147,12 +153,11 @@ def test_scores_of_a_prompt_are_reserved_before_it_runs(engine, tokenizers) -> N
     num_tokens = len(made.prompt_token_ids)
 
     async def body() -> None:
-        shares = Shares("unread_bytes", UNREAD_BYTES + PACKED_BYTES + (12 + 8 * 9) * num_tokens)
+        shares = Shares("unread_bytes", UNREAD_BYTES + OBJECT_BYTES + (12 + 8 * 9) * num_tokens)
         async_engine = AsyncEngine(engine, tokenizer, shares)
         async_engine.start()
         for top_k, is_refused in ((10, True), (9, False)):
-            sampling = replace(made.sampling, prompt_logprobs=top_k)
-            request = replace(made, sampling=sampling)
+            request = replace(made, wanted=wanted_of(prompt_logprobs=top_k))
             async with aclosing(async_engine.generate(request)) as generating:
                 if is_refused:
                     with pytest.raises(ShareExceeded):
@@ -169,7 +174,6 @@ def test_scores_of_a_prompt_are_reserved_before_it_runs(engine, tokenizers) -> N
 @pytest.mark.parametrize("num_top", [20, 1024])
 def test_what_is_not_read_takes_its_accounts_share(tokenizers, num_top: int) -> None:
     """And ends at it: of 8 answers' least size an account may have half."""
-    from inference_svc.core import TokenLogprobs
     from inference_svc.engine.messages import Output
 
     tokenizer = tokenizers["byte_level"]
@@ -199,7 +203,6 @@ def test_what_is_not_read_takes_its_accounts_share(tokenizers, num_top: int) -> 
 
 def test_withheld_logprobs_take_their_accounts_share_though_deltas_are_read(tokenizers) -> None:
     """Of tokens whose text may change: a run of bytes is valid or invalid as one."""
-    from inference_svc.core import TokenLogprobs
     from inference_svc.engine.messages import Output
 
     tokenizer = tokenizers["unigram"]
@@ -211,7 +214,7 @@ def test_withheld_logprobs_take_their_accounts_share_though_deltas_are_read(toke
         deltas = []
         with shares.reserve("a", UNREAD_BYTES) as place:
             request = make_request(tokenizer, "abc")
-            generation = Generation(request, tokenizer, place, withholds_logprobs=True)
+            generation = Generation(request, tokenizer, place, withholds_parts=True)
             for _ in range(num_tokens):
                 if generation.push(output):
                     break
@@ -223,8 +226,8 @@ def test_withheld_logprobs_take_their_accounts_share_though_deltas_are_read(toke
         return deltas
 
     *early, last = run(lambda: body(20, ends=True))
-    assert not any(delta.logprobs for delta in early)
-    assert len(last.logprobs) == 20
+    assert not any(delta.parts for delta in early)
+    assert len(last.parts) == 20
     with pytest.raises(ShareExceeded):
         run(lambda: body(4 * UNREAD_BYTES // 320 + 1, ends=False))
 
@@ -232,7 +235,6 @@ def test_withheld_logprobs_take_their_accounts_share_though_deltas_are_read(toke
 @pytest.mark.parametrize(("stop", "num_shown"), [(" the", 2), ("he", 3), ("è", 0)])
 def test_a_stop_string_after_bytes_has_no_logprobs(tokenizers, stop: str, num_shown: int) -> None:
     """The text of the bytes is certain with the token after them, and each has its own place."""
-    from inference_svc.core import TokenLogprobs
     from inference_svc.engine.messages import Output
 
     tokenizer = tokenizers["unigram"]
@@ -241,7 +243,7 @@ def test_a_stop_string_after_bytes_has_no_logprobs(tokenizers, stop: str, num_sh
     async def body() -> Delta:
         with Shares("unread_bytes", 8 * UNREAD_BYTES, 0.5).reserve("a", UNREAD_BYTES) as place:
             request = make_request(tokenizer, "abc", stop=(stop,))
-            generation = Generation(request, tokenizer, place, withholds_logprobs=True)
+            generation = Generation(request, tokenizer, place, withholds_parts=True)
             for token_id in token_ids:
                 generation.push(Output("r", (token_id,), (TokenLogprobs(token_id, -1.0),)))
             generation.push(Output("r", finish_reason=FinishReason.LENGTH))
@@ -249,7 +251,7 @@ def test_a_stop_string_after_bytes_has_no_logprobs(tokenizers, stop: str, num_sh
 
     delta = run(body)
     assert delta.text == "è the".partition(stop)[0]
-    assert [each.token_id for each in delta.logprobs] == token_ids[:num_shown]
+    assert [each.token_id for each in of_kind(delta.parts, TokenLogprobs)] == token_ids[:num_shown]
 
 
 def test_stop_string_across_tokens_cancels_the_request(engine, tokenizers) -> None:
@@ -411,7 +413,7 @@ def test_slow_reader_gets_one_delta_for_many_steps(engine, tokenizers) -> None:
                 await until_async(lambda: engine.num_running == 0)
         assert len(deltas) <= 2
         assert "".join(d.text for d in deltas) == text
-        logprobs = [entry.token_id for d in deltas for entry in d.logprobs]
+        logprobs = [entry.token_id for d in deltas for entry in of_kind(d.parts, TokenLogprobs)]
         assert logprobs == [i for d in deltas for i in d.token_ids]
 
     run(body)

@@ -36,6 +36,7 @@ from inference_svc.model.weights import ModelWeights, ones
 from kernels.elementwise import NormWeight
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry, TableRow
 from kernels.lora.table import ABSENT, GRANULE_BYTES, MixPart
+from tests.support.inference.results import wanted_of
 
 PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 60, 20, 70, 6
 NUM_SLOTS, MAX_RANK, MAX_ADDED = 3, 4, 2
@@ -400,10 +401,8 @@ def _sequence(
     tokens = tuple((7 * index + 3 * first_page) % 64 for index in range(length))
     if slot == ROWS_SLOT and first_token:
         tokens = (first_token, *tokens[1:])
-    request = core.Request(
-        *(f"{first_page}", tokens, core.SamplingParams(prompt_logprobs=prompt_logprobs)),
-        return_routed_experts=True,
-    )
+    wanted = wanted_of(prompt_logprobs=prompt_logprobs, return_routed_experts=True)
+    request = core.Request(f"{first_page}", tokens, core.SamplingParams(), wanted=wanted)
     made = core.Sequence(request)
     made.page_ids = [first_page + page for page in range(-(-length // PAGE_SIZE))]
     made.slot = slot

@@ -5,6 +5,7 @@ fake_engine     an engine without a model
 front           a server's HTTP API, by OpenAI's client and a raw one
 loop            a residency without an engine
 memory_store    images of a small layout, and a store in memory that can misbehave
+results         the results that requests ask for
 scrapes         how many series a scrape may have
 scripted_pulls  pulls of messages that a test writes
 serving         a running server over a fake engine, and a client of it

@@ -14,7 +14,7 @@ import torch
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.api.service import ServerFacts
 from inference_svc.app import sampling_defaults
-from inference_svc.core import FinishReason, Request, TokenLogprobs, digests_of
+from inference_svc.core import FinishReason, Request, digests_of
 from inference_svc.engine.messages import (
     Call,
     Cancel,
@@ -31,6 +31,8 @@ from inference_svc.engine.messages import (
 )
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, EngineFailed
+from inference_svc.results.base import ResultPart
+from inference_svc.results.logprobs import LogprobsOption, TokenLogprobs
 from servicekit.errors import Draining
 from tests.support.models.tokenizers import EOS
 
@@ -141,28 +143,29 @@ class FakeEngine:
         is_over = count == len(prompt) and not sampling.ignore_eos
         token = EOS if is_over else prompt[count % len(prompt)]
         self._running[request_id] = (request, count + 1)
-        top = sampling.logprobs
-        logprobs = (
-            () if top is None else (TokenLogprobs.of(token, -0.5, [token] * top, [-0.5] * top),)
-        )
+        parts: tuple[ResultPart, ...] = ()
+        option = request.wanted.get(LogprobsOption)
+        if option is not None:
+            ids, values = [token] * option.top_k, [-0.5] * option.top_k
+            parts = (TokenLogprobs.of(token, -0.5, ids, values),)
         if is_over:
-            return self._end(request_id, FinishReason.STOP, token, logprobs)
+            return self._end(request_id, FinishReason.STOP, token, parts)
         if count + 1 >= sampling.max_tokens:
-            return self._end(request_id, FinishReason.LENGTH, token, logprobs)
-        return Output(request_id, (token,), logprobs)
+            return self._end(request_id, FinishReason.LENGTH, token, parts)
+        return Output(request_id, (token,), parts)
 
     def _end(
         self,
         request_id: str,
         reason: FinishReason,
         token: int | None = None,
-        logprobs: tuple[TokenLogprobs, ...] = (),
+        parts: tuple[ResultPart, ...] = (),
     ) -> Output:
         request, count = self._running.pop(request_id)
         return Output(
             request_id,
             () if token is None else (token,),
-            logprobs,
+            parts,
             finish_reason=reason,
             usage=Usage(len(request.prompt_token_ids), 2, count),
             timings=Timings(0.25, 0.125, 0.5),

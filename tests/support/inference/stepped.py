@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from inference_svc.core import EngineConfig, Request, SamplingParams
+from inference_svc.core import EngineConfig, Request
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.engine.messages import Output, Submit
 from inference_svc.engine.step_limit import StepLimit
 from inference_svc.model.inputs import StepInputs
 from inference_svc.store.client import NoStore
+from tests.support.inference.results import asking
 
 MAX_TOKENS = 64
 PROMPT_TOKENS = 40
@@ -80,8 +81,8 @@ def requests() -> list[Request]:
         Request(
             f"{number}",
             tuple((7 * index + number) % PROMPT_TOKENS for index in range(3 + 37 * number)),
-            SamplingParams(max_tokens=12, ignore_eos=True, **kind),
             arrival_s=time.monotonic(),
+            **asking({"max_tokens": 12, "ignore_eos": True, **kind}),
         )
         for number, kind in enumerate(kinds)
     ]

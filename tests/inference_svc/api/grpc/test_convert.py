@@ -9,23 +9,20 @@ import torch
 
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.api.generate_call import GenerateCall
-from inference_svc.api.grpc import convert
+from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import ADAPTER_BYTES
-from inference_svc.core import (
-    FinishReason,
-    PackedLogprobs,
-    Request,
-    RoutedExperts,
-    SamplingParams,
-    TokenLogprobs,
-)
+from inference_svc.core import FinishReason, Request, SamplingParams
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.results.base import Wanted
+from inference_svc.results.logprobs import LogprobsOption, PackedLogprobs, TokenLogprobs
+from inference_svc.results.routed_experts import RoutedExperts
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Chat, ChatMessage, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
+from tests.support.inference.results import wanted_of
 
 VOCAB = 100
 NAN, INF = math.nan, math.inf
@@ -74,16 +71,17 @@ def test_every_field_is_converted() -> None:
         presence_penalty=-1,
         frequency_penalty=1.5,
         repetition_penalty=1.25,
-        logprobs=0,
     )
+    assert call(sampling=params).wanted == wanted_of(logprobs=0)
     got = call(request_id="id", adapter="a", min_revision=3, priority=-2, cache_salt="s")
     assert (got.request_id, got.adapter, got.min_revision) == ("id", "a", 3)
     assert (got.priority, got.cache_salt, got.prompts) == (-2, "s", (Text("x"),))
 
 
 def test_zero_is_not_unset() -> None:
-    sampling = call(sampling=pb.SamplingParams(temperature=0, seed=0, logprobs=0)).sampling
-    assert (sampling.temperature, sampling.seed, sampling.logprobs) == (0, 0, 0)
+    made = call(sampling=pb.SamplingParams(temperature=0, seed=0, logprobs=0))
+    assert (made.sampling.temperature, made.sampling.seed) == (0, 0)
+    assert made.wanted == wanted_of(logprobs=0)
 
 
 def test_top_k_of_the_vocabulary_size_is_off() -> None:
@@ -206,7 +204,7 @@ def test_responses_carry_every_field() -> None:
     delta = Delta(
         token_ids=[4, 5],
         text="ab",
-        logprobs=[TokenLogprobs.of(4, -0.5, (4, 9), (-0.5, -2.0)), TokenLogprobs(5, -1.0)],
+        parts=[TokenLogprobs.of(4, -0.5, (4, 9), (-0.5, -2.0)), TokenLogprobs(5, -1.0)],
         finish_reason=FinishReason.LENGTH,
         usage=Usage(3, 2, 1),
         timings=Timings(0.5, 0.25, 1.5),
@@ -237,9 +235,9 @@ def test_optional_fields_stay_unset() -> None:
 
 
 def test_experts_of_many_tokens_come_in_several_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "MAX_ARRAY_BYTES", 13)
+    monkeypatch.setattr(results, "MAX_ARRAY_BYTES", 13)
     pieces = [RoutedExperts(0, 3, 2, 1, bytes(range(24))), RoutedExperts(4, 3, 2, 1, bytes(6))]
-    delta = Delta([7], "a", finish_reason=FinishReason.LENGTH, routed=pieces)
+    delta = Delta([7], "a", finish_reason=FinishReason.LENGTH, parts=[*pieces])
     responses = list(convert.Answer("r").responses(delta))
     parts = [each.routed_experts for each in responses]
     assert [(part.first_position, part.num_tokens) for part in parts] == [(0, 2), (2, 2), (4, 1)]
@@ -252,23 +250,24 @@ def test_experts_of_many_tokens_come_in_several_responses(monkeypatch: pytest.Mo
 def test_packed_logprobs_become_arrays_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all that a slow reader has not read at once: that would block the event loop."""
     top_k, num_converted = 100, 0
-    monkeypatch.setattr(convert, "MAX_ARRAY_BYTES", 2 * (12 + 8 * top_k))
-    whole = convert.packed_logprobs
+    monkeypatch.setattr(results, "MAX_ARRAY_BYTES", 2 * (12 + 8 * top_k))
+    whole = results.packed_logprobs
 
     def packed(tokens: Sequence[TokenLogprobs], first_position: int) -> PackedLogprobs:
         nonlocal num_converted
         num_converted += len(tokens)
         return whole(tokens, first_position)
 
-    monkeypatch.setattr(convert, "packed_logprobs", packed)
+    monkeypatch.setattr(results, "packed_logprobs", packed)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, VOCAB, (5, top_k), np.int32)
     values = rng.normal(size=(5, top_k)).astype(np.float32)
     tokens = [TokenLogprobs.of(t, -t / 2, ids[t], values[t], t + 1) for t in range(5)]
-    answer = convert.Answer("r", packs_logprobs=True)
+    wanted = Wanted((LogprobsOption(top_k, is_packed=True),))
+    answer = convert.Answer("r", wanted=wanted)
     [_] = answer.responses(Delta([7]))
     responses = []
-    for response in answer.responses(Delta(list(range(5)), "a", logprobs=tokens)):
+    for response in answer.responses(Delta(list(range(5)), "a", parts=[*tokens])):
         responses.append(response)
         assert num_converted <= 2 * len(responses) + 2  # one part ahead: the last has all else
     parts = [each.packed_logprobs for each in responses]

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from inference_svc.api.http.chat import ChatFormatter
-from inference_svc.core import TokenLogprobs
+from inference_svc.results.logprobs import TokenLogprobs
 from inference_svc.text.pieces import Pieces
 from tests.support.inference.front import Front
 

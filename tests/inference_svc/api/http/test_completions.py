@@ -11,11 +11,13 @@ import openai
 import pytest
 
 from inference_svc.api.http.completions import CompletionBody, CompletionFormatter, Completions
-from inference_svc.core import SamplingParams, TokenLogprobs
+from inference_svc.core import SamplingParams
+from inference_svc.results.logprobs import TokenLogprobs
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Text
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.support.inference.front import Front
+from tests.support.inference.results import wanted_of
 from tests.support.inference.serving import digest_of
 
 
@@ -88,8 +90,8 @@ def test_every_field_is_converted(serve_http) -> None:
             presence_penalty=-1,
             frequency_penalty=1.5,
             repetition_penalty=single(1.2),
-            logprobs=3,
         )
+        assert request.wanted == wanted_of(logprobs=3)
         assert (request.priority, request.cache_seed) == (-3, "default/default/s")
         assert request.key == digest_of("upper")
         assert (request.tenant, request.deadline_s) == ("default", None)

@@ -17,18 +17,17 @@ import numpy as np
 import openai
 import pytest
 
-from inference_svc.api.http import response
+from inference_svc.api.http import response, results
 from inference_svc.api.http.chat import ChatFormatter
 from inference_svc.api.http.completions import CompletionFormatter
-from inference_svc.api.http.response import PART_BYTES, SLICE_TOKENS, FullResponse
-from inference_svc.core import (
-    AdapterVersion,
-    FinishReason,
-    PackedLogprobs,
-    RoutedExperts,
-    TokenLogprobs,
-)
+from inference_svc.api.http.response import PART_BYTES, FullResponse
+from inference_svc.api.http.results import SLICE_TOKENS, ExpertsForm
+from inference_svc.core import AdapterVersion, FinishReason
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.results.base import of_kind
+from inference_svc.results.logprobs import TokenLogprobs
+from inference_svc.results.routed_experts import RoutedExperts
+from inference_svc.results.scores import Scores
 from tests.support.inference.front import Front
 from tests.support.wait import until_async
 
@@ -109,7 +108,7 @@ def test_large_response_does_not_block_the_event_loop(
 
 
 def test_backlog_of_a_slow_reader_is_sent_in_slices(serve_http, monkeypatch: Any) -> None:
-    monkeypatch.setattr("inference_svc.api.http.response.SLICE_TOKENS", 4)
+    monkeypatch.setattr("inference_svc.api.http.results.SLICE_TOKENS", 4)
 
     async def body(front: Front) -> None:
         # All its tokens arrive at once, as if they had not been read.
@@ -167,7 +166,7 @@ def test_logprobs_of_a_response_are_bounded(serve_http, monkeypatch: Any) -> Non
 @pytest.mark.parametrize("bytes_per_id", [1, 2])
 def test_experts_are_one_text_and_many_events(monkeypatch: Any, bytes_per_id: int) -> None:
     """However their bytes fall into thirds, and whatever pieces they come in."""
-    monkeypatch.setattr(response, "SLICE_ROUTED_BYTES", 100)
+    monkeypatch.setattr(results, "SLICE_ROUTED_BYTES", 100)
     token_bytes = 5 * 1 * bytes_per_id
 
     def piece(first: int, num_tokens: int) -> RoutedExperts:
@@ -176,55 +175,57 @@ def test_experts_are_one_text_and_many_events(monkeypatch: Any, bytes_per_id: in
         return RoutedExperts(first, 5, 1, bytes_per_id, data)
 
     deltas = [
-        Delta([1], "a", routed=[piece(0, 41)]),
-        Delta([2], "b", routed=[piece(41, 1), piece(42, 7)]),
-        Delta([3], "c", finish_reason=FinishReason.STOP, routed=[piece(49, 11)]),
+        Delta([1], "a", parts=[piece(0, 41)]),
+        Delta([2], "b", parts=[piece(41, 1), piece(42, 7)]),
+        Delta([3], "c", finish_reason=FinishReason.STOP, parts=[piece(49, 11)]),
     ]
     choice = response.Choice(CompletionFormatter(0, NO_PIECES, includes_ids=True))
-    slices = [each for delta in deltas for each in response._slices(delta)]
+    slices = [each for delta in deltas for each in results.slices(delta)]
     for each in slices:
         choice.add(each)
-        assert sum(len(part.experts) for part in each.routed) <= 100
+        assert sum(len(part.experts) for part in of_kind(each.parts, RoutedExperts)) <= 100
     found = json.loads(choice.to_json())
     assert found["text"] == "abc"
     routed = found["routed_experts"]
     assert b64decode(routed["data"]) == piece(0, 60).experts
     assert (routed["first_position"], routed["shape"]) == (0, [60, 5, 1])
     assert routed["dtype"] == f"uint{8 * bytes_per_id}"
-    events = [response._to_routed(part) for each in slices for part in each.routed]
+    parts = [part for each in slices for part in of_kind(each.parts, RoutedExperts)]
+    events = [ExpertsForm.event([part])["routed_experts"] for part in parts]
     assert b"".join(b64decode(each["data"]) for each in events) == piece(0, 60).experts
-    assert [len(each.routed) for each in slices].count(1) == len(events) > 3
+    assert [len(each.parts) for each in slices].count(1) == len(events) > 3
 
 
 def test_echoed_prompt_becomes_objects_slice_by_slice(monkeypatch: Any) -> None:
     """And each slice has logprobs to show: none is an empty event."""
     num_tokens, num_top, num_made = 100, 20, 0
+    make = TokenLogprobs.of
 
-    class Counted(TokenLogprobs):
-        def __new__(cls, *args: Any) -> Any:
-            nonlocal num_made
-            num_made += 1
-            return super().__new__(cls, *args)
+    def counted(*args: Any) -> TokenLogprobs:
+        nonlocal num_made
+        num_made += 1
+        return make(*args)
 
-    monkeypatch.setattr(response, "TokenLogprobs", Counted)
+    monkeypatch.setattr(TokenLogprobs, "of", counted)
     values = np.linspace(-9, -1, num_tokens * num_top, dtype=np.float32).reshape(-1, num_top)
     ids = np.arange(num_tokens * num_top, dtype=np.int32).reshape(-1, num_top)
     prompt = np.arange(1, num_tokens + 1, dtype=np.int32)
-    scores = PackedLogprobs(0, prompt, values[:, 1].copy(), prompt, ids, values)
-    generated = [TokenLogprobs.of(7, -0.5, ids[0], values[0])]
+    scores = Scores(0, prompt, values[:, 1].copy(), prompt, ids, values)
+    generated = make(7, -0.5, ids[0], values[0])
     version = AdapterVersion("a@2", "sha256:f")
     deltas = [
         Delta(text="abc", echoed_ids=(0, *prompt.tolist())),
-        Delta([7], "d", generated, FinishReason.LENGTH, version=version, scores=[scores]),
+        Delta([7], "d", [generated, scores], FinishReason.LENGTH, version=version),
     ]
     choice = response.Choice(CompletionFormatter(0, NO_PIECES, includes_ids=True))
     found: list[TokenLogprobs] = []
     for delta in deltas:
-        for each in response._slices(delta, num_top - 1):
-            assert each.logprobs
+        for each in results.slices(delta, num_top - 1):
+            tokens = of_kind(each.parts, TokenLogprobs)
+            assert tokens
             assert num_made - len(found) <= SLICE_TOKENS
-            found += each.logprobs
-            choice.add(replace(each, logprobs=[]))
+            found += tokens
+            choice.add(replace(each, parts=[]))
     assert [each.token_id for each in found] == [0, *prompt.tolist(), 7]
     assert math.isnan(found[0].logprob)
     for row, each in enumerate(found[1:-1]):

@@ -11,6 +11,7 @@ import pytest
 from inference_svc.core import SamplingParams
 from tests.support.access.policies import token_lines, token_of, write_policy
 from tests.support.inference.front import Front
+from tests.support.inference.results import wanted_of
 from tests.support.inference.serving import digest_of
 from tests.support.models.tokenizers import EOS
 
@@ -47,8 +48,8 @@ def test_tokens_in_and_out(serve_http) -> None:
             assert {entry["logprob"] for entry in content} == {-0.5}
         assert found["usage"]["prompt_tokens"] == 3
         first, second = front.engine.submitted
-        sampling = SamplingParams(max_tokens=9, min_tokens=1, seed=5, logprobs=0)
-        assert first.sampling == sampling
+        assert first.sampling == SamplingParams(max_tokens=9, min_tokens=1, seed=5)
+        assert first.wanted == wanted_of(logprobs=0)
         assert second.sampling.seed == 6
         assert first.request_id.startswith("mine-0-")
         assert (first.priority, first.key) == (-3, digest_of("upper"))

@@ -1,0 +1,7 @@
+"""The results that a request can ask for beside its tokens: numbers and bytes, without torch.
+
+base            parts and options of any kind, and how they travel: nobody in between opens them
+logprobs        log probabilities of generated tokens, and of the most likely ones
+scores          log probabilities of a prompt's tokens
+routed_experts  the experts that tokens have chosen
+"""
