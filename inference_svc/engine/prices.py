@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inference_svc.core import Sequence
-from inference_svc.results.base import Scope, Work
+from inference_svc.results.base import Work
 
 WALK_OPERATIONS = 4_000
 """The cost of log probabilities for each token of the vocabulary, as operations of products: a
@@ -35,14 +35,16 @@ class Prices:
         """Returns the price of a token of its prompt, computed and, if asked for, scored."""
         if sequence.num_scored >= sequence.num_prompt:
             return 1.0
-        return 1.0 + self.logits + self._of(sequence.request.wanted.work(Scope.PROMPT))
+        return 1.0 + self.logits + self._of(sequence.request.wanted.prompt_work)
 
     def of_choice(self, sequence: Sequence) -> float:
         """Returns the price of a generated token besides its computation and its logits."""
         request = sequence.request
         price = self.sort if sequence.is_sorted else 0.0
-        if request.wanted.options:
-            price += self._of(request.wanted.work(Scope.TOKEN, is_cut=request.sampling.is_cut))
+        wanted = request.wanted
+        if wanted.options:
+            is_cut = request.sampling.is_cut
+            price += self._of(wanted.cut_token_work if is_cut else wanted.token_work)
         return price
 
     def _of(self, work: Work) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 
@@ -114,9 +114,19 @@ OptionT = TypeVar("OptionT", bound=Option)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """All results that a request asks for, at most one option of each kind."""
+    """All results that a request asks for, at most one option of each kind, and the work for them:
+    for a position of the prompt, a generated token, and a token drawn from a part of the
+    vocabulary. The scheduler asks for it in each step."""
 
     options: tuple[Option, ...] = ()
+    prompt_work: Work = field(init=False, compare=False, repr=False)
+    token_work: Work = field(init=False, compare=False, repr=False)
+    cut_token_work: Work = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_work", self._work(Scope.PROMPT, is_cut=False))
+        object.__setattr__(self, "token_work", self._work(Scope.TOKEN, is_cut=False))
+        object.__setattr__(self, "cut_token_work", self._work(Scope.TOKEN, is_cut=True))
 
     def __iter__(self) -> Iterator[Option]:
         return iter(self.options)
@@ -139,8 +149,7 @@ class Wanted:
         """Raises InvalidArgument for a result that the server does not have."""
         return Wanted(tuple(option.served_by(server) for option in self.options))
 
-    def work(self, scope: Scope, *, is_cut: bool = False) -> Work:
-        """Returns the work for each position of one scope."""
+    def _work(self, scope: Scope, *, is_cut: bool) -> Work:
         found = [option.work(is_cut=is_cut) for option in self.options if option.scope is scope]
         return Work(*map(sum, zip(*found, strict=True))) if found else Work()
 

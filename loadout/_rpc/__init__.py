@@ -3,6 +3,7 @@
 calls         one function per RPC: its request, its conversion, whether it may be repeated
 convert       the contract's messages to the client's types
 server_info   the types that describe an inference server
+results       results that come beside tokens: read from a response, and joined
 arrays        results as arrays: the server's bytes, without a copy
 status        gRPC's errors to the client's
 unreachable   explains why a service cannot be reached

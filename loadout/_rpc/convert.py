@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Literal
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from loadout import types
+from loadout._rpc import results
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
@@ -255,7 +255,6 @@ def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
         request_id=message.request_id,
         token_ids=tuple(message.token_ids),
         text=message.text,
-        logprobs=tuple(_token_logprobs(each) for each in message.logprobs),
         finish_reason=(
             FINISH_REASONS.get(message.finish_reason, types.FinishReason.UNKNOWN)
             if message.finish_reason
@@ -266,71 +265,9 @@ def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
         timings=_timings(message.timings) if message.HasField("timings") else None,
         adapters=tuple(_identity(each) for each in message.adapters),
         kept_tokens=message.kept_tokens,
-        routed_experts=(
-            _routed_experts(message.routed_experts) if message.HasField("routed_experts") else None
-        ),
         index=message.index,
-        packed_logprobs=_packed(message, "packed_logprobs"),
-        prompt_logprobs=_packed(message, "prompt_logprobs"),
         echoed_tokens=message.echoed_tokens,
-    )
-
-
-def _packed(response: inference_pb.GenerateResponse, field: str) -> types.PackedLogprobs | None:
-    if not response.HasField(field):
-        return None
-    message: inference_pb.PackedLogprobs = getattr(response, field)
-    return _packed_of(
-        *(message.first_position, message.num_tokens, message.top_k),
-        *(message.token_ids, message.logprobs, message.ranks),
-        *(message.top_token_ids, message.top_logprobs),
-    )
-
-
-def _packed_of(
-    first_position: int,
-    num_tokens: int,
-    top_k: int,
-    token_ids: bytes,
-    logprobs: bytes,
-    ranks: bytes,
-    top_token_ids: bytes,
-    top_logprobs: bytes,
-) -> types.PackedLogprobs:
-    # A view without elements has one dimension: memoryviews know no others.
-    ids, values = memoryview(top_token_ids).cast("i"), memoryview(top_logprobs).cast("f")
-    if top_token_ids:
-        shape = num_tokens, top_k
-        ids, values = ids.cast("B").cast("i", shape), values.cast("B").cast("f", shape)
-    return types.PackedLogprobs(
-        *(first_position, num_tokens, top_k),
-        token_ids=memoryview(token_ids).cast("i"),
-        logprobs=memoryview(logprobs).cast("f"),
-        ranks=memoryview(ranks).cast("i"),
-        top_token_ids=ids,
-        top_logprobs=values,
-    )
-
-
-def _joined_packed(parts: Iterable[types.PackedLogprobs | None]) -> types.PackedLogprobs | None:
-    """Joins the arrays of neighbouring tokens, in order."""
-    found = [part for part in parts if part is not None]
-    if len(found) < 2:
-        return found[0] if found else None
-    names = ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs")
-    arrays = (b"".join(getattr(part, name).tobytes() for part in found) for name in names)
-    num_tokens = sum(part.num_tokens for part in found)
-    return _packed_of(found[0].first_position, num_tokens, found[0].top_k, *arrays)
-
-
-def _routed_experts(message: inference_pb.RoutedExperts) -> types.RoutedExperts:
-    return types.RoutedExperts(
-        first_position=message.first_position,
-        num_tokens=message.num_tokens,
-        num_layers=message.num_layers,
-        num_chosen=message.num_chosen,
-        bytes_per_id=message.bytes_per_id,
-        experts=message.experts,
+        **results.of_response(message),
     )
 
 
@@ -351,12 +288,6 @@ def _timings(message: inference_pb.Timings) -> types.Timings:
     )
 
 
-def _token_logprobs(message: inference_pb.TokenLogprobs) -> types.TokenLogprobs:
-    chosen = types.Logprob(message.chosen.token_id, message.chosen.logprob)
-    top = tuple(types.Logprob(each.token_id, each.logprob) for each in message.top)
-    return types.TokenLogprobs(chosen, top)
-
-
 def completion(chunks: Iterable[types.Chunk]) -> types.Completion | None:
     """Joins a generation's chunks; None if the last one is missing."""
     pieces = list(chunks)
@@ -367,16 +298,13 @@ def completion(chunks: Iterable[types.Chunk]) -> types.Completion | None:
         request_id=last.request_id,
         token_ids=tuple(token for piece in pieces for token in piece.token_ids),
         text="".join(piece.text for piece in pieces),
-        logprobs=tuple(each for piece in pieces for each in piece.logprobs),
         finish_reason=last.finish_reason,
         usage=last.usage,
         adapter=next((piece.adapter for piece in pieces if piece.adapter), None),
         versions=_versions(pieces),
         timings=last.timings,
         adapters=last.adapters,
-        routed_experts=_joined([each.routed_experts for each in pieces if each.routed_experts]),
-        packed_logprobs=_joined_packed(each.packed_logprobs for each in pieces),
-        prompt_logprobs=_joined_packed(each.prompt_logprobs for each in pieces),
+        **results.joined(pieces),
     )
 
 
@@ -399,15 +327,6 @@ def completions(chunks: Iterable[types.Chunk], count: int) -> tuple[types.Comple
         completion(piece for piece in pieces if piece.index == index) for index in range(count)
     ]
     return None if None in found else tuple(each for each in found if each is not None)
-
-
-def _joined(parts: Sequence[types.RoutedExperts]) -> types.RoutedExperts | None:
-    """Joins the experts of neighbouring tokens, in order."""
-    if not parts:
-        return None
-    num_tokens = sum(part.num_tokens for part in parts)
-    experts = b"".join(part.experts for part in parts)
-    return replace(parts[0], num_tokens=num_tokens, experts=experts)
 
 
 def resident(message: inference_pb.ResidentAdapter) -> types.ResidentAdapter:

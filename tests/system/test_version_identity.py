@@ -385,8 +385,14 @@ def test_a_waiting_request_moves_when_its_version_is_gone(engine: Engine) -> Non
     name = f"{engine.num_made + 1}"
     engine.num_made += 1
     engine.requests[name] = Followed(PROMPT, gone, VersionPolicy.FOLLOW_KEEP)
-    sampling = _greedy(6)
-    request = Request(name, tuple(PROMPT), sampling, gone, version_policy=VersionPolicy.FOLLOW_KEEP)
+    request = Request(
+        name,
+        tuple(PROMPT),
+        _greedy(6),
+        gone,
+        wanted=wanted_of(logprobs=0),
+        version_policy=VersionPolicy.FOLLOW_KEEP,
+    )
     engine.step(Submit(request), Move(name, engine.digests["r1"], "acme/r1@2"))
     engine.finish()
     assert engine.requests[name].made_by == [(engine.digests["r1"], 0)] * 6

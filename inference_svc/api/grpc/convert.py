@@ -256,6 +256,9 @@ class Answer:
     def responses(self, delta: Delta) -> Iterator[pb.GenerateResponse]:
         """Yields a delta as one response or, if it has long arrays, as several, of which the last
         has all else."""
+        if not delta.parts:
+            yield self._response(delta, {})
+            return
         groups, place = grouped(delta.parts), results.Place(self._wanted, self._num_tokens)
         previous: results.Fields | None = None
         for fields in results.arrays(groups, place):

@@ -31,9 +31,9 @@ def test_an_echoed_prompt_has_as_many_unless_the_caller_says_how_many() -> None:
 
 def test_wanted_adds_up_its_options() -> None:
     wanted = Wanted((LogprobsOption(3, LogprobsMode.PROCESSED), ScoresOption(5), ExpertsOption(7)))
-    assert wanted.work(Scope.TOKEN, is_cut=True) == Work(walks=2, sorts=1, listed=3)
-    assert wanted.work(Scope.TOKEN, is_cut=False) == Work(walks=2, sorts=0, listed=3)
-    assert wanted.work(Scope.PROMPT) == Work(walks=1, sorts=0, listed=5)
+    assert wanted.cut_token_work == Work(walks=2, sorts=1, listed=3)
+    assert wanted.token_work == Work(walks=2, sorts=0, listed=3)
+    assert wanted.prompt_work == Work(walks=1, sorts=0, listed=5)
     assert wanted.num_logprobs(Scope.TOKEN, 10) == 10 * 4
     assert wanted.num_logprobs(Scope.PROMPT, 10) == 9 * 6, "the first token has none"
     assert wanted.prompt_bytes(10) == 1024 + 10 * (12 + 8 * 5) + 10 * 7
