@@ -21,14 +21,19 @@ import kernels
 from tests.support import forks
 from tools.house import (
     LAYERS,
-    MAX_FILE_LINES,
+    LIMITS,
     PACKAGES,
     SERVICES,
+    UNIFORM,
+    Sizes,
     Tree,
     is_under,
-    long_functions,
     measure,
+    num_files,
+    read_table,
     shared_runs,
+    shrunk,
+    too_large,
 )
 from tools.syntax import nodes, parsed
 
@@ -327,17 +332,62 @@ def test_kernels_does_not_disturb_transformers() -> None:
     assert not hasattr(kernels, "__version__")
 
 
-def test_files_and_functions_stay_short() -> None:
-    """Functions of at most 60 lines outside kernels, without docstrings; files of at most 600."""
+@pytest.fixture(scope="module")
+def large() -> Sizes:
+    return too_large(ROOT)
 
-    def found() -> Iterator[str]:
-        for name, path in TREE.paths.items():
-            if len(path.read_text().splitlines()) > MAX_FILE_LINES:
-                yield name
-            if not is_under(name, ["kernels"]):
-                yield from (f"{name}.{function}" for function in long_functions(path))
 
-    check("lengths", found())
+@pytest.mark.parametrize("kind", LIMITS)
+def test_sizes_stay_within_their_limits(kind: str, large: Sizes) -> None:
+    """Sizes above a limit stand in tools/house.toml, and shrink."""
+    table = read_table(ROOT)[kind]
+    check(
+        f"{kind} above {LIMITS[kind]}",
+        (f"{name}: {size}" for name, size in large[kind].items() if size > table.get(name, 0)),
+    )
+
+
+def test_the_table_of_sizes_shrinks(large: Sizes) -> None:
+    """What is within its limit leaves the table, and the numbers of files, methods and calls fall
+    with it; lines of files and functions may rise again to their number in the table."""
+    table = read_table(ROOT)
+    now = shrunk(table, large)
+    exact = ("folders", "classes", "star_tuples")
+    check(
+        "`python -m tools.house --shrink` removes or lowers",
+        (
+            f"{kind}: {name}"
+            for kind, sizes in table.items()
+            for name, size in sizes.items()
+            if name not in now[kind] or (kind in exact and size > now[kind][name])
+        ),
+    )
+
+
+def test_tables_name_folders_that_exist() -> None:
+    check("uniform folders", UNIFORM.keys() - num_files(ROOT).keys())
+
+
+def test_sizes_are_measured(tmp_path: Path) -> None:
+    """Lines of functions without docstrings, methods, files, and calls that unpack a tuple."""
+    folder = tmp_path / "bench"
+    folder.mkdir()
+    for number in range(LIMITS["folders"]):
+        (folder / f"small_{number}.py").write_text("")
+    assert not any(too_large(tmp_path).values())
+    lines = ["f(*(a, b), *[c])", "f(*a, *(b for b in c))", "class A:", "    def long(self):"]
+    lines += ['        """One.', "", '        Two."""', *["        x = 1"] * LIMITS["functions"]]
+    lines += [f"    def f{number}(self): ..." for number in range(LIMITS["classes"])]
+    lines += [""] * LIMITS["files"]
+    large = folder / "large.py"
+    large.write_text("\n".join(lines))
+    assert too_large(tmp_path) == {
+        "folders": {"bench": LIMITS["folders"] + 1},
+        "files": {"bench/large.py": len(large.read_text().splitlines())},
+        "classes": {"bench.large.A": LIMITS["classes"] + 1},
+        "functions": {"bench.large.A.long": LIMITS["functions"] + 1},
+        "star_tuples": {"bench/large.py": 1},
+    }
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -2,6 +2,10 @@
 
 It reads imports, definitions and docstrings of the packages in a checkout, so that you can compare
 two commits. tests/test_layering.py checks the same graph against its rules.
+
+tools/house.toml lists everything that was too large when its limit was set. None of it may grow,
+and nothing may be added: `python -m tools.house --shrink` lowers the numbers, and removes what is
+within its limit.
 """
 
 from __future__ import annotations
@@ -10,11 +14,14 @@ import argparse
 import ast
 import json
 import re
+import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from tools.syntax import nodes
+from tools.syntax import nodes, parsed
 
 PACKAGES = ("contract", "servicekit", "adapter_store", "inference_svc", "kernels", "loadout")
 SERVICES = ("adapter_store", "inference_svc")
@@ -31,16 +38,31 @@ LAYERS = {
 }
 """A module imports only modules to its right; modules with a bar between them do not import each
 other."""
-MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 60
+SIZED = (*PACKAGES, "tools", "bench", "fuzz")
+"""The folders whose sizes have limits."""
+COMPUTING = ("kernels",)
+"""Folders whose functions may be long: a kernel is one function."""
+LIMITS = {"folders": 15, "files": 500, "classes": 25, "functions": 50, "star_tuples": 0}
+"""How many files a folder may have, how many lines a file, how many methods a class, and how many
+lines a function; and how many calls of a file may unpack a tuple that is written out."""
+UNIFORM = {
+    "inference_svc/model/architectures": "a family is one module",
+    "adapter_store/catalog/migrations/versions": "a revision is one module",
+}
+"""Folders with a file for each member of a list, of any number, and why."""
+TABLE = "tools/house.toml"
 MIN_SHARED_RUN = 5
 FRAGMENT = re.compile(r"(Of|It|As|Those|For people)\b")
 """The beginning of docstrings that are no sentence about their subject."""
 
 
+Sizes: TypeAlias = dict[str, dict[str, int]]
+"""Sizes above each of `LIMITS`, by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class House:
-    """The results of `measure`: counts, and lists of the offending modules and functions."""
+    """The results of `measure`: counts, and lists of the offending modules."""
 
     modules: int
     lines: int
@@ -50,8 +72,7 @@ class House:
     shared_lines: int
     shared_by: list[str]
     fragment_docstrings: int
-    long_files: list[str]
-    long_functions: list[str]
+    too_large: Sizes
     readme_lines: int
     readme_longest_line: int
 
@@ -125,16 +146,97 @@ def is_under(name: str, packages: Iterable[str]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-def long_functions(path: Path) -> Iterator[str]:
-    """Yields the functions that are too long. Docstrings do not count, because public functions
-    have a line for each parameter."""
-    for node in nodes(path):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+def too_large(root: Path) -> Sizes:
+    """Returns the sizes above `LIMITS`, by folder, file, or name of a class or function. Docstrings
+    of functions do not count, because public functions have a line for each parameter."""
+    found: Sizes = {kind: {} for kind in LIMITS}
+    for path in sized_files(root):
+        name = path.relative_to(root).as_posix()
+        for kind, subject, size in (
+            ("files", name, len(path.read_text().splitlines())),
+            ("star_tuples", name, num_star_tuples(path)),
+            *_definitions(parsed(path), name.removesuffix(".py").replace("/", ".")),
+        ):
+            if size > LIMITS[kind] and not (kind == "functions" and name.startswith(COMPUTING)):
+                found[kind][subject] = size
+    found["folders"] = {
+        folder: size
+        for folder, size in num_files(root).items()
+        if size > LIMITS["folders"] and folder not in UNIFORM
+    }
+    return found
+
+
+def sized_files(root: Path) -> list[Path]:
+    """Returns the Python files that have limits, without generated stubs."""
+    paths = (path for folder in SIZED for path in sorted((root / folder).rglob("*.py")))
+    return [path for path in paths if "_pb2" not in path.stem]
+
+
+def num_files(root: Path) -> dict[str, int]:
+    """Counts the modules in each folder, without its `__init__`."""
+    names = [path.relative_to(root) for path in sized_files(root)]
+    return Counter(name.parent.as_posix() for name in names if name.stem != "__init__")
+
+
+def num_star_tuples(path: Path) -> int:
+    """Counts calls like `f(*(a, b), c)`. They are plain calls, bent to take fewer lines."""
+
+    def is_star_tuple(argument: ast.expr) -> bool:
+        return isinstance(argument, ast.Starred) and isinstance(
+            argument.value, ast.Tuple | ast.List
+        )
+
+    calls = (node for node in nodes(path) if isinstance(node, ast.Call))
+    return sum(any(map(is_star_tuple, call.args)) for call in calls)
+
+
+def _definitions(tree: ast.AST, name: str) -> Iterator[tuple[str, str, int]]:
+    """Yields the kind, the name and the size of each class and function in a tree."""
+    for node in ast.iter_child_nodes(tree):
+        inner = name
+        if isinstance(node, ast.ClassDef):
+            inner = f"{name}.{node.name}"
+            yield "classes", inner, sum(map(_is_function, node.body))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner = f"{name}.{node.name}"
             num_lines = _num_lines(node)
             if ast.get_docstring(node, clean=False) is not None:
                 num_lines -= _num_lines(node.body[0])
-            if num_lines > MAX_FUNCTION_LINES:
-                yield node.name
+            yield "functions", inner, num_lines
+        yield from _definitions(node, inner)
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def read_table(root: Path) -> Sizes:
+    """Returns the sizes that are above `LIMITS` for now."""
+    return tomllib.loads((root / TABLE).read_text())
+
+
+def shrunk(table: Sizes, found: Sizes) -> Sizes:
+    """Returns the table with lower numbers where sizes have become smaller, and without what is
+    within its limit."""
+    return {
+        kind: {
+            name: min(size, found[kind][name])
+            for name, size in sizes.items()
+            if name in found[kind]
+        }
+        for kind, sizes in table.items()
+    }
+
+
+def write_table(root: Path, table: Sizes) -> None:
+    lines = [
+        "# Everything that was too large when its limit was set (LIMITS in tools/house.py).",
+        "# `python -m tools.house --shrink` lowers the numbers; none may rise, and none be added.",
+    ]
+    for kind, sizes in table.items():
+        lines += ["", f"[{kind}]", *(f'"{name}" = {size}' for name, size in sorted(sizes.items()))]
+    (root / TABLE).write_text("\n".join(lines) + "\n")
 
 
 def _num_lines(node: ast.stmt) -> int:
@@ -181,13 +283,7 @@ def measure(root: Path) -> House:
         shared_lines=sum(shared.values()),
         shared_by=[f"{one} ~ {other}: {number}" for (one, other), number in shared.items()],
         fragment_docstrings=sum(len(list(_fragments(path))) for path in tree.paths.values()),
-        long_files=[name for name, lines in files.items() if len(lines) > MAX_FILE_LINES],
-        long_functions=[
-            f"{name}.{function}"
-            for name, path in tree.paths.items()
-            if not is_under(name, ["kernels"])
-            for function in long_functions(path)
-        ],
+        too_large=too_large(root),
         readme_lines=len(readme),
         readme_longest_line=max(map(len, readme)),
     )
@@ -234,14 +330,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout to measure")
     parser.add_argument("--json", action="store_true", help="print all results as JSON")
+    parser.add_argument("--shrink", action="store_true", help=f"lower the numbers of {TABLE}")
     arguments = parser.parse_args()
-    house = asdict(measure(arguments.root.resolve()))
+    root = arguments.root.resolve()
+    house = measure(root)
+    if arguments.shrink:
+        write_table(root, shrunk(read_table(root), house.too_large))
     if arguments.json:
-        print(json.dumps(house, indent=2))
+        print(json.dumps(asdict(house), indent=2))
         return
-    for name, value in house.items():
-        if name != "shared_by":
+    for name, value in asdict(house).items():
+        if name not in ("shared_by", "too_large"):
             print(f"{name:20} {len(value) if isinstance(value, list) else value}")
+    for kind, limit in LIMITS.items():
+        sizes = house.too_large[kind]
+        largest = max(sizes.items(), key=lambda item: item[1], default=("none", 0))
+        count = sum(sizes.values()) if kind == "star_tuples" else len(sizes)
+        print(f"{kind + f' > {limit}':20} {count}, largest {largest[0]}: {largest[1]}")
 
 
 if __name__ == "__main__":
