@@ -1,7 +1,8 @@
 """Service 1, the adapter store: fetches, validates, compiles and streams adapters.
 
 __main__           the command: reads the settings and runs the store until SIGTERM
-app                wires the parts together, starts them, and stops them in order
+app                serves a store, and drains it at the end
+store              makes the parts of a store, and closes them in order
 config             the settings, with their defaults and limits
 core               plain data that every module shares: layouts, names, records, events
 errors             the errors that a caller can get, each with its reason

@@ -184,8 +184,13 @@ class Attacked:
         )
         digest, layout_id = self._register(store["grpc"], prepared)
         self.target = Target(
-            *(store["grpc"], inference["grpc"], inference["http"], digest, layout_id),
-            *(str(prepared.model_dir), str(prepared.adapters["1"])),
+            store["grpc"],
+            inference["grpc"],
+            inference["http"],
+            digest,
+            layout_id,
+            str(prepared.model_dir),
+            str(prepared.adapters["1"]),
         )
 
     def __enter__(self) -> Self:

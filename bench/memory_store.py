@@ -94,8 +94,13 @@ def image_header(image: Image) -> ImageHeader:
     """Returns an image's header as an engine receives it."""
     plan = image.plan
     header = pull.ImageHeader(
-        *(plan.image_id, plan.digest, plan.layout_id, plan.image_format),
-        *(plan.total_bytes, plan.segments, 0),
+        plan.image_id,
+        plan.digest,
+        plan.layout_id,
+        plan.image_format,
+        plan.total_bytes,
+        plan.segments,
+        0,
     )
     received = to_pull_message(of_store.to_pull_response(header))
     assert isinstance(received, ImageHeader)

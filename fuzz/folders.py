@@ -158,8 +158,12 @@ def _read_as_store(path: Path) -> None:
     with (
         staging(is_in_memory=True) as copied,
         refused(
-            *(InvalidArgument, InvalidAdapter, LimitExceeded, NotFound),
-            *(FailedPrecondition, SourceUnavailable),
+            InvalidArgument,
+            InvalidAdapter,
+            LimitExceeded,
+            NotFound,
+            FailedPrecondition,
+            SourceUnavailable,
         ),
     ):
         source.fetch(path.as_uri(), copied)
@@ -213,8 +217,12 @@ def fuzz_upload(data: bytes) -> None:
     with (
         staging(is_in_memory=is_in_memory, staged=staged) as arriving,
         refused(
-            *(InvalidArgument, LimitExceeded, InvalidAdapter, CorruptData),
-            *(ShareExceeded, QuotaExceeded),
+            InvalidArgument,
+            LimitExceeded,
+            InvalidAdapter,
+            CorruptData,
+            ShareExceeded,
+            QuotaExceeded,
         ),
     ):
         upload = Upload(arriving)

@@ -75,7 +75,7 @@ def _served_layout() -> served.ModelLayout:
         served.LayoutTarget(f"{layer}.self_attn.q_proj.bias", 0, "qk", "vector", 0, 8),
     ]
     return served.ModelLayout(
-        *("org/base", "0" * 64, torch.float32, (1, 2), tuple(targets)), vectors=tuple(vectors)
+        "org/base", "0" * 64, torch.float32, (1, 2), tuple(targets), vectors=tuple(vectors)
     )
 
 
@@ -193,8 +193,11 @@ def _layout() -> Layout:
         targets.append(
             Target(
                 f"{_LAYER}.mlp.experts.{name}_proj",
-                *(0, "down" if name == "down" else "gate_up", TargetKind.EXPERTS),
-                *(*size_in_out, EXPERTS),
+                0,
+                "down" if name == "down" else "gate_up",
+                TargetKind.EXPERTS,
+                *size_in_out,
+                EXPERTS,
                 other_names=() if name == "down" else (fused,),
             )
         )
@@ -241,13 +244,20 @@ def read_checkpoint(
         return file[offset : offset + length]
 
     records = read_header(
-        *(read_at, size, WEIGHTS_FILE),
+        read_at,
+        size,
+        WEIGHTS_FILE,
         max_header_bytes=limits.max_header_bytes,
         max_tensors=limits.max_tensors,
     )
     contents = reader.read_contents(records, config)
     checkpoint = Checkpoint(
-        *(Path(), config, contents.targets, "", size, True),
+        Path(),
+        config,
+        contents.targets,
+        "",
+        size,
+        True,
         experts=contents.experts,
         replacements=contents.replacements,
     )

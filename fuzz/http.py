@@ -183,7 +183,11 @@ def _app() -> RequestMiddleware:
         gateway_exposition=lambda: (b"", "text/plain"), exposition=lambda: (b"", "text/plain")
     )
     return make_app(
-        *(service, metrics, lambda end: None, lambda: "", Shares("answers", 1 << 20)),
+        service,
+        metrics,
+        lambda end: None,
+        lambda: "",
+        Shares("answers", 1 << 20),
         is_serving=lambda: True,
     )
 

@@ -141,7 +141,11 @@ def requests_of(call: GenerateCall) -> Sequence[Request]:
     requests: list[Request] = []
     for index, prompt in enumerate(call.prompts):
         requests += call.to_requests(
-            *(index, _tokens_of(prompt), binding, "default", MODEL_LEN),
+            index,
+            _tokens_of(prompt),
+            binding,
+            "default",
+            MODEL_LEN,
             end_ids=(5,) if binding is not None else (),
             vocab_size=VOCABULARY,
         )
@@ -166,7 +170,10 @@ def _bind(call: GenerateCall) -> Binding | None:
         return None
     invocation = INVOCATION_TOKENS if len(call.adapter) % 2 else ()
     return Binding(
-        *(call.adapter, "default", DIGEST, 4),
+        call.adapter,
+        "default",
+        DIGEST,
+        4,
         added_tokens=ADDED_TOKENS,
         invocation_tokens=invocation,
     )

@@ -16,7 +16,6 @@ from loadout._client.async_inference import AsyncInferenceCalls
 from loadout._client.async_store import AsyncStoreCalls
 from loadout._push.async_push import Push, Wait, check_wait
 from loadout._push.result import Pushed
-from loadout._push.upload import push_meta
 from loadout._routing.fleet import RESOLVE_TIMEOUT_S
 from loadout._rpc import calls, tasks
 
@@ -101,16 +100,16 @@ class AsyncClient(AsyncStoreCalls, AsyncInferenceCalls):
         check_wait(wait)
         if wait is not None:
             await tasks.wait(self._channels.fleet.refresh(), RESOLVE_TIMEOUT_S)
-        meta = push_meta(
+        new = calls.NewAdapter(
             name,
+            base_model,
+            if_current_digest=if_current_digest,
+            labels=labels,
+            description=description,
             keep=keep or 0,
             ttl_s=ttl,
-            ephemeral=ephemeral,
-            base_model=base_model,
-            if_current_digest=if_current_digest,
-            labels=labels or {},
-            description=description,
         )
+        meta = calls.upload_meta(new, ephemeral=ephemeral)
         seconds = self._timeout_s if timeout_s is None else timeout_s
         push = Push(meta, wait, seconds, self._upload, self._load_at, self.replicas)
         return await push.run(tensors, config, group)

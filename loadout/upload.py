@@ -39,10 +39,8 @@ from contract.folders import (
     shown,
 )
 from contract.side_files import find_unused
-from loadout._rpc.calls import build, signature_message, ttl_seconds
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument
-from loadout.types import Signature
 
 CHUNK_BYTES = 512 * 1024
 
@@ -288,37 +286,12 @@ class Upload:
         self,
         folder: AdapterFolder,
         progress: Progress | None,
-        *,
-        name: str,
-        base_model: str,
-        expected_digest: str,
-        if_current_digest: str,
-        pinned: bool,
-        labels: Mapping[str, str],
-        description: str = "",
-        signature: Signature | None = None,
-        keep: int = 0,
-        ttl_s: float | None = None,
-        ephemeral: bool = False,
+        meta: store_pb.UploadMeta,
     ) -> None:
-        meta = build(
-            store_pb.UploadMeta,
-            name=name,
-            base_model=base_model,
-            expected_digest=expected_digest,
-            if_current_digest=if_current_digest,
-            pinned=pinned,
-            labels=dict(labels),
-            description=description,
-            signature=signature_message(signature),
-            keep=keep,
-            ttl_seconds=ttl_seconds(ttl_s),
-            ephemeral=ephemeral,
-        )
         self._folder = folder
         self._progress = progress
         self._meta = store_pb.UploadAdapterRequest(meta=meta)
-        self.repeatable = not if_current_digest
+        self.repeatable = not meta.if_current_digest
         self.failure: Exception | None = None
 
     def messages(self) -> Iterator[store_pb.UploadAdapterRequest]:

@@ -108,7 +108,7 @@ FLAT = {
     "contract": "__init__ adapter_files folders side_files tensor_names",
     "kernels": "__init__ dispatch host_memory streams triton_launchers",
     "loadout": "__init__ aio client errors prometheus retry security signing types upload",
-    "adapter_store": "__init__ __main__ app config core errors service store_status debug "
+    "adapter_store": "__init__ __main__ app config core errors service store store_status debug "
     "garbage_collector",
     "inference_svc": "__init__ __main__ app config core errors debug",
     "servicekit": "__init__ errors heap hub_client interpreter_gc refs shares tokenizer_extract "

@@ -216,7 +216,8 @@ WRITERS = (
         ("torchtune",),
         _each(
             lambda make: lambda trainer: as_torchtune(trainer, make(trainer)),
-            *(Feature.LINEAR, Feature.HEAD),
+            Feature.LINEAR,
+            Feature.HEAD,
         ),
     ),
     Writer(

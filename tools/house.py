@@ -31,7 +31,7 @@ LAYERS = {
         > model | text > host > config > core > results | errors
     """,
     "adapter_store": """
-        __main__ > app > api > debug > service > store_status | garbage_collector
+        __main__ > app > api > debug | store > service > store_status | garbage_collector
         > registration | images > blobs > sources | replication > checkpoint | catalog > metrics
         > core | errors | config
     """,

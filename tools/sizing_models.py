@@ -37,15 +37,21 @@ BENCH_200M = _model("Llama", 8192, 1024, 2816, 16, (16, 4), 2048)
 LLAMA_8B = _model("Llama", 128256, 4096, 14336, 32, (32, 8), 131072)
 MODELS = {
     "Qwen3-0.6B": _model(
-        *("Qwen3", 151936, 1024, 3072, 28, (16, 8), 40960), head_dim=128, tie_word_embeddings=True
+        "Qwen3", 151936, 1024, 3072, 28, (16, 8), 40960, head_dim=128, tie_word_embeddings=True
     ),
     "Qwen3-4B": _model(
-        *("Qwen3", 151936, 2560, 9728, 36, (32, 8), 40960), head_dim=128, tie_word_embeddings=True
+        "Qwen3", 151936, 2560, 9728, 36, (32, 8), 40960, head_dim=128, tie_word_embeddings=True
     ),
     "Llama-3.1-8B": LLAMA_8B,
     "Qwen2.5-14B": _model("Qwen2", 152064, 5120, 13824, 48, (40, 8), 131072),
     "Qwen3-30B-A3B": _model(
-        *("Qwen3Moe", 151936, 2048, 6144, 48, (32, 4), 40960),
+        "Qwen3Moe",
+        151936,
+        2048,
+        6144,
+        48,
+        (32, 4),
+        40960,
         head_dim=128,
         num_experts=128,
         num_experts_per_tok=8,

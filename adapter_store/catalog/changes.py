@@ -243,7 +243,7 @@ def _prolong(conn: Connection, known: Row[Any], new: NewVersion, time: datetime)
     ephemeral = known.ephemeral and new.ephemeral
     if (expire_time, ephemeral) != (known.expire_time, known.ephemeral):
         rows.change(
-            *(conn, known.adapter_id, known.version), expire_time=expire_time, ephemeral=ephemeral
+            conn, known.adapter_id, known.version, expire_time=expire_time, ephemeral=ephemeral
         )
 
 

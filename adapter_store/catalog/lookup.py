@@ -302,7 +302,9 @@ def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[Serve
     result: dict[str, list[ServerLimits]] = {}
     for row in conn.execute(query):
         limits = ServerLimits(
-            *(row.announcement_id, row.max_rank, row.expire_time),
+            row.announcement_id,
+            row.max_rank,
+            row.expire_time,
             is_renewed=row.is_renewed,
             last_use_time=row.last_use_time,
             names=frozenset(names_of(row) if row.base_model else ()),
@@ -328,7 +330,12 @@ def _verdicts(conn: Connection, digests: Iterable[str]) -> dict[tuple[str, str],
 def to_verdict(row: Row[Any]) -> LayoutVerdict:
     state = ImageState(row.state)
     return LayoutVerdict(
-        *(row.layout_id, state, row.reason, row.image_bytes, row.build_micros, row.build_time),
+        row.layout_id,
+        state,
+        row.reason,
+        row.image_bytes,
+        row.build_micros,
+        row.build_time,
         retry_micros=row.retry_micros,
         fits=state is not ImageState.INCOMPATIBLE,
         content=None if row.content is None else _load_content(row.content),

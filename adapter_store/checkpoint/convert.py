@@ -163,7 +163,10 @@ def convert(
         rank = max(each.rank for each in linear.values())
         converted = open_checkpoint(made, LIMITS)  # as a store reads it
         return Conversion(
-            *(method, checkpoint.base_model, len(linear), (rank, 2 * rank)),
+            method,
+            checkpoint.base_model,
+            len(linear),
+            (rank, 2 * rank),
             (_num_bytes(checkpoint), _num_bytes(converted)),
             writer.change(),
             tuple(each.name for each in kept),

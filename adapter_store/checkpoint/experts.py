@@ -82,15 +82,7 @@ def read_stack(
     TOO_MANY_EXPERTS.
     """
     module = key.module
-    if not config.selects(module, is_embedding=False):
-        raise refused(
-            *(a, "TARGET_NOT_SELECTED"),
-            f"the config does not adapt {module}, so it would stay unused",
-        )
-    for field in ("use_dora", "lora_bias"):
-        if getattr(config.extras, field):
-            detail = f"{field} of experts in one tensor is not known: train without it"
-            raise refused(a, "CONFIG_UNSUPPORTED", detail)
+    _check_config(config, module, a)
     rank, alpha, scale = config.settings_for(module)
     is_flat = key.is_transposed and len(a.shape) == 2
     if len(b.shape) != 3 or (len(a.shape) != 3 and not is_flat):
@@ -104,7 +96,8 @@ def read_stack(
     for record, found, expected in ((a, a.shape[-2], of_a), (b, b.shape[2], rank)):
         if found != expected:
             raise refused(
-                *(record, "RANK_MISMATCH"),
+                record,
+                "RANK_MISMATCH",
                 f"shape {list(record.shape)} does not match {num_experts} experts of rank {rank}, "
                 "as the config says",
             )
@@ -120,9 +113,27 @@ def read_stack(
         for expert in range(num_experts)
     }
     return ExpertWeights(
-        *(_name(key.target), module, alpha, scale, num_experts, pairs),
+        _name(key.target),
+        module,
+        alpha,
+        scale,
+        num_experts,
+        pairs,
         tensors=(("experts_A", a), ("experts_B", b)),
     )
+
+
+def _check_config(config: AdapterConfig, module: str, a: TensorRecord) -> None:
+    if not config.selects(module, is_embedding=False):
+        raise refused(
+            a,
+            "TARGET_NOT_SELECTED",
+            f"the config does not adapt {module}, so it would stay unused",
+        )
+    for field in ("use_dora", "lora_bias"):
+        if getattr(config.extras, field):
+            detail = f"{field} of experts in one tensor is not known: train without it"
+            raise refused(a, "CONFIG_UNSUPPORTED", detail)
 
 
 def _count(
@@ -137,7 +148,8 @@ def _count(
     is_shared = may_share and min(num_a, num_b) == 1
     if num_a != num_b and not is_shared:
         raise refused(
-            *(b, "SHAPE_INVALID"),
+            b,
+            "SHAPE_INVALID",
             f"shape {list(b.shape)} is of {num_b} experts, and {a.key} of {num_a}",
         )
     if num_experts == 1:
@@ -168,7 +180,8 @@ def check_single(targets: Iterable[tuple[str, TensorRecord]]) -> Mapping[str, st
         expert = expert_module(name)
         if expert is None or expert.expert >= MAX_EXPERTS:
             raise refused(
-                *(record, "TENSOR_UNKNOWN"),
+                record,
+                "TENSOR_UNKNOWN",
                 f"no mixture has an expert {match['index']}: their numbers are from 0 to at most "
                 f"{MAX_EXPERTS - 1}, without leading zeros",
             )
@@ -202,7 +215,8 @@ def check_forms(
     for each in (*found.values(), *parameters):
         if each.name in names:
             raise refused(
-                *(_record(each), "EXPERTS_MIXED"),
+                _record(each),
+                "EXPERTS_MIXED",
                 f"all experts in one tensor, and also {names[each.name]}: save each projection "
                 "in one form",
             )

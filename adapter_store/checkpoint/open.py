@@ -195,7 +195,12 @@ def open_checkpoint(
         digest = compute_digest(config, contents.changes, _hashes(scanned))
         warnings = _warnings(contents, scanned)
     return Checkpoint(
-        *(folder, config, contents.targets, digest, source_bytes, is_verified),
+        folder,
+        config,
+        contents.targets,
+        digest,
+        source_bytes,
+        is_verified,
         experts=contents.experts,
         replacements=contents.replacements,
         warnings=warnings,

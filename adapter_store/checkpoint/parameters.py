@@ -81,7 +81,8 @@ def find_parameters(
         expected = [module + WRAPPER * depth for depth in reversed(range(len(names)))]
         if paths != expected:
             raise refused(
-                *(record, "TARGET_NOT_SELECTED"),
+                record,
+                "TARGET_NOT_SELECTED",
                 f"target_parameters names {len(names)} parameters of {module}, and the file has "
                 f"A and B for {len(paths)}",
             )
@@ -89,7 +90,8 @@ def find_parameters(
         if len(names) > 1 and order not in _ORDERS:
             known = ", or of ".join(" and ".join(each) for each in _ORDERS)
             raise refused(
-                *(record, "CONFIG_UNSUPPORTED"),
+                record,
+                "CONFIG_UNSUPPORTED",
                 f"target_parameters names several parameters of {module}, and their tensors can "
                 f"only be told apart for {known}: adapt one of them",
             )
@@ -122,13 +124,15 @@ def read_experts(
         raise refused(a, "TOO_MANY_EXPERTS", f"{num_experts} experts are over the limit")
     if rest or a.shape[0] != b.shape[1]:
         raise refused(
-            *(a if rest else b, "RANK_MISMATCH"),
+            a if rest else b,
+            "RANK_MISMATCH",
             f"A {list(a.shape)} and B {list(b.shape)} are not the shapes of experts of rank "
             f"{rank}, as the config says",
         )
     if num_experts == 1:
         raise refused(
-            *(a, "CONFIG_UNSUPPORTED"),
+            a,
+            "CONFIG_UNSUPPORTED",
             f"target_parameters names {parameter.path}, which has two dimensions or one expert, "
             "and the file does not show which; name the module in target_modules",
         )
@@ -143,7 +147,12 @@ def read_experts(
     module = parameter.module if parameter.name == _WEIGHT else parameter.path
     assert alpha is not None
     return ExpertWeights(
-        *(target_of(module), module, alpha, scale, num_experts, pairs),
+        target_of(module),
+        module,
+        alpha,
+        scale,
+        num_experts,
+        pairs,
         tensors=(("parameter_A", a), ("parameter_B", b)),
         is_parameter=True,
     )
@@ -187,7 +196,8 @@ def _order_of(gate_up: ExpertWeights, down: ExpertWeights) -> ParameterOrder:
     record = down.tensors[0][1]
     shapes = [list(each.shape) for _, each in (*gate_up.tensors, *down.tensors)]
     raise refused(
-        *(record, "SHAPE_INVALID"),
+        record,
+        "SHAPE_INVALID",
         f"A and B of {_GATE_UP}, {shapes[0]} and {shapes[1]}, and of {_DOWN}, {shapes[2]} and "
         f"{shapes[3]}, are not the shapes of one mixture of experts: PEFT has {_DOWN} outside "
         f"and {_GATE_UP} in {WRAPPER[1:]}; save the adapter again with PEFT",
@@ -202,7 +212,8 @@ def _sizes(parameter: ExpertWeights) -> tuple[int, int]:
 
 def _unknown_order(parameter: ExpertWeights) -> InvalidAdapter:
     return refused(
-        *(parameter.tensors[0][1], "CONFIG_UNSUPPORTED"),
+        parameter.tensors[0][1],
+        "CONFIG_UNSUPPORTED",
         f"{parameter.module} has as many inputs as outputs, and the release of PEFT that saved it "
         "decides which of them A has: the config's peft_version is missing, or is not a release; "
         "write the "

@@ -86,7 +86,9 @@ class Extras:
         for entry in self.parameters:
             if entry not in used:
                 raise invalid_value(
-                    *("target_parameters", entry, "the file has no A and B for it"),
+                    "target_parameters",
+                    entry,
+                    "the file has no A and B for it",
                     "TENSOR_MISSING",
                 )
 
@@ -114,7 +116,9 @@ def read_extras(fields: Mapping[str, Any]) -> Extras:
     lora_bias, use_dora = read_flag(fields, "lora_bias"), read_flag(fields, "use_dora")
     if lora_bias and use_dora:
         raise invalid_value(
-            *("lora_bias", True, "PEFT does not support it with use_dora; train without one"),
+            "lora_bias",
+            True,
+            "PEFT does not support it with use_dora; train without one",
             "CONFIG_UNSUPPORTED",
         )
     return Extras(
@@ -153,7 +157,9 @@ def _read_parameters(fields: Mapping[str, Any]) -> tuple[str, ...]:
     for others in ("lora_bias", "use_dora"):
         if names and fields.get(others):
             raise invalid_value(
-                *(key, list(names), f"PEFT has no {others} of parameters; train without one"),
+                key,
+                list(names),
+                f"PEFT has no {others} of parameters; train without one",
                 "CONFIG_UNSUPPORTED",
             )
     return tuple(dict.fromkeys(names))
@@ -173,11 +179,9 @@ def _read_invocation_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
     ):
         if value and fields.get(other) not in (None, False, "none", [], {}):
             raise invalid_value(
-                *(
-                    key,
-                    value,
-                    f"{other} is also active before these tokens: train without one of the two",
-                ),
+                key,
+                value,
+                f"{other} is also active before these tokens: train without one of the two",
                 "CONFIG_UNSUPPORTED",
             )
     return tuple(value)
@@ -229,7 +233,9 @@ def check_vectors(
     """
     if extras.lora_bias and kind is TargetKind.EMBEDDING:
         raise invalid_value(
-            *("lora_bias", True, f"{a.key}: PEFT has no bias of an embedding's B"),
+            "lora_bias",
+            True,
+            f"{a.key}: PEFT has no bias of an embedding's B",
             "CONFIG_UNSUPPORTED",
         )
     for key, is_said, record in (

@@ -81,7 +81,8 @@ class _Reader:
         is_vocabulary = key.module.rpartition(".")[2] in VOCABULARIES
         if num_dimensions == 2 and self._extras.fan_in_fan_out and not is_vocabulary:
             raise refused(
-                *(record, "CONFIG_UNSUPPORTED"),
+                record,
+                "CONFIG_UNSUPPORTED",
                 "with fan_in_fan_out it may be [in, out], which the file does not show: adapt "
                 "the module with A and B instead",
             )
@@ -96,24 +97,28 @@ class _Reader:
         entry = next((each for each in entries if key.module.endswith(each)), None)
         if entry is None:
             raise refused(
-                *(record, "TENSOR_UNKNOWN"),
+                record,
+                "TENSOR_UNKNOWN",
                 f"it would stay unused: trainable_token_indices does not name {key.module}",
             )
         if entry in self._used:
             raise refused(
-                *(record, "TENSOR_DUPLICATE"),
+                record,
+                "TENSOR_DUPLICATE",
                 "trainable_token_indices has ids for one module, and this is another's",
             )
         self._used.add(entry)
         if key.module in self._adapted:
             raise refused(
-                *(record, "CONFIG_UNSUPPORTED"),
+                record,
+                "CONFIG_UNSUPPORTED",
                 f"{key.module} has A and B, too, which PEFT does not apply with trained rows",
             )
         ids = entries[entry]
         if len(record.shape) != 2 or record.shape[0] != len(ids):
             raise refused(
-                *(record, "SHAPE_INVALID"),
+                record,
+                "SHAPE_INVALID",
                 f"shape {list(record.shape)} does not match the {len(ids)} rows for which "
                 "trainable_token_indices has ids",
             )
@@ -132,7 +137,8 @@ class _Reader:
         if entries and key.place != "base_layer":
             if is_adapted:
                 raise refused(
-                    *(record, "CONFIG_UNSUPPORTED"),
+                    record,
+                    "CONFIG_UNSUPPORTED",
                     f"{module} has A and B, too, which PEFT does not apply with modules_to_save",
                 )
             self._used |= entries
@@ -144,7 +150,8 @@ class _Reader:
             return True
         named = "modules_to_save does not name it"
         raise refused(
-            *(record, "TENSOR_UNKNOWN"),
+            record,
+            "TENSOR_UNKNOWN",
             "a base weight that would stay unused: the config's "
             + (f"bias is {self._extras.bias}, and {named}" if key.is_bias else named),
         )
@@ -160,7 +167,8 @@ class _Reader:
                 )
         if extras.bias != "none" and not self._has_biases:
             raise _missing(
-                *("bias", extras.bias),
+                "bias",
+                extras.bias,
                 "the file has no biases: if the model has none, set it to 'none'",
             )
 

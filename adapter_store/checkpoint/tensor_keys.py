@@ -155,7 +155,11 @@ def _whole(match: re.Match[str]) -> TensorKey:
     if match["what"] == "weight":
         return TensorKey(target_of(module), module, None, SegmentKind.FULL, name, place=place)
     return TensorKey(
-        *(f"{target_of(module)}.bias", f"{module}.bias", TargetKind.VECTOR, SegmentKind.FULL, name),
+        f"{target_of(module)}.bias",
+        f"{module}.bias",
+        TargetKind.VECTOR,
+        SegmentKind.FULL,
+        name,
         place=place,
         is_bias=True,
     )

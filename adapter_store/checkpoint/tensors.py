@@ -205,7 +205,8 @@ def _check_activation(
     embeddings = (each.a for each in targets.values() if each.kind is TargetKind.EMBEDDING)
     for record in (*embeddings, *(each.record for each in replacements)):
         raise refused(
-            *(record, "CONFIG_UNSUPPORTED"),
+            record,
+            "CONFIG_UNSUPPORTED",
             "the config has alora_invocation_tokens, and this is also active before them. PEFT "
             "has aLoRA of linear layers only",
         )
@@ -343,9 +344,17 @@ def _target(
                 f"shape {list(record.shape)} has rank {found}, but the config has {rank}",
             )
     weights = TargetWeights(
-        *(name, module, kind, rank, alpha, scale, a, b),
-        *(by_side.get(SegmentKind.BIAS), by_side.get(SegmentKind.MAGNITUDE)),
+        name,
+        module,
+        kind,
+        rank,
+        alpha,
+        scale,
+        a,
+        b,
+        by_side.get(SegmentKind.BIAS),
+        by_side.get(SegmentKind.MAGNITUDE),
         is_transposed=is_transposed,
     )
-    check_vectors(*(config.extras, kind, a, weights.out_features, weights.bias, weights.magnitude))
+    check_vectors(config.extras, kind, a, weights.out_features, weights.bias, weights.magnitude)
     return weights

@@ -11,7 +11,7 @@ form, which has the same weights by other names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
 
@@ -42,6 +42,8 @@ _FAMILIES = (
     ),
 )
 """Names of modules, and the family that has them."""
+MAX_LISTED = 3
+"""How many modules that no target is an error names."""
 _PATTERNS = tuple((re.compile(names), family) for names, family in _FAMILIES)
 
 
@@ -66,7 +68,20 @@ def advice(towers: Iterable[str], names: Iterable[str] = ()) -> str:
     )
 
 
-def other_family(module: str) -> str:
+def describe_unknown(modules: Sequence[str], known: Iterable[str]) -> str:
+    """Describes, with advice, modules that a base model has not, of an adapter that has modules of
+    the `known` names, too."""
+    num_more = len(modules) - MAX_LISTED
+    more = f" and {num_more} more modules" if num_more > 0 else ""
+    detail = f"has no {', '.join(modules[:MAX_LISTED])}{more}"
+    towers = dict.fromkeys(filter(None, map(tower_of, modules)))
+    if towers:
+        return f"{detail}: {advice(towers, known)}"
+    family = next(filter(None, map(_other_family, modules)), "")
+    return f"{detail}: {family}" if family else detail
+
+
+def _other_family(module: str) -> str:
     """Returns advice on a module that no target is, if it has another family's name; else ""."""
     for names, family in _PATTERNS:
         if names.fullmatch(module):

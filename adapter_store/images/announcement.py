@@ -80,7 +80,8 @@ def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:
     modules = sorted({_module(name) for found in names.values() for name in found})
     kinds = [kind for kind in SegmentKind if names[kind] and kind not in _LORA]
     return ImageContent(
-        *(tuple(modules), tuple(kinds)),
+        tuple(modules),
+        tuple(kinds),
         tuple(tuple(sorted({_without_layer(name) for name in names[kind]})) for kind in kinds),
         added_tokens=plan.added_tokens,
         unused_spaces=tuple(sorted({space for space, _ in plan.unused})[:MAX_UNUSED_SPACES]),

@@ -198,7 +198,8 @@ class ImageBuilder:
                     self._shared.publish(build.key, path)
             build.wait_compiling_recorded()
             if not self._set_verdict(
-                *(build.key, ImageState.READY),
+                build.key,
+                ImageState.READY,
                 image_bytes=build.plan.total_bytes,
                 build_s=time.monotonic() - build.start_s,
                 content=build.content,
@@ -265,7 +266,8 @@ class ImageBuilder:
                 if stream is not None:
                     stream.close()
                     self._set_verdict(
-                        *(build.key, ImageState.READY),
+                        build.key,
+                        ImageState.READY,
                         image_bytes=build.plan.total_bytes,
                         content=build.content,
                     )
@@ -389,7 +391,7 @@ class ImageBuilder:
                 build.wait_compiling_recorded()
             build_s = time.monotonic() - start_s
             self._set_verdict(
-                *(key, ImageState.INCOMPATIBLE, str(error)), build_s=build_s, retry_s=retry_s
+                key, ImageState.INCOMPATIBLE, str(error), build_s=build_s, retry_s=retry_s
             )
             raise
 
@@ -428,7 +430,11 @@ class ImageBuilder:
     ) -> bool:
         """Returns False if the adapter has been collected meanwhile."""
         verdict = LayoutVerdict(
-            *(key.layout_id, state, reason, image_bytes, _micros(build_s)),
+            key.layout_id,
+            state,
+            reason,
+            image_bytes,
+            _micros(build_s),
             retry_micros=int(retry_s * 1_000_000),
             content=content,
         )

@@ -102,7 +102,10 @@ def check_folder(
             return Report(saved_by, refusal=_refusal(error))
         checked = None if server is None else _check_server(checkpoint, server)
     return Report(
-        *(saved_by, checkpoint.base_model, checkpoint.digest, checkpoint.source_bytes),
+        saved_by,
+        checkpoint.base_model,
+        checkpoint.digest,
+        checkpoint.source_bytes,
         tokenizer_digest=text.tokenizer_digest,
         chat_template_digest=text.chat_template_digest,
         rank=checkpoint.rank,
@@ -135,7 +138,8 @@ def _check_server(checkpoint: Checkpoint, server: Server) -> ServerReport:
     validate(layout)
     said = (layout.base_model, announced.max_rank)
     limits = ServerLimits(
-        *("", announced.max_rank),
+        "",
+        announced.max_rank,
         segment_kinds=announced.segment_kinds,
         lora_targets=announced.lora_targets,
         max_added_tokens=announced.max_added_tokens,

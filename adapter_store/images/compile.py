@@ -328,9 +328,14 @@ def _split(source: _Source, *, all_rows: bool) -> Iterator[_Rows]:
         last = min(first + step, last_read)
         kept, start = _kept_between(wanted, first, last)
         yield _Rows(
-            *(source, (last - first) * num_columns, kept, start),
-            *(record.file, record.dtype),
-            *(matrix.offset + first * row_bytes, (last - first) * row_bytes),
+            source,
+            (last - first) * num_columns,
+            kept,
+            start,
+            record.file,
+            record.dtype,
+            matrix.offset + first * row_bytes,
+            (last - first) * row_bytes,
         )
 
 

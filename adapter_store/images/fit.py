@@ -13,7 +13,7 @@ from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER, path_tails
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.tensors import TargetWeights
-from adapter_store.checkpoint.towers import advice, other_family, tower_of
+from adapter_store.checkpoint.towers import describe_unknown
 from adapter_store.checkpoint.weights import (
     Changes,
     ExpertWeights,
@@ -34,8 +34,6 @@ SAVED_ALONG = (
     "are equal, `loadout strip IN OUT --model DIR` makes a copy without it; or save with "
     "save_embedding_layers=False"
 )
-MAX_LISTED = 3
-"""How many modules that no target is an error names."""
 _MATRICES = (TargetKind.LINEAR, TargetKind.EMBEDDING)
 _PLAIN_KINDS = frozenset({SegmentKind.A, SegmentKind.B})
 
@@ -102,14 +100,8 @@ def _unknown(
 ) -> IncompatibleAdapter:
     """Returns the error for modules that are no target, besides the used ones."""
     names = [changes.name for changes in unknown]
-    more = f" and {len(names) - MAX_LISTED} more modules" if len(names) > MAX_LISTED else ""
-    detail = f"{base_model or 'the base model'} has no {', '.join(names[:MAX_LISTED])}{more}"
-    towers = dict.fromkeys(filter(None, map(tower_of, names)))
-    if towers:
-        known = (use.changes.name.rpartition(".")[2] for use in uses)
-        detail += f": {advice(towers, known)}"
-    elif family := next(filter(None, map(other_family, names)), ""):
-        detail += f": {family}"
+    known = (use.changes.name.rpartition(".")[2] for use in uses)
+    detail = f"{base_model or 'the base model'} {describe_unknown(names, known)}"
     return incompatible(_key(unknown[0]), "TARGET_UNKNOWN", detail)
 
 
@@ -188,7 +180,8 @@ def _check_untied(uses: Iterable[Use], config: AdapterConfig) -> None:
             and not config.extras.parameters_of(changes.module)
         ):
             raise incompatible(
-                *(_key(changes), "TARGET_UNKNOWN"),
+                _key(changes),
+                "TARGET_UNKNOWN",
                 "only ensure_weight_tying adapts it, as the embedding, and the server does not say "
                 "that its base ties the two",
             )
@@ -217,7 +210,8 @@ def _check_shared_rows(uses: Iterable[Use]) -> None:
             sharing = (each for each in uses if each.changes is use.changes)
             if not any(each.target.name.endswith(entry) for each in sharing):
                 raise incompatible(
-                    *(_key(use.changes), "TARGET_MISSING"),
+                    _key(use.changes),
+                    "TARGET_MISSING",
                     f"trainable_token_indices has {entry}, of which the file has no rows, and the "
                     f"base's is not tied to {use.target.name}",
                 )
@@ -338,7 +332,11 @@ def _stacked(stack: str, experts: Mapping[int, TargetWeights], num_experts: int)
     """Returns experts that are saved one by one as one module's."""
     records = (record for index in sorted(experts) for record in experts[index].records())
     return ExpertWeights(
-        *(stack, stack, None, 1.0, num_experts),
+        stack,
+        stack,
+        None,
+        1.0,
+        num_experts,
         {
             index: (
                 Matrix.of(each.a, is_transposed=each.is_transposed),

@@ -185,9 +185,7 @@ def _with_index(
         if at is None:
             at = places[piece.matrix] = end
             placed.append(
-                Piece(
-                    *(piece.matrix, piece.rows, piece.columns, piece.is_transposed, piece.scale), at
-                )
+                Piece(piece.matrix, piece.rows, piece.columns, piece.is_transposed, piece.scale, at)
             )
             end = align(end + math.prod(piece.shape) * dtype.itemsize)
         row[:2] = at // SEGMENT_ALIGNMENT, piece.shape[0]

@@ -21,7 +21,7 @@ from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.checkpoint.text_files import AdapterText, TextReader
 from adapter_store.checkpoint.unpickle import convert_pickle
-from adapter_store.core import Quota, Recorded
+from adapter_store.core import BaseModelChoice, Quota, Recorded
 from adapter_store.errors import (
     BlobLost,
     CatalogUnavailable,
@@ -230,7 +230,9 @@ class Registrar:
             checkpoint = self._open(staging)
             known = self._catalog.known_base_models(request.name)
             base = choose_base_model(
-                *(request.base_model, checkpoint.base_model, known),
+                request.base_model,
+                checkpoint.base_model,
+                known,
                 default=request.default_base_model,
             )
             request = replace(request, base_model=base.name)
@@ -248,31 +250,13 @@ class Registrar:
             staging.wait_durable()  # they were being written to the disk during the check
             with self._blobs.guard(new.digest):
                 recorded = self._commit(request, new, checkpoint)
-        record, warnings = recorded.record, (*checkpoint.warnings, *text.warnings)
-        logger.info(
-            "adapter registered",
-            extra={
-                "adapter": f"{record.name}@{record.version}",
-                "digest": record.digest,
-                "revision": recorded.revision,
-                "source_uri": source_uri,
-                "source_revision": source_revision,
-                "base_model": base.name,
-                "base_model_source": base.source.value,
-                "tokenizer_digest": record.tokenizer_digest,
-                "chat_template_digest": record.chat_template_digest,
-                "deleted_versions": recorded.deleted_versions,
-                "ignored_config_keys": checkpoint.config.ignored_keys,
-                "warnings": warnings,
-                "ephemeral": request.ephemeral,
-                "ttl_seconds": request.ttl_seconds,
-            },
-        )
-        return recorded._replace(
+        recorded = recorded._replace(
             base_model=base,
             ignored_config_keys=checkpoint.config.ignored_keys,
-            warnings=warnings,
+            warnings=(*checkpoint.warnings, *text.warnings),
         )
+        _log_registered(request, new, base, recorded)
+        return recorded
 
     def _read_text(self, request: Registration, staging: Staging) -> AdapterText:
         """Returns the contents of the adapter's text files, which are removed. A signature is of
@@ -381,6 +365,31 @@ def _check_description(text: str) -> None:
             f"description: longer than {MAX_DESCRIPTION_CHARS} characters, or holds a NUL",
             subject="description",
         )
+
+
+def _log_registered(
+    request: Registration, new: NewVersion, base: BaseModelChoice, recorded: Recorded
+) -> None:
+    record = recorded.record
+    logger.info(
+        "adapter registered",
+        extra={
+            "adapter": f"{record.name}@{record.version}",
+            "digest": record.digest,
+            "revision": recorded.revision,
+            "source_uri": new.source_uri,
+            "source_revision": new.source_revision,
+            "base_model": base.name,
+            "base_model_source": base.source.value,
+            "tokenizer_digest": record.tokenizer_digest,
+            "chat_template_digest": record.chat_template_digest,
+            "deleted_versions": recorded.deleted_versions,
+            "ignored_config_keys": recorded.ignored_config_keys,
+            "warnings": recorded.warnings,
+            "ephemeral": request.ephemeral,
+            "ttl_seconds": request.ttl_seconds,
+        },
+    )
 
 
 def _new_version(

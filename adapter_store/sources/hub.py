@@ -220,8 +220,14 @@ class HubSource:
                 try:
                     with translate_errors(where):
                         _read_on(
-                            *(client, url, where, commit, expected.size_bytes),
-                            *(file, digest, staging),
+                            client,
+                            url,
+                            where,
+                            commit,
+                            expected.size_bytes,
+                            file,
+                            digest,
+                            staging,
                         )
                 except SourceUnavailable as error:
                     if file.size_bytes > before_bytes:
@@ -234,7 +240,8 @@ class HubSource:
         from huggingface_hub import constants, try_to_load_from_cache
 
         found = try_to_load_from_cache(
-            *(place.repo_id, place.prefix + PROBED_FILE),
+            place.repo_id,
+            place.prefix + PROBED_FILE,
             cache_dir=self._cache_dir,
             revision=place.revision,
         )

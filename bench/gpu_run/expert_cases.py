@@ -153,7 +153,8 @@ def _route(context: Context, num_tokens: int, choice: Choice, name: str) -> Fami
         experts.route(logits, choice)
 
     return FamilyCase(
-        *(name, run),
+        name,
+        run,
         lambda: _of_experts(experts.route(logits, choice), mixture),
         lambda: _of_experts(experts_reference.route(logits, choice), mixture),
     )
@@ -173,7 +174,9 @@ def _sort(context: Context, num_tokens: int, name: str) -> FamilyCase:
         return torch.cat([each.flatten().double() for pairs in both for each in pairs])
 
     return FamilyCase(
-        *(name, run, partial(result, experts.sort_pairs)),
+        name,
+        run,
+        partial(result, experts.sort_pairs),
         partial(result, experts_reference.sort_pairs),
     )
 
@@ -207,7 +210,7 @@ def _plan(context: Context, num_tokens: int, name: str) -> FamilyCase:
         return result(ordered, pair_plan.plan_pairs(plan, ordered, chosen, of_all))
 
     return FamilyCase(
-        *(name, run, lambda: result(order, lora.plan_pairs(plan, order, chosen, pairs)), wanted)
+        name, run, lambda: result(order, lora.plan_pairs(plan, order, chosen, pairs)), wanted
     )
 
 
@@ -223,7 +226,7 @@ def _combine(context: Context, num_tokens: int, name: str) -> FamilyCase:
         experts.combine(*args)
 
     return FamilyCase(
-        *(name, run, partial(experts.combine, *args)), partial(experts_reference.combine, *args)
+        name, run, partial(experts.combine, *args), partial(experts_reference.combine, *args)
     )
 
 
@@ -237,7 +240,9 @@ def _clamped(context: Context, num_tokens: int, name: str) -> FamilyCase:
         elementwise.clamped_swiglu(*args)
 
     return FamilyCase(
-        *(name, run, partial(elementwise.clamped_swiglu, *args)),
+        name,
+        run,
+        partial(elementwise.clamped_swiglu, *args),
         partial(elementwise_reference.clamped_swiglu, *args),
     )
 

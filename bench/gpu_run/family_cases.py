@@ -134,7 +134,9 @@ def _geglu(context: Context, num_tokens: int, name: str) -> FamilyCase:
         elementwise.geglu(gate, up)
 
     return FamilyCase(
-        *(name, run, partial(elementwise.geglu, gate, up)),
+        name,
+        run,
+        partial(elementwise.geglu, gate, up),
         partial(elementwise_reference.geglu, gate, up),
     )
 
@@ -151,6 +153,16 @@ def _cache(context: Context, num_pages: int, head_dim: int) -> KVCache:
     )
     cache.data.normal_(generator=torch.Generator(context.device).manual_seed(0))
     return cache
+
+
+def _angles(
+    cells: Tensor, num_rotated: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Returns cosines and sines of the first features of a head; None if none is rotated."""
+    if not num_rotated:
+        return None, None
+    frequencies = torch.linspace(0.0, 0.1, num_rotated // 2, device=cells.device)
+    return attention_reference.rotary_angles(cells, frequencies, 1.0, dtype)
 
 
 def _store(
@@ -179,10 +191,7 @@ def _store(
     cache = _cache(context, -(-num_tokens // context.sizes.page_size), head_dim)
     num_kv_heads, cells = cache.num_kv_heads, torch.arange(num_tokens, device=device)
     qkv = random(context, num_tokens, (num_heads + sides * num_kv_heads) * head_dim)
-    cos = sin = None
-    if part:
-        frequencies = torch.linspace(0.0, 0.1, int(part * head_dim) // 2, device=device)
-        cos, sin = attention_reference.rotary_angles(cells, frequencies, 1.0, dtype)
+    cos, sin = _angles(cells, int(part * head_dim), dtype)
     heads = {"q": num_heads, "k": num_kv_heads, "v": 1}
     weights = {
         each: _weight(context, head_dim * (heads[each] if is_of_all else 1), is_wide=is_wide)
@@ -191,13 +200,10 @@ def _store(
     given = HeadNorms(**weights, eps=EPS, are_rotated=are_rotated)
     q_scale = (1 + 0.1 * cells).to(dtype) if grows else None
 
+    rest = {"num_heads": num_heads, "is_interleaved": is_interleaved, "q_scale": q_scale}
+
     def call(compute: Callable[..., None], x: Tensor) -> None:
-        compute(
-            *(x, cache, 0, cells, cos, sin, given),
-            num_heads=num_heads,
-            is_interleaved=is_interleaved,
-            q_scale=q_scale,
-        )
+        compute(x, cache, 0, cells, cos, sin, given, **rest)
 
     def result(compute: Callable[..., None]) -> Tensor:
         call(compute, x := qkv.clone())
@@ -206,7 +212,8 @@ def _store(
 
     states = qkv.clone()
     return FamilyCase(
-        *(name, partial(call, rotate_and_store, states)),
+        name,
+        partial(call, rotate_and_store, states),
         lambda: result(rotate_and_store),
         lambda: result(attention_reference.rotate_and_store),
     )
@@ -238,6 +245,8 @@ def _attention(
         attend(q, cache, 0, plan, **rest)
 
     return FamilyCase(
-        *(name, run, partial(attend, q, cache, 0, plan, **rest)),
+        name,
+        run,
+        partial(attend, q, cache, 0, plan, **rest),
         partial(attention_reference.attend, q, cache, 0, plan, **rest),
     )

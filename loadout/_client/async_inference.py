@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Unpack
 
 from loadout import types
-from loadout._rpc import calls, convert
+from loadout._rpc import calls
 from loadout._rpc.async_caller import AsyncCaller
 from loadout._rpc.async_stream import AsyncStream
 from loadout._rpc.calls import Adapters, Prompt
+from loadout._rpc.convert import from_inference
 from loadout.errors import StreamLost
 
 
@@ -66,7 +67,13 @@ class AsyncInferenceCalls(AsyncCaller):
             TypeError: A sampling parameter is unknown.
         """
         call = calls.generate(
-            *(prompt, adapter, min_revision, request_id, priority, cache_salt, sampling),
+            prompt,
+            adapter,
+            min_revision,
+            request_id,
+            priority,
+            cache_salt,
+            sampling,
             adapters=adapters,
             return_routed_experts=return_routed_experts,
             version_policy=version_policy,
@@ -184,7 +191,7 @@ class AsyncInferenceCalls(AsyncCaller):
         chunks: list[types.Chunk] = []
         async for chunk in stream:
             chunks.append(chunk)
-        completions = convert.completions(chunks, n)
+        completions = from_inference.completions(chunks, n)
         if completions is None:
             raise StreamLost("the generation ended without its last response")
         return completions

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from loadout import types
-from loadout._rpc import calls, convert, tasks
+from loadout._rpc import calls, tasks
 from loadout._rpc.async_caller import AsyncCaller
 from loadout._rpc.async_stream import AsyncStream
+from loadout._rpc.convert import from_store
 from loadout.retry import Attempts
 from loadout.upload import Progress, Sent, Upload, is_uri, open_folder
 
@@ -65,29 +66,23 @@ class AsyncStoreCalls(AsyncCaller):
             FailedPrecondition: The digest is not as expected, or the signature is missing.
             Conflict: The name does not point to `if_current_digest`.
         """
-        labels = labels or {}
+        new = calls.NewAdapter(
+            name,
+            base_model,
+            expected_digest,
+            if_current_digest,
+            pinned,
+            labels,
+            description,
+            signature,
+            keep,
+            ttl,
+        )
         if is_uri(source):
             calls.check_upload(ephemeral)
-            call = calls.register(
-                *(name, str(source), base_model, expected_digest, if_current_digest, pinned),
-                *(labels, description, signature, keep, ttl),
-            )
-            return await self._call(call, timeout_s)
-        upload = Upload(
-            await tasks.run(open_folder, source, name),
-            progress,
-            name=name,
-            base_model=base_model,
-            expected_digest=expected_digest,
-            if_current_digest=if_current_digest,
-            pinned=pinned,
-            labels=labels,
-            description=description,
-            signature=signature,
-            keep=keep,
-            ttl_s=ttl,
-            ephemeral=ephemeral,
-        )
+            return await self._call(calls.register(new, str(source)), timeout_s)
+        folder = await tasks.run(open_folder, source, name)
+        upload = Upload(folder, progress, calls.upload_meta(new, ephemeral=ephemeral))
         return await self._upload(upload, timeout_s)
 
     async def _upload(self, upload: Sent, timeout_s: float | None) -> types.Registration:
@@ -104,7 +99,7 @@ class AsyncStoreCalls(AsyncCaller):
 
         repeatable = upload.repeatable
         response = await self._attempt(route, send, repeatable=repeatable, timeout_s=timeout_s)
-        return convert.registration(response)
+        return from_store.registration(response)
 
     async def get(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
         """Returns one adapter with the state of its images.

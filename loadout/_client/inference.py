@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Unpack
 
 from loadout import types
-from loadout._rpc import calls, convert
+from loadout._rpc import calls
 from loadout._rpc.caller import Caller
 from loadout._rpc.calls import Adapters, Prompt
+from loadout._rpc.convert import from_inference
 from loadout._rpc.stream import Stream
 from loadout.errors import StreamLost
 
@@ -67,7 +68,13 @@ class InferenceCalls(Caller):
             TypeError: A sampling parameter is unknown.
         """
         call = calls.generate(
-            *(prompt, adapter, min_revision, request_id, priority, cache_salt, sampling),
+            prompt,
+            adapter,
+            min_revision,
+            request_id,
+            priority,
+            cache_salt,
+            sampling,
             adapters=adapters,
             return_routed_experts=return_routed_experts,
             version_policy=version_policy,
@@ -185,7 +192,7 @@ class InferenceCalls(Caller):
         chunks: list[types.Chunk] = []
         for chunk in stream:
             chunks.append(chunk)
-        completions = convert.completions(chunks, n)
+        completions = from_inference.completions(chunks, n)
         if completions is None:
             raise StreamLost("the generation ended without its last response")
         return completions

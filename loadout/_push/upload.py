@@ -8,38 +8,11 @@ from typing import Any
 from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from loadout._push.adapter import dump_config
 from loadout._push.tensors import Read, Tensor, in_order, pieces, read
-from loadout._rpc.calls import build, ttl_seconds
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.upload import chunk_message
 
 CHUNK_BYTES = 1 << 20
 METADATA = {"format": "pt"}
-
-
-def push_meta(
-    name: str,
-    *,
-    keep: int,
-    ttl_s: float | None,
-    ephemeral: bool,
-    base_model: str,
-    if_current_digest: str,
-    labels: Mapping[str, str],
-    description: str,
-) -> store_pb.UploadMeta:
-    """Raises InvalidArgument, naming the field."""
-    meta: store_pb.UploadMeta = build(
-        store_pb.UploadMeta,
-        name=name,
-        keep=keep,
-        ttl_seconds=ttl_seconds(ttl_s),
-        ephemeral=ephemeral,
-        base_model=base_model,
-        if_current_digest=if_current_digest,
-        labels=dict(labels),
-        description=description,
-    )
-    return meta
 
 
 class PushUpload:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, get_type_hints
 from google.protobuf.message import Message
 
 from loadout import types
-from loadout._rpc import convert
+from loadout._rpc.convert import from_inference, from_store
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument
 from loadout.inference.v1 import inference_pb2 as inference_pb
@@ -120,66 +120,78 @@ def ttl_seconds(ttl_s: float | None) -> int:
 # --- the adapter store --------------------------------------------------------------------------
 
 
-def register(
-    name: str,
-    source_uri: str,
-    base_model: str,
-    expected_digest: str,
-    if_current_digest: str,
-    pinned: bool,
-    labels: Mapping[str, str],
-    description: str = "",
-    signature: types.Signature | None = None,
-    keep: int = 0,
-    ttl_s: float | None = None,
-) -> Call[types.Registration]:
-    request = build(
-        store_pb.RegisterAdapterRequest,
-        name=name,
-        source_uri=source_uri,
-        base_model=base_model,
-        expected_digest=expected_digest,
-        if_current_digest=if_current_digest,
-        pinned=pinned,
-        labels=dict(labels),
-        description=description,
-        signature=signature_message(signature),
-        keep=keep,
-        ttl_seconds=ttl_seconds(ttl_s),
-    )
+@dataclass(frozen=True, slots=True)
+class NewAdapter:
+    """The record of an adapter that is to be made, wherever its files come from."""
+
+    name: str
+    base_model: str = ""
+    expected_digest: str = ""
+    if_current_digest: str = ""
+    pinned: bool = False
+    labels: Mapping[str, str] | None = None
+    description: str = ""
+    signature: types.Signature | None = None
+    keep: int = 0
+    ttl_s: float | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of a message that records it. Raises InvalidArgument."""
+        return {
+            "name": self.name,
+            "base_model": self.base_model,
+            "expected_digest": self.expected_digest,
+            "if_current_digest": self.if_current_digest,
+            "pinned": self.pinned,
+            "labels": dict(self.labels or {}),
+            "description": self.description,
+            "signature": signature_message(self.signature),
+            "keep": self.keep,
+            "ttl_seconds": ttl_seconds(self.ttl_s),
+        }
+
+
+def upload_meta(new: NewAdapter, *, ephemeral: bool) -> store_pb.UploadMeta:
+    """Returns the first message of an upload. Raises InvalidArgument, naming the field."""
+    meta: store_pb.UploadMeta = build(store_pb.UploadMeta, **new.fields(), ephemeral=ephemeral)
+    return meta
+
+
+def register(new: NewAdapter, source_uri: str) -> Call[types.Registration]:
+    request = build(store_pb.RegisterAdapterRequest, **new.fields(), source_uri=source_uri)
     # A second attempt of a conditional registration would conflict with its own first one.
     return Call(
         Service.STORE,
         "RegisterAdapter",
         request,
-        convert.registration,
-        repeatable=not if_current_digest,
+        from_store.registration,
+        repeatable=not new.if_current_digest,
     )
 
 
 def get(ref: str) -> Call[types.Adapter]:
     request = build(store_pb.GetAdapterRequest, ref=ref)
-    return Call(Service.STORE, "GetAdapter", request, convert.only_adapter)
+    return Call(Service.STORE, "GetAdapter", request, from_store.only_adapter)
 
 
 def list_page(page_size: int, page_token: str, filter: str) -> Call[types.AdapterPage]:  # noqa: A002
     request = build(
         store_pb.ListAdaptersRequest, page_size=page_size, page_token=page_token, filter=filter
     )
-    return Call(Service.STORE, "ListAdapters", request, convert.adapter_page)
+    return Call(Service.STORE, "ListAdapters", request, from_store.adapter_page)
 
 
 def delete(name: str, version: int) -> Call[int]:
     request = build(store_pb.DeleteAdapterRequest, name=name, version=version)
     # Repeated, it could delete a version that somebody registered in between.
-    return Call(Service.STORE, "DeleteAdapter", request, convert.revision, repeatable=False)
+    return Call(Service.STORE, "DeleteAdapter", request, from_store.revision, repeatable=False)
 
 
 def version_page(name: str, page_size: int, page_token: str) -> Call[types.VersionPage]:
     request = build(
         store_pb.ListVersionsRequest, name=name, page_size=page_size, page_token=page_token
     )
-    return Call(Service.STORE, "ListVersions", request, convert.version_page)
+    return Call(Service.STORE, "ListVersions", request, from_store.version_page)
 
 
 def rollback(name: str, version: int, if_current_digest: str) -> Call[types.Registration]:
@@ -194,24 +206,24 @@ def rollback(name: str, version: int, if_current_digest: str) -> Call[types.Regi
         Service.STORE,
         "RollbackAdapter",
         request,
-        convert.rollback,
+        from_store.rollback,
         repeatable=not if_current_digest,
     )
 
 
 def prune(name: str, keep: int) -> Call[types.PrunedPage]:
     request = build(store_pb.PruneVersionsRequest, name=name, keep=keep)
-    return Call(Service.STORE, "PruneVersions", request, convert.pruned_page)
+    return Call(Service.STORE, "PruneVersions", request, from_store.pruned_page)
 
 
 def pin(ref: str) -> Call[types.Adapter]:
     request = build(store_pb.PinAdapterRequest, ref=ref)
-    return Call(Service.STORE, "PinAdapter", request, convert.only_adapter)
+    return Call(Service.STORE, "PinAdapter", request, from_store.only_adapter)
 
 
 def unpin(ref: str) -> Call[types.Adapter]:
     request = build(store_pb.UnpinAdapterRequest, ref=ref)
-    return Call(Service.STORE, "UnpinAdapter", request, convert.only_adapter)
+    return Call(Service.STORE, "UnpinAdapter", request, from_store.only_adapter)
 
 
 def watch(since_revision: int) -> StreamCall[types.AdapterEvent]:
@@ -219,23 +231,23 @@ def watch(since_revision: int) -> StreamCall[types.AdapterEvent]:
         return store_pb.WatchAdaptersRequest(since_revision=last.revision) if last else request
 
     request = build(store_pb.WatchAdaptersRequest, since_revision=since_revision)
-    return StreamCall(Service.STORE, "WatchAdapters", request, convert.event, resume)
+    return StreamCall(Service.STORE, "WatchAdapters", request, from_store.event, resume)
 
 
 def layout_page(page_token: str) -> Call[types.LayoutPage]:
     request = build(store_pb.ListLayoutsRequest, page_token=page_token)
-    return Call(Service.STORE, "ListLayouts", request, convert.layout_page)
+    return Call(Service.STORE, "ListLayouts", request, from_store.layout_page)
 
 
 def forget_layout(layout_id: str) -> Call[int]:
     request = build(store_pb.ForgetLayoutRequest, layout_id=layout_id)
     # Repeated, it would not find the layout that it has forgotten.
-    return Call(Service.STORE, "ForgetLayout", request, convert.num_images, repeatable=False)
+    return Call(Service.STORE, "ForgetLayout", request, from_store.num_images, repeatable=False)
 
 
 def store_status() -> Call[types.StoreStatus]:
     request = store_pb.GetStoreStatusRequest()
-    return Call(Service.STORE, "GetStoreStatus", request, convert.store_status)
+    return Call(Service.STORE, "GetStoreStatus", request, from_store.store_status)
 
 
 # --- the inference service ----------------------------------------------------------------------
@@ -273,7 +285,7 @@ def generate(
         echo=echo,
         packed_logprobs=packed_logprobs,
         n=0 if n == 1 else n,
-        version_policy=_named(convert.VERSION_POLICIES, version_policy, "version_policy"),
+        version_policy=_named(from_inference.VERSION_POLICIES, version_policy, "version_policy"),
         add_special_tokens=add_special_tokens,
         **_prompt(prompt, add_generation_prompt, continue_final_message),
     )
@@ -282,7 +294,7 @@ def generate(
         Service.INFERENCE,
         "Generate",
         request,
-        convert.chunk,
+        from_inference.chunk,
         lambda last: request if last is None else None,
         # A sum goes where its first adapter does.
         adapter=adapter or next((ref for ref, _ in parts), ""),
@@ -341,7 +353,7 @@ def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
         given["stop"] = [given["stop"]]
     if "logprobs_mode" in given:
         given["logprobs_mode"] = _named(
-            convert.LOGPROBS_MODES, given["logprobs_mode"], "sampling.logprobs_mode"
+            from_inference.LOGPROBS_MODES, given["logprobs_mode"], "sampling.logprobs_mode"
         )
     return cast(
         inference_pb.SamplingParams, build(inference_pb.SamplingParams, "sampling", **given)
@@ -364,16 +376,18 @@ def _named(names: Mapping[int, str], name: str, field: str) -> int:
 
 def load(ref: str, pin: bool, min_revision: int = 0) -> Call[types.ResidentAdapter]:
     request = build(inference_pb.LoadAdapterRequest, ref=ref, pin=pin, min_revision=min_revision)
-    return Call(Service.INFERENCE, "LoadAdapter", request, convert.only_resident, adapter=ref)
+    return Call(
+        Service.INFERENCE, "LoadAdapter", request, from_inference.only_resident, adapter=ref
+    )
 
 
 def pause(mode: str, resume_after_s: float | None) -> Call[int]:
     request = build(
         inference_pb.PauseGenerationRequest,
-        mode=_named(convert.PAUSE_MODES, mode, "mode"),
+        mode=_named(from_inference.PAUSE_MODES, mode, "mode"),
         resume_after_seconds=resume_after_s,
     )
-    return Call(Service.INFERENCE, "PauseGeneration", request, convert.held_requests)
+    return Call(Service.INFERENCE, "PauseGeneration", request, from_inference.held_requests)
 
 
 def resume() -> Call[None]:
@@ -383,11 +397,11 @@ def resume() -> Call[None]:
 
 def sleep(weights: bool) -> Call[int]:
     request = build(inference_pb.SleepRequest, free_weights=weights)
-    return Call(Service.INFERENCE, "Sleep", request, convert.freed_bytes)
+    return Call(Service.INFERENCE, "Sleep", request, from_inference.freed_bytes)
 
 
 def wake() -> Call[float]:
-    return Call(Service.INFERENCE, "Wake", inference_pb.WakeRequest(), convert.wake_seconds)
+    return Call(Service.INFERENCE, "Wake", inference_pb.WakeRequest(), from_inference.wake_seconds)
 
 
 def unload(ref: str) -> Call[int]:
@@ -397,7 +411,7 @@ def unload(ref: str) -> Call[int]:
         Service.INFERENCE,
         "UnloadAdapter",
         request,
-        convert.freed_bytes,
+        from_inference.freed_bytes,
         repeatable=False,
         adapter=ref,
     )
@@ -405,27 +419,29 @@ def unload(ref: str) -> Call[int]:
 
 def pin_resident(ref: str) -> Call[types.ResidentAdapter]:
     request = build(inference_pb.PinAdapterRequest, ref=ref)
-    return Call(Service.INFERENCE, "PinAdapter", request, convert.only_resident, adapter=ref)
+    return Call(Service.INFERENCE, "PinAdapter", request, from_inference.only_resident, adapter=ref)
 
 
 def unpin_resident(ref: str) -> Call[types.ResidentAdapter]:
     request = build(inference_pb.UnpinAdapterRequest, ref=ref)
-    return Call(Service.INFERENCE, "UnpinAdapter", request, convert.only_resident, adapter=ref)
+    return Call(
+        Service.INFERENCE, "UnpinAdapter", request, from_inference.only_resident, adapter=ref
+    )
 
 
 def residents(limit: int) -> Call[tuple[types.ResidentAdapter, ...]]:
     request = build(inference_pb.ListResidentAdaptersRequest, limit=limit)
-    return Call(Service.INFERENCE, "ListResidentAdapters", request, convert.residents)
+    return Call(Service.INFERENCE, "ListResidentAdapters", request, from_inference.residents)
 
 
 def inspect(ref: str) -> Call[types.InspectedAdapter]:
     request = build(inference_pb.InspectAdapterRequest, ref=ref)
-    return Call(Service.INFERENCE, "InspectAdapter", request, convert.inspected, adapter=ref)
+    return Call(Service.INFERENCE, "InspectAdapter", request, from_inference.inspected, adapter=ref)
 
 
 def server_info() -> Call[types.ServerInfo]:
     request = inference_pb.GetServerInfoRequest()
-    return Call(Service.INFERENCE, "GetServerInfo", request, convert.server_info)
+    return Call(Service.INFERENCE, "GetServerInfo", request, from_inference.server_info)
 
 
 # --- for operators of both ----------------------------------------------------------------------
@@ -439,16 +455,18 @@ def _only_unanswered(request: Message) -> Callable[[Any | None], Message | None]
 def store_debug_info() -> StreamCall[types.DebugPart]:
     request = store_pb.GetDebugInfoRequest()
     resume = _only_unanswered(request)
-    return StreamCall(Service.STORE, "GetDebugInfo", request, convert.debug_part, resume)
+    return StreamCall(Service.STORE, "GetDebugInfo", request, from_inference.debug_part, resume)
 
 
 def server_debug_info() -> StreamCall[types.DebugPart]:
     request = inference_pb.GetDebugInfoRequest()
     resume = _only_unanswered(request)
-    return StreamCall(Service.INFERENCE, "GetDebugInfo", request, convert.debug_part, resume)
+    return StreamCall(Service.INFERENCE, "GetDebugInfo", request, from_inference.debug_part, resume)
 
 
 def profile(num_steps: int, wait_s: float | None) -> StreamCall[types.TracePiece]:
     request = build(inference_pb.ProfileStepsRequest, num_steps=num_steps, timeout_seconds=wait_s)
     resume = _only_unanswered(request)
-    return StreamCall(Service.INFERENCE, "ProfileSteps", request, convert.trace_piece, resume)
+    return StreamCall(
+        Service.INFERENCE, "ProfileSteps", request, from_inference.trace_piece, resume
+    )

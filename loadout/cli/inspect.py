@@ -128,7 +128,13 @@ def _target_table(targets: Iterable[ResidentTarget]) -> Table:
             target
         )
     table = new_table(
-        *("layers", "module", "kind", "rank", "holds", "size", "from byte"),
+        "layers",
+        "module",
+        "kind",
+        "rank",
+        "holds",
+        "size",
+        "from byte",
         right=("rank", "size", "from byte"),
     )
     for (_, module, *others), row in rows.items():

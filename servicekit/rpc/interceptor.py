@@ -8,7 +8,7 @@ import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -250,16 +250,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             call.leave()
             self._running -= 1
             self._last_end = time.monotonic()
-            seconds = self._last_end - start
             end = CallEnd.of(
-                *(_method(path), code, failure, facts, seconds),
+                _method(path),
+                code,
+                failure,
+                facts,
+                self._last_end - start,
                 private_subjects=self._rules.private,
             )
-            self._on_end(end)
-            self._log(end)
-            if span is not None:
-                span.set_attributes(**{key: facts.get(key, "") for key in self._rules.traced_facts})
-                end_call(span, code, end.reason, context.time_remaining())
+            self._report(end, facts, span, context)
             if failure is not None:  # whose frames have the request, and this one has the failure
                 failure.__traceback__ = None
 
@@ -269,6 +268,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         headers = context.invocation_metadata() or ()
         polled, long_lived = self._rules.polled, self._rules.long_lived
         return begin_call(self._tracing, path, headers, polled=polled, long_lived=long_lived)
+
+    def _report(
+        self,
+        end: CallEnd,
+        facts: Mapping[str, str],
+        span: OpenSpan | None,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Counts, logs and traces a call that has ended."""
+        self._on_end(end)
+        self._log(end)
+        if span is not None:
+            span.set_attributes(**{key: facts.get(key, "") for key in self._rules.traced_facts})
+            end_call(span, end.code, end.reason, context.time_remaining())
 
     def _log(self, end: CallEnd) -> None:
         # Calls without a known token never reach the handler that would log them.

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from adapter_store.app import Store, open_store
 from adapter_store.config import StoreSettings
 from adapter_store.core import ANYONE, AdapterRecord, ImageKey
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer
+from adapter_store.store import Store, open_store
 from servicekit.refs import AdapterName
 
 FOLDER = Path(__file__).with_name("upgrade")

@@ -76,7 +76,8 @@ def test_every_error_is_in_the_table(service: Service) -> None:
 
 def test_what_may_be_repeated_is_what_the_client_does() -> None:
     for condition in ("", "sha256:0"):
-        registration = calls.register("a", "file:///a", "", "", condition, False, {})
+        new = calls.NewAdapter("a", if_current_digest=condition)
+        registration = calls.register(new, "file:///a")
         assert registration.repeatable == (not condition)
         assert calls.rollback("a", 1, condition).repeatable == (not condition)
     generation = calls.generate("a", "", 0, "", 0, "", {})

@@ -10,6 +10,7 @@ import pytest
 from contract.adapter_files import MAX_CONFIG_BYTES, MAX_FILES, MAX_HEADER_BYTES, TEXT_FILES
 from contract.folders import FileChanged, FileMissing, LinkFound
 from loadout import upload as upload_module
+from loadout._rpc.calls import NewAdapter, upload_meta
 from loadout.errors import InvalidArgument
 from loadout.upload import (
     CHUNK_BYTES,
@@ -24,16 +25,8 @@ WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 
 
 def upload(folder, progress=None, if_current_digest=""):
-    return Upload(
-        open_folder(folder),
-        progress,
-        name="a",
-        base_model="b",
-        expected_digest="",
-        if_current_digest=if_current_digest,
-        pinned=True,
-        labels={"k": "v"},
-    )
+    new = NewAdapter("a", "b", "", if_current_digest, pinned=True, labels={"k": "v"})
+    return Upload(open_folder(folder), progress, upload_meta(new, ephemeral=False))
 
 
 def test_meta_then_files_in_order(adapter_folder):

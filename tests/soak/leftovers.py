@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Engine, text
 
-from adapter_store.app import Store
+from adapter_store.store import Store
 from tests.support.wait import until
 
 CLEAN_S = 60.0

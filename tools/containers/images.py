@@ -29,17 +29,20 @@ def build(target: str, tag: str, context: Path = ROOT) -> None:
         part for name, value in pins.items() for part in ("--build-arg", f"{name}={value}")
     ]
     run(
-        *(
-            "podman",
-            "build",
-            "--network",
-            "host",
-            "--file",
-            str(context / "deploy/images/Dockerfile"),
-        ),
+        "podman",
+        "build",
+        "--network",
+        "host",
+        "--file",
+        str(context / "deploy/images/Dockerfile"),
         # torch for CPUs in the CUDA image too, because CUDA's libraries have gigabytes and no test.
-        *(*pip_sources.build_options(cpu_torch_if_found()), *arguments),
-        *("--target", target, "--tag", tag, str(context)),
+        *pip_sources.build_options(cpu_torch_if_found()),
+        *arguments,
+        "--target",
+        target,
+        "--tag",
+        tag,
+        str(context),
         log=log,
     )
 

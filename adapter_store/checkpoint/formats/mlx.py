@@ -78,7 +78,8 @@ def parse_mlx_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Ada
     """Checks the parsed content of the file. Raises InvalidAdapter with the key as its subject."""
     if "peft_type" in fields:
         raise invalid_value(
-            *("peft_type", fields["peft_type"]),
+            "peft_type",
+            fields["peft_type"],
             f"PEFT's config, beside {MLX_WEIGHTS_FILE}, which MLX-LM saves",
         )
     _check_kind(fields)
@@ -92,11 +93,7 @@ def parse_mlx_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Ada
     budget = MatchBudget(limits.max_match_seconds)
     if "scale" not in parameters:
         raise invalid_value(
-            *(
-                "scale",
-                None,
-                "MLX-LM needs it in lora_parameters, and never computes it of an alpha",
-            )
+            "scale", None, "MLX-LM needs it in lora_parameters, and never computes it of an alpha"
         )
     return AdapterConfig(
         base_model=read_text(fields, "model"),
@@ -172,12 +169,16 @@ def _check_kind(fields: Mapping[str, Any]) -> None:
     if kind == "dora" or fields.get("use_dora") not in (None, False):
         key = "fine_tune_type" if kind == "dora" else "use_dora"
         raise invalid_value(
-            *(key, fields[key], "DoRA rescales the base weight; train with lora"),
+            key,
+            fields[key],
+            "DoRA rescales the base weight; train with lora",
             "CONFIG_UNSUPPORTED",
         )
     if kind == "full":
         raise invalid_value(
-            *("fine_tune_type", kind, "these are weights of the base model, not of an adapter"),
+            "fine_tune_type",
+            kind,
+            "these are weights of the base model, not of an adapter",
             "CONFIG_UNSUPPORTED",
         )
     if kind != "lora":

@@ -93,31 +93,36 @@ class ExpertForm:
 
 EXPERT_FORMS = (
     ExpertForm(
-        *("one by one", "PEFT if experts are modules, Megatron-Bridge, tinker-cookbook"),
+        "one by one",
+        "PEFT if experts are modules, Megatron-Bridge, tinker-cookbook",
         "`.3.gate_proj.lora_A.weight` [rank, in], `lora_B` [out, rank]; or w1, w3, w2 for gate, "
         "up, down",
         "patterns may give each expert its own rank and scale; missing experts stay the base's",
     ),
     ExpertForm(
-        *("parameters", "PEFT with `target_parameters`, Megatron-Bridge"),
+        "parameters",
+        "PEFT with `target_parameters`, Megatron-Bridge",
         "`.lora_A.weight` [experts x rank, in] of `down_proj`, `.base_layer.lora_A.weight` of "
         "`gate_up_proj` (or `up_proj`); `lora_B` [out, rank x experts]",
         "gate and up are separated, also if they are interleaved (GPT-OSS). The order of names in "
         "the config does not matter. For square parameters see below",
     ),
     ExpertForm(
-        *("stacks", "Tinker"),
+        "stacks",
+        "Tinker",
         "`.w1.lora_A.weight` [experts or 1, rank, in], `lora_B` [experts or 1, out, rank]; w1 with "
         "w3, and w2",
         "an A or B that all experts share is in the image once",
     ),
     ExpertForm(
-        *("stacks of gate and up", "Megatron-Bridge if all experts share A or B"),
+        "stacks of gate and up",
+        "Megatron-Bridge if all experts share A or B",
         "`.gate_up_proj.lora_A.weight` [experts or 1, rank, in], `.down_proj`",
         "gate and up are in the order of the model's parameter",
     ),
     ExpertForm(
-        *("MLX-LM's stacks", "MLX-LM"),
+        "MLX-LM's stacks",
+        "MLX-LM",
         "`switch_mlp.gate_proj.lora_a` [experts, rank, in], before 0.29 [experts x rank, in]; "
         "`lora_b` [experts, out, rank]",
         "not transposed, unlike MLX-LM's linear layers; `switch_glu` is read too",
@@ -129,27 +134,43 @@ _STATE = "optimizer, scheduler, random numbers, `training_args.bin`, tokenizer"
 
 TRAINERS = (
     Trainer(
-        *("PEFT", Format.PEFT, _PEFT, "`README.md`"),
+        "PEFT",
+        Format.PEFT,
+        _PEFT,
+        "`README.md`",
         "`peft/utils/save_and_load.py` of PEFT 0.21",
     ),
     Trainer(
-        *("Transformers' Trainer, TRL", Format.PEFT, _PEFT, _STATE),
+        "Transformers' Trainer, TRL",
+        Format.PEFT,
+        _PEFT,
+        _STATE,
         "`transformers/trainer.py` of Transformers 5.23; TRL 1.16",
     ),
     Trainer(
-        *("Axolotl", Format.PEFT, _PEFT, f"{_STATE}, `config.json`, `tokens_state.json`"),
+        "Axolotl",
+        Format.PEFT,
+        _PEFT,
+        f"{_STATE}, `config.json`, `tokens_state.json`",
         "github.com/axolotl-ai-cloud/axolotl: saves with PEFT",
     ),
     Trainer(
-        *("LLaMA-Factory", Format.PEFT, _PEFT, f"{_STATE}, `trainer_log.jsonl`, plots"),
+        "LLaMA-Factory",
+        Format.PEFT,
+        _PEFT,
+        f"{_STATE}, `trainer_log.jsonl`, plots",
         "github.com/hiyouga/LLaMA-Factory: saves with PEFT",
     ),
     Trainer(
-        *("Unsloth", Format.PEFT, _PEFT, _STATE),
+        "Unsloth",
+        Format.PEFT,
+        _PEFT,
+        _STATE,
         "github.com/unslothai/unsloth: saves with PEFT, `target_modules` as an expression",
     ),
     Trainer(
-        *("your own trainer's state dict", Format.PEFT),
+        "your own trainer's state dict",
+        Format.PEFT,
         "as PEFT's, with `.default.` or another name of the adapter; without the prefix or with it "
         "twice; with `language_model.` or `model.language_model.`; with `_orig_mod.` or another "
         "part of torch's wrappers",
@@ -157,25 +178,30 @@ TRAINERS = (
         "`peft/utils/save_and_load.py` of PEFT 0.21",
     ),
     Trainer(
-        *("torchtune", Format.PEFT, _PEFT),
+        "torchtune",
+        Format.PEFT,
+        _PEFT,
         "`adapter_model.pt` (the same adapter in torchtune's form), the merged model, tokenizer",
         "`torchtune/training/checkpointing/_checkpointer.py` of torchtune 0.6.1",
     ),
     Trainer(
-        *("Tinker", Format.PEFT),
+        "Tinker",
+        Format.PEFT,
         f"{_PEFT}; `model.unembed_tokens` or `model.lm_head` means `lm_head`; experts as stacks",
         "",
         "`tinker_cookbook/weights` of github.com/thinking-machines-lab/tinker-cookbook",
     ),
     Trainer(
-        *("Megatron-Bridge", Format.PEFT),
+        "Megatron-Bridge",
+        Format.PEFT,
         f"{_PEFT}; experts one by one, as parameters, or as stacks of gate and up",
         "",
         "`save_hf_adapter` and `models/conversion/peft_bridge.py` of "
         "github.com/NVIDIA-NeMo/Megatron-Bridge",
     ),
     Trainer(
-        *("MLX-LM", Format.MLX),
+        "MLX-LM",
+        Format.MLX,
         "`<module>.lora_a` [in, rank], `<module>.lora_b` [rank, out]; experts as MLX-LM's stacks",
         "`0000100_adapters.safetensors` of earlier steps",
         "`mlx_lm/tuner/utils.py` of MLX-LM 0.32",

@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
-from adapter_store.app import Store
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import ANYONE, Announcement, DataType, ImageKey, ImageState
@@ -20,6 +19,7 @@ from adapter_store.images import precompile
 from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.compile import compile_image
 from adapter_store.images.worker_pool import Priority
+from adapter_store.store import Store
 from servicekit.errors import FailedPrecondition, NotFound
 from servicekit.refs import AdapterName, AdapterRef
 from tests.support.store.images import register

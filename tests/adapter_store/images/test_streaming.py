@@ -8,7 +8,6 @@ from contextlib import aclosing
 
 import pytest
 
-from adapter_store.app import Store
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.core import ImageKey
@@ -17,6 +16,7 @@ from adapter_store.images import builder as builder_module
 from adapter_store.images import pull as pull_module
 from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Pulls
+from adapter_store.store import Store
 from servicekit.errors import ReaderStalled
 from servicekit.shares import Shares
 from tests.support.store.images import SECONDS, expected_bytes, read, register, scenario

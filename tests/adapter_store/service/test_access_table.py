@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from adapter_store import app
+from adapter_store import store as store_module
 from adapter_store.catalog.filters import encode_version_token
 from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 def never_due():
     """The store does not ask its catalog every second, among statements that are counted."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "DUE_SECONDS", 3600)
+        patch.setattr(store_module, "DUE_SECONDS", 3600)
         yield
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from adapter_store import app
+from adapter_store import store as store_module
 from adapter_store.errors import CatalogUnavailable
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.store.client import Client
@@ -104,7 +104,7 @@ def test_a_catalog_that_fails_every_second_is_logged_once(
         served.client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="a"))
         until(lambda: not catalog.blob_digests())
         push(served.client, variants(0))
-    logged = [each.message for each in caplog.records if each.name == app.__name__]
+    logged = [each.message for each in caplog.records if each.name == store_module.__name__]
     assert logged == ["collecting failed; trying again"] * 2
 
 

@@ -153,9 +153,10 @@ def test_watch_resumes_after_the_last_event():
 
 
 def test_what_may_be_repeated():
-    register = ("n", "s3://b/p", "", "")
-    assert calls.register(*register, "", False, {}).repeatable
-    assert not calls.register(*register, "sha256:00", False, {}).repeatable
+    new = calls.NewAdapter("n")
+    assert calls.register(new, "s3://b/p").repeatable
+    conditional = calls.NewAdapter("n", if_current_digest="sha256:00")
+    assert not calls.register(conditional, "s3://b/p").repeatable
     assert not calls.delete("n", 0).repeatable
     assert not calls.unload("n").repeatable
     assert calls.get("n").repeatable
@@ -163,7 +164,8 @@ def test_what_may_be_repeated():
 
 
 def test_register_labels():
-    request = calls.register("n", "s3://b/p", "base", "e", "i", True, {"team": "x"}).request
+    new = calls.NewAdapter("n", "base", "e", "i", True, {"team": "x"})
+    request = calls.register(new, "s3://b/p").request
     assert request == store_pb.RegisterAdapterRequest(
         name="n",
         source_uri="s3://b/p",
@@ -174,4 +176,4 @@ def test_register_labels():
         labels={"team": "x"},
     )
     with pytest.raises(InvalidArgument, match="labels"):
-        calls.register("n", "s3://b/p", "", "", "", False, {"team": 1})
+        calls.register(calls.NewAdapter("n", labels={"team": 1}), "s3://b/p")

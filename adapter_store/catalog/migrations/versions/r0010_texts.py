@@ -23,7 +23,9 @@ def upgrade() -> None:
         op.add_column("versions", column)
         has_text = sa.text(f"{name} != ''")
         op.create_index(
-            *(f"versions_by_{name}", "versions", [name]),
+            f"versions_by_{name}",
+            "versions",
+            [name],
             sqlite_where=has_text,
             postgresql_where=has_text,
         )

@@ -19,7 +19,9 @@ def upgrade() -> None:
     op.add_column("versions", sa.Column("expire_time", Big))
     expires = sa.text("expire_time IS NOT NULL")
     op.create_index(
-        *("versions_expiring", "versions", ["expire_time"]),
+        "versions_expiring",
+        "versions",
+        ["expire_time"],
         sqlite_where=expires,
         postgresql_where=expires,
     )
