@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import repeat
 from typing import NamedTuple, Protocol, TypeAlias
 
+from contract.images.segment_kinds import KIND_WORDS, SegmentKind
+from contract.words import listed
 from servicekit.auth import principal
 from servicekit.auth.principal import Roles
 from servicekit.refs import AdapterName
@@ -53,57 +55,6 @@ class ImageKey(NamedTuple):
     layout_id: str
 
 
-class TargetKind(enum.Enum):
-    LINEAR = "linear"
-    EMBEDDING = "embedding"
-    EXPERTS = "experts"
-    VECTOR = "vector"
-
-
-class Held(enum.Enum):
-    """Who computes a target: this server, another rank of it, or nobody."""
-
-    HERE = "here"
-    ELSEWHERE = "elsewhere"
-    UNUSED = "unused"
-
-
-class SegmentKind(enum.Enum):
-    """The meaning of a segment's bytes, in the order of one target's segments."""
-
-    A = "a"
-    B = "b"
-    BIAS = "bias"
-    MAGNITUDE = "magnitude"
-    ROW_IDS = "row_ids"
-    ROWS = "rows"
-    FULL = "full"
-
-
-class DataType(enum.Enum):
-    """Element types; the value is the safetensors name. Adapters may be saved in all of them but
-    INT32."""
-
-    FLOAT32 = "F32"
-    FLOAT16 = "F16"
-    BFLOAT16 = "BF16"
-    FLOAT8_E4M3 = "F8_E4M3"
-    FLOAT8_E5M2 = "F8_E5M2"
-    INT32 = "I32"
-
-    @property
-    def itemsize(self) -> int:
-        return _ITEMSIZE[self._value_]  # to hash a member takes longer
-
-    @property
-    def is_computable(self) -> bool:
-        """Whether models compute in it."""
-        return self in (DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16)
-
-
-_ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4}
-
-
 class ImageState(enum.Enum):
     PENDING = "pending"
     COMPILING = "compiling"
@@ -118,110 +69,6 @@ class EventKind(enum.Enum):
     PINNED = "pinned"
     UNPINNED = "unpinned"
     BOOKMARK = "bookmark"
-
-
-@dataclass(frozen=True, slots=True)
-class OtherName:
-    """How else adapters may call a target. A module that computes several targets is another name
-    of each: `outputs` are this target's, or, of blocks of these sizes that follow one another, the
-    part `block_part` of each; neither: all. `transposed`: the model has it as [in, out], and all
-    parameters of experts in the same module, where shapes cannot tell."""
-
-    name: str
-    outputs: tuple[int, int] | None = None
-    block_sizes: tuple[int, ...] = ()
-    block_part: int = 0
-    transposed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One weight that an adapter may change. Slices are half-open; None means all of them.
-
-    `rank_part` (index, count) is the part of A's rank that this layout holds: ceil(rank / count),
-    the last may be smaller. `base_hashes` are the sha256 of each HASHED_ROWS rows of the base's own
-    weight, in `base_dtype`; none: not known. A head that is `tied_to` an embedding has its weight.
-    Format 1 knows the fields before `other_names`.
-    """
-
-    name: str
-    layer: int | None
-    group: str
-    kind: TargetKind
-    in_features: int
-    out_features: int
-    experts: int = 1
-    in_slice: tuple[int, int] | None = None
-    out_slice: tuple[int, int] | None = None
-    other_names: tuple[OtherName, ...] = ()
-    space: str = ""
-    expert_slice: tuple[int, int] | None = None
-    rank_part: tuple[int, int] | None = None
-    held: Held = Held.HERE
-    base_hashes: tuple[bytes, ...] = ()
-    base_dtype: DataType | None = None
-    tied_to: str = ""
-
-    @property
-    def inputs(self) -> tuple[int, int]:
-        """The input features that this layout holds."""
-        return self.in_slice or (0, self.in_features)
-
-    @property
-    def outputs(self) -> tuple[int, int]:
-        """The output features that this layout holds."""
-        return self.out_slice or (0, self.out_features)
-
-    @property
-    def num_in(self) -> int:
-        return self.inputs[1] - self.inputs[0]
-
-    @property
-    def num_out(self) -> int:
-        return self.outputs[1] - self.outputs[0]
-
-    @property
-    def held_experts(self) -> tuple[int, int]:
-        """The experts that this layout holds."""
-        return self.expert_slice or (0, self.experts)
-
-    @property
-    def num_rows(self) -> int:
-        """The rows of the base's weight; a vector is one."""
-        if self.kind is TargetKind.VECTOR:
-            return 1
-        return self.in_features if self.kind is TargetKind.EMBEDDING else self.out_features
-
-    def ranks(self, rank: int) -> tuple[int, int]:
-        """Returns the range of an adapter's rank that this layout holds of A."""
-        if self.rank_part is None:
-            return 0, rank
-        index, count = self.rank_part
-        size = -(-rank // count)
-        return min(rank, index * size), min(rank, (index + 1) * size)
-
-    @property
-    def needs_format_2(self) -> bool:
-        """Whether format 1 could not say this."""
-        is_new_kind = self.kind in (TargetKind.EXPERTS, TargetKind.VECTOR)
-        says_more = any((self.other_names, self.space, self.rank_part, self.base_hashes))
-        is_elsewhere = self.held is not Held.HERE or not self.out_features
-        return any((is_new_kind, says_more, self.base_dtype, self.tied_to, is_elsewhere))
-
-
-HASHED_ROWS = 256
-"""How many rows of a base weight one hash is of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The targets of one base model as one inference service computes them, in order of use."""
-
-    base_model: str
-    config_sha256: str
-    dtype: DataType
-    image_format: int
-    targets: tuple[Target, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,15 +137,15 @@ class ServerLimits:
         if self.lora_targets and refused:
             what = "target {} is" if len(refused) == 1 else "targets {} are"
             yield (
-                f"{what.format(_listed(refused))} not among this server's --lora-targets "
-                f"({_listed(self.lora_targets)})"
+                f"{what.format(listed(refused))} not among this server's --lora-targets "
+                f"({listed(self.lora_targets)})"
             )
         refused_of: dict[str, list[str]] = {}
         for kind, names in changes.by_kind():
             if kind not in self.segment_kinds:
                 refused_of.setdefault(KIND_WORDS[kind], []).extend(names)
         for what, found in refused_of.items():
-            of = _listed(sorted(set(found)))
+            of = listed(sorted(set(found)))
             remedy = f"; {REMEDY}" if what in REPLACES else ""
             yield f"it has {what}, which this server does not apply" + (of and f": {of}{remedy}")
         if changes.added_tokens > self.max_added_tokens:
@@ -313,38 +160,8 @@ class ServerLimits:
             )
 
 
-KIND_WORDS = {
-    SegmentKind.BIAS: "biases of LoRA",
-    SegmentKind.MAGNITUDE: "DoRA magnitudes",
-    SegmentKind.ROW_IDS: "rows of its own for tokens",
-    SegmentKind.ROWS: "rows of its own for tokens",
-    SegmentKind.FULL: "whole weights of its own",
-}
-"""The contents that adapters may have beside A and B, in words; as the inference service says."""
 REPLACES = frozenset(KIND_WORDS[kind] for kind in (SegmentKind.ROWS, SegmentKind.FULL))
 REMEDY = "save the adapter without it, and adapt a matrix with A and B instead"
-MAX_LISTED = 8
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Returns the names with commas: the first few, for servers may announce hundreds."""
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
-
-
-class Segment(NamedTuple):
-    """One matrix or vector in an image: `offset` and `length_bytes` in bytes, offset a multiple of
-    256. Values are multiplied by `scale`, which is 1 but for float8. Format 1 leaves out dtype and
-    shape, which follow from the layout."""
-
-    target: int
-    kind: SegmentKind
-    rank: int
-    offset: int
-    length_bytes: int
-    dtype: DataType
-    shape: tuple[int, ...]
-    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

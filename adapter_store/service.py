@@ -33,7 +33,6 @@ from adapter_store.core import (
     Announcement,
     ImageKey,
     ImageState,
-    Layout,
     LayoutInfo,
     Principal,
     Pruned,
@@ -41,13 +40,12 @@ from adapter_store.core import (
 )
 from adapter_store.errors import LimitExceeded
 from adapter_store.images import layout as layouts
-from adapter_store.images import layout_checks
 from adapter_store.images.announcement import announcement_id, validate_announcement
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.plan import IMAGE_FORMATS
 from adapter_store.images.precompile import Precompiler
-from adapter_store.images.pull import PullMessage, Pulls
+from adapter_store.images.pull import Pulls
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.rate_limit import RateLimiter
 from adapter_store.registration.registrar import Registrar, Registration
@@ -60,6 +58,8 @@ from adapter_store.sources.upload import (
     with_minimum_rate,
 )
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
+from contract.images.header import PullMessage
+from contract.images.layouts import Layout
 from servicekit.errors import FailedPrecondition, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
 from servicekit.shares import INTERNAL, FairExecutor, Pace, Shares
@@ -513,7 +513,7 @@ class StoreService:
         self, layout: Layout, announcement: Announcement, account: str
     ) -> tuple[str, str, bool]:
         """Returns the ids of both, and whether images may be missing that were not before."""
-        layout_checks.validate(layout)
+        layouts.validate(layout)
         validate_announcement(announcement, layout)
         if layout.image_format > 1:
             # No part of the layout: models of equal shapes have one, and are others all the same.

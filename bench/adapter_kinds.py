@@ -36,15 +36,14 @@ from bench.models import (
 )
 from bench.results import FOLDER, median, report
 from bench.roofline import THREADS, read_rate
-from inference_svc.adapters.image_source import ImageHeader
+from contract.images.header import ImageHeader
+from contract.images.segment_kinds import LORA_KINDS, REPLACED_KINDS
 from inference_svc.core import AdapterKey, EngineConfig, Part, Sum
 
 NUM_REQUESTS, NUM_IN, NUM_OUT = 16, 64, 32
 PLAIN, AGAIN, WIDE, SUM = "lora", "lora again", "lora of rank 32", "sum of two"
 ALORA = "alora"
 ROWS = 32
-LORA, REPLACED = ("a", "b"), ("full", "row_ids", "rows")
-"""Kinds of segments."""
 WARM_UP = 4
 """Decode steps that do not count, because other requests still compute their prompts."""
 
@@ -163,7 +162,7 @@ def _steps(tracks: Sequence[Track]) -> Iterator[float]:
 
 
 def _bytes_of_lora(header: ImageHeader) -> int:
-    return sum(each.length_bytes for each in header.segments if each.kind in LORA)
+    return sum(each.length_bytes for each in header.segments if each.kind in LORA_KINDS)
 
 
 def _bytes_of_others(header: ImageHeader) -> int:
@@ -171,11 +170,11 @@ def _bytes_of_others(header: ImageHeader) -> int:
 
     An embedding, which comes first, does not count: a step reads only a row of it for each token.
     """
-    embedding = header.segments[0].target if header.segments[0].kind in REPLACED else None
+    embedding = header.segments[0].target if header.segments[0].kind in REPLACED_KINDS else None
     return sum(
         each.length_bytes
         for each in header.segments
-        if each.kind not in LORA and each.target != embedding
+        if each.kind not in LORA_KINDS and each.target != embedding
     )
 
 

@@ -12,20 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from adapter_store import core as store_core
 from adapter_store.api import convert as of_store
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.images import pull
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.layout import layout_id
 from adapter_store.images.plan import IMAGE_FORMATS
-from inference_svc.adapters.image_source import (
-    ImageChunk,
-    ImageHeader,
-    ImageTrailer,
-    LayerEnd,
-    PullMessage,
-)
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.convert import from_layout, to_pull_message
@@ -85,24 +79,14 @@ class MemoryStream:
         yield ImageTrailer(hashlib.sha256(b"".join(stored.hashes)).digest())
 
 
-def store_layout(layout: ModelLayout) -> store_core.Layout:
+def store_layout(layout: ModelLayout) -> Layout:
     """Converts an engine's layout to the adapter store's, in the newest image format."""
     return replace(of_store.from_layout(from_layout(layout)), image_format=IMAGE_FORMATS[-1])
 
 
 def image_header(image: Image) -> ImageHeader:
     """Returns an image's header as an engine receives it."""
-    plan = image.plan
-    header = pull.ImageHeader(
-        plan.image_id,
-        plan.digest,
-        plan.layout_id,
-        plan.image_format,
-        plan.total_bytes,
-        plan.segments,
-        0,
-    )
-    received = to_pull_message(of_store.to_pull_response(header))
+    received = to_pull_message(of_store.to_pull_response(image.plan.header()))
     assert isinstance(received, ImageHeader)
     return received
 
@@ -112,7 +96,7 @@ class MemoryStore:
     """Registers PEFT folders, and compiles them after it has the engine's layout."""
 
     folders: dict[str, Path] = field(default_factory=dict)
-    _layout: store_core.Layout | None = None
+    _layout: Layout | None = None
     _stored: dict[str, StoredImage] = field(default_factory=dict)
 
     def register(self, folder: Path) -> str:
@@ -144,7 +128,9 @@ class MemoryStore:
         self.compile(digest)
         original = self._stored[digest]
         # Ids of rows must not change, because each has one place.
-        start = next(each.offset for each in original.header.segments if each.kind != "row_ids")
+        start = next(
+            each.offset for each in original.header.segments if each.kind is not SegmentKind.ROW_IDS
+        )
         digests = []
         for number in range(count):
             first = bytearray(original.first)

@@ -19,16 +19,19 @@ from adapter_store.checkpoint.formats.select import Format
 from adapter_store.checkpoint.json import parse_object
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
-from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.layout import from_text, layout_id, to_text
-from adapter_store.images.layout_checks import validate
 from adapter_store.images.plan import IMAGE_FORMATS, ImagePlan, plan_image
 from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from contract.images.dtypes import DataType
+from contract.images.header import ImageChunk, ImageHeader, LayerEnd, PullMessage
+from contract.images.layout_rules import validate
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import OtherName, Target, TargetKind
 from fuzz.refusals import refused
 from inference_svc.adapters import layout as served
 from inference_svc.adapters.extents import Extent
-from inference_svc.adapters.image_source import ImageChunk, ImageHeader, LayerEnd, PullMessage
 from inference_svc.adapters.pull import ImageSink, PullEvent, PullJob, PullOpened
 from inference_svc.adapters.pull_threads import Cancelled, Puller
 from inference_svc.errors import AdapterUnusable, CorruptImage, StoreUnavailable
@@ -57,22 +60,22 @@ def _served_layout() -> served.ModelLayout:
     shapes = {"self_attn.q_proj": (4, 8), "self_attn.k_proj": (4, 4)}
     experts = {"up_proj": (4, 2), "down_proj": (2, 4)}
     targets = [
-        served.LayoutTarget("model.embed_tokens", None, "embed", "embedding", 8, 4),
+        Target("model.embed_tokens", None, "embed", TargetKind.EMBEDDING, 8, 4),
         *(
-            served.LayoutTarget(f"{layer}.{name}", 0, "qk", "linear", *shape)
+            Target(f"{layer}.{name}", 0, "qk", TargetKind.LINEAR, *shape)
             for name, shape in shapes.items()
         ),
         *(
-            served.LayoutTarget(
-                f"{layer}.mlp.experts.{name}", 0, name, served.EXPERTS, *shape, num_experts=EXPERTS
+            Target(
+                f"{layer}.mlp.experts.{name}", 0, name, TargetKind.EXPERTS, *shape, experts=EXPERTS
             )
             for name, shape in experts.items()
         ),
-        served.LayoutTarget("lm_head", None, "head", "linear", 4, 8),
+        Target("lm_head", None, "head", TargetKind.LINEAR, 4, 8),
     ]
     vectors = [
-        served.LayoutTarget(f"{layer}.input_layernorm", 0, "norm", "vector", 0, 4),
-        served.LayoutTarget(f"{layer}.self_attn.q_proj.bias", 0, "qk", "vector", 0, 8),
+        Target(f"{layer}.input_layernorm", 0, "norm", TargetKind.VECTOR, 0, 4),
+        Target(f"{layer}.self_attn.q_proj.bias", 0, "qk", TargetKind.VECTOR, 0, 8),
     ]
     return served.ModelLayout(
         "org/base", "0" * 64, torch.float32, (1, 2), tuple(targets), vectors=tuple(vectors)

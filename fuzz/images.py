@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from google.protobuf.message import DecodeError
 
+from contract.images.header import ImageHeader
 from fuzz.format_2 import DIGEST, LAYOUT_ID, MAX_IMAGE_BYTES, SEPARATOR, SERVED, pull
 from inference_svc.adapters.extents import Extent
-from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.resident import Resident, Shape
 from inference_svc.adapters.tiers import TableWrite
 from inference_svc.backends.arena import Arena
@@ -73,7 +73,7 @@ def _compute_with(header: ImageHeader, content: bytes) -> None:
     arena.apply([TableWrite(Resident(header, 0, extents, header.rank))])
     SERVED.contents(header)
     SERVED.replaced_targets(header)
-    for expert in (NO_EXPERT, *range(SERVED.targets[3].num_experts)):
+    for expert in (NO_EXPERT, *range(SERVED.targets[3].experts)):
         for target, found in arena.table.weights(0, expert).items():
             features = SERVED.targets[target].in_features, SERVED.targets[target].out_features
             rank = found.b.shape[0]

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from contract.images.expert_index import INDEX_BYTES
+from contract.images.header import GRANULE_BYTES, align
+from contract.images.targets import TargetKind
 from fuzz.campaign import CORPUS
 from fuzz.format_2 import EXPERTS, SEPARATOR, SERVED
 from fuzz.texts import base_folder
-from inference_svc.adapters.extents import GRANULE_BYTES, round_up
-from kernels.lora.table import INDEX_BYTES
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.inference.v1 import inference_pb2
 from servicekit.tokenizer_extract import make_extract
@@ -52,26 +53,26 @@ class Image:
             dtype=dtypes.get(str(values.dtype), pb.DATA_TYPE_FLOAT32),
             shape=shape or values.shape,
         )
-        self._content += data.ljust(round_up(len(data)), b"\0")
+        self._content += data.ljust(align(len(data)), b"\0")
 
     def lora(self, target: str, rank: int) -> None:
         """Adds A and B."""
         found = next(each for each in SERVED.targets if each.name.endswith(target))
         a = (found.in_features, rank)
-        self.add(target, "a", _values(a if found.kind == "embedding" else a[::-1]), rank)
+        self.add(target, "a", _values(a if found.kind is TargetKind.EMBEDDING else a[::-1]), rank)
         self.add(target, "b", _values((rank, found.out_features)), rank)
 
     def experts(self, target: str, ranks: Sequence[int]) -> None:
         """Adds A and B of experts, each as an index and the matrices after it."""
         found = next(each for each in SERVED.targets if each.name.endswith(target))
         for kind, features in (("a", found.in_features), ("b", found.out_features)):
-            start = round_up(EXPERTS * INDEX_BYTES)
+            start = align(EXPERTS * INDEX_BYTES)
             index, matrices = b"", b""
             for rank in ranks:
                 granule = (start + len(matrices)) // GRANULE_BYTES if rank else 0
                 index += struct.pack("<iifi", granule, rank, 1.0, 0)
                 data = _values((rank, features)).tobytes()
-                matrices += data.ljust(round_up(len(data)), b"\0")
+                matrices += data.ljust(align(len(data)), b"\0")
             content = np.frombuffer(index.ljust(start, b"\0") + matrices, np.uint8)
             self.add(target, kind, content, max(ranks), (EXPERTS, features))
 

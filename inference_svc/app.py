@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from google.protobuf.json_format import MessageToJson
 
-from inference_svc.adapters.layout import EXPERTS, SEGMENT_KINDS, ModelLayout
+from contract.images.segment_kinds import FURTHER_KINDS
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import build_layout
 from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
@@ -191,7 +192,7 @@ def _announcement(config: InferenceSettings) -> Announcement:
         config.base_model_names[1:],
         config.max_rank,
         config.lora_targets,
-        SEGMENT_KINDS,
+        FURTHER_KINDS,
         config.max_added_tokens,
     )
 
@@ -250,11 +251,7 @@ def _model_facts(decoder: Decoder) -> ModelFacts:
         lora_targets=layout.modules,
         fused_targets=layout.fused_modules,
         may_add_tokens=decoder.layer_inputs is None,
-        expert_elements_per_rank=sum(
-            each.num_experts * (each.in_features + each.out_features)
-            for each in layout.targets
-            if each.kind == EXPERTS
-        ),
+        expert_elements_per_rank=layout.expert_elements_per_rank,
     )
 
 

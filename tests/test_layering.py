@@ -67,6 +67,7 @@ CONFINED = (
         "grpc",
         r"grpc|grpc_\w+|google\.(rpc|protobuf)|.*_pb2(_grpc)?",
         (
+            "contract.protobuf",
             "servicekit.rpc",
             "adapter_store.api",
             "adapter_store.app",
@@ -105,7 +106,7 @@ CONFINED = (
 )
 
 FLAT = {
-    "contract": "__init__ adapter_files folders side_files tensor_names",
+    "contract": "__init__ adapter_files folders protobuf side_files tensor_names words",
     "kernels": "__init__ dispatch host_memory streams triton_launchers",
     "loadout": "__init__ aio client errors prometheus retry security signing types upload",
     "adapter_store": "__init__ __main__ app config core errors service store store_status debug "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.protobuf.json_format import Parse, ParseError
 from google.protobuf.message import DecodeError, Message
@@ -16,28 +16,24 @@ from adapter_store.core import (
     AdapterRecord,
     Announcement,
     BaseModelSource,
-    DataType,
     EventKind,
-    Held,
     ImageKey,
     ImageState,
-    Layout,
     LayoutInfo,
     LayoutVerdict,
-    OtherName,
     Recorded,
-    Segment,
-    SegmentKind,
     ServerLimits,
     SignatureState,
-    Target,
-    TargetKind,
 )
 from adapter_store.images.disk_tier import TierCounts
-from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
+from adapter_store.images.layout import refused_layout
 from adapter_store.registration.registrar import Registration
 from adapter_store.registration.signatures import Signature
 from adapter_store.sources.upload import FileChunk
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
+from contract.images.layouts import InvalidLayout, Layout
+from contract.images.segment_kinds import FURTHER_KINDS, LORA_KINDS, SegmentKind
+from contract.protobuf import SEGMENT_KIND_NUMBERS, SEGMENT_KINDS, read_layout, write_header
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
 from servicekit.refs import (
@@ -74,42 +70,9 @@ _EVENT_KINDS = {
     EventKind.UNPINNED: pb.EVENT_KIND_UNPINNED,
     EventKind.BOOKMARK: pb.EVENT_KIND_BOOKMARK,
 }
-_SEGMENT_KINDS = {
-    SegmentKind.A: pb.SEGMENT_KIND_A,
-    SegmentKind.B: pb.SEGMENT_KIND_B,
-    SegmentKind.BIAS: pb.SEGMENT_KIND_BIAS,
-    SegmentKind.MAGNITUDE: pb.SEGMENT_KIND_MAGNITUDE,
-    SegmentKind.ROW_IDS: pb.SEGMENT_KIND_ROW_IDS,
-    SegmentKind.ROWS: pb.SEGMENT_KIND_ROWS,
-    SegmentKind.FULL: pb.SEGMENT_KIND_FULL,
-}
-_KINDS_OF_SEGMENTS: dict[int, SegmentKind] = {
-    number: kind for kind, number in _SEGMENT_KINDS.items()
-}
-_LORA_KINDS = (SegmentKind.A, SegmentKind.B)
 _SIGNATURE_STATES = {
     SignatureState.UNSIGNED: pb.SIGNATURE_STATE_UNSIGNED,
     SignatureState.VERIFIED: pb.SIGNATURE_STATE_VERIFIED,
-}
-_DATA_TYPES = {
-    pb.DATA_TYPE_FLOAT32: DataType.FLOAT32,
-    pb.DATA_TYPE_FLOAT16: DataType.FLOAT16,
-    pb.DATA_TYPE_BFLOAT16: DataType.BFLOAT16,
-    pb.DATA_TYPE_FLOAT8_E4M3: DataType.FLOAT8_E4M3,
-    pb.DATA_TYPE_INT32: DataType.INT32,
-}
-_DATA_TYPE_NUMBERS = {dtype: number for number, dtype in _DATA_TYPES.items()}
-_TARGET_KINDS = {
-    pb.TARGET_KIND_LINEAR: TargetKind.LINEAR,
-    pb.TARGET_KIND_EMBEDDING: TargetKind.EMBEDDING,
-    pb.TARGET_KIND_EXPERTS: TargetKind.EXPERTS,
-    pb.TARGET_KIND_VECTOR: TargetKind.VECTOR,
-}
-_HELD = {
-    pb.HELD_UNSPECIFIED: Held.HERE,
-    pb.HELD_HERE: Held.HERE,
-    pb.HELD_ELSEWHERE: Held.ELSEWHERE,
-    pb.HELD_UNUSED: Held.UNUSED,
 }
 
 
@@ -267,16 +230,10 @@ def _read_length(raw: bytes, place: int) -> tuple[int, int]:
 def from_layout(message: pb.ModelLayout) -> Layout:
     """Returns the layout, its image format not chosen yet (0). Raises InvalidArgument naming the
     field."""
-    dtype = _DATA_TYPES.get(message.dtype)
-    if dtype is None:
-        raise InvalidArgument(f"layout.dtype: {message.dtype} is not known", subject="layout.dtype")
-    return Layout(
-        base_model=message.base_model,
-        config_sha256=message.config_sha256,
-        dtype=dtype,
-        image_format=0,
-        targets=tuple(_from_target(i, target) for i, target in enumerate(message.targets)),
-    )
+    try:
+        return read_layout(message)
+    except InvalidLayout as error:
+        raise refused_layout(error) from error
 
 
 def from_json(text: str) -> tuple[Layout, Announcement]:
@@ -309,15 +266,15 @@ def _from_kinds(numbers: Sequence[int]) -> Iterator[SegmentKind]:
     """Yields the kinds beside A and B, which no server does without. Kinds of later releases are
     passed over: no image of this store has them."""
     field = "announcement.segment_kinds"
-    found = {_KINDS_OF_SEGMENTS.get(number) for number in numbers}
+    found = {SEGMENT_KINDS.get(number) for number in numbers}
     for index, number in enumerate(numbers):
         if number == pb.SEGMENT_KIND_UNSPECIFIED:
             raise InvalidArgument(
                 f"{field}[{index}]: its kind is missing", subject=f"{field}[{index}]"
             )
-    if numbers and not found.issuperset(_LORA_KINDS):
+    if numbers and not found.issuperset(LORA_KINDS):
         raise InvalidArgument(f"{field}: a server that names any applies A and B", subject=field)
-    yield from (kind for kind in SegmentKind if kind in found and kind not in _LORA_KINDS)
+    yield from (kind for kind in FURTHER_KINDS if kind in found)
 
 
 def from_watch(message: pb.WatchAdaptersRequest) -> str:
@@ -334,61 +291,6 @@ def from_layout_page(message: pb.ListLayoutsRequest) -> str:
 def from_forget_layout(message: pb.ForgetLayoutRequest) -> str:
     """Raises InvalidArgument."""
     return parse_sha256(message.layout_id, "layout_id")
-
-
-def _from_target(index: int, message: pb.Target) -> Target:
-    field = f"layout.targets[{index}]"
-    dtype = None
-    if message.base_dtype:
-        dtype = _known(_DATA_TYPES, message.base_dtype, f"{field}.base_dtype")
-    return Target(
-        name=message.name,
-        layer=message.layer if message.HasField("layer") else None,
-        group=message.group,
-        kind=_known(_TARGET_KINDS, message.kind, f"{field}.kind"),
-        in_features=message.in_features,
-        out_features=message.out_features,
-        experts=message.experts or 1,
-        in_slice=_from_slice(message, "in_slice"),
-        out_slice=_from_slice(message, "out_slice"),
-        other_names=tuple(map(_from_other_name, message.other_names)),
-        space=message.space,
-        expert_slice=_from_slice(message, "expert_slice"),
-        rank_part=_from_rank_part(message),
-        held=_known(_HELD, message.held, f"{field}.held"),
-        base_hashes=tuple(message.base_hashes),
-        base_dtype=dtype,
-        tied_to=message.tied_to,
-    )
-
-
-def _known(values: Mapping[Any, V], number: int, field: str) -> V:
-    if number not in values:
-        raise InvalidArgument(f"{field}: {number} is not known", subject=field)
-    return values[number]
-
-
-def _from_slice(message: pb.Target | pb.OtherName, field: str) -> tuple[int, int] | None:
-    if not message.HasField(field):
-        return None
-    part = getattr(message, field)
-    return part.start, part.end
-
-
-def _from_rank_part(message: pb.Target) -> tuple[int, int] | None:
-    if not message.HasField("rank_part"):
-        return None
-    return message.rank_part.index, message.rank_part.count
-
-
-def _from_other_name(message: pb.OtherName) -> OtherName:
-    return OtherName(
-        name=message.name,
-        outputs=_from_slice(message, "outputs"),
-        block_sizes=tuple(message.block_sizes),
-        block_part=message.block_part,
-        transposed=message.transposed,
-    )
 
 
 def _optional_digest(text: str, field: str) -> str:
@@ -436,7 +338,7 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
         signature_state=_SIGNATURE_STATES[record.signature_state],
         signed_by=record.signed_by,
         delete_time=_to_timestamp(record.delete_time) if record.delete_time else None,
-        segment_kinds=sorted(_SEGMENT_KINDS[kind] for kind in record.segment_kinds),
+        segment_kinds=sorted(SEGMENT_KIND_NUMBERS[kind] for kind in record.segment_kinds),
         added_tokens=record.added_tokens,
         invocation_tokens=record.invocation_tokens,
         tokenizer_digest=record.tokenizer_digest,
@@ -526,7 +428,7 @@ def to_pull_response(message: PullMessage) -> bytes:
         case ImageTrailer(sha256):
             response = pb.PullAdapterResponse(trailer=pb.ImageTrailer(sha256=sha256))
         case ImageHeader():
-            response = pb.PullAdapterResponse(header=_to_header(message))
+            response = pb.PullAdapterResponse(header=write_header(message))
     return response.SerializeToString()
 
 
@@ -546,34 +448,6 @@ def _length_delimited_tag(message: type[Message], field_name: str) -> bytes:
 
 _CHUNK_TAG = _length_delimited_tag(pb.PullAdapterResponse, "chunk")
 _DATA_TAG = _length_delimited_tag(pb.ImageChunk, "data")
-
-
-def _to_header(header: ImageHeader) -> pb.ImageHeader:
-    return pb.ImageHeader(
-        image_id=header.image_id,
-        digest=header.digest,
-        layout_id=header.layout_id,
-        image_format=header.image_format,
-        total_bytes=header.total_bytes,
-        segments=[_to_segment(segment, header.image_format) for segment in header.segments],
-        offset=header.offset,
-    )
-
-
-def _to_segment(segment: Segment, image_format: int) -> pb.Segment:
-    message = pb.Segment(
-        target=segment.target,
-        kind=_SEGMENT_KINDS[segment.kind],
-        rank=segment.rank,
-        offset=segment.offset,
-        length_bytes=segment.length_bytes,
-    )
-    if image_format > 1:
-        message.dtype = _DATA_TYPE_NUMBERS[segment.dtype]
-        message.shape.extend(segment.shape)
-        if segment.scale != 1.0:
-            message.scale = segment.scale
-    return message
 
 
 def to_tier_status(counts: TierCounts) -> pb.TierStatus:

@@ -27,11 +27,11 @@ from adapter_store.core import (
     ImageContent,
     ImageState,
     LayoutVerdict,
-    SegmentKind,
     ServerLimits,
     SourceFile,
     Tenants,
 )
+from contract.images.segment_kinds import SegmentKind
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
 

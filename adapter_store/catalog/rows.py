@@ -24,16 +24,9 @@ from adapter_store.catalog import events, work_leases
 from adapter_store.catalog.filters import within
 from adapter_store.catalog.lookup import dump_files, dump_kinds, load_files, to_micros
 from adapter_store.catalog.schema import adapters, blobs, images, texts, versions
-from adapter_store.core import (
-    MEMORY,
-    AdapterEvent,
-    BlobPlace,
-    EventKind,
-    SegmentKind,
-    SourceFile,
-    Tenants,
-)
+from adapter_store.core import MEMORY, AdapterEvent, BlobPlace, EventKind, SourceFile, Tenants
 from adapter_store.errors import BlobLost
+from contract.images.segment_kinds import SegmentKind
 from servicekit.refs import AdapterName
 
 

@@ -63,10 +63,11 @@ from adapter_store.checkpoint.peft_fields import changes_base
 from adapter_store.checkpoint.safetensors import encode_header
 from adapter_store.checkpoint.tensor_keys import PREFIX
 from adapter_store.checkpoint.tensors import TargetWeights
-from adapter_store.core import DataType, TargetKind
 from adapter_store.errors import InvalidAdapter
 from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from contract.folders import GivenFolder, shown
+from contract.images.dtypes import DataType
+from contract.images.targets import TargetKind
 from servicekit.errors import FailedPrecondition
 
 LIMITS = CheckpointLimits(allowed_config_keys=None)

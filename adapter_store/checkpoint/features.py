@@ -15,8 +15,8 @@ from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
-from adapter_store.core import TargetKind
 from contract.adapter_files import CONFIG_FILE, is_shard
+from contract.images.targets import TargetKind
 
 FUSED = frozenset(
     {"qkv_proj", "gate_up_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "qkv"}

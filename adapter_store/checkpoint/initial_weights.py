@@ -28,9 +28,9 @@ from adapter_store.checkpoint.json import parse_object, show
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.peft_fields import changes_base
 from adapter_store.checkpoint.tensors import TargetWeights
-from adapter_store.core import TargetKind
 from adapter_store.errors import InvalidAdapter
 from contract.adapter_files import CONFIG_FILE
+from contract.images.targets import TargetKind
 from servicekit.errors import FailedPrecondition
 
 PISSA, OLORA, LOFTQ = "pissa", "olora", "loftq"

@@ -27,9 +27,10 @@ from adapter_store.checkpoint.scan import scan_tensors
 from adapter_store.checkpoint.tensor_keys import target_of, trained_name
 from adapter_store.checkpoint.tensors import Contents, TargetWeights, read_tensors
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
-from adapter_store.core import DataType, SegmentKind
 from adapter_store.errors import CorruptData, InvalidAdapter
 from contract.folders import GivenFolder
+from contract.images.dtypes import DataType
+from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
 
 TORCH_DTYPES: Mapping[DataType, torch.dtype] = {
     DataType.FLOAT32: torch.float32,
@@ -116,7 +117,7 @@ class Checkpoint:
     def segment_kinds(self) -> tuple[SegmentKind, ...]:
         """Its contents besides A and B, in order."""
         kinds = {kind for changes in self.changes for kind in changes.kinds}
-        return tuple(kind for kind in SegmentKind if kind in kinds - {SegmentKind.A, SegmentKind.B})
+        return tuple(kind for kind in FURTHER_KINDS if kind in kinds)
 
     @contextmanager
     def open_files(self) -> Iterator[Mapping[str, OpenFile]]:

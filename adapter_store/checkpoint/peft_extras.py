@@ -31,8 +31,8 @@ from adapter_store.checkpoint.config_values import invalid_value, read_flag, rea
 from adapter_store.checkpoint.module_patterns import path_tails
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.weights import ParameterOrder
-from adapter_store.core import TargetKind
 from adapter_store.errors import InvalidAdapter
+from contract.images.targets import TargetKind
 
 CLASSIFIERS = frozenset({"classifier", "score"})
 """Modules that PEFT adds to modules_to_save of classifiers by itself, whichever the model has."""

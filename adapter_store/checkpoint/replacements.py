@@ -34,8 +34,9 @@ from adapter_store.checkpoint.peft_extras import (
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.tensor_keys import TensorKey
 from adapter_store.checkpoint.weights import Replacement
-from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import TargetKind
 
 VOCABULARIES = EMBEDDINGS | {"wte", "word_embeddings", "tok_embeddings", "output"}
 """Modules whose weights have a row for each token in every model."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from adapter_store.checkpoint.json import parse_object, show
-from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
+from contract.images.dtypes import DataType
 
 LENGTH_BYTES = 8
 MAX_NAME_CHARS = 512

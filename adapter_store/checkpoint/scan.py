@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from adapter_store.checkpoint.files import AnyFolder, OpenFile, Scratch, open_file
 from adapter_store.checkpoint.safetensors import Scanned, TensorRecord, group_adjacent
-from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
+from contract.images.dtypes import DataType
 
 CHUNK_BYTES = 1 << 20
 """The bytes in flight per thread, which stay in the processor's cache between hash and check."""

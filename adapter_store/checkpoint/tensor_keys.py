@@ -35,8 +35,9 @@ from dataclasses import dataclass
 
 from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
 from adapter_store.checkpoint.towers import advice, tower_of
-from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import TargetKind
 from contract.tensor_names import unwrapped
 
 PREFIX = "base_model.model."

@@ -38,9 +38,10 @@ from adapter_store.checkpoint.safetensors import TensorRecord, read_header
 from adapter_store.checkpoint.tensor_keys import TensorKey, parse_key
 from adapter_store.checkpoint.towers import advice, tower_of
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
-from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
 from contract.adapter_files import WEIGHTS_FILE
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import TargetKind
 
 _SIDES = (SegmentKind.A, SegmentKind.B)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from adapter_store.checkpoint.safetensors import TensorRecord
-from adapter_store.core import SegmentKind, TargetKind
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import TargetKind
 
 
 class Changes(Protocol):

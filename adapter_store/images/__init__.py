@@ -1,7 +1,6 @@
 """Compiled images: one contiguous range of bytes per adapter and layout, ready to be copied.
 
-layout         gives layouts their identity
-layout_checks  validates layouts
+layout         gives layouts their identity, and their form in the catalog
 announcement   validates announcements, gives them their identity, and finds the ones about an image
 fit            which targets of a layout an adapter changes
 base_rows      which rows of the base's own weights it changes

@@ -4,11 +4,14 @@ about. None of it decides bytes of images."""
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import Any
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
-from adapter_store.core import Announcement, ImageContent, Layout, SegmentKind
+from adapter_store.core import Announcement, ImageContent
 from adapter_store.images.plan import ImagePlan
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
 from servicekit.errors import InvalidArgument
 
 MAX_ALIASES = 64
@@ -22,7 +25,6 @@ MAX_UNUSED_SPACES = 16
 adapter carries them."""
 MAX_MODULE_CHARS = 128
 
-_LORA = (SegmentKind.A, SegmentKind.B)
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+")
 
 
@@ -62,7 +64,7 @@ def validate_announcement(announcement: Announcement, layout: Layout) -> None:
     require(announcement.max_rank <= MAX_RANK, "max_rank", f"above {MAX_RANK}")
     too_many = len(lora_targets) > MAX_LORA_TARGETS
     require(not too_many, "lora_targets", f"more than {MAX_LORA_TARGETS}")
-    known = {_module(target.name) for target in layout.targets} if lora_targets else set()
+    known = {target.module for target in layout.targets} if lora_targets else set()
     for index, name in enumerate(lora_targets):
         field = f"lora_targets[{index}]"
         is_name = len(name) <= MAX_MODULE_CHARS and _MODULE.fullmatch(name) is not None
@@ -74,25 +76,17 @@ def validate_announcement(announcement: Announcement, layout: Layout) -> None:
 
 def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:
     """Returns the contents of an image that decide whether a server can serve it."""
-    names: dict[SegmentKind, set[str]] = {kind: set() for kind in SegmentKind}
+    names: dict[SegmentKind, set[str]] = defaultdict(set)
+    modules: set[str] = set()
     for segment in plan.segments:
-        names[segment.kind].add(layout.targets[segment.target].name)
-    modules = sorted({_module(name) for found in names.values() for name in found})
-    kinds = [kind for kind in SegmentKind if names[kind] and kind not in _LORA]
+        target = layout.targets[segment.target]
+        modules.add(target.module)
+        names[segment.kind].add(target.short_name)
+    kinds = [kind for kind in FURTHER_KINDS if kind in names]
     return ImageContent(
-        tuple(modules),
-        tuple(kinds),
-        tuple(tuple(sorted({_without_layer(name) for name in names[kind]})) for kind in kinds),
+        modules=tuple(sorted(modules)),
+        segment_kinds=tuple(kinds),
+        names=tuple(tuple(sorted(names[kind])) for kind in kinds),
         added_tokens=plan.added_tokens,
         unused_spaces=tuple(sorted({space for space, _ in plan.unused})[:MAX_UNUSED_SPACES]),
     )
-
-
-def _without_layer(name: str) -> str:
-    """Returns such as "q_proj", "input_layernorm" or "q_proj.bias"."""
-    module = name.removesuffix(".bias")
-    return _module(module) + name[len(module) :]
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[2]

@@ -18,7 +18,8 @@ import torch
 from adapter_store.checkpoint.files import open_file
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
 from adapter_store.checkpoint.weights import Replacement
-from adapter_store.core import HASHED_ROWS, DataType, Target
+from contract.images.dtypes import DataType
+from contract.images.targets import HASHED_ROWS, Target
 
 MAX_KEPT_AS_ROWS = 0.5
 """Share of the base's rows from which on the whole weight is kept."""

@@ -23,14 +23,7 @@ from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
-from adapter_store.core import (
-    ImageContent,
-    ImageKey,
-    ImageState,
-    Layout,
-    LayoutVerdict,
-    Tenants,
-)
+from adapter_store.core import ImageContent, ImageKey, ImageState, LayoutVerdict, Tenants
 from adapter_store.errors import CorruptData, DiskFull, IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.announcement import content_of
 from adapter_store.images.compile import Image, compile_parts
@@ -42,6 +35,7 @@ from adapter_store.images.plan import ImagePlan, plan_image
 from adapter_store.images.shared_tier import Claim, SharedTier
 from adapter_store.images.worker_pool import YieldPoint
 from adapter_store.metrics.metrics import Metrics
+from contract.images.layouts import Layout
 from servicekit.errors import NotFound, ServiceError
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,13 @@ from adapter_store.checkpoint.files import CheckpointLimits, copy_texts
 from adapter_store.checkpoint.formats.select import find_format
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.text_files import AdapterText, read_text
-from adapter_store.core import Announcement, Layout, ServerLimits
+from adapter_store.core import Announcement, ServerLimits
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter, LimitExceeded
 from adapter_store.images.announcement import content_of
-from adapter_store.images.layout_checks import validate
+from adapter_store.images.layout import validate
 from adapter_store.images.plan import IMAGE_FORMATS, ImagePlan, plan_image
 from contract.folders import GivenFolder
+from contract.images.layouts import Layout
 from servicekit.errors import ServiceError
 
 

@@ -27,11 +27,14 @@ from adapter_store.checkpoint.files import OpenFile, Scratch
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
 from adapter_store.checkpoint.safetensors import group_adjacent
 from adapter_store.checkpoint.weights import Matrix
-from adapter_store.core import DataType, ImagePart, Layout, Segment
+from adapter_store.core import ImagePart
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.buffers import allocate_buffer
 from adapter_store.images.plan import ImagePlan, plan_image
 from adapter_store.images.sources import Piece, SegmentSource, Selection
+from contract.images.dtypes import DataType
+from contract.images.header import Segment
+from contract.images.layouts import Layout
 
 CHUNK_BYTES = 1 << 20
 TRANSPOSE_BYTES = 32 << 10
@@ -224,8 +227,8 @@ class _PartCompiler:
         if not is_final:
             _fill_gaps(data, start, segments)
         if not is_final or self.hashes is not None:
-            for dtype in dict.fromkeys(segment.dtype for segment, _ in segments):
-                pieces = [each for each in segments if each[0].dtype is dtype]
+            for dtype in dict.fromkeys(source.dtype for _, source in segments):
+                pieces = [each for each in segments if each[1].dtype is dtype]
                 self._fill(_sources(data, start, pieces, is_final=is_final), dtype)
         return ImagePart(index, start, end, b"" if is_final else hashlib.sha256(data.data).digest())
 
@@ -275,8 +278,8 @@ def _sources(
             outputs = []
             for _, piece in members if not is_final else ():
                 begin = segment.offset - start + piece.offset
-                length = math.prod(piece.shape) * segment.dtype.itemsize
-                values = data[begin : begin + length].view(_INTEGERS[segment.dtype.itemsize])
+                length = math.prod(piece.shape) * source.dtype.itemsize
+                values = data[begin : begin + length].view(_INTEGERS[source.dtype.itemsize])
                 outputs.append(_output(piece, values.reshape(piece.shape)))
             rows, piece = members[0]
             yield _Source(piece.matrix, rows, piece.scale, tuple(outputs))

@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import torch
 
 from adapter_store.blobs.fsync import sync_folder, write_atomically
-from adapter_store.core import ImagePart, Segment
+from adapter_store.core import ImagePart
 from adapter_store.errors import CorruptData
 from adapter_store.images.buffers import allocate_buffer
 from adapter_store.images.compile import Image
 from adapter_store.images.plan import ImagePlan
+from contract.images.header import Segment
 
 DATA_ALIGNMENT = 4096
 _LENGTH_BYTES = 8
@@ -154,6 +155,7 @@ def _header(plan: ImagePlan, parts: tuple[ImagePart, ...]) -> bytes:
 
 def _tensor_info(segment: Segment, end: int) -> dict[str, Any]:
     """Bytes of experts, which begin with an index, are no matrix of the format."""
+    assert segment.dtype is not None
     dtype, shape = segment.dtype.value, list(segment.shape)
     if math.prod(shape) * segment.dtype.itemsize != segment.length_bytes:
         dtype, shape = "U8", [segment.length_bytes]

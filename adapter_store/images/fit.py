@@ -21,8 +21,10 @@ from adapter_store.checkpoint.weights import (
     ParameterOrder,
     Replacement,
 )
-from adapter_store.core import Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import OtherName, Target, TargetKind
 
 ADDED_TOKENS = (
     ": tokens were added to the vocabulary of the base model; an adapter has rows of its own for "

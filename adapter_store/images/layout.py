@@ -9,17 +9,27 @@ from dataclasses import asdict
 from typing import Any
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
-from adapter_store.core import (
-    DataType,
-    Held,
-    Layout,
-    OtherName,
-    Target,
-    TargetKind,
-)
+from contract.images import layout_rules
+from contract.images.dtypes import DataType
+from contract.images.layouts import InvalidLayout, Layout
+from contract.images.targets import Held, OtherName, Target, TargetKind
+from servicekit.errors import InvalidArgument
 
 _TARGETS = re.compile(r'"targets":\s*\[')  # in a string its quotes would be escaped
 _BETWEEN = re.compile(r"[\s,]*")
+
+
+def validate(layout: Layout) -> None:
+    """Checks a layout that a server registers. Raises InvalidArgument, with the field as
+    subject."""
+    try:
+        layout_rules.validate(layout)
+    except InvalidLayout as error:
+        raise refused_layout(error) from error
+
+
+def refused_layout(error: InvalidLayout) -> InvalidArgument:
+    return InvalidArgument(str(error), subject=error.field)
 
 
 def layout_id(layout: Layout) -> str:
@@ -139,16 +149,3 @@ def _read_other_name(fields: dict[str, Any]) -> OtherName:
 
 def _pair(value: list[int] | None) -> tuple[int, int] | None:
     return None if value is None else (value[0], value[1])
-
-
-def runs(layout: Layout) -> Iterator[tuple[int, int]]:
-    """Yields target ranges [start, end) of one layer each, in order of use: the embedding (no
-    layer, before the first), every layer, the head (no layer, after the last)."""
-    start = 0
-    for index in range(1, len(layout.targets) + 1):
-        if (
-            index == len(layout.targets)
-            or layout.targets[index].layer != layout.targets[start].layer
-        ):
-            yield start, index
-            start = index

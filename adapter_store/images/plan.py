@@ -18,12 +18,17 @@ from dataclasses import dataclass, field, replace
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.weights import Replacement
-from adapter_store.core import DataType, Held, Layout, Segment, SegmentKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.base_rows import Kept, kept_rows
 from adapter_store.images.fit import Use, count_added_tokens, fit
-from adapter_store.images.layout import layout_id, runs
-from adapter_store.images.sources import SegmentSource, align, segment_sources
+from adapter_store.images.layout import layout_id
+from adapter_store.images.sources import SegmentSource, segment_sources
+from contract.images import rules
+from contract.images.dtypes import DataType
+from contract.images.header import ImageHeader, Segment, align
+from contract.images.layouts import Layout, runs
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Held
 
 _ALL = Kept(is_whole=True)
 _SUFFIXES = {kind: kind.value.upper() for kind in SegmentKind}
@@ -64,6 +69,18 @@ class ImagePlan:
 
     def without_sources(self) -> ImagePlan:
         return replace(self, sources=())
+
+    def header(self, offset: int = 0) -> ImageHeader:
+        """Returns the first message of a pull that starts at `offset`."""
+        return ImageHeader(
+            self.image_id,
+            self.digest,
+            self.layout_id,
+            self.image_format,
+            self.total_bytes,
+            self.segments,
+            offset,
+        )
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -117,7 +134,7 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
         if end > part_start:
             parts.append((part_start, end))
     identity = identity or layout_id(layout)
-    return ImagePlan(
+    plan = ImagePlan(
         image_id=image_id(checkpoint.digest, identity, layout.image_format),
         digest=checkpoint.digest,
         layout_id=identity,
@@ -131,6 +148,8 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
         added_tokens=count_added_tokens(all_uses),
         unused=tuple(_unused(all_uses)),
     )
+    rules.validate(plan.header(), layout)
+    return plan
 
 
 def _unused(uses: Iterable[Use]) -> Iterator[tuple[str, str]]:

@@ -6,13 +6,13 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from adapter_store.core import ImageKey, ImagePart, Segment, Tenants
+from adapter_store.core import ImageKey, ImagePart, Tenants
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.partial_image import PartialImage
-from adapter_store.images.plan import ImagePlan
 from adapter_store.metrics.metrics import Metrics
+from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessage
 from servicekit.errors import InvalidArgument, ReaderStalled, ServiceError, ShareExceeded
 from servicekit.shares import MinimumRate, Pace, Reservation, Shares
 from servicekit.telemetry.spans import Phases
@@ -24,49 +24,6 @@ LARGE_PULL_SECONDS = 600
 others less memory than they are due. A tenth of that behind, its pull ends."""
 CHUNK_BYTES = 512 << 10
 """The approximate length of a chunk: the chunks of a part have equal lengths, at most half more."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageHeader:
-    """The first message of a pull. `offset` is where this stream starts."""
-
-    image_id: str
-    digest: str
-    layout_id: str
-    image_format: int
-    total_bytes: int
-    segments: tuple[Segment, ...]
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ImageChunk:
-    """Bytes of the image from `offset`; a chunk never crosses the end of a part.
-
-    `data` is the image's own memory.
-    """
-
-    offset: int
-    data: memoryview = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerEnd:
-    """The end of a part: `sha256` covers the bytes from the previous end to `end_offset`."""
-
-    part: int
-    end_offset: int
-    sha256: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ImageTrailer:
-    """The last message of a pull: sha256 of the parts' sha256 values, concatenated in order."""
-
-    sha256: bytes
-
-
-PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer
 
 
 @dataclass(eq=False, slots=True)
@@ -150,7 +107,7 @@ class Pulls:
                 start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
                 self._metrics.pull_wait_seconds.observe(time.monotonic() - start_s)
                 phases.enter("stream")
-                yield _header(image.plan, start)
+                yield image.plan.header(start)
                 data = image.buffer.numpy().data
                 for index in itertools.count(first_part(image.plan.parts, start)):
                     part = await image.wait_part(index)
@@ -273,15 +230,3 @@ def _paced(
                 f"--tenant-share): it has to be read within {LARGE_PULL_SECONDS:g} seconds",
                 subject="image_memory",
             )
-
-
-def _header(plan: ImagePlan, offset: int) -> ImageHeader:
-    return ImageHeader(
-        plan.image_id,
-        plan.digest,
-        plan.layout_id,
-        plan.image_format,
-        plan.total_bytes,
-        plan.segments,
-        offset,
-    )

@@ -18,8 +18,6 @@ on 256 bytes; those with the same bytes lie there once. An expert that the adapt
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -28,12 +26,12 @@ from numpy.typing import NDArray
 
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.weights import ExpertWeights, Matrix, Replacement
-from adapter_store.core import DataType, SegmentKind, Target, TargetKind
 from adapter_store.images.base_rows import Kept
 from adapter_store.images.fit import Use, pairs_of
-
-SEGMENT_ALIGNMENT = 256
-_ONE = struct.unpack("<i", struct.pack("<f", 1.0))[0]
+from contract.images.dtypes import DataType
+from contract.images.expert_index import ExpertIndex
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Target, TargetKind
 
 Selection: TypeAlias = range | NDArray[np.int64]
 """Indices, ascending."""
@@ -92,11 +90,6 @@ def segment_sources(use: Use, dtype: DataType, kept: Kept) -> Iterator[SegmentSo
         return _experts(use, changes, dtype)
     assert isinstance(changes, Replacement)
     return _replacement(use.target, changes, dtype, kept)
-
-
-def align(offset: int) -> int:
-    """Returns the next offset at which a segment may start."""
-    return -(-offset // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
 
 def outputs_of(use: Use, num_outputs: int) -> Selection:
@@ -173,26 +166,21 @@ def _with_index(
     kind: SegmentKind, dtype: DataType, num_features: int, pieces: Sequence[Piece | None]
 ) -> SegmentSource:
     """Returns a segment of one matrix for each expert, [rank, features] in the image."""
-    end = align(len(pieces) * 16)
+    index = ExpertIndex(len(pieces), num_features * dtype.itemsize)
     places: dict[Matrix, int] = {}
     placed: list[Piece] = []
-    index = np.zeros((len(pieces), 4), np.int32)
-    index[:, 2] = _ONE
-    for row, piece in zip(index, pieces, strict=True):
+    for expert, piece in enumerate(pieces):
         if piece is None:
             continue
         at = places.get(piece.matrix)
         if at is None:
-            at = places[piece.matrix] = end
+            at = places[piece.matrix] = index.end
             placed.append(
                 Piece(piece.matrix, piece.rows, piece.columns, piece.is_transposed, piece.scale, at)
             )
-            end = align(end + math.prod(piece.shape) * dtype.itemsize)
-        row[:2] = at // SEGMENT_ALIGNMENT, piece.shape[0]
-    rank = int(index[:, 1].max(initial=0))
-    prefix = index.astype("<i4").tobytes()
+        index.add(expert, at, piece.shape[0])
     shape = (len(pieces), num_features)
-    return SegmentSource(kind, rank, dtype, shape, end, tuple(placed), prefix)
+    return SegmentSource(kind, index.rank, dtype, shape, index.end, tuple(placed), index.to_bytes())
 
 
 def _replacement(

@@ -16,6 +16,7 @@ from bench.gpu_run.context import Context
 from bench.gpu_run.model import MAX_RANK, read_description
 from bench.gpu_run.peers import LoraCall, Work
 from bench.gpu_run.timing import Times
+from contract.images.targets import TargetKind
 from inference_svc.adapters.targets import build_layout
 from kernels.lora import GRANULE_BYTES, LoraGroup, LoraPlan, LoraTable, TableEntry
 from kernels.lora.triton_ops import add_lora
@@ -58,7 +59,7 @@ def groups(context: Context) -> list[Group]:
     layout = build_layout(read_description(context.sizes.config), "", context.sizes.dtype)
     found: dict[str, list[tuple[int, int]]] = {}
     for target in layout.targets:
-        if target.kind == "linear" and target.layer in (0, None):
+        if target.kind is TargetKind.LINEAR and target.layer in (0, None):
             name = target.group.rpartition(".")[2]
             found.setdefault(name, []).append((target.in_features, target.out_features))
     return [

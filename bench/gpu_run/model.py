@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from bench.gpu_run.context import Context
+from contract.images.header import ImageHeader, Segment
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Target, TargetKind
 from inference_svc import core
-from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.layout import EXPERTS, LayoutTarget, ModelLayout
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.targets import applied_targets, build_layout
@@ -124,9 +126,9 @@ def make_arena(
     return arena
 
 
-def is_adapted(target: LayoutTarget) -> bool:
+def is_adapted(target: Target) -> bool:
     """Returns whether these adapters change a target."""
-    return target.layer is not None and target.kind != EXPERTS
+    return target.layer is not None and target.kind is not TargetKind.EXPERTS
 
 
 def image_header(layout: ModelLayout, digest: str, rank: int) -> ImageHeader:
@@ -135,7 +137,10 @@ def image_header(layout: ModelLayout, digest: str, rank: int) -> ImageHeader:
     for index, target in enumerate(layout.targets):
         if not is_adapted(target):
             continue
-        for kind, features in (("a", target.in_features), ("b", target.out_features)):
+        for kind, features in (
+            (SegmentKind.A, target.in_features),
+            (SegmentKind.B, target.out_features),
+        ):
             length = rank * features * layout.dtype.itemsize
             segments.append(Segment(index, kind, rank, end, length))
             end += -(-length // 256) * 256

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import zipfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +43,7 @@ from bench.gpu_run.pack_store import (
 )
 from bench.gpu_run.services.folder import pack_stubs
 from bench.memory_store import image_header, store_layout
+from contract.images.header import Segment
 from inference_svc.adapters.targets import build_layout
 from inference_svc.engine.thread import EngineThread
 from inference_svc.model.architectures import load_description
@@ -171,12 +171,17 @@ def compile_adapters(out: Path) -> dict[str, str]:
         facts = {
             "digest": digest,
             "image_format": header.image_format,
-            "segments": [asdict(segment) for segment in header.segments],
+            "segments": [_facts(segment) for segment in header.segments],
             "parts": [[part.index, part.start, part.end] for part in image.parts],
         }
         (folder / f"{digest}.json").write_text(json.dumps(facts))
         (folder / f"{digest}.bin").write_bytes(image.buffer.numpy().tobytes())
     return digests
+
+
+def _facts(segment: Segment) -> dict[str, Any]:
+    dtype = None if segment.dtype is None else segment.dtype.value
+    return segment._asdict() | {"kind": segment.kind.value, "dtype": dtype}
 
 
 def make_kinds(model: Path, source: Path, out: Path) -> Path:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from bench.gpu_run import safetensors
 from bench.gpu_run.context import Missing
-from inference_svc.adapters.image_source import (
+from contract.images.dtypes import DataType
+from contract.images.header import (
     ImageChunk,
     ImageHeader,
     ImageTrailer,
@@ -21,6 +22,7 @@ from inference_svc.adapters.image_source import (
     PullMessage,
     Segment,
 )
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import EngineConfig, Request, SamplingParams
 from inference_svc.engine.messages import LayoutAccepted, Message, StepOutputs, Submit
@@ -131,7 +133,15 @@ class PackStream:
     def __iter__(self) -> Iterator[PullMessage]:
         facts = self._facts
         segments = tuple(
-            Segment(**each | {"shape": tuple(each["shape"])}) for each in facts["segments"]
+            Segment(
+                **each
+                | {
+                    "kind": SegmentKind(each["kind"]),
+                    "dtype": DataType(each["dtype"]),
+                    "shape": tuple(each["shape"]),
+                }
+            )
+            for each in facts["segments"]
         )
         digest = facts["digest"]
         yield ImageHeader(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-GRANULE_BYTES = 256
+from contract.images.header import GRANULE_BYTES, align
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,6 @@ class Extent:
     @property
     def end(self) -> int:
         return self.start + self.num_bytes
-
-
-def round_up(num_bytes: int) -> int:
-    return -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
 class ExtentAllocator:
@@ -88,7 +84,7 @@ class ExtentAllocator:
         `cuts` are the ascending image offsets, multiples of 256, where the image may be cut.
         Returns None, and changes nothing, when it does not fit.
         """
-        size = round_up(num_bytes)
+        size = align(num_bytes)
         if size == 0:
             return ()
         for start, hole in zip(self._starts, self._sizes, strict=True):

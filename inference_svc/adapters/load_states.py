@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from inference_svc.adapters.image_source import ImageHeader
+from contract.images.header import ImageHeader
 from inference_svc.adapters.load_metrics import LoadSource, LoadTraces
 from inference_svc.adapters.pull import PullJob
 from inference_svc.errors import TRY_LATER, TRY_LATER_SEE_LOG

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from contract.images.header import ImageHeader
 from inference_svc.adapters.extents import Extent
-from inference_svc.adapters.image_source import ImageHeader, PullStream
+from inference_svc.adapters.image_source import PullStream
 from inference_svc.errors import StoreUnavailable, notes_of
 from servicekit.errors import ServiceError
 from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, use_span

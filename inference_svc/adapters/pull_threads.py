@@ -18,14 +18,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-from inference_svc.adapters.image_source import (
-    AdapterStore,
-    ImageChunk,
-    ImageHeader,
-    ImageTrailer,
-    LayerEnd,
-    PullMessage,
-)
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
+from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.pull import (
     ImageSink,
     Parked,

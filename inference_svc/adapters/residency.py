@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from inference_svc.adapters.image_source import ImageHeader
+from contract.images.header import ImageHeader
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
 from inference_svc.adapters.load_states import Loads, LoadState
 from inference_svc.adapters.loader import Loader, Refusal, accept_all

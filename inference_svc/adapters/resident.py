@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from contract.images.header import ImageHeader
 from inference_svc.adapters.extents import Extent
-from inference_svc.adapters.image_source import ImageHeader
 
 
 @dataclass(eq=False, slots=True)

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
+from contract.images.header import ImageHeader, align
 from inference_svc.adapters.eviction import EvictionReason, can_evict, drain_order, eviction_order
-from inference_svc.adapters.extents import ExtentAllocator, round_up
-from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.adapters.extents import ExtentAllocator
 from inference_svc.adapters.resident import Resident, Shape, target_cuts
 from inference_svc.errors import NoRoom
 from servicekit.errors import ShareExceeded
@@ -277,7 +277,7 @@ class Slots:
         for digest, resident in self._by_digest.items():
             assert resident.digest == digest
             assert resident.users >= 0
-            assert resident.num_bytes == round_up(resident.header.total_bytes)
+            assert resident.num_bytes == align(resident.header.total_bytes)
 
 
 def inadmissible_reason(

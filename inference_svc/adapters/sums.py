@@ -11,8 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from inference_svc.adapters.image_source import ImageHeader
-from inference_svc.adapters.layout import ModelLayout, listed
+from contract.images.header import ImageHeader
+from contract.images.segment_kinds import SegmentKind
+from contract.words import listed
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.slots import Slots
 from inference_svc.core import AdapterKey, Digest, Part, Sum
 from inference_svc.errors import AdapterUnusable, NoRoom
@@ -167,4 +169,4 @@ class SumChecks:
 
 
 def _has_row_ids(header: ImageHeader) -> bool:
-    return any(segment.kind == "row_ids" for segment in header.segments)
+    return any(segment.kind is SegmentKind.ROW_IDS for segment in header.segments)

@@ -8,17 +8,8 @@ from functools import lru_cache
 
 import torch
 
-from inference_svc.adapters.layout import (
-    EMBEDDING,
-    EXPERTS,
-    HEAD,
-    IMAGE_FORMATS,
-    SAMPLED,
-    TEXT,
-    LayoutTarget,
-    ModelLayout,
-    OtherName,
-)
+from contract.images.targets import OtherName, Target, TargetKind
+from inference_svc.adapters.layout import EMBEDDING, HEAD, IMAGE_FORMATS, SAMPLED, TEXT, ModelLayout
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import (
     EMBED_TOKENS,
@@ -45,17 +36,26 @@ def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> Model
     """Returns the targets of a decoder, by the names of Hugging Face's modules."""
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
-    targets = [LayoutTarget(EMBED_TOKENS, None, EMBEDDING, "embedding", vocab, hidden, space=TEXT)]
+    targets = [
+        Target(EMBED_TOKENS, None, EMBEDDING, TargetKind.EMBEDDING, vocab, hidden, space=TEXT)
+    ]
     for held, layer in weights_of(decoder):
         if isinstance(held, ExpertsProjection):
             targets += _experts_targets_of(held, layer)
         elif isinstance(held, Projection) and held.name != HEAD:
             targets += _targets_of(held, layer)
-    sizes = (hidden, vocab)
-    targets.append(LayoutTarget(LM_HEAD, None, HEAD, "linear", *sizes, (), SAMPLED, tied_to))
+    linear = TargetKind.LINEAR
+    targets.append(
+        Target(LM_HEAD, None, HEAD, linear, hidden, vocab, space=SAMPLED, tied_to=tied_to)
+    )
     more = tuple(
-        LayoutTarget(
-            *(vector.name, vector.layer, vector.name, "vector", 0, vector.size),
+        Target(
+            name=vector.name,
+            layer=vector.layer,
+            group=vector.name,
+            kind=TargetKind.VECTOR,
+            in_features=0,
+            out_features=vector.size,
             space=SAMPLED if vector.name == decoder.final_norm.module else TEXT,
         )
         for vector in vectors(decoder)
@@ -64,7 +64,7 @@ def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> Model
     return ModelLayout(base_model, config, dtype, IMAGE_FORMATS, tuple(targets), more)
 
 
-def _targets_of(projection: Projection, layer: int | None) -> Iterator[LayoutTarget]:
+def _targets_of(projection: Projection, layer: int | None) -> Iterator[Target]:
     """Yields the targets of a projection: each of its modules; the module that computes them all is
     another name of each."""
 
@@ -78,14 +78,20 @@ def _targets_of(projection: Projection, layer: int | None) -> Iterator[LayoutTar
         others = [OtherName(path(other)) for other in member.others]
         if projection.fused:
             others.append(OtherName(path(projection.fused), (start, end)))
-        yield LayoutTarget(
-            *(path(member.module), layer, group, "linear"),
-            *(projection.in_features, member.out_features, tuple(others), TEXT),
+        yield Target(
+            name=path(member.module),
+            layer=layer,
+            group=group,
+            kind=TargetKind.LINEAR,
+            in_features=projection.in_features,
+            out_features=member.out_features,
+            other_names=tuple(others),
+            space=TEXT,
         )
         start = end
 
 
-def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Iterator[LayoutTarget]:
+def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Iterator[Target]:
     """Yields the targets of a projection of all experts: each of its modules, which the one
     parameter of all is another name of."""
     assert layer is not None
@@ -95,21 +101,27 @@ def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Ite
         end = start + member.out_features
         others = [OtherName(layer_path(layer, other)) for other in member.others]
         if projection.is_interleaved:
-            turns = ((1,) * count, part)
-            others.append(OtherName(parameter, None, *turns, projection.is_transposed))
+            others.append(
+                OtherName(
+                    parameter,
+                    block_sizes=(1,) * count,
+                    block_part=part,
+                    transposed=projection.is_transposed,
+                )
+            )
         elif count > 1:
             outputs = (start, end)
-            others.append(OtherName(parameter, outputs, is_transposed=projection.is_transposed))
-        yield LayoutTarget(
-            layer_path(layer, member.module),
-            layer,
-            key_of(projection.name, layer),
-            EXPERTS,
-            projection.in_features,
-            member.out_features,
-            tuple(others),
-            TEXT,
-            num_experts=projection.num_experts,
+            others.append(OtherName(parameter, outputs, transposed=projection.is_transposed))
+        yield Target(
+            name=layer_path(layer, member.module),
+            layer=layer,
+            group=key_of(projection.name, layer),
+            kind=TargetKind.EXPERTS,
+            in_features=projection.in_features,
+            out_features=member.out_features,
+            experts=projection.num_experts,
+            other_names=tuple(others),
+            space=TEXT,
         )
         start = end
 
@@ -146,7 +158,7 @@ def applied_targets(
         target
         for group in groups.values()
         for target in group.targets
-        if layout.targets[target].kind == EXPERTS
+        if layout.targets[target].kind is TargetKind.EXPERTS
     )
     return AppliedTargets(groups, weights, vocab_size, max_added_tokens, of_experts)
 

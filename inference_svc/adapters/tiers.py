@@ -11,8 +11,9 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from contract.images.header import ImageHeader
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.eviction import EvictionReason
-from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.resident import Resident
@@ -207,7 +208,7 @@ class MemoryTiers:
         """Makes an image, complete in the arena, visible to kernels with the next batch, or, if it
         has magnitudes, when these are divided."""
         resident.load_seconds = load_seconds
-        if any(segment.kind == "magnitude" for segment in resident.header.segments):
+        if any(segment.kind is SegmentKind.MAGNITUDE for segment in resident.header.segments):
             self.dividing[resident.digest] = resident
             self.changes.append(DivideMagnitudes(resident))
         else:

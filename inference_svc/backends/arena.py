@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from inference_svc.adapters.extents import GRANULE_BYTES, Extent, locate
-from inference_svc.adapters.image_source import Segment
-from inference_svc.adapters.layout import EXPERTS, ModelLayout
+from contract.images.header import GRANULE_BYTES, Segment
+from contract.images.segment_kinds import LORA_KINDS, SegmentKind
+from contract.images.targets import TargetKind
+from inference_svc.adapters.extents import Extent, locate
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.tiers import (
     HostCopy,
@@ -66,9 +68,11 @@ class Arena:
         self._in_features = np.array([t.in_features for t in targets], dtype=np.int64)
         self._out_features = np.array([t.out_features for t in targets], dtype=np.int64)
         self._num_experts = np.array(
-            [t.num_experts if t.kind == EXPERTS else 0 for t in targets], dtype=np.int64
+            [t.experts if t.kind is TargetKind.EXPERTS else 0 for t in targets], dtype=np.int64
         )
-        self._is_embedding = np.array([t.kind == "embedding" for t in targets], dtype=np.bool_)
+        self._is_embedding = np.array(
+            [t.kind is TargetKind.EMBEDDING for t in targets], dtype=np.bool_
+        )
         self.table = LoraTable.create(
             *(max_loras, len(targets), self.flat, device, max_rank, self.streams.compute),
             num_mixes=num_mixes,
@@ -154,7 +158,7 @@ class Arena:
         granules = locate(resident.extents, offsets) // GRANULE_BYTES
         ranks = np.array([segment.rank for segment in segments], dtype=np.int64)
         kinds = [segment.kind for segment in segments]
-        matrices = np.array([kind in ("a", "b") for kind in kinds], dtype=np.bool_)
+        matrices = np.array([kind in LORA_KINDS for kind in kinds], dtype=np.bool_)
         first = np.flatnonzero(matrices)[::2]  # each A is followed by its B
         columns = np.array([segments[index].target for index in first], dtype=np.int64)
         row = TableRow(
@@ -182,16 +186,16 @@ class Arena:
         places = {target: index for index, target in enumerate(layout.weights)}
         for segment, granule in zip(segments, granules, strict=True):
             target, kind = segment.target, segment.kind
-            if kind in ("bias", "magnitude"):
+            if kind in (SegmentKind.BIAS, SegmentKind.MAGNITUDE):
                 found = vectors.get(target, NO_VECTORS)
-                vectors[target] = found._replace(**{kind: granule})
+                vectors[target] = found._replace(**{kind.value: granule})
             elif target in layout.biases:
                 column = layout.biases[target]
                 vectors[column] = vectors.get(column, NO_VECTORS)._replace(base_bias=granule)
-            elif target in places and kind not in ("a", "b"):
+            elif target in places and kind not in LORA_KINDS:
                 own = replaced.get(target, ReplacedWeight(places[target]))
-                own = own._replace(**{kind: granule})
-                if kind == "rows":
+                own = own._replace(**{kind.value: granule})
+                if kind is SegmentKind.ROWS:
                     own = own._replace(num_rows=segment.shape[0])
                 replaced[target] = own
         sizes = {

@@ -12,14 +12,16 @@ import logging
 import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.extents import GRANULE_BYTES, locate
-from inference_svc.adapters.image_source import Segment
+from contract.images.header import GRANULE_BYTES, Segment
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import TargetKind
+from inference_svc.adapters.extents import locate
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends.arena import Arena
@@ -37,6 +39,10 @@ fraction of one of a device."""
 CPU_SLICE_ELEMENTS, DEVICE_SLICE_ELEMENTS = 1 << 18, 1 << 24
 """The bytes that are made at once: stay in a processor's cache, and is little of a device's
 memory."""
+
+
+Contents: TypeAlias = dict[SegmentKind, Tensor]
+"""An adapter's contents for one target."""
 
 
 class Projection(Protocol):
@@ -102,28 +108,30 @@ class Magnitudes:
         segments = resident.header.segments
         offsets = np.array([segment.offset for segment in segments], dtype=np.int64)
         granules = (locate(resident.extents, offsets) // GRANULE_BYTES).tolist()
-        of_target: dict[int, dict[str, Tensor]] = {}
+        of_target: dict[int, Contents] = {}
         for segment, granule in zip(segments, granules, strict=True):
             of_target.setdefault(segment.target, {})[segment.kind] = self._view(segment, granule)
         ratios: list[tuple[str, Tensor]] = []
         for target, own in of_target.items():
-            if "magnitude" not in own:
+            if SegmentKind.MAGNITUDE not in own:
                 continue
-            if self._arena.layout.targets[target].kind == "embedding":
+            if self._arena.layout.targets[target].kind is TargetKind.EMBEDDING:
                 norms = yield from self._embedding_norms(own)
             else:
                 norms = yield from self._norms(target, own)
-            ratios.append((self._arena.layout.targets[target].name, own["magnitude"].div_(norms)))
+            ratios.append(
+                (self._arena.layout.targets[target].name, own[SegmentKind.MAGNITUDE].div_(norms))
+            )
         sums = torch.stack([ratio.sum() for _, ratio in ratios]).tolist()  # waits for a device once
         faulty += [
             name for (name, _), each in zip(ratios, sums, strict=True) if not math.isfinite(each)
         ]
 
-    def _norms(self, target: int, own: dict[str, Tensor]) -> Generator[int, None, Tensor]:
+    def _norms(self, target: int, own: Contents) -> Generator[int, None, Tensor]:
         """Computes the norms of all outputs, [out]."""
         projection, first = self._places[target]
-        a, b = own["a"].float(), own["b"].float()
-        norms = own["magnitude"].new_empty(b.shape[1])
+        a, b = own[SegmentKind.A].float(), own[SegmentKind.B].float()
+        norms = own[SegmentKind.MAGNITUDE].new_empty(b.shape[1])
         num_rows = max(1, self._slice_elements // a.shape[1])
         for start in range(0, len(norms), num_rows):
             end = min(start + num_rows, len(norms))
@@ -134,18 +142,23 @@ class Magnitudes:
         return norms
 
     def _base_rows(
-        self, projection: Projection, first: int, own: dict[str, Tensor], start: int, end: int
+        self,
+        projection: Projection,
+        first: int,
+        own: Contents,
+        start: int,
+        end: int,
     ) -> Tensor:
         """Returns a copy of rows of the weight in fp32, with the rows that the adapter replaces."""
-        if "full" in own:
-            return own["full"][start:end].to(torch.float32, copy=True)
+        if SegmentKind.FULL in own:
+            return own[SegmentKind.FULL][start:end].to(torch.float32, copy=True)
         rows = projection.rows(first + start, first + end).to(torch.float32, copy=True)
         return _with_rows(rows, own, start, end)
 
-    def _embedding_norms(self, own: dict[str, Tensor]) -> Generator[int, None, Tensor]:
+    def _embedding_norms(self, own: Contents) -> Generator[int, None, Tensor]:
         """Computes the norms of all features over the vocabulary, [features]."""
-        embedding = own.get("full", self._weights.embedding)
-        a, b = own["a"], own["b"].float()
+        embedding = own.get(SegmentKind.FULL, self._weights.embedding)
+        a, b = own[SegmentKind.A], own[SegmentKind.B].float()
         squares = b.new_zeros(b.shape[1])
         num_rows = max(1, self._slice_elements // b.shape[1])
         for start in range(0, len(embedding), num_rows):
@@ -177,12 +190,12 @@ def _out_of_memory(digest: str) -> ServiceError:
     return OutOfDeviceMemory(f"{message}; {TRY_LATER}", subject="adapter", retry_after_s=1.0)
 
 
-def _with_rows(rows: Tensor, own: dict[str, Tensor], start: int, end: int) -> Tensor:
+def _with_rows(rows: Tensor, own: Contents, start: int, end: int) -> Tensor:
     """Puts the adapter's own rows among those [start, end) of the base's."""
-    if "rows" in own:
-        ids = own["row_ids"].long()
+    if SegmentKind.ROWS in own:
+        ids = own[SegmentKind.ROW_IDS].long()
         inside = ((ids >= start) & (ids < end)).nonzero().flatten()
-        rows[ids[inside] - start] = own["rows"][inside].float()
+        rows[ids[inside] - start] = own[SegmentKind.ROWS][inside].float()
     return rows
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from contract.images.segment_kinds import SegmentKind
 from servicekit.telemetry.histogram import HistogramState
 
 
@@ -41,7 +42,7 @@ class AdapterDetails:
     slot: int
     extents: tuple[tuple[int, int], ...]
     targets: np.ndarray
-    kinds: tuple[str, ...]
+    kinds: tuple[SegmentKind, ...]
     ranks: np.ndarray
     offsets: np.ndarray
     lengths: np.ndarray

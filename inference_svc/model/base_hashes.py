@@ -17,23 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from contract.images.dtypes import DataType
+from contract.images.targets import HASHED_ROWS
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 from inference_svc.model.headers import PIECE_BYTES, StoredTensor, stored_tensors
 from inference_svc.model.parameters import vectors
 
 logger = logging.getLogger(__name__)
 
-HASHED_ROWS = 256
 MAX_THREADS = 4
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Dtypes that hashes can be announced of, by their names in safetensors and in torch."""
+_DTYPES = {dtype.value: dtype for dtype in DataType if dtype.is_computable}
+"""Dtypes that hashes can be announced of, by their names in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseHashes:
-    """A weight's dtype in the checkpoint, by torch's name, and the sha256 of its blocks of rows."""
+    """A weight's dtype in the checkpoint, and the sha256 of its blocks of rows."""
 
-    dtype: str
+    dtype: DataType
     sha256: tuple[bytes, ...]
 
 

@@ -16,13 +16,8 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from inference_svc.adapters.image_source import (
-    ImageChunk,
-    ImageHeader,
-    ImageTrailer,
-    PullMessage,
-    PullStream,
-)
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, PullMessage
+from inference_svc.adapters.image_source import PullStream
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import AdapterNotFound, CorruptImage, StoreUnavailable, notes_of

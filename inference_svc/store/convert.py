@@ -9,15 +9,10 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from inference_svc.adapters.image_source import (
-    ImageChunk,
-    ImageHeader,
-    ImageTrailer,
-    LayerEnd,
-    PullMessage,
-    Segment,
-)
-from inference_svc.adapters.layout import EXPERTS, LayoutTarget, ModelLayout
+from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessage
+from contract.images.segment_kinds import LORA_KINDS, SegmentKind
+from contract.protobuf import SEGMENT_KIND_NUMBERS, SEGMENT_KINDS, read_header, write_layout
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnusable,
@@ -60,33 +55,6 @@ REPLICA_FAILURES = (
 )
 """Codes of a replica that serves nobody, or not us, rather than not this adapter."""
 
-_DTYPES = {
-    "torch.float32": pb.DATA_TYPE_FLOAT32,
-    "torch.float16": pb.DATA_TYPE_FLOAT16,
-    "torch.bfloat16": pb.DATA_TYPE_BFLOAT16,
-}
-_TARGET_KINDS = {
-    "linear": pb.TARGET_KIND_LINEAR,
-    "embedding": pb.TARGET_KIND_EMBEDDING,
-    EXPERTS: pb.TARGET_KIND_EXPERTS,
-    "vector": pb.TARGET_KIND_VECTOR,
-}
-_SEGMENT_KINDS = {
-    pb.SEGMENT_KIND_A: "a",
-    pb.SEGMENT_KIND_B: "b",
-    pb.SEGMENT_KIND_MAGNITUDE: "magnitude",
-    pb.SEGMENT_KIND_BIAS: "bias",
-    pb.SEGMENT_KIND_ROW_IDS: "row_ids",
-    pb.SEGMENT_KIND_ROWS: "rows",
-    pb.SEGMENT_KIND_FULL: "full",
-}
-_DTYPE_NAMES = {
-    pb.DATA_TYPE_FLOAT32: "float32",
-    pb.DATA_TYPE_FLOAT16: "float16",
-    pb.DATA_TYPE_BFLOAT16: "bfloat16",
-    pb.DATA_TYPE_FLOAT8_E4M3: "float8_e4m3fn",
-    pb.DATA_TYPE_INT32: "int32",
-}
 _NO_CHANGE = (pb.EVENT_KIND_PINNED, pb.EVENT_KIND_UNPINNED, pb.EVENT_KIND_BOOKMARK)
 """Events after which every name points to the same content as before."""
 
@@ -164,7 +132,7 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
         },
         create_time_s=adapter.create_time.ToMicroseconds() / 1e6,
         targets=tuple(adapter.targets),
-        segment_kinds=tuple(_SEGMENT_KINDS.get(k, str(k)) for k in adapter.segment_kinds),
+        segment_kinds=tuple(SEGMENT_KINDS.get(k, k) for k in adapter.segment_kinds),
         invocation_tokens=tuple(adapter.invocation_tokens),
         added_tokens=adapter.added_tokens,
         tokenizer_digest=adapter.tokenizer_digest,
@@ -183,13 +151,8 @@ def from_registration(
 
 
 def from_layout(layout: ModelLayout) -> pb.ModelLayout:
-    return pb.ModelLayout(
-        base_model=layout.base_model,
-        config_sha256=layout.config_sha256,
-        dtype=_DTYPES[str(layout.dtype)],
-        targets=(_from_target(layout.all_targets[index]) for index in layout.order_of_use),
-        image_formats=layout.image_formats,
-    )
+    announced, _ = layout.announced(layout.image_formats[-1])
+    return write_layout(announced, layout.image_formats)
 
 
 def from_announcement(announcement: Announcement) -> pb.Announcement:
@@ -203,42 +166,11 @@ def from_announcement(announcement: Announcement) -> pb.Announcement:
     )
 
 
-def _from_kinds(names: Collection[str]) -> list[pb.SegmentKind]:
+def _from_kinds(kinds: Collection[SegmentKind]) -> list[pb.SegmentKind]:
     """Returns the kinds besides A and B, and these: a store refuses an announcement of some kinds
     without them."""
-    applied = {"a", "b", *names} if names else ()
-    return [kind for kind, name in _SEGMENT_KINDS.items() if name in applied]
-
-
-def _to_slice(ends: tuple[int, int] | None) -> pb.Slice | None:
-    return None if ends is None else pb.Slice(start=ends[0], end=ends[1])
-
-
-def _from_target(target: LayoutTarget) -> pb.Target:
-    return pb.Target(
-        name=target.name,
-        layer=target.layer,
-        group=target.group,
-        kind=_TARGET_KINDS[target.kind],
-        in_features=target.in_features,
-        out_features=target.out_features,
-        other_names=[
-            pb.OtherName(
-                name=other.name,
-                outputs=_to_slice(other.outputs),
-                block_sizes=other.block_sizes,
-                block_part=other.block_part,
-                transposed=other.is_transposed,
-            )
-            for other in target.other_names
-        ],
-        experts=target.num_experts if target.kind == EXPERTS else 0,
-        space=target.space,
-        base_hashes=target.base.sha256 if target.base else (),
-        base_dtype=_DTYPES[f"torch.{target.base.dtype}"] if target.base else None,
-        tied_to=target.tied_to,
-        held=pb.HELD_UNUSED if target.is_unused else pb.HELD_UNSPECIFIED,
-    )
+    applied = {*LORA_KINDS, *kinds} if kinds else ()
+    return [number for kind, number in SEGMENT_KIND_NUMBERS.items() if kind in applied]
 
 
 SMALL_BYTES = 256 << 10
@@ -279,7 +211,7 @@ def to_pull_message(data: bytes) -> PullMessage:
     if part == "trailer":
         return ImageTrailer(response.trailer.sha256)
     if part == "header":
-        return _to_header(response.header)
+        return read_header(response.header)
     raise CorruptImage("the store sent an unknown pull message")
 
 
@@ -321,29 +253,3 @@ def _tag(message: type[Message], field: str, wire_type: int) -> bytes:
 _CHUNK_TAG = _tag(pb.PullAdapterResponse, "chunk", 2)
 _OFFSET_TAG = _tag(pb.ImageChunk, "offset", 0)
 _DATA_TAG = _tag(pb.ImageChunk, "data", 2)
-
-
-def _to_header(header: pb.ImageHeader) -> ImageHeader:
-    return ImageHeader(
-        image_id=header.image_id,
-        digest=header.digest,
-        layout_id=header.layout_id,
-        image_format=header.image_format,
-        total_bytes=header.total_bytes,
-        segments=tuple(map(_to_segment, header.segments)),
-        offset=header.offset,
-    )
-
-
-def _to_segment(segment: pb.Segment) -> Segment:
-    # An unknown kind or dtype fits no target, and is refused with the header.
-    return Segment(
-        segment.target,
-        _SEGMENT_KINDS.get(segment.kind, ""),
-        segment.rank,
-        segment.offset,
-        segment.length_bytes,
-        _DTYPE_NAMES.get(segment.dtype, ""),
-        tuple(segment.shape),
-        segment.scale if segment.HasField("scale") else 1.0,
-    )

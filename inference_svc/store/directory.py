@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from inference_svc.adapters.layout import SEGMENT_KINDS, refused_kinds, refused_targets
+from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
+from inference_svc.adapters.layout import refused_kinds, refused_targets
 from inference_svc.core import AdapterKey, Part, Principal, Sum, sum_label
 from inference_svc.errors import (
     TRY_LATER,
@@ -115,11 +116,11 @@ class Servable:
         refused = [
             name for name in self.modules if name in changed and name not in self.lora_targets
         ]
-        may_equal_base = "full" in record.segment_kinds
+        may_equal_base = SegmentKind.FULL in record.segment_kinds
         if not may_equal_base and (reason := refused_targets(refused, self.lora_targets)):
             return reason, "targets"
         if reason := refused_kinds(
-            each for each in record.segment_kinds if each not in SEGMENT_KINDS
+            each for each in record.segment_kinds if each not in FURTHER_KINDS
         ):
             return reason, "segment_kinds"
         return None

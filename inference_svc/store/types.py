@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.layout import ModelLayout
 
 
@@ -22,7 +23,8 @@ class LayoutVerdict:
 class AdapterRecord:
     """One version of an adapter as the store described it when its catalog was at `revision`.
     `create_time_s`, a `time.time()`, is when the version was registered. `targets` are last
-    components of the names that it gives to modules, `segment_kinds` its contents beside A and B;
+    components of the names that it gives to modules, `segment_kinds` its contents beside A and B,
+    numbers of kinds that this release does not know;
     of aLoRA it is active from its `invocation_tokens` on. It has rows for `added_tokens` behind the
     model's vocabulary. Digests of its tokenizer and its chat template are "" for none."""
 
@@ -35,7 +37,7 @@ class AdapterRecord:
     verdicts: Mapping[str, LayoutVerdict] = field(default_factory=dict)
     create_time_s: float = 0.0
     targets: tuple[str, ...] = ()
-    segment_kinds: tuple[str, ...] = ()
+    segment_kinds: tuple[SegmentKind | int, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
     added_tokens: int = 0
     tokenizer_digest: str = ""
@@ -76,7 +78,7 @@ class Announcement:
     aliases: tuple[str, ...]
     max_rank: int
     lora_targets: tuple[str, ...] = ()
-    segment_kinds: tuple[str, ...] = ()
+    segment_kinds: tuple[SegmentKind, ...] = ()
     max_added_tokens: int = 0
 
 

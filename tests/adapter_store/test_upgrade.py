@@ -22,8 +22,8 @@ import pytest
 
 from adapter_store.config import StoreSettings
 from adapter_store.core import ANYONE, AdapterRecord, ImageKey
-from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer
 from adapter_store.store import Store, open_store
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer
 from servicekit.refs import AdapterName
 
 FOLDER = Path(__file__).with_name("upgrade")

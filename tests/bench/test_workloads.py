@@ -32,7 +32,7 @@ from bench.step_breakdown import name_operations
 from bench.store_adapters import BENCH_200M
 from bench.throughput import summarize
 from bench.trace import Traffic
-from inference_svc.adapters.image_source import ImageHeader
+from contract.images.header import ImageHeader
 from inference_svc.adapters.targets import build_layout
 from loadout.prometheus import parse
 

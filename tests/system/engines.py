@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from adapter_store import core as store_core
 from adapter_store.api import convert as store_convert
 from adapter_store.api.convert import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
@@ -17,7 +16,8 @@ from adapter_store.images import pull as store_pull
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.layout import layout_id
 from adapter_store.images.plan import IMAGE_FORMATS
-from inference_svc.adapters.image_source import ImageChunk, ImageTrailer, LayerEnd, PullMessage
+from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessage
+from contract.images.layouts import Layout
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import AdapterKey, Request, Sum
 from inference_svc.engine.messages import Call, Cancel, Command, Output, Reply, StepOutputs, Submit
@@ -78,7 +78,7 @@ class CompilingStore:
     them."""
 
     folders: dict[str, Path] = field(default_factory=dict)
-    layout: store_core.Layout | None = None
+    layout: Layout | None = None
     layout_id: str = ""
     gate: threading.Event = field(default_factory=threading.Event)
     is_down: bool = False

@@ -12,14 +12,15 @@ import torch
 
 from adapter_store.api import convert as of_store
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import HASHED_ROWS, Layout, TargetKind
 from adapter_store.errors import IncompatibleAdapter
-from adapter_store.images import pull
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout import from_text, to_text
 from adapter_store.images.plan import ImagePlan
-from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.layout import KIND_WORDS, ModelLayout
+from contract.images.header import ImageHeader, Segment
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import KIND_WORDS, SegmentKind
+from contract.images.targets import HASHED_ROWS, TargetKind
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import build_layout
 from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model import base_hashes
@@ -82,8 +83,7 @@ def _by_name(layout: Layout) -> dict[str, set[str]]:
 
 def header_of(plan: ImagePlan) -> ImageHeader:
     """As it arrives."""
-    fields = (plan.image_id, plan.digest, plan.layout_id, plan.image_format, plan.total_bytes)
-    header = to_pull_message(of_store.to_pull_response(pull.ImageHeader(*fields, plan.segments)))
+    header = to_pull_message(of_store.to_pull_response(plan.header()))
     assert isinstance(header, ImageHeader)
     return header
 
@@ -127,7 +127,7 @@ def test_segments_of_no_column_are_refused(zoo: Zoo, layout: ModelLayout) -> Non
     norm = next(i for i, target in enumerate(stored.targets) if target.name == "model.norm")
 
     def hurt(**fields: object) -> ImageHeader:
-        last = dataclasses.replace(header.segments[-1], **fields)  # type: ignore[arg-type]
+        last = header.segments[-1]._replace(**fields)  # type: ignore[arg-type]
         return dataclasses.replace(header, segments=(*header.segments[:-1], last))
 
     for target in (norm, len(stored.targets)):
@@ -143,14 +143,13 @@ def test_whole_linear_layers_are_refused_by_name(zoo: Zoo, layout: ModelLayout) 
     def full(name: str, shape: tuple[int, ...]) -> ImageHeader:
         target = next(i for i, target in enumerate(stored.targets) if target.name == name)
         size = math.prod(shape) * layout.dtype.itemsize
-        dtype = str(layout.dtype).removeprefix("torch.")
-        only = Segment(target, "full", 0, 0, size, dtype, shape, 1.0)
+        only = Segment(target, SegmentKind.FULL, 0, 0, size, layout.data_type, shape, 1.0)
         return dataclasses.replace(header, segments=(only,), total_bytes=size)
 
     linear = next(
         each for each in stored.targets if each.name.endswith("layers.0.self_attn.o_proj")
     )
-    with pytest.raises(AdapterUnusable, match=f"{KIND_WORDS['full']}, .* apply: o_proj$"):
+    with pytest.raises(AdapterUnusable, match=f"{KIND_WORDS[SegmentKind.FULL]}, .* apply: o_proj$"):
         layout.read_header(full(linear.name, (linear.out_features, linear.in_features)))
     norm = next(each for each in stored.targets if each.name == "model.norm")
     layout.read_header(full(norm.name, (norm.out_features,)))

@@ -15,8 +15,10 @@ from adapter_store.api.convert import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images import pull
 from adapter_store.images.compile import Image, compile_image
-from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.layout import EXPERTS, ModelLayout
+from contract.images.header import ImageHeader, Segment
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import TargetKind
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import build_layout
 from inference_svc.core import Part, Sum
 from inference_svc.errors import CorruptImage
@@ -98,7 +100,7 @@ def contents(image: Image) -> dict[str, bytes]:
 def test_each_form_gives_the_same_image(zoo: Zoo, layout: ModelLayout) -> None:
     """But for an A of gate and up, which parameters share, and what all experts share."""
     images = {name: compiled(zoo, name, layout) for name in zoo.adapter_dirs}
-    count = range(next(each.num_experts for each in layout.targets if each.kind == EXPERTS))
+    count = range(next(each.experts for each in layout.targets if each.kind is TargetKind.EXPERTS))
     for name in images.keys() & OTHERS:
         whole = OTHERS[name]
         assert matrices(images[name], count) == matrices(images[whole], count), name
@@ -221,9 +223,9 @@ def test_an_index_that_leads_elsewhere_is_refused(
         return bytes(data[offset : offset + num_bytes])
 
     layout.check_contents(header, read)
-    segment = next(each for each in header.segments if each.kind == "a")
-    assert layout.targets[segment.target].kind == EXPERTS
-    num_experts = layout.targets[segment.target].num_experts
+    segment = next(each for each in header.segments if each.kind is SegmentKind.A)
+    assert layout.targets[segment.target].kind is TargetKind.EXPERTS
+    num_experts = layout.targets[segment.target].experts
     index = np.frombuffer(data, np.int32, num_experts * 4, segment.offset).reshape(-1, 4)
     FAULTS[fault](index, segment)
     with pytest.raises(CorruptImage, match=r"experts? .*at byte"):
@@ -232,7 +234,7 @@ def test_an_index_that_leads_elsewhere_is_refused(
 
 def test_a_segment_too_short_for_its_index_is_refused(zoo: Zoo, layout: ModelLayout) -> None:
     header = header_of(compiled(zoo, PLAIN, layout))
-    first = dataclasses.replace(header.segments[0], length_bytes=16)
+    first = header.segments[0]._replace(length_bytes=16)
     with pytest.raises(CorruptImage):
         layout.read_header(dataclasses.replace(header, segments=(first, *header.segments[1:])))
 
@@ -240,14 +242,14 @@ def test_a_segment_too_short_for_its_index_is_refused(zoo: Zoo, layout: ModelLay
 def test_an_expert_slice_has_its_part_of_the_whole(zoo: Zoo, layout: ModelLayout) -> None:
     """Two servers that hold half of the experts each have all matrices once."""
     stored, checkpoint = as_stored(layout), open_checkpoint(zoo.adapter_dirs["one by one"])
-    num_experts = next(each.num_experts for each in layout.targets if each.kind == EXPERTS)
+    num_experts = next(each.experts for each in layout.targets if each.kind is TargetKind.EXPERTS)
     whole = matrices(compile_image(checkpoint, stored), range(num_experts))
     half = num_experts // 2
     found: dict[tuple[str, int], bytes] = {}
     for held in (range(half), range(half, num_experts)):
         targets = tuple(
             dataclasses.replace(each, expert_slice=(held.start, held.stop))
-            if each.kind.value == EXPERTS
+            if each.kind is TargetKind.EXPERTS
             else each
             for each in stored.targets
         )

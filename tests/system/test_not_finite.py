@@ -20,8 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from adapter_store.core import DataType, SegmentKind, TargetKind
 from adapter_store.images.compile import Image
+from contract.images.dtypes import DataType
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import TargetKind
 from inference_svc.core import Part, Sum
 from inference_svc.engine.messages import Command, Output
 from inference_svc.errors import AdapterUnusable, NotFinite

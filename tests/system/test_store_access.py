@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.adapters.image_source import ImageTrailer
+from contract.images.header import ImageTrailer
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import build_layout
 from inference_svc.config import InferenceSettings

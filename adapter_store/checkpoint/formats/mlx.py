@@ -46,9 +46,10 @@ from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.checkpoint.peft_fields import check_unknown
 from adapter_store.checkpoint.tensor_keys import TensorKey, is_module, target_of
 from adapter_store.checkpoint.weights import Changes
-from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
 from contract.adapter_files import CONFIG_FILE, MLX_WEIGHTS_FILE
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import TargetKind
 
 HONOURED = frozenset({"model", "fine_tune_type", "use_dora", "lora_parameters"})
 LAYER_KEYS = ("num_layers", "lora_layers")

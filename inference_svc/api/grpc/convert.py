@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf import timestamp_pb2
 
+from contract.protobuf import SEGMENT_KIND_NUMBERS, TARGET_KIND_NUMBERS
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.generate_call import (
     MAX_CHOICES,
@@ -66,21 +67,6 @@ _GENERATION_STATES = {
 }
 
 _TIERS = {"device": pb.ADAPTER_TIER_DEVICE, "host": pb.ADAPTER_TIER_HOST}
-_TARGET_KINDS = {
-    "linear": pb.TARGET_KIND_LINEAR,
-    "embedding": pb.TARGET_KIND_EMBEDDING,
-    "experts": pb.TARGET_KIND_EXPERTS,
-    "vector": pb.TARGET_KIND_VECTOR,
-}
-_SEGMENT_KINDS = {
-    "a": pb.SEGMENT_KIND_A,
-    "b": pb.SEGMENT_KIND_B,
-    "magnitude": pb.SEGMENT_KIND_MAGNITUDE,
-    "bias": pb.SEGMENT_KIND_BIAS,
-    "row_ids": pb.SEGMENT_KIND_ROW_IDS,
-    "rows": pb.SEGMENT_KIND_ROWS,
-    "full": pb.SEGMENT_KIND_FULL,
-}
 
 
 def from_generate_request(
@@ -351,12 +337,12 @@ def to_inspected(
         if index != previous:  # the segments of a target are neighbours
             target, previous = layout.all_targets[index], index
             part = response.targets.add(
-                name=target.name, layer=target.layer, kind=_TARGET_KINDS.get(target.kind)
+                name=target.name, layer=target.layer, kind=TARGET_KIND_NUMBERS[target.kind]
             )
         place = len(response.targets) - 1
         members.setdefault(layout.computed_with(index, kind), {})[place] = None
         part.rank = max(part.rank, rank)
-        part.segments.add(kind=_SEGMENT_KINDS.get(kind), offset=offset, bytes=length)
+        part.segments.add(kind=SEGMENT_KIND_NUMBERS.get(kind), offset=offset, bytes=length)
     for name, launches in details.launches.items():
         response.groups.add(name=name, targets=members.get(name, ()), launches=launches)
     return response

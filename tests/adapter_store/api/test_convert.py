@@ -11,25 +11,24 @@ from adapter_store.api import convert
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
-    DataType,
     EventKind,
     ImageContent,
     ImageState,
     LayoutVerdict,
-    Segment,
-    SegmentKind,
     SourceFile,
-    Target,
-    TargetKind,
 )
 from adapter_store.images.disk_tier import TierCounts
-from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd
+from contract.images.dtypes import DataType
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Segment
+from contract.images.segment_kinds import FURTHER_KINDS, LORA_KINDS, SegmentKind
+from contract.images.targets import Target, TargetKind
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
 from servicekit.refs import AdapterName
 
 NOW = datetime(2026, 2, 3, 4, 5, 6, 789000, tzinfo=UTC)
 DIGEST = "sha256:" + "0a" * 32
+KINDS = (*LORA_KINDS, *FURTHER_KINDS)
 
 
 def test_adapter_has_every_field():
@@ -149,12 +148,12 @@ def response(message) -> pb.PullAdapterResponse:
 def test_pull_messages():
     bf16 = DataType.BFLOAT16
     segments = tuple(
-        Segment(i, kind, 4, 256 * i, 100, bf16, (4, 25), 0.5) for i, kind in enumerate(SegmentKind)
+        Segment(i, kind, 4, 256 * i, 100, bf16, (4, 25), 0.5) for i, kind in enumerate(KINDS)
     )
     header = ImageHeader("i", DIGEST, "L", 2, 1 << 33, segments, 512)
     message = response(header).header
     assert [pb.SegmentKind.Name(s.kind)[13:].lower() for s in message.segments] == [
-        kind.value for kind in SegmentKind
+        kind.value for kind in KINDS
     ]
     assert {(s.dtype, tuple(s.shape), s.scale) for s in message.segments} == {
         (pb.DATA_TYPE_BFLOAT16, (4, 25), 0.5)

@@ -14,15 +14,9 @@ from adapter_store.catalog.announcements import (
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layouts import LayoutLimits
 from adapter_store.catalog.lookup import LASTS_FOR, MAX_SKEW_MICROS, PRESENT_FOR
-from adapter_store.core import (
-    Announcement,
-    ImageContent,
-    ImageKey,
-    ImageState,
-    LayoutVerdict,
-    SegmentKind,
-)
+from adapter_store.core import Announcement, ImageContent, ImageKey, ImageState, LayoutVerdict
 from adapter_store.errors import LimitExceeded
+from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
 from servicekit.refs import AdapterName
 from tests.support.store.catalogs import BASE, Names
 
@@ -247,7 +241,6 @@ def test_verdict_is_of_the_adapter_and_the_announcement(announced, names):
     assert [server.announcement_id for server in verdict.servers] == ["C", "B", "A"]
 
 
-ALL_KINDS = tuple(kind for kind in SegmentKind if kind not in (SegmentKind.A, SegmentKind.B))
 REFUSALS = [
     (
         Announcement(lora_targets=("o_proj", "q_proj")),
@@ -359,11 +352,11 @@ def test_images_of_the_release_before_change_what_their_adapters_name(catalog, n
 
 
 def test_what_an_adapter_has_is_kept(names):
-    has = {"segment_kinds": ALL_KINDS, "invocation_tokens": (5, 6, 5)}
+    has = {"segment_kinds": FURTHER_KINDS, "invocation_tokens": (5, 6, 5)}
     names.register("a", "d1", **has)
     names.register("b", "d2")
     record, plain = names.get("a"), names.get("b")
-    assert set(record.segment_kinds) == set(ALL_KINDS)
+    assert set(record.segment_kinds) == set(FURTHER_KINDS)
     assert record.invocation_tokens == (5, 6, 5)
     assert (plain.segment_kinds, plain.added_tokens, plain.invocation_tokens) == ((), 0, ())
 

@@ -14,8 +14,9 @@ from sqlalchemy import select
 
 from adapter_store.catalog import migrations, schema
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.core import Announcement, EventKind, SegmentKind, SignatureState
+from adapter_store.core import Announcement, EventKind, SignatureState
 from adapter_store.errors import CorruptData
+from contract.images.segment_kinds import SegmentKind
 from servicekit.refs import AdapterName, AdapterRef
 from tests.support.store.catalogs import BASE, Names, connected
 

@@ -14,7 +14,8 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.tensors import TargetWeights
-from adapter_store.core import DataType, TargetKind
+from contract.images.dtypes import DataType
+from contract.images.targets import TargetKind
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 HEAD, EMBEDDING = "base_model.model.lm_head", "base_model.model.model.embed_tokens"

@@ -15,10 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.compile import Image, compile_image
 from contract.adapter_files import MLX_WEIGHTS_FILE
+from contract.images.dtypes import DataType
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Target, TargetKind
 from tests.support.store.checkpoints import CONFIG, WEIGHTS, refusal
 from tests.support.store.format_2 import values_of
 from tests.support.store.trained_experts import (

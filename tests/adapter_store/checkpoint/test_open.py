@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.core import DataType, TargetKind
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
 from contract.adapter_files import is_adapter_file
+from contract.images.dtypes import DataType
+from contract.images.targets import TargetKind
 from tests.support.examples import examples
 from tests.support.store.checkpoints import CONFIG, Q0, WEIGHTS, A, B, pair, refusal
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import SegmentKind
+from contract.images.segment_kinds import SegmentKind
 from tests.support.store.checkpoints import Q0, A, B, pair, refusal
 
 BIAS, MAGNITUDE = f"{Q0}.lora_B.bias", f"{Q0}.lora_magnitude_vector"

@@ -19,10 +19,12 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.peft_fields import FOREIGN, KNOWN
 from adapter_store.checkpoint.strip import strip
 from adapter_store.checkpoint.text_files import AdapterText, read_text
-from adapter_store.core import DataType, Layout, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.check import check_folder
 from adapter_store.images.plan import plan_image
+from contract.images.dtypes import DataType
+from contract.images.layouts import Layout
+from contract.images.targets import Target, TargetKind
 from loadout._push.adapter import saved_name
 from tests.support.store.checkpoints import CONFIG, WEIGHTS, A, B, pair, refusal
 

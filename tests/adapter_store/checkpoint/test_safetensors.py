@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from adapter_store.checkpoint.safetensors import TensorRecord, read_header
-from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
+from contract.images.dtypes import DataType
 from tests.support.examples import examples
 
 FILE = "adapter_model.safetensors"

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from adapter_store.checkpoint.files import open_file
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.safetensors import encode_header, read_header
-from adapter_store.core import DataType, Layout, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
-from adapter_store.images.layout_checks import validate
 from contract.adapter_files import MLX_WEIGHTS_FILE
+from contract.images.dtypes import DataType
+from contract.images.layout_rules import validate
+from contract.images.layouts import Layout
+from contract.images.targets import Target, TargetKind
 from tests.support.examples import examples
 from tests.support.store.checkpoints import CONFIG, WEIGHTS
 from tests.support.store.trained_experts import FOLDERS

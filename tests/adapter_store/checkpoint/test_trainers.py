@@ -16,11 +16,13 @@ from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.formats.readers import READERS, TRAINERS
 from adapter_store.checkpoint.formats.select import Format, find_format
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import DataType, Layout, OtherName, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
 from adapter_store.sources.staging import choose_files
 from contract.adapter_files import MLX_WEIGHTS_FILE, is_text_file
+from contract.images.dtypes import DataType
+from contract.images.layouts import Layout
+from contract.images.targets import OtherName, Target, TargetKind
 from loadout import upload
 from loadout.errors import InvalidArgument
 from tests.support.store.checkpoints import CONFIG, WEIGHTS, refusal

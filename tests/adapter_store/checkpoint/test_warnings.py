@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.scan import largest_of
-from adapter_store.core import DataType
+from contract.images.dtypes import DataType
 from tests.support.store.checkpoints import Q0, A, B, pair
 
 TRAINERS = sorted(each for each in (Path(__file__).parent / "trainers").iterdir() if each.is_dir())

@@ -18,10 +18,13 @@ from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint, open_checkpo
 from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.tensors import TargetWeights
-from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images.compile import Image, compile_image, compile_parts, trailer_sha256
 from adapter_store.images.plan import plan_image
+from contract.images.dtypes import DataType
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Target, TargetKind
 from tests.support.examples import examples
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

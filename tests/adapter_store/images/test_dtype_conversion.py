@@ -8,9 +8,12 @@ from peft import LoraConfig, get_peft_model
 from transformers.pytorch_utils import Conv1D
 
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.images.compile import compile_image
-from adapter_store.images.layout_checks import validate
+from adapter_store.images.layout import validate
+from contract.images.dtypes import DataType
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Target, TargetKind
 from servicekit.errors import InvalidArgument
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"

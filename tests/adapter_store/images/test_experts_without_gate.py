@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import DataType, Layout, Target, TargetKind
 from adapter_store.images.compile import Image, compile_image
-from adapter_store.images.layout_checks import validate
+from contract.images.dtypes import DataType
+from contract.images.layout_rules import validate
+from contract.images.layouts import Layout
+from contract.images.targets import Target, TargetKind
 from tests.support.store.checkpoints import CONFIG, WEIGHTS, refusal
 from tests.support.store.format_2 import values_of
 from tests.support.store.peft_models import deltas_of

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from adapter_store.checkpoint.weights import ExpertWeights, Matrix, ParameterOrder, Replacement
-from adapter_store.core import DataType, Held, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.announcement import content_of
 from adapter_store.images.compile import compile_image
 from adapter_store.images.file import read_image, write_image
-from adapter_store.images.layout import from_text, layout_id, to_text
-from adapter_store.images.layout_checks import validate
+from adapter_store.images.layout import from_text, layout_id, to_text, validate
+from contract.images.dtypes import DataType
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import FURTHER_KINDS, LORA_KINDS, SegmentKind
+from contract.images.targets import Held, OtherName, Target, TargetKind
 from tests.support.store.format_2 import (
     EMBEDDING,
     EXPERTS,
@@ -124,7 +126,7 @@ def test_every_field_is_compiled_and_read_again(everything, tmp_path):
     assert values[EMBEDDING, SegmentKind.ROWS].equal(tensors["rows"])
     assert values[EMBEDDING, SegmentKind.A].equal(tensors[f"{EMBEDDING}.A"].T)
     assert values[HEAD, SegmentKind.FULL].equal(tensors["head"])
-    assert {kind for _, kind in values} == set(SegmentKind)
+    assert {kind for _, kind in values} == {*LORA_KINDS, *FURTHER_KINDS}
 
     write_image(tmp_path / "image", image)
     again = read_image(tmp_path / "image", image.plan)

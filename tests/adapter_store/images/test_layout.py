@@ -4,10 +4,11 @@ import json
 import pytest
 
 from adapter_store.checkpoint.digest import canonical_json
-from adapter_store.core import DataType, Target, TargetKind
 from adapter_store.images import layout as layout_module
-from adapter_store.images.layout import from_text, layout_id, runs, to_text
-from adapter_store.images.layout_checks import validate
+from adapter_store.images.layout import from_text, layout_id, to_text, validate
+from contract.images.dtypes import DataType
+from contract.images.layouts import runs
+from contract.images.targets import Target, TargetKind
 from servicekit.errors import InvalidArgument
 
 

@@ -17,12 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.files import AdapterFile
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.announcement import content_of
 from adapter_store.images.compile import compile_image
-from adapter_store.images.layout_checks import validate
 from adapter_store.images.plan import plan_image
+from contract.images.dtypes import DataType
+from contract.images.layout_rules import validate
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Target, TargetKind
 from tests.support.store.format_2 import hashes_of
 from tests.support.store.peft_models import (
     DOWN,

@@ -5,14 +5,8 @@ import hashlib
 import pytest
 
 from adapter_store.core import ImagePart
-from adapter_store.images.pull import (
-    CHUNK_BYTES,
-    ImageChunk,
-    LayerEnd,
-    first_part,
-    part_messages,
-    start_offset,
-)
+from adapter_store.images.pull import CHUNK_BYTES, first_part, part_messages, start_offset
+from contract.images.header import ImageChunk, LayerEnd
 from servicekit.errors import InvalidArgument
 
 SIZES = [1000, CHUNK_BYTES, 2 * CHUNK_BYTES + 7]

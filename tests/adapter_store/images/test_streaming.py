@@ -15,8 +15,9 @@ from adapter_store.errors import CorruptData, Overloaded
 from adapter_store.images import builder as builder_module
 from adapter_store.images import pull as pull_module
 from adapter_store.images.compile import compile_image
-from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Pulls
+from adapter_store.images.pull import Pulls
 from adapter_store.store import Store
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd
 from servicekit.errors import ReaderStalled
 from servicekit.shares import Shares
 from tests.support.store.images import SECONDS, expected_bytes, read, register, scenario

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import SegmentKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.compile import compile_image
+from contract.images.segment_kinds import SegmentKind
 from tests.support.store.peft_models import (
     EMBEDDING,
     HEAD,

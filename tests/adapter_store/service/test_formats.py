@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import DataType
 from adapter_store.images.compile import compile_image
 from adapter_store.images.layout import layout_id
+from contract.images.dtypes import DataType
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.store.format_2 import GATE_UP, HIDDEN, INNER, QKV, change, layout_of
 from tests.support.store.messages import layout_message

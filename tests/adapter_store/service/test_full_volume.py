@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from adapter_store.blobs.volume import NUM_PIECES
-from adapter_store.core import DataType
+from contract.images.dtypes import DataType
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.prometheus import scrape
 from tests.support.machine.small_volume import SmallVolume, small_volume

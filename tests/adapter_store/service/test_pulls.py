@@ -14,9 +14,10 @@ import pytest
 from grpc_status import rpc_status
 
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import DataType, Target, TargetKind
 from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import part_messages
+from contract.images.dtypes import DataType
+from contract.images.targets import Target, TargetKind
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.store.adapters import make_large
 from tests.support.wait import until

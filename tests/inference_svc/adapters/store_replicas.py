@@ -6,12 +6,13 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
+from contract.protobuf import write_header
 from inference_svc.store.client import ImageClient
 from inference_svc.store.replicas import Replicas, rank
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -19,7 +20,6 @@ from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from tests.support.inference.memory_store import LAYOUT_ID, TestImage, make_image
 
 CHUNK_BYTES = 700
-KINDS = {"a": pb.SEGMENT_KIND_A, "b": pb.SEGMENT_KIND_B}
 
 Hook = Callable[[int, grpc.ServicerContext], None]
 
@@ -73,25 +73,7 @@ class Replica(pb_grpc.AdapterStoreServiceServicer):
 
 
 def _header(image: TestImage, offset: int) -> pb.ImageHeader:
-    header = image.header
-    return pb.ImageHeader(
-        image_id=header.image_id,
-        digest=header.digest,
-        layout_id=header.layout_id,
-        image_format=header.image_format,
-        total_bytes=header.total_bytes,
-        offset=offset,
-        segments=[
-            pb.Segment(
-                target=segment.target,
-                kind=KINDS[segment.kind],
-                rank=segment.rank,
-                offset=segment.offset,
-                length_bytes=segment.length_bytes,
-            )
-            for segment in header.segments
-        ],
-    )
+    return write_header(replace(image.header, offset=offset))
 
 
 class ReplicaSet:

@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterable
 
 import pytest
 
+from contract.images.header import ImageHeader, Segment
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters import eviction
 from inference_svc.adapters.eviction import can_evict, drain_order, eviction_order
-from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 
@@ -17,7 +18,7 @@ KIB = 1024
 
 def header(digest: str, kib: int = 1) -> ImageHeader:
     """An image of `kib` targets of one KiB each."""
-    segments = (Segment(target, "a", 4, target * KIB, KIB) for target in range(kib))
+    segments = (Segment(target, SegmentKind.A, 4, target * KIB, KIB) for target in range(kib))
     return ImageHeader(digest, digest, "layout", 1, kib * KIB, tuple(segments))
 
 

@@ -12,7 +12,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from inference_svc.adapters.extents import GRANULE_BYTES, Extent, ExtentAllocator
+from contract.images.header import GRANULE_BYTES
+from inference_svc.adapters.extents import Extent, ExtentAllocator
 
 GRANULES = 64
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference_svc.adapters.image_source import ImageHeader
+from contract.images.header import ImageHeader
 from inference_svc.adapters.load_states import SLOW_PULL_BYTES_PER_S, Load, LoadState
 
 

@@ -7,16 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference_svc.adapters.extents import round_up
-from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.layout import (
-    EMBEDDING,
-    HEAD,
-    LayoutTarget,
-    ModelLayout,
-    OtherName,
-    refused_kinds,
-)
+from contract.images.header import ImageHeader, Segment, align
+from contract.images.segment_kinds import LORA_KINDS, REPLACED_KINDS, SegmentKind
+from contract.images.targets import OtherName, Target, TargetKind
+from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout, refused_kinds
 from inference_svc.adapters.targets import lora_groups
 
 MODULES = {
@@ -31,14 +25,14 @@ MODULES = {
 @pytest.fixture
 def layout() -> ModelLayout:
     """Two layers of an embedding, an attention, a part of an MLP, and a head."""
-    targets = [LayoutTarget("model.embed_tokens", None, EMBEDDING, "embedding", 32, 8)]
+    targets = [Target("model.embed_tokens", None, EMBEDDING, TargetKind.EMBEDDING, 32, 8)]
     for layer in range(2):
         targets += [
-            LayoutTarget(f"model.layers.{layer}.{name}", layer, f"layers.{layer}.{group}", kind, *n)
+            Target(f"model.layers.{layer}.{name}", layer, f"layers.{layer}.{group}", kind, *n)
             for name, (group, *n) in MODULES.items()
-            for kind in ("linear",)
+            for kind in (TargetKind.LINEAR,)
         ]
-    targets.append(LayoutTarget("lm_head", None, HEAD, "linear", 8, 32))
+    targets.append(Target("lm_head", None, HEAD, TargetKind.LINEAR, 8, 32))
     return ModelLayout("base", "0" * 64, torch.float32, (1,), tuple(targets))
 
 
@@ -48,7 +42,7 @@ def header(layout: ModelLayout, *modules: str) -> ImageHeader:
         Segment(column, each, 4, 0, 0)
         for column, target in enumerate(layout.targets)
         if target.module in modules
-        for each in ("a", "b")
+        for each in (SegmentKind.A, SegmentKind.B)
     ]
     return ImageHeader("image", "digest", "layout", 1, 0, tuple(segments))
 
@@ -88,7 +82,7 @@ def test_groups_with_an_accepted_target_are_computed(layout, lora_targets, expec
 
 def test_largest_image_has_the_accepted_targets(layout):
     shape = layout.largest_image(3, ["o_proj"])
-    assert shape.num_bytes == 2 * 2 * round_up(3 * 8 * 4)
+    assert shape.num_bytes == 2 * 2 * align(3 * 8 * 4)
     assert shape.cuts == (0, shape.num_bytes // 2)
     assert layout.largest_image(3, layout.modules) == layout.largest_image(3)
 
@@ -117,14 +111,14 @@ def test_image_of_other_targets_is_refused(layout, modules, reason):
 @pytest.mark.parametrize(
     ("kinds", "reason"),
     [
-        (["a", "b"], None),
-        (["a", "b", "magnitude"], "DoRA magnitudes, which this server does not apply"),
+        (LORA_KINDS, None),
+        ([*LORA_KINDS, SegmentKind.MAGNITUDE], "DoRA magnitudes, which this server does not apply"),
         (
-            ["row_ids", "rows", "full"],
+            REPLACED_KINDS,
             "rows of its own for tokens, whole weights of its own, "
             "which this server does not apply",
         ),
-        (["99"], "segments of kind 99, which this server does not apply"),
+        ([99], "segments of kind 99, which this server does not apply"),
     ],
 )
 def test_kinds_that_are_not_applied_are_named(kinds, reason):

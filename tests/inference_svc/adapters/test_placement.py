@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from inference_svc.adapters.image_source import ImageHeader, Segment
+from contract.images.header import ImageHeader, Segment
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.placement import Drains
 from inference_svc.adapters.slots import Slots
 
@@ -11,7 +12,7 @@ KIB = 1024
 
 def header(digest: str, kib: int) -> ImageHeader:
     """An image that can be cut at each KiB."""
-    segments = tuple(Segment(target, "a", 4, target * KIB, KIB) for target in range(kib))
+    segments = tuple(Segment(target, SegmentKind.A, 4, target * KIB, KIB) for target in range(kib))
     return ImageHeader(digest, digest, "layout", 1, kib * KIB, segments)
 
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from contract.images.header import ImageChunk
 from inference_svc.adapters import pull_pace
-from inference_svc.adapters.image_source import ImageChunk
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pull import PullDone, PullJob
 from inference_svc.adapters.pull_pace import PROCESSOR_BYTES_PER_S, UNPACED_BYTES, PullPace

@@ -17,24 +17,21 @@ import numpy as np
 import pytest
 import torch
 
-from inference_svc.adapters import pull as pull_job_module
-from inference_svc.adapters import pull_threads as puller_module
-from inference_svc.adapters.extents import round_up
-from inference_svc.adapters.image_source import (
+from contract.images.dtypes import DataType
+from contract.images.header import (
     ImageChunk,
     ImageHeader,
     ImageTrailer,
     LayerEnd,
     PullMessage,
     Segment,
+    align,
 )
-from inference_svc.adapters.layout import (
-    FLOAT8,
-    IMAGE_FORMATS,
-    KIND_WORDS,
-    LayoutTarget,
-    ModelLayout,
-)
+from contract.images.segment_kinds import KIND_WORDS, SegmentKind
+from contract.images.targets import Target, TargetKind
+from inference_svc.adapters import pull as pull_job_module
+from inference_svc.adapters import pull_threads as puller_module
+from inference_svc.adapters.layout import FLOAT8, IMAGE_FORMATS, ModelLayout
 from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullJob, SilentSources
 from inference_svc.adapters.pull_threads import PULL_NICENESS, Puller
 from inference_svc.adapters.resident import target_cuts
@@ -64,7 +61,8 @@ def test_good_stream_is_done(good: list[PullMessage], layout: ModelLayout) -> No
 def format_2(header: ImageHeader, **changes: object) -> ImageHeader:
     """What a store sends of the same image to a server that reads format 2."""
     segments = tuple(
-        replace(segment, dtype="float32", shape=shape_of(segment)) for segment in header.segments
+        segment._replace(dtype=DataType.FLOAT32, shape=shape_of(segment))
+        for segment in header.segments
     )
     return replace(header, image_format=2, **{"segments": segments, **changes})
 
@@ -85,18 +83,18 @@ def test_targets_may_share_an_a(good: list[PullMessage], layout: ModelLayout) ->
     index = next(
         index
         for index, segment in enumerate(others, 1)
-        if segment.kind == "a" and segment.shape == first.shape
+        if segment.kind is SegmentKind.A and segment.shape == first.shape
     )
     segments, end = [], 0
     for position, segment in enumerate((first, *others)):
         moved_to = 0 if position == index else end
-        segments.append(replace(segment, offset=moved_to))
+        segments.append(segment._replace(offset=moved_to))
         end = max(end, -(-(moved_to + segment.length_bytes) // 256) * 256)
     shared = format_2(good[0], segments=tuple(segments), total_bytes=end)
     layout.read_header(shared)
     assert target_cuts(shared) == sorted(set(target_cuts(shared)))
-    longer = replace(segments[index], rank=segments[index].rank + 1)
-    for wrong in (replace(longer, shape=shape_of(longer)), replace(segments[index], offset=256)):
+    longer = segments[index]._replace(rank=segments[index].rank + 1)
+    for wrong in (longer._replace(shape=shape_of(longer)), segments[index]._replace(offset=256)):
         broken = [*segments[:index], wrong, *segments[index + 1 :]]
         with pytest.raises(CorruptImage):
             layout.read_header(replace(shared, segments=tuple(broken)))
@@ -105,35 +103,37 @@ def test_targets_may_share_an_a(good: list[PullMessage], layout: ModelLayout) ->
 def test_a_part_of_the_rank_is_corrupt(good: list[PullMessage], layout: ModelLayout) -> None:
     """No target of the layout announces one."""
     header = format_2(good[0])
-    index = max(i for i, each in enumerate(header.segments) if each.kind == "a" and each.rank > 1)
+    index = max(
+        i for i, each in enumerate(header.segments) if each.kind is SegmentKind.A and each.rank > 1
+    )
     a = header.segments[index]
-    part = replace(a, rank=a.rank - 1, length_bytes=a.length_bytes // a.rank * (a.rank - 1))
+    part = a._replace(rank=a.rank - 1, length_bytes=a.length_bytes // a.rank * (a.rank - 1))
     segments = list(header.segments)
-    segments[index] = replace(part, shape=shape_of(part))
+    segments[index] = part._replace(shape=shape_of(part))
     with pytest.raises(CorruptImage, match="is not an A followed by its B"):
         layout.read_header(replace(header, segments=tuple(segments)))
 
 
-def with_more(header: ImageHeader, kind: str, **changes: Any) -> ImageHeader:
+def with_more(header: ImageHeader, kind: SegmentKind, **changes: Any) -> ImageHeader:
     """Adds a segment of the last target to an image."""
     last, size = header.segments[-1], changes.get("shape", (1,))
-    more = replace(last, kind=kind, rank=0, offset=header.total_bytes, **changes)
-    more = replace(more, length_bytes=4 * math.prod(size))
-    total_bytes = header.total_bytes + round_up(more.length_bytes)
+    more = last._replace(kind=kind, rank=0, offset=header.total_bytes, **changes)
+    more = more._replace(length_bytes=4 * math.prod(size))
+    total_bytes = header.total_bytes + align(more.length_bytes)
     return replace(header, segments=(*header.segments, more), total_bytes=total_bytes)
 
 
-@pytest.mark.parametrize("kind", ["bias", "magnitude"])
+@pytest.mark.parametrize("kind", [SegmentKind.BIAS, SegmentKind.MAGNITUDE])
 def test_vectors_over_outputs_are_read(
-    kind: str, good: list[PullMessage], layout: ModelLayout
+    kind: SegmentKind, good: list[PullMessage], layout: ModelLayout
 ) -> None:
     header = format_2(good[0])
     width = layout.all_targets[layout.order_of_use[header.segments[-1].target]].out_features
-    read = layout.read_header(with_more(header, kind, shape=(width,), dtype="float32"))
-    assert read.segments[-1].kind == kind
-    for changes in ({"shape": (width + 1,)}, {"shape": (width,), "dtype": "int32"}):
+    read = layout.read_header(with_more(header, kind, shape=(width,), dtype=DataType.FLOAT32))
+    assert read.segments[-1].kind is kind
+    for changes in ({"shape": (width + 1,)}, {"shape": (width,), "dtype": DataType.INT32}):
         with pytest.raises(CorruptImage, match="is misplaced"):
-            layout.read_header(with_more(header, kind, **({"dtype": "float32"} | changes)))
+            layout.read_header(with_more(header, kind, **({"dtype": DataType.FLOAT32} | changes)))
 
 
 def test_a_whole_linear_layer_is_refused_by_name(
@@ -142,15 +142,15 @@ def test_a_whole_linear_layer_is_refused_by_name(
     header = format_2(good[0])
     target = layout.all_targets[layout.order_of_use[header.segments[-1].target]]
     shape = (target.out_features, target.in_features)
-    whole = with_more(header, "full", shape=shape, dtype="float32")
-    words = f"{KIND_WORDS['full']}, which this server does not apply: {target.short_name}"
+    whole = with_more(header, SegmentKind.FULL, shape=shape, dtype=DataType.FLOAT32)
+    words = f"{KIND_WORDS[SegmentKind.FULL]}, which this server does not apply: {target.short_name}"
     with pytest.raises(AdapterUnusable, match=words):
         layout.read_header(whole)
 
 
 def check_ids(layout: ModelLayout, ids: list[int], max_added_tokens: int = 2) -> None:
     """Checks rows of the first target."""
-    segment = Segment(0, "row_ids", 0, 0, 4 * len(ids), "int32", (len(ids),))
+    segment = Segment(0, SegmentKind.ROW_IDS, 0, 0, 4 * len(ids), DataType.INT32, (len(ids),))
     header = ImageHeader("image", "aaaa", LAYOUT_ID, 2, 256, (segment,))
     data = np.array(ids, np.int32).tobytes()
     layout.check_rows(header, lambda start, size: data[start : start + size], max_added_tokens)
@@ -158,7 +158,7 @@ def check_ids(layout: ModelLayout, ids: list[int], max_added_tokens: int = 2) ->
 
 def test_rows_are_of_tokens_that_there_are(layout: ModelLayout) -> None:
     target = layout.targets[0]
-    num_tokens = target.in_features if target.kind == "embedding" else target.out_features
+    num_tokens = target.in_features if target.kind is TargetKind.EMBEDDING else target.out_features
     check_ids(layout, [0, 3, num_tokens - 1, num_tokens + 1])
     for ids in ([], [3, 3], [4, 2], [-1, 4]):
         with pytest.raises(CorruptImage, match="do not ascend"):
@@ -170,24 +170,24 @@ def test_rows_are_of_tokens_that_there_are(layout: ModelLayout) -> None:
 @pytest.mark.parametrize("target", [0, 1], ids=["embedding", "head"])
 def test_added_tokens_are_refused_where_an_a_has_no_rows_for_them(target: int) -> None:
     """A token that is looked up there would be read beyond its end."""
-    sizes = {"embedding": (8, 4), "linear": (4, 8)}
-    targets = [LayoutTarget(kind, None, kind, kind, *size) for kind, size in sizes.items()]
+    sizes = {TargetKind.EMBEDDING: (8, 4), TargetKind.LINEAR: (4, 8)}
+    targets = [Target(kind.value, None, kind.value, kind, *size) for kind, size in sizes.items()]
     layout = ModelLayout("m", "", torch.float32, IMAGE_FORMATS, tuple(targets))
-    segments = [Segment(0, "a", 1, 256, 32), Segment(0, "b", 1, 512, 16)]
-    segments.append(Segment(target, "row_ids", 0, 0, 8, "int32", (2,)))
+    segments = [Segment(0, SegmentKind.A, 1, 256, 32), Segment(0, SegmentKind.B, 1, 512, 16)]
+    segments.append(Segment(target, SegmentKind.ROW_IDS, 0, 0, 8, DataType.INT32, (2,)))
     header = ImageHeader("image", "aaaa", LAYOUT_ID, 2, 768, tuple(segments))
     layout.check_rows(header, lambda start, size: np.array([3, 7], np.int32).tobytes(), 2)
     with pytest.raises(AdapterUnusable, match="a row for token 8, after the 8 rows of the model"):
         layout.check_rows(header, lambda start, size: np.array([3, 8], np.int32).tobytes(), 2)
 
 
-@pytest.mark.parametrize("kinds", [("rows",), ("row_ids",), ("bias", "a"), ("magnitude", "bias")])
+@pytest.mark.parametrize("kinds", ["rows", "row_ids", "bias a", "magnitude bias"])
 def test_what_is_incomplete_or_out_of_order_is_corrupt(
-    kinds: tuple[str, ...], good: list[PullMessage], layout: ModelLayout
+    kinds: str, good: list[PullMessage], layout: ModelLayout
 ) -> None:
     header = format_2(good[0])
-    for kind in kinds:
-        header = with_more(header, kind, shape=(1,), dtype="float32")
+    for kind in map(SegmentKind, kinds.split()):
+        header = with_more(header, kind, shape=(1,), dtype=DataType.FLOAT32)
     with pytest.raises(CorruptImage, match="nor another content that a target may have"):
         layout.read_header(header)
 
@@ -195,14 +195,14 @@ def test_what_is_incomplete_or_out_of_order_is_corrupt(
 def test_float8_is_refused_by_name(good: list[PullMessage], layout: ModelLayout) -> None:
     """The contract has it, with a scale for each segment."""
     header = format_2(good[0])
-    first = replace(header.segments[0], dtype=FLOAT8, scale=0.5)
-    with pytest.raises(AdapterUnusable, match=f"{FLOAT8}, which this server does not apply"):
+    first = header.segments[0]._replace(dtype=FLOAT8, scale=0.5)
+    with pytest.raises(AdapterUnusable, match=f"{FLOAT8.torch_name}, which this server"):
         layout.read_header(replace(header, segments=(first, *header.segments[1:])))
 
 
 FORMS: dict[str, dict[str, object]] = {
-    "another-dtype": {"dtype": "bfloat16"},
-    "an-unknown-dtype": {"dtype": ""},
+    "another-dtype": {"dtype": DataType.BFLOAT16},
+    "an-unknown-dtype": {"dtype": None},
     "a-scale": {"scale": 2.0},
     "another-shape": {"shape": (1, 1)},
     "no-shape": {"shape": ()},
@@ -212,7 +212,7 @@ FORMS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("case", FORMS)
 def test_misfit_forms_are_corrupt(case: str, good: list[PullMessage], layout: ModelLayout) -> None:
     header = format_2(good[0])
-    segments = (replace(header.segments[0], **FORMS[case]), *header.segments[1:])
+    segments = (header.segments[0]._replace(**FORMS[case]), *header.segments[1:])
     with pytest.raises(CorruptImage):
         layout.read_header(replace(header, segments=segments))
 
@@ -300,7 +300,7 @@ def test_broken_streams_are_corrupt(
 def change_segment(index: int, **fields: object) -> Callable[[ImageHeader], ImageHeader]:
     def change(header: ImageHeader) -> ImageHeader:
         segments = list(header.segments)
-        segments[index] = replace(segments[index], **fields)
+        segments[index] = segments[index]._replace(**fields)
         return replace(header, segments=tuple(segments))
 
     return change
@@ -310,7 +310,7 @@ HEADERS: dict[str, Callable[[ImageHeader], ImageHeader]] = {
     "rank-0": change_segment(0, rank=0, length_bytes=0),
     "ranks-differ": change_segment(1, rank=64),
     "short-segment": change_segment(0, length_bytes=4),
-    "unknown-kind": change_segment(0, kind="bias"),
+    "unknown-kind": change_segment(0, kind=SegmentKind.BIAS),
     "target-beyond-the-layout": change_segment(0, target=99),
     "overlap": change_segment(1, offset=0),
     "unaligned": change_segment(1, offset=1025),

@@ -12,8 +12,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from contract.images.header import ImageHeader, Segment
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.eviction import EvictionReason, can_evict
-from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.resident import Shape
 from inference_svc.adapters.slots import Slots
 from inference_svc.errors import NoRoom
@@ -26,7 +27,7 @@ def header(digest: str, kib: int) -> ImageHeader:
     """An image of `kib` targets of one KiB each."""
     segments = []
     for target in range(kib):
-        for kind, offset in (("a", 0), ("b", 512)):
+        for kind, offset in ((SegmentKind.A, 0), (SegmentKind.B, 512)):
             segments.append(Segment(target, kind, 4, target * KIB + offset, 512))
     return ImageHeader(digest, digest, "layout", 1, kib * KIB, tuple(segments))
 
@@ -246,7 +247,7 @@ def test_evicts_nothing_in_vain_when_memory_is_fragmented() -> None:
         ready(slots, digest, 2)
     for digest in "aceg":
         slots.acquire(digest, 0.0)
-    whole = ImageHeader("w", "w", "layout", 1, 6 * KIB, (Segment(0, "a", 1, 0, 6 * KIB),))
+    whole = ImageHeader("w", "w", "layout", 1, 6 * KIB, (Segment(0, SegmentKind.A, 1, 0, 6 * KIB),))
     assert not slots.reserve(whole)
     assert len(slots) == 8
 

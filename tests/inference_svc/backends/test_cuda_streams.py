@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.gpu_run.model import image_header
+from contract.images.header import ImageHeader
+from contract.images.segment_kinds import SegmentKind
 from inference_svc import core
 from inference_svc.adapters.eviction import EvictionReason
-from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.slots import Slots
@@ -108,7 +109,7 @@ class Reader:
         for row in {row.slot: row for row in self.rows if row.slot != core.BASE_SLOT}.values():
             places = self._arena.table.rows[row.slot].tolist()
             for segment in self._segments:
-                at = places[segment.kind == "b"][segment.target] * GRANULE_BYTES
+                at = places[segment.kind is SegmentKind.B][segment.target] * GRANULE_BYTES
                 seen = self._bytes[at : at + segment.length_bytes].tobytes()
                 end = segment.offset + segment.length_bytes
                 assert seen == row.image[segment.offset : end], "an image"

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.gpu_launches import FREE, META, launches
+from contract.images.targets import TargetKind
 from inference_svc import core
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import lora_groups
@@ -46,7 +47,7 @@ def with_adapter(model: Model, modules: tuple[str, ...]) -> list[int]:
         TableEntry(
             *(index, index, 2 * index, 2),
             *(layout.targets[index].in_features, layout.targets[index].out_features),
-            is_embedding=layout.targets[index].kind == "embedding",
+            is_embedding=layout.targets[index].kind is TargetKind.EMBEDDING,
         )
         for index in targets
     ]

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.layout import HEAD, IMAGE_FORMATS, LayoutTarget, ModelLayout
+from contract.images.dtypes import DataType
+from contract.images.header import ImageHeader, Segment
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Target, TargetKind
+from inference_svc.adapters.layout import HEAD, IMAGE_FORMATS, ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.backends import magnitudes
@@ -20,7 +23,8 @@ from inference_svc.errors import AdapterUnusable, OutOfDeviceMemory
 from servicekit.errors import Internal
 
 IN, OUT, RANK = 64, 96, 4
-SHAPES = {"a": (RANK, IN), "b": (RANK, OUT), "magnitude": (OUT,)}
+A, B, MAGNITUDE = SegmentKind.A, SegmentKind.B, SegmentKind.MAGNITUDE
+SHAPES = {A: (RANK, IN), B: (RANK, OUT), MAGNITUDE: (OUT,)}
 
 
 class Weight:
@@ -39,7 +43,7 @@ class World:
     """Adapters with magnitudes of the head, in an arena."""
 
     def __init__(self) -> None:
-        target = LayoutTarget("lm_head", None, HEAD, "linear", IN, OUT)
+        target = Target("lm_head", None, HEAD, TargetKind.LINEAR, IN, OUT)
         layout = ModelLayout("base", "0" * 64, torch.float32, IMAGE_FORMATS, (target,))
         self.arena = Arena(layout, 1 << 16, 4, 64, torch.device("cpu"))
         self.slots = Slots(1 << 16, 4)
@@ -47,12 +51,12 @@ class World:
         weights: Any = SimpleNamespace(projections={HEAD: self.weight})
         self.magnitudes = Magnitudes(weights, self.arena)
 
-    def add(self, digest: str) -> dict[str, torch.Tensor]:
+    def add(self, digest: str) -> dict[SegmentKind, torch.Tensor]:
         """Begins with an adapter; returns views of what lies in the arena."""
         segments, end = [], 0
         for kind, shape in SHAPES.items():
             num_bytes = 4 * torch.Size(shape).numel()
-            segments.append(Segment(0, kind, RANK, end, num_bytes, "float32", shape))
+            segments.append(Segment(0, kind, RANK, end, num_bytes, DataType.FLOAT32, shape))
             end += -(-num_bytes // 256) * 256
         header = ImageHeader(digest, digest, "layout", 2, end, tuple(segments))
         reservation = self.slots.reserve(header)
@@ -63,7 +67,7 @@ class World:
         self.magnitudes.start(reservation.resident)
         return found
 
-    def _views(self, resident: Resident) -> dict[str, torch.Tensor]:
+    def _views(self, resident: Resident) -> dict[SegmentKind, torch.Tensor]:
         [extent] = resident.extents
         found = {}
         for segment in resident.header.segments:
@@ -89,18 +93,18 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_magnitudes_become_what_outputs_are_multiplied_with(world: World) -> None:
     found = world.add("one")
-    given = found["magnitude"].clone()
+    given = found[MAGNITUDE].clone()
     assert world.magnitudes.advance() == [], "a part at a time"
     assert world.finish() == [("one", None)]
-    norms = (world.weight.values + found["b"].t() @ found["a"]).norm(dim=1)
-    torch.testing.assert_close(found["magnitude"], given / norms)
+    norms = (world.weight.values + found[B].t() @ found[A]).norm(dim=1)
+    torch.testing.assert_close(found[MAGNITUDE], given / norms)
 
 
 def test_a_row_that_becomes_zero_is_refused_alone(world: World) -> None:
     found = world.add("one")
     world.weight.values[7] = 0.0
-    found["b"][:, 7] = 0.0
-    world.add("two")["b"].fill_(1.0)
+    found[B][:, 7] = 0.0
+    world.add("two")[B].fill_(1.0)
     (first, error), second = world.finish()
     assert (first, type(error)) == ("one", AdapterUnusable)
     assert "a row of lm_head becomes zero" in str(error)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import time
 
-from inference_svc.adapters.image_source import ImageHeader, Segment
+from contract.images.header import ImageHeader, Segment
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.slots import Slots
 from inference_svc.engine.inspect import Inspect, _memory
 from tests.support.inference.world import World
@@ -37,7 +38,7 @@ def test_sequences_loads_and_images() -> None:
 def test_limit_keeps_the_last_used_images() -> None:
     slots = Slots(NUM_IMAGES * 256, NUM_IMAGES)
     for number in range(NUM_IMAGES):
-        segments = (Segment(0, "a", 1, 0, 256),)
+        segments = (Segment(0, SegmentKind.A, 1, 0, 256),)
         slots.reserve(ImageHeader(f"i{number}", f"{number}", "l", 1, 256, segments))
     began_s = time.thread_time()
     inspected = _memory(slots, 1000)

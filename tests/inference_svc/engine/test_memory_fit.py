@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from inference_svc.adapters.image_source import ImageHeader, Segment
+from contract.images.header import ImageHeader, Segment
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.slots import Slots
 from inference_svc.app import resolve_settings
 from inference_svc.backends.base import DeviceMemory
@@ -107,7 +108,7 @@ def header(digest: str, num_bytes: int, cuts: tuple[int, ...]) -> ImageHeader:
     """An image of this shape: a segment for each target."""
     ends = (*cuts[1:], num_bytes)
     segments = tuple(
-        Segment(target, "a", 1, offset, end - offset)
+        Segment(target, SegmentKind.A, 1, offset, end - offset)
         for target, (offset, end) in enumerate(zip(cuts, ends, strict=True))
     )
     return ImageHeader(digest, digest, "layout", 1, num_bytes, segments)

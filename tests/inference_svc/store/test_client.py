@@ -11,13 +11,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from inference_svc.adapters.image_source import (
-    ImageChunk,
-    ImageHeader,
-    ImageTrailer,
-    LayerEnd,
-    Segment,
-)
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Segment
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnusable,
@@ -227,7 +222,7 @@ def test_pull_yields_messages() -> None:
         images.close()
         return got
 
-    segments = (Segment(1, "a", 4, 0, 64), Segment(1, "b", 4, 256, 32))
+    segments = (Segment(1, SegmentKind.A, 4, 0, 64), Segment(1, SegmentKind.B, 4, 256, 32))
     assert serve(body) == [
         ImageHeader("image", A, LAYOUT, 1, 512, segments),
         ImageChunk(0, b"x" * 512),

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.adapters.image_source import ImageChunk, ImageHeader, ImageTrailer, LayerEnd
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.errors import CorruptImage
 from inference_svc.store.convert import (
     MAX_SEGMENTS,
@@ -114,7 +115,7 @@ def test_record_says_what_else_an_adapter_has() -> None:
     adapter = pb.Adapter(targets=["q_proj"], segment_kinds=kinds)
     record = to_record(adapter, 5)
     assert record.targets == ("q_proj",)
-    assert record.segment_kinds == ("magnitude", "full", "99")
+    assert record.segment_kinds == (SegmentKind.MAGNITUDE, SegmentKind.FULL, 99)
     assert record.invocation_tokens == ()
     adapter.invocation_tokens.extend([0, 7])
     assert to_record(adapter, 5).invocation_tokens == (0, 7)

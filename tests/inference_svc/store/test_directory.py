@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.core import ANYONE
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
 from inference_svc.store.directory import Directory, Servable
@@ -427,7 +428,7 @@ LIMITED = {
             "targets",
         ),
         (
-            {"segment_kinds": ("magnitude", "99")},
+            {"segment_kinds": (SegmentKind.MAGNITUDE, 99)},
             "has segments of kind 99, which this server does not apply",
             "segment_kinds",
         ),
@@ -449,6 +450,6 @@ def test_targets_within_the_restriction_are_accepted() -> None:
     catalog, directory, _ = make(**LIMITED)
     catalog.records["default/upper"] = replace(UPPER, targets=("q_proj", "c_attn"))
     assert run(lambda: directory.resolve(ANYONE, "upper")).digest == A
-    record = replace(UPPER, targets=("o_proj", "q_proj"), segment_kinds=("full",))
+    record = replace(UPPER, targets=("o_proj", "q_proj"), segment_kinds=(SegmentKind.FULL,))
     catalog.records["default/upper"] = record
     assert run(lambda: directory.resolve(ANYONE, "upper")).digest == A

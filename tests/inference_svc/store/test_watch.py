@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from inference_svc.adapters.layout import LayoutTarget
+from contract.images.targets import Target, TargetKind
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store import client as store_client
 from inference_svc.store import watch as store_watch
@@ -115,7 +115,7 @@ def test_layout_is_registered_and_names_are_watched(engine: Any) -> None:
 
 
 def test_a_store_of_before_format_2_gets_a_layout_that_it_knows(engine: Any) -> None:
-    norm = LayoutTarget("model.norm", None, "norm", "vector", 0, 8)
+    norm = Target("model.norm", None, "norm", TargetKind.VECTOR, 0, 8)
     layout = replace(engine.layout, vectors=(norm,), image_formats=(1, 2))
 
     async def body(store: TinyStore, address: str) -> None:

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from adapter_store.checkpoint.weights import ExpertWeights, Matrix
-from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.images.compile import Image, compile_image
-from adapter_store.images.layout_checks import validate
+from contract.images.dtypes import DataType
+from contract.images.layout_rules import validate
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import OtherName, Target, TargetKind
 from kernels import lora
 from kernels.lora import (
     GRANULE_BYTES,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from contract.images.targets import Target, TargetKind
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import applied_targets
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.cuda_graphs import CudaRecorder
@@ -36,7 +37,7 @@ MIXES = [
 def make_arena(dtype: torch.dtype, device: str) -> Arena:
     """Adapters of different ranks and targets, anywhere in random memory."""
     targets = tuple(
-        LayoutTarget(f"layers.0.{name}_proj", 0, GROUP, "linear", IN, width)
+        Target(f"layers.0.{name}_proj", 0, GROUP, TargetKind.LINEAR, IN, width)
         for name, width in zip("qkv", WIDTHS, strict=True)
     )
     layout = ModelLayout("m", "", dtype, (1,), targets)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contract.images.targets import TargetKind
 from inference_svc import core
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import applied_targets, build_layout
@@ -257,12 +258,13 @@ class Model:
                 placing.random(num_out) if layout.targets[index].layer is not None else ABSENT,
             )
             for index, (_, num_out) in sizes.items()
-            if index in table.adapters[0].target_set and layout.targets[index].kind != "experts"
+            if index in table.adapters[0].target_set
+            and layout.targets[index].kind is not TargetKind.EXPERTS
         }
         bare = next(
             index
             for index, each in enumerate(layout.targets)
-            if index % 2 and each.kind == "linear" and each.layer is not None
+            if index % 2 and each.kind is TargetKind.LINEAR and each.layer is not None
         )
         vectors[bare] = OutputVectors(base_bias=placing.random(sizes[bare][1]))
         table.set_row(0, table.adapters[0].with_others(vectors, sizes, ()))
@@ -330,8 +332,8 @@ def entries_of(layout: ModelLayout, slot: int, placing: Placing) -> list[TableEn
     rank = slot + 2 if slot + 2 <= MAX_RANK else 1
     for index, target in list(enumerate(layout.targets))[::2]:
         places, num_experts = (slot + index, slot + 2 * index), 0
-        if target.kind == "experts":
-            num_experts = target.num_experts
+        if target.kind is TargetKind.EXPERTS:
+            num_experts = target.experts
             ranks = [rank - (expert + slot) % 3 for expert in range(num_experts)]
             ranks[slot] = 0
             of_a, of_b = (
@@ -340,7 +342,7 @@ def entries_of(layout: ModelLayout, slot: int, placing: Placing) -> list[TableEn
             places = (of_a, of_b)
         entry = TableEntry(
             *(index, *places, rank, target.in_features, target.out_features),
-            is_embedding=target.kind == "embedding",
+            is_embedding=target.kind is TargetKind.EMBEDDING,
             num_experts=num_experts,
         )
         entries.append(entry)

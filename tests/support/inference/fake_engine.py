@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from contract.images.targets import Target, TargetKind
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.service import ServerFacts
 from inference_svc.app import sampling_defaults
 from inference_svc.core import FinishReason, Request, digests_of
@@ -66,8 +67,10 @@ class FakeEngine:
 
     @property
     def layout(self) -> ModelLayout:
-        target = LayoutTarget("model.layers.0.self_attn.q_proj", 0, "layers.0.qkv", "linear", 8, 4)
-        embedding = LayoutTarget("model.embed_tokens", None, "embed", "embedding", 400, 8)
+        target = Target(
+            "model.layers.0.self_attn.q_proj", 0, "layers.0.qkv", TargetKind.LINEAR, 8, 4
+        )
+        embedding = Target("model.embed_tokens", None, "embed", TargetKind.EMBEDDING, 400, 8)
         return ModelLayout("base", "0" * 64, torch.bfloat16, (1,), (embedding, target))
 
     @property

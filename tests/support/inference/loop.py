@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pull_threads import Puller, PullEvent
 from inference_svc.adapters.residency import build_residency
@@ -76,7 +77,7 @@ def assert_computes(loop: Loop, store, digest: str, slot: int) -> None:
     values = torch.frombuffer(bytearray(image.data), dtype=torch.float32)
     segments = {(s.target, s.kind): s for s in image.header.segments}
     for target, weights in loop.arena.table.weights(slot).items():
-        for kind, view in (("a", weights.a), ("b", weights.b)):
+        for kind, view in ((SegmentKind.A, weights.a), (SegmentKind.B, weights.b)):
             segment = segments[target, kind]
             start = segment.offset // 4
             expected = values[start : start + view.numel()].view(view.shape)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from inference_svc.adapters.image_source import (
+from contract.images.header import (
     ImageChunk,
     ImageHeader,
     ImageTrailer,
@@ -17,7 +17,9 @@ from inference_svc.adapters.image_source import (
     PullMessage,
     Segment,
 )
-from inference_svc.adapters.layout import IMAGE_FORMATS, LayoutTarget, ModelLayout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Target, TargetKind
+from inference_svc.adapters.layout import IMAGE_FORMATS, ModelLayout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
@@ -40,7 +42,7 @@ class TestImage:
 def small_layout() -> ModelLayout:
     """Returns the layout of these images: three targets, each in a layer of its own."""
     targets = tuple(
-        LayoutTarget(f"model.layers.{i}.mlp.up_proj", i, f"layers.{i}.up", "linear", IN, OUT)
+        Target(f"model.layers.{i}.mlp.up_proj", i, f"layers.{i}.up", TargetKind.LINEAR, IN, OUT)
         for i in range(3)
     )
     return ModelLayout("base", "0" * 64, torch.float32, IMAGE_FORMATS, targets)
@@ -49,7 +51,7 @@ def small_layout() -> ModelLayout:
 def make_image(digest: str, rank: int, targets: tuple[int, ...] = (0, 1, 2)) -> TestImage:
     segments, ends, position = [], [], 0
     for target in targets:
-        for kind, features in (("a", IN), ("b", OUT)):
+        for kind, features in ((SegmentKind.A, IN), (SegmentKind.B, OUT)):
             length = rank * features * 4
             segments.append(Segment(target, kind, rank, position, length))
             position += -(-length // 256) * 256

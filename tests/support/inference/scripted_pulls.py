@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 
-from inference_svc.adapters.image_source import PullMessage
+from contract.images.header import PullMessage
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pull import ImageSink, PullEvent, PullJob, PullOpened
 from inference_svc.adapters.pull_pace import PullPace

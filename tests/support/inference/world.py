@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from contextlib import suppress
 
-from inference_svc.adapters.image_source import ImageHeader, Segment
+from contract.images.header import ImageHeader, Segment
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullJob, PullOpened
 from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.resident import Shape
@@ -39,7 +40,7 @@ def header(digest: str) -> ImageHeader:
     segments = [
         Segment(target, kind, 4, target * KIB + offset, 512)
         for target in range(SIZES[digest])
-        for kind, offset in (("a", 0), ("b", 512))
+        for kind, offset in ((SegmentKind.A, 0), (SegmentKind.B, 512))
     ]
     size = SIZES[digest] * KIB
     return ImageHeader(digest, digest, "layout", 1, size, tuple(segments))

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from adapter_store.core import DataType, Layout, Target, TargetKind
+from contract.images.dtypes import DataType
+from contract.images.layouts import Layout
+from contract.images.targets import Target, TargetKind
 
 BASE_MODEL = "org/tiny"
 HIDDEN, KV, MLP, VOCAB, LAYERS = 16, 8, 24, 32, 2

@@ -17,9 +17,12 @@ from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import TensorRecord, read_header
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.weights import ExpertWeights, Replacement
-from adapter_store.core import DataType, Held, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.images.compile import Image
-from adapter_store.images.layout_checks import validate
+from contract.images.dtypes import DataType
+from contract.images.layout_rules import validate
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Held, OtherName, Target, TargetKind
 
 HIDDEN, INNER, VOCAB, EXPERTS = 32, 48, 600, 4
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qkv")

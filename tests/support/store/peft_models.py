@@ -13,9 +13,12 @@ import torch
 import transformers
 
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.core import DataType, Layout, OtherName, SegmentKind, Target, TargetKind
 from adapter_store.images.compile import compile_image
-from adapter_store.images.layout_checks import validate
+from contract.images.dtypes import DataType
+from contract.images.layout_rules import validate
+from contract.images.layouts import Layout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import OtherName, Target, TargetKind
 from tests.support.store.format_2 import experts_of, values_of
 
 HIDDEN, INNER, KV, VOCAB = 16, 24, 8, 40

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from adapter_store.core import DataType, Layout, OtherName, Target, TargetKind
-from adapter_store.images.layout_checks import validate
+from contract.images.dtypes import DataType
+from contract.images.layout_rules import validate
+from contract.images.layouts import Layout
+from contract.images.targets import OtherName, Target, TargetKind
 
 FOLDERS = Path(__file__).parents[2] / "adapter_store" / "checkpoint" / "trainers"
 STACKED = ("experts_tinker", "experts_mlx")

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from contract.images.segment_kinds import SegmentKind
+from contract.images.targets import Target, TargetKind
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import ADAPTER_BYTES
@@ -152,6 +154,7 @@ def test_options_of_a_chat(
     given: dict[str, bool], begins: bool, continues: bool, adds: bool
 ) -> None:
     """sglang#3417, tinker-feedback#125."""
+
     message = pb.ChatMessage(role="assistant", content="hi")
     chat = pb.ChatMessages(messages=[message], **given)
     request = pb.GenerateRequest(chat=chat, add_special_tokens=True if adds else None)
@@ -304,7 +307,7 @@ GRPC_BYTES = 4 << 20
 
 
 def details(
-    segments: list[tuple[int, str, int, int, int]], launches: dict[str, int]
+    segments: list[tuple[int, SegmentKind, int, int, int]], launches: dict[str, int]
 ) -> AdapterDetails:
     """`segments`: target, kind, rank, offset, bytes."""
     targets, kinds, *numbers = zip(*segments, strict=True) if segments else [()] * 5
@@ -320,19 +323,23 @@ def test_parts_of_an_adapter() -> None:
     layout = ModelLayout(
         *("base", "0" * 64, torch.bfloat16, (1, 2)),
         tuple(
-            LayoutTarget(name, layer, group, kind, 8, 4)
+            Target(name, layer, group, kind, 8, 4)
             for name, layer, group, kind in zip(
                 *(names, [None, 0, 0, 0], ["embed", *["layers.0.qkv"] * 3]),
-                ["embedding", *["linear"] * 3],
+                [TargetKind.EMBEDDING, *[TargetKind.LINEAR] * 3],
                 strict=True,
             )
         ),
     )
     segments = [
-        *((0, "a", 4, 0, 64), (0, "b", 4, 256, 32)),
-        *((1, "a", 8, 512, 128), (1, "b", 8, 768, 64)),
-        *((3, "a", 2, 512, 128), (3, "b", 2, 1024, 64), (3, "bias", 2, 1280, 16)),
-        (3, "of another release", 2, 1536, 16),
+        *((0, SegmentKind.A, 4, 0, 64), (0, SegmentKind.B, 4, 256, 32)),
+        *((1, SegmentKind.A, 8, 512, 128), (1, SegmentKind.B, 8, 768, 64)),
+        *(
+            (3, SegmentKind.A, 2, 512, 128),
+            (3, SegmentKind.B, 2, 1024, 64),
+            (3, SegmentKind.BIAS, 2, 1280, 16),
+        ),
+        (3, SegmentKind.UNKNOWN, 2, 1536, 16),
     ]
     inspected = details(segments, {"embed": 1, "layers.0.qkv": 2, "layers.0.o": 2})
     got = convert.to_inspected(inspected, layout, pb.ResidentAdapter(rank=8))
@@ -368,7 +375,7 @@ def test_the_largest_adapter_is_below_grpcs_limit() -> None:
         for module, group in groups.items():
             name = f"model.layers.{layer}.mlp.experts.{expert}.{module}"
             group_name = f"layers.{layer}.experts.{expert}.{group}"
-            targets.append(LayoutTarget(name, layer, group_name, "linear", 2048, 768))
+            targets.append(Target(name, layer, group_name, TargetKind.LINEAR, 2048, 768))
     layout = ModelLayout("base", "0" * 64, torch.bfloat16, (1, 2), tuple(targets))
     segments = [
         (index, kind, 64, (1 << 35) + (2 * index + place) * size, size)

@@ -6,15 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from adapter_store.core import (
-    HASHED_ROWS,
-    Layout,
-    OtherName,
-    Target,
-    TargetKind,
-)
-from adapter_store.images.layout import runs
-from servicekit.errors import InvalidArgument
+from contract.images.layouts import InvalidLayout, Layout, runs
+from contract.images.targets import HASHED_ROWS, OtherName, Target, TargetKind
 
 MAX_TARGETS = 1 << 17
 MAX_FEATURES = 1 << 28
@@ -34,7 +27,7 @@ _HASH_BYTES = 32
 
 
 def validate(layout: Layout) -> None:
-    """Raises InvalidArgument (subject: the field, such as "targets[3].in_features")."""
+    """Raises InvalidLayout unless servers and stores can agree on its images."""
     _require(0 < len(layout.base_model) <= MAX_NAME_CHARS, "base_model", "1 to 512 characters")
     _require(layout.base_model.isprintable(), "base_model", "not printable")
     _require(
@@ -271,4 +264,4 @@ def _is_module(name: str) -> bool:
 
 def _require(condition: bool, field: str, detail: str) -> None:
     if not condition:
-        raise InvalidArgument(f"layout.{field}: {detail}", subject=f"layout.{field}")
+        raise InvalidLayout(f"layout.{field}", detail)

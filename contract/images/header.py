@@ -1,0 +1,85 @@
+"""Images, and the messages of a pull: header, then chunks and layer ends in order, then the
+trailer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from contract.images.dtypes import DataType
+from contract.images.segment_kinds import SegmentKind
+
+GRANULE_BYTES = 256
+"""Segments start on multiples of this, and images end there."""
+
+
+def align(num_bytes: int) -> int:
+    """Returns the next offset at which a segment may start."""
+    return -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES
+
+
+class InvalidImage(ValueError):
+    """An image that breaks a rule of images."""
+
+
+class Segment(NamedTuple):
+    """One matrix or vector in an image, of the layout's target with this index: `offset` and
+    `length_bytes` in bytes, offset a multiple of 256. Values are multiplied by `scale`, which is 1
+    but for float8. The wire's format 1 leaves out dtype and shape, which follow from the layout;
+    the dtype of a later release is None, too."""
+
+    target: int
+    kind: SegmentKind
+    rank: int
+    offset: int
+    length_bytes: int
+    dtype: DataType | None = None
+    shape: tuple[int, ...] = ()
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """The first message of a pull. The stream starts at `offset`: 0 if another `image_id` was
+    requested."""
+
+    image_id: str
+    digest: str
+    layout_id: str
+    image_format: int
+    total_bytes: int
+    segments: tuple[Segment, ...]
+    offset: int = 0
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any target; 0 of an empty image."""
+        return max((segment.rank for segment in self.segments), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageChunk:
+    """Bytes of the image from `offset`; a chunk never crosses the end of a part. `data` may be a
+    view of memory that belongs to the image or to the received message."""
+
+    offset: int
+    data: bytes | memoryview = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEnd:
+    """Ends part `part`: `sha256` covers the bytes from the previous end to `end_offset`."""
+
+    part: int
+    end_offset: int
+    sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTrailer:
+    """Ends an image; `sha256` is of the parts' sha256 values, concatenated in order."""
+
+    sha256: bytes
+
+
+PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer

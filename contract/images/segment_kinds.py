@@ -1,0 +1,46 @@
+"""The contents that an adapter may have for a target, and their names for people."""
+
+from __future__ import annotations
+
+import enum
+
+
+class SegmentKind(enum.Enum):
+    """The meaning of a segment's bytes, in the order of one target's segments. UNKNOWN: of a later
+    release; never of an image that is computed with."""
+
+    A = "a"
+    B = "b"
+    BIAS = "bias"
+    MAGNITUDE = "magnitude"
+    ROW_IDS = "row_ids"
+    ROWS = "rows"
+    FULL = "full"
+    UNKNOWN = "unknown"
+
+
+LORA_KINDS = (SegmentKind.A, SegmentKind.B)
+"""The kinds that every server applies."""
+FURTHER_KINDS = (
+    SegmentKind.BIAS,
+    SegmentKind.MAGNITUDE,
+    SegmentKind.ROW_IDS,
+    SegmentKind.ROWS,
+    SegmentKind.FULL,
+)
+"""The kinds that a server announces if it applies them."""
+ADDED_KINDS = (*LORA_KINDS, SegmentKind.BIAS)
+"""Kinds that add to the base's outputs: sums may have any number of them."""
+REPLACED_KINDS = (SegmentKind.ROW_IDS, SegmentKind.ROWS, SegmentKind.FULL)
+"""Kinds that replace the base's weight."""
+SHARED_KINDS = (SegmentKind.A, *REPLACED_KINDS)
+"""Kinds whose bytes targets may share: an A of a fused module, and a tied head's rows."""
+
+KIND_WORDS = {
+    SegmentKind.BIAS: "biases of LoRA",
+    SegmentKind.MAGNITUDE: "DoRA magnitudes",
+    SegmentKind.ROW_IDS: "rows of its own for tokens",
+    SegmentKind.ROWS: "rows of its own for tokens",
+    SegmentKind.FULL: "whole weights of its own",
+}
+"""The further kinds in words."""
