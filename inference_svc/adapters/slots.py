@@ -196,13 +196,17 @@ class Slots:
 
     def set_superseded(self, digest: str, is_superseded: bool) -> None:
         """Makes an image, here or not, the first to be evicted once nothing uses it; or one like
-        any other. The caller bounds how many are superseded at a time."""
-        if not is_superseded:
+        any other, as if it had just been used. The caller bounds how many are superseded at a
+        time."""
+        resident = self._by_digest.get(digest)
+        if is_superseded:
+            self._superseded.add(digest)
+            if resident is not None:
+                self._put_superseded_first(resident)
+        elif digest in self._superseded:
             self._superseded.discard(digest)
-            return
-        self._superseded.add(digest)
-        if (resident := self._by_digest.get(digest)) is not None:
-            self._put_superseded_first(resident)
+            if resident is not None:  # it stands before others that still are superseded
+                self._by_digest.move_to_end(digest)
 
     def _put_superseded_first(self, resident: Resident) -> None:
         if resident.digest in self._superseded and not resident.users:

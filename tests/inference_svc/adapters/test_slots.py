@@ -272,3 +272,16 @@ def test_usage_figures() -> None:
     assert slots.reserve(header("d", 10), reason=EvictionReason.AGED) is not None
     assert slots.evictions == {EvictionReason.AGED: 1}
     assert (slots.extents.largest_free_bytes, slots.extents.num_free_ranges) == (2 * KIB, 1)
+
+
+def test_an_image_that_is_current_again_outlives_superseded_ones() -> None:
+    slots = Slots(16 * KIB, 4, Shape.of(header("largest", 6)))
+    for digest, kib in (("old", 4), ("again", 4)):
+        slots.set_superseded(digest, True)
+        reservation = slots.reserve(header(digest, kib), ())
+        assert reservation is not None
+        reservation.resident.ready = True
+    slots.set_superseded("again", False)
+    reservation = slots.reserve(header("new", 10), ())
+    assert reservation is not None
+    assert [each.digest for each in reservation.evicted] == ["old"]
