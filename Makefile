@@ -74,7 +74,7 @@ gpu-pack: $(VENV)/.installed-dev
 # tests/gpu and the GPU run with the versions of the machine that has the GPU, and nothing else.
 # GPU_PYTHON=/path names its Python, if it is not found.
 test-gpu-versions: $(VENV)/.installed-dev
-	$(BIN)/python -m tools.gpu_versions $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
+	$(BIN)/python -m tools.packaging.gpu_versions $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
 
 # Where the last `make test` spent its time; writes tests/durations.toml.
 durations: $(VENV)/.installed-dev
@@ -97,25 +97,25 @@ format: $(VENV)/.installed-dev
 
 # What is written from the code: tests compare.
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -m tools.metric_docs
-	$(BIN)/python -m tools.api_docs
-	$(BIN)/python -m tools.cli_docs
-	$(BIN)/python -m tools.sizing_docs
-	$(BIN)/python -m tools.adapter_docs
-	$(BIN)/python -m tools.model_docs
-	$(BIN)/python -m tools.configuration_docs
-	$(BIN)/python -m tools.bounds_docs
+	$(BIN)/python -m tools.pages.metric_docs
+	$(BIN)/python -m tools.pages.api_docs
+	$(BIN)/python -m tools.pages.cli_docs
+	$(BIN)/python -m tools.pages.sizing_docs
+	$(BIN)/python -m tools.pages.adapter_docs
+	$(BIN)/python -m tools.pages.model_docs
+	$(BIN)/python -m tools.pages.configuration_docs
+	$(BIN)/python -m tools.pages.bounds_docs
 	$(BIN)/python -m tools.prometheus_rule
 
 # constraints.txt and docs/sbom, after a change of dependencies or of a version that is pinned.
 # UPGRADE="NAME ..." takes the newest of these. Asks package indexes.
 constraints: $(VENV)/.installed-supply
-	$(BIN)/python -m tools.constraints $(if $(UPGRADE),--upgrade $(UPGRADE))
-	$(BIN)/python -m tools.sbom_docs
+	$(BIN)/python -m tools.packaging.constraints $(if $(UPGRADE),--upgrade $(UPGRADE))
+	$(BIN)/python -m tools.pages.sbom_docs
 
 # What an advisory service knows of these versions; where none answers, it says so and fails.
 audit: $(VENV)/.installed-supply
-	$(BIN)/python -m tools.audit
+	$(BIN)/python -m tools.packaging.audit
 
 # The blocking client from the asyncio one: a test compares.
 client: $(VENV)/.installed-dev
@@ -123,7 +123,7 @@ client: $(VENV)/.installed-dev
 
 # The documentation as a site in build/docs/site. SITE="--repository URL" links to source files there.
 docs-site: $(VENV)/.installed-dev
-	$(BIN)/python -m tools.docs_site $(SITE)
+	$(BIN)/python -m tools.pages.docs_site $(SITE)
 
 # Grafana's dashboards from tools/dashboards: a test compares.
 dashboards: $(VENV)/.installed-dev
@@ -145,7 +145,7 @@ images:
 
 # What `pip install` takes: the source distribution, and the wheel that is built from it, in dist/.
 wheel: $(VENV)/.installed-dev
-	$(BIN)/python -m tools.wheel
+	$(BIN)/python -m tools.packaging.wheel
 
 # A million executions of what reads strangers' bytes; FUZZ=--help tells how to run less or more.
 fuzz: $(VENV)/.installed-fuzz
@@ -153,20 +153,20 @@ fuzz: $(VENV)/.installed-fuzz
 
 # Ours, quick. Each is a command of its own with more to ask for: see bench/README.md.
 bench: $(VENV)/.installed-bench
-	$(BIN)/python -m bench.roofline
+	$(BIN)/python -m bench.kernels.roofline
 	$(BIN)/python -m bench.step_breakdown
-	$(BIN)/python -m bench.throughput --rounds 3
-	$(BIN)/python -m bench.ttft
-	$(BIN)/python -m bench.interference --rounds 1
-	$(BIN)/python -m bench.many_adapters --n 0 5 1000 --alpha 1 --window 10
-	$(BIN)/python -m bench.prefix_cache
+	$(BIN)/python -m bench.workloads.throughput --rounds 3
+	$(BIN)/python -m bench.workloads.ttft
+	$(BIN)/python -m bench.workloads.interference --rounds 1
+	$(BIN)/python -m bench.workloads.many_adapters --n 0 5 1000 --alpha 1 --window 10
+	$(BIN)/python -m bench.workloads.prefix_cache
 
 # The peers in environments of their own under .bench, then the same work on all, taking turns.
 bench-peers: $(VENV)/.installed-bench
 	$(BIN)/python -m bench.peers.install
-	$(BIN)/python -m bench.throughput --requests 16 --systems ours,ours-grpc,vllm-tuned,vllm-tuned-no-lora,peft --out bench/results/throughput_peers.json
-	$(BIN)/python -m bench.throughput --requests 16 --systems ours,vllm --out bench/results/throughput_plain.json
-	$(BIN)/python -m bench.ttft --peers vllm-tuned
+	$(BIN)/python -m bench.workloads.throughput --requests 16 --systems ours,ours-grpc,vllm-tuned,vllm-tuned-no-lora,peft --out bench/results/throughput_peers.json
+	$(BIN)/python -m bench.workloads.throughput --requests 16 --systems ours,vllm --out bench/results/throughput_plain.json
+	$(BIN)/python -m bench.workloads.ttft --peers vllm-tuned
 
 # The engine for ten minutes under cancels and deadlines; then the store killed 200 times at random
 # moments, over SQLite, and one of two replicas over PostgreSQL and S3; then both services for ten
@@ -187,11 +187,11 @@ $(BIN)/python:
 
 # One stamp per extra; protos are inputs, because installing compiles them.
 $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(PROTOS) | $(BIN)/python
-	@$(BIN)/python -m tools.install $*
+	@$(BIN)/python -m tools.packaging.install $*
 	@touch $@
 
-$(PROMETHEUS): tools/prometheus_package.py | $(BIN)/python
-	$(BIN)/python -m tools.prometheus_package
+$(PROMETHEUS): tools/packaging/prometheus_package.py | $(BIN)/python
+	$(BIN)/python -m tools.packaging.prometheus_package
 	mkdir -p $(@D) && touch $@
 
 clean:

@@ -79,7 +79,7 @@ def _text(error: Exception) -> str:
 
 def _check_config_keys(allowed: tuple[str, ...]) -> None:
     """Raises InvalidSetting for keys that no operator can let pass."""
-    from adapter_store.checkpoint.peft_fields import KNOWN
+    from adapter_store.checkpoint.peft.fields import KNOWN
 
     known = ", ".join(sorted(KNOWN.intersection(allowed)))
     if known:
@@ -93,8 +93,8 @@ def _print_digest(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m adapter_store digest DIR", file=sys.stderr)
         return 2
-    from adapter_store.checkpoint.files import CheckpointLimits
     from adapter_store.checkpoint.open import open_checkpoint
+    from adapter_store.checkpoint.reading.files import CheckpointLimits
 
     # A digest is no verdict: only a store knows its operator's allow-list.
     limits = CheckpointLimits(allowed_config_keys=None)
@@ -114,8 +114,8 @@ def _check(arguments: list[str]) -> int:
     parser.add_argument("--allow-config-keys", default="")
     options = parser.parse_args(arguments)
     from adapter_store.api.convert import from_json
-    from adapter_store.checkpoint.files import CheckpointLimits
-    from adapter_store.images.check import Server, check_folder
+    from adapter_store.checkpoint.reading.files import CheckpointLimits
+    from adapter_store.images.plan.check import Server, check_folder
 
     allowed, server = split_commas(options.allow_config_keys), None
     try:
@@ -136,7 +136,7 @@ def _strip(arguments: list[str]) -> int:
     if len(paths) not in (2, 3):
         print("usage: python -m adapter_store strip IN OUT [MODEL] [--force]", file=sys.stderr)
         return 2
-    from adapter_store.checkpoint.strip import strip
+    from adapter_store.checkpoint.conversion.strip import strip
 
     try:
         found, num_kept = strip(*paths, force=force)
@@ -158,7 +158,7 @@ def _convert(arguments: list[str]) -> int:
     parser.add_argument("--initial", type=Path)
     parser.add_argument("--force", action="store_true")
     options = parser.parse_args(arguments)
-    from adapter_store.checkpoint.convert import convert
+    from adapter_store.checkpoint.conversion.convert import convert
 
     said_s = time.monotonic()
 

@@ -28,7 +28,7 @@ from adapter_store.core import Action
 from adapter_store.debug import DebugInfo
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images.compile import use_one_thread_per_image
-from adapter_store.images.plan import COMPILER_REVISION
+from adapter_store.images.plan.plan import COMPILER_REVISION
 from adapter_store.service import StoreService
 from adapter_store.store import Store, open_store, tenant_share
 from adapter_store.store_status import catalog_samples, volume_samples, work_samples

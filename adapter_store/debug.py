@@ -18,8 +18,8 @@ from urllib.parse import unquote
 from sqlalchemy import make_url
 
 from adapter_store.config import StoreSettings
-from adapter_store.images.buffers import torch_versions
-from adapter_store.images.plan import COMPILER_REVISION, IMAGE_FORMATS
+from adapter_store.images.plan.plan import COMPILER_REVISION, IMAGE_FORMATS
+from adapter_store.images.tiers.buffers import torch_versions
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.service import StoreService
 from servicekit.settings.secrets import URL_PASSWORD, environment_secrets

@@ -9,8 +9,8 @@ from adapter_store.blobs.local import Blobs
 from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import ImageKey
-from adapter_store.images.disk_tier import DiskTier, Removal
-from adapter_store.images.shared_tier import SharedTier
+from adapter_store.images.tiers.disk_tier import DiskTier, Removal
+from adapter_store.images.tiers.shared_tier import SharedTier
 from adapter_store.replication.lease_renewal import Leases
 
 logger = logging.getLogger(__name__)

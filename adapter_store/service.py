@@ -39,13 +39,13 @@ from adapter_store.core import (
     Recorded,
 )
 from adapter_store.errors import LimitExceeded
-from adapter_store.images import layout as layouts
-from adapter_store.images.announcement import announcement_id, validate_announcement
-from adapter_store.images.cache import ImageCache
-from adapter_store.images.disk_tier import TierCounts
-from adapter_store.images.plan import IMAGE_FORMATS
+from adapter_store.images.plan import layout as layouts
+from adapter_store.images.plan.announcement import announcement_id, validate_announcement
+from adapter_store.images.plan.plan import IMAGE_FORMATS
 from adapter_store.images.precompile import Precompiler
 from adapter_store.images.pull import Pulls
+from adapter_store.images.tiers.cache import ImageCache
+from adapter_store.images.tiers.disk_tier import TierCounts
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.rate_limit import RateLimiter
 from adapter_store.registration.registrar import Registrar, Registration

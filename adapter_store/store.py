@@ -28,16 +28,16 @@ from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layouts import LayoutLimits
 from adapter_store.catalog.watch import Watch
-from adapter_store.checkpoint.files import CheckpointLimits
-from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
+from adapter_store.checkpoint.reading.files import CheckpointLimits
+from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
 from adapter_store.config import StoreSettings
 from adapter_store.garbage_collector import Collector, SharedCollector
 from adapter_store.images.builder import ImageBuilder
-from adapter_store.images.cache import ImageCache
-from adapter_store.images.disk_tier import DiskTier
-from adapter_store.images.plan import COMPILER
+from adapter_store.images.plan.plan import COMPILER
 from adapter_store.images.precompile import Precompiler
-from adapter_store.images.shared_tier import SharedTier
+from adapter_store.images.tiers.cache import ImageCache
+from adapter_store.images.tiers.disk_tier import DiskTier
+from adapter_store.images.tiers.shared_tier import SharedTier
 from adapter_store.images.worker_pool import WorkerPool
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.registrar import Registrar
@@ -126,7 +126,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         data.volume.restore()
 
         places = _places(stack, settings)
-        calls, internal = places.calls, places.calls.of(INTERNAL)
+        internal = places.calls.of(INTERNAL)
         verified = VerifiedCheckpoints()
         images = _open_images(stack, settings, catalog, data, storage, metrics, verified, places)
         precompiler = Precompiler(
@@ -137,7 +137,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
             only_pinned=not settings.compile_ahead,
         )
         stack.push_async_callback(precompiler.close)
-        watch = Watch(catalog, calls, settings.bookmark_seconds, places.watches)
+        watch = Watch(catalog, places.calls, settings.bookmark_seconds, places.watches)
         registrar = _registrar(
             settings,
             catalog,
@@ -150,9 +150,8 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
             places,
             images,
         )
-        service = StoreService(
-            catalog, registrar, images, precompiler, watch, metrics, policies, places
-        )
+        parts = catalog, registrar, images, precompiler, watch, metrics, policies, places
+        service = StoreService(*parts)
         service.shared_counts = None if storage.images is None else storage.images.counts
         stack.push_async_callback(service.close)
 

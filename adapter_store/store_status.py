@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.usage import CatalogCounts
-from adapter_store.images.cache import ImageInProgress
-from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.pull import ActivePull
+from adapter_store.images.tiers.cache import ImageInProgress
+from adapter_store.images.tiers.disk_tier import TierCounts
 from servicekit.shares import PlaceUse
 from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.place_metrics import place_samples

@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 
-from bench.memory_store import MemoryStore, variant_digest
-from bench.store_copy import AddVariants, Checked, CheckIdle, StoreCopyFactory, check_idle
+from bench.store.copy import AddVariants, Checked, CheckIdle, StoreCopyFactory, check_idle
+from bench.store.memory_store import MemoryStore, variant_digest
 from inference_svc.core import AdapterKey, EngineConfig, FinishReason, Request, SamplingParams
-from inference_svc.engine.messages import (
+from inference_svc.engine.host.messages import (
     Call,
     Cancel,
     Command,
@@ -25,9 +25,9 @@ from inference_svc.engine.messages import (
     Timings,
     Usage,
 )
-from inference_svc.engine.process import EngineProcess
-from inference_svc.engine.status_types import EngineStatus
-from inference_svc.engine.thread import EngineThread
+from inference_svc.engine.host.process import EngineProcess
+from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.operations.status_types import EngineStatus
 
 CALL_TIMEOUT_S = 600.0
 TRANSPORTS = ("thread", "process")

@@ -128,7 +128,7 @@ SHAPES = {
             "pad_token_id": 0,
         },
     ),
-    # SmolLM2-135M-Instruct: real weights and adapters, by `bench.real_model`.
+    # SmolLM2-135M-Instruct: real weights and adapters, by `bench.workloads.real_model`.
     REAL: Shape(
         "LlamaForCausalLM",
         {
@@ -214,7 +214,7 @@ class Prepared:
 def prepare(name: str, num_adapters: int, root: Path = ROOT) -> Prepared:
     """Makes a model and its adapters, if they are missing."""
     if name == REAL:
-        from bench.real_model import prepare_real  # which needs this module
+        from bench.workloads.real_model import prepare_real  # which needs this module
 
         return prepare_real(num_adapters)
     root = (root / name).resolve()

@@ -12,7 +12,7 @@ from typing import Self
 import grpc
 
 from bench.models import arena_bytes
-from bench.store_process import CHANNEL_OPTIONS
+from bench.store.process import CHANNEL_OPTIONS
 from loadout import Client
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc

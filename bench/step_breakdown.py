@@ -6,8 +6,8 @@ Sixteen requests with 64 tokens in are in the middle of their output, and this t
 engine's steps one by one. The benchmark first times the parts of steps, and then profiles as many
 steps: the native program reports the time of each operation, and torch's profiler the torch path.
 Their sum may differ from the whole computation's time by the cost of the profiler. Results are
-medians. The floor, reached by the best kernel, and the hardware's bound (`bench.roofline`) are
-computed for the steps' mean context.
+medians. The floor, reached by the best kernel, and the hardware's bound (`bench.kernels.roofline`)
+are computed for the steps' mean context.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
+from bench.kernels.roofline import THREADS, ModelFloor
 from bench.machine import best_kernels
 from bench.models import SHAPES, Prepared, kv_bytes, prepare
 from bench.plots import plot_bars
 from bench.results import FOLDER, median, show, write
-from bench.roofline import THREADS, ModelFloor
 from bench.stepper import NUM_REQUESTS, Stepper
-from inference_svc.engine.runner import Runner, StepResult
-from inference_svc.engine.scheduler import Scheduler
-from inference_svc.engine.settle import Settler
+from inference_svc.engine.compute.runner import Runner, StepResult
+from inference_svc.engine.policy.scheduler import Scheduler
+from inference_svc.engine.policy.settle import Settler
 from kernels.native.library import Program
 
 MAX_ROWS = 40

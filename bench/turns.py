@@ -21,18 +21,20 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from bench import many_adapters, store_cold, store_pull
+from bench.kernels.roofline import THREADS
 from bench.models import ROOT as MODELS
 from bench.models import make_variants, prepare
 from bench.results import FOLDER, median, show, write
-from bench.roofline import THREADS
 from bench.services import Services
+from bench.store import cold as store_cold
+from bench.store import pull as store_pull
 from bench.systems.ours import make_system
 from bench.systems.serve import serve, take_standard_output
 from bench.systems.worker import Worker
-from bench.throughput import NUM_ADAPTERS, ROWS, Row, make_job, make_spec
-from bench.trace import Traffic
-from bench.ttft import OverGrpc, wanted_for
+from bench.workloads import many_adapters
+from bench.workloads.throughput import NUM_ADAPTERS, ROWS, Row, make_job, make_spec
+from bench.workloads.trace import Traffic
+from bench.workloads.ttft import OverGrpc, wanted_for
 
 MODEL = "bench-200m"
 NUM_OUT = 32
@@ -87,7 +89,7 @@ def ttft_works(models: Path) -> Iterator[Works]:
 
 @contextmanager
 def store_cold_works(models: Path) -> Iterator[Works]:
-    """Yields the phases of `bench.store_cold`, in milliseconds."""
+    """Yields the phases of `bench.store.cold`, in milliseconds."""
 
     def run() -> Figures:
         found = store_cold.measure(1, NUM_LAYERS)["milliseconds"]
@@ -121,7 +123,7 @@ def many_adapters_works(models: Path) -> Iterator[Works]:
 
 @contextmanager
 def store_pull_works(models: Path) -> Iterator[Works]:
-    """Yields the rates of `bench.store_pull`, in megabytes per second."""
+    """Yields the rates of `bench.store.pull`, in megabytes per second."""
 
     def run() -> Figures:
         found = store_pull.measure(1, NUM_LAYERS)

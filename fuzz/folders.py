@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from adapter_store.api import convert as store_convert
 from adapter_store.api.bounds import REQUESTS
-from adapter_store.checkpoint.files import CheckpointLimits
-from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.checkpoint.scan import scan_tensors
+from adapter_store.checkpoint.reading.files import CheckpointLimits
+from adapter_store.checkpoint.reading.memory_files import MemoryFolder
+from adapter_store.checkpoint.reading.scan import scan_tensors
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded, SourceUnavailable
 from adapter_store.registration.registrar import Registration
 from adapter_store.sources.local import LocalSource

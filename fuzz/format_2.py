@@ -13,15 +13,15 @@ import torch
 
 from adapter_store.api import convert as store_convert
 from adapter_store.api.bounds import REQUESTS
-from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.formats.readers import READERS
 from adapter_store.checkpoint.formats.select import Format
-from adapter_store.checkpoint.json import parse_object
 from adapter_store.checkpoint.open import Checkpoint
-from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
+from adapter_store.checkpoint.reading.files import CheckpointLimits
+from adapter_store.checkpoint.reading.json import parse_object
+from adapter_store.checkpoint.reading.safetensors import LENGTH_BYTES, read_header
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
-from adapter_store.images.layout import from_text, layout_id, to_text
-from adapter_store.images.plan import IMAGE_FORMATS, ImagePlan, plan_image
+from adapter_store.images.plan.layout import from_text, layout_id, to_text
+from adapter_store.images.plan.plan import IMAGE_FORMATS, ImagePlan, plan_image
 from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from contract.images.dtypes import DataType
 from contract.images.header import ImageChunk, ImageHeader, LayerEnd, PullMessage
@@ -31,9 +31,9 @@ from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import OtherName, Target, TargetKind
 from fuzz.refusals import refused
 from inference_svc.adapters import layout as served
-from inference_svc.adapters.extents import Extent
-from inference_svc.adapters.pull import ImageSink, PullEvent, PullJob, PullOpened
-from inference_svc.adapters.pull_threads import Cancelled, Puller
+from inference_svc.adapters.memory.extents import Extent
+from inference_svc.adapters.pulls.pull import ImageSink, PullEvent, PullJob, PullOpened
+from inference_svc.adapters.pulls.threads import Cancelled, Puller
 from inference_svc.errors import AdapterUnusable, CorruptImage, StoreUnavailable
 from inference_svc.store.convert import to_pull_message
 from servicekit.errors import InvalidArgument

@@ -17,7 +17,7 @@ from fuzz.refusals import TALLY
 from fuzz.requests import BASE_MODEL, MODEL_LEN, VOCABULARY, requests_of
 from inference_svc.api.http.app import make_app
 from inference_svc.api.http.errors import INTERNAL_MESSAGE
-from inference_svc.api.http.middleware import RequestMiddleware
+from inference_svc.api.http.serving.middleware import RequestMiddleware
 from inference_svc.api.service import ServerFacts
 from inference_svc.errors import QueueFull
 from inference_svc.results.routed_experts import ExpertLayers

@@ -10,9 +10,9 @@ from google.protobuf.message import DecodeError
 
 from contract.images.header import ImageHeader
 from fuzz.format_2 import DIGEST, LAYOUT_ID, MAX_IMAGE_BYTES, SEPARATOR, SERVED, pull
-from inference_svc.adapters.extents import Extent
-from inference_svc.adapters.resident import Resident, Shape
-from inference_svc.adapters.tiers import TableWrite
+from inference_svc.adapters.memory.extents import Extent
+from inference_svc.adapters.memory.resident import Resident, Shape
+from inference_svc.adapters.memory.tiers import TableWrite
 from inference_svc.backends.arena import Arena
 from kernels.lora.table import NO_EXPERT
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from adapter_store.api import convert as store_convert
 from adapter_store.api.bounds import REQUESTS as STORE_REQUESTS
 from adapter_store.catalog.filters import parse_filter
-from adapter_store.images.announcement import announcement_id, validate_announcement
+from adapter_store.images.plan.announcement import announcement_id, validate_announcement
 from contract.images import layout_rules
 from fuzz.folders import run_now
 from fuzz.refusals import refused

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from adapter_store.catalog.filters import decode_page_token, decode_version_token, parse_filter
-from adapter_store.checkpoint.files import parse_index
 from adapter_store.checkpoint.formats.mlx import parse_mlx_config, parse_mlx_key
 from adapter_store.checkpoint.formats.select import check_file_names
-from adapter_store.checkpoint.json import parse_object
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.checkpoint.peft_config import parse_config
-from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
-from adapter_store.checkpoint.tensor_keys import parse_key
+from adapter_store.checkpoint.peft.config import parse_config
+from adapter_store.checkpoint.peft.tensor_keys import parse_key
+from adapter_store.checkpoint.reading.files import parse_index
+from adapter_store.checkpoint.reading.json import parse_object
+from adapter_store.checkpoint.reading.safetensors import LENGTH_BYTES, read_header
 from adapter_store.errors import InvalidAdapter, LimitExceeded
 from adapter_store.registration.tenant_policy import parse_policy
 from adapter_store.sources import Sources, hub, local, s3

@@ -16,8 +16,8 @@ from functools import partial
 
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
-from inference_svc.model.files import check_files
-from inference_svc.model.hub import REDIRECT_HOSTS_VARIABLE, download, find_model
+from inference_svc.model.checkpoint.files import check_files
+from inference_svc.model.checkpoint.hub import REDIRECT_HOSTS_VARIABLE, download, find_model
 from servicekit import heap, interpreter_gc
 from servicekit.errors import InvalidSetting
 from servicekit.hub_client import REDIRECT_HOSTS

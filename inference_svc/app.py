@@ -41,10 +41,10 @@ from inference_svc.core import (
     SamplingParams,
 )
 from inference_svc.debug import DebugInfo
+from inference_svc.engine.host.messages import LayoutAccepted, Repointed, StoreMessage, Superseded
+from inference_svc.engine.host.process import END_S, EngineProcess
+from inference_svc.engine.host.thread import EngineThread
 from inference_svc.engine.memory_fit import fit_device
-from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage, Superseded
-from inference_svc.engine.process import END_S, EngineProcess
-from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import DeviceFull, EngineFailed, UnsupportedModel
 from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
 from inference_svc.frontend.watchdog import watch_engine
@@ -57,10 +57,10 @@ from inference_svc.metrics.fault_report import hold
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.store import replica_metrics
 from inference_svc.model.architectures import load_description
-from inference_svc.model.base_hashes import hashing_base
+from inference_svc.model.checkpoint.base_hashes import hashing_base
+from inference_svc.model.checkpoint.generation_config import FILE_NAME, read_sampling_defaults
+from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.description import Decoder
-from inference_svc.model.generation_config import FILE_NAME, read_sampling_defaults
-from inference_svc.model.headers import tower_modules
 from inference_svc.results.logprobs import LogprobsMode
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
 from inference_svc.store.convert import from_registration
@@ -104,7 +104,7 @@ from servicekit.telemetry.tracing import open_tracing
 from servicekit.work_budget import WorkBudget
 
 if TYPE_CHECKING:
-    from inference_svc.api.http.server import HttpServer
+    from inference_svc.api.http.serving.server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -589,7 +589,7 @@ def _listen_http(
     if not address:
         return None, ""
     # Its libraries are loaded where it is needed only.
-    from inference_svc.api.http.server import HttpServer
+    from inference_svc.api.http.serving.server import HttpServer
 
     server = HttpServer(address, certificates, config.share)
     return server, with_port(address, server.port)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from adapter_store.api.convert import from_json
 from adapter_store.checkpoint.features import Feature
-from adapter_store.images.check import Server, check_folder
+from adapter_store.images.plan.check import Server, check_folder
 from inference_svc.app import describe_layout
 from inference_svc.config import InferenceSettings
 from servicekit.settings.load import load_settings

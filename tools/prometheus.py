@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tools.prometheus_package import programs
+from tools.packaging.prometheus_package import programs
 
 POLL_S = 0.05
 READY_TIMEOUT_S = 30.0

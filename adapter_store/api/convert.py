@@ -25,8 +25,8 @@ from adapter_store.core import (
     ServerLimits,
     SignatureState,
 )
-from adapter_store.images.disk_tier import TierCounts
-from adapter_store.images.layout import refused_layout
+from adapter_store.images.plan.layout import refused_layout
+from adapter_store.images.tiers.disk_tier import TierCounts
 from adapter_store.registration.registrar import Registration
 from adapter_store.registration.signatures import Signature
 from adapter_store.sources.upload import FileChunk

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 from adapter_store.blobs.fsync import make_folder, move_folder, remove_folder, write_atomically
-from adapter_store.checkpoint.files import Folder
-from adapter_store.checkpoint.memory_files import MemoryFolder
+from adapter_store.checkpoint.reading.files import Folder
+from adapter_store.checkpoint.reading.memory_files import MemoryFolder
 from adapter_store.core import MEMORY, BlobPlace, SourceFile
 
 logger = logging.getLogger(__name__)

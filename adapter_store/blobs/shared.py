@@ -27,8 +27,8 @@ from adapter_store.blobs.local import LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.checkpoint.files import Folder
-from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
+from adapter_store.checkpoint.reading.files import Folder
+from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.errors import CorruptData, SourceUnavailable, disk_full
 from adapter_store.replication.lease_renewal import Leases

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from adapter_store.checkpoint.files import CheckpointLimits, read_capped
 from adapter_store.checkpoint.formats.select import Format, find_format
-from adapter_store.checkpoint.json import parse_object
-from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
 from adapter_store.checkpoint.open import Checkpoint
+from adapter_store.checkpoint.peft.module_patterns import OUTPUT_LAYER
+from adapter_store.checkpoint.reading.files import CheckpointLimits, read_capped
+from adapter_store.checkpoint.reading.json import parse_object
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from contract.adapter_files import CONFIG_FILE, is_shard

@@ -15,16 +15,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from adapter_store.checkpoint.config_values import invalid_value
-from adapter_store.checkpoint.digest import compute_digest
-from adapter_store.checkpoint.files import AnyFolder, CheckpointLimits, Folder, OpenFile, open_file
 from adapter_store.checkpoint.formats.readers import READERS
 from adapter_store.checkpoint.formats.select import find_format
-from adapter_store.checkpoint.memory_files import MemoryFolder
-from adapter_store.checkpoint.peft_config import AdapterConfig
-from adapter_store.checkpoint.safetensors import Scanned, TensorRecord
-from adapter_store.checkpoint.scan import scan_tensors
-from adapter_store.checkpoint.tensor_keys import target_of, trained_name
+from adapter_store.checkpoint.peft.config import AdapterConfig
+from adapter_store.checkpoint.peft.config_values import invalid_value
+from adapter_store.checkpoint.peft.tensor_keys import target_of, trained_name
+from adapter_store.checkpoint.reading.digest import compute_digest
+from adapter_store.checkpoint.reading.files import (
+    AnyFolder,
+    CheckpointLimits,
+    Folder,
+    OpenFile,
+    open_file,
+)
+from adapter_store.checkpoint.reading.memory_files import MemoryFolder
+from adapter_store.checkpoint.reading.safetensors import Scanned, TensorRecord
+from adapter_store.checkpoint.reading.scan import scan_tensors
 from adapter_store.checkpoint.tensors import Contents, TargetWeights, read_tensors
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.errors import CorruptData, InvalidAdapter

@@ -23,16 +23,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
-from adapter_store.checkpoint.config_values import invalid_value
-from adapter_store.checkpoint.peft_extras import (
+from adapter_store.checkpoint.peft.config_values import invalid_value
+from adapter_store.checkpoint.peft.extras import (
     CLASSIFIERS,
     EMBEDDINGS,
     INPUTS,
     Extras,
     refused,
 )
-from adapter_store.checkpoint.safetensors import TensorRecord
-from adapter_store.checkpoint.tensor_keys import TensorKey
+from adapter_store.checkpoint.peft.tensor_keys import TensorKey
+from adapter_store.checkpoint.reading.safetensors import TensorRecord
 from adapter_store.checkpoint.weights import Replacement
 from adapter_store.errors import InvalidAdapter
 from contract.images.segment_kinds import SegmentKind

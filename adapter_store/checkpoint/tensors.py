@@ -9,34 +9,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from adapter_store.checkpoint.experts import (
+from adapter_store.checkpoint.formats.select import find_weight_files
+from adapter_store.checkpoint.peft.config import AdapterConfig
+from adapter_store.checkpoint.peft.experts import (
     MAX_EXPERTS,
     check_forms,
     check_single,
     may_be_stacked,
     read_stack,
 )
-from adapter_store.checkpoint.files import (
-    AnyFolder,
-    CheckpointLimits,
-    check_source_bytes,
-    open_file,
-)
-from adapter_store.checkpoint.formats.select import find_weight_files
-from adapter_store.checkpoint.module_patterns import OUTPUT_LAYER
-from adapter_store.checkpoint.parameters import (
+from adapter_store.checkpoint.peft.extras import check_vectors, refused
+from adapter_store.checkpoint.peft.module_patterns import OUTPUT_LAYER
+from adapter_store.checkpoint.peft.parameters import (
     Parameter,
     find_parameters,
     in_order,
     is_linear,
     read_experts,
 )
-from adapter_store.checkpoint.peft_config import AdapterConfig
-from adapter_store.checkpoint.peft_extras import check_vectors, refused
+from adapter_store.checkpoint.peft.tensor_keys import TensorKey, parse_key
+from adapter_store.checkpoint.peft.towers import advice, tower_of
+from adapter_store.checkpoint.reading.files import (
+    AnyFolder,
+    CheckpointLimits,
+    check_source_bytes,
+    open_file,
+)
+from adapter_store.checkpoint.reading.safetensors import TensorRecord, read_header
 from adapter_store.checkpoint.replacements import read_replacements
-from adapter_store.checkpoint.safetensors import TensorRecord, read_header
-from adapter_store.checkpoint.tensor_keys import TensorKey, parse_key
-from adapter_store.checkpoint.towers import advice, tower_of
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.errors import InvalidAdapter
 from contract.adapter_files import WEIGHTS_FILE

@@ -1,7 +1,8 @@
 """The weights of the modules that an adapter changes, as views of saved tensors.
 
 A module may be a target of a layout, or compute several of them; which, is for the plan to find out
-(see adapter_store.images.fit). `module` is its name in the trained model, and so in the config.
+(see adapter_store.images.plan.fit). `module` is its name in the trained model, and so in the
+config.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.checkpoint.reading.safetensors import TensorRecord
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import TargetKind
 

@@ -19,20 +19,20 @@ from pathlib import Path
 from adapter_store.blobs.local import Blobs
 from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.checkpoint.files import CheckpointLimits
-from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
+from adapter_store.checkpoint.reading.files import CheckpointLimits
+from adapter_store.checkpoint.reading.memory_files import MemoryFolder
+from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
 from adapter_store.core import ImageContent, ImageKey, ImageState, LayoutVerdict, Tenants
 from adapter_store.errors import CorruptData, DiskFull, IncompatibleAdapter, InvalidAdapter
-from adapter_store.images.announcement import content_of
 from adapter_store.images.compile import Image, compile_parts
-from adapter_store.images.disk_tier import DiskTier, Removal
-from adapter_store.images.file import open_image, read_parts, write_image
-from adapter_store.images.layout import from_text
 from adapter_store.images.partial_image import PartialImage
-from adapter_store.images.plan import ImagePlan, plan_image
-from adapter_store.images.shared_tier import Claim, SharedTier
+from adapter_store.images.plan.announcement import content_of
+from adapter_store.images.plan.layout import from_text
+from adapter_store.images.plan.plan import ImagePlan, plan_image
+from adapter_store.images.tiers.disk_tier import DiskTier, Removal
+from adapter_store.images.tiers.file import open_image, read_parts, write_image
+from adapter_store.images.tiers.shared_tier import Claim, SharedTier
 from adapter_store.images.worker_pool import YieldPoint
 from adapter_store.metrics.metrics import Metrics
 from contract.images.layouts import Layout

@@ -23,15 +23,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adapter_store.checkpoint.files import OpenFile, Scratch
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
-from adapter_store.checkpoint.safetensors import group_adjacent
+from adapter_store.checkpoint.reading.files import OpenFile, Scratch
+from adapter_store.checkpoint.reading.safetensors import group_adjacent
 from adapter_store.checkpoint.weights import Matrix
 from adapter_store.core import ImagePart
 from adapter_store.errors import IncompatibleAdapter
-from adapter_store.images.buffers import allocate_buffer
-from adapter_store.images.plan import ImagePlan, plan_image
-from adapter_store.images.sources import Piece, SegmentSource, Selection
+from adapter_store.images.plan.plan import ImagePlan, plan_image
+from adapter_store.images.plan.sources import Piece, SegmentSource, Selection
+from adapter_store.images.tiers.buffers import allocate_buffer
 from contract.images.dtypes import DataType
 from contract.images.header import Segment
 from contract.images.layouts import Layout

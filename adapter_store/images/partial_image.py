@@ -9,7 +9,7 @@ import torch
 
 from adapter_store.core import ImagePart
 from adapter_store.images.compile import Image
-from adapter_store.images.plan import ImagePlan
+from adapter_store.images.plan.plan import ImagePlan
 from servicekit.errors import Draining
 
 

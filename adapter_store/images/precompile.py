@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import ImageKey
-from adapter_store.images.cache import ImageCache
+from adapter_store.images.tiers.cache import ImageCache
 from servicekit.telemetry import spans
 from servicekit.telemetry.spans import OpenSpan
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from adapter_store.core import ImageKey, ImagePart, Tenants
-from adapter_store.images.cache import ImageCache
 from adapter_store.images.partial_image import PartialImage
+from adapter_store.images.tiers.cache import ImageCache
 from adapter_store.metrics.metrics import Metrics
 from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessage
 from servicekit.errors import InvalidArgument, ReaderStalled, ServiceError, ShareExceeded

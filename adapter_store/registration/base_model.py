@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from adapter_store.catalog.base_models import KnownBaseModels
-from adapter_store.checkpoint.peft_config import names_local_path
+from adapter_store.checkpoint.peft.config import names_local_path
 from adapter_store.core import BaseModelChoice, BaseModelSource
 from servicekit.errors import InvalidArgument
 

@@ -15,10 +15,10 @@ from adapter_store.blobs.volume import Volume, reporting_full
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.filters import check_labels
 from adapter_store.catalog.rows import NewVersion
-from adapter_store.checkpoint.files import CheckpointLimits
-from adapter_store.checkpoint.memory_files import MemoryFolder
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
+from adapter_store.checkpoint.reading.files import CheckpointLimits
+from adapter_store.checkpoint.reading.memory_files import MemoryFolder
+from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
 from adapter_store.checkpoint.text_files import AdapterText, TextReader
 from adapter_store.checkpoint.unpickle import convert_pickle
 from adapter_store.core import BaseModelChoice, Quota, Recorded

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from adapter_store.checkpoint.json import parse_object, show
+from adapter_store.checkpoint.reading.json import parse_object, show
 from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailable
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.staging import StagedFile, Staging

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from adapter_store.checkpoint.files import COPY_BYTES
+from adapter_store.checkpoint.reading.files import COPY_BYTES
 from adapter_store.errors import LimitExceeded, SourceUnavailable
 from adapter_store.sources.staging import AddressOf, Staging, find_checkpoints
 from contract.folders import (

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from adapter_store.checkpoint.arriving import ArrivingTensors
-from adapter_store.checkpoint.files import Folder, check_text_file
 from adapter_store.checkpoint.formats.select import check_file_names
-from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
+from adapter_store.checkpoint.reading.arriving import ArrivingTensors
+from adapter_store.checkpoint.reading.files import Folder, check_text_file
+from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import SourceFile
 from adapter_store.errors import CallerGone, InvalidAdapter, LimitExceeded
 from contract.adapter_files import (

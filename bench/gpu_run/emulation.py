@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bench.gpu_run.context import Context
-from inference_svc.backends import cuda
+from inference_svc.backends.cuda import backend as cuda
 from inference_svc.core import EngineConfig
 from inference_svc.engine import build
 from inference_svc.model.description import Decoder

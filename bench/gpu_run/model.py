@@ -19,15 +19,16 @@ from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import Target, TargetKind
 from inference_svc import core
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.resident import Resident
-from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.tiers import HostTier, TableWrite
 from inference_svc.adapters.targets import applied_targets, build_layout
-from inference_svc.adapters.tiers import HostTier, TableWrite
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import Logits
-from inference_svc.backends.cuda import CudaBackend, StepLimits
-from inference_svc.backends.cuda_graphs import CudaRecorder
+from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
+from inference_svc.backends.cuda.graphs import CudaRecorder
 from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint.weights import ModelWeights, ones
 from inference_svc.model.description import (
     Decoder,
     ExpertsProjection,
@@ -38,7 +39,6 @@ from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from inference_svc.model.layers import Linear
 from inference_svc.model.operations import Held, Scalar, Table
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import ModelWeights, ones
 from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
 

@@ -1,5 +1,5 @@
 """Writes checkpoints, and reads the model if the library of this name is not installed; then this
-module has all that `model.weights` calls.
+module has all that `model.checkpoint.weights` calls.
 
 The format: https://huggingface.co/docs/safetensors/index#format
 """

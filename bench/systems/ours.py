@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from bench.engine import BenchEngine
-from bench.memory_store import MemoryStore
 from bench.models import arena_bytes
+from bench.store.memory_store import MemoryStore
 from bench.systems.protocol import Done, Job, Spec
 from inference_svc.core import EngineConfig
 

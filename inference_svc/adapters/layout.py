@@ -23,14 +23,14 @@ from contract.images.segment_kinds import (
 )
 from contract.images.targets import Held, OtherName, Target, TargetKind
 from contract.words import listed
-from inference_svc.adapters.resident import Shape
+from inference_svc.adapters.memory.resident import Shape
 from inference_svc.errors import AdapterUnusable, CorruptImage
-from inference_svc.model.base_hashes import HashesByName
+from inference_svc.model.checkpoint.base_hashes import HashesByName
+from inference_svc.model.checkpoint.headers import TowerModule
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
 )
-from inference_svc.model.headers import TowerModule
 from kernels.lora.plan import LoraContents
 
 IMAGE_FORMATS = (1, 2)

@@ -6,8 +6,8 @@ import enum
 import time
 from dataclasses import dataclass, field
 
-from inference_svc.adapters.pull import PullJob
-from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.pulls.pull import PullJob
 from servicekit.telemetry.histogram import IDLE_BOUNDS_S, WAIT_BOUNDS_S, Histogram
 from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, SpanContext
 

@@ -12,7 +12,7 @@ from itertools import chain
 
 from contract.images.header import ImageHeader
 from inference_svc.adapters.load_metrics import LoadSource, LoadTraces
-from inference_svc.adapters.pull import PullJob
+from inference_svc.adapters.pulls.pull import PullJob
 from inference_svc.errors import TRY_LATER, TRY_LATER_SEE_LOG
 from servicekit.telemetry.spans import SpanContext
 

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from contract.images.header import ImageHeader
-from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
-from inference_svc.adapters.placement import Placement
+from inference_svc.adapters.memory.eviction import EvictionReason
+from inference_svc.adapters.memory.placement import Placement
+from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.memory.slots import inadmissible_reason
+from inference_svc.adapters.memory.tiers import MemoryTiers
 from inference_svc.adapters.prefetch import Prefetcher
-from inference_svc.adapters.pull import (
+from inference_svc.adapters.pulls.pull import (
     PullDone,
     PullEvent,
     PullFailed,
@@ -25,10 +28,7 @@ from inference_svc.adapters.pull import (
     PullOpened,
     SilentSources,
 )
-from inference_svc.adapters.pull_threads import Puller
-from inference_svc.adapters.resident import Resident
-from inference_svc.adapters.slots import inadmissible_reason
-from inference_svc.adapters.tiers import MemoryTiers
+from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.core import AdapterKey, digests_of
 from inference_svc.errors import TRY_LATER_SEE_LOG, AdapterUnusable
 from servicekit.errors import ServiceError

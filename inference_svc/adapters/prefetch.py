@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.load_states import Load, Loads
-from inference_svc.adapters.placement import Placement
+from inference_svc.adapters.memory.eviction import EvictionReason
+from inference_svc.adapters.memory.placement import Placement
+from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.memory.tiers import MemoryTiers
 from inference_svc.adapters.popularity import Popularity
-from inference_svc.adapters.resident import Resident
-from inference_svc.adapters.tiers import MemoryTiers
 
 SHARE = 0.25
 """Part of the measured pull rate that prefetching may use."""

@@ -17,12 +17,12 @@ from contract.images.header import ImageHeader
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
 from inference_svc.adapters.load_states import Loads, LoadState
 from inference_svc.adapters.loader import Loader, Refusal, accept_all
-from inference_svc.adapters.placement import Drains, Placement
+from inference_svc.adapters.memory.placement import Drains, Placement
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.tiers import HostTier, MemoryTiers, ResidencyChange
 from inference_svc.adapters.prefetch import Prefetcher, PrefetchPolicy
-from inference_svc.adapters.pull_threads import Puller
-from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.adapters.sums import Mixes, WaitingSums
-from inference_svc.adapters.tiers import HostTier, MemoryTiers, ResidencyChange
 from inference_svc.core import AdapterKey, Digest, Sum, digests_of
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
 from servicekit.telemetry.spans import SpanContext

@@ -11,6 +11,7 @@ import torch
 from contract.images.targets import OtherName, Target, TargetKind
 from inference_svc.adapters.layout import EMBEDDING, HEAD, IMAGE_FORMATS, SAMPLED, TEXT, ModelLayout
 from inference_svc.core import EngineConfig
+from inference_svc.model.checkpoint.parameters import vectors
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
@@ -20,7 +21,6 @@ from inference_svc.model.description import (
     layer_path,
 )
 from inference_svc.model.operations import key_of
-from inference_svc.model.parameters import vectors
 from inference_svc.model.walk import weights_of
 from kernels.lora import LoraGroup
 

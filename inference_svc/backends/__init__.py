@@ -1,26 +1,13 @@
 """How one step is computed on a kind of device: the only folder that distinguishes them.
 
+native          cPUs with AVX2 or AVX-512: the decoder as one program in C++
+cuda            a CUDA device: Triton kernels, steps recorded and replayed
 base            the protocols Backend and BackendFactory, and the allocations common to all backends
 adapter_memory  the part of a backend that holds adapters
 arena           the tensor that holds every resident adapter, and the table that finds them
 select          the list of backends, and the choice among them
 torch           the definition: operation by operation, for any CPU and dtype
-native          CPUs with AVX2 or AVX-512, and the memory that the program runs in
-native_program  the decoder as one program in C++
-native_ops      each operation in C++, with adapters' operations beside it
-native_attention  the memory and the operations of attention
-native_workspace  the memory of a step's values, which is shared over time
 torch_needs     the memory of steps in torch
-native_needs    its memory, before any of it is allocated
-native_buffers  the inputs of that program, at fixed addresses
-native_lora     the operations that add LoRA in that program
-cuda            a CUDA device: Triton kernels, steps recorded and replayed
-cuda_shapes     the sizes that steps are padded to, so that few recordings serve all of them
-cuda_graphs     the recordings, one for each of these sizes, and when they are made
-cuda_inputs     a step's inputs at fixed addresses, filled on the host and sent
-cuda_lora       a step's LoRA plans at fixed addresses
-cuda_needs      the device memory that it needs, computed without a device
-cuda_pages      the page table on the device, of which a step sends the new cells
 speed_notes     why a machine computes more slowly than it could, for operators
 slot_runs       which slots compute which tokens of a step
 magnitudes      DoRA's magnitudes, divided by the norms of the outputs that they scale, at load
@@ -34,8 +21,8 @@ To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add it
 2. `memory_needs` is arithmetic only, an upper bound, of reading the weights, too: the server is
    refused at start by it, and `tools.sizing` plans with it on machines without the device;
 3. `device_memory` asks the device for its free memory, if its memory is not the host's;
-4. `build` allocates everything, reads the weights through `model.weights.load_weights`, compiles
-   all that steps need, and records the usual ones: the first request does not wait for it.
+4. `build` allocates everything, reads the weights through `model.checkpoint.weights.load_weights`,
+   compiles all that steps need, and records the usual ones: the first request does not wait for it.
 
 Its `Backend`
 

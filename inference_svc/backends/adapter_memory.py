@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.tiers import DivideMagnitudes, ResidencyChange
+from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.magnitudes import Divided, Magnitudes
 from inference_svc.core import EngineConfig

@@ -15,10 +15,10 @@ import torch
 from contract.images.header import GRANULE_BYTES, Segment
 from contract.images.segment_kinds import LORA_KINDS, SegmentKind
 from contract.images.targets import TargetKind
-from inference_svc.adapters.extents import Extent, locate
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.resident import Resident
-from inference_svc.adapters.tiers import (
+from inference_svc.adapters.memory.extents import Extent, locate
+from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.memory.tiers import (
     HostCopy,
     MixWrite,
     ResidencyChange,
@@ -74,7 +74,12 @@ class Arena:
             [t.kind is TargetKind.EMBEDDING for t in targets], dtype=np.bool_
         )
         self.table = LoraTable.create(
-            *(max_loras, len(targets), self.flat, device, max_rank, self.streams.compute),
+            max_loras,
+            len(targets),
+            self.flat,
+            device,
+            max_rank,
+            self.streams.compute,
             num_mixes=num_mixes,
             num_weights=len(layout.weights),
         )

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.memory.tiers import ResidencyChange
 from inference_svc.adapters.targets import layout_of
-from inference_svc.adapters.tiers import ResidencyChange
 from inference_svc.backends.magnitudes import Divided
 from inference_svc.core import Batch, EngineConfig, ScoredRun, padding_pages
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.checkpoint.files import weight_stamps
+from inference_svc.model.checkpoint.weights import ModelWeights, Projections, load_weights
 from inference_svc.model.description import Decoder
-from inference_svc.model.files import weight_stamps
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
-from inference_svc.model.weights import ModelWeights, Projections, load_weights
 from inference_svc.results.routed_experts import ExpertsOption
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS

@@ -21,13 +21,13 @@ from torch import Tensor
 from contract.images.header import GRANULE_BYTES, Segment
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import TargetKind
-from inference_svc.adapters.extents import locate
-from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.memory.extents import locate
+from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends.arena import Arena
 from inference_svc.errors import TRY_LATER, AdapterUnusable, OutOfDeviceMemory
 from inference_svc.host.device_faults import find_fault
-from inference_svc.model.weights import ModelWeights
+from inference_svc.model.checkpoint.weights import ModelWeights
 from kernels.lora.table import vector_at
 from servicekit.errors import Internal, ServiceError
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from inference_svc.backends.base import BackendFactory
-from inference_svc.backends.cuda import CudaFactory
-from inference_svc.backends.native import NativeFactory
+from inference_svc.backends.cuda.backend import CudaFactory
+from inference_svc.backends.native.backend import NativeFactory
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig
 from inference_svc.errors import UnsupportedModel

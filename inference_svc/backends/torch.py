@@ -38,11 +38,11 @@ from inference_svc.core import (
     scored_slices,
 )
 from inference_svc.host.cpus import usable_cores, usable_cpus
+from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
-from inference_svc.model.parameters import weights_bytes
 from inference_svc.model.transformer import COMPUTED, Step, Transformer
 from kernels.elementwise import NormWeight
 from kernels.elementwise.addend import Addend

@@ -9,52 +9,52 @@ from functools import partial
 
 import torch
 
-from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.tiers import STEP_COPY_BYTES, HostTier
 from inference_svc.adapters.prefetch import PrefetchPolicy
-from inference_svc.adapters.pull import PullEvent
-from inference_svc.adapters.pull_pace import PullPace
-from inference_svc.adapters.pull_threads import Puller
+from inference_svc.adapters.pulls.image_source import AdapterStore
+from inference_svc.adapters.pulls.pace import PullPace
+from inference_svc.adapters.pulls.pull import PullEvent
+from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.adapters.residency import Residency, build_residency
-from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.sums import SumChecks
 from inference_svc.adapters.targets import layout_of
-from inference_svc.adapters.tiers import STEP_COPY_BYTES, HostTier
 from inference_svc.backends.base import BackendFactory
 from inference_svc.backends.select import select_backend
 from inference_svc.backends.speed_notes import Speed
 from inference_svc.core import EngineConfig
-from inference_svc.engine.admission import Admission
-from inference_svc.engine.commands import Commands
+from inference_svc.engine.compute.losses import Losses
+from inference_svc.engine.compute.profiler import StepProfiler
+from inference_svc.engine.compute.routed_pages import RoutedPages
+from inference_svc.engine.compute.runner import Runner
+from inference_svc.engine.compute.sampler import Sampler
+from inference_svc.engine.compute.step_times import StepTimes
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.inspect import Inspect, InspectImage
-from inference_svc.engine.life_cycle import LifeCycle
-from inference_svc.engine.losses import Losses
+from inference_svc.engine.host.messages import Restored
 from inference_svc.engine.memory_budget import check_budgets, human
-from inference_svc.engine.messages import Restored
-from inference_svc.engine.pages import PagePool
-from inference_svc.engine.prices import (
+from inference_svc.engine.operations.commands import Commands
+from inference_svc.engine.operations.inspect import Inspect, InspectImage
+from inference_svc.engine.operations.life_cycle import LifeCycle
+from inference_svc.engine.operations.status import Describe
+from inference_svc.engine.policy.admission import Admission
+from inference_svc.engine.policy.pages import PagePool
+from inference_svc.engine.policy.prices import (
     LISTED_OPERATIONS,
     SORT_OPERATIONS,
     WALK_OPERATIONS,
     Prices,
 )
-from inference_svc.engine.profiler import StepProfiler
-from inference_svc.engine.routed_pages import RoutedPages
-from inference_svc.engine.runner import Runner
-from inference_svc.engine.sampler import Sampler
-from inference_svc.engine.scheduler import Limits, Scheduler
-from inference_svc.engine.settle import Settler
-from inference_svc.engine.status import Describe
-from inference_svc.engine.step_times import StepTimes
+from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.settle import Settler
 from inference_svc.host.cpus import partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
 from inference_svc.model.architectures import load_description
-from inference_svc.model.base_hashes import hashing_base
+from inference_svc.model.checkpoint.base_hashes import hashing_base
+from inference_svc.model.checkpoint.headers import tower_modules
+from inference_svc.model.checkpoint.weights import check_tensors
 from inference_svc.model.description import Decoder, ExpertsProjection
-from inference_svc.model.headers import tower_modules
 from inference_svc.model.walk import layer_projections
-from inference_svc.model.weights import check_tensors
 
 logger = logging.getLogger(__name__)
 

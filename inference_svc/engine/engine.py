@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullOpened
+from inference_svc.adapters.pulls.pull import PullDone, PullEvent, PullFailed, PullOpened
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.sums import SumChecks
 from inference_svc.core import (
@@ -19,12 +19,10 @@ from inference_svc.core import (
     SequenceState,
     Sum,
 )
-from inference_svc.engine.admission import Admission
-from inference_svc.engine.commands import Commands
-from inference_svc.engine.expiries import Expiries
-from inference_svc.engine.life_cycle import LifeCycle
-from inference_svc.engine.losses import Loss, Losses
-from inference_svc.engine.messages import (
+from inference_svc.engine.compute.losses import Loss, Losses
+from inference_svc.engine.compute.runner import Runner
+from inference_svc.engine.compute.step_times import StepPhases, StepTimes
+from inference_svc.engine.host.messages import (
     Abandon,
     Call,
     Cancel,
@@ -42,11 +40,13 @@ from inference_svc.engine.messages import (
     Submit,
     Superseded,
 )
-from inference_svc.engine.moves import Moves
-from inference_svc.engine.runner import Runner
-from inference_svc.engine.scheduler import Scheduler
-from inference_svc.engine.settle import Settler
-from inference_svc.engine.step_times import StepPhases, StepTimes
+from inference_svc.engine.operations.commands import Commands
+from inference_svc.engine.operations.life_cycle import LifeCycle
+from inference_svc.engine.policy.admission import Admission
+from inference_svc.engine.policy.expiries import Expiries
+from inference_svc.engine.policy.moves import Moves
+from inference_svc.engine.policy.scheduler import Scheduler
+from inference_svc.engine.policy.settle import Settler
 from inference_svc.errors import (
     AdapterUnavailable,
     AdapterUnusable,

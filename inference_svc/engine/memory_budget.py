@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds, num_kv_pages
 from inference_svc.core import EngineConfig
-from inference_svc.engine.routed_pages import routed_pages_bytes
+from inference_svc.engine.compute.routed_pages import routed_pages_bytes
 from inference_svc.errors import DeviceFull
 from inference_svc.host.memory import available_bytes, resident_bytes
 from inference_svc.model.description import Decoder

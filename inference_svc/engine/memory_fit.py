@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.resident import Shape
+from inference_svc.adapters.memory.resident import Shape
 from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds
 from inference_svc.backends.select import select_backend

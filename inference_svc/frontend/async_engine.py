@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from inference_svc.core import Request
-from inference_svc.engine.messages import (
+from inference_svc.engine.host.messages import (
     Abandon,
     Call,
     Cancel,
@@ -31,7 +31,7 @@ from inference_svc.engine.messages import (
     StepTrace,
     Submit,
 )
-from inference_svc.engine.status_types import (
+from inference_svc.engine.operations.status_types import (
     AdapterDetails,
     EngineDetails,
     EngineStatus,

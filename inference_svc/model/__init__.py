@@ -1,25 +1,19 @@
 """The base model: described as data, its weights, and the decoder that computes it in torch.
 
-hub                A model by its name on the Hugging Face Hub: found in its cache, or downloaded.
-files              The files that a model's folder has to have, checked before any is loaded.
-architectures      The families of models: one module each.
-generation_config  The contents of generation_config.json: end tokens, defaults of sampling.
-description        A decoder as data: its maths and its shapes.
-features           The features of a decoder that a backend must compute, by name.
-config_keys        The treatment of every key of config.json.
-config_reader      Values of config.json; every complaint names the key.
-building           Parts of descriptions that most families have in common.
-rope               Rotary position embedding: its parameters, and their frequencies.
-parameters         Which tensors of a checkpoint a decoder has, and where each goes.
-weights            The safetensors of a model directory, read into the decoder's buffers.
-headers            The tensors of a checkpoint by its files' headers, other towers' among them.
-base_hashes        Hashes, for the store, of base weights that trainers save with adapters.
-operations         The operations of a step, as data.
-walk               The one walk over a description, which lists a step's operations.
-lifetimes          When a step's values are needed, and the memory that they take.
-transformer        The decoder in torch: executes a step's operations.
-layers             The decoder's parts that hold something: linear layers, frequencies.
-kv_caches          The keys and values of a decoder's layers, a cache for each of their shapes.
-inputs             A batch as the tensors of one step.
-lora               The Protocol by which adapters enter the decoder.
+checkpoint     a model's folder: its files, its tensors, and the decoder's weights
+architectures  The families of models: one module each.
+description    A decoder as data: its maths and its shapes.
+features       The features of a decoder that a backend must compute, by name.
+config_keys    The treatment of every key of config.json.
+config_reader  Values of config.json; every complaint names the key.
+building       Parts of descriptions that most families have in common.
+rope           Rotary position embedding: its parameters, and their frequencies.
+operations     The operations of a step, as data.
+walk           The one walk over a description, which lists a step's operations.
+lifetimes      When a step's values are needed, and the memory that they take.
+transformer    The decoder in torch: executes a step's operations.
+layers         The decoder's parts that hold something: linear layers, frequencies.
+kv_caches      The keys and values of a decoder's layers, a cache for each of their shapes.
+inputs         A batch as the tensors of one step.
+lora           The Protocol by which adapters enter the decoder.
 """

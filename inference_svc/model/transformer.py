@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.config_keys import names
 from inference_svc.model.description import Activation, ClampedSwiglu, Decoder, Norm
 from inference_svc.model.inputs import StepInputs
@@ -47,7 +48,6 @@ from inference_svc.model.operations import (
 )
 from inference_svc.model.rope import Rope
 from inference_svc.model.walk import operations
-from inference_svc.model.weights import ModelWeights
 from kernels.attention import HeadNorms, attend, rotate_and_store
 from kernels.elementwise import (
     NormWeight,

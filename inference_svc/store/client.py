@@ -17,8 +17,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, PullMessage
-from inference_svc.adapters.image_source import PullStream
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.pulls.image_source import PullStream
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import AdapterNotFound, CorruptImage, StoreUnavailable, notes_of
 from inference_svc.store.channel_pool import ChannelPool, PooledChannel
@@ -420,7 +420,7 @@ class RemoteNoStore(NoStore):
 @dataclass(frozen=True, slots=True)
 class ImageClientRecipe:
     """Makes the client in the engine's process, from the settings, and configures logging there.
-    Pickles; see `engine.process_main.StoreFactory`."""
+    Pickles; see `engine.host.process_main.StoreFactory`."""
 
     config: InferenceSettings
 

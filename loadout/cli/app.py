@@ -7,30 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from loadout.cli import (
+from loadout.cli.adapters import (
     adapters,
-    bench,
     check,
     convert,
-    debug,
-    demo,
-    download,
-    generate,
-    info,
     inspect,
     layouts,
-    life_cycle,
-    profile,
     residents,
-    services,
     signing,
     strip,
-    token,
-    top,
     verify,
     versions,
 )
 from loadout.cli.help import HELP_ALL, HelpCommand
+from loadout.cli.local import demo, download, services, token
+from loadout.cli.server import bench, debug, generate, info, life_cycle, profile, top
 
 
 class Commands(typer.Typer):

@@ -14,7 +14,7 @@ from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.images.shared_tier import SharedTier
+from adapter_store.images.tiers.shared_tier import SharedTier
 from adapter_store.replication.lease_renewal import Leases
 
 WAIT_SECONDS = 60

@@ -8,10 +8,10 @@ import pytest
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.rows import NewVersion
-from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
+from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import ImageKey, ImageState, LayoutVerdict
 from adapter_store.garbage_collector import Collector
-from adapter_store.images.disk_tier import DiskTier
+from adapter_store.images.tiers.disk_tier import DiskTier
 from servicekit.errors import FailedPrecondition, NotFound
 from servicekit.refs import AdapterName, AdapterRef
 

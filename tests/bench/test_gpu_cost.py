@@ -10,9 +10,10 @@ from statistics import median
 
 import pytest
 
-from bench import gpu_cost, gpu_time
-from bench.gpu_bytes import floor_bytes, traffic
-from bench.gpu_step import Step, Workload, trace
+from bench.gpu_model import cost as gpu_cost
+from bench.gpu_model import time as gpu_time
+from bench.gpu_model.bytes import floor_bytes, traffic
+from bench.gpu_model.step import Step, Workload, trace
 from bench.results import FOLDER
 from tests.support.gpu.models import FEATURES, SHAPE
 
@@ -91,7 +92,7 @@ def test_what_is_written_is_of_this_code(reckoned):
     """Also every launch's programs. If one of them has changed for the better, write it anew."""
     written = json.loads((FOLDER / "gpu_cost.json").read_text())
     for part, value in reckoned.items():
-        assert written[part] == value, f"{part}: python -m bench.gpu_cost"
+        assert written[part] == value, f"{part}: python -m bench.gpu_model.cost"
 
 
 def test_the_table_is_of_this_code(reckoned):

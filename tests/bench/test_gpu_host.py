@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench import gpu_host
+from bench.gpu_model import host as gpu_host
 
 
 @pytest.mark.parametrize(("bar", "status"), [(0.0, 1), (1e9, 0)])

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import roofline
 from bench.engine import Track
-from bench.gemm_shapes import Products, step_shapes
-from bench.interference import largest_bucket_s
-from bench.many_adapters import observe
-from bench.memory_store import MemoryStore
+from bench.kernels import roofline
+from bench.kernels.gemm_shapes import Products, step_shapes
+from bench.kernels.roofline import ModelFloor
 from bench.models import (
     NAME,
     SHAPES,
@@ -27,11 +25,13 @@ from bench.models import (
     projections,
 )
 from bench.results import percentile
-from bench.roofline import ModelFloor
 from bench.step_breakdown import name_operations
-from bench.store_adapters import BENCH_200M
-from bench.throughput import summarize
-from bench.trace import Traffic
+from bench.store.adapters import BENCH_200M
+from bench.store.memory_store import MemoryStore
+from bench.workloads.interference import largest_bucket_s
+from bench.workloads.many_adapters import observe
+from bench.workloads.throughput import summarize
+from bench.workloads.trace import Traffic
 from contract.images.header import ImageHeader
 from inference_svc.adapters.targets import build_layout
 from loadout.prometheus import parse

@@ -15,7 +15,7 @@ import pytest
 from tests.deploy import dockerfile
 from tests.support.deploy.images import FOLDER, versions
 from tests.support.deploy.manifests import ROOT, all_workloads
-from tools import sbom_docs
+from tools.pages import sbom_docs
 
 pytestmark = pytest.mark.processes  # kubectl builds what they read
 
@@ -147,7 +147,7 @@ def test_requirements_are_the_projects(image):
     """Those of SBOMs in the documentation, too."""
     extras = sbom_docs.EXTRAS[image]
     assert f"requirements.py {' '.join(extras)} > {image.removeprefix('loadout-')}.txt" in RUNS
-    command = [sys.executable, ROOT / "tools/requirements.py", *extras]
+    command = [sys.executable, ROOT / "tools/packaging/requirements.py", *extras]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     names = {re.split(r"[\[<>=]", line)[0] for line in done.stdout.splitlines()}
     assert {"torch", "grpcio", "psycopg", "opentelemetry-sdk"} <= names

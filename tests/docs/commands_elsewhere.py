@@ -35,7 +35,9 @@ ELSEWHERE = (
         "the adapters of the repository",
     ),
     Elsewhere(r"CONTRIBUTING.md: (git|cd|make) .*", ".ci/run", "make check", BY_CI),
-    Elsewhere(r"docs/installation.md: make wheel", "tests/tools/test_wheel.py", '"tools.wheel"'),
+    Elsewhere(
+        r"docs/installation.md: make wheel", "tests/tools/test_wheel.py", '"tools.packaging.wheel"'
+    ),
     Elsewhere(
         r"docs/installation.md: pip install .*",
         "tests/tools/test_wheel.py",

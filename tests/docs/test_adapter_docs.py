@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.adapter_docs import PATH, render, replaced
+from tools.pages.adapter_docs import PATH, render, replaced
 
 PAGE = PATH.read_text()
 

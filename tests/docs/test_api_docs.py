@@ -12,9 +12,9 @@ from loadout._rpc import calls
 from tests.support.access import inference_roles as of_inference
 from tests.support.error_kinds import kinds_of
 from tests.support.store import access_calls as of_store
-from tools.api_docs import PATH, PROTOCOL_PATH, compile_protos, render
-from tools.api_facts import SERVICES, Service, exact_reasons, meanings, roles_of
-from tools.proto_comments import Comments, declarations
+from tools.pages.api_docs import PATH, PROTOCOL_PATH, compile_protos, render
+from tools.pages.api_facts import SERVICES, Service, exact_reasons, meanings, roles_of
+from tools.pages.proto_comments import Comments, declarations
 
 PAGES = (PATH, PROTOCOL_PATH)
 ASKED = {"Adapter store": of_store.ALLOWED, "Inference service": of_inference.ALLOWED}
@@ -57,7 +57,7 @@ def test_every_declaration_has_a_comment(files, service: Service) -> None:
 def test_the_facts_have_every_call(files, service: Service) -> None:
     [declared] = files[service.file].service
     names = {method.name for method in declared.method}
-    assert set(service.actions) == set(service.again) == names, "see tools/api_facts.py"
+    assert set(service.actions) == set(service.again) == names, "see tools/pages/api_facts.py"
 
 
 @pytest.mark.parametrize("service", SERVICES, ids=title)

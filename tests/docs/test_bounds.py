@@ -10,10 +10,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 
 from inference_svc.api.http.request import AdapterPartBody, Body
 from tests.support.all_tests import all_tests
-from tools import bounds_docs, bounds_inventory
 from tools.bounds_texts.inference import HTTP_FIELDS, INFERENCE_FIELDS, PULLED_FIELDS
 from tools.bounds_texts.line import Line, expanded
 from tools.bounds_texts.store import STORE_FIELDS, TABLES
+from tools.pages import bounds_docs, bounds_inventory
 
 KINDS: dict[str, tuple[Sequence[Line], Collection[str]]] = {
     "store": (STORE_FIELDS, bounds_inventory.store_fields()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer.main
 
 from loadout.cli.app import app
-from tools.cli_docs import OUTPUTS, PATH, render
+from tools.pages.cli_docs import OUTPUTS, PATH, render
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -37,8 +37,8 @@ from tests.support import forks
 from tests.support.servers.hub_server import HUB_VARIABLES, HubServer, Repo
 from tests.support.up import FORKED, LITTLE_MEMORY, Up
 from tests.support.wait import until
-from tools.cli_docs import MARKER, PATH
 from tools.house import PACKAGES
+from tools.pages.cli_docs import MARKER, PATH
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = PATH.read_text().partition(MARKER)[2]

@@ -11,7 +11,7 @@ from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from servicekit.settings.describe import describe
 from servicekit.settings.load import load_settings
-from tools.configuration_docs import EXAMPLES, PATH, ROOT, render, render_example
+from tools.pages.configuration_docs import EXAMPLES, PATH, ROOT, render, render_example
 
 
 @pytest.fixture(params=EXAMPLES, ids=lambda path: path.name)

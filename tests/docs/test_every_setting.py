@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from loadout.cli.app import app
-from loadout.cli.demo import up_settings
+from loadout.cli.local.demo import up_settings
 from loadout.demo.adapters import MODEL
 from loadout.demo.system import System
 from servicekit.settings.describe import Setting, describe

@@ -7,7 +7,7 @@ from collections import Counter
 
 from adapter_store.metrics import definitions as store
 from inference_svc.metrics import definitions as inference
-from tools.metric_docs import PATH, render
+from tools.pages.metric_docs import PATH, render
 
 LEGAL = re.compile(r"[a-z_:][a-z0-9_:]*")
 UNITS = ("_seconds", "_bytes")

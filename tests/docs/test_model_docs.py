@@ -1,6 +1,6 @@
 """docs/models.md has what the service knows of models."""
 
-from tools.model_docs import PATH, render
+from tools.pages.model_docs import PATH, render
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -16,8 +16,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support.machine.installed import closure
-from tools import constraints, sbom, sbom_docs
-from tools.requirements import CONSTRAINTS, requirements
+from tools.packaging import constraints, sbom
+from tools.packaging.requirements import CONSTRAINTS, requirements
+from tools.pages import sbom_docs
 
 ROOT = Path(__file__).parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tools import docs_site
+from tools.pages import docs_site
 
 pytestmark = pytest.mark.processes
 

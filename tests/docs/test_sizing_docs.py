@@ -12,15 +12,16 @@ import torch
 from adapter_store.api.convert import from_layout as to_store_layout
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.images.plan import plan_image
-from bench import store_catalog
+from adapter_store.images.plan.plan import plan_image
 from bench.models import NAME as BENCH_NAME
 from bench.models import SHAPES
+from bench.store import catalog as store_catalog
 from inference_svc.adapters.targets import build_layout
 from inference_svc.model.architectures import load_description
 from inference_svc.store.convert import from_layout
-from tools import sizing, sizing_docs
-from tools.sizing_docs import KUBERNETES_PATH, PATH
+from tools import sizing
+from tools.pages import sizing_docs
+from tools.pages.sizing_docs import KUBERNETES_PATH, PATH
 from tools.sizing_models import CARDS, MODELS
 
 PAGE = PATH.read_text()

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from inference_svc import core
 from inference_svc.adapters.targets import applied_targets
-from inference_svc.backends.cuda import CudaBackend, StepLimits
+from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
+from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import ModelWeights
 from kernels import tuning
 from kernels.attention import (
     AttentionPlan,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference_svc.core import Request, SampledToken, SamplingParams, Sequence
-from inference_svc.engine.sampler import Sampler
+from inference_svc.engine.compute.sampler import Sampler
 from tests.support.inference.results import logprobs_of, wanted_of
 
 NUM_ROWS, EOS = 32, 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.backends.cuda_graphs import CudaRecorder
+from inference_svc.backends.cuda.graphs import CudaRecorder
 from kernels import tuning
 from tests.support.gpu.models import (
     FEATURES,

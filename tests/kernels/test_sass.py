@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.gpu_time import CTAS_PER_SM
+from bench.gpu_model.time import CTAS_PER_SM
 
 OPERATIONS = Path(__file__).parent / "launches.py"
 SHAPES = {
@@ -112,7 +112,9 @@ def test_launches(compiler, shape, step):
             assert_spills_little(kernel, label)
         assert kernel.num_ctas >= min_ctas[kind], label
         if shape == "8B" and step in DECODE:
-            assert kernel.num_ctas >= CTAS_PER_SM[kind], f"bench/gpu_time.py has more: {label}"
+            assert kernel.num_ctas >= CTAS_PER_SM[kind], (
+                f"bench/gpu_model/time.py has more: {label}"
+            )
         if kind.removesuffix("_kernel") in STREAMS:
             assert kernel.wide_loads > 0, label
             assert kernel.narrow_loads == 0, label
@@ -142,7 +144,7 @@ def test_what_families_compute_otherwise(compiler, shape, step):
         least = min_ctas.get(label.split()[0], 4)
         assert kernel.num_ctas >= least, (label, kernel)
         if shape == "8B" and label == "norm_rows_kernel a norm of all queries":
-            assert kernel.num_ctas == CTAS_PER_SM["norm_rows_kernel"], "bench/gpu_time.py"
+            assert kernel.num_ctas == CTAS_PER_SM["norm_rows_kernel"], "bench/gpu_model/time.py"
     assert {label.split()[0] for label in found} >= {
         *("decode_kernel", "store_kernel", "norm_rows_kernel", "swiglu_kernel"),
         *("add_rms_norm_kernel", *(["prefill_kernel"] if step in PROMPTS else [])),

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.checkpoint.reading.files import CheckpointLimits
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 BASE_MODEL = "org/soak"

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.engine import TRANSPORTS, BenchEngine, Track
-from bench.many_adapters import start_engine
 from bench.models import ROOT, SHAPES, Prepared, prepare, prompts
-from bench.trace import Arrival, Traffic
+from bench.workloads.many_adapters import start_engine
+from bench.workloads.trace import Arrival, Traffic
 from inference_svc.core import FinishReason
 from inference_svc.errors import QueueFull
 from tests.soak.kinds import NUM_ADDED, Asked, Kinds, with_kinds

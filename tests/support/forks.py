@@ -41,7 +41,7 @@ from typing import IO, Any, Self
 import huggingface_hub.constants
 import pytest
 
-from loadout.cli import download, service_code
+from loadout.cli.local import download, service_code
 from loadout.demo import system
 from loadout.demo.adapters import MODEL
 from loadout.demo.process import Process
@@ -450,7 +450,7 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         return _run_cli
     if module != ENGINE:
         return partial(_run_program, module)
-    from inference_svc.engine.process_main import main as engine_main
+    from inference_svc.engine.host.process_main import main as engine_main
 
     def run(arguments: list[str]) -> int:
         ctypes.CDLL(None).prctl(PR_SET_NAME, _engine_name(int(arguments[0])).encode())
@@ -462,8 +462,8 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
 
 def _run_cli(arguments: list[str]) -> int:
     """Runs the command line. A service that it would become runs here, in the same process."""
-    from loadout.cli import services
     from loadout.cli.__main__ import main
+    from loadout.cli.local import services
 
     def become(program: str, command: Sequence[str]) -> None:
         sys.argv[:] = command[2:]
@@ -477,7 +477,7 @@ def _run_cli(arguments: list[str]) -> int:
 def fork_engines(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """Lets services of this process have engines that are forks. Without `set_attribute`, the
     process is a fork itself."""
-    from inference_svc.engine import process
+    from inference_svc.engine.host import process
 
     replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
     set_attribute(process, "subprocess", replacement)

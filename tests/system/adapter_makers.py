@@ -10,8 +10,8 @@ import peft
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint.convert import convert
-from adapter_store.checkpoint.strip import strip
+from adapter_store.checkpoint.conversion.convert import convert
+from adapter_store.checkpoint.conversion.strip import strip
 from tests.support.models.trained import (
     PREFIX,
     WEIGHTS,

@@ -14,14 +14,22 @@ from adapter_store.api.convert import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images import pull as store_pull
 from adapter_store.images.compile import Image, compile_image
-from adapter_store.images.layout import layout_id
-from adapter_store.images.plan import IMAGE_FORMATS
+from adapter_store.images.plan.layout import layout_id
+from adapter_store.images.plan.plan import IMAGE_FORMATS
 from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessage
 from contract.images.layouts import Layout
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import AdapterKey, Request, Sum
-from inference_svc.engine.messages import Call, Cancel, Command, Output, Reply, StepOutputs, Submit
-from inference_svc.engine.thread import EngineThread
+from inference_svc.engine.host.messages import (
+    Call,
+    Cancel,
+    Command,
+    Output,
+    Reply,
+    StepOutputs,
+    Submit,
+)
+from inference_svc.engine.host.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.convert import from_layout, to_pull_message
 from tests.support.inference.results import asking

@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.trace import Traffic
+from bench.workloads.trace import Traffic
 from loadout import AsyncClient, Client
 from loadout.demo.process import Process
 from loadout.prometheus import Metrics, parse, scrape

@@ -14,8 +14,8 @@ from adapter_store.api import convert as of_store
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.compile import compile_image
-from adapter_store.images.layout import from_text, to_text
-from adapter_store.images.plan import ImagePlan
+from adapter_store.images.plan.layout import from_text, to_text
+from adapter_store.images.plan.plan import ImagePlan
 from contract.images.header import ImageHeader, Segment
 from contract.images.layouts import Layout
 from contract.images.segment_kinds import KIND_WORDS, SegmentKind
@@ -23,8 +23,8 @@ from contract.images.targets import HASHED_ROWS, TargetKind
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import build_layout
 from inference_svc.errors import AdapterUnusable, CorruptImage
-from inference_svc.model import base_hashes
 from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint import base_hashes
 from inference_svc.store.convert import from_registration, to_pull_message
 from inference_svc.store.types import Announcement
 from tests.support.models.zoo import ALL, FUSED, MODELS, VOCAB, AdapterSpec, Zoo, make_zoo

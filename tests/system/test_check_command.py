@@ -11,7 +11,7 @@ import pytest
 
 from adapter_store.checkpoint.features import Feature
 from loadout.cli.__main__ import main
-from loadout.cli.engines import NOTES, Does, Engine
+from loadout.cli.adapters.engines import NOTES, Does, Engine
 from tests.support.models.trained import Trainer, as_mlx
 from tests.support.models.whole_models import make_whole
 from tests.support.models.zoo import AdapterSpec, make_zoo

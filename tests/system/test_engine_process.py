@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from inference_svc.core import EngineConfig
-from inference_svc.engine.messages import Command
-from inference_svc.engine.process import EngineProcess
+from inference_svc.engine.host.messages import Command
+from inference_svc.engine.host.process import EngineProcess
 from inference_svc.errors import EngineFailed, UnsupportedModel
 from tests.support import forks
 from tests.support.wait import until

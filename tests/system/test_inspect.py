@@ -12,8 +12,8 @@ import pytest
 from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.api.grpc.convert import to_inspected
-from inference_svc.engine.messages import Call, Command
-from inference_svc.engine.status_types import AdapterDetails
+from inference_svc.engine.host.messages import Call, Command
+from inference_svc.engine.operations.status_types import AdapterDetails
 from inference_svc.errors import AdapterNotFound
 from kernels.native.library import Program
 from loadout.inference.v1 import inference_pb2 as pb

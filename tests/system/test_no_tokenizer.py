@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.files import check_files
+from inference_svc.model.checkpoint.files import check_files
 from loadout import Client
 from loadout.errors import InvalidArgument
 from tests.support.models.zoo import Zoo

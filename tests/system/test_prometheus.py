@@ -22,10 +22,10 @@ from tests.support import forks
 from tests.support.deploy.manifests import ROOT
 from tests.support.deploy.rules import matchers, metric, rules, selectors
 from tests.system.dashboards import FOLDER, Dashboard
-from tools.metric_docs import PATH as PAGE
 from tools.mixed_load.load import MixedLoad
+from tools.packaging.prometheus_package import programs
+from tools.pages.metric_docs import PATH as PAGE
 from tools.prometheus import Job, Prometheus, Series
-from tools.prometheus_package import programs
 from tools.prometheus_rule import rule_files
 
 RUN_S = 2.0

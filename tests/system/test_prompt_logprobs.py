@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference_svc.backends import native_program
+from inference_svc.backends.native import program as native_program
 from inference_svc.results.logprobs import PackedLogprobs, packed_token_bytes
 from loadout import types
 from loadout.errors import InvalidArgument

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
-from inference_svc.engine.routed_pages import RoutedPages
+from inference_svc.engine.compute.routed_pages import RoutedPages
 from inference_svc.model.architectures import load_description
 from inference_svc.results.logprobs import TokenLogprobs
 from inference_svc.results.routed_experts import ExpertLayers, RoutedExperts, joined_experts

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint.files import CheckpointLimits
-from adapter_store.images.check import Server, check_folder
+from adapter_store.checkpoint.reading.files import CheckpointLimits
+from adapter_store.images.plan.check import Server, check_folder
 from loadout import errors
 from loadout.cli.__main__ import main
 from tests.support.models.trained import (

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tools import audit
-from tools.constraints import Pin
+from tools.packaging import audit
+from tools.packaging.constraints import Pin
 
 pytestmark = pytest.mark.processes  # pip-audit
 

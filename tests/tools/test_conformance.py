@@ -9,7 +9,7 @@ import pytest
 
 from adapter_store.checkpoint.features import WORDS, Feature
 from adapter_store.checkpoint.formats.readers import TRAINERS
-from adapter_store.images.check import Server, check_folder
+from adapter_store.images.plan.check import Server, check_folder
 from tests.support.models.trained import Trainer
 from tests.support.models.zoo import AdapterSpec, make_zoo
 from tools.conformance import (

@@ -23,9 +23,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.support.machine.installed import closure
-from tools import constraints, install
-from tools.constraints import Pin
-from tools.requirements import CONSTRAINTS, build_requirements, pinned_pip, requirements
+from tools.packaging import constraints, install
+from tools.packaging.constraints import Pin
+from tools.packaging.requirements import CONSTRAINTS, build_requirements, pinned_pip, requirements
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / CONSTRAINTS).read_text()

@@ -13,7 +13,7 @@ import yaml
 from tools.dashboards.__main__ import FOLDER
 from tools.dashboards.queries import INFERENCE, STORE
 from tools.dashboards.reading import asked, expand, panels, variables
-from tools.prometheus_package import programs
+from tools.packaging.prometheus_package import programs
 
 pytestmark = pytest.mark.processes
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kernels.native import build
-from tools import install
-from tools.install import Progress
+from tools.packaging import install
+from tools.packaging.install import Progress
 
 ROOT = Path(__file__).parents[2]
 

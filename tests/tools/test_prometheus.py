@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from tests.support.wait import until
+from tools.packaging.prometheus_package import ProgramMissing, fetch, programs
 from tools.prometheus import Job, Prometheus, PrometheusFailed, QueryFailed
-from tools.prometheus_package import ProgramMissing, fetch, programs
 
 pytestmark = pytest.mark.processes
 

@@ -23,7 +23,7 @@ import setuptools
 from kernels.native.build import installed_variants, runnable_variants
 from loadout.demo.system import FREE_PORT
 from tests.support.up import Up
-from tools.wheel import BuildFailed, check_libraries
+from tools.packaging.wheel import BuildFailed, check_libraries
 
 pytestmark = pytest.mark.processes
 
@@ -178,7 +178,7 @@ def built(checkout: Path, sources: set[str]) -> Path:
     leave_behind(checkout)
     (checkout / "dist").mkdir()
     (checkout / "dist" / "loadout-0.0.1.tar.gz").write_text("older")
-    run(sys.executable, "-m", "tools.wheel", "--no-isolation", cwd=checkout)
+    run(sys.executable, "-m", "tools.packaging.wheel", "--no-isolation", cwd=checkout)
     return checkout / "dist"
 
 

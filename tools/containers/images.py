@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tools.containers import bases, pip_sources
 from tools.containers.engine import FOLDER, ROOT, run
-from tools.install import cpu_torch_if_found
+from tools.packaging.install import cpu_torch_if_found
 
 CPU_IMAGE = "localhost/loadout-cpu:0.3.0"
 CUDA_IMAGE = "localhost/loadout-cuda:0.3.0"

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bench.store_adapters import Shapes, make_adapter
+from bench.store.adapters import Shapes, make_adapter
 from loadout import Client
 from loadout.demo.adapters import MODEL
 from loadout.demo.system import System, SystemSettings

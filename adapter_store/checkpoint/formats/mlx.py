@@ -4,9 +4,9 @@
     <module>.lora_b        [rank, out]
 
 delta = scale * A @ B, so both are transposed against PEFT's, and the scale is given as it is.
-Experts' are not: see adapter_store.checkpoint.experts. `<module>` is the module's path in MLX-LM's
-model, by Hugging Face's names and without a prefix. The config has the arguments of the training
-command. What is computed follows from
+Experts' are not: see adapter_store.checkpoint.peft.experts. `<module>` is the module's path in
+MLX-LM's model, by Hugging Face's names and without a prefix. The config has the arguments of the
+training command. What is computed follows from
 
     fine_tune_type         lora; dora and full are refused
     lora_parameters        rank, scale, keys (modules, by their path within a layer or in the model;
@@ -28,23 +28,23 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from adapter_store.checkpoint.config_values import (
+from adapter_store.checkpoint.peft.config import AdapterConfig
+from adapter_store.checkpoint.peft.config_values import (
     invalid_value,
     read_names,
     read_number,
     read_rank,
     read_text,
 )
-from adapter_store.checkpoint.files import CheckpointLimits
-from adapter_store.checkpoint.module_patterns import (
+from adapter_store.checkpoint.peft.fields import check_unknown
+from adapter_store.checkpoint.peft.module_patterns import (
     ALL_LINEAR,
     MatchBudget,
     ModuleMatcher,
     PatternTable,
 )
-from adapter_store.checkpoint.peft_config import AdapterConfig
-from adapter_store.checkpoint.peft_fields import check_unknown
-from adapter_store.checkpoint.tensor_keys import TensorKey, is_module, target_of
+from adapter_store.checkpoint.peft.tensor_keys import TensorKey, is_module, target_of
+from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.checkpoint.weights import Changes
 from adapter_store.errors import InvalidAdapter
 from contract.adapter_files import CONFIG_FILE, MLX_WEIGHTS_FILE

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adapter_store.checkpoint.files import AnyFolder, CheckpointLimits, read_capped
 from adapter_store.checkpoint.formats.mlx import check_selected, parse_mlx_config, parse_mlx_key
 from adapter_store.checkpoint.formats.select import Format
-from adapter_store.checkpoint.json import parse_object
-from adapter_store.checkpoint.peft_config import AdapterConfig, parse_config
-from adapter_store.checkpoint.safetensors import TensorRecord
-from adapter_store.checkpoint.tensor_keys import TensorKey, parse_key
+from adapter_store.checkpoint.peft.config import AdapterConfig, parse_config
+from adapter_store.checkpoint.peft.tensor_keys import TensorKey, parse_key
+from adapter_store.checkpoint.reading.files import AnyFolder, CheckpointLimits, read_capped
+from adapter_store.checkpoint.reading.json import parse_object
+from adapter_store.checkpoint.reading.safetensors import TensorRecord
 from adapter_store.checkpoint.tensors import Contents, read_contents
 from adapter_store.checkpoint.weights import Changes
 from contract.adapter_files import CONFIG_FILE

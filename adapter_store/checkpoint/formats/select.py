@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 
-from adapter_store.checkpoint.files import (
+from adapter_store.checkpoint.reading.files import (
     AnyFolder,
     CheckpointLimits,
     has_file,

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapter_store.checkpoint.child_process import ChildFailure, run_child
-from adapter_store.checkpoint.files import check_text_file, open_file, read_capped
+from adapter_store.checkpoint.reading.child_process import ChildFailure, run_child
+from adapter_store.checkpoint.reading.files import check_text_file, open_file, read_capped
 from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter
 from contract.adapter_files import TEMPLATE_FILE, TEXT_FILES, TOKENIZER_FILE, is_text_file

@@ -29,7 +29,7 @@ def set_limits(memory_bytes: int, cpu_seconds: int) -> None:
 def read_files(folder: Path, names: Collection[str]) -> tuple[bytes, bytes]:
     """Returns the extract, and the chat template of the configuration. Raises InvalidTokenizer, and
     InvalidAdapter for a file that is no JSON object."""
-    from adapter_store.checkpoint.json import parse_object
+    from adapter_store.checkpoint.reading.json import parse_object
     from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES, InvalidTokenizer, make_extract
 
     def read(name: str) -> Any:

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapter_store.checkpoint.child_process import ChildFailure, run_child
-from adapter_store.checkpoint.files import (
+from adapter_store.checkpoint.reading.child_process import ChildFailure, run_child
+from adapter_store.checkpoint.reading.files import (
     CheckpointLimits,
     check_source_bytes,
     open_file,

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from bench.gpu_host import engine_steps
+from bench.gpu_model.host import engine_steps
 from bench.gpu_run.context import Context, Found
 from bench.gpu_run.model import BenchModel
 from bench.results import median
-from inference_svc.backends.cuda import CudaBackend
+from inference_svc.backends.cuda.backend import CudaBackend
 
 MARGIN_S = 15.0
 """Time reserved for the engine's loop."""

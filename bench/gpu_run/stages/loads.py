@@ -5,8 +5,8 @@ from __future__ import annotations
 from bench.gpu_run.context import Context, Found
 from bench.gpu_run.model import BenchModel
 from bench.results import median, percentile
-from inference_svc.adapters.tiers import HostCopy, TableClear, TableWrite
-from inference_svc.backends.cuda import CudaBackend
+from inference_svc.adapters.memory.tiers import HostCopy, TableClear, TableWrite
+from inference_svc.backends.cuda.backend import CudaBackend
 
 
 def run(context: Context) -> Found:

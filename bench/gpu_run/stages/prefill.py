@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from bench.gpu_run.context import Context, Found
 from bench.gpu_run.model import BenchModel
 from bench.results import median
-from inference_svc.backends.cuda import CudaBackend
+from inference_svc.backends.cuda.backend import CudaBackend
 from kernels.attention import AttentionPlan, KVCache, attend
 
 NUM_ADAPTERS = 8

@@ -1,11 +1,7 @@
 """The HTTP API, compatible with OpenAI's: the only package that knows HTTP, and none of gRPC.
 
+serving      serves the application: uvicorn, connections, and the checks before a route
 app          the application: routes, error handlers, middleware
-server       uvicorn on the service's event loop
-connections  limits of connections that are idle or do not read
-http1        refuses requests that two readers could understand differently
-middleware   counts and traces requests, adds the load
-disconnect   cancels work whose client has disconnected
 errors       errors as responses in OpenAI's format
 request      request bodies and headers, and the fields of the generating routes
 generate     the flow of the generating routes: read a request, start it, respond

@@ -9,9 +9,9 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.request import Body, admit, authenticated, read_body
+from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from inference_svc.api.service import Service
 from inference_svc.store.types import Registered, Source
 

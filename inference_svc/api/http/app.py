@@ -18,9 +18,9 @@ from inference_svc.api.http.completions import CompletionBody, Completions
 from inference_svc.api.http.errors import handle_error
 from inference_svc.api.http.generate import GenerateRoute
 from inference_svc.api.http.life_cycle import LifeCycleRoutes
-from inference_svc.api.http.middleware import RequestMiddleware
 from inference_svc.api.http.models import Models
 from inference_svc.api.http.request import admit, authenticated
+from inference_svc.api.http.serving.middleware import RequestMiddleware
 from inference_svc.api.http.tokens import Tokens, TokensBody
 from inference_svc.api.http.trainers import WEIGHT_ROUTES, Trainers
 from inference_svc.api.service import Service

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from inference_svc.api.http.connections import Connection
+from inference_svc.api.http.serving.connections import Connection
 from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnavailable,

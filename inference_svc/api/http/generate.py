@@ -13,7 +13,6 @@ from starlette.types import Message
 
 from inference_svc.api.generate_call import GenerateCall, checked_sampling
 from inference_svc.api.generate_stream import GenerateStream
-from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import Names, set_names
 from inference_svc.api.http.models import adapter_of, label_of
 from inference_svc.api.http.request import (
@@ -38,6 +37,7 @@ from inference_svc.api.http.response import (
     encode_full,
 )
 from inference_svc.api.http.results import to_wanted
+from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from inference_svc.api.http.sse import EventStream
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import Principal, SamplingParams, sum_label

@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from inference_svc.api.generate_call import checked_resume
-from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.request import admit, authenticated
+from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from inference_svc.api.service import Caller, Service
 from inference_svc.core import Action
-from inference_svc.engine.messages import PauseMode
-from inference_svc.engine.status_types import EngineStatus
+from inference_svc.engine.host.messages import PauseMode
+from inference_svc.engine.operations.status_types import EngineStatus
 from servicekit.errors import InvalidArgument
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.http.response import AnswerMemory, FullResponse
+from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from inference_svc.api.http.sse import to_json
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import Action, Principal

@@ -29,9 +29,9 @@ from inference_svc.api.generate_call import (
     checked_parts,
     random_seed,
 )
-from inference_svc.api.http.connections import Connection
 from inference_svc.api.http.errors import set_authenticated, set_read
 from inference_svc.api.http.results import LogprobsFields, ResultFields
+from inference_svc.api.http.serving.connections import Connection
 from inference_svc.api.service import Caller
 from inference_svc.core import (
     MAX_PARTS,

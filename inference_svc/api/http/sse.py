@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import INTERNAL, Names, error_object, set_disconnected, set_error
+from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)

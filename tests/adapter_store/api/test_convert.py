@@ -17,7 +17,7 @@ from adapter_store.core import (
     LayoutVerdict,
     SourceFile,
 )
-from adapter_store.images.disk_tier import TierCounts
+from adapter_store.images.tiers.disk_tier import TierCounts
 from contract.images.dtypes import DataType
 from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Segment
 from contract.images.segment_kinds import FURTHER_KINDS, LORA_KINDS, SegmentKind

@@ -14,10 +14,10 @@ from adapter_store.blobs import fsync
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.checkpoint.files import CheckpointLimits
-from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
+from adapter_store.checkpoint.reading.files import CheckpointLimits
+from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
+from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
 from adapter_store.errors import LimitExceeded
 from adapter_store.images.compile import compile_image
 from adapter_store.metrics.metrics import Metrics

@@ -13,7 +13,7 @@ import pytest
 from adapter_store.blobs import shared
 from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.catalog.rows import NewVersion
-from adapter_store.checkpoint.memory_files import MemoryFolder
+from adapter_store.checkpoint.reading.memory_files import MemoryFolder
 from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.errors import BlobLost, CorruptData, DiskFull
 from servicekit.refs import AdapterName

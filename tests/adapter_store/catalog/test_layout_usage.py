@@ -14,7 +14,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.config import StoreSettings
 from adapter_store.core import ANYONE, Announcement, ImageKey, ImageState
 from adapter_store.errors import CatalogUnavailable
-from adapter_store.images import layout as layouts
+from adapter_store.images.plan import layout as layouts
 from adapter_store.registration.registrar import Registration
 from adapter_store.store import Store, open_store
 from servicekit.errors import NotFound

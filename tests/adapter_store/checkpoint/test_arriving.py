@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from adapter_store.checkpoint.arriving import ArrivingTensors
-from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
-from adapter_store.checkpoint.safetensors import read_header
-from adapter_store.checkpoint.scan import scan_tensors
+from adapter_store.checkpoint.reading.arriving import ArrivingTensors
+from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
+from adapter_store.checkpoint.reading.safetensors import read_header
+from adapter_store.checkpoint.reading.scan import scan_tensors
 from adapter_store.errors import CorruptData
 from tests.support.examples import examples
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
 
 from adapter_store.__main__ import main
-from adapter_store.checkpoint.convert import convert
+from adapter_store.checkpoint.conversion.convert import convert
 from adapter_store.checkpoint.open import open_checkpoint
 from tests.adapter_store.checkpoint.initialised import (
     IDS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from adapter_store.checkpoint.initial_weights import largest_directions
+from adapter_store.checkpoint.conversion.initial_weights import largest_directions
 from tests.support import forks
 
 pytestmark = pytest.mark.processes
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 SCRIPT = """
 import sys
 from pathlib import Path
-from adapter_store.checkpoint.convert import convert
+from adapter_store.checkpoint.conversion.convert import convert
 
 def peak(start=False):
     if start:

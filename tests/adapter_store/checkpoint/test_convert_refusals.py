@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint.convert import convert
+from adapter_store.checkpoint.conversion.convert import convert
 from servicekit.errors import ServiceError
 from tests.adapter_store.checkpoint.initialised import Trained, load_model, save_model, train
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store.checkpoint.digest import compute_digest
-from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.checkpoint.peft_config import parse_config
-from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.checkpoint.peft.config import parse_config
+from adapter_store.checkpoint.reading.digest import compute_digest
+from adapter_store.checkpoint.reading.files import CheckpointLimits
+from adapter_store.checkpoint.reading.safetensors import TensorRecord
 from adapter_store.checkpoint.tensors import TargetWeights
 from contract.images.dtypes import DataType
 from contract.images.targets import TargetKind

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapter_store.checkpoint.memory_files import MIN_PIECE_BYTES, MemoryFile
+from adapter_store.checkpoint.reading.memory_files import MIN_PIECE_BYTES, MemoryFile
 from adapter_store.errors import CorruptData
 
 SIZES = st.sampled_from(

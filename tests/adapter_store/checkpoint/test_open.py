@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
+from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
 from contract.adapter_files import is_adapter_file
 from contract.images.dtypes import DataType

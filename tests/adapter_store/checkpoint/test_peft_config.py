@@ -11,9 +11,9 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from adapter_store.checkpoint.files import CheckpointLimits
-from adapter_store.checkpoint.peft_config import AdapterConfig, names_local_path, parse_config
-from adapter_store.checkpoint.peft_fields import HONOURED, NO_EFFECT, REFUSED, SUBCONFIGS
+from adapter_store.checkpoint.peft.config import AdapterConfig, names_local_path, parse_config
+from adapter_store.checkpoint.peft.fields import HONOURED, NO_EFFECT, REFUSED, SUBCONFIGS
+from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.errors import InvalidAdapter
 
 LIMITS = CheckpointLimits(max_match_seconds=0.5)

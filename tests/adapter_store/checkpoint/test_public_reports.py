@@ -14,14 +14,14 @@ import torch
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import save_file
 
-from adapter_store.checkpoint.memory_files import MemoryFile, MemoryFolder
+from adapter_store.checkpoint.conversion.strip import strip
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.checkpoint.peft_fields import FOREIGN, KNOWN
-from adapter_store.checkpoint.strip import strip
+from adapter_store.checkpoint.peft.fields import FOREIGN, KNOWN
+from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
 from adapter_store.checkpoint.text_files import AdapterText, read_text
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
-from adapter_store.images.check import check_folder
-from adapter_store.images.plan import plan_image
+from adapter_store.images.plan.check import check_folder
+from adapter_store.images.plan.plan import plan_image
 from contract.images.dtypes import DataType
 from contract.images.layouts import Layout
 from contract.images.targets import Target, TargetKind

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from adapter_store.checkpoint.safetensors import TensorRecord, read_header
+from adapter_store.checkpoint.reading.safetensors import TensorRecord, read_header
 from adapter_store.errors import InvalidAdapter
 from contract.images.dtypes import DataType
 from tests.support.examples import examples

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapter_store.checkpoint.files import open_file
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.checkpoint.safetensors import encode_header, read_header
+from adapter_store.checkpoint.reading.files import open_file
+from adapter_store.checkpoint.reading.safetensors import encode_header, read_header
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
 from contract.adapter_files import MLX_WEIGHTS_FILE

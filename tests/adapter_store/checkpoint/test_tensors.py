@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.checkpoint.tensor_keys import parse_key, target_of
+from adapter_store.checkpoint.peft.tensor_keys import parse_key, target_of
 from adapter_store.errors import InvalidAdapter
 
 WEIGHTS = "adapter_model.safetensors"

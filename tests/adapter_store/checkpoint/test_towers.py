@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from adapter_store.checkpoint.tensor_keys import parse_key
-from adapter_store.checkpoint.towers import advice, tower_of
+from adapter_store.checkpoint.peft.tensor_keys import parse_key
+from adapter_store.checkpoint.peft.towers import advice, tower_of
 from adapter_store.errors import InvalidAdapter
 
 

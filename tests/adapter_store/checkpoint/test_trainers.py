@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.formats.readers import READERS, TRAINERS
 from adapter_store.checkpoint.formats.select import Format, find_format
 from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
 from adapter_store.sources.staging import choose_files

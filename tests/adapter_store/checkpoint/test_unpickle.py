@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from adapter_store.checkpoint import unpickle
-from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.checkpoint.unpickle import UnpickleLimits, convert_pickle
 from adapter_store.checkpoint.unpickle import __main__ as child
 from adapter_store.core import SourceFile

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.checkpoint.scan import largest_of
+from adapter_store.checkpoint.reading.scan import largest_of
 from contract.images.dtypes import DataType
 from tests.support.store.checkpoints import Q0, A, B, pair
 

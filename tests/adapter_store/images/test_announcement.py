@@ -8,8 +8,8 @@ import pytest
 
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import Announcement, ImageContent
-from adapter_store.images.announcement import announcement_id, content_of
-from adapter_store.images.plan import plan_image
+from adapter_store.images.plan.announcement import announcement_id, content_of
+from adapter_store.images.plan.plan import plan_image
 from contract.images.segment_kinds import SegmentKind
 
 LAYOUT_ID = "sha256:" + "0" * 64

@@ -14,10 +14,10 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import ANYONE, Announcement, ImageKey, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
-from adapter_store.images import cache as images_module
 from adapter_store.images import precompile
-from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.compile import compile_image
+from adapter_store.images.tiers import cache as images_module
+from adapter_store.images.tiers.buffers import resident_buffer
 from adapter_store.images.worker_pool import Priority
 from adapter_store.store import Store
 from contract.images.dtypes import DataType

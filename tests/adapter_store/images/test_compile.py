@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint, open_checkpoint
-from adapter_store.checkpoint.peft_config import parse_config
-from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.checkpoint.peft.config import parse_config
+from adapter_store.checkpoint.reading.files import CheckpointLimits
+from adapter_store.checkpoint.reading.safetensors import TensorRecord
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images.compile import Image, compile_image, compile_parts, trailer_sha256
-from adapter_store.images.plan import plan_image
+from adapter_store.images.plan.plan import plan_image
 from contract.images.dtypes import DataType
 from contract.images.layouts import Layout
 from contract.images.segment_kinds import SegmentKind

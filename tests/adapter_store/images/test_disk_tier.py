@@ -6,8 +6,8 @@ import time
 import pytest
 
 from adapter_store.core import ImageKey
-from adapter_store.images.disk_tier import VERIFIED_SECONDS, DiskTier, Removal
-from adapter_store.images.file import sha256_path
+from adapter_store.images.tiers.disk_tier import VERIFIED_SECONDS, DiskTier, Removal
+from adapter_store.images.tiers.file import sha256_path
 
 
 def key(name: str) -> ImageKey:
@@ -104,7 +104,7 @@ def test_a_checked_file_counts_as_checked_until_it_is_touched(tmp_path, monkeypa
         assert tier.is_verified(key("a"), file.fileno())
         now = time.monotonic()
         monkeypatch.setattr(
-            "adapter_store.images.disk_tier.time.monotonic", lambda: now + VERIFIED_SECONDS
+            "adapter_store.images.tiers.disk_tier.time.monotonic", lambda: now + VERIFIED_SECONDS
         )
         assert not tier.is_verified(key("a"), file.fileno())
         monkeypatch.undo()

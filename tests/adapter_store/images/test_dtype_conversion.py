@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import compile_image
-from adapter_store.images.layout import validate
+from adapter_store.images.plan.layout import validate
 from contract.images.dtypes import DataType
 from contract.images.layouts import Layout
 from contract.images.segment_kinds import SegmentKind

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from adapter_store.checkpoint.open import TORCH_DTYPES, open_checkpoint
 from adapter_store.errors import CorruptData
 from adapter_store.images.compile import Image, compile_image
-from adapter_store.images.file import read_image, remove_image, sha256_path, write_image
+from adapter_store.images.tiers.file import read_image, remove_image, sha256_path, write_image
 from contract.images.dtypes import DataType
 
 

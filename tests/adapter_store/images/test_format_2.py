@@ -13,10 +13,10 @@ import torch
 
 from adapter_store.checkpoint.weights import ExpertWeights, Matrix, ParameterOrder, Replacement
 from adapter_store.errors import IncompatibleAdapter
-from adapter_store.images.announcement import content_of
 from adapter_store.images.compile import compile_image
-from adapter_store.images.file import read_image, write_image
-from adapter_store.images.layout import from_text, layout_id, to_text, validate
+from adapter_store.images.plan.announcement import content_of
+from adapter_store.images.plan.layout import from_text, layout_id, to_text, validate
+from adapter_store.images.tiers.file import read_image, write_image
 from contract.images.dtypes import DataType
 from contract.images.layouts import Layout
 from contract.images.segment_kinds import FURTHER_KINDS, LORA_KINDS, SegmentKind

@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from adapter_store.checkpoint.digest import canonical_json
-from adapter_store.images import layout as layout_module
-from adapter_store.images.layout import from_text, layout_id, to_text, validate
+from adapter_store.checkpoint.reading.digest import canonical_json
+from adapter_store.images.plan import layout as layout_module
+from adapter_store.images.plan.layout import from_text, layout_id, to_text, validate
 from contract.images.dtypes import DataType
 from contract.images.layouts import runs
 from contract.images.targets import Target, TargetKind

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapter_store.core import ImageKey
-from adapter_store.images.disk_tier import Removal
-from adapter_store.images.memory_tier import MemoryEntry, MemoryTier
+from adapter_store.images.tiers.disk_tier import Removal
+from adapter_store.images.tiers.memory_tier import MemoryEntry, MemoryTier
 from adapter_store.images.worker_pool import Priority
 
 

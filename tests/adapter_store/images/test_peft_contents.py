@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint.files import AdapterFile
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
+from adapter_store.checkpoint.reading.files import AdapterFile
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
-from adapter_store.images.announcement import content_of
 from adapter_store.images.compile import compile_image
-from adapter_store.images.plan import plan_image
+from adapter_store.images.plan.announcement import content_of
+from adapter_store.images.plan.plan import plan_image
 from contract.images.dtypes import DataType
 from contract.images.layout_rules import validate
 from contract.images.layouts import Layout

@@ -14,10 +14,10 @@ from adapter_store.catalog.rows import NewVersion
 from adapter_store.core import ImageKey
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.garbage_collector import SharedCollector
-from adapter_store.images import shared_tier
-from adapter_store.images.disk_tier import DiskTier
-from adapter_store.images.plan import ImagePlan
-from adapter_store.images.shared_tier import SharedTier
+from adapter_store.images.plan.plan import ImagePlan
+from adapter_store.images.tiers import shared_tier
+from adapter_store.images.tiers.disk_tier import DiskTier
+from adapter_store.images.tiers.shared_tier import SharedTier
 from servicekit.refs import AdapterName
 from tests.adapter_store.shared_parts import LAYOUT_TTL, WAIT_SECONDS, SharedParts, die
 from tests.support.wait import until

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
+from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
 from adapter_store.core import ImageKey
 from adapter_store.errors import CorruptData, Overloaded
 from adapter_store.images import builder as builder_module

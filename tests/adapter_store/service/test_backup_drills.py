@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from adapter_store.catalog.catalog import Catalog
-from bench import store_catalog
+from bench.store import catalog as store_catalog
 from servicekit.refs import AdapterRef
 from tests.support.store.adapters import tiny_layout
 

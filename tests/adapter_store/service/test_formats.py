@@ -11,7 +11,7 @@ import torch
 
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import compile_image
-from adapter_store.images.layout import layout_id
+from adapter_store.images.plan.layout import layout_id
 from contract.images.dtypes import DataType
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.store.format_2 import GATE_UP, HIDDEN, INNER, QKV, change, layout_of

@@ -8,8 +8,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from adapter_store.__main__ import main
-from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.checkpoint.reading.files import CheckpointLimits
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
 from tests.support.store.client import details

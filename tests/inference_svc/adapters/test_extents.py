@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from contract.images.header import GRANULE_BYTES
-from inference_svc.adapters.extents import Extent, ExtentAllocator
+from inference_svc.adapters.memory.extents import Extent, ExtentAllocator
 
 GRANULES = 64
 

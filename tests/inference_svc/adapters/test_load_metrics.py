@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.adapters.load_states import LoadState
+from inference_svc.adapters.memory.eviction import EvictionReason
 from servicekit.telemetry.histogram import HistogramState
 from servicekit.telemetry.spans import Span, SpanContext, new_id
 from tests.support.inference.loop import Loop

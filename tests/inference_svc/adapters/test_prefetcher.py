@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inference_svc.adapters.load_states import LoadState
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.tiers import HostCopy, HostTier
 from inference_svc.adapters.prefetch import CHECK_INTERVAL_S, MARGIN, PrefetchPolicy
-from inference_svc.adapters.pull import PullDone, PullFailed, PullJob, PullOpened
-from inference_svc.adapters.pull_threads import Puller
+from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob, PullOpened
+from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.adapters.residency import build_residency
-from inference_svc.adapters.slots import Slots
-from inference_svc.adapters.tiers import HostCopy, HostTier
 from inference_svc.errors import AdapterNotFound, NoRoom
 from tests.support.examples import examples
 from tests.support.inference.memory_store import make_image

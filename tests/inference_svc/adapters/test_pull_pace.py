@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from contract.images.header import ImageChunk
-from inference_svc.adapters import pull_pace
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.pull import PullDone, PullJob
-from inference_svc.adapters.pull_pace import PROCESSOR_BYTES_PER_S, UNPACED_BYTES, PullPace
+from inference_svc.adapters.pulls import pace as pull_pace
+from inference_svc.adapters.pulls.pace import PROCESSOR_BYTES_PER_S, UNPACED_BYTES, PullPace
+from inference_svc.adapters.pulls.pull import PullDone, PullJob
 from tests.support.inference.memory_store import LAYOUT_ID
 from tests.support.inference.scripted_pulls import Scripted, outcome_of
 

@@ -29,12 +29,18 @@ from contract.images.header import (
 )
 from contract.images.segment_kinds import KIND_WORDS, SegmentKind
 from contract.images.targets import Target, TargetKind
-from inference_svc.adapters import pull as pull_job_module
-from inference_svc.adapters import pull_threads as puller_module
 from inference_svc.adapters.layout import FLOAT8, IMAGE_FORMATS, ModelLayout
-from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullJob, SilentSources
-from inference_svc.adapters.pull_threads import PULL_NICENESS, Puller
-from inference_svc.adapters.resident import target_cuts
+from inference_svc.adapters.memory.resident import target_cuts
+from inference_svc.adapters.pulls import pull as pull_job_module
+from inference_svc.adapters.pulls import threads as puller_module
+from inference_svc.adapters.pulls.pull import (
+    PullDone,
+    PullEvent,
+    PullFailed,
+    PullJob,
+    SilentSources,
+)
+from inference_svc.adapters.pulls.threads import PULL_NICENESS, Puller
 from inference_svc.errors import AdapterUnusable, CorruptImage, StoreUnavailable
 from tests.support.clock import Clock
 from tests.support.inference.loop import Loop, assert_computes

@@ -14,9 +14,9 @@ from hypothesis.stateful import (
 
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
-from inference_svc.adapters.eviction import EvictionReason, can_evict
-from inference_svc.adapters.resident import Shape
-from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.memory.eviction import EvictionReason, can_evict
+from inference_svc.adapters.memory.resident import Shape
+from inference_svc.adapters.memory.slots import Slots
 from inference_svc.errors import NoRoom
 from servicekit.errors import ShareExceeded
 

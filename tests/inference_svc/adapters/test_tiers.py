@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.load_metrics import LoadTimes
-from inference_svc.adapters.slots import Slots
-from inference_svc.adapters.tiers import (
+from inference_svc.adapters.memory.eviction import EvictionReason
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.tiers import (
     HostCopy,
     HostTier,
     MemoryTiers,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference_svc.adapters.slots import Slots
-from inference_svc.adapters.tiers import HostCopy, HostTier, TableWrite
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.tiers import HostCopy, HostTier, TableWrite
 from inference_svc.backends import arena as arena_module
 from inference_svc.backends.arena import Arena
 from tests.support.inference.memory_store import make_image, reserve, small_layout

@@ -11,15 +11,15 @@ import torch
 
 from inference_svc import core
 from inference_svc.backends.base import Reload
-from inference_svc.backends.cuda_graphs import LATEST_USE, Compute
-from inference_svc.backends.cuda_lora import CudaLora
-from inference_svc.backends.cuda_shapes import StepKind
+from inference_svc.backends.cuda.graphs import LATEST_USE, Compute
+from inference_svc.backends.cuda.lora import CudaLora
+from inference_svc.backends.cuda.shapes import StepKind
 from inference_svc.backends.torch import LoraStep
-from inference_svc.engine.losses import Loss
-from inference_svc.engine.profiler import Marks
-from inference_svc.engine.runner import Runner
-from inference_svc.engine.sampler import Sampler
-from inference_svc.engine.step_limit import StepLimit
+from inference_svc.engine.compute.losses import Loss
+from inference_svc.engine.compute.profiler import Marks
+from inference_svc.engine.compute.runner import Runner
+from inference_svc.engine.compute.sampler import Sampler
+from inference_svc.engine.policy.step_limit import StepLimit
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.transformer import Transformer

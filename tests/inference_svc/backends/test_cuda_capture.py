@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu_launches import (
+from bench.gpu_model.launches import (
     META,
     Launch,
     NotCapturable,
@@ -20,9 +20,9 @@ from bench.gpu_launches import (
     noted_kernels,
     storage_id,
 )
-from bench.gpu_step import tensors_of
-from inference_svc.backends.cuda import CudaBackend, PreparedStep
-from inference_svc.backends.cuda_shapes import StepKind, StepShape
+from bench.gpu_model.step import tensors_of
+from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
+from inference_svc.backends.cuda.shapes import StepKind, StepShape
 from inference_svc.model.kv_caches import KVCaches
 from kernels.elementwise import NormWeight, add_rms_norm, swiglu
 from tests.support.gpu.models import FEATURES, Eager, Model, make_decoder, steps

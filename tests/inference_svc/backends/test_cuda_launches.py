@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 
-from bench.gpu_launches import META, launches
-from inference_svc.backends.cuda_shapes import StepKind, StepShape
+from bench.gpu_model.launches import META, launches
+from inference_svc.backends.cuda.shapes import StepKind, StepShape
 from tests.support.gpu.models import Model, make_decoder
 
 NUM_LAYERS = 32

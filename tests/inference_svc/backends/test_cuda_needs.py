@@ -14,14 +14,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.gpu_launches import META, Launch, launches, noted_kernels, tensors_in
+from bench.gpu_model.launches import META, Launch, launches, noted_kernels, tensors_in
 from inference_svc.adapters.targets import lora_groups
-from inference_svc.backends import cuda_needs
-from inference_svc.backends.cuda import CudaBackend
-from inference_svc.backends.cuda_shapes import StepKind, StepShape, decode_sizes
+from inference_svc.backends.cuda import needs as cuda_needs
+from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.backends.cuda.shapes import StepKind, StepShape, decode_sizes
 from inference_svc.core import EngineConfig, Request, Sequence
-from inference_svc.engine import sampler
-from inference_svc.engine.sampler import Sampler
+from inference_svc.engine.compute import sampler
+from inference_svc.engine.compute.sampler import Sampler
 from kernels import tuning
 from tests.support.gpu.models import (
     FEATURES,

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.backends.cuda_graphs import (
+from inference_svc.backends.cuda.graphs import (
     IDLE_STEPS,
     LATEST_USE,
     Compute,
     RecordedSteps,
     RecordingFailed,
 )
-from inference_svc.backends.cuda_shapes import (
+from inference_svc.backends.cuda.shapes import (
     StepKind,
     StepShape,
     StepShapes,

@@ -19,15 +19,15 @@ from bench.gpu_run.model import image_header
 from contract.images.header import ImageHeader
 from contract.images.segment_kinds import SegmentKind
 from inference_svc import core
-from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.load_metrics import LoadTimes
-from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.memory.eviction import EvictionReason
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.tiers import HostTier, MemoryTiers
 from inference_svc.adapters.targets import applied_targets, build_layout
-from inference_svc.adapters.tiers import HostTier, MemoryTiers
 from inference_svc.backends import arena as arena_module
 from inference_svc.backends.arena import Arena
-from inference_svc.backends.cuda import CudaBackend, StepLimits
+from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
 from inference_svc.model.description import Decoder, KVPlace
 from inference_svc.model.kv_caches import KVCaches
 from kernels.attention import KVCache

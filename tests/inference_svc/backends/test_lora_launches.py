@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.gpu_launches import FREE, META, launches
+from bench.gpu_model.launches import FREE, META, launches
 from contract.images.targets import TargetKind
 from inference_svc import core
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import lora_groups
-from inference_svc.backends.cuda import CudaBackend
+from inference_svc.backends.cuda.backend import CudaBackend
 from inference_svc.core import BASE_SLOT
 from inference_svc.model.description import EMBED_TOKENS
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry

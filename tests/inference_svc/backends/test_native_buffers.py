@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.backends.native_buffers import BatchPages, StepArrays
+from inference_svc.backends.native.buffers import BatchPages, StepArrays
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.inputs import StepInputs
 from tests.support.examples import examples

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.backends.native_workspace import Workspace, place, workspace_bytes
+from inference_svc.backends.native.workspace import Workspace, place, workspace_bytes
 from inference_svc.core import EngineConfig
 from inference_svc.model.lifetimes import ValueSizes, last_uses
 from inference_svc.model.operations import Op, Rows, Value

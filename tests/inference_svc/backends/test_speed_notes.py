@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.backends import native, torch
-from inference_svc.backends.native import NativeFactory
+from inference_svc.backends import torch
+from inference_svc.backends.native import backend as native
+from inference_svc.backends.native.backend import NativeFactory
 from inference_svc.backends.speed_notes import (
     device_notes,
     native_notes,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from inference_svc.core import AdapterKey, Batch, Request, SampledToken, SamplingParams, Sequence
-from inference_svc.engine.pages import PagePool
-from inference_svc.engine.scheduler import Limits, Scheduler
-from inference_svc.engine.settle import Settler
+from inference_svc.engine.policy.pages import PagePool
+from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.settle import Settler
 
 NEVER_S = 1e9
 

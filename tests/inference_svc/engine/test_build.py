@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference_svc.backends import native
 from inference_svc.backends import torch as torch_backend
+from inference_svc.backends.native import backend as native
 from inference_svc.backends.speed_notes import native_notes
 from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import build

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inference_svc.core import Request, SamplingParams, Sequence, SequenceState
-from inference_svc.engine.expiries import Expiries
+from inference_svc.engine.policy.expiries import Expiries
 
 
 def sequences(count: int) -> list[Sequence]:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import Request, SamplingParams, Sequence
-from inference_svc.engine.fair_queue import GENERATED_WEIGHT, FairQueue
-from inference_svc.engine.prices import Prices
+from inference_svc.engine.policy.fair_queue import GENERATED_WEIGHT, FairQueue
+from inference_svc.engine.policy.prices import Prices
 from tests.inference_svc.engine.server import NEVER_S, Server
 from tests.support.examples import examples
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from inference_svc.core import Sequence, SequenceState
-from inference_svc.engine.pages import PagePool
-from inference_svc.engine.places import Claims
-from inference_svc.engine.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.pages import PagePool
+from inference_svc.engine.policy.places import Claims
+from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from tests.inference_svc.engine.server import NEVER_S, AllResident, Server
 
 STEP_S = 0.05

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference_svc.adapters.tiers import TableClear
+from inference_svc.adapters.memory.tiers import TableClear
 from inference_svc.core import Batch, Part, Request, SamplingParams, Sequence, Sum
-from inference_svc.engine import losses as losses_module
-from inference_svc.engine.losses import Loss, Losses
-from inference_svc.engine.messages import Output
-from inference_svc.engine.penalties import TokenCounts
+from inference_svc.engine.compute import losses as losses_module
+from inference_svc.engine.compute.losses import Loss, Losses
+from inference_svc.engine.compute.penalties import TokenCounts
+from inference_svc.engine.host.messages import Output
 from inference_svc.errors import NotFinite, OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs
 from servicekit.errors import Internal

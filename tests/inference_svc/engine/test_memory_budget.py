@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference_svc.backends.native import NativeBackend, NativeFactory
-from inference_svc.backends.native_buffers import BatchPages, StepArrays
+from inference_svc.backends.native.backend import NativeBackend, NativeFactory
+from inference_svc.backends.native.buffers import BatchPages, StepArrays
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig
 from inference_svc.engine.build import build_engine
@@ -171,7 +171,7 @@ MEASURE = """
 import json, sys, time
 from pathlib import Path
 from inference_svc.core import Request, SamplingParams
-from inference_svc.engine.messages import Submit
+from inference_svc.engine.host.messages import Submit
 from inference_svc.engine.build import build_engine
 from inference_svc.core import EngineConfig
 from inference_svc.host.memory import resident_bytes

@@ -13,16 +13,16 @@ import pytest
 
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
-from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.memory.slots import Slots
 from inference_svc.app import resolve_settings
 from inference_svc.backends.base import DeviceMemory
-from inference_svc.backends.cuda import CudaFactory
+from inference_svc.backends.cuda.backend import CudaFactory
 from inference_svc.config import InferenceSettings, Machine, to_engine_config
 from inference_svc.engine.memory_budget import plan_budgets
 from inference_svc.engine.memory_fit import NO_ADAPTERS_BYTES, SPARE_SHARE, STEP_SHARE
 from inference_svc.model.architectures import load_description
+from tools.pages.sizing_docs import plan_card
 from tools.sizing import Adapters, Plan
-from tools.sizing_docs import plan_card
 from tools.sizing_models import CARDS, GB, LLAMA_8B, MODELS, card_bytes
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
-from inference_svc.engine.messages import Output
-from inference_svc.engine.step_limit import GOOD_STEPS, StepLimit
+from inference_svc.engine.host.messages import Output
+from inference_svc.engine.policy.step_limit import GOOD_STEPS, StepLimit
 from inference_svc.errors import OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs
 from inference_svc.results.logprobs import TokenLogprobs

@@ -13,8 +13,8 @@ from hypothesis.stateful import (
 )
 
 from inference_svc.core import Request, SamplingParams, Sequence
-from inference_svc.engine.pages import PagePool, page_key, root_key
-from inference_svc.engine.scheduler import extend_page_keys
+from inference_svc.engine.policy.pages import PagePool, page_key, root_key
+from inference_svc.engine.policy.scheduler import extend_page_keys
 
 
 class PagesMachine(RuleBasedStateMachine):

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import Sequence
-from inference_svc.engine.pages import PagePool
-from inference_svc.engine.places import MAX_REMEMBERED, TURN_TOKENS, WAIT_S, Places
-from inference_svc.engine.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.pages import PagePool
+from inference_svc.engine.policy.places import MAX_REMEMBERED, TURN_TOKENS, WAIT_S, Places
+from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from tests.inference_svc.engine.server import AllResident, Server
 from tests.support.examples import examples
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.engine.messages import Call, Command, Reply, StepTrace
-from inference_svc.engine.profiler import StepProfiler, profile
+from inference_svc.engine.compute.profiler import StepProfiler, profile
+from inference_svc.engine.host.messages import Call, Command, Reply, StepTrace
 from inference_svc.errors import NoRoom, NoSteps
 from tests.support.wait import TIMEOUT_S, until
 
@@ -151,15 +151,15 @@ def test_abandoned_trace_file_is_removed(
 
 
 def test_trace_size_is_bounded(profiler: StepProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.engine.profiler.MAX_EVENTS", 10)
+    monkeypatch.setattr("inference_svc.engine.compute.profiler.MAX_EVENTS", 10)
     begin(profiler, num_steps=10)
     step(profiler, 10)
     error = answer(profiler).error
     assert isinstance(error, NoRoom)
     assert error.subject == "num_steps"
     assert "events, more than 10: trace at most " in error.message
-    monkeypatch.setattr("inference_svc.engine.profiler.MAX_EVENTS", 1000)
-    monkeypatch.setattr("inference_svc.engine.profiler.BYTES_PER_EVENT", 1 << 50)
+    monkeypatch.setattr("inference_svc.engine.compute.profiler.MAX_EVENTS", 1000)
+    monkeypatch.setattr("inference_svc.engine.compute.profiler.BYTES_PER_EVENT", 1 << 50)
     begin(profiler)
     step(profiler, 2)
     error = answer(profiler).error

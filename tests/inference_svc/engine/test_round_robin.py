@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.engine.round_robin import DeficitRoundRobin
+from inference_svc.engine.policy.round_robin import DeficitRoundRobin
 from tests.support.examples import examples
 
 charges = st.lists(st.integers(1, 700), min_size=1, max_size=5)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import Request, SampledToken, SamplingParams, Sequence
-from inference_svc.engine import sampler as sampler_module
-from inference_svc.engine.sampler import NOT_FINITE, Sampler, uniform, uniforms
+from inference_svc.engine.compute import sampler as sampler_module
+from inference_svc.engine.compute.sampler import NOT_FINITE, Sampler, uniform, uniforms
 from inference_svc.results.logprobs import LogprobsMode, LogprobsOption
 from tests.support.examples import examples
 from tests.support.inference.results import asking, logprobs_of, wanted_of

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import BASE_SLOT, Batch, Request, SampledToken, SamplingParams, Sequence
-from inference_svc.engine.pages import PagePool
-from inference_svc.engine.scheduler import Limits, Scheduler
-from inference_svc.engine.settle import Settler
+from inference_svc.engine.policy.pages import PagePool
+from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.settle import Settler
 from tests.support.examples import examples
 
 

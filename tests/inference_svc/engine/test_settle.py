@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference_svc.engine.settle import Settler
+from inference_svc.engine.policy.settle import Settler
 from tests.inference_svc.engine.server import Server
 
 

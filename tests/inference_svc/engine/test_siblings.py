@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import Request, SamplingParams, Sequence
-from inference_svc.engine.siblings import Siblings
+from inference_svc.engine.policy.siblings import Siblings
 from tests.support.examples import examples
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from inference_svc.engine import step_times
-from inference_svc.engine.step_times import StepPhases, StepTimes
+from inference_svc.engine.compute import step_times
+from inference_svc.engine.compute.step_times import StepPhases, StepTimes
 from tests.support.clock import Clock
 
 

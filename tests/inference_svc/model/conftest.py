@@ -11,16 +11,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inference_svc.backends.native import PackedProjections
-from inference_svc.backends.native_buffers import BatchPages, StepArrays
-from inference_svc.backends.native_ops import AdapterOps
-from inference_svc.backends.native_program import NativeTransformer
-from inference_svc.backends.native_workspace import Workspace
+from inference_svc.backends.native.backend import PackedProjections
+from inference_svc.backends.native.buffers import BatchPages, StepArrays
+from inference_svc.backends.native.ops import AdapterOps
+from inference_svc.backends.native.program import NativeTransformer
+from inference_svc.backends.native.workspace import Workspace
 from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import load_weights
 from tests.support.models.decoders import (
     MAX_TOKENS,
     NUM_CELLS,

@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model import weights
 from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint import weights
 from inference_svc.model.layers import Linear
 from tests.support.models.families import MODELS
 from tests.support.models.whole_models import WHOLE, make_whole

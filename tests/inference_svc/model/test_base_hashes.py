@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
-from inference_svc.model.base_hashes import hashing_base
-from inference_svc.model.files import weight_files
+from inference_svc.model.checkpoint.base_hashes import hashing_base
+from inference_svc.model.checkpoint.files import weight_files
 
 VOCAB = 600
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.files import check_files, missing_files, weight_files
+from inference_svc.model.checkpoint.files import check_files, missing_files, weight_files
 
 TOKENIZER = '{"model": {"type": "BPE", "vocab": {"a": 0}}}'
 INDEX = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}

@@ -16,7 +16,7 @@ from huggingface_hub.utils._runtime import is_xet_available
 
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.hub import download, find_model
+from inference_svc.model.checkpoint.hub import download, find_model
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 from tests.support.servers.hub_server import LFS_HOST, HubServer, Repo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inference_svc.backends.native_program import MAX_PROGRAMS
+from inference_svc.backends.native.program import MAX_PROGRAMS
 from kernels.attention.native import rotary_angles_op
 from kernels.native.library import NativeOp
 from tests.support.models.decoders import NoAdapters

@@ -15,8 +15,8 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from inference_svc.model.architectures import families, load_description
+from inference_svc.model.checkpoint.parameters import parameters
 from inference_svc.model.description import Decoder
-from inference_svc.model.parameters import parameters
 
 PUBLISHED = {path.stem: path for path in sorted((Path(__file__).parent / "published").iterdir())}
 

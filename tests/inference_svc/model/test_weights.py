@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint.weights import ModelWeights, load_weights
 from inference_svc.model.layers import Linear
-from inference_svc.model.weights import ModelWeights, load_weights
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ import re, sys, torch
 from pathlib import Path
 from inference_svc.model.architectures import load_description
 from inference_svc.model.layers import Linear
-from inference_svc.model.weights import load_weights
+from inference_svc.model.checkpoint.weights import load_weights
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
-from inference_svc.model.base_hashes import hashing_base
-from inference_svc.model.headers import tower_modules
+from inference_svc.model.checkpoint.base_hashes import hashing_base
+from inference_svc.model.checkpoint.headers import tower_modules
+from inference_svc.model.checkpoint.parameters import weights_bytes
+from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.layers import Linear
-from inference_svc.model.parameters import weights_bytes
-from inference_svc.model.weights import load_weights
 from tests.support.models.whole_models import WHOLE, make_whole
 
 

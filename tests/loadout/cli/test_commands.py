@@ -13,8 +13,8 @@ import pytest
 import typer.main
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.cli import demo
 from loadout.cli.app import app
+from loadout.cli.local import demo
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
 COMMANDS = (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loadout.cli.local.service_code import run_service_code
 from loadout.cli.output import CommandFailed
-from loadout.cli.service_code import run_service_code
 from tests.support import forks
 
 pytestmark = pytest.mark.processes

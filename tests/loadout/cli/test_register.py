@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.cli import verdicts
+from loadout.cli.adapters import verdicts
 from loadout.signing import SigningKey, format_signature
 
 

@@ -182,7 +182,7 @@ def test_what_succeeded_before_a_failure_is_shown(run, fake_inference, fail):
 
 def test_the_store_alone_needs_no_replica(run, fake_store, monkeypatch):
     """No name of the inference service is resolved, which may take seconds."""
-    monkeypatch.setattr("loadout.cli.residents.replicas_of", None)
+    monkeypatch.setattr("loadout.cli.adapters.residents.replicas_of", None)
     adapter = store_pb.Adapter(name="default/a", version=1, pinned=True)
     fake_store.on("PinAdapter", store_pb.PinAdapterResponse(adapter=adapter))
     assert run("pin", "a", "--in", "store")[0] == 0

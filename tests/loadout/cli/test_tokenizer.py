@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from loadout.cli import tokenizer as tokenizer_module
-from loadout.cli.tokenizer import describe_tokenizer
+from loadout.cli.adapters import tokenizer as tokenizer_module
+from loadout.cli.adapters.tokenizer import describe_tokenizer
 
 VOCAB = {"a": 0, "b": 1, "ab": 2}
 WHOLE: dict[str, Any] = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from loadout.cli.top import MetricsPlace
+from loadout.cli.server.top import MetricsPlace
 from loadout.errors import LoadoutError, StreamLost, Unavailable
 from loadout.types import ServerInfo
 from tests.support.loadout.server_info import SERVER

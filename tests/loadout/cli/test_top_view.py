@@ -11,8 +11,8 @@ from rich.console import Console
 
 from loadout import types
 from loadout.cli.output import to_json
-from loadout.cli.top_overview import Sample, overview
-from loadout.cli.top_view import MAX_RESIDENTS, SPARKS, View, bar, sparkline
+from loadout.cli.server.top_overview import Sample, overview
+from loadout.cli.server.top_view import MAX_RESIDENTS, SPARKS, View, bar, sparkline
 from loadout.errors import StreamLost
 from loadout.prometheus import Metrics, parse, quantile
 from tests.support.loadout.server_info import SERVER

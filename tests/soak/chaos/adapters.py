@@ -12,8 +12,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.checkpoint.reading.files import CheckpointLimits
 from bench.models import SHAPES, make_model
 
 NAME = "bench-tiny"

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from tests.support.deploy.manifests import ROOT
-from tools.prometheus_package import programs
+from tools.packaging.prometheus_package import programs
 from tools.prometheus_rule import rule_files
 
 Rule = dict[str, Any]

@@ -17,9 +17,10 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import Logits
-from inference_svc.backends.cuda import CudaBackend, StepLimits
+from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
 from inference_svc.backends.torch import TorchBackend
 from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint.weights import ModelWeights, ones
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
@@ -33,7 +34,6 @@ from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.operations import Held, Scalar, Table
 from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import ModelWeights, ones
 from kernels.elementwise import NormWeight
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry, TableRow
 from kernels.lora.table import ABSENT, GRANULE_BYTES, MixPart

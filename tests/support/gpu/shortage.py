@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from inference_svc.backends.cuda import CudaBackend
-from inference_svc.engine.profiler import Marks
-from inference_svc.engine.runner import Runner
-from inference_svc.engine.sampler import Sampler
-from inference_svc.engine.step_limit import StepLimit
+from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.engine.compute.profiler import Marks
+from inference_svc.engine.compute.runner import Runner
+from inference_svc.engine.compute.sampler import Sampler
+from inference_svc.engine.policy.step_limit import StepLimit
 from inference_svc.model.transformer import Transformer
 from tests.support.gpu.models import steps
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import openai
 
-from inference_svc.api.http.connections import ConnectionLimit
+from inference_svc.api.http.serving.connections import ConnectionLimit
 from tests.support.inference.serving import Running
 from tests.support.wait import until_async
 

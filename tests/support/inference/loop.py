@@ -10,10 +10,10 @@ import torch
 
 from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.pull_threads import Puller, PullEvent
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.tiers import HostTier
+from inference_svc.adapters.pulls.threads import Puller, PullEvent
 from inference_svc.adapters.residency import build_residency
-from inference_svc.adapters.slots import Slots
-from inference_svc.adapters.tiers import HostTier
 from inference_svc.backends.arena import Arena
 from tests.support.wait import TIMEOUT_S
 

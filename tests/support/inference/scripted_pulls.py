@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from contract.images.header import PullMessage
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.pull import ImageSink, PullEvent, PullJob, PullOpened
-from inference_svc.adapters.pull_pace import PullPace
-from inference_svc.adapters.pull_threads import Puller
-from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.pulls.pace import PullPace
+from inference_svc.adapters.pulls.pull import ImageSink, PullEvent, PullJob, PullOpened
+from inference_svc.adapters.pulls.threads import Puller
 from tests.support.inference.memory_store import LAYOUT_ID
 from tests.support.wait import TIMEOUT_S
 

@@ -10,11 +10,11 @@ from contextlib import suppress
 
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
-from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullJob, PullOpened
+from inference_svc.adapters.memory.resident import Shape
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.tiers import HostCopy, HostTier
+from inference_svc.adapters.pulls.pull import PullDone, PullEvent, PullFailed, PullJob, PullOpened
 from inference_svc.adapters.residency import build_residency
-from inference_svc.adapters.resident import Shape
-from inference_svc.adapters.slots import Slots
-from inference_svc.adapters.tiers import HostCopy, HostTier
 from inference_svc.core import (
     AdapterKey,
     Part,
@@ -25,9 +25,9 @@ from inference_svc.core import (
     SequenceState,
     Sum,
 )
-from inference_svc.engine.pages import PagePool
-from inference_svc.engine.scheduler import Limits, Scheduler
-from inference_svc.engine.settle import Settler
+from inference_svc.engine.policy.pages import PagePool
+from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.settle import Settler
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, NoRoom
 
 KIB = 1024

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from inference_svc import core
-from inference_svc.backends.native_buffers import StepArrays
-from inference_svc.backends.native_program import NativeTransformer
+from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.backends.native.program import NativeTransformer
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.lora import Lora

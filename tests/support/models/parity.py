@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inference_svc.core import SampledToken, Sequence
-from inference_svc.engine.sampler import Sampler
+from inference_svc.engine.compute.sampler import Sampler
 
 
 class RecordingSampler(Sampler):

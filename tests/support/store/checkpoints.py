@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.checkpoint.reading.files import CheckpointLimits
 from servicekit.errors import ServiceError
 
 CONFIG = "adapter_config.json"

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from adapter_store.checkpoint.files import AdapterFile, CheckpointLimits
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
-from adapter_store.checkpoint.peft_config import parse_config
-from adapter_store.checkpoint.safetensors import TensorRecord, read_header
+from adapter_store.checkpoint.peft.config import parse_config
+from adapter_store.checkpoint.reading.files import AdapterFile, CheckpointLimits
+from adapter_store.checkpoint.reading.safetensors import TensorRecord, read_header
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.weights import ExpertWeights, Replacement
 from adapter_store.images.compile import Image

@@ -14,8 +14,8 @@ from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import ADAPTER_BYTES
 from inference_svc.core import FinishReason, Request, SamplingParams
-from inference_svc.engine.messages import Timings, Usage
-from inference_svc.engine.status_types import AdapterDetails, ResidentAdapter
+from inference_svc.engine.host.messages import Timings, Usage
+from inference_svc.engine.operations.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.results.base import Wanted
 from inference_svc.results.logprobs import LogprobsOption, PackedLogprobs, TokenLogprobs

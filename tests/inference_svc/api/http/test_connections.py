@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.api.http import connections
+from inference_svc.api.http.serving import connections
 from tests.support.inference.connections import CHAT, HEALTH, Raw, connected, request_of
 from tests.support.inference.front import Front
 from tests.support.wait import until_async

@@ -8,8 +8,8 @@ import grpc
 import openai
 import pytest
 
-from inference_svc.api.http import connections
 from inference_svc.api.http.models import MAX_PAGE_SIZE
+from inference_svc.api.http.serving import connections
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from tests.support.inference.connections import connected
 from tests.support.inference.front import Front

@@ -14,7 +14,7 @@ import pytest
 
 from inference_svc.api.http.app import CURRENT_SECONDS, SharedExposition
 from inference_svc.api.http.request import MAX_BODY_BYTES
-from inference_svc.api.http.server import HttpServer
+from inference_svc.api.http.serving.server import HttpServer
 from inference_svc.api.load_report import LOAD_HEADER
 from inference_svc.config import InferenceSettings
 from loadout.inference.v1 import inference_pb2 as pb

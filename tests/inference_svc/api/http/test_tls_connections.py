@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.api.http import connections
+from inference_svc.api.http.serving import connections
 from tests.support.access.certificates import Authority
 from tests.support.inference.connections import CHAT, HEALTH, connected, request_of
 from tests.support.inference.front import Front

@@ -1,0 +1,10 @@
+"""What an image holds and where, before a byte is compiled.
+
+layout        gives layouts their identity, and their form in the catalog
+announcement  validates announcements, gives them their identity, and finds the ones about an image
+fit           which targets of a layout an adapter changes
+base_rows     which rows of the base's own weights it changes
+sources       the parts of a target's segments
+plan          where everything lies in an image, before a byte is compiled
+check         a store's and a server's verdict on a folder, without either
+"""

@@ -1,0 +1,143 @@
+"""Runs one decode step as on a GPU, of Llama-3-8B's or another shape: its launches on `meta`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.gpu_model.launches import META, Launch, launches
+from bench.gpu_run.model import (
+    is_adapted,
+    make_arena,
+    random_transformer,
+    read_description,
+    tables,
+)
+from bench.gpu_run.sizes import LLAMA_8B
+from inference_svc import core
+from inference_svc.adapters.targets import applied_targets, build_layout
+from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
+from inference_svc.model.description import Decoder
+from inference_svc.model.kv_caches import KVCaches
+from inference_svc.model.transformer import Transformer
+
+DTYPE, PAGE_SIZE, MAX_LEN = torch.bfloat16, 16, 8192
+ARENA_BYTES = 16 << 20
+
+
+class Workload(NamedTuple):
+    """A decode step whose rows are divided equally between adapters; with 0 adapters, all rows are
+    the base model's."""
+
+    rows: int
+    adapters: int
+    context: int = 512
+    rank: int = 16
+
+
+class Computed:
+    """Replaces a recorded step: computes it once, and again."""
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        self._compute = compute
+        compute()
+
+    def replay(self) -> None:
+        self._compute()
+
+
+def tensors_of(part: Any) -> Iterator[Tensor]:
+    """Yields the tensors of weights, or of a part of them."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from tensors_of(each)
+    elif isinstance(part, dict):
+        yield from tensors_of(tuple(part.values()))
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from tensors_of(getattr(part, field.name))
+
+
+class Step(NamedTuple):
+    """A step, and its launches in order. `adapter_targets` are the targets that adapters have."""
+
+    work: Workload
+    decoder: Decoder
+    launches: list[Launch]
+    weights: list[Tensor]
+    tables: list[Tensor]
+    """Weights by token, from which a step reads only rows."""
+    groups: list[str]
+    """The group of each target, without its layer."""
+    adapter_targets: frozenset[int]
+    adapter_bytes: int
+    item_bytes: int = DTYPE.itemsize
+
+    @property
+    def num_adapter_rows(self) -> int:
+        return self.work.rows if self.work.adapters else 0
+
+
+@lru_cache(maxsize=1)
+def _model(config: str) -> Transformer:
+    """Returns the model of the text of a config.json. Steps do not change it."""
+    decoder = read_description(json.loads(config))
+    return random_transformer(decoder, DTYPE, META, shares_layers=False)
+
+
+def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
+    """Launches the step of a config.json's model on `meta`."""
+    transformer = _model(json.dumps(dict(config)))
+    decoder = transformer.description
+    weights, layout = transformer.weights, build_layout(decoder, "bench", DTYPE)
+    arena = make_arena(layout, ARENA_BYTES, work.adapters, work.rank, META)
+    max_pages = MAX_LEN // PAGE_SIZE
+    caches = KVCaches.allocate(
+        decoder,
+        num_pages=work.rows * max_pages + 1,
+        page_size=PAGE_SIZE,
+        dtype=DTYPE,
+        device=META,
+    )
+    backend = CudaBackend(
+        transformer,
+        caches,
+        arena,
+        applied_targets(arena.layout),
+        StepLimits(work.rows, work.rows, max_pages),
+        Computed,
+    )
+    prepared = backend.prepare(_batch(work))
+    with launches() as noted:
+        backend.forward(prepared)
+    targets = [target for target in layout.targets if is_adapted(target)]
+    features = sum(target.in_features + target.out_features for target in targets)
+    return Step(
+        work,
+        decoder,
+        noted.launches,
+        list(tensors_of(weights)),
+        tables(weights),
+        [target.group.rpartition(".")[2] for target in layout.targets],
+        frozenset(index for index, t in enumerate(layout.targets) if is_adapted(t)),
+        work.rank * features * DTYPE.itemsize,
+    )
+
+
+def _batch(work: Workload) -> core.Batch:
+    rows, num_pages = [], -(-work.context // PAGE_SIZE)
+    for row in range(work.rows):
+        request = core.Request(str(row), (0,) * work.context, core.SamplingParams())
+        sequence = core.Sequence(request)
+        sequence.page_ids = list(range(row * num_pages, (row + 1) * num_pages))
+        sequence.slot = row * work.adapters // work.rows if work.adapters else core.BASE_SLOT
+        rows.append(core.BatchRow(sequence, work.context - 1, 1, samples=True))
+    return core.Batch(tuple(rows))

@@ -1,0 +1,1 @@
+"""Native kernels by themselves, and the bounds of this machine."""

@@ -1,0 +1,152 @@
+"""Compares the store's stream of an image with a plain gRPC stream between the same two processes.
+
+The image has about 100 MB: a rank-16 adapter of an 8B-shaped model with 38 layers. The streams are
+a raw one, a pull from memory without and with checked hashes, a pull from the disk tier (of a file
+that this process has read before), and sixteen pulls at once. Results are medians of interleaved
+rounds, and ratios within the same run.
+
+    python -m bench.store.pull [--rounds 5] [--layers 38] [--out bench/results/store_pull.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.store.adapters import LLAMA_8B, make_adapter, make_layout
+from bench.store.process import RAW_BYTES, BenchStore, bench_store
+
+RANK = 16
+PART_BYTES = sum(RANK * 2 * (num_in + num_out) for num_in, num_out in LLAMA_8B.values())
+CONCURRENT = 16
+GOALS = {
+    "pull / raw": 0.6,
+    "pull, hashes checked / raw": 0.4,
+    "pull from disk / pull": 0.8,
+    "16 pulls at once / pull": 0.9,
+}
+
+
+def read_raw(store: BenchStore, num_bytes: int) -> int:
+    return sum(map(len, store.raw(str(num_bytes // RAW_BYTES).encode())))
+
+
+def read_pull(store: BenchStore, key: tuple[str, str]) -> int:
+    """Reads every chunk's bytes, and returns their number."""
+    num_bytes = 0
+    for response in store.pull(*key):
+        if response.WhichOneof("part") == "chunk":
+            num_bytes += len(response.chunk.data)
+    return num_bytes
+
+
+def check_pull(store: BenchStore, key: tuple[str, str]) -> int:
+    """Reads every chunk, checks every part's hash and the total's, and returns the bytes."""
+    num_bytes = 0
+    sha256, parts = hashlib.sha256(), hashlib.sha256()
+    for response in store.pull(*key):
+        kind = response.WhichOneof("part")
+        if kind == "chunk":
+            data = response.chunk.data
+            sha256.update(data)
+            num_bytes += len(data)
+        elif kind == "layer_end":
+            assert sha256.digest() == response.layer_end.sha256
+            parts.update(response.layer_end.sha256)
+            sha256 = hashlib.sha256()
+        elif kind == "trailer":
+            assert parts.digest() == response.trailer.sha256
+    return num_bytes
+
+
+def rate(work: Callable[[], int]) -> float:
+    """Returns the MB per second of `work`."""
+    began = time.perf_counter()
+    num_bytes = work()
+    return num_bytes / (time.perf_counter() - began) / 1e6
+
+
+def measure(rounds: int, layers: int) -> dict[str, list[float]]:
+    """Measures two stores. One's memory holds everything; the other's holds one image, so that two
+    images pulled in turn always come from the disk tier."""
+    image_bytes = layers * PART_BYTES
+    rates: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(CONCURRENT) as pool:
+        folder = Path(name)
+        for index in range(2):
+            adapter = folder / f"a{index}"
+            make_adapter(adapter, LLAMA_8B, layers, dtype=torch.bfloat16, seed=index)
+        with (
+            bench_store(folder, data_dir=str(folder / "memory")) as memory,
+            bench_store(
+                folder, data_dir=str(folder / "disk"), image_memory=image_bytes * 5 // 4
+            ) as disk,
+        ):
+            layout = make_layout(LLAMA_8B, layers)
+            keys = []
+            for store in (memory, disk):
+                layout_id = store.register_layout(layout)
+                for index in range(2):
+                    digest = store.register(f"a{index}", f"file://{folder}/a{index}")
+                    store.wait_ready(f"a{index}")
+                    keys.append((digest, layout_id))
+            key, other = keys[:2]
+
+            def concurrent() -> int:
+                return sum(pool.map(lambda _: read_pull(memory, key), range(CONCURRENT)))
+
+            works: dict[str, Callable[[], int]] = {
+                "raw": lambda: read_raw(memory, image_bytes),
+                "pull": lambda: read_pull(memory, key),
+                "pull, hashes checked": lambda: check_pull(memory, key),
+                "pull from disk": lambda: read_pull(disk, key),
+                "16 pulls at once": concurrent,
+            }
+            for index in range(rounds + 1):
+                for what, work in works.items():
+                    read_pull(disk, other)  # evicts the first image from this store's memory
+                    found = rate(work)
+                    if index:
+                        rates.setdefault(what, []).append(found)
+    return rates
+
+
+def summarize(rates: dict[str, list[float]]) -> dict[str, Any]:
+    medians = {what: statistics.median(found) for what, found in rates.items()}
+    ratios = {}
+    for goal in GOALS:
+        over, under = goal.rsplit(" / ", 1)
+        ratios[goal] = medians[over] / medians[under]
+    return {"mb_per_second": medians, "ratios": ratios, "goals": GOALS, "all": rates}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=38)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/store_pull.json"))
+    arguments = parser.parse_args()
+    result = summarize(measure(arguments.rounds, arguments.layers))
+    for what, found in result["mb_per_second"].items():
+        print(f"{what:24} {found:7.0f} MB/s")
+    for what, found in result["ratios"].items():
+        print(f"{what:32} {found:5.2f}  (goal {GOALS[what]:.2f})")
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    report = {"workload": "store pull", "machine": machine, "layers": arguments.layers}
+    arguments.out.write_text(json.dumps(report | result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

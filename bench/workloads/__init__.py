@@ -1,0 +1,1 @@
+"""Callers' workloads against whole services."""

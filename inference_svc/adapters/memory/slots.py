@@ -1,0 +1,306 @@
+"""Which images lie in one memory: rows, extents, pins and users, in the order of their last use.
+
+Plain bookkeeping without tensors. The arena has one `Slots` whose rows are the table's; the host
+tier has another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+from contract.images.header import ImageHeader, align
+from inference_svc.adapters.memory.eviction import (
+    EvictionReason,
+    can_evict,
+    drain_order,
+    eviction_order,
+)
+from inference_svc.adapters.memory.extents import ExtentAllocator
+from inference_svc.adapters.memory.resident import Resident, Shape, target_cuts
+from inference_svc.errors import NoRoom
+from servicekit.errors import ShareExceeded
+from servicekit.shares import limit_of
+
+
+class Reservation(NamedTuple):
+    """Memory for an image that is not ready yet, and the images evicted for it."""
+
+    resident: Resident
+    evicted: list[Resident]
+
+
+class Slots:
+    """Images in a memory of `capacity` bytes, at most `max_images` of them.
+
+    `largest` is the shape of the largest image of A and B alone: pins always leave room for it, so
+    that they can never stop others from loading. Images with whole weights may be larger: admitted
+    ones are checked again whenever `num_pinnings` has grown. An account pins at most `pin_share` of
+    the rows, and of the bytes, that others' pins leave.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        max_images: int,
+        largest: Shape | None = None,
+        pin_share: float = 1.0,
+    ) -> None:
+        assert max_images > 0
+        self._pin_share = pin_share
+        self.extents = ExtentAllocator(capacity)
+        self.max_images = max_images
+        self.largest = largest
+        # Unused superseded ones first, then the least recently used.
+        self._by_digest: OrderedDict[str, Resident] = OrderedDict()
+        self._superseded: set[str] = set()
+        self._free_slots = list(range(max_images - 1, -1, -1))
+        self.evictions: Counter[EvictionReason] = Counter()
+        self._pinned: dict[str, Resident] = {}
+        self.num_pinnings = 0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._by_digest
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def get(self, digest: str) -> Resident | None:
+        return self._by_digest.get(digest)
+
+    def residents(self) -> list[Resident]:
+        return list(self._by_digest.values())
+
+    def last_used_first(self) -> Iterator[Resident]:
+        """Iterates over the images, unused superseded ones last. They must not change during
+        that."""
+        return reversed(self._by_digest.values())
+
+    @property
+    def num_evictions(self) -> int:
+        return self.evictions.total()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(resident.num_bytes for resident in self._pinned.values())
+
+    @property
+    def capacity(self) -> int:
+        return self.extents.capacity
+
+    @property
+    def used_bytes(self) -> int:
+        return self.extents.capacity - self.extents.free_bytes
+
+    def admits(self, header: ImageHeader) -> bool:
+        """Returns whether the image fits once nothing runs: next to the pinned ones."""
+        return self._with_pinned().allocate(header.total_bytes, target_cuts(header)) is not None
+
+    def admits_together(self, count: int, headers: Collection[ImageHeader]) -> bool:
+        """Returns whether so many images, of which these are known, fit at once, once nothing else
+        runs: next to the pinned ones."""
+        digests = {header.digest for header in headers}
+        others = [r for digest, r in self._pinned.items() if digest not in digests]
+        if count + len(others) > self.max_images:
+            return False
+        extents = chain.from_iterable(resident.extents for resident in others)
+        left = ExtentAllocator.with_used(self.capacity, extents)
+        return all(
+            left.allocate(header.total_bytes, target_cuts(header)) is not None for header in headers
+        )
+
+    def _with_pinned(self, *more: Resident) -> ExtentAllocator:
+        """Returns the memory with only the pinned images in it, and these."""
+        pinned = (resident.extents for resident in (*self._pinned.values(), *more))
+        return ExtentAllocator.with_used(self.capacity, chain.from_iterable(pinned))
+
+    def reserve(
+        self,
+        header: ImageHeader,
+        keep: Collection[str] = (),
+        waited_for: Collection[str] = (),
+        reason: EvictionReason = EvictionReason.REQUEST,
+    ) -> Reservation | None:
+        """Reserves memory for an image, evicting as few as needed: images not `waited_for` first,
+        among these superseded ones, then the least recently used; never those in `keep`.
+
+        Returns None, and evicts nothing, when that does not suffice.
+        """
+        assert header.digest not in self._by_digest, "reserved twice"
+        cuts = target_cuts(header)
+        evictable = eviction_order(self._by_digest.values(), keep, waited_for)
+        victims = self._until_fits(header.total_bytes, cuts, evictable)
+        if victims is None:
+            return None
+        for victim in victims:
+            self.evictions[reason] += 1
+            self.remove(victim.digest)
+        extents = self.extents.allocate(header.total_bytes, cuts)
+        assert extents is not None, "planned, and does not fit"
+        resident = Resident(header, self._free_slots.pop(), extents, header.rank)
+        self._by_digest[header.digest] = resident
+        self._put_superseded_first(resident)
+        return Reservation(resident, victims)
+
+    def choose_drained(self, header: ImageHeader, keep: Collection[str]) -> list[Resident] | None:
+        """Returns the images to drain for this one; None if that does not suffice."""
+        planned = drain_order(self._by_digest.values(), keep)
+        return self._until_fits(header.total_bytes, target_cuts(header), planned)
+
+    def _until_fits(
+        self, num_bytes: int, cuts: list[int], evictable: Iterable[Resident]
+    ) -> list[Resident] | None:
+        """Returns the first of `evictable` whose eviction makes room; None if all do not."""
+        planned, victims = self.extents.copy(), list[Resident]()
+        candidates = iter(evictable)
+        while True:
+            # `planned` changes only when it fits, and then it has served its purpose.
+            has_row = bool(self._free_slots or victims)
+            if has_row and planned.allocate(num_bytes, cuts) is not None:
+                return victims
+            victim = next(candidates, None)
+            if victim is None:
+                return None
+            planned.free(victim.extents)
+            victims.append(victim)
+
+    def eviction_candidates(self, keep: Collection[str]) -> set[str] | None:
+        """Returns the images that might be evicted for one more; None while any image known here
+        would fit without."""
+        largest_bytes = max((r.num_bytes for r in self._by_digest.values()), default=0)
+        if len(self) < self.max_images and self.extents.free_bytes >= largest_bytes:
+            return None
+        return {r.digest for r in self._by_digest.values() if can_evict(r, keep)}
+
+    def remove(self, digest: str) -> Resident:
+        """Frees the image's row and bytes; nothing may be using it."""
+        resident = self._by_digest.pop(digest)
+        assert resident.users == 0, "freed while in use"
+        self._pinned.pop(digest, None)
+        self.extents.free(resident.extents)
+        self._free_slots.append(resident.slot)
+        return resident
+
+    def acquire(self, digest: str, now_time_s: float) -> Resident:
+        """Adds a user to a ready image, which also makes it the most recently used."""
+        resident = self._by_digest[digest]
+        assert resident.ready
+        resident.users += 1
+        resident.last_used_time_s = now_time_s
+        self._by_digest.move_to_end(digest)
+        return resident
+
+    def release(self, digest: str) -> Resident:
+        resident = self._by_digest[digest]
+        assert resident.users > 0
+        resident.users -= 1
+        self._put_superseded_first(resident)
+        return resident
+
+    def set_superseded(self, digest: str, is_superseded: bool) -> None:
+        """Makes an image, here or not, the first to be evicted once nothing uses it; or one like
+        any other, as if it had just been used. The caller bounds how many are superseded at a
+        time."""
+        resident = self._by_digest.get(digest)
+        if is_superseded:
+            self._superseded.add(digest)
+            if resident is not None:
+                self._put_superseded_first(resident)
+        elif digest in self._superseded:
+            self._superseded.discard(digest)
+            if resident is not None:  # it stands before others that still are superseded
+                self._by_digest.move_to_end(digest)
+
+    def _put_superseded_first(self, resident: Resident) -> None:
+        if resident.digest in self._superseded and not resident.users:
+            self._by_digest.move_to_end(resident.digest, last=False)
+
+    def pin(self, digest: str, account: str = "") -> Resident:
+        """Protects an image from eviction, for an account; "" has no share. Accounts whose adapters
+        have equal content pin one image: it counts against the share of each. Raises NoRoom if pins
+        could stop others from loading, and ShareExceeded if the account has pinned its share."""
+        resident = self._by_digest[digest]
+        if account in resident.pinned_by:
+            return resident
+        if account:
+            self._check_share(resident, account)
+        if not resident.pinned:
+            self._check_room(resident)
+            self._pinned[digest] = resident
+            self.num_pinnings += 1
+        resident.pinned_by.add(account)
+        return resident
+
+    def unpin(self, digest: str, account: str = "") -> Resident:
+        """Takes back the account's pin; "", operators of all accounts, takes back all pins. The
+        image may be evicted once no account pins it."""
+        resident = self._by_digest[digest]
+        if account:
+            resident.pinned_by.discard(account)
+        else:
+            resident.pinned_by.clear()
+        if not resident.pinned:
+            self._pinned.pop(digest, None)
+        return resident
+
+    def _check_room(self, resident: Resident) -> None:
+        if len(self._pinned) + 1 >= self.max_images:
+            raise NoRoom(
+                f"pinning would take the last of {self.max_images} rows; raise --max-loras or "
+                "unpin another adapter",
+                subject="max_loras",
+            )
+        left = self._with_pinned(resident)
+        if self.largest and left.allocate(self.largest.num_bytes, self.largest.cuts) is None:
+            raise NoRoom(
+                f"pinning {resident.num_bytes} bytes would leave no room for the largest "
+                f"admissible adapter ({self.largest.num_bytes} bytes) in {self.capacity} bytes; "
+                "raise --adapter-memory or unpin another adapter",
+                subject="adapter_memory",
+            )
+
+    def _check_share(self, resident: Resident, account: str) -> None:
+        own = [each for each in self._pinned.values() if account in each.pinned_by]
+        others = len(self._pinned) - len(own)
+        room = self.capacity - (0 if self.largest is None else self.largest.num_bytes)
+        own_bytes = sum(each.num_bytes for each in own)
+        most = limit_of(self.max_images - 1, others, self._pin_share)
+        most_bytes = limit_of(room, self.pinned_bytes - own_bytes, self._pin_share)
+        if own and (len(own) + 1 > most or own_bytes + resident.num_bytes > most_bytes):
+            raise ShareExceeded(
+                f"pinned_adapters: {account} has pinned {len(own)} adapters of {own_bytes} "
+                f"bytes; one tenant's share is {self._pin_share:.0%} of the part that others "
+                f"leave free, now {most} adapters and {most_bytes} bytes: unpin another adapter",
+                subject="pinned_adapters",
+            )
+
+    def check_integrity(self) -> None:
+        """Asserts that rows and bytes are all accounted for, each once."""
+        used = [extent for r in self._by_digest.values() for extent in r.extents]
+        self.extents.check_integrity(used)
+        slots = [r.slot for r in self._by_digest.values()] + self._free_slots
+        assert sorted(slots) == list(range(self.max_images)), "a row is lost or held twice"
+        assert set(self._pinned) == {r.digest for r in self._by_digest.values() if r.pinned}
+        for digest, resident in self._by_digest.items():
+            assert resident.digest == digest
+            assert resident.users >= 0
+            assert resident.num_bytes == align(resident.header.total_bytes)
+
+
+def inadmissible_reason(
+    header: ImageHeader, max_rank: int, device: Slots, host: Slots | None
+) -> str | None:
+    """Returns why this image is too large for one of the tiers that it would pass through, and the
+    remedy, in words that follow "has"."""
+    if header.rank > max_rank:
+        return f"rank {header.rank}, above --max-rank {max_rank}"
+    for slots, setting in ((device, "--adapter-memory"), (host, "--host-memory")):
+        if slots is None or slots.admits(header):
+            continue
+        size = f"an image of {header.total_bytes:,} bytes"
+        if header.total_bytes > slots.capacity:
+            return f"{size}, more than {setting} {slots.capacity:,} holds: raise it"
+        return f"{size}, and pinned adapters leave less of {setting}: unpin others, or raise it"
+    return None

@@ -1,0 +1,263 @@
+"""Pulls images from the store in threads of its own, which report to the engine by events.
+
+A pull posts `PullOpened` when it knows the image's size, waits for the engine's grant of memory,
+then writes straight into it, verifying every part before it counts. A lost stream is resumed at the
+last verified part, from another replica of the store if there is one. A pull that gets no grant
+soon is parked: it frees its thread, and restarts its stream when there is memory. Of a large image
+the rest comes at a `PullPace`, if the model computes on the same processors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
+from inference_svc.adapters.pulls.image_source import AdapterStore
+from inference_svc.adapters.pulls.pace import PullPace
+from inference_svc.adapters.pulls.pull import (
+    ImageSink,
+    Parked,
+    Progress,
+    PullDone,
+    PullEvent,
+    PullFailed,
+    PullJob,
+    PullOpened,
+)
+from inference_svc.errors import CorruptImage, StoreUnavailable
+from servicekit.errors import ServiceError
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+PARK_AFTER_S = 0.05
+"""How long a thread waits for a grant: longer than a step, shorter than a generation."""
+SILENCE_S = 15.0
+"""How long a connected source may send nothing before another is tried: longer than a store lets a
+pull wait for memory, for another replica and for a compiler together."""
+SILENCE_POLL_S = 0.5
+PULL_NICENESS = 5
+"""Niceness of pull threads: a third of an ordinary thread's time on a core that both need."""
+MAX_CORRUPT = 2
+"""Attempts whose bytes fail their hash before the pull fails."""
+
+
+class Cancelled(Exception):
+    """Ends an attempt: the job was cancelled while it waited for memory."""
+
+
+CheckContents = Callable[[ImageHeader, Callable[[int, int], bytes]], None]
+"""Checks the facts that only the bytes of an image show, which it reads by offset and size: raises
+CorruptImage or AdapterUnusable."""
+
+
+class Puller:
+    """Pulls with a fixed number of threads.
+
+    `post` is called from them with PullEvents and must be thread-safe. `read_header` raises
+    CorruptImage for a header that does not fit the layout.
+    """
+
+    def __init__(
+        self,
+        store: AdapterStore,
+        num_workers: int,
+        post: Callable[[PullEvent], None],
+        read_header: Callable[[ImageHeader], ImageHeader],
+        check_contents: CheckContents,
+        pace: PullPace | None = None,
+    ) -> None:
+        self.num_workers = num_workers
+        self._store = store
+        self._post = post
+        self._read_header = read_header
+        self._check_contents = check_contents
+        self._pace = pace
+        self._jobs: queue.SimpleQueue[PullJob | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"loadout-pull-{i}", daemon=True)
+            for i in range(num_workers)
+        ]
+        self._active: set[PullJob] = set()
+        self._closing = threading.Event()
+        self._threads.append(
+            threading.Thread(target=self._watch, name="loadout-pull-watch", daemon=True)
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, job: PullJob) -> None:
+        """Queues a new job, or a parked job that was granted room."""
+        self._jobs.put(job)
+
+    def cancel(self, job: PullJob) -> None:
+        """Ends a job; its PullFailed, without an error, is posted once it no longer writes."""
+        if job.cancel():
+            self._post(PullFailed(job, None))
+
+    def close(self) -> None:
+        """Ends the threads; every job must have been cancelled before."""
+        self._closing.set()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        _lower_priority()
+        while (job := self._jobs.get()) is not None:
+            self._active.add(job)
+            event = self._pull(job)
+            self._active.discard(job)
+            if event is not None:
+                self._post(event)
+
+    def _watch(self) -> None:
+        """Ends silent streams; their own threads only wait for the next message."""
+        while not self._closing.wait(SILENCE_POLL_S):
+            for job in list(self._active):
+                if job.end_silent_stream(SILENCE_S):
+                    facts = {"digest": job.digest, "seconds": SILENCE_S}
+                    logger.warning("pull: source is silent", extra=facts)
+
+    def _pull(self, job: PullJob) -> PullDone | PullFailed | None:
+        """Works on a job until it ends; returns None if it is parked."""
+        num_failed = 0
+        while not job.is_cancelled:
+            verified = job.progress.offset
+            try:
+                with job.traced_attempt():
+                    self.pull_once(job)
+                return PullDone(job)
+            except Parked:
+                return None
+            except Cancelled:
+                break
+            except StoreUnavailable as error:
+                job.on_failure(error)
+                job.progress.avoid_source()
+                num_failed = 0 if job.progress.offset > verified else num_failed
+                delay_s = RETRY_DELAYS_S[min(num_failed, len(RETRY_DELAYS_S) - 1)]
+                num_failed += 1
+                job.pause(delay_s)
+            except CorruptImage as error:
+                facts = {"digest": job.digest, "why": error.message}
+                logger.warning("pull: bytes that fail their hash", extra=facts)
+                job.progress.avoid_source()
+                job.progress.num_corrupt += 1
+                if job.progress.num_corrupt >= MAX_CORRUPT:
+                    return PullFailed(job, error)
+            except ServiceError as error:
+                return PullFailed(job, error)
+            except Exception as error:  # a bug here must not strand the requests that wait
+                logger.exception("pull failed", extra={"digest": job.digest})
+                return PullFailed(job, ServiceError(f"pull failed: {error!r}"))
+        return PullFailed(job, None)
+
+    def pull_once(self, job: PullJob) -> None:
+        """Pulls until the trailer, in the calling thread; raises the error that ended it before."""
+        progress = job.progress
+        if progress.header is not None and progress.sink is None:
+            progress.sink = self._wait_for_room(job)  # granted while it was parked
+        image_id = "" if progress.header is None else progress.header.image_id
+        stream = self._store.pull(
+            job.digest, job.layout_id, progress.offset, image_id, progress.avoid
+        )
+        progress.source = stream.source
+        job.attach(stream)
+        try:
+            messages = iter(stream)
+            self._open(job, next(messages, None))
+            hasher = hashlib.sha256()
+            position = progress.offset
+            for message in messages:
+                job.on_message()
+                if isinstance(message, ImageChunk):
+                    position = _write(progress, message, position)
+                    hasher.update(message.data)
+                    if self._pace is not None:
+                        job.pause(self._pace.delay_s(position, len(message.data)))
+                elif isinstance(message, LayerEnd):
+                    _end_part(progress, message, position, hasher.digest())
+                    hasher = hashlib.sha256()
+                else:
+                    _check_trailer(progress, message, position)
+                    assert progress.header is not None
+                    assert progress.sink is not None
+                    self._check_contents(progress.header, progress.sink.read)
+                    return
+        finally:
+            job.detach()
+            stream.cancel()
+        raise StoreUnavailable("the adapter store breaks off before it has sent all of it")
+
+    def _open(self, job: PullJob, header: PullMessage | None) -> None:
+        """Checks that the stream resumes at the requested offset; restarts the image if not."""
+        progress = job.progress
+        if not isinstance(header, ImageHeader):
+            raise StoreUnavailable("the adapter store breaks off before it has sent anything of it")
+        known = progress.header
+        if known is not None and known.image_id == header.image_id and progress.sink is not None:
+            if header.offset == 0:
+                progress.restart()
+            if header.offset == progress.offset:
+                return
+        if header.offset != 0 or (header.digest, header.layout_id) != (job.digest, job.layout_id):
+            raise CorruptImage("the store sent another image than was requested")
+        header = self._read_header(header)
+        job.on_message()
+        progress.begin(header)
+        self._post(PullOpened(job, header))
+        progress.sink = self._wait_for_room(job)
+
+    def _wait_for_room(self, job: PullJob) -> ImageSink:
+        sink = job.wait_for_grant(PARK_AFTER_S)
+        if sink is None:
+            raise Cancelled
+        return sink
+
+
+def _lower_priority() -> None:
+    """Lowers the calling thread's priority, so that no step waits for a core that hashes an image.
+    Only Linux has a priority for each thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PULL_NICENESS)
+
+
+def _write(progress: Progress, chunk: ImageChunk, position: int) -> int:
+    assert progress.header is not None
+    assert progress.sink is not None
+    end = position + len(chunk.data)
+    if chunk.offset != position or end > progress.header.total_bytes:
+        raise CorruptImage(f"image bytes [{chunk.offset}, {end}) where {position} was due")
+    progress.sink.write(position, chunk.data)
+    return end
+
+
+def _end_part(progress: Progress, end: LayerEnd, position: int, sha256: bytes) -> None:
+    if end.end_offset != position or end.sha256 != sha256:
+        raise CorruptImage(f"part {end.part} of the image fails its sha256")
+    assert progress.header is not None
+    if position == progress.offset or len(progress.part_hashes) >= len(progress.header.segments):
+        raise CorruptImage(f"part {end.part} of the image has no segment")
+    progress.part_hashes.append(sha256)
+    progress.offset = position
+
+
+def _check_trailer(progress: Progress, trailer: PullMessage, position: int) -> None:
+    assert progress.header is not None
+    total = hashlib.sha256(b"".join(progress.part_hashes)).digest()
+    if not isinstance(trailer, ImageTrailer) or trailer.sha256 != total:
+        progress.restart()
+        raise CorruptImage("the image fails its trailer's sha256")
+    if not position == progress.offset == progress.header.total_bytes:
+        progress.restart()
+        raise CorruptImage(f"the image ends after {position} of its bytes")

@@ -1,0 +1,250 @@
+"""The backend for CPUs: the decoder as one program in C++, and the memory that it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.targets import applied_targets
+from inference_svc.backends.adapter_memory import AdapterMemory, allocate_arena
+from inference_svc.backends.arena import Arena
+from inference_svc.backends.base import (
+    Backend,
+    DeviceMemory,
+    Logits,
+    MemoryNeeds,
+    Reload,
+    Scored,
+    make_reload,
+    max_pages,
+    returns_experts,
+)
+from inference_svc.backends.magnitudes import Magnitudes
+from inference_svc.backends.native.buffers import BatchPages, StepArrays
+from inference_svc.backends.native.lora import NativeLoraOps
+from inference_svc.backends.native.needs import memory_needs
+from inference_svc.backends.native.program import NativeTransformer
+from inference_svc.backends.native.workspace import Workspace
+from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
+from inference_svc.backends.speed_notes import native_notes, thread_notes
+from inference_svc.core import Batch, EngineConfig, ScoredRun, scored_runs, scored_slices
+from inference_svc.host.cpus import usable_cores, usable_cpus
+from inference_svc.model.checkpoint.weights import ModelWeights
+from inference_svc.model.description import Decoder
+from inference_svc.model.kv_caches import KVCaches
+from inference_svc.model.transformer import COMPUTED
+from kernels.host_memory import Slab, allocate_host
+from kernels.linear import PackedLinear
+from kernels.lora.plan import LoraContents
+from kernels.native.build import processor_flags
+from kernels.native.library import Library, choose, load
+
+
+@dataclass(frozen=True, slots=True)
+class PackedProjections:
+    """Makes projections that are packed as their rows are read. `allocate` gives zeroed bytes,
+    uint8, on 64 bytes."""
+
+    allocate: Callable[[int], Tensor] = allocate_host
+
+    def empty(
+        self,
+        out_features: int,
+        in_features: int,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PackedLinear:
+        """Returns one whose rows are zero until they are put."""
+        assert device.type == "cpu"
+        return PackedLinear.empty(
+            out_features, in_features, has_bias=has_bias, dtype=dtype, allocate=self.allocate
+        )
+
+    def of(self, weight: Tensor) -> PackedLinear:
+        """Returns a packed copy of a weight [out, in], bf16 or fp32, because a packed weight cannot
+        be shared."""
+        return PackedLinear.pack(weight, allocate=self.allocate)
+
+
+MakeTransformer: TypeAlias = Callable[[ModelWeights[PackedLinear], KVCaches], NativeTransformer]
+
+
+class NativeInputs(NamedTuple):
+    """The key of a prepared step's program: the groups that its adapters change, whether a row
+    returns the experts of its tokens, and the scored tokens."""
+
+    groups: frozenset[str]
+    returns_experts: bool
+    runs: tuple[ScoredRun, ...] = ()
+
+
+class NativeBackend(AdapterMemory):
+    """A `Backend` whose inputs lie in `step`."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        make_transformer: MakeTransformer,
+        weights: ModelWeights[PackedLinear],
+        kv_caches: KVCaches,
+        reload: Reload,
+        arena: Arena,
+        step: StepArrays,
+        lora: NativeLoraOps,
+        library: Library,
+    ) -> None:
+        super().__init__(arena)
+        self.num_pages = kv_caches.num_pages
+        self.kernels = f"native {library.variant}"
+        self.num_lora_steps = 0
+        self.num_eager_steps = 0
+        self._decoder = decoder
+        self._make_transformer = make_transformer
+        self._reload = reload
+        self._weights: ModelWeights[PackedLinear] | None = weights
+        self.kv_caches: KVCaches | None = kv_caches
+        self.transformer: NativeTransformer | None = make_transformer(weights, kv_caches)
+        self._step = step
+        self._lora = lora
+        self._library = library
+
+    @property
+    def kv_bytes(self) -> int:
+        return 0 if self.kv_caches is None else self.kv_caches.num_bytes
+
+    @property
+    def weights_bytes(self) -> int:
+        return 0 if self._weights is None else self._weights.num_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        held_bytes = 0 if self.transformer is None else self.transformer.num_bytes
+        return held_bytes + self._lora.workspace_bytes
+
+    @property
+    def _loaded(self) -> NativeTransformer:
+        assert self.transformer is not None, "the memory is freed"
+        return self.transformer
+
+    def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
+        if self.transformer is None:  # nothing is launched while the server sleeps
+            return {}
+        counts = self.transformer.num_ops(self._lora.groups_of(contents))
+        return self._lora.by_weight(counts, contents)
+
+    def _make_magnitudes(self) -> Magnitudes:
+        assert self._weights is not None, "the weights are freed"
+        return Magnitudes(self._weights, self.arena)
+
+    def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
+        self._library.place_threads(processors)
+
+    def prepare(self, batch: Batch) -> NativeInputs:
+        columns = batch.columns()
+        self._step.fill(columns)
+        groups = self._lora.plan(batch.rows)
+        self.num_lora_steps += bool(groups)
+        # Nothing is scored of decoding rows.
+        runs = () if columns.is_decode else tuple(scored_runs(batch.rows))
+        return NativeInputs(groups, returns_experts(batch, self._decoder), runs)
+
+    def forward(self, inputs: NativeInputs) -> Logits:
+        groups, has_choices, runs = inputs
+        logits = self._loaded.forward(groups, returns_experts=has_choices, is_scored=bool(runs))
+        return Logits(logits, experts=self._loaded.choices if has_choices else None)
+
+    def score(self, inputs: NativeInputs) -> Iterator[Scored]:
+        for part in scored_slices(inputs.runs, len(self._step.logit_rows)):
+            self._step.choose(scored_indices(part))
+            if inputs.groups:
+                self._lora.plan_head(scored_slot_runs(part))
+            yield Scored(part, self._loaded.logits(inputs.groups))
+
+    def use_idle_time(self) -> bool:
+        """There is nothing to prepare."""
+        return False
+
+    def free_unused(self) -> None:
+        """Holds only the memory that every step needs."""
+
+    def free_memory(self, *, weights: bool) -> int:
+        held_bytes = self.kv_bytes + self.weights_bytes
+        # The program has their addresses.
+        self.transformer = self.kv_caches = None
+        if weights:
+            self._magnitudes = None
+            self._weights = None
+        return held_bytes - self.kv_bytes - self.weights_bytes
+
+    def restore(self) -> None:
+        self._weights = self._weights or self._reload.weights()
+        self.kv_caches = self.kv_caches or self._reload.pages()
+        if self.transformer is None:
+            self.transformer = self._make_transformer(self._weights, self.kv_caches)
+
+
+class NativeFactory:
+    """A `BackendFactory` for CPUs that the native kernels are compiled for."""
+
+    name = "native"
+    features = COMPUTED  # the program follows the definition, operation by operation
+    disabled_by = "native-kernels = false"
+    has_device_memory = False
+    profiler_device = None
+
+    def supports(self, config: EngineConfig) -> bool:
+        if not config.native_kernels or torch.device(config.device).type != "cpu":
+            return False
+        return config.dtype in ("float32", "bfloat16") and load() is not None
+
+    def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
+        library, faults = choose(None)
+        assert library is not None, "the backend is supported"
+        notes = native_notes(config.dtype, library.variant, processor_flags(), faults)
+        return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]
+
+    def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
+        return memory_needs(config, decoder)
+
+    def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
+        return None
+
+    def build(
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        layout: ModelLayout,
+    ) -> Backend[NativeInputs]:
+        library, dtype = load(), getattr(torch, config.dtype)
+        assert library is not None, "the backend is supported"
+        max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
+        reload = make_reload(
+            config, decoder, lambda: PackedProjections(Slab().take), prefers_tiles=True
+        )
+        kv_caches = reload.pages()
+        arena = allocate_arena(config, layout)
+        weights = reload.weights()
+        pages = BatchPages(max_rows, max_pages(config))
+        step = StepArrays(max_tokens, max_rows, config.page_size, pages)
+        lora = NativeLoraOps(
+            arena,
+            applied_targets(layout, config.lora_targets, config.max_added_tokens),
+            max_tokens,
+            max_rows,
+            max((each.num_chosen for each in decoder.mixtures), default=0),
+        )
+        workspace = Workspace.allocate(
+            decoder, max_tokens, max_rows, dtype, config.max_added_tokens
+        )
+
+        def make(weights: ModelWeights[PackedLinear], kv_caches: KVCaches) -> NativeTransformer:
+            return NativeTransformer(decoder, weights, kv_caches, step, workspace, lora, library)
+
+        return NativeBackend(decoder, make, weights, kv_caches, reload, arena, step, lora, library)

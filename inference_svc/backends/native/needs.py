@@ -1,0 +1,87 @@
+"""The memory that the native backend takes, before any of it is allocated: the sizes of everything
+that `native` and `native_program` allocate, by the same functions."""
+
+from __future__ import annotations
+
+import torch
+
+from inference_svc.adapters.targets import computed_groups
+from inference_svc.backends.base import MemoryNeeds, table_bytes
+from inference_svc.backends.native.lora import MAX_EXPERTS_TARGETS, norm_role
+from inference_svc.backends.native.program import routings_bytes
+from inference_svc.backends.native.workspace import workspace_bytes
+from inference_svc.core import EngineConfig
+from inference_svc.model.checkpoint.parameters import parameters, weights_bytes
+from inference_svc.model.description import Decoder
+from kernels.attention.native_memory import AttentionShape
+from kernels.lora.native import NativeLora, NativeLoraPlan
+
+SAMPLER_COPIES = 2
+"""Copies of the logits in fp32 that choosing tokens takes beside the logits."""
+
+
+def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
+    """Returns the bytes of weights, and of the memory of steps."""
+    dtype = getattr(torch, config.dtype)
+    needed_bytes = weights_bytes(decoder, dtype)
+    if decoder.head.is_tied:  # packed, the head cannot share the embedding's memory
+        needed_bytes += decoder.vocab_size * decoder.hidden_size * dtype.itemsize
+    sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * decoder.vocab_size
+    others_bytes = sampler_bytes + table_bytes(config, decoder, config.max_sequences)
+    return MemoryNeeds(needed_bytes, held_bytes(config, decoder) + others_bytes)
+
+
+def held_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the bytes of `NativeBackend.workspace_bytes`."""
+    return (
+        workspace_bytes(config, decoder)
+        + routings_bytes(decoder, config.max_batch_tokens)
+        + _attention_bytes(config, decoder)
+        + _adapters_bytes(config, decoder)
+    )
+
+
+def _attention_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the memory of attention: each thread's, and the work items of each window."""
+    item_bytes = getattr(torch, config.dtype).itemsize
+    num_threads = config.num_threads or torch.get_num_threads()
+    windows: dict[AttentionShape, set[int | None]] = {}
+    for each in decoder.attentions:
+        shape = AttentionShape(each.num_heads, each.num_kv_heads, each.head_dim, item_bytes)
+        windows.setdefault(shape, set()).add(each.window)
+    return sum(
+        shape.num_bytes(config.max_batch_tokens, config.max_sequences, num_threads, len(found))
+        for shape, found in windows.items()
+    )
+
+
+def _adapters_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the memory of adapters' operations: plans, shrunk inputs, and weights of tokens."""
+    itemsize, num_mixes = getattr(torch, config.dtype).itemsize, config.max_sequences
+    chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
+    most = max(len(group.targets) for group in computed_groups(config, decoder).values())
+    plans = (
+        (config.max_batch_tokens, most, False),
+        (config.max_sequences, most, False),
+        (config.max_batch_tokens * chosen, MAX_EXPERTS_TARGETS, True),
+    )
+    num_bytes = _token_weights_bytes(config, decoder)
+    for max_tokens, num_targets, has_experts in plans:
+        sizes = max_tokens, num_mixes, config.max_lora_rank
+        num_bytes += NativeLora.shrunk_bytes(num_targets, *sizes, itemsize)
+        num_bytes += NativeLoraPlan.bytes_of(max_tokens, num_mixes, has_experts=has_experts)
+    return num_bytes
+
+
+def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the memory of norms' weights that are each token's own."""
+    dtype = getattr(torch, config.dtype)
+    sizes = {
+        (norm_role(name), each.num_bytes(dtype))
+        for each in parameters(decoder)
+        if each.norm is not None
+        for name in each.members
+    }
+    of_rows = (size for role, size in sizes if role == "norm")
+    of_tokens = (size for _, size in sizes)
+    return config.max_batch_tokens * sum(of_tokens) + config.max_sequences * sum(of_rows)

@@ -1,0 +1,377 @@
+"""Makes the native operations of a step: each of `model.operations` as one or a few in C++, with
+adapters' operations beside them.
+
+An operation comes with the group of adapters that it is part of: "" always runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from inference_svc.adapters.layout import EMBEDDING, HEAD
+from inference_svc.backends.native.attention import NativeAttentions
+from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.model.checkpoint.weights import ModelWeights
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Activation, ClampedSwiglu
+from inference_svc.model.operations import (
+    HEAD_KEY,
+    AddNorm,
+    Angles,
+    Attend,
+    Combine,
+    Embed,
+    Gate,
+    Gather,
+    Growth,
+    Logits,
+    NormOf,
+    Op,
+    Project,
+    ProjectExperts,
+    RotateAndStore,
+    Route,
+    Rows,
+    Scale,
+    Spread,
+    Value,
+)
+from inference_svc.model.transformer import as_held
+from kernels.attention import HeadNorms
+from kernels.attention.native import query_growth_op, rope_and_store_op, rotary_angles_op
+from kernels.elementwise import (
+    NormWeight,
+    clamped_swiglu_op,
+    gather_op,
+    geglu_op,
+    rms_norm_op,
+    scale_rows_op,
+    swiglu_op,
+)
+from kernels.experts import Pairs
+from kernels.experts.native import (
+    PairsBuffer,
+    combine_op,
+    experts_linear_op,
+    route_op,
+    sort_pairs_op,
+)
+from kernels.linear import PackedLinear, linear_op
+from kernels.native.library import NativeOp
+
+GroupedOp: TypeAlias = tuple[str, NativeOp]
+Tensors: TypeAlias = Mapping[Value, Tensor]
+
+ADDED_TOKENS, HEAD_NORMS = "added_tokens", "head_norms"
+"""Groups: of steps whose adapters may have tokens behind the vocabulary, and, behind the path of a
+layer's attention, of the norms of its queries, keys and values."""
+WITHOUT = "without "
+"""Before the name of a group: of operations that others of that group stand in for."""
+_GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
+
+
+class AdapterOps(Protocol):
+    """Operations that apply the step's adapters, after the base has computed; groups as in
+    `model.lora.Lora`, and the modules of replaced weights. They read a plan that is refilled before
+    each run. Tensors are in the model's dtype unless they say otherwise; M is `max_tokens`, or
+    `max_rows` with `logits_only`."""
+
+    def add(
+        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, logits_only: bool
+    ) -> list[NativeOp]:
+        """x: [M, in], out: [M, >= sum of the group's outs], in the model's dtype or fp32; their
+        rows are the tokens of the step, or only the ones that get logits. `bias`, fp32 [sum of the
+        group's outs], is the base's in `out`."""
+
+    def add_experts(
+        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
+    ) -> list[NativeOp]:
+        """x: [P, in], out: [P, sum of the group's outs]; their rows are pairs of a token and an
+        expert."""
+
+    def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
+        """token_ids: int64 [M], out: [M, hidden_size]."""
+
+    def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
+        """token_ids: int64 [M], out: [M, hidden_size]."""
+
+    def replace_logits(self, x: Tensor, out: Tensor) -> list[NativeOp]:
+        """x: [max_rows, hidden_size], out: fp32 [max_rows, >= vocab_size]; their rows are the
+        tokens that get logits."""
+
+    def token_weights(
+        self, module: str, norm: NormWeight, *, logits_only: bool
+    ) -> tuple[NativeOp, NormWeight] | None:
+        """Returns the operation that fills the weight of a norm for each token, and the norm with
+        that; None if no adapter replaces it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeOps:
+    """Makes operations over fixed memory: the `step` that they read, and the `logits` that they
+    write, fp32 [N, at least vocab_size]. `routings` has the routing of each layer with experts."""
+
+    weights: ModelWeights[PackedLinear]
+    step: StepArrays
+    logits: Tensor
+    attention: NativeAttentions
+    routings: Mapping[int, PairsBuffer]
+    adapters: AdapterOps
+
+    def make(self, ops: Sequence[Op], tensors: Iterable[Tensors]) -> Iterator[GroupedOp]:
+        """Yields the operations that compute `ops`, whose values are these tensors, by
+        operation."""
+        for op, at in zip(ops, tensors, strict=True):
+            yield from _MAKE[type(op)](self, op, at)
+
+    def count(self, value: Value) -> Tensor:
+        """Returns where the step has the number of rows, int32 [1], of a value."""
+        return self.step.num_logits if value.rows is Rows.LOGITS else self.step.num_tokens
+
+    def embed(self, op: Embed, at: Tensors) -> Iterator[GroupedOp]:
+        out, token_ids = at[op.out], self.step.token_ids
+        table = self.weights.tables[op.table.key]
+        yield "", gather_op(table, out, token_ids, self.count(op.out))
+        if op.is_adapted:
+            replaced = self.adapters.replace_embeddings(token_ids, out)
+            yield from _of_group(EMBED_TOKENS, replaced)
+            yield from _of_group(EMBEDDING, self.adapters.add_embedding(token_ids, out))
+
+    def scale(self, op: Scale, at: Tensors) -> Iterator[GroupedOp]:
+        x = at[op.out]
+        scale = as_held(op.scale, x.dtype) if op.is_rounded else op.scale
+        yield "", scale_rows_op(x, self.count(op.out), scale=scale)
+
+    def angles(self, op: Angles, at: Tensors) -> Iterator[GroupedOp]:
+        frequencies = op.rope.inverse_frequencies(op.head_dim)
+        cos, sin = _angles_of(at[op.out])
+        yield (
+            "",
+            rotary_angles_op(
+                self.step.positions,
+                frequencies,
+                cos,
+                sin,
+                self.count(op.out),
+                scaling=op.rope.attention_scaling,
+            ),
+        )
+
+    def growth(self, op: Growth, at: Tensors) -> Iterator[GroupedOp]:
+        scale = at[op.out].view(-1)
+        count = self.count(op.out)
+        yield "", query_growth_op(self.step.positions, scale, count, **op.growth._asdict())
+
+    def gather(self, op: Gather, at: Tensors) -> Iterator[GroupedOp]:
+        source = _part(at[op.inputs[0]], op.part, op.out.width)
+        yield "", gather_op(source, at[op.out], self.step.logit_rows, self.step.num_logits)
+
+    def add_norm(self, op: AddNorm, at: Tensors) -> Iterator[GroupedOp]:
+        hidden, delta = at[op.hidden], None if op.delta is None else at[op.delta]
+        assert op.hidden.rows is op.out.rows, "gathered before"
+
+        def norm_op(made: NormWeight | None) -> NativeOp:
+            return rms_norm_op(
+                hidden,
+                delta,
+                None if made is None else made.weight,
+                at[op.out],
+                self.count(op.out),
+                eps=0.0 if made is None else made.eps,
+                delta_scale=op.delta_scale,
+                sum_scale=self.weights.scale(op.sum_scale),
+                is_centred=made is not None and made.is_centred,
+            )
+
+        weight = self.weights.norm(op.norm, op.layer)
+        if op.norm is None or weight is None:
+            yield "", norm_op(None)
+        else:
+            yield from self._normed(op.norm.path(op.layer), weight, norm_op, op.out)
+
+    def norm_of(self, op: NormOf, at: Tensors) -> Iterator[GroupedOp]:
+        size = op.norm.size
+        x, out = (at[each].view(-1, size) for each in (op.inputs[0], op.out))
+
+        def norm_op(made: NormWeight) -> NativeOp:
+            return rms_norm_op(
+                x,
+                None,
+                made.weight,
+                out,
+                self.count(op.out),
+                eps=made.eps,
+                is_centred=made.is_centred,
+                rows_per_count=op.out.width // size,
+            )
+
+        weight = self.weights.norm(op.norm, op.layer)
+        assert weight is not None
+        yield from self._normed(op.norm.path(op.layer), weight, norm_op, op.out)
+
+    def _normed(
+        self,
+        module: str,
+        weight: NormWeight,
+        norm_op: Callable[[NormWeight], NativeOp],
+        out: Value,
+    ) -> Iterator[GroupedOp]:
+        """Yields the operation of a norm, and those with weights of tokens that stand in for it."""
+        logits_only = out.rows is Rows.LOGITS
+        own = self.adapters.token_weights(module, weight, logits_only=logits_only)
+        if own is None:
+            yield "", norm_op(weight)
+            return
+        yield WITHOUT + module, norm_op(weight)
+        yield module, own[0]
+        yield module, norm_op(own[1])
+
+    def project(self, op: Project, at: Tensors) -> Iterator[GroupedOp]:
+        x, out, linear = at[op.inputs[0]], at[op.out], self.weights.projections[op.group]
+        yield "", linear_op(x, linear, out, self.count(op.out))
+        logits_only = op.out.rows is Rows.LOGITS
+        ops = self.adapters.add(op.group, x, out, linear.bias, logits_only=logits_only)
+        yield from _of_group(op.group, ops)
+
+    def rotate_and_store(self, op: RotateAndStore, at: Tensors) -> Iterator[GroupedOp]:
+        attention = op.attention
+        cos, sin = (None, None) if op.angles is None else _angles_of(at[op.angles])
+        cache, layer = self.attention.cache_of(op)
+
+        def store_op(norms: HeadNorms) -> NativeOp:
+            return rope_and_store_op(
+                at[op.out],
+                cache,
+                layer,
+                cos,
+                sin,
+                self.step.rows,
+                norms,
+                num_heads=attention.num_heads,
+                is_interleaved=attention.rope is not None and attention.rope.is_interleaved,
+                q_scale=None if op.growth is None else at[op.growth].view(-1),
+            )
+
+        norms, group = self.weights.head_norms(attention, op.layer), ""
+        own = {"q": norms.q, "k": norms.k, "v": norms.v}
+        of_heads = (attention.q_norm, attention.k_norm, attention.v_norm)
+        for side, norm in zip(own, of_heads, strict=True):
+            weight = self.weights.norm(norm, op.layer)
+            if norm is None or weight is None or not norm.module:
+                continue
+            path = norm.path(op.layer)
+            found = self.adapters.token_weights(path, weight, logits_only=False)
+            if found is not None:
+                group = f"{path.rpartition('.')[0]}.{HEAD_NORMS}"
+                own[side] = found[1].weight
+                yield group, found[0]
+        if group:
+            yield group, store_op(norms._replace(q=own["q"], k=own["k"], v=own["v"]))
+        yield WITHOUT + group if group else "", store_op(norms)
+
+    def attend(self, op: Attend, at: Tensors) -> Iterator[GroupedOp]:
+        sinks = self.weights.numbers_of(op.sinks)
+        yield "", self.attention.attend_op(op, at[op.inputs[0]], at[op.out], sinks)
+
+    def gate(self, op: Gate, at: Tensors) -> Iterator[GroupedOp]:
+        first, *others = (at[each] for each in op.inputs)
+        gate, up = (first, _part(others[0], op.part, op.out.width)) if others else _halves(first)
+        count = self.count(op.out)
+        if op.out.rows is Rows.PAIRS:
+            count = self._routing(op).num_pairs
+        activation = op.activation
+        if isinstance(activation, ClampedSwiglu):
+            bounds = {"alpha": activation.alpha, "limit": activation.limit}
+            yield "", clamped_swiglu_op(gate, up, at[op.out], count, **bounds)
+        else:
+            yield "", _GATED[activation](gate, up, at[op.out], count)
+
+    def route(self, op: Route, at: Tensors) -> Iterator[GroupedOp]:
+        routing, count = self._routing(op), self.count(op.out)
+        vectors = (self.weights.numbers_of(each) for each in (op.bias, op.expert_scales))
+        choice = op.experts.router.choice
+        yield "", route_op(at[op.inputs[0]], choice, routing, count, *vectors)
+        yield "", sort_pairs_op(routing, count)
+
+    def spread(self, op: Spread, at: Tensors) -> Iterator[GroupedOp]:
+        routing = self._routing(op)
+        tokens, count = routing.pairs.tokens, routing.num_pairs
+        yield "", gather_op(at[op.inputs[0]], at[op.out], tokens, count)
+
+    def project_experts(self, op: ProjectExperts, at: Tensors) -> Iterator[GroupedOp]:
+        routing, linear = self._routing(op), self.weights.projections[op.group]
+        x, out = at[op.inputs[0]], at[op.out]
+        yield "", experts_linear_op(x, linear, out, routing)
+        logits_only = op.inputs[1].rows is Rows.LOGITS
+        ops = self.adapters.add_experts(op.group, x, out, routing.pairs, logits_only=logits_only)
+        yield from _of_group(op.group, ops)
+
+    def combine(self, op: Combine, at: Tensors) -> Iterator[GroupedOp]:
+        routing, count = self._routing(op), self.count(op.out)
+        shared, gate = (None if each is None else at[each] for each in (op.shared, op.gate))
+        yield "", combine_op(at[op.inputs[0]], routing, at[op.out], count, shared, gate)
+
+    def _routing(self, op: Op) -> PairsBuffer:
+        assert op.layer is not None
+        return self.routings[op.layer]
+
+    def of_logits(self, op: Logits, at: Tensors) -> Iterator[GroupedOp]:
+        normed, logits, count = at[op.inputs[0]], self.logits, self.step.num_logits
+        linear = self.weights.projections[HEAD_KEY]
+        yield "", linear_op(normed, linear, logits[:, : op.out.width], count)
+        yield from _of_group(LM_HEAD, self.adapters.replace_logits(normed, logits))
+        added = self.adapters.add(HEAD, normed, logits, None, logits_only=True)
+        yield from _of_group(HEAD, added)
+        head = op.head
+        if head.scale != 1.0 or head.softcap is not None:
+            yield "", scale_rows_op(logits, count, scale=head.scale, softcap=head.softcap)
+
+
+_MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]]] = {
+    AddNorm: NativeOps.add_norm,
+    Angles: NativeOps.angles,
+    Attend: NativeOps.attend,
+    Combine: NativeOps.combine,
+    Embed: NativeOps.embed,
+    Gate: NativeOps.gate,
+    Gather: NativeOps.gather,
+    Growth: NativeOps.growth,
+    Logits: NativeOps.of_logits,
+    NormOf: NativeOps.norm_of,
+    Project: NativeOps.project,
+    ProjectExperts: NativeOps.project_experts,
+    RotateAndStore: NativeOps.rotate_and_store,
+    Route: NativeOps.route,
+    Scale: NativeOps.scale,
+    Spread: NativeOps.spread,
+}
+"""The method that makes each kind of operation."""
+
+
+def _angles_of(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin, each [T, half], one after the other in memory."""
+    cos, sin = angles.view(2, len(angles), -1)
+    return cos, sin
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.chunk(2, dim=1)
+    return first, second
+
+
+def _part(x: Tensor, part: int | None, width: int) -> Tensor:
+    return x if part is None else x.unflatten(1, (-1, width))[:, part]
+
+
+def is_in(group: str, groups: frozenset[str]) -> bool:
+    """Returns whether an operation runs where adapters change these groups."""
+    if group.startswith(WITHOUT):
+        return group.removeprefix(WITHOUT) not in groups
+    return not group or group in groups
+
+
+def _of_group(group: str, ops: Iterable[NativeOp]) -> Iterator[GroupedOp]:
+    return ((group, op) for op in ops)

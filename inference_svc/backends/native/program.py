@@ -1,0 +1,221 @@
+"""The decoder as one program in C++: its operations, top down, over fixed buffers.
+
+The computation of `Transformer`, in the same order and with the same roundings, but in one call: no
+Python between operations, no allocation. Programs differ only in which adapters' operations they
+hold.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference_svc.backends.base import choices_bytes, empty_choices
+from inference_svc.backends.native.attention import NativeAttentions
+from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.backends.native.ops import (
+    ADDED_TOKENS,
+    WITHOUT,
+    AdapterOps,
+    GroupedOp,
+    NativeOps,
+    is_in,
+)
+from inference_svc.backends.native.workspace import Workspace
+from inference_svc.model.checkpoint.weights import ModelWeights
+from inference_svc.model.description import Decoder
+from inference_svc.model.kv_caches import KVCaches
+from inference_svc.model.walk import Narrowing, operations
+from kernels.experts.native import PairsBuffer
+from kernels.linear import PackedLinear
+from kernels.native.library import Library, Program
+
+MAX_PROGRAMS = 16
+"""Tenants choose the targets of their adapters, so that the number must be limited: of each part of
+a step."""
+
+
+class _Part(enum.Enum):
+    """The part of a step that a program computes: all, of which the last layer goes on with the
+    rows that sample behind its attention; all layers of all tokens; or the logits of some of
+    these."""
+
+    STEP = enum.auto()
+    LAYERS = enum.auto()
+    HEAD = enum.auto()
+
+
+_NARROWING = {
+    _Part.STEP: Narrowing.IN_LAST_LAYER,
+    _Part.LAYERS: Narrowing.BEFORE_HEAD,
+    _Part.HEAD: Narrowing.BEFORE_HEAD,
+}
+
+
+class _ProgramKey(NamedTuple):
+    """Which adapters' operations a program has, and its outputs."""
+
+    groups: frozenset[str]
+    part: _Part = _Part.STEP
+
+
+class NativeTransformer:
+    """`step` holds the inputs and `workspace` the activations of any step."""
+
+    def __init__(
+        self,
+        description: Decoder,
+        weights: ModelWeights[PackedLinear],
+        kv_caches: KVCaches,
+        step: StepArrays,
+        workspace: Workspace,
+        adapters: AdapterOps,
+        library: Library,
+    ) -> None:
+        self._description = description
+        self._step = step
+        self._workspace = workspace
+        self._library = library
+        self._choices = empty_choices(description, len(step.positions), torch.device("cpu"))
+        self._ops = NativeOps(
+            weights,
+            step,
+            workspace.logits,
+            NativeAttentions(description, kv_caches, step),
+            _routings(description, self._choices),
+            adapters,
+        )
+        self._program_ops = self._ops_of(_Part.STEP)
+        self._apart: dict[_Part, tuple[GroupedOp, ...]] = {}  # made when first needed
+        tagged = (
+            group for group, _ in self._program_ops if group and not group.startswith(WITHOUT)
+        )
+        self.every_group = frozenset((*tagged, ADDED_TOKENS))
+        always_there = (_ProgramKey(frozenset()), _ProgramKey(self.every_group))
+        self._programs = {key: self._build(key) for key in always_there}
+
+    def forward(
+        self,
+        groups: frozenset[str] = frozenset(),
+        *,
+        returns_experts: bool = False,
+        is_scored: bool = False,
+    ) -> Tensor:
+        """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
+        [num_logits, vocab_size], or more by the tokens that adapters may add, overwritten by the
+        next run. With `returns_experts`, `choices` are of all tokens afterwards; else the last
+        layer's are of the rows' last tokens. If it `is_scored`, `logits` may follow."""
+        if is_scored or (returns_experts and self._routes_fewer):
+            self.program(groups, _Part.LAYERS).run()
+            return self.logits(groups)
+        return self._run_head(groups, _Part.STEP)
+
+    def logits(self, groups: frozenset[str]) -> Tensor:
+        """Returns fp32 logits [num_logits, vocab_size], as `forward`, of the tokens that
+        `step.logit_rows` says now, after all layers have computed all tokens of the step."""
+        return self._run_head(groups, _Part.HEAD)
+
+    def _run_head(self, groups: frozenset[str], part: _Part) -> Tensor:
+        logits = self._workspace.logits[: int(self._step.num_logits)]
+        groups, vocab_size = self._computed(groups, part), self._description.vocab_size
+        if ADDED_TOKENS in groups:
+            logits[:, vocab_size:] = float("-inf")
+        else:
+            logits = logits[:, :vocab_size]
+        self.program(groups, part).run()
+        return logits
+
+    @property
+    def choices(self) -> Tensor | None:
+        """The experts that each token of the last step has chosen, int32 [layers that have experts,
+        T, num_chosen]."""
+        choices = self._choices
+        return None if choices is None else choices[:, : self._step.size.tokens]
+
+    @property
+    def _routes_fewer(self) -> bool:
+        """Whether a program that ends with the rows' last tokens routes fewer than all of the
+        step's in a layer."""
+        size = self._step.size
+        return self._description.blocks[-1].experts is not None and size.logits < size.tokens
+
+    def program(self, groups: frozenset[str], part: _Part = _Part.STEP) -> Program:
+        """Returns the program of `groups`, or the program of all groups if there are too many
+        programs: then groups that no adapter changes cost the step a check of their ranks."""
+        key = _ProgramKey(self._computed(groups, part), part)
+        if key not in self._programs:
+            self._programs[key] = self._build(key)
+        return self._programs[key]
+
+    def _computed(self, groups: frozenset[str], part: _Part = _Part.STEP) -> frozenset[str]:
+        # Where no row has an adapter there is no plan that operations of adapters could follow.
+        if not groups or _ProgramKey(groups, part) in self._programs:
+            return groups
+        is_full = sum(key.part is part for key in self._programs) >= MAX_PROGRAMS
+        return self.every_group if is_full else groups
+
+    def num_ops(self, groups: frozenset[str]) -> Counter[str]:
+        """Counts the operations, by group, that the program with adapters in `groups` has more than
+        the base's."""
+        computed = self._computed(groups)
+        counts = Counter(group for group, _ in self._program_ops if group in computed)
+        counts.subtract(
+            name
+            for group, _ in self._program_ops
+            if group.startswith(WITHOUT) and (name := group.removeprefix(WITHOUT)) in computed
+        )
+        return counts
+
+    def _build(self, key: _ProgramKey) -> Program:
+        ops = self._program_ops
+        if key.part is not _Part.STEP:
+            if key.part not in self._apart:
+                self._apart[key.part] = self._ops_of(key.part)
+            ops = self._apart[key.part]
+        return self._library.program([op for group, op in ops if is_in(group, key.groups)])
+
+    def _ops_of(self, part: _Part) -> tuple[GroupedOp, ...]:
+        """Returns each operation of a part with the group of adapters that it is part of ("":
+        always runs)."""
+        found = operations(self._description, _NARROWING[part])
+        tensors = list(self._workspace.tensors(found, is_apart=part is not _Part.STEP))
+        num_layers_ops = len(found.layers)
+        made: list[GroupedOp] = []
+        if part is not _Part.HEAD:
+            made += [("", op) for op in self._ops.attention.items_ops()]
+            made += self._ops.make(found.layers, tensors[:num_layers_ops])
+        if part is not _Part.LAYERS:
+            made += self._ops.make(found.head, tensors[num_layers_ops:])
+        return tuple(made)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that steps are computed in."""
+        routings = routings_bytes(self._description, len(self._step.positions))
+        return self._workspace.num_bytes + routings + self._ops.attention.num_bytes
+
+
+def _routings(decoder: Decoder, choices: Tensor | None) -> Mapping[int, PairsBuffer]:
+    """Returns the routing of each layer that has experts. Layers share all of it but which experts
+    were chosen."""
+    shape = decoder.expert_layers
+    if shape is None or choices is None:
+        return {}
+    shared = PairsBuffer.allocate(choices.shape[1], shape.num_experts, shape.num_chosen)
+    return {
+        layer: shared.with_experts(own) for layer, own in zip(shape.layers, choices, strict=True)
+    }
+
+
+def routings_bytes(decoder: Decoder, max_tokens: int) -> int:
+    """Returns the memory of the routing of steps of up to so many tokens."""
+    shape = decoder.expert_layers
+    if shape is None:
+        return 0
+    shared_bytes = PairsBuffer.bytes_of(max_tokens, shape.num_experts, shape.num_chosen)
+    return choices_bytes(decoder, max_tokens) + shared_bytes

@@ -1,0 +1,230 @@
+"""Turns a batch into tokens: residency changes, the model, the sampler.
+
+Decides nothing but in how many parts: where the device's memory does not suffice for a whole step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference_svc.backends.base import Backend
+from inference_svc.core import (
+    Batch,
+    BatchRow,
+    Request,
+    SampledToken,
+    SamplingParams,
+    Sequence,
+)
+from inference_svc.engine.compute.losses import Loss
+from inference_svc.engine.compute.profiler import Marks
+from inference_svc.engine.compute.routed_pages import RoutedPages
+from inference_svc.engine.compute.sampler import NOT_FINITE, Sampler
+from inference_svc.engine.compute.scorer import score
+from inference_svc.engine.policy.step_limit import Rows, StepLimit
+from inference_svc.errors import CannotWake
+from inference_svc.host.device_faults import find_fault, is_out_of_memory
+from inference_svc.results.base import PlacedPart
+
+logger = logging.getLogger(__name__)
+
+
+class RunTimings(NamedTuple):
+    """Seconds that each part of a batch took. On a device that computes in parallel with the host,
+    `forward` launches and `sample` waits for the result."""
+
+    change_residency: float = 0.0
+    prepare: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
+
+
+class StepResult(NamedTuple):
+    """`sampled` has a token for each row that samples, in their order, except for `lost` rows.
+    `parts` are the results of a row that do not come with its token, in the order of its tokens."""
+
+    sampled: list[SampledToken]
+    timings: RunTimings
+    lost: dict[Sequence, Loss]
+    parts: dict[Sequence, list[PlacedPart]]
+
+    def plus(self, other: StepResult) -> StepResult:
+        timings = RunTimings(*map(sum, zip(self.timings, other.timings, strict=True)))
+        return StepResult(
+            self.sampled + other.sampled,
+            timings,
+            self.lost | other.lost,
+            self.parts | other.parts,
+        )
+
+
+class Runner:
+    """Owns nothing but references. `marks` name its work in a trace; `routed` is there if the model
+    has experts."""
+
+    def __init__(
+        self,
+        backend: Backend[Any],
+        sampler: Sampler,
+        marks: Marks,
+        limit: StepLimit,
+        routed: RoutedPages | None = None,
+    ) -> None:
+        self.backend = backend
+        self.sampler = sampler
+        self._marks = marks
+        self._limit = limit
+        self.routed = routed
+        self._has_logged = False  # why rows of this step fail
+
+    def restore(self) -> None:
+        """Allocates the memory again that `free_memory` has freed; called in any thread, while
+        nothing runs. Raises CannotWake with a remedy, and UnsupportedModel."""
+        try:
+            self.backend.restore()
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
+            message = "others have taken the server's memory: free some, and wake it again"
+            raise CannotWake(message) from error
+        except OSError as error:
+            raise CannotWake(
+                f"the model cannot be read ({error.strerror}): restore its files, and wake the "
+                "server again"
+            ) from error
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> StepResult:
+        """Applies the residency changes, computes every row, and samples for the rows that
+        `samples`.
+
+        Where the memory does not suffice, or computing them fails, rows are computed in smaller
+        parts, one after the other: they do not depend on each other. Parts that were computed
+        before are written again. A row that cannot be computed alone is lost.
+        """
+        began_s = time.perf_counter()
+        self._has_logged = False
+        with self._marks("change_residency"):
+            self.backend.apply(batch.residency)
+        result = StepResult([], RunTimings(time.perf_counter() - began_s), {}, {})
+        left, ran_out = batch.rows, False
+        while left:
+            part, rest = self._limit.cut(left)
+            computed = self._compute(part)
+            if computed is not None:
+                result, left = result.plus(computed), rest
+            else:
+                if ran_out and part[0].num_tokens == len(part) == 1:
+                    result.lost[part[0].sequence] = Loss.MEMORY
+                self._reduce(part)
+                ran_out = True
+            if result.lost:  # nothing more of them, of which a part may be left
+                left = tuple(row for row in left if row.sequence not in result.lost)
+        if not ran_out:
+            self._limit.succeeded()
+        return result
+
+    def _keep_experts(self, rows: Rows, experts: Tensor) -> None:
+        """Writes the experts that tokens have chosen next to their keys and values. The step has
+        been waited for."""
+        assert self.routed is not None, "the model has experts"
+        # Of unsigned types torch computes with uint8 alone; numbers of experts are below 32,768.
+        dtype = torch.uint8 if self.routed.shape.bytes_per_id == 1 else torch.int16
+        self.routed.write(rows, experts.to(dtype).cpu().numpy())
+
+    def _reduce(self, part: Rows) -> None:
+        num_tokens = sum(row.num_tokens for row in part)
+        self.backend.free_unused()
+        self._limit.ran_out(num_tokens)
+        logger.warning(
+            "the device's memory does not suffice for a step of %d tokens: %d at once",
+            num_tokens,
+            self._limit.tokens,
+        )
+
+    def _compute(self, rows: Rows) -> StepResult | None:
+        """Returns None if the memory does not suffice. Raises errors that no row has caused: the
+        device, or this server, is broken."""
+        try:
+            return self._compute_all(rows)
+        except Exception as error:
+            found = find_fault(error)
+            if found is not None and found.is_fatal:
+                raise  # no row can be computed any more
+            if found is not None:
+                # The error holds the step's allocations, and is let go of here.
+                return None
+            if not self._has_logged:
+                logger.exception("a step of %d rows fails", len(rows))
+                self._has_logged = True
+        return self._isolate(rows)
+
+    def _isolate(self, rows: Rows) -> StepResult | None:
+        """Computes a failing batch in halves, until a row that fails is alone and lost.
+
+        Returns None if the memory does not suffice, for a row of the base model in its place
+        either. Raises that row's error, because then it is not the rows."""
+        for row in rows:
+            row.sequence.token_counts = None  # half updated, perhaps
+        if len(rows) == 1:
+            try:
+                self._compute_all((_plain_row(rows[0]),))
+            except Exception as error:
+                if is_out_of_memory(error):
+                    return None
+                raise
+            return StepResult([], RunTimings(), {rows[0].sequence: Loss.FAULT}, {})
+        middle = len(rows) // 2
+        first, second = self._compute(rows[:middle]), self._compute(rows[middle:])
+        return None if first is None or second is None else first.plus(second)
+
+    def _compute_all(self, rows: Rows) -> StepResult:
+        began_s = time.perf_counter()
+        with self._marks("prepare"):
+            inputs = self.backend.prepare(Batch(rows))
+        prepared_s = time.perf_counter()
+        with self._marks("forward"):
+            logits, argmax, experts = self.backend.forward(inputs)
+        computed_s = time.perf_counter()
+        with self._marks("sample"):
+            choosing = [row.sequence if row.samples else None for row in rows]
+            tokens = self.sampler.sample(logits, choosing, argmax)
+            parts: dict[Sequence, list[PlacedPart]] = {}
+            lost: dict[Sequence, Loss] = {}
+            if experts is not None:
+                self._keep_experts(rows, experts)
+            for sequence, scores, is_sound in score(self.backend.score(inputs)):
+                parts.setdefault(sequence, []).append(scores)
+                if not is_sound:
+                    lost[sequence] = Loss.NOT_FINITE
+            if self.routed is not None:
+                for sequence, routed in self.routed.read_new(rows):
+                    parts.setdefault(sequence, []).append(routed)
+        timings = RunTimings(
+            0.0,
+            prepared_s - began_s,
+            computed_s - prepared_s,
+            time.perf_counter() - computed_s,
+        )
+        for row, token in zip(rows, tokens, strict=True):
+            if token.token_id == NOT_FINITE:
+                lost[row.sequence] = Loss.NOT_FINITE
+        sampled = [
+            token
+            for row, token in zip(rows, tokens, strict=True)
+            if row.samples and row.sequence not in lost
+        ]
+        return StepResult(sampled, timings, lost, parts)
+
+
+def _plain_row(row: BatchRow) -> BatchRow:
+    """Returns one of the base model in the place of the first token of a row, which is lost: where
+    that fails, too, it is not the row that makes a step fail."""
+    request = Request("", (0,) * (row.start + 1), SamplingParams(temperature=0.0))
+    plain = Sequence(request, page_ids=row.sequence.page_ids)
+    return BatchRow(plain, row.start, 1, samples=True)

@@ -1,0 +1,89 @@
+"""Turns the logits of a prompt's tokens into their log probabilities, of the model's own
+distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_svc.backends.base import Scored
+from inference_svc.core import ScoredRun, Sequence
+from inference_svc.engine.compute.sampler import known_tokens
+from inference_svc.host.copies import to_device
+from inference_svc.results.scores import Scores, ScoresOption
+
+
+class SequenceScores(NamedTuple):
+    """The scores of a step for a sequence's prompt: no numbers unless it `is_sound`."""
+
+    sequence: Sequence
+    scores: Scores
+    is_sound: bool = True
+
+
+def score(slices: Iterable[Scored]) -> Iterator[SequenceScores]:
+    """Yields the log probabilities of each run of each slice, on the host."""
+    for runs, logits in slices:
+        yield from _score(runs, logits)
+
+
+def _score(runs: list[ScoredRun], logits: Tensor) -> Iterator[SequenceScores]:
+    """A run is sound by the rule of `sampler.NOT_FINITE`. One search finds the most likely tokens
+    of all runs that have the same number of tokens to choose from, as many as any of them asks
+    for."""
+    tokens = [
+        token
+        for sequence, position, _, count in runs
+        for token in sequence.token_ids[position : position + count]
+    ]
+    is_sound = logits.amax(dim=-1).isfinite()
+    logprobs = logits.log_softmax(dim=-1)
+    own = logprobs.gather(1, to_device(tokens, logits.device).unsqueeze(1))
+    ranks = (logprobs >= own).sum(dim=-1, dtype=torch.int32)
+    sizes = [known_tokens(run.sequence, logits.shape[1]) for run in runs]
+    tops = _tops(runs, sizes, logprobs)
+    token_ids, own_values = np.array(tokens, np.int32), own.squeeze(1).cpu().numpy()
+    own_ranks, sound = ranks.cpu().numpy(), is_sound.cpu().numpy()
+    start = 0
+    for run, size in zip(runs, sizes, strict=True):
+        rows, top_k = slice(start, start + run.num_tokens), min(_top_k(run), size)
+        top_ids, top_values = tops[size]
+        # Copies, as a view would hold all that lies beside it.
+        yield SequenceScores(
+            run.sequence,
+            Scores(
+                run.position,
+                token_ids[rows].copy(),
+                own_values[rows].copy(),
+                own_ranks[rows].copy(),
+                top_ids[rows, :top_k].copy(),
+                top_values[rows, :top_k].copy(),
+            ),
+            bool(sound[rows].all()),
+        )
+        start = rows.stop
+
+
+def _tops(
+    runs: list[ScoredRun], sizes: list[int], logprobs: Tensor
+) -> dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]]:
+    """Returns the most likely of so many tokens, and their log probabilities, by that number."""
+    most: dict[int, int] = {}
+    for run, size in zip(runs, sizes, strict=True):
+        most[size] = max(most.get(size, 0), min(_top_k(run), size))
+    found = {size: logprobs[:, :size].topk(count, dim=-1) for size, count in most.items()}
+    return {
+        size: (top.indices.to(torch.int32).cpu().numpy(), top.values.cpu().numpy())
+        for size, top in found.items()
+    }
+
+
+def _top_k(run: ScoredRun) -> int:
+    option = run.sequence.request.wanted.get(ScoresOption)
+    assert option is not None
+    return option.top_k

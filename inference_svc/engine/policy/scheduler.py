@@ -1,0 +1,451 @@
+"""Decides which sequences run in the next step, within tokens, pages and resident adapters.
+
+Plain Python over plain data; no tensors, no I/O. A sequence whose adapter is not resident never
+delays another.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from inference_svc.core import (
+    BASE_SLOT,
+    AdapterKey,
+    AdapterVersion,
+    Batch,
+    BatchRow,
+    Digest,
+    Sequence,
+    SequenceState,
+    VersionPolicy,
+)
+from inference_svc.engine.policy.fair_queue import FairQueue
+from inference_svc.engine.policy.grants import Grants, share_step
+from inference_svc.engine.policy.pages import PagePool, activation_key, page_key, root_key
+from inference_svc.engine.policy.places import Places, last_of_largest
+from inference_svc.engine.policy.prices import FREE, Prices
+from inference_svc.engine.policy.siblings import Siblings
+from inference_svc.engine.policy.step_limit import StepLimit
+from inference_svc.engine.policy.throughput import PrefixMissRatio
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_batch_tokens` per step, at least `max_sequences`; `max_prefill_chunk` per sequence and
+    step; `fair_quantum` tokens per round of a tenant or an adapter; `fair_ageing_s`: how long later
+    requests may overtake one without bound, by priority, by their adapter's round or because their
+    adapter is resident."""
+
+    max_sequences: int
+    max_batch_tokens: int
+    max_prefill_chunk: int
+    fair_quantum: int = 1024
+    fair_ageing_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        assert 0 < self.max_sequences <= self.max_batch_tokens
+        assert self.max_prefill_chunk > 0
+        assert self.fair_quantum > 0
+
+
+class Hold(enum.Enum):
+    """The sequences that do not run: nothing is held, no sequence that has not been computed before
+    starts, or none is computed."""
+
+    NOTHING = "nothing"
+    STARTS = "starts"
+    EVERYTHING = "everything"
+
+
+class AdapterView(Protocol):
+    """The part of residency that the scheduler uses."""
+
+    def add_waiter(self, key: AdapterKey, now_s: float, count: bool = True) -> None: ...
+    def remove_waiter(self, key: AdapterKey, *, expired: bool = False) -> None: ...
+    def ensure_loading(self, key: AdapterKey, now_s: float) -> None: ...
+    def trace_load(self, key: AdapterKey, asker: Any, now_s: float) -> Any: ...
+    def is_schedulable(self, key: AdapterKey) -> bool: ...
+    def acquire(self, key: AdapterKey) -> int: ...
+    def release(self, key: AdapterKey) -> None: ...
+    def pop_ready(self) -> list[AdapterKey]: ...
+    def pop_changes(self) -> tuple[Any, ...]: ...
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, float]:
+    """Orders running sequences: the last is preempted first."""
+    request = sequence.request
+    return not sequence.is_aged, 0 if sequence.is_aged else -request.priority, request.arrival_s
+
+
+@dataclass
+class Scheduler:
+    """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
+    resident, or held among `siblings`. `is_short`: in the last step pages were missing to start
+    another sequence. `num_moves` counts moves to newer versions. The runner lowers `step_limit`
+    where the device's memory does not suffice for the plan."""
+
+    limits: Limits
+    pages: PagePool
+    adapters: AdapterView
+    prices: Prices = FREE
+    queue: FairQueue = field(init=False)
+    places: Places = field(init=False)
+    step_limit: StepLimit = field(init=False)
+    siblings: Siblings = field(default_factory=Siblings)
+    running: list[Sequence] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_moves: int = 0
+    is_short: bool = False
+    hold: Hold = Hold.NOTHING
+    prefix_miss_ratio: PrefixMissRatio = field(default_factory=PrefixMissRatio)
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self.queue = FairQueue(limits.fair_quantum, limits.fair_ageing_s, self.prices)
+        self.places = Places(limits.max_sequences, self.pages)
+        self.step_limit = StepLimit(limits.max_batch_tokens, limits.max_sequences)
+
+    # Adding and removing sequences.
+
+    @property
+    def num_free(self) -> int:
+        """The number of sequences that `max_sequences` still allows to run."""
+        return self.limits.max_sequences - len(self.running)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a sequence runs, or did and waits to be computed anew."""
+        return bool(self.running) or any(each.started_s is not None for each in self.queue)
+
+    @property
+    def num_open(self) -> int:
+        """The number of sequences that run or wait."""
+        return len(self.running) + len(self.queue) + self.siblings.num_held
+
+    def is_schedulable(self, key: AdapterKey) -> bool:
+        """Whether a sequence of this adapter, "" for none, may start."""
+        return not key or self.adapters.is_schedulable(key)
+
+    def add(self, sequence: Sequence, now_s: float) -> None:
+        # Without a prefix cache each has to compute the prompt itself.
+        if not (self.pages.caching and self.siblings.holds(sequence)):
+            self._add(sequence, now_s)
+
+    def _add(self, sequence: Sequence, now_s: float) -> None:
+        key = sequence.request.key
+        if key:
+            sequence.adapter_wanted_s = now_s
+            self.adapters.add_waiter(key, now_s)
+        self._enqueue(sequence, now_s)
+
+    def _enqueue(self, sequence: Sequence, now_s: float) -> None:
+        self.queue.add(sequence)
+        if sequence.request.key:
+            self._refresh(sequence.request.key, now_s)
+            if sequence.request.trace is not None:
+                self._trace(sequence, now_s)
+            if not self.queue.is_parked(sequence.request.key):
+                _note_ready(sequence, now_s)
+
+    def _trace(self, sequence: Sequence, now_s: float) -> None:
+        request = sequence.request
+        load = self.adapters.trace_load(request.key, request.trace, now_s)
+        sequence.load_trace = load or sequence.load_trace
+
+    def _refresh(self, key: AdapterKey, now_s: float) -> None:
+        """Parks or unparks the sequences of this adapter by whether it is schedulable."""
+        if self.adapters.is_schedulable(key):
+            if self.queue.is_parked(key):
+                self.queue.unpark(key)
+                for sequence in self.queue.of_key(key):
+                    _note_ready(sequence, now_s)
+        elif self.queue.has(key):
+            self.adapters.ensure_loading(key, now_s)
+            if not self.queue.is_parked(key):
+                self.queue.park(key)
+
+    def remove(self, sequence: Sequence, *, expired: bool = False) -> None:
+        """Removes a sequence from the queue or the running ones and releases all that it holds."""
+        if self.siblings.remove(sequence):
+            sequence.state = SequenceState.FINISHED
+            return
+        key = sequence.request.key
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.queue.remove(sequence)
+            if key:
+                self.adapters.remove_waiter(key, expired=expired)
+        self.queue.ended(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pages.release(sequence.page_ids)
+        sequence.page_ids = []
+        if sequence.request.key:
+            self.adapters.release(sequence.request.key)
+        sequence.slot = BASE_SLOT
+
+    # One step.
+
+    def schedule(self, now_s: float) -> Batch | None:
+        """Returns the next step's work, or None when there is none.
+
+        Generated tokens first; prompts share the rest of the token budget. When pages run out, the
+        last in rank of the tenant that has most is preempted. Residency changes also while starts
+        are held.
+        """
+        for key in self.adapters.pop_ready():
+            self._refresh(key, now_s)
+        for sequence in self.siblings.pop_free():
+            self._add(sequence, now_s)
+        rows = [] if self.hold is Hold.EVERYTHING else self._rows(now_s)
+        changes = self.adapters.pop_changes()
+        if not rows and not changes:
+            return None
+        rows.sort(key=_place)
+        return Batch(tuple(rows), changes)
+
+    def _rows(self, now_s: float) -> list[BatchRow]:
+        may_admit = self._start_claimed(now_s)
+        num_preemptions = self.num_preemptions
+        can_start = self.num_free > 0 and not self.is_short
+        grants = share_step(
+            *(self.running, self._max_tokens, self.limits.max_prefill_chunk),
+            *(self.queue.ready_tokens if can_start else 0, self.prices),
+        )
+        rows: list[BatchRow] = []
+        page_size = self.pages.page_size
+        for sequence in list(self.running):
+            num_tokens = grants.of(sequence)
+            if not num_tokens or sequence.state is not SequenceState.RUNNING:
+                continue  # preempted in this loop, for one before it
+            end = sequence.num_computed + num_tokens
+            has_pages = end <= len(sequence.page_ids) * page_size
+            if has_pages or self._add_pages(sequence, end, now_s):
+                rows.append(_row(sequence, num_tokens))
+        if num_preemptions == self.num_preemptions:
+            if may_admit:
+                self._admit(rows, grants, now_s)
+            return rows
+        return [row for row in rows if row.sequence.state is SequenceState.RUNNING]
+
+    def _start_claimed(self, now_s: float) -> bool:
+        """Makes room for tenants that have less than their part, and wait, and starts the sequences
+        that they claim at once, with all their pages: else the others' growth would take the room.
+        Returns False if pages are short all the same."""
+        is_full = self.num_free == 0 or self.is_short
+        if not is_full or not self.queue.num_ready or self.hold is not Hold.NOTHING:
+            return True
+        claims = self.places.claims(self.running, self.queue, self._num_needed_now, now_s)
+        for victim in claims.victims:
+            self.preempt(victim, now_s)
+        for sequence in claims.sequences:
+            key = sequence.request.key
+            if not self.is_schedulable(key):  # it has begun to drain
+                self._refresh(key, now_s)
+            elif self._start(sequence, now_s):
+                needed = self.pages.pages_for(len(sequence.token_ids)) - len(sequence.page_ids)
+                sequence.page_ids += self.pages.allocate(needed)
+            else:
+                self.is_short = True
+                return False
+        return True
+
+    def _num_needed_now(self, sequence: Sequence) -> int:
+        return self._num_needed(sequence, self.pages.match(self._prefix_keys(sequence)))
+
+    def _num_needed(self, sequence: Sequence, cached: list[int]) -> int:
+        """Returns how many free pages a sequence takes to start, with these of the prefix cache."""
+        needed = self.pages.pages_for(len(sequence.token_ids)) - len(cached)
+        return needed + self.pages.num_free_among(cached)
+
+    @property
+    def _max_tokens(self) -> int:
+        """The tokens of a step: every sequence that decodes gets one."""
+        return max(self.step_limit.tokens, self.limits.max_sequences)
+
+    def _add_pages(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
+        """Allocates the missing pages for the first `num_tokens` of a running sequence, preempting
+        others. Returns False if it had to preempt the sequence itself."""
+        needed = self.pages.pages_for(num_tokens) - len(sequence.page_ids)
+        while not self.pages.can_allocate(needed):
+            victim = last_of_largest(self.running, sequence)
+            self.preempt(victim, now_s)
+            if victim is sequence:
+                return False
+        sequence.page_ids += self.pages.allocate(needed)
+        return True
+
+    def preempt(self, sequence: Sequence, now_s: float) -> None:
+        """Requeues a sequence, to be recomputed; the prefix cache may keep its pages."""
+        self._stop(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        if sequence.request.key:
+            self.adapters.add_waiter(sequence.request.key, now_s, count=False)
+        self._enqueue(sequence, now_s)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes a sequence from the running ones, so that it must be computed anew."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.has_sampled = False
+        sequence.state = SequenceState.WAITING
+        if sequence.version is not None and sequence.num_kept:
+            sequence.num_kept = 0
+            sequence.version = sequence.version._replace(num_kept=0)
+
+    def preempt_all(self, now_s: float) -> None:
+        """Requeues running sequences, and forgets all prefixes: the contents of pages will be
+        lost."""
+        while self.running:
+            self.preempt(self.running[-1], now_s)
+        self.pages.forget_prefixes()
+
+    def move(self, sequence: Sequence, label: str, digest: Digest, now_s: float) -> None:
+        """Moves a sequence to another version of its adapter, for which it has been a waiter. A
+        running one must find it resident; unless it keeps its keys and values, it waits to be
+        computed anew. Those are kept that have led to a token, which says whose they are."""
+        policy = sequence.request.version_policy
+        is_running = sequence.state is SequenceState.RUNNING
+        keeps = policy is VersionPolicy.FOLLOW_KEEP and is_running and sequence.has_sampled
+        old_key, is_held = sequence.request.key, self.siblings.is_held(sequence)
+        request = replace(sequence.request, key=digest, names=(label,))
+        if keeps:
+            slot = self.adapters.acquire(digest)
+            self.adapters.release(old_key)
+            sequence.slot, sequence.num_kept = slot, sequence.num_computed
+        elif is_running:
+            self._stop(sequence)
+        elif is_held:
+            self.adapters.remove_waiter(digest)  # it waits for no adapter before it is queued
+        else:
+            self.queue.remove(sequence)
+            self.adapters.remove_waiter(old_key)
+        sequence.request, sequence.page_hashes = request, []
+        sequence.version = AdapterVersion(label, digest, sequence.num_kept)
+        self.num_moves += 1
+        if not (keeps or is_held):
+            self._enqueue(sequence, now_s)
+
+    def _admit(self, rows: list[BatchRow], grants: Grants, now_s: float) -> None:
+        """Starts waiting sequences in order of service."""
+        self.is_short = False
+        while self.num_free > 0 and grants.left >= 1:
+            sequence = self._next(now_s)
+            if sequence is None:
+                return
+            key = sequence.request.key
+            if not self.is_schedulable(key):  # it has begun to drain
+                self._refresh(key, now_s)
+                continue
+            if not self._start(sequence, now_s):
+                self.is_short = True
+                return  # pages are short: the next in order must not be overtaken
+            num_tokens = grants.start(sequence)
+            sequence.page_ids += self.pages.allocate(
+                self.pages.pages_for(sequence.num_computed + num_tokens) - len(sequence.page_ids)
+            )
+            rows.append(_row(sequence, num_tokens))
+
+    def _next(self, now_s: float) -> Sequence | None:
+        """Returns the sequence to start next; while starts are held, a sequence that was computed
+        before."""
+        if self.hold is not Hold.STARTS:
+            return self.queue.first(now_s)
+        return next(
+            (
+                each
+                for each in self.queue
+                if each.started_s is not None and self.is_schedulable(each.request.key)
+            ),
+            None,
+        )
+
+    def _start(self, sequence: Sequence, now_s: float) -> bool:
+        """Moves a sequence to the running ones, with its cached prefix, if its known tokens fit the
+        free pages."""
+        cached = self.pages.match(self._prefix_keys(sequence))
+        if not self.pages.can_allocate(self._num_needed(sequence, cached)):
+            return False
+        num_cached = len(cached) * self.pages.page_size
+        num_computed = sequence.num_uncomputed - num_cached
+        self.prefix_miss_ratio.observe(sequence.num_uncomputed, num_computed)
+        self.queue.start(sequence, num_computed)
+        self.pages.share(cached)
+        sequence.page_ids = cached
+        sequence.num_computed = num_cached
+        if sequence.request.key:
+            sequence.slot = self.adapters.acquire(sequence.request.key)
+        sequence.state = SequenceState.RUNNING
+        sequence.num_output_at_start = sequence.num_output
+        self.places.started(sequence, now_s)
+        sequence.is_aged = self.queue.is_aged(sequence, now_s)
+        if sequence.started_s is None:
+            sequence.started_s = now_s
+            sequence.num_cached = sequence.num_computed
+        bisect.insort(self.running, sequence, key=_rank)
+        return True
+
+    def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
+        """Returns the keys of the full pages of the known tokens but the last one, which must be
+        computed for its logits; of a prompt that is still to be scored, of those behind which
+        nothing is."""
+        size = self.pages.page_size
+        full = (len(sequence.token_ids) - 1) // size
+        if sequence.num_scored < sequence.num_prompt:
+            full = min(full, (sequence.num_scored - 1) // size)
+        extend_page_keys(sequence, full, size)
+        return sequence.page_hashes[:full]
+
+    def check_integrity(self) -> None:
+        """Asserts that queues, pages and states agree."""
+        self.pages.check_integrity([s.page_ids for s in self.running])
+        self.queue.check_integrity()
+        self.siblings.check_integrity()
+        assert self.running == sorted(self.running, key=_rank)
+        for sequence in self.queue:
+            assert sequence.state is SequenceState.WAITING
+            assert not sequence.page_ids
+        for sequence in self.running:
+            assert sequence.state is SequenceState.RUNNING
+            assert sequence.num_uncomputed > 0
+            assert len(sequence.page_ids) >= self.pages.pages_for(sequence.num_computed)
+
+
+def _note_ready(sequence: Sequence, now_s: float) -> None:
+    if sequence.adapter_ready_s is None:
+        sequence.adapter_ready_s = now_s
+
+
+def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None:
+    """Extends `sequence.page_hashes` to cover its first `num_pages` full pages."""
+    keys, request = sequence.page_hashes, sequence.request
+    # Pages up to here are the base model's.
+    num_base = request.activation // page_size
+    while len(keys) < num_pages:
+        if keys:
+            parent = keys[-1]
+        else:
+            seed = request.wanted.cache_seed + request.cache_seed
+            parent = root_key("" if request.activation else request.key, seed)
+        if request.activation and len(keys) == num_base:
+            parent = activation_key(parent, request.key, request.activation)
+        start = len(keys) * page_size
+        keys.append(page_key(parent, sequence.token_ids[start : start + page_size]))
+
+
+def _place(row: BatchRow) -> int:
+    """Orders a batch's rows: by slot, decodes first."""
+    return 2 * row.sequence.slot + (row.num_tokens > 1 or not row.samples)
+
+
+def _row(sequence: Sequence, num_tokens: int) -> BatchRow:
+    samples = sequence.num_uncomputed == num_tokens
+    return BatchRow(sequence, sequence.num_computed, num_tokens, samples)

@@ -1,0 +1,10 @@
+"""A model's folder: its files, its tensors, and the decoder's weights.
+
+hub                A model by its name on the Hugging Face Hub: found in its cache, or downloaded.
+files              The files that a model's folder has to have, checked before any is loaded.
+generation_config  The contents of generation_config.json: end tokens, defaults of sampling.
+parameters         Which tensors of a checkpoint a decoder has, and where each goes.
+weights            The safetensors of a model directory, read into the decoder's buffers.
+headers            The tensors of a checkpoint by its files' headers, other towers' among them.
+base_hashes        Hashes, for the store, of base weights that trainers save with adapters.
+"""

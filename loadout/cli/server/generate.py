@@ -1,0 +1,158 @@
+"""`loadout generate`: streams a generation to the terminal."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from loadout._rpc.calls import Prompt
+from loadout.cli import options
+from loadout.cli.connection import Connection, connects
+from loadout.cli.local.completion import adapter_names
+from loadout.types import ChatMessage, Chunk, FinishReason, SamplingParams
+
+EXAMPLES = """\b
+Examples:
+  loadout generate "The capital of France is"
+  loadout generate --adapter upper --temperature 0 hello=
+  loadout generate --adapter "tone*0.5" --adapter support "Where is my parcel?"
+  loadout generate --adapter acme/support@3 --chat --max-tokens 200 "Where is my parcel?"
+"""
+
+
+AdapterRefs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="REF[*SCALE]",
+        help="Adapter: [tenant/]name[@version] or sha256:<hex>. Repeat it up to 8 times to "
+        "add adapters, each multiplied by its scale. Default: the base model.",
+        autocompletion=adapter_names,
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Send TEXT as a user's message through the chat template.")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Maximum number of tokens to generate, within the model's context. Default: 256.",
+    ),
+]
+Temperature = Annotated[
+    float | None, typer.Option(metavar="NUMBER", min=0, help="Sampling temperature; 0 is greedy.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(metavar="NUMBER", min=0, max=1, help="Probability mass to sample from."),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=0, help="Seed for sampling. The same seed gives the same text."),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Text that ends the generation. You can repeat this option."),
+]
+MinRevision = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=0, help="Minimum catalog revision to use, as printed by `register`."
+    ),
+]
+Stats = Annotated[bool, typer.Option("--stats", help="Print usage and timings to stderr.")]
+Timeout = Annotated[
+    float | None, typer.Option(min=0, metavar="SECONDS", help="Timeout of the request.")
+]
+
+
+@connects
+def generate(
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt.")],
+    adapter: AdapterRefs = None,
+    chat: Chat = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    min_revision: MinRevision = 0,
+    stats: Stats = False,
+    timeout: Timeout = None,
+    inference: options.Inference = options.DEFAULT_INFERENCE,
+    *,
+    connection: Connection,
+) -> None:
+    """Generate text and print it as it arrives."""
+    sampling: SamplingParams = {}
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": stop,
+    }
+    for name, value in given.items():
+        if value is not None:
+            sampling[name] = value  # type: ignore[literal-required]
+    prompt: Prompt = [ChatMessage(role="user", content=text)] if chat else text
+    parts = [_part(each) for each in adapter or ()]
+    alone = parts[0][0] if len(parts) == 1 and parts[0][1] == 1.0 else ""
+    with connection.client(inference=inference) as client:
+        stream = client.generate(
+            prompt,
+            adapter=alone,
+            adapters=() if alone else parts,
+            min_revision=min_revision,
+            timeout_s=timeout,
+            **sampling,
+        )
+        last = None
+        for last in stream:
+            typer.echo(last.text, nl=False)
+    typer.echo()
+    if last is not None and last.finish_reason is FinishReason.LENGTH and last.usage:
+        _explain_length(last.usage.completion_tokens, max_tokens)
+    if stats and last is not None:
+        typer.echo(_stats(last), err=True)
+
+
+def _part(text: str) -> tuple[str, float]:
+    """Returns the reference and the scale of REF[*SCALE]."""
+    ref, times, scale = text.partition("*")
+    try:
+        return ref, float(scale) if times else 1.0
+    except ValueError:
+        raise typer.BadParameter(
+            f"{scale!r} is no number; write a scale as {ref}*0.5", param_hint="--adapter"
+        ) from None
+
+
+def _explain_length(num_tokens: int, max_tokens: int | None) -> None:
+    """Says on stderr why a text is cut off where the caller asked for no such limit."""
+    if max_tokens is None:
+        why = f"{num_tokens} tokens; --max-tokens asks for more, as far as the context goes"
+    elif num_tokens < max_tokens:
+        why = f"{num_tokens} tokens, the end of the model's context"
+    else:
+        return
+    typer.echo(f"loadout: the text was cut off after {why}", err=True)
+
+
+def _stats(last: Chunk) -> str:
+    parts = [last.adapter.name if last.adapter else "base model"]
+    if last.finish_reason:
+        parts.append(f"ended by {last.finish_reason.value}")
+    if last.usage:
+        cached = (
+            f" ({last.usage.cached_prompt_tokens} cached)"
+            if last.usage.cached_prompt_tokens
+            else ""
+        )
+        parts.append(f"{last.usage.prompt_tokens} prompt tokens{cached}")
+        parts.append(f"{last.usage.completion_tokens} generated")
+    if last.timings:
+        parts.append(f"first token after {last.timings.first_token_seconds * 1000:.0f} ms")
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""Versions, wheels and bills of materials."""

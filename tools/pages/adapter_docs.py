@@ -1,0 +1,85 @@
+"""Writes the tables of docs/adapters.md: trainers, forms of experts, support for each content,
+other files in an adapter's folder, and keys of its config without effect.
+
+python -m tools.pages.adapter_docs
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from adapter_store.checkpoint.features import WORDS, Feature
+from adapter_store.checkpoint.formats.readers import EXPERT_FORMS, TRAINERS
+from adapter_store.checkpoint.peft.fields import FOREIGN
+from contract import side_files
+from loadout.cli.adapters.engines import ENGINES, NOTES
+from tools.conformance import WRITERS, verdicts
+
+PATH = Path(__file__).parents[2] / "docs" / "adapters.md"
+
+
+def render() -> dict[str, str]:
+    """Returns the tables by name."""
+    trainers = [[each.name, each.tensors, each.left, each.source] for each in TRAINERS]
+    head = ("trainer", "tensors", "files without effect", "source")
+    files: dict[str, str] = {**_verdict("passes", side_files.HARMLESS)}
+    files |= _verdict("passes next to `adapters.safetensors`", side_files.MLX_HARMLESS)
+    beside = f"passes next to `{side_files.TORCHTUNE_FILE}`"
+    files |= _verdict(beside, side_files.TORCHTUNE_HARMLESS)
+    files |= _verdict("refused", side_files.REFUSED)
+    suffixes = ", ".join(f"`.{suffix}`" for suffix in side_files.WEIGHT_SUFFIXES)
+    rows = [[f"`{_shown(name)}`", what] for name, what in files.items()]
+    rows.append([f"all others that end with {suffixes}", "refused"])
+    rows.append(["everything else, such as `README.md`, `added_tokens.json`", "passes"])
+    contents = [
+        [WORDS[feature], *(cells[writer.name] for writer in WRITERS)]
+        for feature, cells in verdicts().items()
+    ]
+    others = [
+        [WORDS[Feature(note.feature)], ENGINES[note.engine], note.does, note.what, note.where]
+        for note in NOTES
+    ]
+    forms = [[each.name, each.trainers, each.tensors, each.note] for each in EXPERT_FORMS]
+    keys = [[f"`{key}`", each.what, each.source] for key, each in FOREIGN.items()]
+    return {
+        "keys": _table(("key", "meaning", "source"), keys),
+        "experts": _table(("form", "written by", "tensors below `<experts>`", "notes"), forms),
+        "engines": _table(("content", "engine", "effect", "detail", "source"), others),
+        "trainers": _table(head, trainers),
+        "contents": _table(("content", *(writer.name for writer in WRITERS)), contents),
+        "files": _table(("file (regular expression)", "verdict"), rows),
+    }
+
+
+def replaced(page: str, tables: Mapping[str, str]) -> str:
+    """Returns the page with these tables between its marks. Raises KeyError for a missing mark."""
+    for name, table in tables.items():
+        start, end = f"<!-- adapters: {name} -->\n", "<!-- end -->"
+        before, found, rest = page.partition(start)
+        if not found or end not in rest:
+            raise KeyError(name)
+        page = f"{before}{start}{table}\n{rest[rest.index(end) :]}"
+    return page
+
+
+def _verdict(verdict: str, files: Mapping[str, str]) -> dict[str, str]:
+    return {name: f"{verdict}: {what}" for name, what in files.items()}
+
+
+def _shown(pattern: str) -> str:
+    return re.sub(r"\|", r"\\|", pattern)
+
+
+def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    head = list(columns)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
+
+
+def main() -> None:
+    PATH.write_text(replaced(PATH.read_text(), render()))
+
+
+if __name__ == "__main__":
+    main()

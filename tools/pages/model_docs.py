@@ -1,0 +1,80 @@
+"""Writes docs/models.md from the descriptions in the modules of model families.
+
+python -m tools.pages.model_docs
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from inference_svc.model.architectures import families
+
+ROOT = Path(__file__).parents[2]
+PATH = ROOT / "docs" / "models.md"
+PUBLISHED = ROOT / "tests" / "inference_svc" / "model" / "published"
+"""The config.json of each tested published model."""
+PAGE = r"""# Models
+
+You can serve models whose `config.json` names one of these architectures, in fp32, bf16 or fp16,
+on CPUs and on GPUs. Your adapters may change every linear layer, the embedding and the head, unless
+the table says otherwise, and replace
+[norms, biases, embedding and head](adapters.md#what-adapters-have-besides-a-and-b). Each family is
+one module of data; you can [add one](development/add-an-architecture.md).
+
+| architecture | family and features |
+|---|---|
+{rows}
+
+`config.json` decides which of these features a model has. At start the server refuses, by its key,
+a value that would change the maths and that it does not compute, and it refuses tensors that are
+missing, unexpected or of another shape. Before it loads anything, it names a tokenizer or shard
+that is missing, broken or only a pointer of Git LFS. If `config.json` ties head and embedding but
+the checkpoint has a different head, the server uses that head, as transformers does, and logs a
+warning. We test configs of these published models, with all keys of their authors:
+
+{published}
+
+Other sizes of a model, and models trained from it, mostly have the same architecture: look at
+`architectures` in the model's `config.json`.
+
+## Adapters of whole models
+
+In a model of several towers, Loadout computes only the text part. If you train with
+`target_modules="all-linear"`, or with names such as `["q_proj", "v_proj"]`, you also train the
+other towers, in vain for requests of text. To train only the text part with PEFT, use a pattern:
+
+```python
+target_modules = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+```
+
+## Models that are not served
+
+- Quantised checkpoints (`quantization_config`, or tensors of integers or fp8): serve the checkpoint
+  that was quantised. Weights are read in fp64, fp32, fp16 and bf16.
+- Images and sounds: of models that take them the text part is served, and a message with any part
+  but text is refused.
+- Weights in other files than safetensors, such as `pytorch_model.bin`: save the model again with
+  transformers' `save_pretrained`.
+"""
+
+
+def render() -> str:
+    """Returns the page, with a row for each module from its own text."""
+    names: dict[str, list[str]] = {}
+    for name, family in families().items():
+        names.setdefault(family.describe.__module__, []).append(f"`{name}`")
+    rows = [
+        f"| {', '.join(found)} | {' '.join((sys.modules[module].__doc__ or '').split())} |"
+        for module, found in sorted(names.items())
+    ]
+    published = "\n".join(f"- `{path.stem}`" for path in sorted(PUBLISHED.iterdir()))
+    return PAGE.format(rows="\n".join(rows), published=published)
+
+
+def main() -> None:
+    PATH.write_text(render())
+
+
+if __name__ == "__main__":
+    main()
