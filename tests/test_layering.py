@@ -253,6 +253,35 @@ def test_backends_own_their_memory() -> None:
     check("the arena", found())
 
 
+HALL = {
+    "residency": "Residency",
+    "loader": "Loader",
+    "tiers": "MemoryTiers",
+    "load_states": "Loads",
+    "placement": "Placement",
+}
+"""The parts of residency, by module of `inference_svc.adapters`."""
+
+
+def test_parts_of_residency_repeat_no_method() -> None:
+    """Callers reach the part that does a thing; no other one passes the call on."""
+    owners: dict[str, list[str]] = {}
+    for module, name in HALL.items():
+        classes = {
+            node.name: node
+            for node in nodes(TREE.paths[f"inference_svc.adapters.{module}"])
+            if isinstance(node, ast.ClassDef)
+        }
+        for method in classes[name].body:
+            if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+                owners.setdefault(method.name, []).append(name)
+    del owners["check_integrity"]
+    check(
+        "methods of residency",
+        (f"{method} of {found}" for method, found in owners.items() if len(found) > 1),
+    )
+
+
 def code_of(path: Path) -> str:
     """The text of a module without docstrings and comments."""
     copy = ast.parse(path.read_text())
