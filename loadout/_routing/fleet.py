@@ -133,7 +133,9 @@ class Fleet:
                 response is not None and response.status == health_pb2.HealthCheckResponse.SERVING
             )
             # A server without the health service has at least answered.
-            is_healthy = is_serving or code is grpc.StatusCode.UNIMPLEMENTED
+            is_healthy: bool | None = is_serving or code is grpc.StatusCode.UNIMPLEMENTED
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                is_healthy = None
             self.replicas.record_probe(channel.address, is_healthy, read_load(trailers))
 
         request = health_pb2.HealthCheckRequest()

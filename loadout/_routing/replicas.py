@@ -35,6 +35,10 @@ DEFAULT_MAX_SEQUENCES = 64
 PROBE_S = 1.0
 """How old the last probe of a replica may be while calls are made."""
 
+MAX_MISSED_PROBES = 2
+"""Probes in a row without an answer in time until a replica counts as unhealthy. One says little: a
+busy machine answers late, and each key that moves is an adapter loaded again."""
+
 LOAD_TTL_S = 5.0
 """A load published longer ago is ignored."""
 
@@ -69,6 +73,8 @@ class _Replica:
     failed_s: float = NEVER_S
     probed_s: float = NEVER_S
     is_probing: bool = False
+    num_missed: int = 0
+    """Probes in a row that it has not answered in time."""
 
     @property
     def capacity(self) -> int:
@@ -194,15 +200,19 @@ class Replicas:
                 replica.is_probing, replica.probed_s = True, now_s
         return [replica.endpoint for replica in due]
 
-    def record_probe(self, address: str, is_healthy: bool, load: Load | None = None) -> None:
+    def record_probe(self, address: str, is_healthy: bool | None, load: Load | None = None) -> None:
+        """Records the end of a probe; `is_healthy` is None if no answer came in time."""
         with self.lock:
             replica = self._replicas.get(address)
             if replica is None:
                 return
             replica.is_probing = False
+            replica.num_missed = replica.num_missed + 1 if is_healthy is None else 0
+            if is_healthy is None and replica.num_missed < MAX_MISSED_PROBES:
+                return
             # A probe sent before a failure may also have been answered before it.
             if not is_healthy or replica.failed_s <= replica.probed_s:
-                replica.is_healthy = is_healthy
+                replica.is_healthy = bool(is_healthy)
             self.update_load(address, load)
 
     def statuses(self) -> tuple[Replica, ...]:

@@ -23,12 +23,12 @@ from loadout.demo.process import Process
 from loadout.prometheus import Metrics, parse, scrape
 from tests.support.forks import ForkedProcess
 from tests.support.models.zoo import Zoo
+from tests.support.wait import TIMEOUT_S
 from tests.system.services import GRACE_S, READY_S
 
 MAX_LORAS = 32
 """What each replica holds, as in W4."""
 NUM_CALLERS = 4
-SCRAPE_S = 5.0
 PROMPT = [ord(char) for char in "a prompt"]
 
 
@@ -138,16 +138,14 @@ class Routed:
     def _counts(self, name: str, **labels: str) -> Counter[str]:
         found: Counter[str] = Counter()
         for address, metrics_address in self._metrics.items():
-            try:
+            if self.replicas[address].is_alive:
                 found[address] = int(_scrape_one(metrics_address, name).sum(name, **labels))
-            except OSError:
-                found[address] = 0
         return found
 
 
 def _scrape_one(address: str, name: str) -> Metrics:
     """Returns the samples of one name: to parse all takes longer than what is measured."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=SCRAPE_S) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
         lines = answer.read().decode().splitlines(keepends=True)
     return parse("".join(line for line in lines if line.startswith((f"{name}{{", f"{name} "))))
 

@@ -183,15 +183,23 @@ def load_of(client: Client) -> dict[str, int]:
     return {each.address: each.num_requests for each in client.replicas() if each.num_requests}
 
 
+def keys_at(replica: str, homes: dict[str, str]) -> list[str]:
+    """Returns the keys that live there. Up to three streams of each replica stay at home: of more,
+    some would spill over, because chance (the ports) gives one replica most of the keys."""
+    return [name for name, found in homes.items() if found == replica]
+
+
 def lose_one(
     system: Routed, client: Client, homes: dict[str, str], placed: Callable[[], dict[str, str]]
 ) -> None:
     """Kills a replica under running streams: these are lost, and no others, and no later request.
     `placed` sends one with every adapter, and says where they went."""
     dead = homes[next(iter(homes))]
-    running = [begin(client, name) for name in list(homes)[:9]]
-    lost_names = [each.name for each in running if homes[each.name] == dead]
-    assert 0 < len(lost_names) < 9
+    replicas = [*(system.replicas.keys() - {dead}), dead]  # last: its streams must not end before
+    streamed = [name for replica in replicas for name in keys_at(replica, homes)[:3]]
+    running = [begin(client, name) for name in streamed]
+    lost_names = keys_at(dead, homes)[:3]
+    assert 0 < len(lost_names) < len(running)
     system.kill(dead)
     for name in homes:
         ask(client, name)
@@ -290,12 +298,11 @@ def test_envoy_sends_on_what_was_refused_and_not_what_failed(
     alive = {address for address, replica in system.replicas.items() if replica.is_alive}
     envoy.wait(lambda: envoy.healthy() == alive)
     start = len(envoy.attempts("Unavailable"))
-    unknown = [f"nobody-has-asked-for-this-{number}" for number in range(3)]
-    with Client(inference=envoy.address, retry=ONCE) as client:
-        for name in unknown:
-            with pytest.raises(Unavailable) as caught:
-                ask(client, name)
-            assert caught.value.reason == "STORE_UNAVAILABLE"
-    envoy.wait(lambda: len(envoy.attempts("Unavailable")) >= start + len(unknown))
-    # One whose connection a replica closes just then is sent on, before it could fail.
-    assert min(envoy.attempts("Unavailable")[start:]) == 1
+    with (
+        Client(inference=envoy.address, retry=ONCE) as client,
+        pytest.raises(Unavailable) as caught,
+    ):
+        ask(client, "nobody-has-asked-for-this")
+    assert caught.value.reason == "STORE_UNAVAILABLE"
+    envoy.wait(lambda: len(envoy.attempts("Unavailable")) > start)
+    assert envoy.attempts("Unavailable")[start:] == [1]

@@ -19,8 +19,8 @@ from loadout import Client
 from loadout.demo.process import Process
 from loadout.retry import RetryPolicy
 from loadout.types import Completion, Registration
-from tests.support import forks
 from tests.support.forks import ForkedProcess
+from tests.support.machine.own_memory import own_bytes
 from tests.support.models.zoo import Zoo
 from tests.support.wait import until
 from tests.system.engines import Running
@@ -38,7 +38,6 @@ PROMPT = [ord(char) for char in "some prompt"]
 STALE_S = 1.0
 """How long after a registration its name may mean the version before."""
 GROWTH = 1.05
-OWN = ("Pss_Anon:", "Pss_Shmem:")
 NO_RETRY = RetryPolicy(max_attempts=1)
 STORE_FLAGS = ("--delete-grace-seconds", "2")
 STORE_ENVIRONMENT = {
@@ -137,16 +136,6 @@ def expected_tokens(zoo: Zoo, running: Running) -> dict[str, list[int]]:
         running.submit(name, PROMPT, name, max_tokens=count)
     guesses = {name: running.result(name)[0] for name in VARIANTS}
     return {name: zoo.greedy(name, PROMPT, count, guess) for name, guess in guesses.items()}
-
-
-def own_bytes(pid: int) -> int:
-    """Returns the memory of a process and of its children that they alone have: what they map of
-    files is shared with whatever else runs on the machine."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    own_kib = sum(int(line.split()[1]) for line in lines if line.startswith(OWN))
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    children += [str(each) for each in forks.engines_of(pid)]
-    return own_kib * 1024 + sum(own_bytes(int(each)) for each in children)
 
 
 def disk_bytes(folder: Path) -> int:

@@ -12,6 +12,7 @@ from loadout._routing.metadata import Load
 from loadout._routing.replicas import (
     BALANCE_FACTOR,
     LOAD_TTL_S,
+    MAX_MISSED_PROBES,
     PROBE_S,
     SMALL_SHARE,
     Endpoint,
@@ -175,6 +176,23 @@ def test_an_old_probe_does_not_bring_back_one_that_has_failed_since():
     assert replicas.statuses()[0].is_healthy
     replicas.record_probe("a:1", is_healthy=False)
     assert not replicas.statuses()[0].is_healthy
+
+
+def test_a_replica_that_answers_late_once_keeps_its_keys():
+    replicas, clock = make("a:1", "b:1")
+
+    def miss():
+        clock.now_s += PROBE_S
+        assert "a:1" in {endpoint.address for endpoint in replicas.pop_due()}
+        replicas.record_probe("a:1", is_healthy=None)
+        return not replicas.statuses()[0].is_healthy
+
+    assert [miss() for _ in range(MAX_MISSED_PROBES)] == [False] * (MAX_MISSED_PROBES - 1) + [True]
+    clock.now_s += PROBE_S
+    replicas.pop_due()
+    replicas.record_probe("a:1", is_healthy=True)
+    assert replicas.statuses()[0].is_healthy
+    assert not miss(), "an answer in between: the count begins again"
 
 
 def test_what_is_known_of_those_that_stay_is_kept():

@@ -17,6 +17,8 @@ FOLDER = Path(__file__).parents[3] / "deploy" / "envoy"
 CONFIG, TLS_CONFIG = FOLDER / "envoy.yaml", FOLDER / "envoy.tls.yaml"
 STATS = FOLDER / "stats.yaml"
 """What is added to either where Prometheus scrapes it."""
+BY_ADAPTER = "inference_by_adapter"
+"""The cluster of calls that name an adapter."""
 CERTIFICATES = "/etc/envoy/tls"
 """Where TLS_CONFIG expects them."""
 READY_S = 60.0
@@ -54,11 +56,6 @@ def round_robin(cluster: dict[str, Any]) -> None:
 def _socket(address: str) -> dict[str, Any]:
     host, _, port = address.rpartition(":")
     return {"socket_address": {"address": host, "port_value": int(port)}}
-
-
-def _replicas(hosts: Sequence[dict[str, Any]]) -> set[str]:
-    bound = [host["address"]["socket_address"] for host in hosts]
-    return {f"{each['address']}:{each['port_value']}" for each in bound}
 
 
 def validate(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -114,14 +111,16 @@ class Envoy:
         return [int(entry["attempts"]) for entry in found if entry["grpc_status"] == status]
 
     def healthy(self) -> set[str]:
-        """The replicas that Envoy sends calls to: in all clusters their health checks succeed."""
-        hosts = [
-            host
-            for cluster in json.loads(self._ask("/clusters?format=json"))["cluster_statuses"]
-            for host in cluster.get("host_statuses", ())
+        """Returns the replicas that calls with an adapter go to. Each cluster has health checks of
+        its own, which find out at different times."""
+        clusters = json.loads(self._ask("/clusters?format=json"))["cluster_statuses"]
+        [hosts] = [each["host_statuses"] for each in clusters if each["name"] == BY_ADAPTER]
+        bound = [
+            host["address"]["socket_address"]
+            for host in hosts
+            if "failed_active_health_check" not in host["health_status"]
         ]
-        failing = [host for host in hosts if "failed_active_health_check" in host["health_status"]]
-        return _replicas(hosts) - _replicas(failing)
+        return {f"{each['address']}:{each['port_value']}" for each in bound}
 
     def count(self, series: str) -> float:
         """Returns the value of a series, as Prometheus gets it; 0 before there is one."""
