@@ -29,7 +29,7 @@ from adapter_store.debug import DebugInfo
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images.compile import use_one_thread_per_image
 from adapter_store.images.plan.plan import COMPILER_REVISION
-from adapter_store.service import StoreService
+from adapter_store.service.status import StatusReader
 from adapter_store.store import Store, open_store, tenant_share
 from adapter_store.store_status import catalog_samples, volume_samples, work_samples
 from loadout.adapter_store.v1 import adapter_store_pb2
@@ -133,11 +133,11 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
             CALL_RULES.requests,
             options=OPTIONS,
         )
-        debug = DebugInfo(settings, store.service, store.metrics, errors)
+        debug = DebugInfo(settings, store.use_cases.status, store.metrics, errors)
         reloader = Reloader(store.policies, certificates, audit)
         store.metrics.registry.collect_samples(reloader.samples)
         servicer = AdapterStoreServicer(
-            store.service, authenticator, audit, places.parsers_of, debug
+            store.use_cases, authenticator, audit, places.parsers_of, debug
         )
         await server.start(partial(add_AdapterStoreServiceServicer_to_server, servicer))
         server.set_serving(True)
@@ -177,17 +177,17 @@ def _serving_metrics(store: Store, settings: StoreSettings, places: CallPlaces) 
     store.metrics.describe_store(version("loadout"), str(COMPILER_REVISION))
     store.metrics.expect_calls(_SERVICE.methods_by_name)
     registry = store.metrics.registry
-    registry.collect_samples(lambda: _read_samples(store.service, store.volume, places))
+    registry.collect_samples(lambda: _read_samples(store.use_cases.status, store.volume, places))
     with closing(MetricsServer(registry, host, port)) as server:
         yield with_port(address, server.port)
 
 
-def _read_samples(service: StoreService, volume: Volume, places: CallPlaces) -> list[Sample]:
+def _read_samples(status: StatusReader, volume: Volume, places: CallPlaces) -> list[Sample]:
     """Returns the samples, without the catalog's while its database does not answer: metrics must
     outlast an outage that they show."""
-    found = [*work_samples(service.read_work()), *volume_samples(volume)]
+    found = [*work_samples(status.read_work()), *volume_samples(volume)]
     for place in places.shares:
         found += place_samples(place.use())
     with suppress(CatalogUnavailable):
-        found += catalog_samples(service.read_catalog())
+        found += catalog_samples(status.read_catalog())
     return found

@@ -21,7 +21,7 @@ from adapter_store.config import StoreSettings
 from adapter_store.images.plan.plan import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.images.tiers.buffers import torch_versions
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.service import StoreService
+from adapter_store.service.status import StatusReader
 from servicekit.settings.secrets import URL_PASSWORD, environment_secrets
 from servicekit.telemetry.debug_bundle import (
     MAX_ROWS,
@@ -40,7 +40,7 @@ class DebugInfo:
     """Makes the store's debug bundle. Lives on the event loop."""
 
     settings: StoreSettings
-    service: StoreService
+    status: StatusReader
     metrics: Metrics
     errors: RecentErrors
 
@@ -63,10 +63,10 @@ class DebugInfo:
 
     async def _catalog(self) -> dict[str, Any]:
         """Returns counts and the tiers, whose size does not depend on the catalog's."""
-        return asdict(await self.service.status())
+        return asdict(await self.status.read())
 
     async def _work(self) -> dict[str, Any]:
-        work, now_s = self.service.work_details(), time.monotonic()
+        work, now_s = self.status.work_details(), time.monotonic()
         pulls = sorted(work.pulls, key=lambda pull: pull.start_s)
         return {
             "num_registrations": work.num_registrations,

@@ -44,16 +44,16 @@ class Collector:
         """Removes leftovers of crashes, and the versions whose content was in the memory of an
         earlier process. Call it at start."""
         self._mark_recorded()
-        if num_names := self._catalog.forget_memory():
+        if num_names := self._catalog.expiry.forget_memory():
             logger.info("ephemeral versions are gone", extra={"names": num_names})
-        self._blobs.sweep(self._catalog.blob_digests())
+        self._blobs.sweep(self._catalog.blobs.digests())
         self.drop_collected()
         self.drop_unused_layouts()
 
     def drop_collected(self) -> list[str]:
         """Removes the images of collected digests from the disk tier; returns these digests."""
         keys = self._disk.cached()
-        gone = self._catalog.unknown_digests(sorted({key.digest for key in keys}))
+        gone = self._catalog.blobs.unknown(sorted({key.digest for key in keys}))
         for key in keys:
             if key.digest in gone:
                 self._disk.remove(key, Removal.DELETED)
@@ -62,8 +62,8 @@ class Collector:
     def drop_unused_layouts(self) -> frozenset[str]:
         """Removes the images for unused layouts from the disk tier; returns these layouts."""
         keys = self._disk.cached()
-        forgotten = {key.layout_id for key in keys} - set(self._catalog.layout_ids())
-        unused = self._catalog.unused_layouts() | forgotten
+        forgotten = {key.layout_id for key in keys} - set(self._catalog.layouts.ids())
+        unused = self._catalog.layouts.unused() | forgotten
         for key in keys:
             if key.layout_id in unused:
                 self._disk.remove(key, Removal.UNUSED)
@@ -74,36 +74,36 @@ class Collector:
         images for unused layouts, and forgets layouts that were not used for long: call
         `drop_unused_layouts` next."""
         self._mark_recorded()
-        num_forgotten = self._catalog.forget_unused_images()
+        num_forgotten = self._catalog.layouts.forget_unused_images()
         if num_forgotten:
             logger.info("images for unused layouts are removed", extra={"images": num_forgotten})
-        while forgotten := self._catalog.forget_unused_layouts():
+        while forgotten := self._catalog.layouts.forget_unused():
             logger.info("unused layouts are forgotten", extra={"layouts": len(forgotten)})
-        self._catalog.expire_announcements()
-        self._catalog.expire()
-        expired = self._catalog.expire_versions(self._delete_grace)
-        expired += self._catalog.expire_ephemeral(self._ephemeral_grace)
-        self._catalog.forget_texts()
+        self._catalog.servers.expire()
+        self._catalog.expiry.expire()
+        expired = self._catalog.expiry.expire_deleted(self._delete_grace)
+        expired += self._catalog.expiry.expire_ephemeral(self._ephemeral_grace)
+        self._catalog.expiry.forget_texts()
         self._forget_unrecorded()
         return self._drop_unreferenced(expired)
 
     def collect_due(self) -> list[str]:
         """Removes records that may not wait for `collect`: versions whose time to live has ended,
         and deleted ephemeral ones, which take memory. Returns the digests that are gone."""
-        if not self._catalog.is_due(self._ephemeral_grace):
+        if not self._catalog.expiry.is_due(self._ephemeral_grace):
             return []
-        self._catalog.expire()
-        return self._drop_unreferenced(self._catalog.expire_ephemeral(self._ephemeral_grace))
+        self._catalog.expiry.expire()
+        return self._drop_unreferenced(self._catalog.expiry.expire_ephemeral(self._ephemeral_grace))
 
     def make_room(self, tenant: str | None) -> list[str]:
         """Removes ephemeral versions that are deleted without their grace, of this tenant or of
         all: the place for it is full, and a trainer waits. Returns the digests that are gone."""
-        return self._drop_unreferenced(self._catalog.expire_ephemeral(timedelta(), tenant))
+        return self._drop_unreferenced(self._catalog.expiry.expire_ephemeral(timedelta(), tenant))
 
     def _drop_unreferenced(self, expired: int) -> list[str]:
         """Drops the blobs that no version has; `expired` is how many versions have just gone."""
         gone = []
-        while digests := self._catalog.unreferenced_blobs(BATCH_BLOBS):
+        while digests := self._catalog.blobs.unreferenced(BATCH_BLOBS):
             dropped = [digest for digest in digests if self._drop(digest)]
             gone += dropped
             if len(dropped) < len(digests):
@@ -114,23 +114,23 @@ class Collector:
 
     def _forget_unrecorded(self) -> None:
         """Lets go of blobs in memory that were not recorded after all."""
-        for digest in self._catalog.unknown_digests(self._blobs.in_memory):
+        for digest in self._catalog.blobs.unknown(self._blobs.in_memory):
             with self._blobs.guard(digest):
-                if self._catalog.blob(digest) is None:
+                if self._catalog.blobs.find(digest) is None:
                     self._blobs.remove(digest)
 
     def _mark_recorded(self) -> None:
         """Lets the next start notice that the catalog was lost."""
-        if self._catalog.revision() > 0:
+        if self._catalog.history.revision() > 0:
             self._blobs.mark_recorded()
 
     def _drop(self, digest: str) -> bool:
         with self._blobs.guard(digest):
-            place = self._catalog.take_blob(digest)
+            place = self._catalog.blobs.take(digest)
             if place is None:
                 return False
             self._blobs.remove(digest, place)
-        for layout_id in self._catalog.layout_ids():
+        for layout_id in self._catalog.layouts.ids():
             self._remove_image(ImageKey(digest, layout_id))
         return True
 
@@ -164,11 +164,11 @@ class SharedCollector(Collector):
         whichever replica collected them."""
         if self._leases.acquire(LEASE):
             try:
-                unused = self._catalog.unused_layouts()
+                unused = self._catalog.layouts.unused()
                 gone = super().collect()
                 if self._num_collections % SWEEP_EVERY == 0 or not unused <= self._swept:
                     self._shared_blobs.sweep_shared()
-                    self._images.sweep(self._catalog.unknown_digests, unused)
+                    self._images.sweep(self._catalog.blobs.unknown, unused)
                 self._swept = unused
                 self._num_collections += 1
             finally:
@@ -179,7 +179,8 @@ class SharedCollector(Collector):
 
     def collect_due(self) -> list[str]:
         """Collects as Collector.collect_due does, if no other replica collects."""
-        if not self._catalog.is_due(self._ephemeral_grace) or not self._leases.acquire(LEASE):
+        is_due = self._catalog.expiry.is_due(self._ephemeral_grace)
+        if not is_due or not self._leases.acquire(LEASE):
             return []
         try:
             return super().collect_due()

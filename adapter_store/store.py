@@ -26,7 +26,7 @@ from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.layouts import LayoutLimits
+from adapter_store.catalog.tables.layouts import LayoutLimits
 from adapter_store.catalog.watch import Watch
 from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
@@ -44,7 +44,9 @@ from adapter_store.registration.registrar import Registrar
 from adapter_store.registration.tenant_policy import StorePolicyFile, open_policy
 from adapter_store.replication.lease_renewal import Leases
 from adapter_store.replication.pin_refresh import PinRefresher
-from adapter_store.service import Places, StoreService
+from adapter_store.service.calls import Places
+from adapter_store.service.standing import StandingImages
+from adapter_store.service.use_cases import UseCases, make_use_cases
 from adapter_store.sources import Sources
 from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
@@ -100,7 +102,7 @@ class Store:
     images: ImageCache
     precompiler: Precompiler
     watch: Watch
-    service: StoreService
+    use_cases: UseCases
     metrics: Metrics
     policies: StorePolicyFile
 
@@ -117,27 +119,17 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
     stopping = threading.Event()
     async with AsyncExitStack() as stack:
         data = _open_folder(stack, settings)
-        catalog = open_catalog(settings, data)
-        stack.callback(catalog.close)
-        if catalog.adopt_compiler(COMPILER):
-            data.disk.clear()
+        catalog = _open_catalog(stack, settings, data)
         storage = open_storage(stack.enter_context(ExitStack()), settings, data, catalog)
         sweep(settings, catalog, storage)
         data.volume.restore()
 
         places = _places(stack, settings)
-        internal = places.calls.of(INTERNAL)
         verified = VerifiedCheckpoints()
-        images = _open_images(stack, settings, catalog, data, storage, metrics, verified, places)
-        precompiler = Precompiler(
-            catalog,
-            images,
-            internal,
-            settings.compile_workers,
-            only_pinned=not settings.compile_ahead,
+        images, precompiler = _open_images(
+            stack, settings, catalog, data, storage, metrics, verified, places
         )
-        stack.push_async_callback(precompiler.close)
-        watch = Watch(catalog, places.calls, settings.bookmark_seconds, places.watches)
+        watch = Watch(catalog.history, places.calls, settings.bookmark_seconds, places.watches)
         registrar = _registrar(
             settings,
             catalog,
@@ -150,17 +142,36 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
             places,
             images,
         )
-        parts = catalog, registrar, images, precompiler, watch, metrics, policies, places
-        service = StoreService(*parts)
-        service.shared_counts = None if storage.images is None else storage.images.counts
-        stack.push_async_callback(service.close)
+        use_cases = make_use_cases(
+            catalog,
+            registrar,
+            images,
+            precompiler,
+            watch,
+            metrics,
+            policies,
+            places,
+            None if storage.images is None else storage.images.counts,
+        )
+        stack.push_async_callback(use_cases.close)
 
-        await service.precompile_missing()
-        _start_upkeep(stack, settings, storage.collector, data.volume, images, service, internal)
-        if catalog.is_shared:
-            stack.callback(PinRefresher(catalog, service.refresh_pinned).close)
+        standing = use_cases.standing
+        await standing.precompile_missing()
+        internal = places.calls.of(INTERNAL)
+        _start_upkeep(stack, settings, storage.collector, data.volume, images, standing, internal)
+        if catalog.history.is_shared:
+            stack.callback(PinRefresher(catalog.history, standing.refresh_pinned).close)
         stack.callback(stopping.set)  # callers no longer wait for fetches
-        yield Store(data.volume, catalog, images, precompiler, watch, service, metrics, policies)
+        yield Store(data.volume, catalog, images, precompiler, watch, use_cases, metrics, policies)
+
+
+def _open_catalog(stack: AsyncExitStack, settings: StoreSettings, data: DataFolder) -> Catalog:
+    """Opens the catalog; images of another compiler are forgotten."""
+    catalog = open_catalog(settings, data)
+    stack.callback(catalog.close)
+    if catalog.images.adopt_compiler(COMPILER):
+        data.disk.clear()
+    return catalog
 
 
 def _open_images(
@@ -172,14 +183,15 @@ def _open_images(
     metrics: Metrics,
     verified: VerifiedCheckpoints,
     places: Places,
-) -> ImageCache:
+) -> tuple[ImageCache, Precompiler]:
     """Opens the tiers of images and the workers that compile them, as long as the stack lasts."""
     helpers = ThreadPoolExecutor(HELPER_THREADS, thread_name_prefix="helpers")
     stack.callback(helpers.shutdown, wait=True, cancel_futures=True)
     workers = WorkerPool(settings.compile_workers, "compile")
     stack.callback(workers.close)
     builder = ImageBuilder(
-        catalog,
+        catalog.layouts,
+        catalog.images,
         storage.blobs,
         data.disk,
         data.volume,
@@ -193,7 +205,16 @@ def _open_images(
         builder, data.disk, workers, places.calls, settings.image_memory, places.share
     )
     stack.push_async_callback(images.close)
-    return images
+    precompiler = Precompiler(
+        catalog.layouts,
+        catalog.images,
+        images,
+        places.calls.of(INTERNAL),
+        settings.compile_workers,
+        only_pinned=not settings.compile_ahead,
+    )
+    stack.push_async_callback(precompiler.close)
+    return images, precompiler
 
 
 def _registrar(
@@ -217,7 +238,8 @@ def _registrar(
             loop.call_soon_threadsafe(images.drop_digests, gone)
 
     return Registrar(
-        catalog,
+        catalog.names,
+        catalog.blobs,
         storage.blobs,
         volume,
         verified,
@@ -265,7 +287,7 @@ def sweep(settings: StoreSettings, catalog: Catalog, storage: Storage) -> None:
     record, beside sources that one had recorded: they would be removed as nobody's."""
     # In this order: another replica may be making the first record.
     was_recorded = storage.blobs.was_recorded()
-    if was_recorded and catalog.revision() == 0 and not settings.allow_empty_catalog:
+    if was_recorded and catalog.history.revision() == 0 and not settings.allow_empty_catalog:
         raise FailedPrecondition(
             "--data-dir: the catalog is empty, but sources are stored "
             f"({settings.shared_s3 or settings.data_dir}): restore the catalog from a "
@@ -290,9 +312,9 @@ def open_storage(
         return Storage(local, Collector(catalog, local, disk, grace, ephemeral), None)
     endpoint = settings.shared_s3_endpoint_url or settings.s3_endpoint_url
     bucket = Bucket(settings.shared_s3, endpoint, settings.s3_region)
-    leases = Leases(catalog, settings.lease_seconds)
+    leases = Leases(catalog.leases, settings.lease_seconds)
     stack.callback(leases.close)
-    blobs = SharedBlobs(local, bucket, catalog, leases, data.volume, settings.fetched_bytes)
+    blobs = SharedBlobs(local, bucket, catalog.blobs, leases, data.volume, settings.fetched_bytes)
     images = SharedTier(bucket, leases)
     collector = SharedCollector(catalog, blobs, disk, grace, images, leases, ephemeral)
     return Storage(blobs, collector, images)
@@ -375,12 +397,12 @@ def _start_upkeep(
     collector: Collector,
     volume: Volume,
     images: ImageCache,
-    service: StoreService,
+    standing: StandingImages,
     executor: Executor,
 ) -> None:
     """Collects in the background as long as the stack lasts."""
     work = _collect_periodically(
-        collector, volume, images, service, executor, settings.collect_seconds
+        collector, volume, images, standing, executor, settings.collect_seconds
     )
     stack.push_async_callback(_cancel, asyncio.create_task(work))
 
@@ -389,7 +411,7 @@ async def _collect_periodically(
     collector: Collector,
     volume: Volume,
     images: ImageCache,
-    service: StoreService,
+    standing: StandingImages,
     executor: Executor,
     seconds: float,
 ) -> None:
@@ -406,7 +428,7 @@ async def _collect_periodically(
             images.drop_digests(await loop.run_in_executor(executor, collector.collect_due))
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + seconds
-                unused = await _collect(collector, images, service, executor, unused)
+                unused = await _collect(collector, images, standing, executor, unused)
             await loop.run_in_executor(executor, volume.restore)
         except Exception:
             if not is_failing:
@@ -419,7 +441,7 @@ async def _collect_periodically(
 async def _collect(
     collector: Collector,
     images: ImageCache,
-    service: StoreService,
+    standing: StandingImages,
     executor: Executor,
     known_unused: frozenset[str],
 ) -> frozenset[str]:
@@ -428,9 +450,9 @@ async def _collect(
     images.drop_digests(await loop.run_in_executor(executor, collector.collect))
     unused = await loop.run_in_executor(executor, collector.drop_unused_layouts)
     if unused != known_unused:
-        await service.refresh_pinned()
+        await standing.refresh_pinned()
     images.drop_layouts(unused)
-    await service.queue_new_layouts()
+    await standing.queue_new_layouts()
     return unused
 
 

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 
 from adapter_store.blobs.volume import Volume
-from adapter_store.catalog.usage import CatalogCounts
+from adapter_store.catalog.tables.usage import CatalogCounts
 from adapter_store.images.pull import ActivePull
 from adapter_store.images.tiers.cache import ImageInProgress
 from adapter_store.images.tiers.disk_tier import TierCounts

@@ -14,7 +14,8 @@ import psutil
 from bench.store.copy import AddVariants, Checked, CheckIdle, StoreCopyFactory, check_idle
 from bench.store.memory_store import MemoryStore, variant_digest
 from inference_svc.core import AdapterKey, EngineConfig, FinishReason, Request, SamplingParams
-from inference_svc.engine.host.messages import (
+from inference_svc.engine.control.status_types import EngineStatus
+from inference_svc.engine.transport.messages import (
     Call,
     Cancel,
     Command,
@@ -25,9 +26,8 @@ from inference_svc.engine.host.messages import (
     Timings,
     Usage,
 )
-from inference_svc.engine.host.process import EngineProcess
-from inference_svc.engine.host.thread import EngineThread
-from inference_svc.engine.operations.status_types import EngineStatus
+from inference_svc.engine.transport.process import EngineProcess
+from inference_svc.engine.transport.thread import EngineThread
 
 CALL_TIMEOUT_S = 600.0
 TRANSPORTS = ("thread", "process")

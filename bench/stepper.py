@@ -11,7 +11,7 @@ from bench.models import RANK, Prepared, arena_bytes, kv_bytes, prompts
 from bench.store.memory_store import MemoryStore
 from inference_svc.core import EngineConfig, Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine, build_engine
-from inference_svc.engine.host.messages import Cancel, LayoutAccepted, Submit
+from inference_svc.engine.transport.messages import Cancel, LayoutAccepted, Submit
 
 NUM_REQUESTS, NUM_IN, MAX_LEN = 16, 64, 512
 WARM_UP_STEPS = 8

@@ -6,7 +6,9 @@ before they read a byte.
 
 from __future__ import annotations
 
+import fnmatch
 import re
+from collections.abc import Collection
 
 from contract.folders import TooLarge
 
@@ -17,6 +19,12 @@ _SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.safetensors")
 MLX_WEIGHTS_FILE = "adapters.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 PICKLE_FILES = (PICKLE_FILE, "adapter_model.pt", "adapter_model.pth")
+WEIGHT_PATTERNS = ("adapter_model*.safetensors*", MLX_WEIGHTS_FILE, "adapter_model*.bin*")
+"""Files of weights from PEFT, single or sharded with an index, and from MLX-LM. The first pattern
+that matches wins."""
+MODEL_CONFIG = "config.json"
+"""The configuration of a whole model."""
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
 TEXT_FILES = {
     TOKENIZER_FILE: 64 << 20,
@@ -44,6 +52,19 @@ def is_plain_name(name: str) -> bool:
 def is_adapter_file(name: str) -> bool:
     """Returns whether a plain file name belongs to an adapter. The store ignores other files."""
     return name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, MLX_WEIGHTS_FILE) or is_shard(name)
+
+
+def choose_weights(names: Collection[str]) -> list[str]:
+    """Returns the files that may be an adapter's weights, for the store to judge; none: there are
+    none."""
+    found = (sorted(fnmatch.filter(names, pattern)) for pattern in WEIGHT_PATTERNS)
+    return next(filter(None, found), [])
+
+
+def checkpoint_step(folder: str) -> int | None:
+    """Returns the step of a trainer's checkpoint, by its folder's name; None for another folder."""
+    match = _CHECKPOINT.fullmatch(folder)
+    return None if match is None else int(match[1])
 
 
 def is_shard(name: str) -> bool:

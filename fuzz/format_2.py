@@ -20,12 +20,11 @@ from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.checkpoint.reading.json import parse_object
 from adapter_store.checkpoint.reading.safetensors import LENGTH_BYTES, read_header
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
-from adapter_store.images.plan.layout import from_text, layout_id, to_text
+from adapter_store.images.plan.layout import from_text, layout_id, to_text, validate
 from adapter_store.images.plan.plan import IMAGE_FORMATS, ImagePlan, plan_image
 from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from contract.images.dtypes import DataType
 from contract.images.header import ImageChunk, ImageHeader, LayerEnd, PullMessage
-from contract.images.layout_rules import validate
 from contract.images.layouts import Layout
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import OtherName, Target, TargetKind

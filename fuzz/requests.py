@@ -10,9 +10,9 @@ from google.protobuf.message import Message
 
 from adapter_store.api import convert as store_convert
 from adapter_store.api.bounds import REQUESTS as STORE_REQUESTS
-from adapter_store.catalog.filters import parse_filter
+from adapter_store.catalog.tables.filters import parse_filter
+from adapter_store.images.plan import layout as layouts
 from adapter_store.images.plan.announcement import announcement_id, validate_announcement
-from contract.images import layout_rules
 from fuzz.folders import run_now
 from fuzz.refusals import refused
 from inference_svc.api.generate_call import (
@@ -90,7 +90,7 @@ async def _upload(request: Any) -> None:
 
 def _register_layout(request: Any) -> None:
     layout = store_convert.from_layout(request.layout)
-    layout_rules.validate(layout)
+    layouts.validate(layout)
     announcement = store_convert.from_announcement(request)
     validate_announcement(announcement, layout)
     parse_sha256(announcement_id(LAYOUT_ID, announcement), "announcement_id")

@@ -16,12 +16,12 @@ import numpy as np
 from contract.images.expert_index import INDEX_BYTES
 from contract.images.header import GRANULE_BYTES, align
 from contract.images.targets import TargetKind
+from contract.tokenizer_extract import make_extract
 from fuzz.campaign import CORPUS
 from fuzz.format_2 import EXPERTS, SEPARATOR, SERVED
 from fuzz.texts import base_folder
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.inference.v1 import inference_pb2
-from servicekit.tokenizer_extract import make_extract
 
 LORA = (CORPUS / "checkpoint" / "lora").read_bytes()
 CONFIG, _, WEIGHTS = LORA.partition(SEPARATOR)

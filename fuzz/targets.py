@@ -14,7 +14,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from adapter_store.catalog.filters import decode_page_token, decode_version_token, parse_filter
+from adapter_store.catalog.tables.filters import (
+    decode_page_token,
+    decode_version_token,
+    parse_filter,
+)
 from adapter_store.checkpoint.formats.mlx import parse_mlx_config, parse_mlx_key
 from adapter_store.checkpoint.formats.select import check_file_names
 from adapter_store.checkpoint.open import open_checkpoint

@@ -10,17 +10,17 @@ from typing import Any
 
 from adapter_store.checkpoint.text_files.__main__ import read_files
 from adapter_store.errors import InvalidAdapter
-from fuzz.refusals import refused
-from inference_svc.errors import TokenizerChanged
-from inference_svc.text.adapter_tokenizer import BaseTokenizer
-from inference_svc.text.template_process import TemplateProcesses
-from inference_svc.text.tokenizer import Tokenizer
-from servicekit.tokenizer_extract import (
+from contract.tokenizer_extract import (
     MAX_ADDED_TOKENS,
     MAX_EXTRACT_BYTES,
     InvalidTokenizer,
     TokenizerExtract,
 )
+from fuzz.refusals import refused
+from inference_svc.errors import TokenizerChanged
+from inference_svc.text.adapter_tokenizer import BaseTokenizer
+from inference_svc.text.template_process import TemplateProcesses
+from inference_svc.text.tokenizer import Tokenizer
 
 SEPARATOR = b"\xff\xff\xff\xff"
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

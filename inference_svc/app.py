@@ -41,10 +41,15 @@ from inference_svc.core import (
     SamplingParams,
 )
 from inference_svc.debug import DebugInfo
-from inference_svc.engine.host.messages import LayoutAccepted, Repointed, StoreMessage, Superseded
-from inference_svc.engine.host.process import END_S, EngineProcess
-from inference_svc.engine.host.thread import EngineThread
 from inference_svc.engine.memory_fit import fit_device
+from inference_svc.engine.transport.messages import (
+    LayoutAccepted,
+    Repointed,
+    StoreMessage,
+    Superseded,
+)
+from inference_svc.engine.transport.process import END_S, EngineProcess
+from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import DeviceFull, EngineFailed, UnsupportedModel
 from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
 from inference_svc.frontend.watchdog import watch_engine

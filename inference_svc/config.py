@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from contract.base_model_names import hub_name
 from inference_svc.core import EngineConfig, padding_pages
 from servicekit.errors import InvalidSetting
 from servicekit.settings.service import (
@@ -57,7 +58,6 @@ NO_MODEL = (
     "or with a revision Qwen/Qwen3-0.6B@main"
 )
 EVERY_TARGET = "all"
-_CACHED = "models--"
 """How the folders of models begin in the hub's cache; their parts are joined by "--"."""
 
 MODEL = Group("Model")
@@ -346,10 +346,8 @@ def split_hub_name(model: str) -> tuple[str, str | None]:
 def _name_of(model: Path) -> str:
     """Returns the name of a model's folder, on the hub if it is one of the hub's cache."""
     folder = model.resolve()
-    repository = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
-    if repository.startswith(_CACHED):
-        return repository.removeprefix(_CACHED).replace("--", "/", 1)
-    return folder.name
+    is_cached = folder.parent.name == "snapshots"
+    return (is_cached and hub_name(folder.parent.parent.name)) or folder.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from inference_svc.config import InferenceSettings
 from inference_svc.core import ANYONE
-from inference_svc.engine.operations.status_types import EngineDetails, MemoryDetails
+from inference_svc.engine.control.status_types import EngineDetails, MemoryDetails
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.host.cpus import usable_cpus
 from inference_svc.host.device_info import cpu_name, torch_versions

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, TypedDict
 
+from contract.images.segment_kinds import SegmentKind as SegmentKind
+from contract.images.targets import TargetKind as TargetKind
 from loadout._rpc.arrays import PackedLogprobs as PackedLogprobs
 from loadout._rpc.arrays import RoutedExperts as RoutedExperts
 from loadout._rpc.server_info import ExpertLayers as ExpertLayers
@@ -65,29 +67,6 @@ class EventKind(enum.Enum):
     PINNED = "pinned"
     UNPINNED = "unpinned"
     BOOKMARK = "bookmark"
-    UNKNOWN = "unknown"
-
-
-class SegmentKind(enum.Enum):
-    """Kind of a change that an adapter makes to a module."""
-
-    A = "a"
-    B = "b"
-    BIAS = "bias"
-    MAGNITUDE = "magnitude"
-    ROW_IDS = "row_ids"
-    ROWS = "rows"
-    FULL = "full"
-    UNKNOWN = "unknown"
-
-
-class TargetKind(enum.Enum):
-    """Kind of a module that adapters change."""
-
-    LINEAR = "linear"
-    EMBEDDING = "embedding"
-    EXPERTS = "experts"
-    VECTOR = "vector"
     UNKNOWN = "unknown"
 
 

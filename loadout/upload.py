@@ -12,7 +12,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import filter as matching
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -22,9 +21,12 @@ from contract.adapter_files import (
     MAX_FILES,
     MAX_HEADER_BYTES,
     MLX_WEIGHTS_FILE,
+    MODEL_CONFIG,
     TEXT_FILES,
     WEIGHTS_FILE,
     check_size,
+    checkpoint_step,
+    choose_weights,
     is_plain_name,
 )
 from contract.folders import (
@@ -39,15 +41,11 @@ from contract.folders import (
     shown,
 )
 from contract.side_files import find_unused
+from contract.words import listed
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument
 
 CHUNK_BYTES = 512 * 1024
-
-MODEL_CONFIG = "config.json"
-WEIGHT_PATTERNS = ("adapter_model*.safetensors*", MLX_WEIGHTS_FILE, "adapter_model*.bin*")
-"""Files of weights from PEFT, single or sharded with an index, and from MLX-LM. The first pattern
-that matches wins."""
 
 MAX_WEIGHTS_BYTES = 256 << 30
 """More bytes than any file of weights has. The store's own limit is lower, but unknown here."""
@@ -57,8 +55,6 @@ _LENGTH_BYTES = 8
 MAX_SCANNED = 10_000
 """Most entries of folders that are read to find adapters below a folder without one."""
 SCANNED_LEVELS = 2
-MAX_LISTED = 8
-_CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
 _NUMBER = re.compile(r"([0-9]+)")
 
 Progress = Callable[[int, int], None]
@@ -144,8 +140,7 @@ def _choose(folder: GivenFolder, name: str) -> list[str]:
     if not folder.has(CONFIG_FILE):
         raise _invalid(path / CONFIG_FILE, f"does not exist{_suggest(path, name)}")
     names = folder.names
-    found = (sorted(matching(names, pattern)) for pattern in WEIGHT_PATTERNS)
-    weights = next(filter(None, found), [])
+    weights = choose_weights(names)
     if not weights:
         raise _invalid(path, f"has no {WEIGHTS_FILE}, and no {MLX_WEIGHTS_FILE}")
     chosen = [CONFIG_FILE, *weights]
@@ -219,8 +214,8 @@ def find_adapters(folder: Path) -> list[Path]:
 def _find_checkpoint(path: Path) -> tuple[Path, int] | None:
     """Returns the run that a path belongs to, and the step of its deepest checkpoint."""
     for number in reversed(range(len(path.parts))):
-        if match := _CHECKPOINT.fullmatch(path.parts[number]):
-            return Path(*path.parts[:number]), int(match[1])
+        if (step := checkpoint_step(path.parts[number])) is not None:
+            return Path(*path.parts[:number]), step
     return None
 
 
@@ -251,13 +246,11 @@ def _suggest(folder: Path, name: str) -> str:
             return ": this is a whole model; register the adapter that PEFT saves"
         return ": is this a PEFT adapter?"
     paths = [each.relative_to(folder) for each in found]
-    listed = ", ".join(map(str, paths[:MAX_LISTED]))
-    if len(found) > MAX_LISTED:
-        listed += f" and {len(found) - MAX_LISTED} others"
+    below = listed(list(map(str, paths)), "others")
     runs = {checkpoint[0] for checkpoint in map(_find_checkpoint, paths) if checkpoint}
     which = "the latest" if len(runs) == 1 else "one"
     command = shlex.join(["loadout", "register", name, str(found[0])])
-    return f", but below it are {listed}; to register {which}: {command}"
+    return f", but below it are {below}; to register {which}: {command}"
 
 
 def _invalid(path: Path, why: str) -> InvalidArgument:

@@ -10,6 +10,5 @@ rpc                serving gRPC
 shares             shares of tenants in limited resources, and threads that tenants share
 settings           how settings are declared, read and shown; the settings of all services
 telemetry          logs, redaction, traces, metrics, recent errors and the debug bundle
-tokenizer_extract  the parts of a tokenizer that decide the tokens of a text, to be compared
 work_budget        the processor time that large or refused requests and lists of a tenant take
 """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from adapter_store.api.convert import read_chunk
-from adapter_store.catalog.catalog import PAGE_BYTES
-from adapter_store.catalog.filters import MAX_FILTER_CHARS, MAX_LABELS
+from adapter_store.catalog.names import PAGE_BYTES
+from adapter_store.catalog.tables.filters import MAX_FILTER_CHARS, MAX_LABELS
 from adapter_store.images.plan.announcement import MAX_ALIASES, MAX_LORA_TARGETS, MAX_SEGMENT_KINDS
 from adapter_store.images.pull import CHUNK_BYTES
 from contract.images.layout_rules import MAX_ALL_HASHES, MAX_ALL_OTHER_NAMES, MAX_TARGETS
+from contract.tokenizer_extract import MAX_EXTRACT_BYTES
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.rpc.requests import RequestBounds, RequestTable
-from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES
 
 MAX_LAYOUT_BYTES = 8 << 20
 """The largest model that we know of, Kimi K2, has 70,000 targets if each expert's matrix is one:

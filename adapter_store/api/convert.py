@@ -10,7 +10,7 @@ from google.protobuf.json_format import Parse, ParseError
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from adapter_store.catalog.lookup import VersionsPage
+from adapter_store.catalog.tables.lookup import VersionsPage
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,

@@ -15,7 +15,8 @@ from adapter_store.api.bounds import REQUESTS
 from adapter_store.core import Action, AdapterRecord, Principal, Recorded
 from adapter_store.debug import DebugInfo
 from adapter_store.errors import RevisionTooOld
-from adapter_store.service import Change, StoreService
+from adapter_store.service.changes import Change
+from adapter_store.service.use_cases import UseCases
 from adapter_store.sources.upload import FileChunk
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
@@ -80,13 +81,20 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
 
     def __init__(
         self,
-        service: StoreService,
+        use_cases: UseCases,
         authenticator: Authenticator[Action],
         audit: Audit[StoreAuditEntry],
         parsers_of: Callable[[str], Executor],
         debug: DebugInfo,
     ) -> None:
-        self._service = service
+        self._registering = use_cases.registering
+        self._editing = use_cases.editing
+        self._reading = use_cases.reading
+        self._watching = use_cases.watching
+        self._layouts = use_cases.layouts
+        self._pulls = use_cases.pulls
+        self._status = use_cases.status
+        self._calls = use_cases.calls
         self._debug = debug
         self._authenticator = authenticator
         self._audit = audit
@@ -101,7 +109,8 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         ):
             registration = convert.from_registration(request, caller.home_tenant)
             recorded = await _finish(
-                entry, await self._service.register(caller, registration, request.source_uri)
+                entry,
+                await self._registering.register(caller, registration, request.source_uri),
             )
         return convert.to_registered(recorded, pb.RegisterAdapterResponse)
 
@@ -110,13 +119,13 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.UploadAdapterResponse:
         with (
             self._audited(context, "UploadAdapter", Action.PUBLISH) as (caller, entry),
-            self._service.upload_place(caller),
+            self._registering.upload_place(caller),
         ):
             opening = convert.from_upload(requests, caller.home_tenant)
-            registration, chunks = await self._service.in_time(opening)
+            registration, chunks = await self._registering.in_time(opening)
             entry.name = str(registration.name)
             recorded = await _finish(
-                entry, await self._service.upload(caller, registration, chunks)
+                entry, await self._registering.upload(caller, registration, chunks)
             )
         return convert.to_registered(recorded, pb.UploadAdapterResponse)
 
@@ -126,7 +135,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         caller = self._authorize(context, Action.READ).on_behalf_of(request.tenants)
         call_context.note(adapter=request.ref)
         ref = convert.from_ref(request, caller.home_tenant)
-        record, revision = await self._service.get(caller, ref)
+        record, revision = await self._reading.get(caller, ref)
         call_context.note(adapter=str(record.name), digest=record.digest)
         return pb.GetAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
@@ -134,10 +143,10 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
         caller = self._authorize(context, Action.READ).on_behalf_of(request.tenants)
-        page = await self._service.page(
+        page = await self._reading.page(
             caller, request.page_size, request.page_token, request.filter
         )
-        return await self._service.make_answer(caller, convert.to_page, *page)
+        return await self._calls.make_answer(caller, convert.to_page, *page)
 
     async def DeleteAdapter(  # noqa: N802
         self, request: pb.DeleteAdapterRequest, context: Context
@@ -148,7 +157,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         ):
             name = convert.from_name(request, caller.home_tenant)
             entry.name, entry.version = str(name), request.version
-            entry.digest, entry.revision = await self._service.delete(caller, name, request.version)
+            entry.digest, entry.revision = await self._editing.delete(caller, name, request.version)
         return pb.DeleteAdapterResponse(revision=entry.revision)
 
     async def ListVersions(  # noqa: N802
@@ -157,8 +166,8 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         caller = self._authorize(context, Action.READ)
         call_context.note(adapter=request.name)
         name = convert.from_name(request, caller.home_tenant)
-        page = await self._service.versions(caller, name, request.page_size, request.page_token)
-        return await self._service.make_answer(caller, convert.to_versions, page)
+        page = await self._reading.versions(caller, name, request.page_size, request.page_token)
+        return await self._calls.make_answer(caller, convert.to_versions, page)
 
     async def RollbackAdapter(  # noqa: N802
         self, request: pb.RollbackAdapterRequest, context: Context
@@ -170,7 +179,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             name, version, required = convert.from_rollback(request, caller.home_tenant)
             entry.name, entry.version = str(name), version
             recorded = await _finish(
-                entry, await self._service.rollback(caller, name, version, required)
+                entry, await self._editing.rollback(caller, name, version, required)
             )
         return pb.RollbackAdapterResponse(
             adapter=convert.to_adapter(recorded.record), revision=recorded.revision
@@ -185,7 +194,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         ):
             name, keep = convert.from_prune(request, caller.home_tenant)
             entry.name = str(name)
-            pruned = await self._service.prune(caller, name, keep)
+            pruned = await self._editing.prune(caller, name, keep)
             entry.deleted_versions, entry.revision = pruned.deleted_versions, pruned.revision
         return pb.PruneVersionsResponse(
             deleted_versions=pruned.deleted_versions,
@@ -198,7 +207,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.PinAdapterResponse:
         with self._audited(context, "PinAdapter", Action.PIN, request.ref) as (caller, entry):
             ref = convert.from_ref(request, caller.home_tenant)
-            record, revision = await self._service.set_pinned(caller, ref, True)
+            record, revision = await self._editing.set_pinned(caller, ref, True)
             entry.describe(record, revision)
         return pb.PinAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
@@ -207,7 +216,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.UnpinAdapterResponse:
         with self._audited(context, "UnpinAdapter", Action.PIN, request.ref) as (caller, entry):
             ref = convert.from_ref(request, caller.home_tenant)
-            record, revision = await self._service.set_pinned(caller, ref, False)
+            record, revision = await self._editing.set_pinned(caller, ref, False)
             entry.describe(record, revision)
         return pb.UnpinAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
@@ -224,7 +233,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             converting = parsers.submit(convert.from_layout, request.layout)
             layout = await asyncio.wrap_future(converting)
             announcement = convert.from_announcement(request)
-            accepted = await self._service.register_layout(
+            accepted = await self._layouts.register(
                 layout, list(request.layout.image_formats), caller, announcement
             )
             entry.digest = accepted.layout_id
@@ -239,7 +248,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.ListLayoutsResponse:
         caller = self._authorize(context, Action.STATUS)
         after = convert.from_layout_page(request)
-        layouts, token = await self._service.layout_page(caller, after)
+        layouts, token = await self._layouts.page(caller, after)
         return pb.ListLayoutsResponse(
             layouts=map(convert.to_layout_info, layouts), next_page_token=token
         )
@@ -250,7 +259,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         with self._audited(context, "ForgetLayout", Action.FORGET_LAYOUT) as (caller, entry):
             caller.require_all_tenants()
             entry.digest = convert.from_forget_layout(request)
-            num_images = await self._service.forget_layout(caller, entry.digest)
+            num_images = await self._layouts.forget(caller, entry.digest)
         return pb.ForgetLayoutResponse(images=num_images)
 
     async def PullAdapter(  # noqa: N802
@@ -259,7 +268,9 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         caller = self._authorize(context, Action.PULL)
         call_context.note(digest=request.digest, layout_id=request.layout_id)
         key = convert.from_pull(request)
-        pull = self._service.pull(caller, key, request.offset, request.image_id)
+        pull = self._pulls.stream(
+            key, request.offset, request.image_id, caller.tenants, caller.account
+        )
         async with aclosing(pull) as messages:
             async for message in messages:
                 await context.write(convert.to_pull_response(message))
@@ -269,7 +280,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.GetTextResponse:
         caller = self._authorize(context, Action.PULL)
         digest = convert.from_text_request(request)
-        return pb.GetTextResponse(content=await self._service.text(caller, digest))
+        return pb.GetTextResponse(content=await self._reading.text(caller, digest))
 
     async def WatchAdapters(  # noqa: N802
         self, request: pb.WatchAdaptersRequest, context: Context
@@ -278,7 +289,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         other tenants."""
         call = self._authenticator.long_lived(context.invocation_metadata(), Action.READ)
         call_context.note_caller(call.caller)
-        watch = self._service.watch(
+        watch = self._watching.stream(
             call.caller, request.since_revision, convert.from_watch(request)
         )
         async with aclosing(watch) as events:
@@ -294,7 +305,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.GetStoreStatusRequest, context: Context
     ) -> pb.GetStoreStatusResponse:
         caller = self._authorize(context, Action.STATUS)
-        status = await self._service.status(caller)
+        status = await self._status.read(caller)
         catalog, work = status.catalog, status.work
         return pb.GetStoreStatusResponse(
             version=version("loadout"),

@@ -26,7 +26,7 @@ from adapter_store.blobs.fsync import make_folder, remove_folder
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.blobs.volume import Volume
-from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.blobs import BlobRecords
 from adapter_store.checkpoint.reading.files import Folder
 from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import BlobPlace, SourceFile
@@ -55,14 +55,14 @@ class SharedBlobs:
         self,
         local: LocalBlobs,
         bucket: Bucket,
-        catalog: Catalog,
+        records: BlobRecords,
         leases: Leases,
         volume: Volume,
         capacity_bytes: int,
     ) -> None:
         self._local = local
         self._bucket = bucket
-        self._catalog = catalog
+        self._records = records
         self._leases = leases
         self._volume = volume
         self._folder = volume.folder / "fetched"
@@ -110,7 +110,7 @@ class SharedBlobs:
         """Returns a folder with the blob's files, fetched if need be, on a full volume into memory;
         a missing path if there is no such blob. Raises CorruptData if its objects are gone or
         altered."""
-        stored = self._catalog.blob(digest)
+        stored = self._records.find(digest)
         if stored is None:
             return self._folder / "none"
         if not stored.place:
@@ -138,7 +138,7 @@ class SharedBlobs:
         """Uploads a staged folder, unless the blob is stored already. Point the catalog to the
         returned place, then call `finish_put`."""
         assert isinstance(staged, Path)
-        known = self._catalog.blob(digest)
+        known = self._records.find(digest)
         if known is not None and self._is_complete(digest, known):
             return known
         place = uuid.uuid4().hex
@@ -163,7 +163,7 @@ class SharedBlobs:
         if not stored.lease:
             return
         self._leases.forget(stored.lease)
-        now = self._catalog.blob(digest)
+        now = self._records.find(digest)
         try:
             if now is None or now.place != stored.place:
                 self._bucket.delete_under(_prefix(digest, stored.place))
@@ -208,7 +208,7 @@ class SharedBlobs:
 
     def _orphans(self, keys: Iterable[str]) -> list[str]:
         places = {key: _place_of(key) for key in keys if key.count("/") == 3}
-        found = self._catalog.orphans({place: _lease_name(*place) for place in places.values()})
+        found = self._records.orphans({place: _lease_name(*place) for place in places.values()})
         return [key for key, place in places.items() if place in found]
 
     def _is_complete(self, digest: str, stored: BlobPlace) -> bool:
@@ -261,7 +261,7 @@ class SharedBlobs:
                     sha256.update(memoryview(buffer)[:count])
                     yield memoryview(buffer)[:count]
         if stream is None or sha256.hexdigest() != file.sha256:
-            if (now := self._catalog.blob(digest)) is None or now.place != place:
+            if (now := self._records.find(digest)) is None or now.place != place:
                 raise SourceUnavailable(f"{digest} was replaced while it was fetched; try again")
             self._damaged.add(digest)
             raise CorruptData(

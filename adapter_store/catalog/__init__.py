@@ -1,23 +1,20 @@
 """The catalog: names, their contents, and the history of all changes.
 
-catalog        the Catalog class: the transactions around the modules below
-schema         the tables
+catalog        opens a catalog, and has one object for each use of it:
+names          changes of names, and questions about them
+layouts        layouts that servers have registered, and which of them are in use
+servers        announcements of the servers
+images         the state of each image, and who may pull it
+blobs          which blobs the records refer to
+expiry         the ends of versions
+history        the events: one revision per change, in commit order, and their listeners
+leases         work that only one replica may do at a time
+times          the clock, and the spans that answers depend on
 database       SQLite or PostgreSQL: connections and transactions
-migrations     brings an older database to the tables of `schema`
-changes        changes the content of names
-rows           the rows behind a name
-lookup         reads names: one adapter, a page, all versions
-filters        filters and page tokens of lists
-events         the history: one revision per change, in commit order
-watch          streams the history to any number of watchers as it grows
+tables         the tables, and the reads and writes that one transaction is made of
+migrations     brings an older database to these tables
 follower       receives the events of other replicas' commits
-base_models    base models that servers have registered, with all their names
-layouts        layouts, and which of them are in use
-announcements  announcements of a layout's servers
-presence       renews these while servers watch, and withdraws them when they have left
+watch          streams the history to any number of watchers as it grows
+presence       renews announcements while servers watch, and withdraws them when they have left
 layout_usage   records that layouts are used, while pulls go on
-image_states   the state of each image, and who may pull it
-work_leases    work that only one replica may do at a time
-leftovers      blobs, versions and texts that nothing points to
-usage          the use of tenants, against their quotas
 """

@@ -27,7 +27,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from adapter_store.catalog.schema import history
+from adapter_store.catalog.tables.schema import history
 from adapter_store.errors import CatalogUnavailable, CorruptData, DiskFull, disk_full
 from servicekit.errors import FailedPrecondition, ServiceError
 
@@ -95,6 +95,17 @@ class Database(Protocol):
 
 def open_database(place: Place, space: Space) -> Database:
     return SqliteDatabase(place, space) if isinstance(place, Path) else PostgresDatabase(place)
+
+
+def in_batches(database: Database, forget: Callable[[Connection], int]) -> int:
+    """Repeats a change, in a transaction each, until it finds nothing; returns how much it has
+    found. One transaction for all could take more than a full volume has left."""
+    num_found, found = 0, 1
+    while found:
+        with database.write(is_large=num_found > 0) as conn:
+            found = forget(conn)
+        num_found += found
+    return num_found
 
 
 class Interrupt:

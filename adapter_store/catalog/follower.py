@@ -10,8 +10,8 @@ from collections.abc import Callable
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from adapter_store.catalog import events
 from adapter_store.catalog.database import PostgresDatabase
+from adapter_store.catalog.tables import events
 from adapter_store.core import AdapterEvent
 from adapter_store.errors import CatalogUnavailable, RevisionTooOld
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 
-from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.servers import Servers
 from servicekit.errors import Draining, NotFound, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ class Presence:
     """The servers that watch this replica. Calls `on_use` with the layout of each renewed
     announcement. Lives on the event loop."""
 
-    def __init__(self, catalog: Catalog, executor: Executor, on_use: Callable[[str], None]) -> None:
-        self._catalog = catalog
+    def __init__(self, servers: Servers, executor: Executor, on_use: Callable[[str], None]) -> None:
+        self._servers = servers
         self._executor = executor
         self._on_use = on_use
         self._num_watches: Counter[str] = Counter()
@@ -65,7 +65,7 @@ class Presence:
         renewing = self._renewing.get(announcement_id)
         if renewing is None:
             loop = asyncio.get_running_loop()
-            if loop.time() < self._retry_s or not self._catalog.is_renewal_due(announcement_id):
+            if loop.time() < self._retry_s or not self._servers.is_renewal_due(announcement_id):
                 return
             renewing = loop.create_task(self._write_renewal(announcement_id))
             self._renewing[announcement_id] = renewing
@@ -87,7 +87,7 @@ class Presence:
         loop = asyncio.get_running_loop()
         try:
             layout_id = await loop.run_in_executor(
-                self._executor, self._catalog.renew, announcement_id
+                self._executor, self._servers.renew, announcement_id
             )
         except Exception as error:
             self._retry_s = loop.time() + RETRY_SECONDS
@@ -120,11 +120,11 @@ class Presence:
             renewing = self._renewing.get(announcement_id)
             if renewing is not None:
                 await asyncio.shield(renewing)
-            last_renewal = self._catalog.last_renewal(announcement_id)
+            last_renewal = self._servers.last_renewal(announcement_id)
             if last_renewal is not None:
                 loop = asyncio.get_running_loop()
                 arguments = (announcement_id, last_renewal)
-                await loop.run_in_executor(self._executor, self._catalog.withdraw, *arguments)
+                await loop.run_in_executor(self._executor, self._servers.withdraw, *arguments)
         except Exception:
             logger.exception("an announcement was not withdrawn: it counts until it expires")
         finally:

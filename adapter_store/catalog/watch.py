@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 
-from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.history import History
 from adapter_store.core import AdapterEvent, EventKind, Tenants
 from servicekit.errors import Draining
 from servicekit.shares import FairExecutor, Shares
@@ -27,9 +27,9 @@ class Watch:
     its streams."""
 
     def __init__(
-        self, catalog: Catalog, calls: FairExecutor, bookmark_seconds: float, places: Shares
+        self, history: History, calls: FairExecutor, bookmark_seconds: float, places: Shares
     ) -> None:
-        self._catalog = catalog
+        self._history = history
         self._calls = calls
         self._places = places
         self._bookmark_seconds = bookmark_seconds
@@ -38,8 +38,8 @@ class Watch:
         self._last_received = 0
         self._changed = asyncio.Event()
         self._closed = False
-        catalog.on_change(self._on_change)
-        self._revision = catalog.revision()
+        history.on_change(self._on_change)
+        self._revision = history.revision()
 
     @property
     def num_watchers(self) -> int:
@@ -76,7 +76,7 @@ class Watch:
                     raise Draining("this store is shutting down")
                 # A caller may know of another replica's change before it is known here.
                 is_idle = position >= self._revision and not await self._change_from(position)
-                if is_idle and self._catalog.is_current:
+                if is_idle and self._history.is_current:
                     yield _bookmark(position)
 
     async def _read(self, position: int, account: str) -> list[AdapterEvent]:
@@ -88,7 +88,7 @@ class Watch:
             start = position + 1 - recent[0].revision
             return [recent[i] for i in range(start, min(start + BATCH_EVENTS, len(recent)))]
         return await self._loop.run_in_executor(
-            self._calls.of(account), self._catalog.events_since, position, BATCH_EVENTS
+            self._calls.of(account), self._history.since, position, BATCH_EVENTS
         )
 
     async def _change_from(self, position: int) -> bool:

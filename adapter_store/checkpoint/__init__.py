@@ -1,7 +1,7 @@
 """An adapter's files, read as hostile: every byte is understood, safe and used, or it is refused.
 
 conversion    copies of an adapter: as a plain LoRA, or without base weights
-peft          pEFT's config and its names of tensors, and which modules they mean
+peft          PEFT's config and its names of tensors, and which modules they mean
 reading       reads the files of an adapter: headers, values and hashes
 open          opens a checkpoint: runs all the checks below, in order
 features      the features that an adapter uses, by kind

@@ -6,7 +6,6 @@ Blocking; run it in a worker. `plan`, then `fill` into a buffer of the plan's si
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from pathlib import Path
 
 from adapter_store.blobs.local import Blobs
 from adapter_store.blobs.volume import Volume
-from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.images import ImageStates
+from adapter_store.catalog.layouts import Layouts
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.checkpoint.reading.memory_files import MemoryFolder
@@ -28,7 +28,7 @@ from adapter_store.errors import CorruptData, DiskFull, IncompatibleAdapter, Inv
 from adapter_store.images.compile import Image, compile_parts
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan.announcement import content_of
-from adapter_store.images.plan.layout import from_text
+from adapter_store.images.plan.layout import LayoutCache, no_layout
 from adapter_store.images.plan.plan import ImagePlan, plan_image
 from adapter_store.images.tiers.disk_tier import DiskTier, Removal
 from adapter_store.images.tiers.file import open_image, read_parts, write_image
@@ -44,8 +44,6 @@ CLAIM_WAIT_SECONDS = 4.0
 """How long to wait for another replica. It may be alive and yet make no progress: its job yields to
 pulls that wait for images which this replica has claimed in jobs that yield to this one."""
 
-MAX_CACHED_TARGETS = 1 << 19
-"""How many targets the parsed layouts in memory may have together: about 40 MB."""
 
 MAX_HIDDEN_SECONDS = 60.0
 """The longest build that a new record of known content is shown to take; a build that yields to
@@ -119,7 +117,8 @@ class ImageBuilder:
 
     def __init__(
         self,
-        catalog: Catalog,
+        layouts: Layouts,
+        states: ImageStates,
         blobs: Blobs,
         disk: DiskTier,
         volume: Volume,
@@ -129,7 +128,8 @@ class ImageBuilder:
         verified: VerifiedCheckpoints,
         shared: SharedTier | None = None,
     ) -> None:
-        self._catalog = catalog
+        self._registered = layouts
+        self._states = states
         self._blobs = blobs
         self._disk = disk
         self._volume = volume
@@ -138,7 +138,7 @@ class ImageBuilder:
         self._threads = threads
         self._verified = verified
         self._shared = shared
-        self._layouts = _LayoutCache(catalog)
+        self._layouts = LayoutCache(layouts)
         self._failed: OrderedDict[ImageKey, None] = OrderedDict()
 
     def plan(self, key: ImageKey, *, precompile: bool = False) -> Build:
@@ -217,13 +217,13 @@ class ImageBuilder:
         Raises NotFound, and IncompatibleAdapter if that is recorded and they need not wait.
         """
         digest, layout_id = key
-        access = self._catalog.image_access(key, self._delete_grace, tenants)
+        access = self._states.access(key, self._delete_grace, tenants)
         if not access.has_record:
             raise NotFound(f"no adapter {digest}", subject=digest)
         if not access.serves_base:
-            names = self._catalog.layout_bases(layout_id)
+            names = self._registered.bases(layout_id)
             if not names:
-                raise _no_layout(layout_id)
+                raise no_layout(layout_id)
             raise IncompatibleAdapter(
                 f"{digest} is not registered for base model {' or '.join(map(repr, names[:3]))}",
                 subject="base_model",
@@ -406,7 +406,7 @@ class ImageBuilder:
 
     def _record_fits(self, build: Build) -> None:
         build_micros = _micros(time.monotonic() - build.start_s)
-        self._catalog.set_fits(build.key, build_micros, build.content)
+        self._states.set_fits(build.key, build_micros, build.content)
 
     def _report_damage(self, error: CorruptData) -> None:
         logger.warning("damaged image; it is built again", extra={"why": str(error)})
@@ -433,7 +433,7 @@ class ImageBuilder:
             content=content,
         )
         try:
-            return self._catalog.set_verdict(key.digest, verdict)
+            return self._states.set_verdict(key.digest, verdict)
         except DiskFull as error:  # the image can be pulled all the same
             logger.error("a verdict is not recorded", extra={"why": error.message})
             return True
@@ -446,44 +446,8 @@ class ImageBuilder:
         )
 
 
-class _LayoutCache:
-    """Parsed layouts: those used last, of MAX_CACHED_TARGETS together. Thread-safe."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._lock = threading.Lock()
-        self._layouts: OrderedDict[str, Layout] = OrderedDict()
-        self._num_targets = 0
-
-    def get(self, layout_id: str) -> Layout:
-        """Raises NotFound."""
-        with self._lock:
-            if layout_id in self._layouts:
-                self._layouts.move_to_end(layout_id)
-                return self._layouts[layout_id]
-        body = self._catalog.layout_body(layout_id)
-        if body is None:
-            raise _no_layout(layout_id)
-        layout = from_text(body)
-        with self._lock:
-            self._put(layout_id, layout)
-        return layout
-
-    def _put(self, layout_id: str, layout: Layout) -> None:
-        if layout_id not in self._layouts:
-            self._layouts[layout_id] = layout
-            self._num_targets += len(layout.targets)
-        while self._num_targets > MAX_CACHED_TARGETS and len(self._layouts) > 1:
-            _, oldest = self._layouts.popitem(last=False)
-            self._num_targets -= len(oldest.targets)
-
-
 def _micros(build_s: float) -> int:
     return int(min(build_s, MAX_HIDDEN_SECONDS) * 1_000_000)
-
-
-def _no_layout(layout_id: str) -> NotFound:
-    return NotFound(f"no layout {layout_id}; register it", subject=layout_id)
 
 
 @contextmanager

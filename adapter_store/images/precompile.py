@@ -7,7 +7,8 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import Executor
 
-from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.images import ImageStates
+from adapter_store.catalog.layouts import Layouts
 from adapter_store.core import ImageKey
 from adapter_store.images.tiers.cache import ImageCache
 from servicekit.telemetry import spans
@@ -27,7 +28,8 @@ class Precompiler:
 
     def __init__(
         self,
-        catalog: Catalog,
+        layouts: Layouts,
+        states: ImageStates,
         images: ImageCache,
         executor: Executor,
         num_workers: int,
@@ -35,7 +37,8 @@ class Precompiler:
         only_pinned: bool = False,
     ) -> None:
         self._only_pinned = only_pinned
-        self._catalog = catalog
+        self._layouts = layouts
+        self._states = states
         self._images = images
         self._executor = executor
         # Scans wait while the workers are busy, so the queue stays short.
@@ -106,6 +109,6 @@ class Precompiler:
 
     def _unfinished(self, layout_id: str, after_digest: str) -> list[str]:
         """Returns a page of digests to compile; none if the layout has no server any more."""
-        if layout_id not in self._catalog.served_layouts():
+        if layout_id not in self._layouts.served():
             return []
-        return self._catalog.unfinished(layout_id, after_digest, PAGE_DIGESTS)
+        return self._states.unfinished(layout_id, after_digest, PAGE_DIGESTS)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
-from adapter_store.catalog.base_models import KnownBaseModels
-from adapter_store.checkpoint.peft.config import names_local_path
+from adapter_store.catalog.tables.base_models import KnownBaseModels
 from adapter_store.core import BaseModelChoice, BaseModelSource
+from contract.base_model_names import find_named, may_mean, names_local_path
+from contract.words import listed
 from servicekit.errors import InvalidArgument
 
-MAX_CANDIDATES = 8
-"""How many base models a refusal lists."""
 _SHOWN_CHARS = 160
-
-_CACHED = re.compile(r"models--([^/\\]+)--([^/\\]+)")
-"""The folder of a model in the cache of a hub's client, for ORG/NAME."""
-_QUANTIZED = re.compile(r"(?i)(-unsloth)?(-bnb)?-[48]-?bits?$|-(awq|gptq)(-int[48])?$")
-"""The endings of the names of quantized copies."""
 
 
 def choose_base_model(
@@ -35,12 +28,12 @@ def choose_base_model(
     """
     is_path = names_local_path(in_config)
     if given:
-        reason = "as given" + _unlike(in_config, is_path, given, known)
+        reason = "as given" + _unlike(in_config, given, known)
         return BaseModelChoice(given, BaseModelSource.CALLER, reason)
     if _is_as_before(in_config, is_path, known):
         reason = "as in the version before"
         return BaseModelChoice(known.current, BaseModelSource.CURRENT_VERSION, reason)
-    matching = _matching(in_config, is_path, known)
+    matching = _matching(in_config, known)
     if len(matching) == 1:
         reason = f"registered by a server, and the adapter's config names {_show(in_config)}"
         return BaseModelChoice(matching[0], BaseModelSource.SERVED, reason)
@@ -51,13 +44,11 @@ def choose_base_model(
         return BaseModelChoice(in_config, BaseModelSource.CONFIG, reason)
     if default:
         reason = "the base model of the server that was asked to load it"
-        reason += _unlike(in_config, is_path, default, known)
+        reason += _unlike(in_config, default, known)
         return BaseModelChoice(default, BaseModelSource.DEFAULT, reason)
     if len(known.served) == 1:
         name = next(iter(known.served))
-        reason = "the only one that servers have registered" + _unlike(
-            in_config, is_path, name, known
-        )
+        reason = "the only one that servers have registered" + _unlike(in_config, name, known)
         return BaseModelChoice(name, BaseModelSource.ONLY_SERVED, reason)
     raise _undecided(in_config, matching, known)
 
@@ -71,34 +62,17 @@ def _is_as_before(in_config: str, is_path: bool, known: KnownBaseModels) -> bool
     return is_path or in_config in ("", known.current_in_config)
 
 
-def _matching(in_config: str, is_path: bool, known: KnownBaseModels) -> list[str]:
-    """Returns the base models with a name that the config has, by the first of the rules that finds
-    any; or else with that name without the ending for quantized copies: such adapters are trained
-    on a quantized copy, and serve the model."""
-    whole = set(_names_in(in_config, is_path))
-    plain = {_QUANTIZED.sub("", name) for name in whole}
-    return _named(whole, known) or _named(plain - whole, known)
+def _matching(in_config: str, known: KnownBaseModels) -> list[str]:
+    """Returns the base models with a name that the config has. Of several the ones with a server
+    now come first."""
+    return _with_server(find_named(in_config, known.served), known)
 
 
-def _named(candidates: Collection[str], known: KnownBaseModels) -> list[str]:
-    for is_match in (_is_equal, _is_equal_but_case, _has_equal_end, _has_equal_end_elsewhere):
-        found = [
-            base_model
-            for base_model, names in known.served.items()
-            if any(is_match(name, each) for name in names for each in candidates)
-        ]
-        if found:
-            return _with_server(found, known)
-    return []
-
-
-def _unlike(in_config: str, is_path: bool, chosen: str, known: KnownBaseModels) -> str:
+def _unlike(in_config: str, chosen: str, known: KnownBaseModels) -> str:
     """Returns an addition where the config names a model whose last part differs from all names of
     the chosen one, because an adapter of another model may fit, and compute nonsense."""
-    names = set(_names_in(in_config, is_path))
-    names |= {_QUANTIZED.sub("", name) for name in names}
     own = known.served.get(chosen, frozenset()) | {chosen}
-    if not names or any(_has_equal_end_elsewhere(name, each) for name in names for each in own):
+    if may_mean(in_config, own):
         return ""
     return f"; the adapter's config names {_show(in_config)}: make sure that it is the same model"
 
@@ -108,51 +82,6 @@ def _with_server(base_models: Collection[str], known: KnownBaseModels) -> list[s
     return [each for each in base_models if each not in known.gone] or list(base_models)
 
 
-def _names_in(in_config: str, is_path: bool) -> Iterator[str]:
-    """Yields the names that a config may mean: its own, or of a path the model whose folder in a
-    hub's cache it is, and the last part."""
-    if not is_path:
-        yield from filter(None, [in_config])
-        return
-    yield in_config
-    cached = _CACHED.search(in_config)
-    if cached is not None:
-        yield f"{cached[1]}/{cached[2]}"
-    yield from filter(None, [_end(in_config)])
-
-
-def _is_equal(name: str, other: str) -> bool:
-    return name == other
-
-
-def _is_equal_but_case(name: str, other: str) -> bool:
-    """Hubs do not tell names apart by case."""
-    return name.casefold() == other.casefold()
-
-
-def _has_equal_end(name: str, other: str) -> bool:
-    """Returns whether the last parts are equal, and not both of an organisation."""
-    return _has_equal_end_elsewhere(name, other) and not (_has_owner(name) and _has_owner(other))
-
-
-def _has_equal_end_elsewhere(name: str, other: str) -> bool:
-    """Returns whether the last parts are equal, maybe of different organisations: copies of a model
-    mostly keep its name."""
-    end = _end(name)
-    return end != "" and end == _end(other)
-
-
-def _has_owner(name: str) -> bool:
-    return "/" in name and not names_local_path(name)
-
-
-def _end(name: str) -> str:
-    """Returns the last part of a name or path, in lower case; "" if that means nothing
-    elsewhere."""
-    end = re.split(r"[/\\]", name.rstrip("/\\"))[-1].casefold()
-    return "" if end in (".", "..", "~") else end
-
-
 def _show(name: str) -> str:
     return repr(name[:_SHOWN_CHARS])
 
@@ -160,12 +89,9 @@ def _show(name: str) -> str:
 def _list(candidates: Collection[str], known: KnownBaseModels) -> str:
     shown = [
         f"{_show(each)} (its servers have left)" if each in known.gone else _show(each)
-        for each in sorted(candidates)[:MAX_CANDIDATES]
+        for each in sorted(candidates)
     ]
-    text = ", ".join(shown)
-    if len(candidates) > MAX_CANDIDATES:
-        text += f" and {len(candidates) - MAX_CANDIDATES} others"
-    return text
+    return listed(shown, "others")
 
 
 def _others(matching: Collection[str], known: KnownBaseModels) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from adapter_store.blobs.local import Blobs
 from adapter_store.blobs.volume import Volume, reporting_full
-from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.filters import check_labels
-from adapter_store.catalog.rows import NewVersion
+from adapter_store.catalog.blobs import BlobRecords
+from adapter_store.catalog.names import Names
+from adapter_store.catalog.tables.filters import check_labels
+from adapter_store.catalog.tables.rows import NewVersion
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.checkpoint.reading.memory_files import MemoryFolder
@@ -80,7 +81,8 @@ class Registrar:
 
     def __init__(
         self,
-        catalog: Catalog,
+        names: Names,
+        records: BlobRecords,
         blobs: Blobs,
         volume: Volume,
         verified: VerifiedCheckpoints,
@@ -95,7 +97,8 @@ class Registrar:
         ephemeral_bytes: Shares,
         make_room: Callable[[str | None], object],
     ) -> None:
-        self._catalog = catalog
+        self._names = names
+        self._records = records
         self._blobs = blobs
         self._volume = volume
         self._verified = verified
@@ -138,7 +141,7 @@ class Registrar:
             check_signature(self._policies.policy, request.name.tenant, request.signature)
         if request.if_current_digest:
             try:
-                current = self._catalog.get(AdapterRef(name=request.name))[0].digest
+                current = self._names.get(AdapterRef(name=request.name))[0].digest
             except NotFound:
                 current = "nothing"
             if current != request.if_current_digest:
@@ -146,7 +149,7 @@ class Registrar:
                     f"if_current_digest: {request.name} points to {current}",
                     subject="if_current_digest",
                 )
-        self._catalog.check_capacity(request.name, request.expected_digest, self._quota(request))
+        self._names.check_capacity(request.name, request.expected_digest, self._quota(request))
         self._volume.check_space(0)
 
     def register(
@@ -228,7 +231,7 @@ class Registrar:
         with child_span("check"):
             text = self._read_text(request, staging)
             checkpoint = self._open(staging)
-            known = self._catalog.known_base_models(request.name)
+            known = self._names.known_base_models(request.name)
             base = choose_base_model(
                 request.base_model,
                 checkpoint.base_model,
@@ -323,11 +326,11 @@ class Registrar:
         limits = self._policies.policy.tenant(request.name.tenant)
         keep = limits.keep(request.keep)
         try:
-            return self._catalog.register(new, request.if_current_digest, limits.quota, keep)
+            return self._names.register(new, request.if_current_digest, limits.quota, keep)
         except CatalogUnavailable:
             raise
         except ServiceError:
-            place = self._catalog.take_blob(new.digest)
+            place = self._records.take(new.digest)
             if place is not None:
                 self._blobs.remove(new.digest, place)
             raise

@@ -6,7 +6,7 @@ import logging
 import threading
 import uuid
 
-from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.leases import WorkLeases
 from adapter_store.errors import CatalogUnavailable
 
 logger = logging.getLogger(__name__)
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 class Leases:
     """Thread-safe. The leases of a replica that is killed expire after `lease_seconds`."""
 
-    def __init__(self, catalog: Catalog, lease_seconds: float) -> None:
-        self._catalog = catalog
+    def __init__(self, rows: WorkLeases, lease_seconds: float) -> None:
+        self._rows = rows
         self._lease_seconds = lease_seconds
         self._owner = uuid.uuid4().hex
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class Leases:
 
     def acquire(self, key: str) -> bool:
         """Returns False if another replica has the lease. Raises CatalogUnavailable."""
-        if not self._catalog.acquire_lease(key, self._owner, self._lease_seconds):
+        if not self._rows.acquire(key, self._owner, self._lease_seconds):
             return False
         with self._lock:
             self._held.add(key)
@@ -40,7 +40,7 @@ class Leases:
 
     def is_held(self, key: str) -> bool:
         """Returns whether any replica has the lease. Raises CatalogUnavailable."""
-        return self._catalog.is_leased(key)
+        return self._rows.is_held(key)
 
     def forget(self, key: str) -> None:
         """Stops renewing a lease that is released by other means, or left to expire."""
@@ -51,7 +51,7 @@ class Leases:
         """Releases a lease; if the catalog does not answer, it expires."""
         self.forget(key)
         try:
-            self._catalog.release_lease(key, self._owner)
+            self._rows.release(key, self._owner)
         except CatalogUnavailable as error:
             logger.warning("a lease was not released; it expires", extra={"why": str(error)})
 
@@ -67,7 +67,7 @@ class Leases:
             if not held:
                 continue
             try:
-                self._catalog.renew_leases(held, self._owner, self._lease_seconds)
+                self._rows.renew(held, self._owner, self._lease_seconds)
             except CatalogUnavailable as error:
                 logger.warning("leases were not renewed", extra={"why": str(error)})
             except Exception:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.history import History
 from adapter_store.core import AdapterEvent
 from servicekit.errors import ServiceError
 
@@ -19,12 +19,12 @@ class PinRefresher:
     """Calls `refresh` after changes, once for any number of them, one call at a time. Lives on the
     event loop."""
 
-    def __init__(self, catalog: Catalog, refresh: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, history: History, refresh: Callable[[], Awaitable[None]]) -> None:
         self._refresh = refresh
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._run())
-        catalog.on_change(self._on_change)
+        history.on_change(self._on_change)
 
     def close(self) -> None:
         self._task.cancel()

@@ -28,11 +28,13 @@ from contract.adapter_files import (
     MAX_FILES,
     PICKLE_FILE,
     WEIGHTS_FILE,
+    checkpoint_step,
     is_adapter_file,
     is_plain_name,
     is_text_file,
 )
 from contract.folders import shown
+from contract.words import listed
 from servicekit.errors import Draining, InvalidArgument, QuotaExceeded, ShareExceeded
 from servicekit.shares import Shares
 
@@ -52,8 +54,6 @@ AddressOf: TypeAlias = Callable[[str], str]
 """Returns the URI of a folder in a source."""
 
 _PICKLE = re.compile(r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)")
-_CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
-MAX_LISTED = 8
 """How many folders with adapters a refusal lists."""
 
 
@@ -502,7 +502,7 @@ def check_file_name(name: str, subject: str) -> str:
 def find_checkpoints(names: Iterable[str]) -> list[str]:
     """Returns the names that trainers give to checkpoints. A refusal has no others, because other
     files in a folder may be another tenant's."""
-    return [name for name in names if _CHECKPOINT.fullmatch(name)]
+    return [name for name in names if checkpoint_step(name) is not None]
 
 
 def choose_files(
@@ -551,16 +551,13 @@ def _suggest(below: Iterable[str], where: str, address_of: AddressOf | None) -> 
     found = sorted(below, key=_step, reverse=True)
     if not found:
         return ""
-    listed = ", ".join(found[:MAX_LISTED])
-    if len(found) > MAX_LISTED:
-        listed += f" and {len(found) - MAX_LISTED} others"
     place = address_of(found[0]) if address_of else f"{where.rstrip('/')}/{found[0]}"
-    return f"; below it are {listed}: register one of them, such as {place}"
+    return f"; below it are {listed(found, 'others')}: register one of them, such as {place}"
 
 
 def _step(folder: str) -> tuple[int, str]:
-    checkpoint = _CHECKPOINT.fullmatch(folder)
-    return (int(checkpoint[1]) if checkpoint else -1), folder
+    step = checkpoint_step(folder)
+    return (-1 if step is None else step), folder
 
 
 def _no_weights(available: set[str], where: str) -> InvalidAdapter:

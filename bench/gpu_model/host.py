@@ -34,11 +34,11 @@ from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
 from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.sampler import Sampler
-from inference_svc.engine.host.messages import StepOutputs
-from inference_svc.engine.host.process_main import encode
 from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.settle import Settler
+from inference_svc.engine.transport.messages import StepOutputs
+from inference_svc.engine.transport.process_main import encode
 from inference_svc.model.description import Decoder, KVPlace
 from inference_svc.model.kv_caches import KVCaches
 from kernels.attention import KVCache

@@ -37,7 +37,7 @@ from inference_svc.model.description import (
 )
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from inference_svc.model.layers import Linear
-from inference_svc.model.operations import Held, Scalar, Table
+from inference_svc.model.operations import Scalar, Table, WeightSpec
 from inference_svc.model.transformer import Transformer
 from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
@@ -77,14 +77,14 @@ def random_transformer(
         bias = random(1, each.num_rows)[0] if each.has_bias else None
         return Linear(random(each.num_rows, each.in_features), bias)
 
-    def make(held: Held) -> Tensor | Linear | NormWeight | float:
-        if isinstance(held, Norm):
-            return ones(held, dtype, device)
-        if isinstance(held, Projection | ExpertsProjection):
-            return linear(held)
-        if isinstance(held, Table):
-            return random(held.num_rows, held.size)
-        return SCALAR if isinstance(held, Scalar) else torch.randn(held.size, device=device)
+    def make(spec: WeightSpec) -> Tensor | Linear | NormWeight | float:
+        if isinstance(spec, Norm):
+            return ones(spec, dtype, device)
+        if isinstance(spec, Projection | ExpertsProjection):
+            return linear(spec)
+        if isinstance(spec, Table):
+            return random(spec.num_rows, spec.size)
+        return SCALAR if isinstance(spec, Scalar) else torch.randn(spec.size, device=device)
 
     weights: ModelWeights[Linear] = ModelWeights.made(
         decoder, functools.cache(make) if shares_layers else make

@@ -45,7 +45,7 @@ from bench.gpu_run.services.folder import pack_stubs
 from bench.store.memory_store import image_header, store_layout
 from contract.images.header import Segment
 from inference_svc.adapters.targets import build_layout
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.model.architectures import load_description
 from loadout.demo import jobs
 

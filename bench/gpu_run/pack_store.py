@@ -25,7 +25,7 @@ from contract.images.header import (
 from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import EngineConfig, Request, SamplingParams
-from inference_svc.engine.host.messages import LayoutAccepted, Message, StepOutputs, Submit
+from inference_svc.engine.transport.messages import LayoutAccepted, Message, StepOutputs, Submit
 
 MANIFEST, MODEL, IMAGES, RECORDED, PEERS = (
     "pack.json",

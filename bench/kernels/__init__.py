@@ -1,1 +1,13 @@
-"""Native kernels by themselves, and the bounds of this machine."""
+"""Native kernels by themselves, and the bounds of this machine.
+
+attention    compares attention on the CPU in the C++ kernels and in torch, with its bytes and
+             products
+experts      times a mixture of experts on the CPU against its floor, with adapters, and against
+             transformers
+gemm_shapes  times matrix products in the order of a step, with every kernel of this machine
+linear       compares our base projections with oneDNN's and its packed weights, in bf16
+lora         compares LoRA of one bench-200m step in native operations and in torch, without a base
+             model
+roofline     measures the floors of a step's time on this machine, with the methods of our
+             benchmarks
+"""

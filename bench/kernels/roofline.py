@@ -56,9 +56,9 @@ class ModelFloor:
         self.projections = Products(step_shapes(described))
         attention, last = described.attentions[-1], described.num_layers - 1
         whole = sum(
-            held.out_features * held.in_features
-            for held, layer in weights_of(described)
-            if layer == last and isinstance(held, Projection | ExpertsProjection)
+            spec.out_features * spec.in_features
+            for spec, layer in weights_of(described)
+            if layer == last and isinstance(spec, Projection | ExpertsProjection)
         )
         keys_and_values = attention.qkv.out_features - attention.q_size
         self._last_flops = 2.0 * (whole - keys_and_values * attention.qkv.in_features)

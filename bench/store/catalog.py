@@ -23,9 +23,9 @@ from typing import Any
 
 from sqlalchemy import insert, text, update
 
-from adapter_store.catalog import schema
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Place
+from adapter_store.catalog.tables import schema
 from adapter_store.catalog.watch import Watch
 from servicekit.refs import AdapterName, AdapterRef
 from servicekit.shares import FairExecutor, Shares
@@ -60,8 +60,8 @@ def measure(place: Place, num_adapters: int, repeats: int) -> dict[str, Any]:
     catalog.close()
     start = time.perf_counter()
     catalog = Catalog(place, event_retention=100_000)
-    catalog.pinned_keys()
-    catalog.blob_digests()
+    catalog.images.pinned_keys()
+    catalog.blobs.digests()
     start_seconds = time.perf_counter() - start
     draw = random.Random(0)
 
@@ -71,16 +71,16 @@ def measure(place: Place, num_adapters: int, repeats: int) -> dict[str, Any]:
     last = [""]
 
     def next_page() -> None:
-        last[0] = catalog.page(100, last[0])[1]
+        last[0] = catalog.names.page(100, last[0])[1]
 
     calls: dict[str, Callable[[], object]] = {
         "list_page": next_page,
-        "list_tenant_page": lambda: catalog.page(100, "", f"tenant={name().tenant}"),
-        "get_by_name": lambda: catalog.get(AdapterRef(name())),
-        "get_by_digest": lambda: catalog.get(
+        "list_tenant_page": lambda: catalog.names.page(100, "", f"tenant={name().tenant}"),
+        "get_by_name": lambda: catalog.names.get(AdapterRef(name())),
+        "get_by_digest": lambda: catalog.names.get(
             AdapterRef(digest=digest_of(draw.randrange(num_adapters)))
         ),
-        "list_versions": lambda: catalog.versions(name()),
+        "list_versions": lambda: catalog.names.versions(name()),
     }
     found = {key: milliseconds(call, repeats) for key, call in calls.items()}
     found["watch_start"] = asyncio.run(watch_milliseconds(catalog, repeats))
@@ -90,14 +90,14 @@ def measure(place: Place, num_adapters: int, repeats: int) -> dict[str, Any]:
 
 def fill(catalog: Catalog, num_adapters: int) -> None:
     """Inserts the rows that `num_adapters` registrations would leave, without their commits."""
-    with catalog._database.migrating() as conn:
+    with catalog.database.migrating() as conn:
         for first in range(0, num_adapters, BATCH_ROWS):
             numbers = range(first, min(first + BATCH_ROWS, num_adapters))
             for table, make in ROWS.items():
                 conn.execute(insert(schema.metadata.tables[table]), [make(i) for i in numbers])
         conn.execute(update(schema.history).values(revision=num_adapters))
         conn.execute(text("ANALYZE"))
-    catalog.add_layout(LAYOUT, "org/tiny", "{}")
+    catalog.layouts.add(LAYOUT, "org/tiny", "{}")
 
 
 def digest_of(number: int) -> str:
@@ -160,8 +160,8 @@ async def watch_milliseconds(catalog: Catalog, repeats: int) -> float:
     """Times a watcher that is a hundred events late, from its call to the first event."""
     times = []
     with closing(FairExecutor(4, "calls")) as calls:
-        watch = Watch(catalog, calls, 1, Shares("watches", 1 << 20))
-        since = catalog.revision() - 100
+        watch = Watch(catalog.history, calls, 1, Shares("watches", 1 << 20))
+        since = catalog.history.revision() - 100
         for _ in range(repeats):
             start = time.perf_counter()
             events = watch.stream(since)

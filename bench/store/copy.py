@@ -11,7 +11,7 @@ from typing import Any
 from bench.store.memory_store import MemoryStore
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.engine.build import BuiltEngine
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.thread import EngineThread
 
 
 @dataclass(frozen=True, slots=True)

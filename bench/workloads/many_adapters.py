@@ -41,7 +41,7 @@ from bench.results import FOLDER, median, percentile, show, write
 from bench.store.memory_store import MemoryStore
 from bench.workloads.trace import Arrival, Traffic
 from inference_svc.core import EngineConfig
-from inference_svc.engine.operations.status_types import EngineStatus
+from inference_svc.engine.control.status_types import EngineStatus
 
 IN_ARENA = 32
 KV_TOKENS = 1 << 14

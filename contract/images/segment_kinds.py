@@ -6,8 +6,8 @@ import enum
 
 
 class SegmentKind(enum.Enum):
-    """The meaning of a segment's bytes, in the order of one target's segments. UNKNOWN: of a later
-    release; never of an image that is computed with."""
+    """Kind of a change that an adapter makes to a module: the meaning of a segment's bytes, in the
+    order of one target's segments. UNKNOWN: the sender is newer; no image is read with it."""
 
     A = "a"
     B = "b"
@@ -17,6 +17,8 @@ class SegmentKind(enum.Enum):
     ROWS = "rows"
     FULL = "full"
     UNKNOWN = "unknown"
+
+    __hash__ = object.__hash__  # Enum's own is Python code, called for every segment of an image
 
 
 LORA_KINDS = (SegmentKind.A, SegmentKind.B)
@@ -43,4 +45,16 @@ KIND_WORDS = {
     SegmentKind.ROWS: "rows of its own for tokens",
     SegmentKind.FULL: "whole weights of its own",
 }
-"""The further kinds in words."""
+"""The further kinds in words, as of an adapter that has them."""
+
+KIND_LABELS = {
+    SegmentKind.A: "A",
+    SegmentKind.B: "B",
+    SegmentKind.BIAS: "bias of B",
+    SegmentKind.MAGNITUDE: "DoRA magnitude",
+    SegmentKind.ROW_IDS: "",  # ROWS has them
+    SegmentKind.ROWS: "rows of tokens",
+    SegmentKind.FULL: "whole weight",
+    SegmentKind.UNKNOWN: "unknown",
+}
+"""The kinds in a column of a table."""

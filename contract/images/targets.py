@@ -10,7 +10,7 @@ from contract.images.dtypes import DataType
 
 class TargetKind(enum.Enum):
     """Kind of a module that adapters change: EXPERTS is one projection of all experts of a mixture,
-    VECTOR a norm's weight or a bias of the base. UNKNOWN: of a later release; never of a layout."""
+    VECTOR a norm's weight or a bias of the base. UNKNOWN: the server is newer than this client."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"

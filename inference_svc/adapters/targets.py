@@ -39,11 +39,11 @@ def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> Model
     targets = [
         Target(EMBED_TOKENS, None, EMBEDDING, TargetKind.EMBEDDING, vocab, hidden, space=TEXT)
     ]
-    for held, layer in weights_of(decoder):
-        if isinstance(held, ExpertsProjection):
-            targets += _experts_targets_of(held, layer)
-        elif isinstance(held, Projection) and held.name != HEAD:
-            targets += _targets_of(held, layer)
+    for spec, layer in weights_of(decoder):
+        if isinstance(spec, ExpertsProjection):
+            targets += _experts_targets_of(spec, layer)
+        elif isinstance(spec, Projection) and spec.name != HEAD:
+            targets += _targets_of(spec, layer)
     linear = TargetKind.LINEAR
     targets.append(
         Target(LM_HEAD, None, HEAD, linear, hidden, vocab, space=SAMPLED, tied_to=tied_to)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from inference_svc.api.request_trace import GenerationTrace, begin_generation
 from inference_svc.core import FinishReason, Principal, Request
-from inference_svc.engine.host.messages import Timings, Usage
+from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import AdapterUnavailable
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.metrics.metrics import CANCELLED, Metrics, RequestEnd

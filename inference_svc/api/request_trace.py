@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from inference_svc.core import FinishReason, Request
-from inference_svc.engine.host.messages import Output, Timings
+from inference_svc.engine.transport.messages import Output, Timings
 from servicekit.telemetry import spans
 from servicekit.telemetry.spans import CANCELLED, Attribute, OpenSpan
 from servicekit.telemetry.tracing import DEADLINE_SLACK_S

@@ -23,12 +23,12 @@ from inference_svc.core import (
     Request,
     SamplingDefaults,
 )
-from inference_svc.engine.host.messages import PauseMode
-from inference_svc.engine.operations.status_types import (
+from inference_svc.engine.control.status_types import (
     AdapterDetails,
     EngineStatus,
     ResidentAdapter,
 )
+from inference_svc.engine.transport.messages import PauseMode
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.results.routed_experts import ExpertLayers

@@ -1,6 +1,6 @@
 """How one step is computed on a kind of device: the only folder that distinguishes them.
 
-native          cPUs with AVX2 or AVX-512: the decoder as one program in C++
+native          CPUs with AVX2 or AVX-512: the decoder as one program in C++
 cuda            a CUDA device: Triton kernels, steps recorded and replayed
 base            the protocols Backend and BackendFactory, and the allocations common to all backends
 adapter_memory  the part of a backend that holds adapters
@@ -12,7 +12,7 @@ speed_notes     why a machine computes more slowly than it could, for operators
 slot_runs       which slots compute which tokens of a step
 magnitudes      DoRA's magnitudes, divided by the norms of the outputs that they scale, at load
 
-To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add its factory to
+To add one: write `backends/NAME.py`, or a folder of that name, and add its factory to
 `select.BACKENDS`, before the backends that it is preferred to. Its `BackendFactory`
 
 1. `supports` says whether it computes on `config.device` with these settings; `features` names the

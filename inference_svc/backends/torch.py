@@ -290,6 +290,7 @@ class TorchBackend(AdapterMemory):
 
     def free_memory(self, *, weights: bool) -> int:
         held_bytes = self.kv_bytes + self.weights_bytes
+        self._last = None  # which has both
         self.kv_caches = None
         if weights:
             self._magnitudes = None

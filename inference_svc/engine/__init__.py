@@ -1,7 +1,7 @@
 """The engine: schedules, computes and settles one batch per step; driven by messages.
 
-operations     what operators ask of an engine: commands, sleep, status and details
-host           where the engine runs: a thread or a process, and the messages to and from it
+control        what operators ask of an engine: commands, sleep, status and details
+transport      where the engine runs: a thread or a process, and the messages to and from it
 compute        computes a batch: runs it, chooses tokens, and measures it
 policy         decides which sequences a step computes, in plain Python without tensors
 engine         one step: take messages, schedule, run, settle

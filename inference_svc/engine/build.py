@@ -30,13 +30,12 @@ from inference_svc.engine.compute.routed_pages import RoutedPages
 from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.sampler import Sampler
 from inference_svc.engine.compute.step_times import StepTimes
+from inference_svc.engine.control.commands import Commands
+from inference_svc.engine.control.inspect import Inspect, InspectImage
+from inference_svc.engine.control.life_cycle import LifeCycle
+from inference_svc.engine.control.status import Describe
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.host.messages import Restored
 from inference_svc.engine.memory_budget import check_budgets, human
-from inference_svc.engine.operations.commands import Commands
-from inference_svc.engine.operations.inspect import Inspect, InspectImage
-from inference_svc.engine.operations.life_cycle import LifeCycle
-from inference_svc.engine.operations.status import Describe
 from inference_svc.engine.policy.admission import Admission
 from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.prices import (
@@ -47,6 +46,7 @@ from inference_svc.engine.policy.prices import (
 )
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.settle import Settler
+from inference_svc.engine.transport.messages import Restored
 from inference_svc.host.cpus import partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
 from inference_svc.model.architectures import load_description

@@ -22,7 +22,14 @@ from inference_svc.core import (
 from inference_svc.engine.compute.losses import Loss, Losses
 from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.step_times import StepPhases, StepTimes
-from inference_svc.engine.host.messages import (
+from inference_svc.engine.control.commands import Commands
+from inference_svc.engine.control.life_cycle import LifeCycle
+from inference_svc.engine.policy.admission import Admission
+from inference_svc.engine.policy.expiries import Expiries
+from inference_svc.engine.policy.moves import Moves
+from inference_svc.engine.policy.scheduler import Scheduler
+from inference_svc.engine.policy.settle import Settler
+from inference_svc.engine.transport.messages import (
     Abandon,
     Call,
     Cancel,
@@ -40,13 +47,6 @@ from inference_svc.engine.host.messages import (
     Submit,
     Superseded,
 )
-from inference_svc.engine.operations.commands import Commands
-from inference_svc.engine.operations.life_cycle import LifeCycle
-from inference_svc.engine.policy.admission import Admission
-from inference_svc.engine.policy.expiries import Expiries
-from inference_svc.engine.policy.moves import Moves
-from inference_svc.engine.policy.scheduler import Scheduler
-from inference_svc.engine.policy.settle import Settler
 from inference_svc.errors import (
     AdapterUnavailable,
     AdapterUnusable,

@@ -17,7 +17,13 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from inference_svc.core import Request
-from inference_svc.engine.host.messages import (
+from inference_svc.engine.control.status_types import (
+    AdapterDetails,
+    EngineDetails,
+    EngineStatus,
+    ResidentAdapter,
+)
+from inference_svc.engine.transport.messages import (
     Abandon,
     Call,
     Cancel,
@@ -30,12 +36,6 @@ from inference_svc.engine.host.messages import (
     StepOutputs,
     StepTrace,
     Submit,
-)
-from inference_svc.engine.operations.status_types import (
-    AdapterDetails,
-    EngineDetails,
-    EngineStatus,
-    ResidentAdapter,
 )
 from inference_svc.errors import DuplicateRequest, EngineFailed
 from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from inference_svc.core import AdapterVersion, FinishReason, Request
-from inference_svc.engine.host.messages import Output, Timings, Usage
+from inference_svc.engine.transport.messages import Output, Timings, Usage
 from inference_svc.results.base import ResultPart, Scope
 from inference_svc.text.detokenizer import Detokenizer, TokenDecoder
 from inference_svc.text.stop import StopMatcher

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 
 from inference_svc.core import ANYONE
-from inference_svc.engine.operations.status_types import EngineStatus, ResidentAdapter, TierStatus
+from inference_svc.engine.control.status_types import EngineStatus, ResidentAdapter, TierStatus
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.gateway import LOADED, gateway_metrics, residency_series

@@ -8,7 +8,7 @@ from itertools import islice, zip_longest
 
 from prometheus_client.core import Metric
 
-from inference_svc.engine.operations.status_types import EngineStatus, ResidentAdapter
+from inference_svc.engine.control.status_types import EngineStatus, ResidentAdapter
 from inference_svc.metrics.definitions import DEFINITIONS
 
 LOADED = "vllm:lora_adapter_loaded"

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from inference_svc.core import FinishReason
-from inference_svc.engine.host.messages import Timings, Usage
+from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import DeviceFault, QueueFull
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import Snapshot, engine_metrics, snapshot_gateway_metrics

@@ -75,13 +75,13 @@ class Scalar:
     layer: int
 
 
-Held: TypeAlias = Table | Projection | ExpertsProjection | Norm | Numbers | Scalar
+WeightSpec: TypeAlias = Table | Projection | ExpertsProjection | Norm | Numbers | Scalar
 
 
 class Weight(NamedTuple):
     """A weight that an operation reads: of a layer or, None, of the whole model."""
 
-    held: Held
+    spec: WeightSpec
     layer: int | None
 
 
@@ -97,12 +97,12 @@ class Op:
     @property
     def weights(self) -> Iterator[Weight]:
         """In the order of the model's parameters."""
-        for each in self._held:
+        for each in self._specs:
             if each is not None:
                 yield Weight(each, each.layer if isinstance(each, Scalar) else self.layer)
 
     @property
-    def _held(self) -> tuple[Held | None, ...]:
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
         return ()
 
 
@@ -114,7 +114,7 @@ class Embed(Op):
     is_adapted: bool = False
 
     @property
-    def _held(self) -> tuple[Held | None, ...]:
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
         return (self.table,)
 
 
@@ -173,7 +173,7 @@ class AddNorm(Op):
         return self.inputs[1] if len(self.inputs) > 1 else None
 
     @property
-    def _held(self) -> tuple[Held | None, ...]:
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
         return (self.sum_scale if isinstance(self.sum_scale, Scalar) else None, self.norm)
 
 
@@ -184,7 +184,7 @@ class NormOf(Op):
     norm: Norm
 
     @property
-    def _held(self) -> tuple[Held | None, ...]:
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
         return (self.norm,)
 
 
@@ -201,7 +201,7 @@ class Project(Op):
         object.__setattr__(self, "group", key_of(self.projection.name, self.layer))
 
     @property
-    def _held(self) -> tuple[Held | None, ...]:
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
         return (self.projection,)
 
 
@@ -215,7 +215,7 @@ class RotateAndStore(Op):
     growth: Value | None
 
     @property
-    def _held(self) -> tuple[Held | None, ...]:
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
         return (self.attention.q_norm, self.attention.k_norm, self.attention.v_norm)
 
 
@@ -230,7 +230,7 @@ class Attend(Op):
         return _numbers(self.attention.sinks, self.attention.num_heads, self.layer)
 
     @property
-    def _held(self) -> tuple[Held | None, ...]:
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
         return (self.sinks,)
 
 
@@ -259,7 +259,7 @@ class Route(Op):
         return _numbers(self.experts.router.expert_scales, self.experts.num_experts, self.layer)
 
     @property
-    def _held(self) -> tuple[Held | None, ...]:
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
         return (self.bias, self.expert_scales)
 
 
@@ -280,7 +280,7 @@ class ProjectExperts(Op):
         object.__setattr__(self, "group", key_of(self.projection.name, self.layer))
 
     @property
-    def _held(self) -> tuple[Held | None, ...]:
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
         return (self.projection,)
 
 
@@ -302,7 +302,7 @@ class Logits(Op):
     projection: Projection
 
     @property
-    def _held(self) -> tuple[Held | None, ...]:
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
         return () if self.head.is_tied else (self.projection,)
 
 
@@ -318,19 +318,19 @@ def key_of(name: str, layer: int | None) -> str:
 
 def weight_key(weight: Weight) -> str:
     """Returns the key of a weight in `ModelWeights`."""
-    held, layer = weight
-    if isinstance(held, Table):
-        return held.key
-    if isinstance(held, Norm):
-        return norm_key(held, layer)
-    if isinstance(held, Numbers | Scalar):
-        return held.name
-    return key_of(held.name, layer)
+    spec, layer = weight
+    if isinstance(spec, Table):
+        return spec.key
+    if isinstance(spec, Norm):
+        return norm_key(spec, layer)
+    if isinstance(spec, Numbers | Scalar):
+        return spec.name
+    return key_of(spec.name, layer)
 
 
 def norm_key(norm: Norm, layer: int | None) -> str:
-    """Returns the key of a norm's weight: its module's path. Norms without weights share one that
-    is 1."""
+    """Returns the key of a norm's weight: its module's path. Norms of a layer without weights share
+    one that is 1."""
     if norm.module:
         return norm.path(layer)
-    return f"{norm.kind.value} of {norm.size}, {norm.eps}, {norm.is_wide}"
+    return key_of(f"{norm.kind.value} of {norm.size}, {norm.eps}, {norm.is_wide}", layer)

@@ -195,6 +195,7 @@ class Transformer:
     def _finished(self, step: Step) -> Tensor:
         """Computes the head, after which the step has nothing else left."""
         self._head.run(step)
+        assert not step.addends, "no operation has added them"
         (logits,) = step.values.values()
         assert isinstance(logits, Tensor)
         return logits

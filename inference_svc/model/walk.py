@@ -100,9 +100,9 @@ def weights_of(decoder: Decoder) -> tuple[Weight, ...]:
 
 def layer_projections(decoder: Decoder) -> Iterator[Projection | ExpertsProjection]:
     """Yields the projections of all layers, in order of use."""
-    for held, layer in weights_of(decoder):
-        if layer is not None and isinstance(held, Projection | ExpertsProjection):
-            yield held
+    for spec, layer in weights_of(decoder):
+        if layer is not None and isinstance(spec, Projection | ExpertsProjection):
+            yield spec
 
 
 class _Walk:

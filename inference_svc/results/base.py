@@ -116,17 +116,19 @@ OptionT = TypeVar("OptionT", bound=Option)
 class Wanted:
     """All results that a request asks for, at most one option of each kind, and the work for them:
     for a position of the prompt, a generated token, and a token drawn from a part of the
-    vocabulary. The scheduler asks for it in each step."""
+    vocabulary, if it `depends_on_cut`. The scheduler asks for it in each step."""
 
     options: tuple[Option, ...] = ()
     prompt_work: Work = field(init=False, compare=False, repr=False)
     token_work: Work = field(init=False, compare=False, repr=False)
     cut_token_work: Work = field(init=False, compare=False, repr=False)
+    depends_on_cut: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_work", self._work(Scope.PROMPT, is_cut=False))
         object.__setattr__(self, "token_work", self._work(Scope.TOKEN, is_cut=False))
         object.__setattr__(self, "cut_token_work", self._work(Scope.TOKEN, is_cut=True))
+        object.__setattr__(self, "depends_on_cut", self.cut_token_work != self.token_work)
 
     def __iter__(self) -> Iterator[Option]:
         return iter(self.options)

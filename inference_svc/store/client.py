@@ -420,7 +420,7 @@ class RemoteNoStore(NoStore):
 @dataclass(frozen=True, slots=True)
 class ImageClientRecipe:
     """Makes the client in the engine's process, from the settings, and configures logging there.
-    Pickles; see `engine.host.process_main.StoreFactory`."""
+    Pickles; see `engine.transport.process_main.StoreFactory`."""
 
     config: InferenceSettings
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from contract.tokenizer_extract import InvalidTokenizer, TokenizerExtract
 from inference_svc.errors import AdapterUnusable
 from inference_svc.store.directory import Binding
 from inference_svc.store.types import TextSource
@@ -21,7 +22,6 @@ from inference_svc.text.adapter_tokenizer import BaseTokenizer
 from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.text_model import TextModel
 from servicekit.telemetry.metrics import Sample
-from servicekit.tokenizer_extract import InvalidTokenizer, TokenizerExtract
 from servicekit.work_budget import WorkBudget
 
 MAX_ENTRIES = 4096

@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference_svc.errors import TokenizerChanged
-from inference_svc.text.chat_template import ChatTemplate, Renderer
-from inference_svc.text.pieces import Pieces
-from inference_svc.text.prompt import Chat
-from inference_svc.text.template_process import TemplateProcesses
-from inference_svc.text.tokenizer import BackendText, Tokenizer, max_chars_per_token
-from servicekit.tokenizer_extract import (
+from contract.tokenizer_extract import (
     MODEL_PARTS,
     PIPELINE,
     PROMPT_SETTINGS,
@@ -34,6 +28,12 @@ from servicekit.tokenizer_extract import (
     make_extract,
     show,
 )
+from inference_svc.errors import TokenizerChanged
+from inference_svc.text.chat_template import ChatTemplate, Renderer
+from inference_svc.text.pieces import Pieces
+from inference_svc.text.prompt import Chat
+from inference_svc.text.template_process import TemplateProcesses
+from inference_svc.text.tokenizer import BackendText, Tokenizer, max_chars_per_token
 
 MAX_NEW_BYTES = 96 << 10
 """The size that the texts of an adapter's added tokens may have together, in UTF-8, as the model's

@@ -41,7 +41,7 @@ class SharedParts:
         self._stack = stack
 
     def leases(self, lease_seconds: float = 30) -> Leases:
-        leases = Leases(self.catalog, lease_seconds)
+        leases = Leases(self.catalog.leases, lease_seconds)
         self._stack.callback(leases.close)
         return leases
 
@@ -56,7 +56,7 @@ class SharedParts:
         local = LocalBlobs(folder)
         volume = Volume(folder, evict=lambda num_bytes: None)
         return SharedBlobs(
-            local, self.bucket, self.catalog, leases or self.leases(), volume, capacity
+            local, self.bucket, self.catalog.blobs, leases or self.leases(), volume, capacity
         )
 
     def keys(self, under: str) -> list[str]:

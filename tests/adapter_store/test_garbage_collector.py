@@ -7,7 +7,7 @@ import pytest
 
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.rows import NewVersion
+from adapter_store.catalog.tables.rows import NewVersion
 from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import ImageKey, ImageState, LayoutVerdict
 from adapter_store.garbage_collector import Collector
@@ -34,7 +34,7 @@ class Parts:
             layout_ttl=TTL,
             clock=lambda: self.now,
         )
-        self.catalog.add_layout(LAYOUT, "base", "{}")
+        self.catalog.layouts.add(LAYOUT, "base", "{}")
         self.blobs = LocalBlobs(folder)
         self.disk = DiskTier(folder / "images", 1 << 20)
         self.collector = Collector(self.catalog, self.blobs, self.disk, GRACE)
@@ -48,7 +48,7 @@ class Parts:
         self.disk.add(ImageKey(digest, LAYOUT))
 
     def register(self, name: AdapterName, digest: str) -> None:
-        self.catalog.register(NewVersion(name, digest, "base", "", 1, (), 1))
+        self.catalog.names.register(NewVersion(name, digest, "base", "", 1, (), 1))
 
     def exists(self, digest: str) -> tuple[bool, bool]:
         return self.blobs.path(digest).exists(), self.disk.path(ImageKey(digest, LAYOUT)).exists()
@@ -65,7 +65,7 @@ def test_unreferenced_blobs_are_removed_after_the_grace(parts):
     for digest in (ONE, TWO):
         parts.keep(digest)
         parts.register(A, digest)
-    parts.catalog.remove(A, 1)
+    parts.catalog.names.remove(A, 1)
     parts.now += GRACE - timedelta(seconds=1)
     assert parts.collector.collect() == []
     parts.now += timedelta(seconds=1)
@@ -89,7 +89,7 @@ def test_digest_registered_again_during_collection(parts):
     """The registration holds the guard from keeping the blob until its commit."""
     parts.keep(ONE)
     parts.register(A, ONE)
-    parts.catalog.remove(A)
+    parts.catalog.names.remove(A)
     parts.now += GRACE
     with parts.blobs.guard(ONE):
         collecting = threading.Thread(target=parts.collector.collect)
@@ -99,7 +99,7 @@ def test_digest_registered_again_during_collection(parts):
         parts.register(AdapterName("default", "b"), ONE)
     collecting.join()
     assert parts.exists(ONE) == (True, True)
-    assert parts.catalog.get(AdapterRef(digest=ONE))[0].version == 1
+    assert parts.catalog.names.get(AdapterRef(digest=ONE))[0].version == 1
 
 
 def test_images_for_an_unused_layout_are_removed(parts):
@@ -110,12 +110,12 @@ def test_images_for_an_unused_layout_are_removed(parts):
     assert parts.collector.drop_unused_layouts() == frozenset()
     assert parts.exists(ONE) == (True, True)
     parts.now += timedelta(seconds=1)
-    parts.catalog.set_verdict(ONE, LayoutVerdict(LAYOUT, ImageState.READY))
+    parts.catalog.images.set_verdict(ONE, LayoutVerdict(LAYOUT, ImageState.READY))
     assert parts.collector.collect() == []
     assert parts.collector.drop_unused_layouts() == {LAYOUT}
     assert parts.exists(ONE) == (True, False)
     assert parts.disk.counts.images == 0
-    [verdict] = parts.catalog.get(AdapterRef(A))[0].verdicts
+    [verdict] = parts.catalog.names.get(AdapterRef(A))[0].verdicts
     assert verdict.state is ImageState.PENDING
 
 
@@ -131,7 +131,7 @@ def test_images_of_forgotten_layouts_are_removed(parts):
     parts.keep(ONE)
     parts.now += 5 * TTL
     parts.collector.collect()
-    assert parts.catalog.layout_ids() == []
+    assert parts.catalog.layouts.ids() == []
     assert parts.exists(ONE) == (True, True)
     assert parts.collector.drop_unused_layouts() == {LAYOUT}
     assert parts.exists(ONE) == (True, False)
@@ -152,7 +152,7 @@ def push(parts: Parts, digest: str, ttl_s: int = 0, keep: int = 0, name: Adapter
         ephemeral=True,
         ttl=timedelta(seconds=ttl_s),
     )
-    return parts.catalog.register(new, keep=keep).revision
+    return parts.catalog.names.register(new, keep=keep).revision
 
 
 def test_deleted_ephemeral_content_goes_after_its_own_grace(parts):
@@ -164,7 +164,7 @@ def test_deleted_ephemeral_content_goes_after_its_own_grace(parts):
     parts.now += timedelta(seconds=1)
     assert parts.collector.collect_due() == [ONE]
     assert parts.blobs.in_memory == [TWO]
-    assert parts.catalog.blob_digests() == {TWO}
+    assert parts.catalog.blobs.digests() == {TWO}
     assert parts.collector.collect_due() == []
 
 
@@ -174,12 +174,12 @@ def test_a_version_ends_with_its_time_to_live(parts):
     push(parts, TWO, ttl_s=30)
     parts.now += timedelta(seconds=29)
     assert parts.collector.collect_due() == []
-    assert parts.catalog.get(AdapterRef(A))[0].digest == TWO
-    revision = parts.catalog.revision()
+    assert parts.catalog.names.get(AdapterRef(A))[0].digest == TWO
+    revision = parts.catalog.history.revision()
     parts.now += timedelta(seconds=1)
     assert parts.collector.collect_due() == []  # within the grace
-    assert parts.catalog.get(AdapterRef(A))[0].digest == ONE
-    (event,) = parts.catalog.events_since(revision, 10)
+    assert parts.catalog.names.get(AdapterRef(A))[0].digest == ONE
+    (event,) = parts.catalog.history.since(revision, 10)
     assert (event.version, event.digest) == (1, ONE)
     parts.now += EPHEMERAL_GRACE
     assert parts.collector.collect_due() == [TWO]
@@ -191,22 +191,22 @@ def test_each_registration_prolongs_the_time_to_live(parts):
     push(parts, ONE, ttl_s=30)
     parts.now += timedelta(seconds=20)
     parts.collector.collect_due()
-    assert parts.catalog.get(AdapterRef(A))[0].version == 1
+    assert parts.catalog.names.get(AdapterRef(A))[0].version == 1
     parts.now += timedelta(seconds=10)
     parts.collector.collect_due()
     with pytest.raises(NotFound):
-        parts.catalog.get(AdapterRef(A))
+        parts.catalog.names.get(AdapterRef(A))
 
 
 def test_what_is_pinned_does_not_expire(parts):
     push(parts, ONE, ttl_s=30)
-    parts.catalog.set_pinned(AdapterRef(A), True, 1 << 30)
+    parts.catalog.names.set_pinned(AdapterRef(A), True, 1 << 30)
     parts.now += timedelta(hours=1)
     assert parts.collector.collect_due() == []
-    parts.catalog.set_pinned(AdapterRef(A), False, 1 << 30)
+    parts.catalog.names.set_pinned(AdapterRef(A), False, 1 << 30)
     parts.collector.collect_due()
     with pytest.raises(NotFound):
-        parts.catalog.get(AdapterRef(A))
+        parts.catalog.names.get(AdapterRef(A))
 
 
 def test_content_in_memory_that_was_not_recorded_is_let_go(parts):
@@ -222,11 +222,11 @@ def test_after_a_restart_ephemeral_versions_are_gone_and_no_revision_comes_twice
     parts.blobs = LocalBlobs(parts.folder)  # a new process has an empty memory
     parts.collector = Collector(parts.catalog, parts.blobs, parts.disk, GRACE)
     parts.collector.sweep()
-    assert parts.catalog.get(AdapterRef(A))[0].version == 1
-    assert parts.catalog.blob_digests() == {ONE}
+    assert parts.catalog.names.get(AdapterRef(A))[0].version == 1
+    assert parts.catalog.blobs.digests() == {ONE}
     given.append(push(parts, TWO))
     assert given[1] > given[0] + 1
-    assert parts.catalog.get(AdapterRef(A))[0].version == 3
+    assert parts.catalog.names.get(AdapterRef(A))[0].version == 3
 
 
 def test_what_a_rollback_restores_stays_though_its_time_to_live_had_ended(parts):
@@ -235,33 +235,33 @@ def test_what_a_rollback_restores_stays_though_its_time_to_live_had_ended(parts)
     push(parts, TWO)
     parts.now += timedelta(seconds=10)
     parts.collector.collect_due()
-    assert parts.catalog.rollback(A, 1)[0].expire_time is None
+    assert parts.catalog.names.rollback(A, 1)[0].expire_time is None
     parts.now += timedelta(hours=1)
     parts.collector.collect_due()
-    assert parts.catalog.get(AdapterRef(A))[0].version == 1
+    assert parts.catalog.names.get(AdapterRef(A))[0].version == 1
 
 
 def test_an_ephemeral_version_does_not_take_the_pin(parts):
     parts.keep(ONE)
     parts.register(A, ONE)
-    parts.catalog.set_pinned(AdapterRef(A), True, 1 << 30)
-    revision = parts.catalog.revision()
+    parts.catalog.names.set_pinned(AdapterRef(A), True, 1 << 30)
+    revision = parts.catalog.history.revision()
     with pytest.raises(FailedPrecondition, match="unpin default/a@1 first") as caught:
         push(parts, TWO)
     assert (caught.value.subject, caught.value.reason) == ("ephemeral", "NAME_PINNED")
-    assert parts.catalog.revision() == revision
-    record, _ = parts.catalog.get(AdapterRef(A))
+    assert parts.catalog.history.revision() == revision
+    record, _ = parts.catalog.names.get(AdapterRef(A))
     assert (record.digest, record.pinned) == (ONE, True)
-    parts.catalog.set_pinned(AdapterRef(A), False, 1 << 30)
+    parts.catalog.names.set_pinned(AdapterRef(A), False, 1 << 30)
     push(parts, TWO)
-    assert not parts.catalog.get(AdapterRef(A))[0].pinned
+    assert not parts.catalog.names.get(AdapterRef(A))[0].pinned
 
 
 def test_room_is_made_of_one_tenants_own_or_of_all(parts):
     for tenant, digest in (("one", ONE), ("two", TWO)):
         name = AdapterName(tenant, "a")
         push(parts, digest, name=name)
-        parts.catalog.remove(name)
+        parts.catalog.names.remove(name)
     assert parts.collector.make_room("one") == [ONE]
     assert parts.blobs.in_memory == [TWO]
     assert parts.collector.make_room("one") == []

@@ -77,7 +77,7 @@ def as_json(record: AdapterRecord) -> dict[str, Any]:
 
 async def pull(store: Store, digest: str, layout_id: str) -> dict[str, Any]:
     data, image_id, trailer = b"", "", ""
-    async for message in store.service.pull(ANYONE, ImageKey(digest, layout_id), 0, ""):
+    async for message in store.use_cases.pulls.stream(ImageKey(digest, layout_id), 0, "", None):
         match message:
             case ImageHeader():
                 image_id = message.image_id
@@ -98,14 +98,16 @@ async def pull(store: Store, digest: str, layout_id: str) -> dict[str, Any]:
 def test_names_versions_and_history(settings, expected):
     async def main() -> None:
         async with open_store(settings) as store:
-            records, _, revision = await store.service.page(ANYONE, 0, "", "")
+            records, _, revision = await store.use_cases.reading.page(ANYONE, 0, "", "")
             assert [as_json(record) for record in records] == expected["current"]
             assert revision == expected["revision"]
             for name, versions in expected["versions"].items():
-                page = await store.service.versions(ANYONE, AdapterName(*name.split("/")), 0, "")
+                page = await store.use_cases.reading.versions(
+                    ANYONE, AdapterName(*name.split("/")), 0, ""
+                )
                 assert page.current_version == versions["current"]
                 assert [as_json(record) for record in page.records] == versions["records"]
-            events = store.catalog.events_since(0, 1000)
+            events = store.catalog.history.since(0, 1000)
             assert [[e.revision, e.kind.value, e.name, e.version, e.digest] for e in events] == (
                 expected["events"]
             )
@@ -142,10 +144,10 @@ def test_changes_continue_the_history(settings, expected):
 
     async def main() -> None:
         async with open_store(settings) as store:
-            _, revision = await store.service.delete(ANYONE, name, 0)
+            _, revision = await store.use_cases.editing.delete(ANYONE, name, 0)
             assert revision == expected["revision"] + 1
         async with open_store(settings) as store:
-            page = await store.service.versions(ANYONE, name, 0, "")
+            page = await store.use_cases.reading.versions(ANYONE, name, 0, "")
             assert (page.current_version, page.revision) == (0, revision)
             assert len(page.records) == len(expected["versions"][record["name"]]["records"])
 

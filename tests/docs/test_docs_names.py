@@ -62,6 +62,7 @@ def settings() -> list[Setting]:
 def flags() -> set[str]:
     """Returns the flags of both services, of every command, and of the GPU run."""
     found = {flag for setting in settings() for flag in setting.flags}
+    found |= {"--shrink"}  # of tools.house
     found |= gpu_run.make_parser()._option_string_actions.keys()
     command = typer.main.get_command(app)
     for each in (command, *command.commands.values()):

@@ -195,11 +195,11 @@ def test_inspected_adapter_has_names_for_numbers(client, fake_inference):
             inference_pb.ResidentTarget(
                 name="model.layers.0.mlp.up_proj",
                 layer=0,
-                kind=inference_pb.TARGET_KIND_LINEAR,
+                kind=store_pb.TARGET_KIND_LINEAR,
                 rank=8,
                 segments=[
                     inference_pb.ResidentSegment(
-                        kind=inference_pb.SEGMENT_KIND_A, bytes=100, offset=256
+                        kind=store_pb.SEGMENT_KIND_A, bytes=100, offset=256
                     ),
                     inference_pb.ResidentSegment(bytes=28, offset=512),
                 ],

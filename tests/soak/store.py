@@ -168,8 +168,8 @@ class Soak:
     async def _check_inside(self, replica: Replica) -> None:
         """From inside, over what the last process left: every image once more, then accounts."""
         async with open_store(StoreSettings(**replica.settings)) as store:
-            for digest in store.catalog.blob_digests():
-                for layout_id in store.catalog.layout_ids():
+            for digest in store.catalog.blobs.digests():
+                for layout_id in store.catalog.layouts.ids():
                     async with store.images.hold(ImageKey(digest, layout_id)):
                         pass
             await store.precompiler.wait_idle()

@@ -450,7 +450,7 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         return _run_cli
     if module != ENGINE:
         return partial(_run_program, module)
-    from inference_svc.engine.host.process_main import main as engine_main
+    from inference_svc.engine.transport.process_main import main as engine_main
 
     def run(arguments: list[str]) -> int:
         ctypes.CDLL(None).prctl(PR_SET_NAME, _engine_name(int(arguments[0])).encode())
@@ -477,7 +477,7 @@ def _run_cli(arguments: list[str]) -> int:
 def fork_engines(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """Lets services of this process have engines that are forks. Without `set_attribute`, the
     process is a fork itself."""
-    from inference_svc.engine.host import process
+    from inference_svc.engine.transport import process
 
     replacement = SimpleNamespace(Popen=_begin_engine, TimeoutExpired=subprocess.TimeoutExpired)
     set_attribute(process, "subprocess", replacement)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from inference_svc.core import EngineConfig
-from inference_svc.engine.host.messages import LayoutAccepted
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.messages import LayoutAccepted
+from inference_svc.engine.transport.thread import EngineThread
 from tests.support import forks
 from tests.support.access.certificates import Authority
 from tests.support.models.zoo import Zoo, make_zoo

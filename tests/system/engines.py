@@ -12,7 +12,6 @@ from typing import Any
 from adapter_store.api import convert as store_convert
 from adapter_store.api.convert import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.images import pull as store_pull
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.plan.layout import layout_id
 from adapter_store.images.plan.plan import IMAGE_FORMATS
@@ -20,7 +19,7 @@ from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessa
 from contract.images.layouts import Layout
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import AdapterKey, Request, Sum
-from inference_svc.engine.host.messages import (
+from inference_svc.engine.transport.messages import (
     Call,
     Cancel,
     Command,
@@ -29,7 +28,7 @@ from inference_svc.engine.host.messages import (
     StepOutputs,
     Submit,
 )
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.convert import from_layout, to_pull_message
 from tests.support.inference.results import asking
@@ -67,10 +66,7 @@ class Stream:
         start = self.offset if self.image_id == image.plan.image_id else 0
         data = image.buffer.numpy().tobytes()
         plan = image.plan
-        header = store_pull.ImageHeader(
-            *(plan.image_id, plan.digest, self.store.layout_id, plan.image_format),
-            *(plan.total_bytes, plan.segments, start),
-        )
+        header = replace(plan.header(), layout_id=self.store.layout_id, offset=start)
         yield to_pull_message(to_pull_response(header))
         for part in image.parts:
             if part.start >= start:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from inference_svc.app import InferenceServer, _facts, _load_tokenizer, resolve_settings
 from inference_svc.config import InferenceSettings, Machine, to_engine_config
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.model.architectures import load_description
 from inference_svc.store.client import ImageClient, NoStore
 from inference_svc.store.credentials import read_store_access

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from inference_svc.core import EngineConfig, FinishReason, Request, SamplingParams
-from inference_svc.engine.host.messages import Cancel, Submit
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.messages import Cancel, Submit
+from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, QueueFull
 from servicekit.errors import Draining
 from tests.support.wait import until

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.core import EngineConfig
-from inference_svc.engine.host.messages import Call, Command, LayoutAccepted
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.messages import Call, Command, LayoutAccepted
+from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import EngineFailed
 from tests.system.engines import CompilingStore, Running
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from inference_svc.core import EngineConfig
-from inference_svc.engine.host.messages import Command
-from inference_svc.engine.host.process import EngineProcess
+from inference_svc.engine.transport.messages import Command
+from inference_svc.engine.transport.process import EngineProcess
 from inference_svc.errors import EngineFailed, UnsupportedModel
 from tests.support import forks
 from tests.support.wait import until
@@ -85,6 +85,7 @@ def test_a_child_says_where_it_is_and_goes_on(config: EngineConfig, capfd: Any) 
     """The signal's own effect would be the child's end."""
     running = start_engine("process", config, {})
     engine: Any = running.engine
+    running.call(Command.DESCRIBE)  # its thread runs
     engine.dump_stacks()
     said = ""
 

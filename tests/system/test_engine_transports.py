@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference_svc.core import EngineConfig, FinishReason
-from inference_svc.engine.host.messages import Command
+from inference_svc.engine.transport.messages import Command
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, DuplicateRequest, QueueFull
 from inference_svc.results.base import of_kind
 from inference_svc.results.logprobs import TokenLogprobs

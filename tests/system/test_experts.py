@@ -13,7 +13,6 @@ import torch
 
 from adapter_store.api.convert import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.images import pull
 from adapter_store.images.compile import Image, compile_image
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
@@ -188,9 +187,7 @@ def test_a_square_parameter_is_that_of_its_pefts_version(
 
 
 def header_of(image: Image) -> ImageHeader:
-    plan = image.plan
-    fields = (plan.image_id, plan.digest, plan.layout_id, plan.image_format, plan.total_bytes)
-    header = to_pull_message(to_pull_response(pull.ImageHeader(*fields, plan.segments)))
+    header = to_pull_message(to_pull_response(image.plan.header()))
     assert isinstance(header, ImageHeader)
     return header
 

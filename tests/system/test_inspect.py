@@ -12,8 +12,8 @@ import pytest
 from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.api.grpc.convert import to_inspected
-from inference_svc.engine.host.messages import Call, Command
-from inference_svc.engine.operations.status_types import AdapterDetails
+from inference_svc.engine.control.status_types import AdapterDetails
+from inference_svc.engine.transport.messages import Call, Command
 from inference_svc.errors import AdapterNotFound
 from kernels.native.library import Program
 from loadout.inference.v1 import inference_pb2 as pb
@@ -45,7 +45,7 @@ def check_bytes(running: Running, name: str, details: AdapterDetails, memory: An
     ours, stored = running.engine.layout.targets, running.store.layout.targets
     names = [ours[column].name for column in details.targets.tolist()]
     assert names == [stored[segment.target].name for segment in segments]
-    assert list(details.kinds) == [segment.kind.value for segment in segments]
+    assert list(details.kinds) == [segment.kind for segment in segments]
     assert details.ranks.tolist() == [segment.rank for segment in segments]
     assert details.lengths.tolist() == [segment.length_bytes for segment in segments]
     for segment, offset in zip(segments, details.offsets.tolist(), strict=True):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference_svc.engine.host.messages import Output
+from inference_svc.engine.transport.messages import Output
 from tests.support.models.parity import prompts, relative_rms
 from tests.support.models.trained import WEIGHTS, edited
 from tests.support.models.zoo import ALL, AdapterSpec, Zoo, adapted, make_model, quiet

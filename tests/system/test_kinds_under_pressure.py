@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.engine.host.messages import Command
+from inference_svc.engine.transport.messages import Command
 from tests.support.models.parity import RecordingSampler
 from tests.support.pairs import PATHS
 from tests.system.engines import Running, check_case_happened

@@ -11,7 +11,7 @@ from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.app import describe_layout
 from inference_svc.backends.native.ops import ADDED_TOKENS
 from inference_svc.config import InferenceSettings
-from inference_svc.engine.host.messages import Command
+from inference_svc.engine.transport.messages import Command
 from inference_svc.errors import AdapterUnusable
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
 from loadout import errors

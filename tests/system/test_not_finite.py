@@ -25,7 +25,7 @@ from contract.images.dtypes import DataType
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import TargetKind
 from inference_svc.core import Part, Sum
-from inference_svc.engine.host.messages import Command, Output
+from inference_svc.engine.transport.messages import Command, Output
 from inference_svc.errors import AdapterUnusable, NotFinite
 from inference_svc.results.base import of_kind
 from inference_svc.results.logprobs import LogprobsMode, TokenLogprobs

@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from inference_svc.core import EngineConfig, FinishReason
-from inference_svc.engine.host.messages import Command, LayoutAccepted
-from inference_svc.engine.host.thread import EngineThread
-from inference_svc.engine.operations.status_types import EngineStatus
+from inference_svc.engine.control.status_types import EngineStatus
+from inference_svc.engine.transport.messages import Command, LayoutAccepted
+from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, AdapterUnusable, NoRoom
 from inference_svc.host.memory import resident_bytes
 from tests.support.models.zoo import Zoo

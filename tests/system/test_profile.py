@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.engine.host.messages import Abandon, Call, Command, Reply, StepTrace
+from inference_svc.engine.transport.messages import Abandon, Call, Command, Reply, StepTrace
 from inference_svc.errors import NoSteps, ProfileRunning
 from loadout import errors
 from loadout.cli.__main__ import main

@@ -23,7 +23,7 @@ from inference_svc.core import (
     SamplingParams,
     VersionPolicy,
 )
-from inference_svc.engine.host.messages import (
+from inference_svc.engine.transport.messages import (
     Call,
     Cancel,
     Command,
@@ -34,7 +34,7 @@ from inference_svc.engine.host.messages import (
     PauseMode,
     Submit,
 )
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import Asleep, StoreUnavailable
 from inference_svc.results.base import of_kind
 from inference_svc.results.logprobs import TokenLogprobs

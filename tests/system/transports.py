@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.core import EngineConfig
-from inference_svc.engine.host.messages import LayoutAccepted, StoreMessage
-from inference_svc.engine.host.process import EngineProcess
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.messages import LayoutAccepted, StoreMessage
+from inference_svc.engine.transport.process import EngineProcess
+from inference_svc.engine.transport.thread import EngineThread
 from tests.system.engines import CompilingStore, Running
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -93,6 +93,8 @@ def render() -> dict[Path, str]:
     """Returns the pages by their paths."""
     files = compile_protos()
     pages = [_Page(service, files[service.file]) for service in SERVICES]
+    for page in pages:
+        page.neighbours = {each.package: each for each in pages}
     parts = [INTRODUCTION, "## Contents\n"]
     for page in pages:
         parts.append(page.contents())
@@ -139,6 +141,9 @@ class _Page:
     ) -> None:
         self._service = service
         self._file = file
+        self.package = file.package
+        self.neighbours: Mapping[str, _Page] = {}
+        """Services on the same page, by package."""
         self._prefix = file.package.removeprefix("loadout.")
         self._comments = Comments(file)
         self._places = {message.name: place for place, message in enumerate(file.message_type)}
@@ -234,10 +239,10 @@ class _Page:
     def _summary(self, method: pb.MethodDescriptorProto) -> str:
         action = self._service.actions[method.name]
         roles = ", ".join(roles_of(self._service.roles, action))
-        link = self._ref(method.name)
+        link = self.ref(method.name)
         return f"| {link} | {roles} | {self._service.again[method.name]} |"
 
-    def _ref(self, name: str) -> str:
+    def ref(self, name: str) -> str:
         """Returns the link to a declaration, on this page or the other."""
         return _link(name, self._heading(name), self._other if name in self._elsewhere else "")
 
@@ -319,8 +324,8 @@ class _Page:
 
     def _type(self, full_name: str) -> str:
         package, _, name = full_name.lstrip(".").rpartition(".")
-        is_ours = package == self._file.package
-        return self._ref(name) if is_ours else f"`{package}.{name}`"
+        page = self if package == self.package else self.neighbours.get(package)
+        return f"`{package}.{name}`" if page is None else page.ref(name)
 
 
 def _name(full_name: str) -> str:

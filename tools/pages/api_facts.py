@@ -16,12 +16,12 @@ from typing import Any
 from adapter_store import errors as store_errors
 from adapter_store.core import ROLES as STORE_ROLES
 from adapter_store.core import Action as StoreAction
+from contract import tokenizer_extract
 from inference_svc import errors as inference_errors
 from inference_svc.core import ROLES as INFERENCE_ROLES
 from inference_svc.core import Action as InferenceAction
 from loadout._rpc import calls
 from servicekit import errors as general_errors
-from servicekit import tokenizer_extract
 from servicekit.auth.principal import Roles
 from servicekit.errors import ServiceError
 from tools.syntax import walk

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from pydantic import BaseModel
 
 from adapter_store.api.bounds import REQUESTS as STORE_REQUESTS
-from adapter_store.catalog.schema import metadata
+from adapter_store.catalog.tables.schema import metadata
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.http.adapters import LoadBody, UnloadBody
 from inference_svc.api.http.chat import ChatBody

@@ -18,12 +18,11 @@ from adapter_store.checkpoint.reading.files import OpenFile
 from adapter_store.checkpoint.reading.json import parse_object
 from adapter_store.checkpoint.reading.safetensors import TensorRecord
 from adapter_store.errors import InvalidAdapter
-from contract.adapter_files import MAX_CONFIG_BYTES
+from contract.adapter_files import MAX_CONFIG_BYTES, MODEL_CONFIG
 from contract.folders import FileMissing, GivenFolder
 from servicekit.errors import InvalidArgument
 
 MODEL_FILES = "*.safetensors"
-MODEL_CONFIG = "config.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROWS_AT_ONCE = 8192
 

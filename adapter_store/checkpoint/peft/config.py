@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,8 +26,6 @@ from adapter_store.checkpoint.peft.module_patterns import (
 from adapter_store.checkpoint.peft.tensor_keys import trained_name
 from adapter_store.checkpoint.reading.files import CheckpointLimits
 from contract.adapter_files import CONFIG_FILE, MLX_WEIGHTS_FILE
-
-_LOCAL_PATH = re.compile(r"[/~\\]|\.{1,2}([/\\]|$)|[A-Za-z]:[/\\]|file:|.*\\")
 
 DEFAULT_RANK = 8
 DEFAULT_ALPHA = 8
@@ -90,12 +87,6 @@ def _lookup(table: PatternTable[NumberT], module: str, default: NumberT) -> Numb
     if inner != module:
         default = table.lookup(inner, default)
     return table.lookup(module, default)
-
-
-def names_local_path(base_model: str) -> bool:
-    """Returns whether a base model's name is a path on some trainer's machine: no hub and no
-    operator names a model like this, and here it has no meaning."""
-    return _LOCAL_PATH.match(base_model) is not None or base_model.count("/") > 1
 
 
 def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> AdapterConfig:

@@ -2,7 +2,7 @@
 
 A tokenizer's file may have tens of megabytes, and parsing it holds Python's lock: a child process
 does it, without secrets in its environment, limited in memory, CPU time and wall-clock time. It
-keeps the tokenizer's extract (servicekit/tokenizer_extract.py) and the template's text.
+keeps the tokenizer's extract (contract/tokenizer_extract.py) and the template's text.
 
 __main__  the program of the child process
 """
@@ -27,8 +27,8 @@ from adapter_store.checkpoint.reading.files import check_text_file, open_file, r
 from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter
 from contract.adapter_files import TEMPLATE_FILE, TEXT_FILES, TOKENIZER_FILE, is_text_file
+from contract.tokenizer_extract import MAX_EXTRACT_BYTES
 from servicekit.shares import Reservation, Shares
-from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES
 
 CONFIG_FILE = "tokenizer_config.json"
 CHILD = Path(__file__).with_name("__main__.py")
@@ -52,7 +52,7 @@ MAX_CACHED_BYTES, ENTRY_BYTES = 32 << 20, 1 << 10
 @dataclass(frozen=True, slots=True)
 class AdapterText:
     """The text files' contents of an adapter, empty where there are none: the extract of its
-    tokenizer, as servicekit.tokenizer_extract writes it, and its chat template in UTF-8."""
+    tokenizer, as contract.tokenizer_extract writes it, and its chat template in UTF-8."""
 
     tokenizer: bytes = b""
     chat_template: bytes = b""

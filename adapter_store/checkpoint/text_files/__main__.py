@@ -30,7 +30,7 @@ def read_files(folder: Path, names: Collection[str]) -> tuple[bytes, bytes]:
     """Returns the extract, and the chat template of the configuration. Raises InvalidTokenizer, and
     InvalidAdapter for a file that is no JSON object."""
     from adapter_store.checkpoint.reading.json import parse_object
-    from servicekit.tokenizer_extract import MAX_EXTRACT_BYTES, InvalidTokenizer, make_extract
+    from contract.tokenizer_extract import MAX_EXTRACT_BYTES, InvalidTokenizer, make_extract
 
     def read(name: str) -> Any:
         return parse_object((folder / name).read_bytes(), name) if name in names else None
@@ -54,13 +54,9 @@ def read_files(folder: Path, names: Collection[str]) -> tuple[bytes, bytes]:
 def template_of(config: dict[str, Any]) -> bytes:
     """Returns the chat template of a configuration, of several the template that is called
     "default"; the parent checks it. Raises InvalidTokenizer TEMPLATE_INVALID if it is no text."""
-    from servicekit.tokenizer_extract import InvalidTokenizer
+    from contract.tokenizer_extract import InvalidTokenizer, default_template
 
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = (each for each in found if isinstance(each, dict))
-        templates = (each.get("template") for each in named if each.get("name") == "default")
-        found = next(templates, None)
+    found = default_template(config)
     if found is None:
         return b""
     if not isinstance(found, str):
@@ -73,7 +69,7 @@ def main() -> None:
     root, folder, output = (Path(path) for path in sys.argv[1:4])
     sys.path.insert(0, str(root))
     from adapter_store.errors import InvalidAdapter
-    from servicekit.tokenizer_extract import InvalidTokenizer
+    from contract.tokenizer_extract import InvalidTokenizer
 
     set_limits(int(sys.argv[4]), int(sys.argv[5]))
     answer = {}

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from adapter_store.catalog.layouts import Layouts
 from adapter_store.checkpoint.reading.digest import canonical_json, sha256_text
 from contract.images import layout_rules
 from contract.images.dtypes import DataType
 from contract.images.layouts import InvalidLayout, Layout
 from contract.images.targets import Held, OtherName, Target, TargetKind
-from servicekit.errors import InvalidArgument
+from servicekit.errors import InvalidArgument, NotFound
 
 _TARGETS = re.compile(r'"targets":\s*\[')  # in a string its quotes would be escaped
 _BETWEEN = re.compile(r"[\s,]*")
+MAX_CACHED_TARGETS = 1 << 19
+"""How many targets the parsed layouts in memory may have together: about 40 MB."""
 
 
 def validate(layout: Layout) -> None:
@@ -149,3 +154,39 @@ def _read_other_name(fields: dict[str, Any]) -> OtherName:
 
 def _pair(value: list[int] | None) -> tuple[int, int] | None:
     return None if value is None else (value[0], value[1])
+
+
+class LayoutCache:
+    """Parsed layouts: those used last, of MAX_CACHED_TARGETS together. Thread-safe."""
+
+    def __init__(self, registered: Layouts) -> None:
+        self._registered = registered
+        self._lock = threading.Lock()
+        self._layouts: OrderedDict[str, Layout] = OrderedDict()
+        self._num_targets = 0
+
+    def get(self, layout_id: str) -> Layout:
+        """Raises NotFound."""
+        with self._lock:
+            if layout_id in self._layouts:
+                self._layouts.move_to_end(layout_id)
+                return self._layouts[layout_id]
+        body = self._registered.body(layout_id)
+        if body is None:
+            raise no_layout(layout_id)
+        layout = from_text(body)
+        with self._lock:
+            self._put(layout_id, layout)
+        return layout
+
+    def _put(self, layout_id: str, layout: Layout) -> None:
+        if layout_id not in self._layouts:
+            self._layouts[layout_id] = layout
+            self._num_targets += len(layout.targets)
+        while self._num_targets > MAX_CACHED_TARGETS and len(self._layouts) > 1:
+            _, oldest = self._layouts.popitem(last=False)
+            self._num_targets -= len(oldest.targets)
+
+
+def no_layout(layout_id: str) -> NotFound:
+    return NotFound(f"no layout {layout_id}; register it", subject=layout_id)

@@ -20,8 +20,8 @@ from bench.gpu_run.pack_store import (
     read_recorded,
 )
 from inference_svc.core import EngineConfig
-from inference_svc.engine.host.process import EngineProcess
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.process import EngineProcess
+from inference_svc.engine.transport.thread import EngineThread
 
 HOST_BYTES = 16 << 20
 MIN_SHARE = 0.99

@@ -30,8 +30,8 @@ from inference_svc.core import (
     SamplingParams,
     VersionPolicy,
 )
-from inference_svc.engine.host.messages import PauseMode, Timings, Usage
-from inference_svc.engine.operations.status_types import AdapterDetails, ResidentAdapter
+from inference_svc.engine.control.status_types import AdapterDetails, ResidentAdapter
+from inference_svc.engine.transport.messages import PauseMode, Timings, Usage
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.results.base import NOTHING, Scope, Wanted, grouped
 from inference_svc.store.directory import Binding

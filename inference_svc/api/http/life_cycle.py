@@ -16,8 +16,8 @@ from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from inference_svc.api.service import Caller, Service
 from inference_svc.core import Action
-from inference_svc.engine.host.messages import PauseMode
-from inference_svc.engine.operations.status_types import EngineStatus
+from inference_svc.engine.control.status_types import EngineStatus
+from inference_svc.engine.transport.messages import PauseMode
 from servicekit.errors import InvalidArgument
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}

@@ -20,7 +20,7 @@ from inference_svc.api.generate_stream import Deltas, GenerateStream
 from inference_svc.api.http.results import FORMS, LogprobsFormatter, share, slices
 from inference_svc.api.http.sse import DONE, to_event, to_json
 from inference_svc.core import AdapterVersion, FinishReason, Request
-from inference_svc.engine.host.messages import Usage
+from inference_svc.engine.transport.messages import Usage
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.results.base import NOTHING, Wanted, grouped
 from inference_svc.results.logprobs import LogprobsOption

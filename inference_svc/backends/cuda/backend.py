@@ -356,6 +356,7 @@ class CudaBackend(AdapterMemory):
     def free_memory(self, *, weights: bool) -> int:
         """Lets go of recorded steps, too: they have addresses in the freed memory."""
         held_bytes = self.kv_bytes + self.weights_bytes
+        self._last = None  # which has both
         self.kv_caches, self._recorded = None, None
         if weights:
             self._magnitudes = None

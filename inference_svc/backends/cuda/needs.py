@@ -158,9 +158,9 @@ class _OwnBytes(NamedTuple):
         if self.is_beside:
             return 0
         size = sum(
-            held.size * (4 if held.is_wide else self.sizes.dtype.itemsize)
-            for held, layer in op.weights
-            if isinstance(held, Norm) and held.path(layer) in self.replaced
+            spec.size * (4 if spec.is_wide else self.sizes.dtype.itemsize)
+            for spec, layer in op.weights
+            if isinstance(spec, Norm) and spec.path(layer) in self.replaced
         )
         return self.sizes.rows(op.out) * size
 

@@ -30,7 +30,7 @@ MAX_KNOWN = 16
 
 class NativeLoraOps:
     """Operations for steps of up to `max_tokens` tokens, each of which has up to `max_chosen`
-    experts, and `max_rows` rows; see `native_ops.AdapterOps`, also for shapes. There are none for
+    experts, and `max_rows` rows; see `ops.AdapterOps`, also for shapes. There are none for
     groups that are not among the targets'."""
 
     def __init__(

@@ -1,5 +1,5 @@
 """The memory that the native backend takes, before any of it is allocated: the sizes of everything
-that `native` and `native_program` allocate, by the same functions."""
+that `backend` and `program` allocate, by the same functions."""
 
 from __future__ import annotations
 

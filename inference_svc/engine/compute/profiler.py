@@ -21,7 +21,7 @@ from pathlib import Path
 # torch.profiler's own class is around this one; to begin it loads a compiler, seconds and 150 MB.
 from torch.autograd.profiler import profile, record_function
 
-from inference_svc.engine.host.messages import Call, Reply, StepTrace
+from inference_svc.engine.transport.messages import Call, Reply, StepTrace
 from inference_svc.errors import NoRoom, NoSteps, ProfileRunning
 from servicekit.errors import ServiceError
 

@@ -55,12 +55,10 @@ class StepResult(NamedTuple):
 
     def plus(self, other: StepResult) -> StepResult:
         timings = RunTimings(*map(sum, zip(self.timings, other.timings, strict=True)))
-        return StepResult(
-            self.sampled + other.sampled,
-            timings,
-            self.lost | other.lost,
-            self.parts | other.parts,
-        )
+        parts = dict(self.parts)
+        for sequence, found in other.parts.items():  # the rest of a row that was cut, perhaps
+            parts[sequence] = parts.get(sequence, []) + found
+        return StepResult(self.sampled + other.sampled, timings, self.lost | other.lost, parts)
 
 
 class Runner:

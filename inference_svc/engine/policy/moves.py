@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from inference_svc.core import Digest, Sequence, SequenceState, VersionPolicy
-from inference_svc.engine.host.messages import Move
 from inference_svc.engine.policy.scheduler import Scheduler
+from inference_svc.engine.transport.messages import Move
 
 NEW_TOKENS = 16
 """The tokens generated, at least, before a sequence is computed anew once more."""

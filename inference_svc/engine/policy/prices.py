@@ -43,12 +43,15 @@ class Prices:
         price = self.sort if sequence.is_sorted else 0.0
         wanted = request.wanted
         if wanted.options:
-            is_cut = request.sampling.is_cut
-            price += self._of(wanted.cut_token_work if is_cut else wanted.token_work)
+            work = wanted.token_work
+            if wanted.depends_on_cut and request.sampling.is_cut:
+                work = wanted.cut_token_work
+            price += self._of(work)
         return price
 
     def _of(self, work: Work) -> float:
-        return self.logprobs * work.walks + self.sort * work.sorts + self.listed * work.listed
+        walks, sorts, listed = work
+        return self.logprobs * walks + self.sort * sorts + self.listed * listed
 
 
 FREE = Prices()

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from inference_svc.core import Batch, FinishReason, SampledToken, Sequence
-from inference_svc.engine.host.messages import Output, Timings, Usage
 from inference_svc.engine.policy.scheduler import Scheduler, extend_page_keys
+from inference_svc.engine.transport.messages import Output, Timings, Usage
 from inference_svc.results.base import PlacedPart, ResultPart
 from servicekit.telemetry.histogram import Histogram
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from inference_svc.core import Batch
-from inference_svc.engine.host.messages import Output
+from inference_svc.engine.transport.messages import Output
 
 WINDOW_S = 10.0
 """The busy seconds after which a measurement counts for 1/e."""

@@ -23,11 +23,11 @@ from inference_svc.model.description import (
     layer_path,
 )
 from inference_svc.model.operations import (
-    Held,
     Numbers,
     Scalar,
     Table,
     Weight,
+    WeightSpec,
     key_of,
     norm_key,
 )
@@ -113,12 +113,12 @@ class Parameter:
 def parameters(decoder: Decoder) -> tuple[Parameter, ...]:
     """Returns all parameters of a decoder, in order of use."""
     weights = weights_of(decoder)
-    return tuple(_parameter(each) for each in weights if has_values(each.held))
+    return tuple(_parameter(each) for each in weights if has_values(each.spec))
 
 
-def role_of(held: Held) -> Role:
+def role_of(spec: WeightSpec) -> Role:
     """Returns the kind of a weight's parameter."""
-    return _ROLES[type(held)]
+    return _ROLES[type(spec)]
 
 
 _ROLES: Mapping[type, Role] = {
@@ -131,26 +131,26 @@ _ROLES: Mapping[type, Role] = {
 }
 
 
-def has_values(held: Held) -> bool:
+def has_values(spec: WeightSpec) -> bool:
     """Returns whether the checkpoint has a weight: some norms have none."""
-    return not isinstance(held, Norm) or bool(held.module)
+    return not isinstance(spec, Norm) or bool(spec.module)
 
 
 def _parameter(weight: Weight) -> Parameter:
-    held, layer = weight
-    if isinstance(held, Projection):
-        return _projection_parameter(held, layer)
-    if isinstance(held, ExpertsProjection):
-        return _stacked_parameter(held, layer)
-    if isinstance(held, Norm):
-        return _norm_parameter(held, layer)
-    if isinstance(held, Table):
-        form: Form = {f"{held.module}.weight": Piece((held.num_rows, held.size))}
-        members = {held.module: held.num_rows}
-        return Parameter(held.key, Role.TABLE, held.num_rows, lambda: [form], members, held.size)
-    size = 1 if isinstance(held, Scalar) else held.size
-    form = {held.name: Piece((size,))}
-    return Parameter(held.name, role_of(held), size, lambda: [form], layer=layer)
+    spec, layer = weight
+    if isinstance(spec, Projection):
+        return _projection_parameter(spec, layer)
+    if isinstance(spec, ExpertsProjection):
+        return _stacked_parameter(spec, layer)
+    if isinstance(spec, Norm):
+        return _norm_parameter(spec, layer)
+    if isinstance(spec, Table):
+        form: Form = {f"{spec.module}.weight": Piece((spec.num_rows, spec.size))}
+        members = {spec.module: spec.num_rows}
+        return Parameter(spec.key, Role.TABLE, spec.num_rows, lambda: [form], members, spec.size)
+    size = 1 if isinstance(spec, Scalar) else spec.size
+    form = {spec.name: Piece((size,))}
+    return Parameter(spec.name, role_of(spec), size, lambda: [form], layer=layer)
 
 
 def weights_bytes(decoder: Decoder, dtype: torch.dtype) -> int:

@@ -30,11 +30,11 @@ from inference_svc.model.layers import Linear
 from inference_svc.model.operations import (
     EMBEDDING_KEY,
     HEAD_KEY,
-    Held,
     Logits,
     Numbers,
     Scalar,
     Weight,
+    WeightSpec,
     norm_key,
     weight_key,
 )
@@ -98,17 +98,17 @@ class ModelWeights(Generic[P]):
 
     @classmethod
     def made(
-        cls, decoder: Decoder, make: Callable[[Held], Any], num_bytes: int = 0
+        cls, decoder: Decoder, make: Callable[[WeightSpec], Any], num_bytes: int = 0
     ) -> ModelWeights[P]:
         """Returns weights that are made one by one, of a tied head too."""
         of_role: dict[Role, dict[str, Any]] = {role: {} for role in Role}
         head = operations(decoder).head[-1]
         assert isinstance(head, Logits)
         for weight in (*weights_of(decoder), Weight(head.projection, None)):
-            of_kind = of_role[role_of(weight.held)]
+            of_kind = of_role[role_of(weight.spec)]
             key = weight_key(weight)
             if key not in of_kind:
-                of_kind[key] = make(weight.held)
+                of_kind[key] = make(weight.spec)
         return cls.of_roles(of_role, num_bytes)
 
     @classmethod
@@ -132,9 +132,9 @@ class ModelWeights(Generic[P]):
         """Returns the weight of a norm of a layer or, None, of the whole model."""
         return None if norm is None else self.norms[norm_key(norm, layer)]
 
-    def numbers_of(self, held: Numbers | None) -> Tensor | None:
+    def numbers_of(self, spec: Numbers | None) -> Tensor | None:
         """Returns fp32 [size]; None for None."""
-        return None if held is None else self.numbers[held.name]
+        return None if spec is None else self.numbers[spec.name]
 
     def scale(self, scale: float | Scalar) -> float:
         """Returns a number that may be a weight."""
@@ -289,9 +289,9 @@ class _Assembly(Generic[P]):
             if not isinstance(head, Linear):
                 self._num_bytes += head.num_bytes
         norms = made[Role.NORM]
-        for held, layer in weights_of(self._decoder):
-            if isinstance(held, Norm) and not has_values(held):
-                norms[norm_key(held, layer)] = ones(held, self._dtype, self._device)
+        for spec, layer in weights_of(self._decoder):
+            if isinstance(spec, Norm) and not has_values(spec):
+                norms[norm_key(spec, layer)] = ones(spec, self._dtype, self._device)
         return ModelWeights.of_roles(made, self._num_bytes)
 
 

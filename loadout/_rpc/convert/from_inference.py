@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from contract.protobuf import SEGMENT_KINDS, TARGET_KINDS
 from loadout import types
 from loadout._rpc import results
 from loadout._rpc.convert.from_store import time_of
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
-RESIDENT_SEGMENT_KINDS = {
-    inference_pb.SEGMENT_KIND_A: types.SegmentKind.A,
-    inference_pb.SEGMENT_KIND_B: types.SegmentKind.B,
-    inference_pb.SEGMENT_KIND_BIAS: types.SegmentKind.BIAS,
-    inference_pb.SEGMENT_KIND_MAGNITUDE: types.SegmentKind.MAGNITUDE,
-    inference_pb.SEGMENT_KIND_ROW_IDS: types.SegmentKind.ROW_IDS,
-    inference_pb.SEGMENT_KIND_ROWS: types.SegmentKind.ROWS,
-    inference_pb.SEGMENT_KIND_FULL: types.SegmentKind.FULL,
-}
-TARGET_KINDS = {
-    inference_pb.TARGET_KIND_LINEAR: types.TargetKind.LINEAR,
-    inference_pb.TARGET_KIND_EMBEDDING: types.TargetKind.EMBEDDING,
-    inference_pb.TARGET_KIND_EXPERTS: types.TargetKind.EXPERTS,
-    inference_pb.TARGET_KIND_VECTOR: types.TargetKind.VECTOR,
-}
 FINISH_REASONS = {
     inference_pb.FINISH_REASON_STOP: types.FinishReason.STOP,
     inference_pb.FINISH_REASON_LENGTH: types.FinishReason.LENGTH,
@@ -188,7 +174,7 @@ def inspected(message: inference_pb.InspectAdapterResponse) -> types.InspectedAd
 def _resident_target(message: inference_pb.ResidentTarget) -> types.ResidentTarget:
     segments = tuple(
         types.ResidentSegment(
-            RESIDENT_SEGMENT_KINDS.get(each.kind, types.SegmentKind.UNKNOWN),
+            SEGMENT_KINDS.get(each.kind, types.SegmentKind.UNKNOWN),
             each.bytes,
             each.offset,
         )

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from contract.protobuf import SEGMENT_KINDS
 from loadout import types
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 
@@ -14,15 +15,6 @@ IMAGE_STATES = {
     store_pb.IMAGE_STATE_COMPILING: types.ImageState.COMPILING,
     store_pb.IMAGE_STATE_READY: types.ImageState.READY,
     store_pb.IMAGE_STATE_INCOMPATIBLE: types.ImageState.INCOMPATIBLE,
-}
-SEGMENT_KINDS = {
-    store_pb.SEGMENT_KIND_A: types.SegmentKind.A,
-    store_pb.SEGMENT_KIND_B: types.SegmentKind.B,
-    store_pb.SEGMENT_KIND_BIAS: types.SegmentKind.BIAS,
-    store_pb.SEGMENT_KIND_MAGNITUDE: types.SegmentKind.MAGNITUDE,
-    store_pb.SEGMENT_KIND_ROW_IDS: types.SegmentKind.ROW_IDS,
-    store_pb.SEGMENT_KIND_ROWS: types.SegmentKind.ROWS,
-    store_pb.SEGMENT_KIND_FULL: types.SegmentKind.FULL,
 }
 BASE_MODEL_SOURCES = {
     store_pb.BASE_MODEL_SOURCE_CALLER: types.BaseModelSource.CALLER,

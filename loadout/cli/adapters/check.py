@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
+from contract.base_model_names import may_mean, names_local_path
 from contract.folders import shown
+from contract.images.segment_kinds import KIND_LABELS, SegmentKind
 from loadout.cli import options
 from loadout.cli.adapters.engines import ENGINES, Engine, notes_on
 from loadout.cli.adapters.tokenizer import describe_tokenizer
@@ -47,16 +49,6 @@ _NOTHING: Report = {
     "server": None,
 }
 """The text about a folder that is no adapter's."""
-
-_KIND_WORDS = {
-    "a": "A",
-    "b": "B",
-    "bias": "bias of B",
-    "magnitude": "DoRA magnitude",
-    "row_ids": "",  # beside rows
-    "rows": "rows of tokens",
-    "full": "whole weight",
-}
 
 
 def check(
@@ -151,7 +143,8 @@ def _print(report: Report, folder: Path, model: str) -> None:
     if not server:
         typer.echo("a store would register it; give --model MODEL to check it for a server")
         return
-    if not _may_be_same(report["base_model"], server["base_model"]):
+    in_config = report["base_model"]
+    if not (names_local_path(in_config) or may_mean(in_config, [server["base_model"]])):
         typer.echo(
             f"note: its base model is {report['base_model']}; for servers of another name, "
             "register it with `loadout register --base-model NAME`"
@@ -189,18 +182,12 @@ def _copies(report: Report) -> list[str]:
     return [name for name in whole if name not in targets.union(report["server"]["unused"])]
 
 
-def _may_be_same(in_config: str, of_server: str) -> bool:
-    """Returns whether a config may mean a model by this name; a path means any."""
-    ends = [name.rstrip("/").rpartition("/")[2].lower() for name in (in_config, of_server)]
-    return not in_config or in_config.count("/") > 1 or in_config[0] in "./" or ends[0] == ends[1]
-
-
 def _print_modules(modules: list[Mapping[str, Any]]) -> None:
     """Prints a line for modules that differ in their layer alone."""
     lines: dict[tuple[str, str, int], list[tuple[int | None, int]]] = {}
     for each in modules:
         [name], layer = _without_layers([each["name"]]), split_layer(each["name"])[1]
-        has = ", ".join(filter(None, (_KIND_WORDS.get(kind, kind) for kind in each["kinds"])))
+        has = ", ".join(filter(None, (KIND_LABELS[SegmentKind(kind)] for kind in each["kinds"])))
         lines.setdefault((name, has, each["rank"]), []).append((layer, each["num_bytes"]))
     table = new_table("module", "layers", "has", "rank", "size", right=("rank", "size"))
     for (name, has, rank), found in lines.items():

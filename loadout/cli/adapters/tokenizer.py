@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import Any
 
 from contract.adapter_files import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from contract.folders import GivenFolder, shown
+from contract.tokenizer_extract import InvalidTokenizer, default_template, read_tokens
 
 MAX_FILE_BYTES = 64 << 20
 MAX_SHOWN = 3
 """How many added tokens are named."""
 MAX_TOKEN_CHARS = 40
-MAX_ID_DIGITS = 18
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -130,17 +130,17 @@ def has_tokenizer(model: Path) -> bool:
 
 def read_tokenizer(folder: GivenFolder) -> Tokenizer:
     """Reads the parts that are there and well-formed."""
-    whole, config = _read_json(folder, TOKENIZER_FILE), _read_json(folder, TOKENIZER_CONFIG)
+    config = _read_json(folder, TOKENIZER_CONFIG)
     tokenizer = Tokenizer(folder, {}, _read_template(folder, config))
-    model, added = _mapping(whole.get("model")), _vocabulary(_read_json(folder, ADDED_TOKENS))
-    tokens = _vocabulary(model.get("vocab")) or _vocabulary(_read_json(folder, "vocab.json"))
-    if tokens:
-        tokens |= added | _added(whole.get("added_tokens"))
-        decoder = _mapping(config.get("added_tokens_decoder"))
-        tokens |= _added([{**_mapping(each), "id": _number(key)} for key, each in decoder.items()])
-    elif not tokenizer.has_tokens:
-        tokens = added
-    return replace(tokenizer, tokens=tokens)
+    whole = _read_json(folder, TOKENIZER_FILE)
+    vocabulary, added = _read_json(folder, "vocab.json"), _read_json(folder, ADDED_TOKENS)
+    if not whole and (vocabulary or not tokenizer.has_tokens):  # of an older form
+        listed = [{"id": number, "content": token} for token, number in added.items()]
+        whole = {"model": {"vocab": vocabulary}, "added_tokens": listed}
+    try:
+        return replace(tokenizer, tokens=read_tokens(whole, config))
+    except InvalidTokenizer:
+        return tokenizer
 
 
 def _compare_tokens(saved: Tokenizer, base: Tokenizer) -> tuple[list[str] | None, str]:
@@ -226,44 +226,12 @@ def _read_template(folder: GivenFolder, config: Mapping[str, Any]) -> str:
             return _read(folder, TEMPLATE_FILE).decode()
         except (OSError, ValueError):
             return ""
-    found = config.get("chat_template")
-    for each in _sequence(found):  # several, by name
-        if _mapping(each).get("name") == "default":
-            found = each.get("template")
+    found = default_template(config)
     return found if isinstance(found, str) else ""
-
-
-def _vocabulary(value: object) -> dict[str, int]:
-    """Returns ids by token, of {token: id} or of a list of [token, score]."""
-    if isinstance(value, Mapping):
-        return {key: number for key, number in value.items() if isinstance(number, int)}
-    pairs = enumerate(_sequence(value))
-    return {
-        each[0]: number
-        for number, each in pairs
-        if isinstance(each, list) and each and isinstance(each[0], str)
-    }
-
-
-def _added(value: object) -> dict[str, int]:
-    found = map(_mapping, _sequence(value))
-    return {
-        each["content"]: each["id"]
-        for each in found
-        if isinstance(each.get("content"), str) and isinstance(each.get("id"), int)
-    }
 
 
 def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _sequence(value: object) -> Sequence[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _number(text: str) -> int:
-    return int(text) if len(text) <= MAX_ID_DIGITS and text.isdecimal() else -1
 
 
 def _shown(token: str) -> str:

@@ -14,6 +14,7 @@ from adapter_store.blobs import fsync
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.names import Names
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
@@ -41,9 +42,10 @@ class Process:
         self.catalog = Catalog(self.data_dir / "catalog.sqlite3", event_retention=100)
         self.blobs = LocalBlobs(self.data_dir)
         self.blobs.sweep_leftovers()
-        self.blobs.sweep(self.catalog.blob_digests())
+        self.blobs.sweep(self.catalog.blobs.digests())
         self.registrar = Registrar(
-            self.catalog,
+            self.catalog.names,
+            self.catalog.blobs,
             self.blobs,
             Volume(self.data_dir, evict=lambda num_bytes: None),
             VerifiedCheckpoints(),
@@ -68,7 +70,7 @@ class Process:
 
     def check_whole(self) -> list[str]:
         """Every record has its blob, and every blob its digest; gives the digests."""
-        records = self.catalog.page()[0]
+        records = self.catalog.names.page()[0]
         for record in records:
             blob = open_checkpoint(self.blobs.path(record.digest))
             assert blob.digest == record.digest
@@ -124,7 +126,7 @@ def crash_at(monkeypatch, step: str, number: int) -> list[str]:
     monkeypatch.setattr(os, "fsync", guard("fsync", os.fsync))
     monkeypatch.setattr(os, "rename", guard("rename", os.rename))
     monkeypatch.setattr(shutil, "rmtree", guard("rmtree", shutil.rmtree))
-    monkeypatch.setattr(Catalog, "register", guard("commit", Catalog.register))
+    monkeypatch.setattr(Names, "register", guard("commit", Names.register))
     return calls
 
 
@@ -188,7 +190,7 @@ def test_the_same_content_at_the_same_time(start, make_adapter):
     assert {(each.record.version, each.record.digest) for each in found} == {
         (1, open_checkpoint(folder).digest)
     }
-    assert process.catalog.revision() == 2
+    assert process.catalog.history.revision() == 2
     assert len(process.check_whole()) == 2
 
 

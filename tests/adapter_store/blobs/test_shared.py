@@ -12,7 +12,7 @@ import pytest
 
 from adapter_store.blobs import shared
 from adapter_store.blobs.shared import SharedBlobs
-from adapter_store.catalog.rows import NewVersion
+from adapter_store.catalog.tables.rows import NewVersion
 from adapter_store.checkpoint.reading.memory_files import MemoryFolder
 from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.errors import BlobLost, CorruptData, DiskFull
@@ -50,7 +50,9 @@ def keep(blobs: SharedBlobs) -> tuple[BlobPlace, Path]:
 
 
 def record(parts: SharedParts, kept: BlobPlace) -> None:
-    parts.catalog.register(NewVersion(A, DIGEST, "base", "", 1, (), 1, files=FILES, blob=kept))
+    parts.catalog.names.register(
+        NewVersion(A, DIGEST, "base", "", 1, (), 1, files=FILES, blob=kept)
+    )
 
 
 def register(parts: SharedParts, blobs: SharedBlobs) -> BlobPlace:
@@ -65,9 +67,9 @@ def read(folder: Path) -> dict[str, bytes]:
 
 
 def collect(parts: SharedParts) -> str | None:
-    parts.catalog.remove(A)
-    parts.catalog.expire_versions(timedelta(0))
-    return parts.catalog.take_blob(DIGEST)
+    parts.catalog.names.remove(A)
+    parts.catalog.expiry.expire_deleted(timedelta(0))
+    return parts.catalog.blobs.take(DIGEST)
 
 
 def test_blob_is_read_by_another_replica(parts):
@@ -133,7 +135,7 @@ def test_what_was_collected_before_the_commit_is_noticed(parts):
     collect(parts)
     with pytest.raises(BlobLost):
         record(parts, kept)
-    assert parts.catalog.blob(DIGEST) is None
+    assert parts.catalog.blobs.find(DIGEST) is None
 
 
 def test_of_two_that_store_at_once_one_place_stays(parts):

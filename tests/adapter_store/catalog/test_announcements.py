@@ -6,14 +6,14 @@ from datetime import timedelta
 
 import pytest
 
-from adapter_store.catalog.announcements import (
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.tables.announcements import (
     MAX_PER_LAYOUT,
     RENEW_AFTER,
     REPLICA_RENEWS_WITHIN,
 )
-from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.layouts import LayoutLimits
-from adapter_store.catalog.lookup import LASTS_FOR, MAX_SKEW_MICROS, PRESENT_FOR
+from adapter_store.catalog.tables.layouts import LayoutLimits
+from adapter_store.catalog.tables.lookup import LASTS_FOR, MAX_SKEW_MICROS, PRESENT_FOR
 from adapter_store.core import Announcement, ImageContent, ImageKey, ImageState, LayoutVerdict
 from adapter_store.errors import LimitExceeded
 from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
@@ -27,8 +27,8 @@ TTL = timedelta(days=1)
 @pytest.fixture
 def announced(catalog):
     """The layout "L", announced as "A" with an alias and ranks up to 16."""
-    catalog.add_layout("L", BASE, "{}")
-    assert catalog.announce("L", "A", Announcement(("alias", "both"), 16))
+    catalog.layouts.add("L", BASE, "{}")
+    assert catalog.servers.announce("L", "A", Announcement(("alias", "both"), 16))
     return catalog
 
 
@@ -55,122 +55,122 @@ def test_servers_are_there_for_a_while_after_a_renewal(announced, names, clock):
     names.register("a", "d1")
     assert limits(names) == [("A", 16)]
     clock.now += PRESENT_FOR - SECOND
-    assert announced.renew("A") == "L"
+    assert announced.servers.renew("A") == "L"
     clock.now += PRESENT_FOR - SECOND
     assert limits(names) == [("A", 16)]
     clock.now += 2 * SECOND
     assert limits(names) == []
-    assert [each.max_ranks for each in announced.layout_page()[0]] == [()]
-    assert announced.renew("A") == "L"
+    assert [each.max_ranks for each in announced.layouts.page()[0]] == [()]
+    assert announced.servers.renew("A") == "L"
     assert limits(names) == [("A", 16)]
 
 
 def test_servers_that_have_gone_are_there_no_more(announced, names, clock):
     names.register("a", "d1")
     clock.now += SECOND
-    announced.withdraw("A", announced.last_renewal("A"))
-    if announced.is_shared:  # another replica may have servers that announce the same
+    announced.servers.withdraw("A", announced.servers.last_renewal("A"))
+    if announced.database.is_shared:  # another replica may have servers that announce the same
         assert limits(names) == [("A", 16)]
         clock.now += REPLICA_RENEWS_WITHIN
     assert limits(names) == []
-    assert announced.served_layouts() == ["L"]
-    assert announced.is_renewal_due("A")
-    announced.renew("A")
+    assert announced.layouts.served() == ["L"]
+    assert announced.servers.is_renewal_due("A")
+    announced.servers.renew("A")
     assert limits(names) == [("A", 16)]
 
 
 def test_what_was_renewed_meanwhile_is_not_withdrawn(announced, names, clock):
     names.register("a", "d1")
-    last_renewal = announced.last_renewal("A")
+    last_renewal = announced.servers.last_renewal("A")
     clock.now += SECOND
-    announced.announce("L", "A", Announcement(("alias", "both"), 16))
-    announced.withdraw("A", last_renewal)
+    announced.servers.announce("L", "A", Announcement(("alias", "both"), 16))
+    announced.servers.withdraw("A", last_renewal)
     clock.now += REPLICA_RENEWS_WITHIN
     assert limits(names) == [("A", 16)]
 
 
 def test_server_that_renews_nothing_is_not_withdrawn(catalog, names, clock):
-    catalog.add_layout("L", BASE, "{}")
-    catalog.announce("L", "old", Announcement(is_renewed=False))
+    catalog.layouts.add("L", BASE, "{}")
+    catalog.servers.announce("L", "old", Announcement(is_renewed=False))
     names.register("a", "d1")
-    catalog.withdraw("old", catalog.last_renewal("old"))
+    catalog.servers.withdraw("old", catalog.servers.last_renewal("old"))
     clock.now += LASTS_FOR
     assert limits(names) == [("old", 0)]
 
 
 def test_announcement_lasts_an_hour_after_its_renewals(announced, clock):
     clock.now += LASTS_FOR - SECOND
-    assert announced.renew("A") == "L"
+    assert announced.servers.renew("A") == "L"
     clock.now += LASTS_FOR - SECOND
-    assert announced.served_layouts() == ["L"]
-    assert announced.expire_announcements() == 0
+    assert announced.layouts.served() == ["L"]
+    assert announced.servers.expire() == 0
     clock.now += 2 * SECOND
-    assert announced.served_layouts() == []
-    assert announced.layout_bases("L") == ["alias", "both", BASE]  # the store may have been away
-    assert announced.expire_announcements() == 1
-    assert announced.layout_bases("L") == [BASE]
-    assert announced.renew("A") is None
+    assert announced.layouts.served() == []
+    assert announced.layouts.bases("L") == ["alias", "both", BASE]  # the store may have been away
+    assert announced.servers.expire() == 1
+    assert announced.layouts.bases("L") == [BASE]
+    assert announced.servers.renew("A") is None
 
 
 def test_alias_stays_while_a_server_has_it(announced, clock):
     clock.now += LASTS_FOR - SECOND
-    assert announced.announce("L", "B", Announcement(("both", "new")))
-    assert not announced.announce("L", "C", Announcement(("new",)))
+    assert announced.servers.announce("L", "B", Announcement(("both", "new")))
+    assert not announced.servers.announce("L", "C", Announcement(("new",)))
     clock.now += 2 * SECOND
-    assert announced.expire_announcements() == 1
-    assert announced.layout_bases("L") == ["both", "new", BASE]
-    assert announced.known_base_models(AdapterName("default", "x")).served == {
+    assert announced.servers.expire() == 1
+    assert announced.layouts.bases("L") == ["both", "new", BASE]
+    assert announced.names.known_base_models(AdapterName("default", "x")).served == {
         BASE: {BASE, "both", "new"}
     }
 
 
 def test_renewals_are_due_thrice_while_servers_count_as_there(announced, clock):
-    assert not announced.is_renewal_due("A")
-    assert announced.is_renewal_due("unknown")
+    assert not announced.servers.is_renewal_due("A")
+    assert announced.servers.is_renewal_due("unknown")
     assert 3 * RENEW_AFTER + timedelta(microseconds=MAX_SKEW_MICROS) <= PRESENT_FOR
     clock.now += RENEW_AFTER
-    assert announced.is_renewal_due("A")
-    announced.renew("A")
-    assert not announced.is_renewal_due("A")
+    assert announced.servers.is_renewal_due("A")
+    announced.servers.renew("A")
+    assert not announced.servers.is_renewal_due("A")
 
 
 def test_server_that_renews_nothing_is_known_as_long_as_its_layout_is_in_use(shared, clock):
-    shared.add_layout("L", BASE, "{}")
+    shared.layouts.add("L", BASE, "{}")
     names = Names(shared)
     names.register("a", "d1")
-    shared.announce("L", "old", Announcement(("alias of old",), is_renewed=False))
+    shared.servers.announce("L", "old", Announcement(("alias of old",), is_renewed=False))
     clock.now += TTL - SECOND
-    assert shared.use_layout("L") is False  # what is pulled for it shows that it lives
+    assert shared.layouts.use("L") is False  # what is pulled for it shows that it lives
     clock.now += TTL - SECOND
-    assert shared.expire_announcements() == 0
-    assert (shared.served_layouts(), limits(names)) == (["L"], [("old", 0)])
+    assert shared.servers.expire() == 0
+    assert (shared.layouts.served(), limits(names)) == (["L"], [("old", 0)])
     clock.now += 2 * SECOND
-    assert shared.expire_announcements() == 0
-    assert (shared.served_layouts(), limits(names)) == ([], [])
-    assert [each.max_ranks for each in shared.layout_page()[0]] == [()]
-    assert shared.known_base_models(AdapterName("default", "x")).served == {}
-    assert shared.use_layout("L")  # it had no adapters to pull
-    assert (shared.served_layouts(), limits(names)) == (["L"], [("old", 0)])
-    assert shared.layout_bases("L") == ["alias of old", BASE]
+    assert shared.servers.expire() == 0
+    assert (shared.layouts.served(), limits(names)) == ([], [])
+    assert [each.max_ranks for each in shared.layouts.page()[0]] == [()]
+    assert shared.names.known_base_models(AdapterName("default", "x")).served == {}
+    assert shared.layouts.use("L")  # it had no adapters to pull
+    assert (shared.layouts.served(), limits(names)) == (["L"], [("old", 0)])
+    assert shared.layouts.bases("L") == ["alias of old", BASE]
 
 
 def shown(catalog, names) -> tuple[list[str], list[tuple[int, ...]]]:
     """The announcements in an adapter's verdicts, and the ranks in the list of layouts."""
-    ranks = [each.max_ranks for each in catalog.layout_page()[0]]
+    ranks = [each.max_ranks for each in catalog.layouts.page()[0]]
     return [announcement_id for announcement_id, _ in limits(names)], ranks
 
 
 @pytest.fixture
 def upgraded(catalog, names, clock):
     """A layout whose servers of an earlier release have been replaced."""
-    catalog.add_layout("L", BASE, "{}")
-    catalog.announce("L", "old", Announcement(("alias of old",), is_renewed=False))
+    catalog.layouts.add("L", BASE, "{}")
+    catalog.servers.announce("L", "old", Announcement(("alias of old",), is_renewed=False))
     names.register("a", "d1")
     assert shown(catalog, names) == (["old"], [(0,)])
     clock.now += PRESENT_FOR
-    catalog.announce("L", "new", Announcement(("alias",), 16))
+    catalog.servers.announce("L", "new", Announcement(("alias",), 16))
     assert shown(catalog, names) == (["new"], [(16,)])
-    assert catalog.layout_bases("L") == ["alias", "alias of old", BASE]
+    assert catalog.layouts.bases("L") == ["alias", "alias of old", BASE]
     return catalog
 
 
@@ -178,56 +178,56 @@ def upgraded(catalog, names, clock):
 def test_replaced_servers_come_back_with_none_of_their_successors(upgraded, names, clock, is_told):
     clock.now += SECOND
     if is_told:
-        upgraded.withdraw("new", upgraded.last_renewal("new"))
+        upgraded.servers.withdraw("new", upgraded.servers.last_renewal("new"))
     for wait in (PRESENT_FOR, LASTS_FOR, LASTS_FOR):
         clock.now += wait
         assert shown(upgraded, names) == ([], [()])
-    assert upgraded.expire_announcements() == 2
+    assert upgraded.servers.expire() == 2
     assert shown(upgraded, names) == ([], [()])
-    assert upgraded.served_layouts() == []
-    assert upgraded.layout_bases("L") == [BASE]
+    assert upgraded.layouts.served() == []
+    assert upgraded.layouts.bases("L") == [BASE]
 
 
 def test_servers_of_an_earlier_release_may_replace_later_ones(upgraded, names, clock):
     clock.now += SECOND
-    upgraded.announce("L", "old", Announcement(("alias of old",), is_renewed=False))
+    upgraded.servers.announce("L", "old", Announcement(("alias of old",), is_renewed=False))
     assert shown(upgraded, names) == (["new"], [(16,)])
     clock.now += PRESENT_FOR
     assert shown(upgraded, names) == (["old"], [(0,)])
     clock.now += LASTS_FOR
-    assert upgraded.expire_announcements() == 1
+    assert upgraded.servers.expire() == 1
     assert shown(upgraded, names) == (["old"], [(0,)])
-    assert upgraded.served_layouts() == ["L"]
-    assert upgraded.layout_bases("L") == ["alias of old", BASE]
+    assert upgraded.layouts.served() == ["L"]
+    assert upgraded.layouts.bases("L") == ["alias of old", BASE]
 
 
 def test_layout_has_a_bounded_number_of_announcements(announced, clock):
     for number in range(MAX_PER_LAYOUT - 1):
-        announced.announce("L", f"N{number}", Announcement(max_rank=number))
+        announced.servers.announce("L", f"N{number}", Announcement(max_rank=number))
     with pytest.raises(LimitExceeded, match=r"at most 16 are allowed; one expires") as caught:
-        announced.announce("L", "more", Announcement())
+        announced.servers.announce("L", "more", Announcement())
     assert caught.value.reason == "ANNOUNCEMENT_LIMIT"
-    announced.announce("L", "A", Announcement(("alias", "both"), 16))
+    announced.servers.announce("L", "A", Announcement(("alias", "both"), 16))
     clock.now += LASTS_FOR
-    announced.announce("L", "more", Announcement())
+    announced.servers.announce("L", "more", Announcement())
 
 
 def test_announcements_of_one_account_leave_places_to_others(shared):
-    shared.add_layout("L", BASE, "{}")
+    shared.layouts.add("L", BASE, "{}")
     for number in range(MAX_PER_LAYOUT // 2):
-        shared.announce("L", f"a{number}", Announcement(max_rank=number), "a")
+        shared.servers.announce("L", f"a{number}", Announcement(max_rank=number), "a")
     with pytest.raises(LimitExceeded, match="8 different announcements by a and 0 by others"):
-        shared.announce("L", "more", Announcement(), "a")
-    shared.announce("L", "a0", Announcement(max_rank=0), "a")
+        shared.servers.announce("L", "more", Announcement(), "a")
+    shared.servers.announce("L", "a0", Announcement(max_rank=0), "a")
     for number in range(4):
-        shared.announce("L", f"b{number}", Announcement(max_rank=number), "b")
+        shared.servers.announce("L", f"b{number}", Announcement(max_rank=number), "b")
     with pytest.raises(LimitExceeded, match="4 different announcements by b and 8 by others"):
-        shared.announce("L", "more", Announcement(), "b")
+        shared.servers.announce("L", "more", Announcement(), "b")
 
 
 def test_verdict_is_of_the_adapter_and_the_announcement(announced, names):
-    announced.announce("L", "B", Announcement(max_rank=8))
-    announced.announce("L", "C", Announcement())
+    announced.servers.announce("L", "B", Announcement(max_rank=8))
+    announced.servers.announce("L", "C", Announcement())
     names.register("a", "d1", rank=12)
     record = names.get("a")
     (verdict,) = record.verdicts
@@ -236,7 +236,7 @@ def test_verdict_is_of_the_adapter_and_the_announcement(announced, names):
         "rank 12 is above this server's limit 8 (--max-rank)",
         "",
     ]
-    announced.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256))
+    announced.images.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256))
     (verdict,) = names.get("a").verdicts
     assert [server.announcement_id for server in verdict.servers] == ["C", "B", "A"]
 
@@ -295,13 +295,13 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("announcement", "fields", "reason"), REFUSALS)
 def test_verdict_names_what_is_refused(catalog, names, announcement, fields, reason):
-    catalog.add_layout("L", BASE, "{}")
-    catalog.announce("L", "A", announcement)
+    catalog.layouts.add("L", BASE, "{}")
+    catalog.servers.announce("L", "A", announcement)
     added_tokens = fields.get("added_tokens", 0)
     names.register("a", "d1", **{key: fields[key] for key in fields if key != "added_tokens"})
     record = names.get("a")
     changes = ImageContent(record.targets, record.segment_kinds, added_tokens=added_tokens)
-    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=changes))
+    catalog.images.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=changes))
     assert refusals(names) == [reason]
 
 
@@ -313,27 +313,27 @@ def refusals(names) -> list[str]:
 
 def test_what_an_image_changes_decides(catalog, names):
     """The adapter calls q, k and v by one name, and has a head that equals the base's."""
-    catalog.add_layout("L", BASE, "{}")
+    catalog.layouts.add("L", BASE, "{}")
     announced = Announcement(lora_targets=("k_proj", "q_proj", "v_proj"), max_added_tokens=1)
-    catalog.announce("L", "A", announced)
+    catalog.servers.announce("L", "A", announced)
     kinds = (SegmentKind.FULL, SegmentKind.BIAS)
     names.register("a", "d1", targets=("lm_head", "qkv_proj"), segment_kinds=kinds)
     biases = "it has biases of LoRA, which this server does not apply"
     assert refusals(names) == [biases]
     key = ImageKey("d1", "L")
-    catalog.set_fits(key, 0, ImageContent(("k_proj", "q_proj", "v_proj"), ()))
+    catalog.images.set_fits(key, 0, ImageContent(("k_proj", "q_proj", "v_proj"), ()))
     assert refusals(names) == [""]
-    catalog.set_fits(key, 0, ImageContent(("lm_head",), ()))
+    catalog.images.set_fits(key, 0, ImageContent(("lm_head",), ()))
     assert refusals(names) == [""], "what was recorded first stays"
-    names.catalog.set_verdict("d1", LayoutVerdict("L", ImageState.COMPILING))
+    names.catalog.images.set_verdict("d1", LayoutVerdict("L", ImageState.COMPILING))
     assert refusals(names) == [""]
     content = ImageContent(("q_proj",), (), added_tokens=1, unused_spaces=("vision_tower",))
-    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
+    catalog.images.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
     assert refusals(names) == [""]
     assert names.get("a").verdicts[0].content == content
     kinds, of = (SegmentKind.ROW_IDS, SegmentKind.ROWS, SegmentKind.FULL), ("lm_head",)
     content = ImageContent(("lm_head", "q_proj"), kinds, (of, of, ("k_proj.bias", "q_proj")))
-    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
+    catalog.images.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
     assert refusals(names) == [
         "target lm_head is not among this server's --lora-targets (k_proj, q_proj, v_proj); "
         "it has rows of its own for tokens, which this server does not apply: lm_head; save the "
@@ -344,10 +344,10 @@ def test_what_an_image_changes_decides(catalog, names):
 
 
 def test_images_of_the_release_before_change_what_their_adapters_name(catalog, names):
-    catalog.add_layout("L", BASE, "{}")
-    catalog.announce("L", "A", Announcement(lora_targets=("q_proj",)))
+    catalog.layouts.add("L", BASE, "{}")
+    catalog.servers.announce("L", "A", Announcement(lora_targets=("q_proj",)))
     names.register("a", "d1", targets=("q_proj", "v_proj"))
-    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256))
+    catalog.images.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256))
     assert refusals(names) == ["target v_proj is not among this server's --lora-targets (q_proj)"]
 
 
@@ -363,10 +363,10 @@ def test_what_an_adapter_has_is_kept(names):
 
 def test_models_of_one_layout_are_others_all_the_same(catalog, clock):
     """Equal shapes give equal images; whose servers are asked is another matter."""
-    catalog.add_layout("L", BASE, "{}")
-    catalog.announce("L", "A", Announcement(("alias",), 16, base_model=BASE))
-    catalog.add_layout("L", "other", "{}")
-    assert catalog.announce("L", "O", Announcement(("second",), 8, base_model="other"))
+    catalog.layouts.add("L", BASE, "{}")
+    catalog.servers.announce("L", "A", Announcement(("alias",), 16, base_model=BASE))
+    catalog.layouts.add("L", "other", "{}")
+    assert catalog.servers.announce("L", "O", Announcement(("second",), 8, base_model="other"))
     names = Names(catalog)
     names.register("a", "d1")
     assert limits(names) == [("A", 16)]
@@ -374,28 +374,30 @@ def test_models_of_one_layout_are_others_all_the_same(catalog, clock):
         names.register("b", "d2", base_model=base_model)
         (verdict,) = names.get("b").verdicts
         assert [each.announcement_id for each in verdict.servers] == ["O"]
-    known = catalog.known_base_models(AdapterName("default", "x"))
+    known = catalog.names.known_base_models(AdapterName("default", "x"))
     assert known.served == {BASE: {BASE, "alias"}, "other": {"other", "second"}}
     assert known.gone == frozenset()
-    [layout] = catalog.layout_page()[0]
+    [layout] = catalog.layouts.page()[0]
     shown = (layout.base_model, layout.other_base_models, layout.aliases)
     assert shown == (BASE, ("other",), ("alias", "second"))
     clock.now += LASTS_FOR - SECOND
-    catalog.renew("A")
+    catalog.servers.renew("A")
     clock.now += 2 * SECOND
-    assert catalog.expire_announcements() == 1
-    assert catalog.layout_bases("L") == ["alias", BASE]
+    assert catalog.servers.expire() == 1
+    assert catalog.layouts.bases("L") == ["alias", BASE]
     assert names.get("b").verdicts == ()
 
 
 def test_added_tokens_are_known_once_an_image_is_planned(catalog, names):
     """Which rows are behind the base's vocabulary, only a layout says; servers differ in it."""
     for layout_id in ("L", "M"):
-        catalog.add_layout(layout_id, BASE, "{}")
+        catalog.layouts.add(layout_id, BASE, "{}")
     names.register("a", "d1")
     assert names.get("a").added_tokens == 0
-    catalog.set_fits(ImageKey("d1", "L"), 0, ImageContent(("embed_tokens",), (), added_tokens=2))
+    catalog.images.set_fits(
+        ImageKey("d1", "L"), 0, ImageContent(("embed_tokens",), (), added_tokens=2)
+    )
     assert names.get("a").added_tokens == 2
     content = ImageContent(("embed_tokens",), (), added_tokens=3)
-    catalog.set_verdict("d1", LayoutVerdict("M", ImageState.READY, "", 256, content=content))
+    catalog.images.set_verdict("d1", LayoutVerdict("M", ImageState.READY, "", 256, content=content))
     assert names.get("a").added_tokens == 3

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.rows import NewVersion
+from adapter_store.catalog.tables.rows import NewVersion
 from adapter_store.core import EventKind
 from adapter_store.errors import Conflict
 from servicekit.errors import NotFound
@@ -70,7 +70,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(name=names, digest=digests, pinned=st.booleans(), keep=st.sampled_from([0, 1, 2]))
     def register(self, name: AdapterName, digest: str, pinned: bool, keep: int) -> None:
         new = NewVersion(name, digest, "base", "", 1, (), 1, pinned=pinned)
-        record, revision, deleted, *_ = self.catalog.register(new, keep=keep)
+        record, revision, deleted, *_ = self.catalog.names.register(new, keep=keep)
         model = self.models.setdefault(name, Model())
         before = model.revision
         known = [version for version, d in model.versions.items() if d == digest]
@@ -98,14 +98,14 @@ class CatalogMachine(RuleBasedStateMachine):
         model = self.models.get(name, Model())
         if not model.versions:
             with pytest.raises(NotFound):
-                self.catalog.prune(name, keep)
+                self.catalog.names.prune(name, keep)
             return
         superseded = model.superseded(keep)
         for version in superseded:
             del model.versions[version]
         if superseded:
             self.changed(model)
-        assert self.catalog.prune(name, keep)[:2] == (tuple(superseded), model.revision)
+        assert self.catalog.names.prune(name, keep)[:2] == (tuple(superseded), model.revision)
 
     @rule(name=names, digest=digests)
     def register_if_current(self, name: AdapterName, digest: str) -> None:
@@ -113,17 +113,17 @@ class CatalogMachine(RuleBasedStateMachine):
         if model.versions.get(model.current) != digest:
             new = NewVersion(name, "d9", "base", "", 1, (), 1)
             with pytest.raises(Conflict):
-                self.catalog.register(new, digest)
+                self.catalog.names.register(new, digest)
 
     @rule(name=names, version=st.integers(0, 3))
     def remove(self, name: AdapterName, version: int) -> None:
         model = self.models.get(name, Model())
         if not model.versions or (version and version not in model.versions):
             with pytest.raises(NotFound):
-                self.catalog.remove(name, version)
+                self.catalog.names.remove(name, version)
             return
         self.changed(model)
-        assert self.catalog.remove(name, version)[1] == self.revision
+        assert self.catalog.names.remove(name, version)[1] == self.revision
         for number in [version] if version else list(model.versions):
             del model.versions[number]
             model.pinned.discard(number)
@@ -137,12 +137,12 @@ class CatalogMachine(RuleBasedStateMachine):
         ref = AdapterRef(name, version or None)
         if number not in model.versions:
             with pytest.raises(NotFound):
-                self.catalog.set_pinned(ref, pinned, 1)
+                self.catalog.names.set_pinned(ref, pinned, 1)
             return
         if (number in model.pinned) != pinned:
             self.changed(model)
         (model.pinned.add if pinned else model.pinned.discard)(number)
-        record, revision = self.catalog.set_pinned(ref, pinned, 1)
+        record, revision = self.catalog.names.set_pinned(ref, pinned, 1)
         assert (record.pinned, revision) == (pinned, self.revision)
 
     @rule()
@@ -152,23 +152,23 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @invariant()
     def names_are_as_the_model_says(self) -> None:
-        page, _, revision = self.catalog.page()
+        page, _, revision = self.catalog.names.page()
         assert revision == self.revision
         live = sorted((n.tenant, n.name) for n, m in self.models.items() if m.current)
         assert [(r.name.tenant, r.name.name) for r in page] == live
         for name, model in self.models.items():
             for version in range(1, model.last + 1):
                 if version in model.versions:
-                    record, _ = self.catalog.get(AdapterRef(name, version))
+                    record, _ = self.catalog.names.get(AdapterRef(name, version))
                     assert record.digest == model.versions[version]
                     assert record.pinned == (version in model.pinned)
                 else:
                     with pytest.raises(NotFound):
-                        self.catalog.get(AdapterRef(name, version))
+                        self.catalog.names.get(AdapterRef(name, version))
 
     @invariant()
     def the_history_has_no_gaps_and_ends_where_names_are(self) -> None:
-        events = self.catalog.events_since(0, 100_000)
+        events = self.catalog.history.since(0, 100_000)
         assert [event.revision for event in events] == list(range(1, self.revision + 1))
         last = {event.name: event for event in events}
         for name, model in self.models.items():

@@ -6,8 +6,8 @@ import pytest
 from sqlalchemy import insert
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.lookup import MIN_HIDDEN_MICROS
-from adapter_store.catalog.schema import images
+from adapter_store.catalog.tables.lookup import MIN_HIDDEN_MICROS
+from adapter_store.catalog.tables.schema import images
 from adapter_store.core import Announcement, ImageKey, ImageState, LayoutVerdict
 from servicekit.refs import AdapterName
 from tests.support.store.catalogs import connected
@@ -16,100 +16,100 @@ GRACE = timedelta(seconds=60)
 
 
 def test_states_appear_in_the_record(names, catalog):
-    catalog.add_layout("L1", "org/tiny", '{"x": 1}')
-    catalog.add_layout("L2", "org/other", "{}")
+    catalog.layouts.add("L1", "org/tiny", '{"x": 1}')
+    catalog.layouts.add("L2", "org/other", "{}")
     record, _ = names.register("a", "d1")
     assert record.verdicts == (LayoutVerdict("L1", ImageState.PENDING),)
     ready = LayoutVerdict("L1", ImageState.READY, "", 256)
-    catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
-    catalog.set_verdict("d1", ready)
+    catalog.images.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
+    catalog.images.set_verdict("d1", ready)
     assert names.get("a").verdicts == (ready,)
-    assert catalog.image_access(ImageKey("d1", "L1"), GRACE).verdict == ready
+    assert catalog.images.access(ImageKey("d1", "L1"), GRACE).verdict == ready
 
 
 def test_adding_a_layout_again_changes_nothing(catalog):
-    assert catalog.add_layout("L1", "a", '{"x": 1}')
-    assert not catalog.add_layout("L1", "c", '{"x": 2}')
-    assert catalog.layout_body("L1") == '{"x": 1}'
-    assert catalog.layout_body("L0") is None
-    assert catalog.layout_ids() == ["L1"]
+    assert catalog.layouts.add("L1", "a", '{"x": 1}')
+    assert not catalog.layouts.add("L1", "c", '{"x": 2}')
+    assert catalog.layouts.body("L1") == '{"x": 1}'
+    assert catalog.layouts.body("L0") is None
+    assert catalog.layouts.ids() == ["L1"]
 
 
 def test_aliases_serve(names, catalog):
-    catalog.add_layout("L1", "org/tiny", "{}")
-    catalog.announce("L1", "A1", Announcement(("tiny",)))
+    catalog.layouts.add("L1", "org/tiny", "{}")
+    catalog.servers.announce("L1", "A1", Announcement(("tiny",)))
     names.register("a", "d1", base_model="tiny")
     names.register("b", "d2", base_model="elsewhere")
-    assert catalog.image_access(ImageKey("d1", "L1"), GRACE).serves_base
-    assert not catalog.image_access(ImageKey("d2", "L1"), GRACE).serves_base
-    assert catalog.image_access(ImageKey("d2", "L1"), GRACE).has_record
+    assert catalog.images.access(ImageKey("d1", "L1"), GRACE).serves_base
+    assert not catalog.images.access(ImageKey("d2", "L1"), GRACE).serves_base
+    assert catalog.images.access(ImageKey("d2", "L1"), GRACE).has_record
 
 
 def test_unfinished_are_the_current_digests_without_a_verdict(names, catalog):
-    catalog.add_layout("L1", "org/tiny", "{}")
+    catalog.layouts.add("L1", "org/tiny", "{}")
     names.register("a", "old")
     names.register("a", "d1")
     names.register("b", "d2")
     names.register("c", "d3")
     names.register("d", "d3")
     names.register("gone", "d4")
-    catalog.remove(AdapterName("default", "gone"))
+    catalog.names.remove(AdapterName("default", "gone"))
     names.register("e", "d5", base_model="org/other")
-    catalog.set_verdict("d2", LayoutVerdict("L1", ImageState.READY))
-    catalog.set_verdict("d3", LayoutVerdict("L1", ImageState.COMPILING))
-    assert catalog.unfinished("L1", "", 10) == ["d1", "d3"]
-    assert catalog.unfinished("L1", "", 1) == ["d1"]
-    assert catalog.unfinished("L1", "d1", 10) == ["d3"]
-    catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.INCOMPATIBLE, "too wide"))
-    assert catalog.unfinished("L1", "", 10) == ["d3"]
+    catalog.images.set_verdict("d2", LayoutVerdict("L1", ImageState.READY))
+    catalog.images.set_verdict("d3", LayoutVerdict("L1", ImageState.COMPILING))
+    assert catalog.images.unfinished("L1", "", 10) == ["d1", "d3"]
+    assert catalog.images.unfinished("L1", "", 1) == ["d1"]
+    assert catalog.images.unfinished("L1", "d1", 10) == ["d3"]
+    catalog.images.set_verdict("d1", LayoutVerdict("L1", ImageState.INCOMPATIBLE, "too wide"))
+    assert catalog.images.unfinished("L1", "", 10) == ["d3"]
 
 
 def test_a_verdict_for_a_collected_blob_is_dropped(catalog):
-    catalog.add_layout("L1", "org/tiny", "{}")
-    catalog.set_verdict("gone", LayoutVerdict("L1", ImageState.READY))
-    assert catalog.image_access(ImageKey("gone", "L1"), GRACE).verdict.state is ImageState.PENDING
+    catalog.layouts.add("L1", "org/tiny", "{}")
+    catalog.images.set_verdict("gone", LayoutVerdict("L1", ImageState.READY))
+    assert catalog.images.access(ImageKey("gone", "L1"), GRACE).verdict.state is ImageState.PENDING
 
 
 def test_what_was_compiling_is_pending_after_a_restart(names, catalog, place):
-    catalog.add_layout("L1", "org/tiny", "{}")
+    catalog.layouts.add("L1", "org/tiny", "{}")
     names.register("a", "d1")
     names.register("b", "d2")
-    catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
-    catalog.set_verdict("d2", LayoutVerdict("L1", ImageState.READY))
+    catalog.images.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
+    catalog.images.set_verdict("d2", LayoutVerdict("L1", ImageState.READY))
     catalog.close()
     again = Catalog(place, event_retention=10)
-    assert again.image_access(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
-    assert again.image_access(ImageKey("d2", "L1"), GRACE).verdict.state is ImageState.READY
+    assert again.images.access(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
+    assert again.images.access(ImageKey("d2", "L1"), GRACE).verdict.state is ImageState.READY
     again.close()
 
 
 def test_another_compiler_forgets_verdicts(names, catalog):
-    assert catalog.adopt_compiler("1")
-    catalog.add_layout("L1", "org/tiny", "{}")
+    assert catalog.images.adopt_compiler("1")
+    catalog.layouts.add("L1", "org/tiny", "{}")
     names.register("a", "d1")
-    catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.INCOMPATIBLE, "no"))
-    assert not catalog.adopt_compiler("1")
+    catalog.images.set_verdict("d1", LayoutVerdict("L1", ImageState.INCOMPATIBLE, "no"))
+    assert not catalog.images.adopt_compiler("1")
     assert (
-        catalog.image_access(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.INCOMPATIBLE
+        catalog.images.access(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.INCOMPATIBLE
     )
-    assert catalog.adopt_compiler("2")
-    assert catalog.image_access(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
+    assert catalog.images.adopt_compiler("2")
+    assert catalog.images.access(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
 
 
 def test_pinned_keys(names, catalog):
     names.register("a", "d1", pinned=True)
-    assert catalog.pinned_keys() == []
-    catalog.add_layout("L1", "org/tiny", "{}")
-    catalog.add_layout("L2", "org/tiny", "{}")
-    assert sorted(catalog.pinned_keys()) == [("d1", "L1"), ("d1", "L2")]
-    catalog.remove(AdapterName("default", "a"))
-    assert catalog.pinned_keys() == []
+    assert catalog.images.pinned_keys() == []
+    catalog.layouts.add("L1", "org/tiny", "{}")
+    catalog.layouts.add("L2", "org/tiny", "{}")
+    assert sorted(catalog.images.pinned_keys()) == [("d1", "L1"), ("d1", "L2")]
+    catalog.names.remove(AdapterName("default", "a"))
+    assert catalog.images.pinned_keys() == []
 
 
 def test_any_number_of_digests(names):
     names.register("a", "d1")
     digests = [f"d{i}" for i in range(70_000)]  # more than a statement has places for values
-    assert names.catalog.unknown_digests(digests) == set(digests) - {"d1"}
+    assert names.catalog.blobs.unknown(digests) == set(digests) - {"d1"}
 
 
 BUILD = timedelta(seconds=10)
@@ -122,18 +122,18 @@ def state(names, name: str) -> ImageState:
 
 
 def hidden_s(catalog: Catalog, tenant: str) -> float:
-    return catalog.image_access(KEY, GRACE, frozenset([tenant])).hidden_s
+    return catalog.images.access(KEY, GRACE, frozenset([tenant])).hidden_s
 
 
 def build(names, catalog, clock, final: ImageState, duration: timedelta) -> None:
     """Registers d1 as a/x, whose image is built then, or being built."""
-    catalog.add_layout("L1", "org/tiny", "{}")
+    catalog.layouts.add("L1", "org/tiny", "{}")
     names.register("a/x", "d1")
-    catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
+    catalog.images.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
     if final is not ImageState.COMPILING:
         clock.now += duration
         micros = duration // timedelta(microseconds=1)
-        catalog.set_verdict("d1", LayoutVerdict("L1", final, "why", 256, micros))
+        catalog.images.set_verdict("d1", LayoutVerdict("L1", final, "why", 256, micros))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_known_content_is_pending_for_as_long_as_its_build_took(
 
 
 def test_what_an_earlier_release_has_built_is_hidden_too(names, catalog, clock, place):
-    catalog.add_layout("L1", "org/tiny", "{}")
+    catalog.layouts.add("L1", "org/tiny", "{}")
     names.register("a/x", "d1")
     with connected(place) as conn:  # as a migration leaves it: no time of the build
         values = {"state": "ready", "reason": "", "image_bytes": 256}

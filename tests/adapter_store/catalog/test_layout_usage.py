@@ -53,19 +53,19 @@ def start(tmp_path, data_dir, clock, monkeypatch):
 
 async def register(store: Store, folder, name: str, **asked) -> str:
     registration = Registration(AdapterName("default", name), **asked)
-    change = await store.service.register(ANYONE, registration, f"file://{folder}")
+    change = await store.use_cases.registering.register(ANYONE, registration, f"file://{folder}")
     return (await change.wait())[0].digest
 
 
 async def pull(store: Store, digest: str, layout_id: str) -> None:
-    async for _ in store.service.pull(ANYONE, ImageKey(digest, layout_id), 0, ""):
+    async for _ in store.use_cases.pulls.stream(ImageKey(digest, layout_id), 0, "", None):
         pass
-    await store.service.layout_usage.wait_idle()
+    await store.use_cases.layout_usage.wait_idle()
     await store.precompiler.wait_idle()
 
 
 def state(store: Store, name: str) -> ImageState:
-    record, _ = store.catalog.get(AdapterRef(AdapterName("default", name)))
+    record, _ = store.catalog.names.get(AdapterRef(AdapterName("default", name)))
     return record.verdicts[0].state
 
 
@@ -79,7 +79,7 @@ def test_unused_layout_is_live_after_a_pull(start, clock, make_adapter, make_lay
 
     async def main() -> None:
         async with start() as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             digest = await register(store, a, "a", pinned=True)
             await store.precompiler.wait_idle()
             assert (num_images(store), state(store, "a")) == ((1, 1), ImageState.READY)
@@ -87,7 +87,7 @@ def test_unused_layout_is_live_after_a_pull(start, clock, make_adapter, make_lay
             await until_async(lambda: num_images(store) == (0, 0))
             # The clock may have been turned in the middle of a collection: the next one sees to it.
             await until_async(lambda: state(store, "a") is ImageState.PENDING)
-            assert (await store.service.status()).catalog.layouts == 0
+            assert (await store.use_cases.status.read()).catalog.layouts == 0
 
             await register(store, b, "b")
             await store.precompiler.wait_idle()
@@ -98,9 +98,9 @@ def test_unused_layout_is_live_after_a_pull(start, clock, make_adapter, make_lay
 
             with pytest.raises(NotFound):
                 await pull(store, "sha256:" + "0" * 64, layout_id)
-            assert (await store.service.status()).catalog.layouts == 0
+            assert (await store.use_cases.status.read()).catalog.layouts == 0
             await pull(store, digest, layout_id)
-            assert (await store.service.status()).catalog.layouts == 1
+            assert (await store.use_cases.status.read()).catalog.layouts == 1
             # A verdict is recorded concurrently with the pull, which does not wait for it.
             for name in ("a", "b"):
                 await until_async(lambda name=name: state(store, name) is ImageState.READY)
@@ -117,13 +117,13 @@ def test_unused_layout_is_live_after_registration(start, clock, make_adapter, ma
 
     async def main() -> None:
         async with start() as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             await register(store, a, "a", pinned=True)
             await store.precompiler.wait_idle()
             clock.now += 2 * TTL
             await until_async(lambda: num_images(store) == (0, 0))
             await register(store, b, "b")
-            again = await store.service.register_layout(make_layout(), [1])
+            again = await store.use_cases.layouts.register(make_layout(), [1])
             assert again[:2] == (layout_id, 1)
             await store.precompiler.wait_idle()
             assert {state(store, "a"), state(store, "b")} == {ImageState.READY}
@@ -139,7 +139,7 @@ def test_nothing_is_compiled_ahead_without_a_server(start, clock, make_adapter, 
         async with start() as store:
 
             async def announce() -> str:
-                accepted = await store.service.register_layout(
+                accepted = await store.use_cases.layouts.register(
                     make_layout(), [1], announcement=Announcement(max_rank=8)
                 )
                 return accepted.announcement_id
@@ -152,7 +152,7 @@ def test_nothing_is_compiled_ahead_without_a_server(start, clock, make_adapter, 
             announcement_id = await announce()
             assert await registered("a") is ImageState.READY
             clock.now += timedelta(minutes=50)
-            events = store.service.watch(ANYONE, 0, announcement_id)
+            events = store.use_cases.watching.stream(ANYONE, 0, announcement_id)
             await anext(events)
             await events.aclose()
             clock.now += timedelta(minutes=50)
@@ -175,17 +175,17 @@ def test_pulls_keep_a_layout_and_write_once_per_hour(
 
     async def main() -> None:
         async with start() as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             digest = await register(store, folder, "a")
             await store.precompiler.wait_idle()
             recorded: list[str] = []
-            use_layout = store.catalog.use_layout
+            use_layout = store.catalog.layouts.use
 
             def counted(layout_id: str) -> bool:
                 recorded.append(layout_id)
                 return use_layout(layout_id)
 
-            monkeypatch.setattr(store.catalog, "use_layout", counted)
+            monkeypatch.setattr(store.catalog.layouts, "use", counted)
             for _ in range(3):
                 for _ in range(5):
                     await pull(store, digest, layout_id)
@@ -204,14 +204,14 @@ def test_a_use_that_cannot_be_recorded_fails_no_pull(
 
     async def main() -> None:
         async with start() as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             digest = await register(store, folder, "a")
 
             def fail(layout_id: str) -> bool:
                 raise CatalogUnavailable("the disk is full")
 
             with monkeypatch.context() as patch:
-                patch.setattr(store.catalog, "use_layout", fail)
+                patch.setattr(store.catalog.layouts, "use", fail)
                 await pull(store, digest, layout_id)
             clock.now += TTL - timedelta(minutes=1)
             await pull(store, digest, layout_id)
@@ -226,7 +226,7 @@ def test_replica_may_leave_precompilation_to_others(start, make_adapter, make_la
 
     async def main() -> None:
         async with start(compile_ahead=False) as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             digest = await register(store, a, "a")
             await store.precompiler.wait_idle()
             assert (num_images(store), state(store, "a")) == ((0, 0), ImageState.PENDING)
@@ -248,9 +248,9 @@ def test_layouts_of_other_replicas_are_precompiled(start, make_adapter, make_lay
             await register(store, make_adapter(), "a")
             layout = make_layout()
             texts = layouts.layout_id(layout), layout.base_model, layouts.to_text(layout)
-            await asyncio.to_thread(store.catalog.add_layout, *texts)
+            await asyncio.to_thread(store.catalog.layouts.add, *texts)
             announced = layouts.layout_id(layout), "announced", Announcement()
-            await asyncio.to_thread(store.catalog.announce, *announced)
+            await asyncio.to_thread(store.catalog.servers.announce, *announced)
             await until_async(lambda: num_images(store)[1] == 1)
             await until_async(lambda: state(store, "a") is ImageState.READY)
 

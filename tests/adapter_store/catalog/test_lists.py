@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import event, insert
 
 from adapter_store.api.convert import to_adapter
-from adapter_store.catalog import catalog as catalog_module
-from adapter_store.catalog import schema
+from adapter_store.catalog import names as names_module
+from adapter_store.catalog.tables import schema
 from adapter_store.core import ImageContent, ImageState, LayoutVerdict
 from servicekit.errors import InvalidArgument
 from servicekit.refs import AdapterName
@@ -22,7 +22,7 @@ def test_pages_in_order_without_gap_or_repeat(names, catalog):
         names.register(name, f"d{name}")
     found, token, revision = [], "", 0
     while True:
-        page, token, revision = catalog.page(4, token)
+        page, token, revision = catalog.names.page(4, token)
         found += [str(record.name) for record in page]
         if not token:
             break
@@ -33,10 +33,10 @@ def test_pages_in_order_without_gap_or_repeat(names, catalog):
 def test_a_name_that_appears_between_pages_disturbs_nothing(names, catalog):
     for name in ("b", "d", "f"):
         names.register(name, "d")
-    _, token, _ = catalog.page(2)
+    _, token, _ = catalog.names.page(2)
     names.register("a", "d")
     names.register("e", "d")
-    assert [r.name.name for r in catalog.page(2, token)[0]] == ["e", "f"]
+    assert [r.name.name for r in catalog.names.page(2, token)[0]] == ["e", "f"]
 
 
 def test_filters(names, catalog):
@@ -45,7 +45,7 @@ def test_filters(names, catalog):
     names.register("y/cat", "d3", labels={"team": "one"})
 
     def found(text: str) -> list[str]:
-        return [str(record.name) for record in catalog.page(filter_text=text)[0]]
+        return [str(record.name) for record in catalog.names.page(filter_text=text)[0]]
 
     assert found("tenant=x") == ["x/cat", "x/cow"]
     assert found("name=ca") == ["x/cat", "y/cat"]
@@ -60,7 +60,7 @@ def test_filters(names, catalog):
 )
 def test_malformed_filters_name_the_field(catalog, text):
     with pytest.raises(InvalidArgument, match=r"^filter") as caught:
-        catalog.page(filter_text=text)
+        catalog.names.page(filter_text=text)
     assert caught.value.subject == "filter"
 
 
@@ -69,16 +69,16 @@ def test_malformed_filters_name_the_field(catalog, text):
 )
 def test_malformed_tokens_name_the_field(catalog, token):
     with pytest.raises(InvalidArgument, match=r"^page_token") as caught:
-        catalog.page(page_token=token)
+        catalog.names.page(page_token=token)
     assert caught.value.subject == "page_token"
 
 
 def test_a_token_belongs_to_its_filter(names, catalog):
     for name in ("a", "b"):
         names.register(name, "d")
-    _, token, _ = catalog.page(1, filter_text="tenant=default")
+    _, token, _ = catalog.names.page(1, filter_text="tenant=default")
     with pytest.raises(InvalidArgument, match="another filter"):
-        catalog.page(1, token, "tenant=x")
+        catalog.names.page(1, token, "tenant=x")
 
 
 def fill(place, num_adapters: int) -> None:
@@ -130,21 +130,21 @@ def fill(place, num_adapters: int) -> None:
 @pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_time_and_statements_do_not_grow_with_the_catalog(names, catalog, place, count):
     fill(place, count)
-    catalog.add_layout("L", "org/tiny", "{}")
+    catalog.layouts.add("L", "org/tiny", "{}")
     statements: list[str] = []
     event.listen(
-        catalog._database.engine, "before_cursor_execute", lambda *args: statements.append(args[2])
+        catalog.database.engine, "before_cursor_execute", lambda *args: statements.append(args[2])
     )
     start = time.process_time()
-    page, token, _ = catalog.page(1000, "", "")
-    page, token, _ = catalog.page(1000, token, "")
+    page, token, _ = catalog.names.page(1000, "", "")
+    page, token, _ = catalog.names.page(1000, token, "")
     assert len(page) == 1000
     assert page[-1].verdicts
     # One query for the rows, one each for layouts, verdicts and the revision, and the BEGIN.
     assert len(statements) == 12
-    assert catalog.get(names.ref("t01/n000001"))[0].version == 1
+    assert catalog.names.get(names.ref("t01/n000001"))[0].version == 1
     names.register("t01/n000001", "d-new")
-    assert len(catalog.unfinished("L", "", 500)) == 500
+    assert len(catalog.images.unfinished("L", "", 500)) == 500
     assert catalog.counts().adapters == count
     assert time.process_time() - start < 5  # some tenths of a second
 
@@ -172,40 +172,40 @@ def test_lookups_and_pages_use_indexes(catalog, place):
 
 def test_sql_in_a_filter_is_only_text(names, catalog):
     names.register("a", "d")
-    assert catalog.page(filter_text="tenant='OR'1'='1")[0] == []
-    assert catalog.page(filter_text="name=%")[0] == []
+    assert catalog.names.page(filter_text="tenant='OR'1'='1")[0] == []
+    assert catalog.names.page(filter_text="name=%")[0] == []
 
 
 def test_page_size_is_within_the_contract(names, catalog, place):
     fill(place, 1500)
-    assert len(catalog.page()[0]) == 100
-    assert len(catalog.page(5000)[0]) == 1000
-    assert catalog.page(1)[0][0].name == AdapterName("t00", "n000100")
+    assert len(catalog.names.page()[0]) == 100
+    assert len(catalog.names.page(5000)[0]) == 1000
+    assert catalog.names.page(1)[0][0].name == AdapterName("t00", "n000100")
 
 
 def test_a_page_ends_before_its_bytes_are_too_many(names, catalog, monkeypatch):
-    monkeypatch.setattr(catalog_module, "PAGE_BYTES", 5000)
+    monkeypatch.setattr(names_module, "PAGE_BYTES", 5000)
     everything = [f"default/n{i}" for i in range(8)]
     for name in everything:
         names.register(name, f"d{name}", description="x" * 2000)
     found, token, sizes = [], "", []
     while not sizes or token:
-        page, token, _ = catalog.page(100, token)
+        page, token, _ = catalog.names.page(100, token)
         found += [str(record.name) for record in page]
         sizes.append(len(page))
     assert found == everything
     assert sizes == [2, 2, 2, 2]
-    monkeypatch.setattr(catalog_module, "PAGE_BYTES", 1)
-    assert len(catalog.page(100)[0]) == 1
+    monkeypatch.setattr(names_module, "PAGE_BYTES", 1)
+    assert len(catalog.names.page(100)[0]) == 1
 
 
 def test_the_estimate_of_a_records_bytes_is_never_too_low(names, catalog):
     labels = {f"k{i}": "v" * 200 for i in range(64)}
     names.register("default/n", "d", description="é" * 4000, labels=labels)
-    catalog.add_layout("L", "base", "{}")
+    catalog.layouts.add("L", "base", "{}")
     spaces = tuple(f"tower {number} {'x' * 100}" for number in range(16))
     content = ImageContent((), (), unused_spaces=spaces)
-    catalog.set_verdict("d", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
-    record = catalog.page()[0][0]
+    catalog.images.set_verdict("d", LayoutVerdict("L", ImageState.READY, "", 256, content=content))
+    record = catalog.names.page()[0][0]
     assert to_adapter(record).ByteSize() > 16 * 100
     assert to_adapter(record).ByteSize() <= record.message_bytes < 3 * to_adapter(record).ByteSize()

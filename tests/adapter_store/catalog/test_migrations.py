@@ -12,8 +12,9 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import select
 
-from adapter_store.catalog import migrations, schema
+from adapter_store.catalog import migrations
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.tables import schema
 from adapter_store.core import Announcement, EventKind, SignatureState
 from adapter_store.errors import CorruptData
 from contract.images.segment_kinds import SegmentKind
@@ -33,20 +34,20 @@ def test_catalog_of_the_first_release_is_migrated(tmp_path):
         connection.executescript(FIRST_RELEASE.read_text())
     connection.close()
     catalog = open_catalog(path)
-    record, revision = catalog.get(AdapterRef(AdapterName("acme", "support")))
+    record, revision = catalog.names.get(AdapterRef(AdapterName("acme", "support")))
     assert (record.version, record.digest, revision) == (2, "sha256:" + "b" * 64, 3)
     assert (record.labels, record.rank, record.pinned) == ({"team": "cx"}, 8, True)
     assert (record.files, record.description, record.created_by) == ((), "", "")
     assert record.signature_state is SignatureState.UNSIGNED
     assert _layout_age_seconds(path) < 3600
-    known = catalog.known_base_models(record.name)
+    known = catalog.names.known_base_models(record.name)
     assert known.served == {"org/tiny": {"org/tiny", "tiny"}}
-    kinds = [event.kind for event in catalog.events_since(0, 10)]
+    kinds = [event.kind for event in catalog.history.since(0, 10)]
     assert kinds == [EventKind.REGISTERED, EventKind.UPDATED, EventKind.PINNED]
-    assert catalog.rollback(record.name, 1)[1] == 4
+    assert catalog.names.rollback(record.name, 1)[1] == 4
     catalog.close()
     catalog = open_catalog(path)
-    assert catalog.revision() == 4
+    assert catalog.history.revision() == 4
     catalog.close()
 
 
@@ -94,7 +95,7 @@ def test_a_migration_that_fails_leaves_the_old_tables(tmp_path, monkeypatch):
         connection.execute("DROP TABLE leases")
     connection.close()
     catalog = open_catalog(path)
-    assert catalog.revision() == 3
+    assert catalog.history.revision() == 3
     catalog.close()
 
 
@@ -111,7 +112,7 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
         connection.executescript(FIRST_RELEASE.read_text())
     connection.close()
     catalog = open_catalog(path)
-    (layout_id,) = catalog.layout_ids()
+    (layout_id,) = catalog.layouts.ids()
     catalog.close()
     with sqlite3.connect(path) as connection:
         for column in ("is_renewed", "announced_by", *NEW_COLUMNS["announcements"]):
@@ -159,8 +160,8 @@ WITHOUT_LIFETIMES = (
 def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place, clock):
     """What that release has recorded is taken along, in both databases."""
     catalog = Catalog(place, event_retention=1000, clock=clock)
-    catalog.add_layout("L", BASE, "{}")
-    catalog.announce("L", "A", Announcement(max_rank=16))
+    catalog.layouts.add("L", BASE, "{}")
+    catalog.servers.announce("L", "A", Announcement(max_rank=16))
     Names(catalog).register("a", "d1")
     with connected(place) as conn:
         for table, columns in NEW_COLUMNS.items():

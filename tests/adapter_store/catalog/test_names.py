@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 
-from adapter_store.catalog import leftovers
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.tables import leftovers
 from adapter_store.core import EventKind, ImageKey, SignatureState, SourceFile
 from adapter_store.errors import Conflict, LimitExceeded
 from servicekit.errors import NotFound
@@ -19,7 +19,7 @@ A = AdapterName("default", "a")
 
 
 def kinds(catalog: Catalog) -> list[EventKind]:
-    return [event.kind for event in catalog.events_since(0, 1000)]
+    return [event.kind for event in catalog.history.since(0, 1000)]
 
 
 def test_new_content_is_the_next_version_and_current(names):
@@ -84,10 +84,10 @@ def test_the_pin_moves_with_the_name(names, catalog):
 def test_pin_and_unpin_once(names, catalog):
     names.register("a", "d1")
     for _ in range(2):
-        record, revision = catalog.set_pinned(names.ref("a"), True, 100)
+        record, revision = catalog.names.set_pinned(names.ref("a"), True, 100)
         assert (record.pinned, revision) == (True, 2)
     for _ in range(2):
-        record, revision = catalog.set_pinned(names.ref("a"), False, 100)
+        record, revision = catalog.names.set_pinned(names.ref("a"), False, 100)
         assert (record.pinned, revision) == (False, 3)
     assert kinds(catalog)[1:] == [EventKind.PINNED, EventKind.UNPINNED]
 
@@ -95,11 +95,11 @@ def test_pin_and_unpin_once(names, catalog):
 def test_pinned_images_must_fit_into_memory(names, catalog):
     from adapter_store.core import ImageState, LayoutVerdict
 
-    catalog.add_layout("L", "org/tiny", "{}")
+    catalog.layouts.add("L", "org/tiny", "{}")
     names.register("a", "d1")
-    catalog.set_verdict("d1", LayoutVerdict("L", ImageState.READY, image_bytes=101))
+    catalog.images.set_verdict("d1", LayoutVerdict("L", ImageState.READY, image_bytes=101))
     with pytest.raises(LimitExceeded, match="101 of 100"):
-        catalog.set_pinned(names.ref("a"), True, 100)
+        catalog.names.set_pinned(names.ref("a"), True, 100)
     assert not names.get("a").pinned
     assert kinds(catalog) == [EventKind.REGISTERED]
 
@@ -107,19 +107,19 @@ def test_pinned_images_must_fit_into_memory(names, catalog):
 def test_delete_a_name(names, catalog):
     names.register("a", "d1")
     names.register("a", "d2")
-    assert catalog.remove(A)[1] == 3
+    assert catalog.names.remove(A)[1] == 3
     for ref in (names.ref("a"), names.ref("a", 1), AdapterRef(digest="d2")):
         with pytest.raises(NotFound):
-            catalog.get(ref)
+            catalog.names.get(ref)
     with pytest.raises(NotFound, match="default/a"):
-        catalog.remove(A)
-    last = catalog.events_since(2, 10)[0]
+        catalog.names.remove(A)
+    last = catalog.history.since(2, 10)[0]
     assert (last.kind, last.version, last.digest) == (EventKind.DELETED, 0, "d2")
 
 
 def test_version_numbers_are_never_reused(names, catalog):
     names.register("a", "d1")
-    catalog.remove(A)
+    catalog.names.remove(A)
     again, _ = names.register("a", "d2")
     assert again.version == 2
     assert kinds(catalog)[-1] is EventKind.REGISTERED
@@ -130,13 +130,13 @@ def test_version_numbers_are_never_reused(names, catalog):
 def test_deleting_the_current_version(names, catalog):
     for digest in ("d1", "d2", "d3"):
         names.register("a", digest)
-    catalog.remove(A, 3)
+    catalog.names.remove(A, 3)
     assert names.get("a").version == 2
-    catalog.remove(A, 1)
+    catalog.names.remove(A, 1)
     assert names.get("a").version == 2
-    last = catalog.events_since(4, 10)[-1]
+    last = catalog.history.since(4, 10)[-1]
     assert (last.kind, last.version, last.digest) == (EventKind.UPDATED, 2, "d2")
-    catalog.remove(A, 2)
+    catalog.names.remove(A, 2)
     with pytest.raises(NotFound):
         names.get("a")
     assert kinds(catalog)[-1] is EventKind.DELETED
@@ -145,7 +145,7 @@ def test_deleting_the_current_version(names, catalog):
 def test_deleting_what_is_not_there_names_it(names, catalog):
     names.register("a", "d1")
     with pytest.raises(NotFound, match="default/a@7") as caught:
-        catalog.remove(A, 7)
+        catalog.names.remove(A, 7)
     assert caught.value.subject == "default/a@7"
 
 
@@ -175,45 +175,45 @@ def test_a_digest_means_its_first_current_record(names, catalog):
     names.register("z/old", "d1")
     names.register("z/old", "d2")
     names.register("y/now", "d1")
-    assert str(catalog.get(AdapterRef(digest="d1"))[0].name) == "y/now"
+    assert str(catalog.names.get(AdapterRef(digest="d1"))[0].name) == "y/now"
     names.register("y/now", "d3")
     names.register("z/old", "d1")
-    assert str(catalog.get(AdapterRef(digest="d1"))[0].name) == "z/old"
+    assert str(catalog.names.get(AdapterRef(digest="d1"))[0].name) == "z/old"
 
 
 def test_a_digest_is_pullable_through_the_grace(names, catalog, clock):
     grace = timedelta(seconds=60)
     names.register("a", "d1")
-    catalog.remove(A)
-    assert catalog.image_access(ImageKey("d1", "L"), grace).has_record
+    catalog.names.remove(A)
+    assert catalog.images.access(ImageKey("d1", "L"), grace).has_record
     clock.now += grace
-    assert not catalog.image_access(ImageKey("d1", "L"), grace).has_record
-    assert not catalog.image_access(ImageKey("d0", "L"), grace).has_record
+    assert not catalog.images.access(ImageKey("d1", "L"), grace).has_record
+    assert not catalog.images.access(ImageKey("d0", "L"), grace).has_record
 
 
 def test_collecting_ends_what_no_record_has(names, catalog, clock):
     names.register("a", "d1")
     names.register("b", "d1")
     names.register("a", "d2")
-    catalog.remove(A)
-    assert catalog.unreferenced_blobs(10) == []
+    catalog.names.remove(A)
+    assert catalog.blobs.unreferenced(10) == []
     clock.now += timedelta(seconds=60)
-    assert catalog.expire_versions(timedelta(seconds=60)) == 2
-    assert catalog.unreferenced_blobs(10) == ["d2"]
-    assert catalog.take_blob("d2") is not None
-    assert catalog.take_blob("d1") is None
-    assert catalog.blob_digests() == {"d1"}
+    assert catalog.expiry.expire_deleted(timedelta(seconds=60)) == 2
+    assert catalog.blobs.unreferenced(10) == ["d2"]
+    assert catalog.blobs.take("d2") is not None
+    assert catalog.blobs.take("d1") is None
+    assert catalog.blobs.digests() == {"d1"}
 
 
 def test_versions_are_dropped_in_batches(names, catalog, place, clock, monkeypatch):
     monkeypatch.setattr(leftovers, "BATCH_ROWS", 2)
     for number in range(7):
         names.register("a", f"d{number}")
-    catalog.remove(A)
+    catalog.names.remove(A)
     with connected(place) as conn:
         assert leftovers.expire_versions(conn, clock.now) == 2, "in one transaction"
-    assert catalog.expire_versions(timedelta(0)) == 5
-    assert len(catalog.unreferenced_blobs(10)) == 7
+    assert catalog.expiry.expire_deleted(timedelta(0)) == 5
+    assert len(catalog.blobs.unreferenced(10)) == 7
 
 
 def test_everything_is_there_after_a_restart(names, catalog, place):
@@ -222,8 +222,8 @@ def test_everything_is_there_after_a_restart(names, catalog, place):
     before = names.get("a")
     catalog.close()
     again = Catalog(place, event_retention=1000)
-    assert again.get(names.ref("a")) == (before, 2)
-    assert len(again.events_since(0, 10)) == 2
+    assert again.names.get(names.ref("a")) == (before, 2)
+    assert len(again.history.since(0, 10)) == 2
     again.close()
 
 
@@ -241,4 +241,4 @@ def test_writers_in_many_threads_leave_no_gap(names, catalog):
         thread.join()
     assert received.wait(40) == list(range(1, 41))
     assert names.get("shared").version == 40
-    assert sorted(e.version for e in catalog.events_since(0, 100)) == list(range(1, 41))
+    assert sorted(e.version for e in catalog.history.since(0, 100)) == list(range(1, 41))

@@ -41,22 +41,22 @@ def test_each_replica_hears_of_every_change_in_order(replicas):
         assert each.wait(40) == list(range(1, 41))
     for thread in threads:
         thread.join()
-    assert received[0].events == received[1].events == replicas[0].events_since(0, 100)
+    assert received[0].events == received[1].events == replicas[0].history.since(0, 100)
     assert Names(replicas[1]).get("shared").version == 40
 
 
 def test_what_one_replica_recorded_the_other_reads_at_once(replicas):
     one, two = map(Names, replicas)
     _, revision = one.register("a", "d1", labels={"k": "v"})
-    assert (two.get("a").labels, two.catalog.revision()) == ({"k": "v"}, revision)
-    two.catalog.remove(A)
-    assert one.catalog.page()[0] == []
+    assert (two.get("a").labels, two.catalog.history.revision()) == ({"k": "v"}, revision)
+    two.catalog.names.remove(A)
+    assert one.catalog.names.page()[0] == []
 
 
 def test_a_change_that_fails_leaves_no_gap(replicas):
     names = Names(replicas[0])
     names.register("a", "d1")
-    with pytest.raises(LookupError), replicas[0]._change() as (conn, _made):  # noqa: PT012
+    with pytest.raises(LookupError), replicas[0].history.change() as (conn, _made):  # noqa: PT012
         conn.exec_driver_sql("UPDATE history SET revision = 99")
         raise LookupError
     assert Names(replicas[1]).register("a", "d2")[1] == 2
@@ -82,9 +82,9 @@ def test_a_restart_of_the_database_is_survived(postgres, replicas):
     try:
         for catalog in replicas:
             with pytest.raises(CatalogUnavailable, match="does not answer"):
-                catalog.get(AdapterRef(A))
+                catalog.names.get(AdapterRef(A))
             with pytest.raises(CatalogUnavailable):
-                catalog.remove(A)
+                catalog.names.remove(A)
     finally:
         postgres.start()
     record, revision = Names(replicas[1]).register("a", "d2")
@@ -96,7 +96,7 @@ def test_a_restart_of_the_database_is_survived(postgres, replicas):
 def test_a_follower_that_was_away_for_long_goes_on(catalog_dsn, replicas):
     received = ReceivedEvents(replicas[1])
     short = Catalog(catalog_dsn, event_retention=10)
-    replicas[1]._follower._position = -100
+    replicas[1].history._follower._position = -100
     for i in range(64):
         Names(short).register("a", f"d{i}")
     short.close()
@@ -115,14 +115,14 @@ def test_replicas_that_start_together_migrate_once(postgres):
         thread.start()
     for thread in threads:
         thread.join()
-    assert [catalog.revision() for catalog in opened] == [0] * 4
+    assert [catalog.history.revision() for catalog in opened] == [0] * 4
     for catalog in opened:
         catalog.close()
     postgres.drop_database(dsn)
 
 
 def test_a_database_that_vanishes_without_a_word_is_noticed(replicas):
-    with replicas[0]._database.read() as conn:
+    with replicas[0].database.read() as conn:
         made = conn.connection.driver_connection.info.get_parameters()
     assert int(made["tcp_user_timeout"]) <= 10_000
     idle, every, count = (int(made[f"keepalives_{name}"]) for name in ("idle", "interval", "count"))
@@ -132,10 +132,10 @@ def test_a_database_that_vanishes_without_a_word_is_noticed(replicas):
 def test_read_only_server_is_disconnected(replicas):
     catalog = replicas[0]
     Names(catalog).register("a", "d1")
-    catalog._follower.close()
-    catalog._database.engine.dispose()  # so that there is one connection
-    with catalog._database.engine.begin() as conn:  # it stays so until the connection is closed
+    catalog.history.close()
+    catalog.database.engine.dispose()  # so that there is one connection
+    with catalog.database.engine.begin() as conn:  # it stays so until the connection is closed
         conn.exec_driver_sql("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
     with pytest.raises(CatalogUnavailable, match="does not answer"):
-        catalog.remove(A)
+        catalog.names.remove(A)
     assert Names(catalog).register("a", "d2")[1] == 2

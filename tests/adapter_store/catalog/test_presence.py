@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from adapter_store.catalog import presence
-from adapter_store.catalog.announcements import RENEW_AFTER, REPLICA_RENEWS_WITHIN
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.presence import Presence
+from adapter_store.catalog.tables.announcements import RENEW_AFTER, REPLICA_RENEWS_WITHIN
 from adapter_store.core import Announcement
 from adapter_store.errors import CatalogUnavailable, disk_full
 from servicekit.errors import Draining, NotFound
@@ -24,8 +24,8 @@ from tests.support.store.catalogs import BASE, WAIT_SECONDS
 def announced(catalog, names, monkeypatch):
     """The layout "L" with an adapter, announced as "A"."""
     monkeypatch.setattr(presence, "GONE_AFTER_SECONDS", 0.0)
-    catalog.add_layout("L", BASE, "{}")
-    catalog.announce("L", "A", Announcement())
+    catalog.layouts.add("L", BASE, "{}")
+    catalog.servers.announce("L", "A", Announcement())
     names.register("a", "d1")
     return catalog
 
@@ -45,7 +45,7 @@ def is_there(announced, names, clock):
 def run(catalog, body: Callable[[Presence], Awaitable[None]]) -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as executor:
-            seen = Presence(catalog, executor, lambda layout_id: None)
+            seen = Presence(catalog.servers, executor, lambda layout_id: None)
             await body(seen)
             await seen.close()
 
@@ -101,7 +101,7 @@ class SlowRenewals:
         self.count = 0
         self.has_begun = threading.Event()
         self.may_go_on = threading.Event()
-        self._renew = catalog.renew
+        self._renew = catalog.servers.renew
 
     def renew(self, announcement_id: str) -> str | None:
         self.count += 1
@@ -114,9 +114,9 @@ class SlowRenewals:
 def slow(announced, clock, monkeypatch):
     """Renewals of a catalog in which one of "A" is due."""
     slow = SlowRenewals(announced)
-    monkeypatch.setattr(announced, "renew", slow.renew)
+    monkeypatch.setattr(announced.servers, "renew", slow.renew)
     clock.now += RENEW_AFTER
-    assert announced.is_renewal_due("A")
+    assert announced.servers.is_renewal_due("A")
     return slow
 
 
@@ -132,7 +132,7 @@ def test_event_that_wakes_all_watches_renews_once(announced, slow):
         await turns()
         slow.may_go_on.set()
         await asyncio.gather(*watches)
-        assert not announced.is_renewal_due("A")
+        assert not announced.servers.is_renewal_due("A")
         assert slow.count == 1
 
     run(announced, body)
@@ -165,7 +165,7 @@ def refuse_renewals(catalog, patch: pytest.MonkeyPatch, error: Exception) -> lis
         asked.append(announcement_id)
         raise error
 
-    patch.setattr(catalog, "renew", fail)
+    patch.setattr(catalog.servers, "renew", fail)
     return asked
 
 
@@ -182,7 +182,7 @@ def test_outage_ends_no_watch_and_is_logged_once(announced, clock, monkeypatch, 
                 await seen.renew("A")
             assert asked == ["A"] * 3
         await seen.renew("A")
-        assert not announced.is_renewal_due("A")
+        assert not announced.servers.is_renewal_due("A")
 
     run(announced, body)
     assert [each.message for each in caplog.records] == [
@@ -194,7 +194,7 @@ def test_outage_ends_no_watch_and_is_logged_once(announced, clock, monkeypatch, 
 def test_catalog_that_refuses_renewals_is_asked_seldom(announced, clock, monkeypatch):
     monkeypatch.setattr(presence, "RETRY_SECONDS", 3600.0)
     asked = refuse_renewals(announced, monkeypatch, disk_full())
-    announced.announce("L", "B", Announcement(max_rank=8))
+    announced.servers.announce("L", "B", Announcement(max_rank=8))
     clock.now += RENEW_AFTER
 
     async def body(seen: Presence) -> None:
@@ -212,7 +212,7 @@ def test_announcement_that_cannot_be_withdrawn_is_logged(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(announced, "withdraw", fail)
+    monkeypatch.setattr(announced.servers, "withdraw", fail)
 
     async def body(seen: Presence) -> None:
         with seen.watching("A"):

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.lookup import VersionsPage
-from adapter_store.catalog.rows import NewVersion
+from adapter_store.catalog.tables.lookup import VersionsPage
+from adapter_store.catalog.tables.rows import NewVersion
 from adapter_store.core import AdapterRecord, ImageKey, Quota
 from servicekit.errors import ServiceError
 from servicekit.refs import AdapterName, AdapterRef
@@ -49,7 +49,7 @@ class World:
     number: int
 
     def __post_init__(self) -> None:
-        self.start_revision = self.catalog.revision()
+        self.start_revision = self.catalog.history.revision()
         self.digests = [f"d{i}-{self.number}" for i in range(3)]
 
     def tenant(self, is_a: bool) -> str:
@@ -66,15 +66,15 @@ class World:
                 new = NewVersion(
                     AdapterName(who, name), digest, "base", f"of {who}", 1, (), SOURCE_BYTES
                 )
-                return seen(self.catalog.register(new, "", QUOTA)[0])
+                return seen(self.catalog.names.register(new, "", QUOTA)[0])
             if what == "remove":
-                return self.catalog.remove(ref, number, tenants)[0]
+                return self.catalog.names.remove(ref, number, tenants)[0]
             if what == "rollback":
-                return seen(self.catalog.rollback(ref, number + 1, "", tenants, QUOTA)[0])
+                return seen(self.catalog.names.rollback(ref, number + 1, "", tenants, QUOTA)[0])
             if what == "prune":
-                return self.catalog.prune(ref, number + 1, tenants).deleted_versions
+                return self.catalog.names.prune(ref, number + 1, tenants).deleted_versions
             by = AdapterRef(ref) if number else AdapterRef(digest=self.digests[0])
-            return seen(self.catalog.set_pinned(by, what == "pin", 1 << 30, tenants)[0])
+            return seen(self.catalog.names.set_pinned(by, what == "pin", 1 << 30, tenants)[0])
         except ServiceError as error:
             return type(error), error.message, error.subject
 
@@ -82,22 +82,22 @@ class World:
         """All that a tenant can ask for."""
         tenants = frozenset({self.tenant(True)})
         catalog = self.catalog
-        records, token, _ = catalog.page(1000, "", "", tenants)
+        records, token, _ = catalog.names.page(1000, "", "", tenants)
         found: list[object] = [[seen(record) for record in records], token]
         found += [
             (event.kind, event.name, event.version, event.digest)
-            for event in catalog.events_since(self.start_revision, 1000)
+            for event in catalog.history.since(self.start_revision, 1000)
             if event.tenant in tenants
         ]
         refs = [AdapterRef(digest=digest) for digest in self.digests]
         for is_a, name in itertools.product((True, False), NAMES):
             full_name = AdapterName(self.tenant(is_a), name)
             refs += [AdapterRef(full_name, version) for version in (None, 1, 2, 3)]
-            found.append(answer(catalog.versions, full_name, 0, "", tenants))
-        found += [answer(catalog.get, ref, tenants) for ref in refs]
+            found.append(answer(catalog.names.versions, full_name, 0, "", tenants))
+        found += [answer(catalog.names.get, ref, tenants) for ref in refs]
         for digest in self.digests:
             found.append(
-                catalog.image_access(ImageKey(digest, LAYOUT), timedelta(hours=1), tenants)
+                catalog.images.access(ImageKey(digest, LAYOUT), timedelta(hours=1), tenants)
             )
         return found
 
@@ -137,7 +137,7 @@ def catalogs(request, tmp_path):
 def test_other_tenants_are_invisible(catalogs):
     both, alone = catalogs
     for catalog in catalogs:
-        catalog.add_layout(LAYOUT, "base", "{}")
+        catalog.layouts.add(LAYOUT, "base", "{}")
     numbers = itertools.count()
 
     @settings(max_examples=NUM_EXAMPLES)

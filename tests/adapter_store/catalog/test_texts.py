@@ -30,28 +30,28 @@ def test_another_text_is_another_version(names):
 def test_texts_are_seen_by_tenants_that_have_them(names, catalog):
     names.register("own/a", "d1", **WITH_TEXT)
     names.register("other/a", "d1")
-    assert catalog.text(TEMPLATE, frozenset({"own"})) == WITH_TEXT["texts"][TEMPLATE]
-    assert catalog.text(TOKENIZER) == b"{}"
+    assert catalog.names.text(TEMPLATE, frozenset({"own"})) == WITH_TEXT["texts"][TEMPLATE]
+    assert catalog.names.text(TOKENIZER) == b"{}"
     for tenants in (frozenset({"other"}), frozenset()):
         with pytest.raises(NotFound):
-            catalog.text(TEMPLATE, tenants)
+            catalog.names.text(TEMPLATE, tenants)
 
 
 def test_texts_go_with_their_last_version(names, catalog):
     for name in ("a", "b"):
         names.register(name, "d1", **WITH_TEXT)
     for name, num_gone in (("a", 0), ("b", 2)):
-        catalog.remove(names.ref(name).name)
-        assert catalog.forget_texts() == 0, "it can be restored"
-        catalog.expire_versions(timedelta(days=-1))
-        assert catalog.forget_texts() == num_gone
+        catalog.names.remove(names.ref(name).name)
+        assert catalog.expiry.forget_texts() == 0, "it can be restored"
+        catalog.expiry.expire_deleted(timedelta(days=-1))
+        assert catalog.expiry.forget_texts() == num_gone
 
 
 def test_quotas_count_each_text_once(names, catalog):
     size = 100 + sum(map(len, WITH_TEXT["texts"].values()))
     quota = Quota(max_bytes=size)
     for name in ("a", "b"):
-        catalog.register(names.new(name, "d1", **WITH_TEXT), quota=quota)
+        catalog.names.register(names.new(name, "d1", **WITH_TEXT), quota=quota)
     more = {"texts": {"sha256:more": b"x"}, "chat_template_digest": "sha256:more"}
     with pytest.raises(QuotaExceeded, match="1 more"):
-        catalog.register(names.new("a", "d1", **WITH_TEXT | more), quota=quota)
+        catalog.names.register(names.new("a", "d1", **WITH_TEXT | more), quota=quota)

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 
-from adapter_store.catalog import usage
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.tables import usage
 from adapter_store.core import Quota
 from servicekit.errors import QuotaExceeded
 from servicekit.refs import AdapterName
@@ -16,16 +16,18 @@ from tests.support.store.catalogs import Names
 
 
 def register(names, name: str, digest: str, quota: Quota, source_bytes: int = 100):
-    return names.catalog.register(names.new(name, digest, source_bytes=source_bytes), "", quota)
+    return names.catalog.names.register(
+        names.new(name, digest, source_bytes=source_bytes), "", quota
+    )
 
 
 def refused(names, subject: str, *arguments, **more) -> None:
-    revision = names.catalog.revision()
+    revision = names.catalog.history.revision()
     with pytest.raises(QuotaExceeded, match=f"^{subject}: tenant ") as caught:
         register(names, *arguments, **more)
     assert caught.value.subject == subject
     assert caught.value.retry_after_s == 0
-    assert names.catalog.revision() == revision
+    assert names.catalog.history.revision() == revision
 
 
 def test_adapters(names):
@@ -35,7 +37,7 @@ def test_adapters(names):
     refused(names, "max_adapters", "t/c", "d1", quota)
     register(names, "t/a", "d2", quota)  # a new version is no new adapter
     register(names, "u/c", "d1", quota)  # nor is another tenant's
-    names.catalog.remove(AdapterName("t", "b"))
+    names.catalog.names.remove(AdapterName("t", "b"))
     register(names, "t/c", "d1", quota)
     refused(names, "max_adapters", "t/b", "d1", quota)  # deleted: it would be one more again
 
@@ -55,11 +57,11 @@ def test_bytes_count_each_content_once_for_each_tenant(names):
 def test_deleted_bytes_count_until_they_expire(names):
     quota = Quota(max_bytes=100)
     register(names, "t/a", "d1", quota)
-    names.catalog.remove(AdapterName("t", "a"))
+    names.catalog.names.remove(AdapterName("t", "a"))
     refused(names, "max_bytes", "t/a", "d2", quota)
     register(names, "t/a", "d1", quota)  # the same content takes no more
-    names.catalog.remove(AdapterName("t", "a"))
-    names.catalog.expire_versions(timedelta(0))
+    names.catalog.names.remove(AdapterName("t", "a"))
+    names.catalog.expiry.expire_deleted(timedelta(0))
     register(names, "t/a", "d2", quota)
 
 
@@ -68,14 +70,14 @@ def test_names_in_all_are_bounded(names, monkeypatch):
     monkeypatch.setattr(usage, "MAX_NAMES", 2)
     quota = Quota(max_adapters=1)
     for name in ("t/a", "t/b"):
-        names.catalog.check_capacity(AdapterName(*name.split("/")), "", quota)
+        names.catalog.names.check_capacity(AdapterName(*name.split("/")), "", quota)
         register(names, name, "d1", quota)
-        names.catalog.remove(AdapterName(*name.split("/")))
+        names.catalog.names.remove(AdapterName(*name.split("/")))
     with pytest.raises(QuotaExceeded, match=r"^name: tenant 't' has had 2 names") as caught:
-        names.catalog.check_capacity(AdapterName("t", "c"), "", quota)
+        names.catalog.names.check_capacity(AdapterName("t", "c"), "", quota)
     assert caught.value.subject == "name"
-    names.catalog.check_capacity(AdapterName("t", "a"), "", quota)  # it has its row
-    names.catalog.check_capacity(AdapterName("u", "c"), "", quota)
+    names.catalog.names.check_capacity(AdapterName("t", "a"), "", quota)  # it has its row
+    names.catalog.names.check_capacity(AdapterName("u", "c"), "", quota)
 
 
 def test_a_lowered_quota_refuses_only_what_would_take_more(names):
@@ -92,13 +94,13 @@ def test_restored_name_counts_again(names):
     quota = Quota(max_adapters=1)
     register(names, "t/a", "d1", quota)
     register(names, "t/a", "d2", quota)
-    names.catalog.rollback(AdapterName("t", "a"), 1, quota=quota)
-    names.catalog.remove(AdapterName("t", "a"))
+    names.catalog.names.rollback(AdapterName("t", "a"), 1, quota=quota)
+    names.catalog.names.remove(AdapterName("t", "a"))
     register(names, "t/b", "d1", quota)
     with pytest.raises(QuotaExceeded, match="max_adapters: tenant 't' would have 2"):
-        names.catalog.rollback(AdapterName("t", "a"), 1, quota=quota)
-    names.catalog.remove(AdapterName("t", "b"))
-    assert names.catalog.rollback(AdapterName("t", "a"), 1, quota=quota)[0].version == 1
+        names.catalog.names.rollback(AdapterName("t", "a"), 1, quota=quota)
+    names.catalog.names.remove(AdapterName("t", "b"))
+    assert names.catalog.names.rollback(AdapterName("t", "a"), 1, quota=quota)[0].version == 1
 
 
 def test_nothing_at_all(names):
@@ -109,12 +111,12 @@ def test_nothing_at_all(names):
 def test_early_check(names):
     catalog, name = names.catalog, AdapterName("t", "a")
     names.register("t/b", "d1")
-    catalog.check_capacity(name, "", Quota(2, 101))
+    catalog.names.check_capacity(name, "", Quota(2, 101))
     with pytest.raises(QuotaExceeded, match="max_adapters"):
-        catalog.check_capacity(name, "", Quota(max_adapters=1))
+        catalog.names.check_capacity(name, "", Quota(max_adapters=1))
     with pytest.raises(QuotaExceeded, match="max_bytes"):
-        catalog.check_capacity(name, "", Quota(max_bytes=100))
-    catalog.check_capacity(name, "d1", Quota(max_bytes=100))
+        catalog.names.check_capacity(name, "", Quota(max_bytes=100))
+    catalog.names.check_capacity(name, "d1", Quota(max_bytes=100))
 
 
 @pytest.mark.parametrize("quota", [Quota(max_adapters=5), Quota(max_bytes=500)])

@@ -9,7 +9,7 @@ import pytest
 from adapter_store.catalog import follower as follower_module
 from adapter_store.catalog import watch as watch_module
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.rows import NewVersion
+from adapter_store.catalog.tables.rows import NewVersion
 from adapter_store.catalog.watch import Watch
 from adapter_store.core import EventKind
 from adapter_store.errors import RevisionTooOld
@@ -29,13 +29,13 @@ def catalog(catalog_file):
 def register(catalog: Catalog, count: int, start: int = 0) -> None:
     for i in range(start, start + count):
         name = AdapterName("default", f"n{i}")
-        catalog.register(NewVersion(name, f"d{i}", "base", "", 1, (), 1))
+        catalog.names.register(NewVersion(name, f"d{i}", "base", "", 1, (), 1))
 
 
 def run(catalog, scenario, bookmark_seconds: float = 30.0):
     async def main():
         with closing(FairExecutor(2, "calls")) as calls:
-            watch = Watch(catalog, calls, bookmark_seconds, Shares("watches", 1000))
+            watch = Watch(catalog.history, calls, bookmark_seconds, Shares("watches", 1000))
             async with asyncio.timeout(60):
                 return await scenario(watch)
 
@@ -103,7 +103,7 @@ def test_a_watch_that_knows_nothing_of_the_database_is_silent(postgres, catalog_
             assert (await anext(events)).kind is EventKind.BOOKMARK
             await asyncio.to_thread(postgres.stop)
             try:
-                await until_async(lambda: not catalog.is_current)
+                await until_async(lambda: not catalog.history.is_current)
                 waiting = asyncio.ensure_future(anext(events))
                 await asyncio.wait({waiting}, timeout=0.3)
                 assert not waiting.done()
@@ -147,9 +147,9 @@ def test_watcher_behind_the_history_gets_an_error(catalog, monkeypatch):
 
 def register_for(catalog: Catalog, *tenants: str) -> None:
     for tenant in tenants:
-        number = catalog.revision() + 1
+        number = catalog.history.revision() + 1
         name = AdapterName(tenant, f"n{number}")
-        catalog.register(NewVersion(name, f"d{number}", "base", "", 1, (), 1))
+        catalog.names.register(NewVersion(name, f"d{number}", "base", "", 1, (), 1))
 
 
 async def read_until(events, until_revision: int) -> list[tuple[int, str]]:
@@ -222,13 +222,13 @@ def test_change_after_the_loop_has_ended(catalog):
 
     run(catalog, scenario)
     register(catalog, 1)
-    assert catalog.revision() == 1
+    assert catalog.history.revision() == 1
 
 
 def test_watchers_of_a_database_that_was_put_back_list_again(catalog, tmp_path):
     """PostgreSQL's follower tells what it finds there, from the oldest on."""
     register(catalog, 5)
-    events = catalog.events_since(0, 10)
+    events = catalog.history.since(0, 10)
 
     async def scenario(watch: Watch) -> None:
         watch._on_change(events)  # known from the start

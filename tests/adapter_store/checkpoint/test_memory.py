@@ -22,7 +22,9 @@ SCRIPT = f"""
 import json, sys
 from pathlib import Path
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import DataType, Layout, Target, TargetKind
+from contract.images.dtypes import DataType
+from contract.images.layouts import Layout
+from contract.images.targets import Target, TargetKind
 from adapter_store.images.compile import compile_image
 from adapter_store.sources.staging import FetchLimits, Staging
 from adapter_store.sources.local import LocalSource

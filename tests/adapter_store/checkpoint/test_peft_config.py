@@ -11,10 +11,11 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from adapter_store.checkpoint.peft.config import AdapterConfig, names_local_path, parse_config
+from adapter_store.checkpoint.peft.config import AdapterConfig, parse_config
 from adapter_store.checkpoint.peft.fields import HONOURED, NO_EFFECT, REFUSED, SUBCONFIGS
 from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.errors import InvalidAdapter
+from contract.base_model_names import names_local_path
 
 LIMITS = CheckpointLimits(max_match_seconds=0.5)
 MODULES = [

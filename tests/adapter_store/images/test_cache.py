@@ -9,13 +9,14 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
-from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.layouts import Layouts
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import ANYONE, Announcement, ImageKey, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
 from adapter_store.images import precompile
 from adapter_store.images.compile import compile_image
+from adapter_store.images.plan import layout as layout_module
 from adapter_store.images.tiers import cache as images_module
 from adapter_store.images.tiers.buffers import resident_buffer
 from adapter_store.images.worker_pool import Priority
@@ -52,7 +53,7 @@ async def pulled_bytes(store: Store, key) -> bytes:
 
 
 def state(store: Store, name: str = "a") -> ImageState:
-    record, _ = store.catalog.get(AdapterRef(AdapterName("default", name)))
+    record, _ = store.catalog.names.get(AdapterRef(AdapterName("default", name)))
     return record.verdicts[0].state
 
 
@@ -63,7 +64,7 @@ def test_image_is_built_once_for_all_callers(start, make_adapter, make_layout, c
         async with start() as store:
             digest = (await register(store, folder)).digest
             compiles.gate.clear()
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             pulls = [
                 asyncio.create_task(pulled_bytes(store, ImageKey(digest, layout_id)))
                 for _ in range(8)
@@ -94,7 +95,7 @@ def test_the_next_image_finds_its_memory_ready(start, make_adapter, make_layout,
 
     async def main() -> None:
         async with start() as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             first = (await register(store, folders[0], "first")).digest
             await pulled_bytes(store, ImageKey(first, layout_id))
             await store.precompiler.wait_idle()
@@ -124,7 +125,7 @@ def test_an_image_is_built_again_while_a_buffer_is_made_ready(
 
     async def main() -> None:
         async with start(compile_workers=3) as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             digest = (await register(store, folder)).digest
             key = ImageKey(digest, layout_id)
             first = await pulled_bytes(store, key)
@@ -145,7 +146,7 @@ def test_from_memory_then_disk_then_blob(start, make_adapter, make_layout, compi
     async def main() -> None:
         async with start() as store:
             digest = (await register(store, folder)).digest
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             await store.precompiler.wait_idle()
             first = await pulled_bytes(store, ImageKey(digest, layout_id))
             assert store.images.memory_counts.hits == 1
@@ -168,7 +169,7 @@ def test_damaged_disk_file_is_rebuilt(start, make_adapter, make_layout, tmp_path
     async def main() -> None:
         async with start() as store:
             digest = (await register(store, folder)).digest
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             await store.precompiler.wait_idle()
             good = await pulled_bytes(store, ImageKey(digest, layout_id))
         (path,) = (tmp_path / "data" / "images").glob("*/*.safetensors")
@@ -200,7 +201,7 @@ def test_a_damaged_blob_is_data_loss_until_registered_again(
             weights = tmp_path / "data" / "blobs" / record.digest[7:] / "adapter_model.safetensors"
             good = weights.read_bytes()
             weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             await store.precompiler.wait_idle()
             key = ImageKey(record.digest, layout_id)
             with pytest.raises(CorruptData, match="register the adapter again"):
@@ -224,7 +225,7 @@ def test_incompatible_is_a_verdict_with_a_reason(start, make_adapter, make_layou
 
     async def main() -> None:
         async with start() as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             digest = (await register(store, folder)).digest
             await store.precompiler.wait_idle()
             assert state(store) is ImageState.INCOMPATIBLE
@@ -243,7 +244,7 @@ def test_cast_overflow_is_incompatible_with_one_dtype(start, make_adapter, make_
         async with start() as store:
             digest = (await register(store, folder)).digest
             ids = [
-                (await store.service.register_layout(make_layout(dtype), [1]))[0]
+                (await store.use_cases.layouts.register(make_layout(dtype), [1]))[0]
                 for dtype in (DataType.FLOAT16, DataType.FLOAT32)
             ]
             with pytest.raises(IncompatibleAdapter, match="not finite"):
@@ -258,7 +259,7 @@ def test_what_is_not_registered_is_not_pulled(start, make_adapter, make_layout):
 
     async def main() -> None:
         async with start() as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             with pytest.raises(NotFound, match="no adapter sha256:11"):
                 await pulled_bytes(store, ImageKey("sha256:" + "11" * 32, layout_id))
             digest = (await register(store, folder, base_model="org/other")).digest
@@ -268,7 +269,7 @@ def test_what_is_not_registered_is_not_pulled(start, make_adapter, make_layout):
                 await pulled_bytes(store, ImageKey(digest, layout_id))
             assert caught.value.reason == "WRONG_BASE"
             announcement = Announcement(("tiny",))
-            await store.service.register_layout(make_layout(), [1], announcement=announcement)
+            await store.use_cases.layouts.register(make_layout(), [1], announcement=announcement)
             await register(store, folder, "b", base_model="tiny")
             assert await pulled_bytes(store, ImageKey(digest, layout_id))
 
@@ -281,14 +282,14 @@ def test_aliases_and_limits_compile_nothing(start, make_adapter, make_layout, co
 
     async def main() -> None:
         async with start() as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             assert layout_id == (
                 "sha256:4b6b58a697e117cfd181920b4f8f640a6a8e6bc4c2e1f9fe9feb25d09123385f"
             )
             await register(store, folder)
             await store.precompiler.wait_idle()
             for announcement in (Announcement(("tiny",), 8), Announcement(("small",), 16)):
-                again = await store.service.register_layout(
+                again = await store.use_cases.layouts.register(
                     make_layout(), [1], announcement=announcement
                 )
                 assert again[:2] == (layout_id, 1)
@@ -309,7 +310,7 @@ def test_pulls_go_before_precompilation(start, make_adapter, make_layout, compil
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
             compiles.gate.clear()
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             await until_async(lambda: compiles.made)
             wanted = [d for d in sorted(digests) if d != compiles.made[0]][-1]
             pull = asyncio.create_task(pulled_bytes(store, ImageKey(wanted, layout_id)))
@@ -333,7 +334,7 @@ def test_precompilation_fills_free_disk_space_only(start, make_adapter, make_lay
             digests = [
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             await store.precompiler.wait_idle()
             states = [state(store, f"n{i}") for i in range(4)]
             assert (states.count(ImageState.READY), states.count(ImageState.PENDING)) == (2, 2)
@@ -352,7 +353,7 @@ def test_pinned_images_are_in_memory_and_stay(start, make_adapter, make_layout):
 
     async def main() -> None:
         async with start(image_memory=2 * size) as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}", pinned=i == 0)).digest
                 for i, folder in enumerate(folders)
@@ -369,7 +370,9 @@ def test_pinned_images_are_in_memory_and_stay(start, make_adapter, make_layout):
             await store.precompiler.wait_idle()
             await pulled_bytes(store, ImageKey(digests[0], layout_id))
             assert store.images.memory_counts.hits == 1
-            await store.service.set_pinned(ANYONE, AdapterRef(AdapterName("default", "n0")), False)
+            await store.use_cases.editing.set_pinned(
+                ANYONE, AdapterRef(AdapterName("default", "n0")), False
+            )
             for digest in digests[1:]:
                 await pulled_bytes(store, ImageKey(digest, layout_id))
             misses = store.images.memory_counts.misses
@@ -385,7 +388,7 @@ def test_memory_is_bounded_while_many_are_pulled(start, make_adapter, make_layou
 
     async def main() -> None:
         async with start(image_memory=2 * size) as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
@@ -417,14 +420,14 @@ def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_pa
     async def main() -> None:
         async with start(collect_seconds=0.1) as store:
             digest = (await register(store, folder)).digest
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             await store.precompiler.wait_idle()
-            await store.service.delete(ANYONE, AdapterName("default", "a"), 0)
+            await store.use_cases.editing.delete(ANYONE, AdapterName("default", "a"), 0)
             with pytest.raises(NotFound):
-                await store.service.get(ANYONE, AdapterRef(digest=digest))
+                await store.use_cases.reading.get(ANYONE, AdapterRef(digest=digest))
             assert await pulled_bytes(store, ImageKey(digest, layout_id))
             monkeypatch.setattr(
-                store.catalog, "_clock", lambda: datetime.now(UTC) + timedelta(days=1)
+                store.catalog.times, "now", lambda: datetime.now(UTC) + timedelta(days=1)
             )
             await until_async(lambda: not list((tmp_path / "data" / "blobs").iterdir()))
             await until_async(lambda: not store.images.memory_counts.images)
@@ -441,20 +444,20 @@ def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_pa
 
 def test_parsed_layouts_are_bounded(start, make_adapter, make_layout, monkeypatch):
     layouts = [make_layout(), make_layout(dtype=DataType.BFLOAT16)]
-    monkeypatch.setattr(builder_module, "MAX_CACHED_TARGETS", len(layouts[0].targets))
+    monkeypatch.setattr(layout_module, "MAX_CACHED_TARGETS", len(layouts[0].targets))
     loaded: list[str] = []
-    load = Catalog.layout_body
+    load = Layouts.body
 
-    def counted(self: Catalog, layout_id: str):
+    def counted(self: Layouts, layout_id: str):
         loaded.append(layout_id)
         return load(self, layout_id)
 
-    monkeypatch.setattr(Catalog, "layout_body", counted)
+    monkeypatch.setattr(Layouts, "body", counted)
 
     async def main() -> None:
         async with start(compile_ahead=False) as store:
             digest = (await register(store, make_adapter())).digest
-            ids = [(await store.service.register_layout(each, [1]))[0] for each in layouts]
+            ids = [(await store.use_cases.layouts.register(each, [1]))[0] for each in layouts]
             for layout_id in ids:
                 with pytest.raises(NotFound):
                     await pulled_bytes(store, ImageKey("sha256:" + "0" * 64, layout_id))
@@ -481,12 +484,14 @@ def test_what_is_not_compiled_ahead_is_checked_all_the_same(
 
     async def main() -> None:
         async with start(**settings) as store:
-            ids = [(await store.service.register_layout(each, [1]))[0] for each in (fitting, other)]
+            ids = [
+                (await store.use_cases.layouts.register(each, [1]))[0] for each in (fitting, other)
+            ]
             folder = make_adapter()
             await register(store, folder)
             await register(store, folder, "b")
             await store.precompiler.wait_idle()
-            record, _ = store.catalog.get(AdapterRef(AdapterName("default", "a")))
+            record, _ = store.catalog.names.get(AdapterRef(AdapterName("default", "a")))
             verdicts = {each.layout_id: each for each in record.verdicts}
             assert [(verdicts[each].state, verdicts[each].fits) for each in ids] == [
                 (ImageState.PENDING, True),
@@ -496,7 +501,7 @@ def test_what_is_not_compiled_ahead_is_checked_all_the_same(
             assert compiles.made == []
             await pulled_bytes(store, ImageKey(record.digest, ids[0]))
             await store.images.wait_idle()
-            record, _ = store.catalog.get(AdapterRef(AdapterName("default", "a")))
+            record, _ = store.catalog.names.get(AdapterRef(AdapterName("default", "a")))
             assert ImageState.READY in [each.state for each in record.verdicts]
 
     asyncio.run(main())
@@ -507,14 +512,14 @@ def test_compiling_ahead_stops_when_the_last_server_is_gone(
 ):
     monkeypatch.setattr(precompile, "PAGE_DIGESTS", 1)
     served: list[str] = []
-    monkeypatch.setattr(Catalog, "served_layouts", lambda _: served.copy())
+    monkeypatch.setattr(Layouts, "served", lambda _: served.copy())
 
     async def main() -> None:
         async with start() as store:
             for number in range(3):
                 await register(store, make_adapter(folder=f"a{number}", seed=number), f"a{number}")
             compiles.gate.clear()
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             served.append(layout_id)
             store.precompiler.queue_layout(layout_id)
             await until_async(lambda: len(compiles.made) == 1)

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 
 from adapter_store.blobs.s3_prefix import Bucket
-from adapter_store.catalog import work_leases as lease_rows
-from adapter_store.catalog.rows import NewVersion
+from adapter_store.catalog.tables import work_leases as lease_rows
+from adapter_store.catalog.tables.rows import NewVersion
 from adapter_store.core import ImageKey
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.garbage_collector import SharedCollector
@@ -117,7 +117,7 @@ def test_unreleased_claim_expires_while_its_replica_lives(parts, monkeypatch):
     def refuse(key: str, owner: str) -> None:
         raise CatalogUnavailable("gone")
 
-    monkeypatch.setattr(parts.catalog, "release_lease", refuse)
+    monkeypatch.setattr(parts.catalog.leases, "release", refuse)
     claim.release()
     two = parts.tier()
     until(lambda: two.claim(KEY, wait=True) is not None)
@@ -133,7 +133,7 @@ def test_a_lease_lasts_as_long_as_its_replica(parts):
     leases = parts.leases(lease_seconds=0.2)
     assert leases.acquire("key")
     renewed = threading.Event()
-    renew = parts.catalog.renew_leases
+    renew = parts.catalog.leases.renew
     counted: list[None] = []
 
     def count(keys: list[str], owner: str, seconds: float) -> None:
@@ -142,10 +142,10 @@ def test_a_lease_lasts_as_long_as_its_replica(parts):
         if len(counted) == 10:
             renewed.set()
 
-    parts.catalog.renew_leases = count
+    parts.catalog.leases.renew = count
     assert renewed.wait(WAIT_SECONDS)
     leases.close()
-    with parts.catalog._database.read() as conn:
+    with parts.catalog.database.read() as conn:
         assert conn.exec_driver_sql("SELECT owner FROM leases").scalar_one() == leases.owner
 
 
@@ -168,7 +168,7 @@ def test_images_of_collected_digests_are_swept(parts, tmp_path):
     tier.publish(KEY, tmp_path / "image")
     tier.sweep(lambda digests: set(), ())
     assert read(tier) == b"x"
-    tier.sweep(parts.catalog.unknown_digests, ())
+    tier.sweep(parts.catalog.blobs.unknown, ())
     assert read(tier) is None
 
 
@@ -184,9 +184,9 @@ def test_images_for_unused_layouts_are_removed(parts, tmp_path):
         grace = timedelta(minutes=10)
         collector = SharedCollector(parts.catalog, blobs, disk, grace, tier, leases)
         replicas.append((collector, disk, tier))
-    parts.catalog.add_layout(KEY[1], "base", "{}")
+    parts.catalog.layouts.add(KEY[1], "base", "{}")
     version = NewVersion(AdapterName("default", "a"), KEY[0], "base", "", 1, (), 1)
-    parts.catalog.register(version)
+    parts.catalog.names.register(version)
     for collector, disk, tier in replicas:
         tier.publish(KEY, tmp_path / "image")
         collector.collect()
@@ -200,7 +200,7 @@ def test_images_for_unused_layouts_are_removed(parts, tmp_path):
         assert collector.drop_unused_layouts() == {KEY[1]}
         assert disk.counts.images == 0
     # Again, after its servers were back for a while.
-    parts.catalog.use_layout(KEY[1])
+    parts.catalog.layouts.use(KEY[1])
     tier.publish(KEY, tmp_path / "image")
     replicas[0][0].collect()
     assert read(tier) == b"x"
@@ -223,10 +223,10 @@ def test_images_of_earlier_compilers_are_swept(parts, tmp_path, monkeypatch):
 def test_leases_of_owners_long_dead_leave_no_rows(parts, monkeypatch):
     catalog = parts.catalog
     for i in range(3):
-        assert catalog.acquire_lease(f"image:{i}", "dead", 0)
-    assert catalog.acquire_lease("image:alive", "other", 30)
+        assert catalog.leases.acquire(f"image:{i}", "dead", 0)
+    assert catalog.leases.acquire("image:alive", "other", 30)
     monkeypatch.setattr(lease_rows, "FORGET_MICROS", 0)
-    assert catalog.acquire_lease("image:new", "other", 30)
-    with catalog._database.read() as conn:
+    assert catalog.leases.acquire("image:new", "other", 30)
+    with catalog.database.read() as conn:
         keys = set(conn.exec_driver_sql("SELECT key FROM leases").scalars())
     assert keys == {"image:alive", "image:new"}

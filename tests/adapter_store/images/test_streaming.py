@@ -181,7 +181,7 @@ def test_pull_without_memory_gets_a_retry_time(
     async def main() -> None:
         async with start(image_memory=size + size // 2) as store:
             store.images.memory_wait_seconds = 0.05
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]

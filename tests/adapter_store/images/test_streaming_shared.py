@@ -92,11 +92,11 @@ def test_of_two_replicas_one_compiles_and_the_other_fetches(
     async def main() -> None:
         folder = tmp_path / "adapter"
         async with start(data_dir=tmp_path / "data2") as store:
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             digest = (await register(store, folder)).digest
             await store.precompiler.wait_idle()
             pulls = Pulls(
-                *(store.images, store.metrics, store.service.layout_usage.record),
+                *(store.images, store.metrics, store.use_cases.layout_usage.record),
                 Shares("pulled_bytes", 1 << 30),
             )
             data, _ = await read(pulls.stream(ImageKey(digest, layout_id), 0, ""))
@@ -163,10 +163,10 @@ def test_collected_while_compiled_leaves_no_image(start, make_adapter, make_layo
     async def collected(store: Store, pulls: Pulls, key, folder) -> None:
         reading = asyncio.create_task(read(pulls.stream(key, 0, "")))
         assert await asyncio.to_thread(steps.reached.acquire, timeout=SECONDS)
-        record = store.catalog.page()[0][0]
-        store.catalog.remove(record.name)
-        store.catalog.expire_versions(timedelta(0))
-        assert store.catalog.take_blob(key[0]) is not None
+        record = store.catalog.names.page()[0][0]
+        store.catalog.names.remove(record.name)
+        store.catalog.expiry.expire_deleted(timedelta(0))
+        assert store.catalog.blobs.take(key[0]) is not None
         steps.go()
         data, _ = await reading
         assert data

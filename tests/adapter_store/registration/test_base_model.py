@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_store.catalog.base_models import KnownBaseModels
+from adapter_store.catalog.tables.base_models import KnownBaseModels
 from adapter_store.core import BaseModelSource
-from adapter_store.registration.base_model import MAX_CANDIDATES, choose_base_model
+from adapter_store.registration.base_model import choose_base_model
+from contract.words import MAX_LISTED
 from servicekit.errors import InvalidArgument
 
 LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "qwen"
@@ -154,7 +155,7 @@ def test_refusal_lists_the_candidates_and_the_flag():
 
 
 def test_refusal_of_several_that_match():
-    names = [f"org{number}/llama" for number in range(MAX_CANDIDATES + 2)]
+    names = [f"org{number}/llama" for number in range(MAX_LISTED + 2)]
     known = KnownBaseModels({name: frozenset({name}) for name in [*names, "org/other"]})
     with pytest.raises(InvalidArgument, match=r"may be 'org0/llama'.* and 2 others") as caught:
         choose_base_model("", "/mnt/llama", known)

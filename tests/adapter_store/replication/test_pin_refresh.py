@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.rows import NewVersion
+from adapter_store.catalog.tables.rows import NewVersion
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.replication import pin_refresh as followed_module
 from adapter_store.replication.pin_refresh import PinRefresher
@@ -25,9 +25,9 @@ def test_pins_that_could_not_be_refreshed_are_tried_again(tmp_path, monkeypatch)
                 raise failures.pop()
             refreshed.set()
 
-        followed = PinRefresher(catalog, refresh)
+        followed = PinRefresher(catalog.history, refresh)
         name = AdapterName("default", "a")
-        catalog.register(NewVersion(name, "d", "base", "", 1, (), 1))
+        catalog.names.register(NewVersion(name, "d", "base", "", 1, (), 1))
         async with asyncio.timeout(60):
             await refreshed.wait()
         followed.close()

@@ -56,13 +56,13 @@ def test_postgresql(postgres, catalog_dsn, tmp_path):
     catalog = Catalog(catalog_dsn, event_retention=NUM_ADAPTERS)
     store_catalog.fill(catalog, NUM_ADAPTERS)
     ref = AdapterRef(store_catalog.name_of(3))
-    kept = catalog.get(ref)
+    kept = catalog.names.get(ref)
     run("postgresql backup", postgres.programs, DSN=address(catalog_dsn), BACKUP=tmp_path)
     catalog.close()
     empty_dsn = postgres.create_database()
     run("postgresql restore", postgres.programs, DSN=address(empty_dsn), BACKUP=tmp_path)
     restored = Catalog(empty_dsn, event_retention=NUM_ADAPTERS)
-    assert restored.get(ref) == kept
+    assert restored.names.get(ref) == kept
     restored.close()
     postgres.drop_database(empty_dsn)
 

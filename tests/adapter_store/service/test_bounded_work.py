@@ -68,8 +68,8 @@ def test_a_filter_has_bounds(client, refused, text):
 
 def test_an_upload_that_cannot_be_finished_leaves_nothing(store, tmp_path):
     """Its caller has so many calls waiting that no further one may wait: the store's own may."""
-    service = store.running.store.service
-    places = service._places
+    use_cases = store.running.store.use_cases
+    places = use_cases.calls.places
     go_on = threading.Event()
     waiting: list[Future[bool]] = []
 
@@ -80,11 +80,13 @@ def test_an_upload_that_cannot_be_finished_leaves_nothing(store, tmp_path):
 
     async def upload() -> None:
         with pytest.raises(ShareExceeded):
-            await service.upload(ANYONE, Registration(AdapterName("default", "a")), chunks())
+            await use_cases.registering.upload(
+                ANYONE, Registration(AdapterName("default", "a")), chunks()
+            )
 
     store.run(upload())
     assert places.staged_bytes.used == 2
-    uses = {use.name: use for use in service.read_work().places}
+    uses = {use.name: use for use in use_cases.status.read_work().places}
     assert uses["fetch_workers"].num_waiting > MAX_QUEUED  # to remove what was received
     assert uses["fetch_workers"].num_refused == 1
     go_on.set()

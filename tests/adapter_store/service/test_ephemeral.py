@@ -78,13 +78,13 @@ def test_with_keep_memory_and_catalog_stay_flat(serve, variants, make_layout) ->
         done = push(served.client, variants(number), keep=3)
         assert done.adapter.version == number + 1
         expected.append(min(number + 1, 3))
-        until(lambda: len(store.catalog.blob_digests()) == expected[-1])
+        until(lambda: len(store.catalog.blobs.digests()) == expected[-1])
         listed = served.client.stub.ListVersions(pb.ListVersionsRequest(name="a")).adapters
         newest_first = [number + 1, number, number - 1]
         assert [each.version for each in listed] == [each for each in newest_first if each > 0]
         served.idle()
         until(lambda: store.images.memory_counts.images == expected[-1])
-        uses = {use.name: use.used for use in store.service.read_work().places}
+        uses = {use.name: use.used for use in store.use_cases.status.read_work().places}
         sizes.append(uses["ephemeral_bytes"])
     assert len(set(sizes[3:])) == 1
 
@@ -98,11 +98,11 @@ def test_a_catalog_that_fails_every_second_is_logged_once(
     for _ in range(2):
         no_answer = Mock(side_effect=CatalogUnavailable("no answer"))
         with monkeypatch.context() as patch:
-            patch.setattr(catalog, "is_due", no_answer)
+            patch.setattr(catalog.expiry, "is_due", no_answer)
             until(lambda asked=no_answer: asked.call_count >= 3)
         # It works again once something was collected.
         served.client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="a"))
-        until(lambda: not catalog.blob_digests())
+        until(lambda: not catalog.blobs.digests())
         push(served.client, variants(0))
     logged = [each.message for each in caplog.records if each.name == store_module.__name__]
     assert logged == ["collecting failed; trying again"] * 2
@@ -168,9 +168,9 @@ def test_a_push_that_ends_in_the_middle_leaves_nothing(serve, tmp_path, variants
         served.client.stub.UploadAdapter(requests())
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     until(lambda: not list((tmp_path / "data" / "staging").iterdir()))
-    uses = {use.name: use.used for use in served.running.store.service.read_work().places}
+    uses = {use.name: use.used for use in served.running.store.use_cases.status.read_work().places}
     assert uses["ephemeral_bytes"] == 0
-    assert served.running.store.catalog.revision() == 0
+    assert served.running.store.catalog.history.revision() == 0
 
 
 def test_more_than_the_memory_for_them_is_refused(serve, variants, refused) -> None:
@@ -181,7 +181,7 @@ def test_more_than_the_memory_for_them_is_refused(serve, variants, refused) -> N
     with refused("RESOURCE_EXHAUSTED", "--ephemeral-memory"):
         push(served.client, variants(1))
     served.client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="a"))
-    uses = served.running.store.service.read_work
+    uses = served.running.store.use_cases.status.read_work
     until(lambda: not next(u.used for u in uses().places if u.name == "ephemeral_bytes"))
     assert push(served.client, variants(1)).adapter.version == 2
 
@@ -193,7 +193,7 @@ def test_deleted_ones_make_room_before_a_push_is_refused(serve, variants) -> Non
     for number in range(4):
         done = push(served.client, variants(number), keep=1)
         assert done.adapter.version == number + 1
-    uses = {use.name: use.used for use in served.running.store.service.read_work().places}
+    uses = {use.name: use.used for use in served.running.store.use_cases.status.read_work().places}
     assert uses["ephemeral_bytes"] <= 2 * size
 
 

@@ -65,14 +65,14 @@ def test_it_is_a_verdict_and_tried_again_later(
 
     catalog = store.running.store.catalog
     late = datetime.now(UTC) + timedelta(seconds=RETRY_SECONDS)
-    catalog._clock = lambda: late
+    catalog.times.now = lambda: late
     assert client.get("a").layout_states[0].state == pb.IMAGE_STATE_PENDING
     with refused("FAILED_PRECONDITION", "a bug (ValueError)"):
         client.pull(digest, layout_id)
     assert bug.num_calls == calls + 2
     assert [record.exc_info is not None for record in caplog.records] == [True, False]
 
-    catalog._clock = lambda: late + timedelta(seconds=RETRY_SECONDS + 1)
+    catalog.times.now = lambda: late + timedelta(seconds=RETRY_SECONDS + 1)
     bug.is_there = False
     assert client.pull(digest, layout_id).is_whole
     store.run(store.running.store.images.wait_idle())

@@ -7,8 +7,9 @@ from datetime import UTC, datetime, timedelta
 import grpc
 import pytest
 
-from adapter_store.catalog import announcements, presence
-from adapter_store.catalog import catalog as catalog_module
+from adapter_store.catalog import layouts as layouts_module
+from adapter_store.catalog import presence
+from adapter_store.catalog.tables import announcements
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.store.messages import layout_message
 from tests.support.wait import until
@@ -83,12 +84,12 @@ def test_announcement_lasts_as_long_as_the_watch(served, make_layout, monkeypatc
     request = pb.WatchAdaptersRequest(announcement_id=watched.announcement_id)
     watch = client.stub.WatchAdapters(request)
     assert next(watch).event.kind == pb.EVENT_KIND_BOOKMARK
-    assert catalog.expire_announcements() == 1
-    assert catalog.layout_bases(watched.layout_id) == ["org/tiny", "tiny"]
+    assert catalog.servers.expire() == 1
+    assert catalog.layouts.bases(watched.layout_id) == ["org/tiny", "tiny"]
     later = datetime.now(UTC) + timedelta(hours=2)
     with monkeypatch.context() as patch:
-        patch.setattr(catalog, "_clock", lambda: later)
-        assert catalog.expire_announcements() == 1
+        patch.setattr(catalog.times, "now", lambda: later)
+        assert catalog.servers.expire() == 1
     with refused("NOT_FOUND", "announcement_id", "register the layout again"):
         for _ in range(3):
             next(watch)
@@ -116,7 +117,7 @@ def test_server_that_leaves_is_there_no_more(served, watched):
     assert servers(served.client)
     watched.cancel()
     until(lambda: not servers(served.client))
-    assert served.running.store.catalog.served_layouts()
+    assert served.running.store.catalog.layouts.served()
 
 
 def test_servers_are_there_while_their_store_restarts(served, watched, serve):
@@ -169,7 +170,7 @@ def test_invalid_id_of_a_watch(unchanged, refused):
 
 
 def test_layouts_are_listed_page_by_page(served, make_adapter, make_layout, monkeypatch):
-    monkeypatch.setattr(catalog_module, "PAGE_LAYOUTS", 2)
+    monkeypatch.setattr(layouts_module, "PAGE_LAYOUTS", 2)
     client = served.client
     ids = sorted(
         client.announce(make_layout(base_model=f"org/{name}"), max_rank=8, aliases=[name]).layout_id

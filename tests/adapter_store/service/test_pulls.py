@@ -172,7 +172,7 @@ def test_deleted_digests_are_pullable_through_the_grace(
         client.get(digest)
     assert client.pull(digest, layout_id).is_whole
     catalog = store.running.store.catalog
-    monkeypatch.setattr(catalog, "_clock", lambda: datetime.now(UTC) + timedelta(days=1))
+    monkeypatch.setattr(catalog.times, "now", lambda: datetime.now(UTC) + timedelta(days=1))
     until(lambda: not list((tmp_path / "data" / "blobs").iterdir()))
     with refused("NOT_FOUND"):
         client.pull(digest, layout_id)

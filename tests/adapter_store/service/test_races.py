@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.names import Names
 from adapter_store.registration.registrar import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
@@ -24,20 +24,20 @@ def all_checked(monkeypatch):
     """all_checked(n): the next n registrations and rollbacks are checked before the first of them
     goes on, so that only the catalog can tell them apart."""
     barriers: list[threading.Barrier] = []
-    check, rollback = Registrar.check, Catalog.rollback
+    check, rollback = Registrar.check, Names.rollback
 
     def checked(registrar, asked) -> None:
         check(registrar, asked)
         if barriers and asked.if_current_digest:
             barriers[-1].wait(DEADLINE_S)
 
-    def rolled_back(catalog, *args):
+    def rolled_back(names, *args):
         if barriers:
             barriers[-1].wait(DEADLINE_S)
-        return rollback(catalog, *args)
+        return rollback(names, *args)
 
     monkeypatch.setattr(Registrar, "check", checked)
-    monkeypatch.setattr(Catalog, "rollback", rolled_back)
+    monkeypatch.setattr(Names, "rollback", rolled_back)
     return lambda number: barriers.append(threading.Barrier(number))
 
 

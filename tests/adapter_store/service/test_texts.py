@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from adapter_store.checkpoint import text_files
+from contract.tokenizer_extract import TokenizerExtract
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from servicekit.tokenizer_extract import TokenizerExtract
 from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
 from tests.support.models import tokenizer_files as tokenizers
 from tests.support.store.catalogs import connected

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.gpu_model.launches import META, Launch, launches, noted_kernels, tensors_in
+from bench.gpu_model.launches import META, Launch, launches, noted_kernels
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends.cuda import needs as cuda_needs
 from inference_svc.backends.cuda.backend import CudaBackend
@@ -23,6 +19,7 @@ from inference_svc.core import EngineConfig, Request, Sequence
 from inference_svc.engine.compute import sampler
 from inference_svc.engine.compute.sampler import Sampler
 from kernels import tuning
+from tests.support.gpu.live_bytes import live_bytes
 from tests.support.gpu.models import (
     FEATURES,
     MAX_PAGES,
@@ -43,35 +40,6 @@ both are counted as the others."""
 
 MOST = 1.08
 """A plan, in units of the allocated bytes: it counts kernels that no one step runs together."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of all memory that operations of torch allocate and that is still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each._cdata for each in _storages((args, kwargs or {}))}
-        result = func(*args, **(kwargs or {}))
-        self._live = {key: pair for key, pair in self._live.items() if not pair[0].expired()}
-        for storage in _storages((result,)):
-            if storage._cdata not in given and storage._cdata not in self._live:
-                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
-        return result
-
-
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    return [tensor.untyped_storage() for tensor in tensors_in(values)]
-
-
-@contextmanager
-def live_bytes() -> Iterator[LiveBytes]:
-    with torch.inference_mode(), LiveBytes() as live:
-        yield live
 
 
 @pytest.fixture(

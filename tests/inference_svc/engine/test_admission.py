@@ -21,10 +21,9 @@ from inference_svc.core import (
 from inference_svc.engine.compute.losses import Losses
 from inference_svc.engine.compute.profiler import StepProfiler
 from inference_svc.engine.compute.step_times import StepTimes
+from inference_svc.engine.control.commands import Commands
+from inference_svc.engine.control.life_cycle import LifeCycle
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.host.messages import Cancel, Output, Submit, Usage
-from inference_svc.engine.operations.commands import Commands
-from inference_svc.engine.operations.life_cycle import LifeCycle
 from inference_svc.engine.policy.admission import (
     DEADLINE_SLACK,
     DEFAULT_RETRY_S,
@@ -35,6 +34,7 @@ from inference_svc.engine.policy.admission import (
 from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.throughput import Throughput
+from inference_svc.engine.transport.messages import Cancel, Output, Submit, Usage
 from tests.inference_svc.engine.server import Server
 from tests.support.examples import examples
 from tests.support.inference.world import World

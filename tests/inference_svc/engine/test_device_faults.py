@@ -13,8 +13,8 @@ import torch
 
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig, Request, SamplingParams
-from inference_svc.engine.host.messages import Call, Command, StepOutputs, Submit
-from inference_svc.engine.host.thread import EngineThread
+from inference_svc.engine.transport.messages import Call, Command, StepOutputs, Submit
+from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import CannotWake, DeviceFault, EngineFailed
 from inference_svc.store.client import NoStore
 from tests.support.inference.stepped import Engine, faulty_engine, requests, tokens_of

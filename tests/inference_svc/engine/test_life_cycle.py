@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_svc.core import EngineConfig, FinishReason, Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine
-from inference_svc.engine.host.messages import (
+from inference_svc.engine.control.life_cycle import Sleep
+from inference_svc.engine.transport.messages import (
     Call,
     Command,
     Message,
@@ -24,8 +25,7 @@ from inference_svc.engine.host.messages import (
     StepOutputs,
     Submit,
 )
-from inference_svc.engine.host.thread import EngineThread
-from inference_svc.engine.operations.life_cycle import Sleep
+from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import Asleep, CannotWake, Interrupted, UnsupportedModel
 from inference_svc.host.memory import resident_bytes
 from inference_svc.store.client import NoStore

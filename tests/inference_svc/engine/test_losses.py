@@ -21,7 +21,7 @@ from inference_svc.core import Batch, Part, Request, SamplingParams, Sequence, S
 from inference_svc.engine.compute import losses as losses_module
 from inference_svc.engine.compute.losses import Loss, Losses
 from inference_svc.engine.compute.penalties import TokenCounts
-from inference_svc.engine.host.messages import Output
+from inference_svc.engine.transport.messages import Output
 from inference_svc.errors import NotFinite, OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs
 from servicekit.errors import Internal

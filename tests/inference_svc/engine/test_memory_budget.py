@@ -171,7 +171,7 @@ MEASURE = """
 import json, sys, time
 from pathlib import Path
 from inference_svc.core import Request, SamplingParams
-from inference_svc.engine.host.messages import Submit
+from inference_svc.engine.transport.messages import Submit
 from inference_svc.engine.build import build_engine
 from inference_svc.core import EngineConfig
 from inference_svc.host.memory import resident_bytes

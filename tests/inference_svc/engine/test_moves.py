@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from inference_svc.core import Sequence, VersionPolicy
-from inference_svc.engine.host.messages import Move
 from inference_svc.engine.policy.moves import ANEW_PER_NEW, NEW_TOKENS, Moves
 from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.transport.messages import Move
 from tests.inference_svc.engine.server import AllResident, Server
 
 STEP_S = 0.05

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
-from inference_svc.engine.host.messages import Output
+from inference_svc.engine.policy.prices import FREE
 from inference_svc.engine.policy.step_limit import GOOD_STEPS, StepLimit
+from inference_svc.engine.transport.messages import Output
 from inference_svc.errors import OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs
 from inference_svc.results.logprobs import TokenLogprobs
-from tests.support.inference.results import parts_of
+from inference_svc.results.scores import Scores
+from tests.support.inference.results import asking, parts_of
 from tests.support.inference.stepped import MAX_TOKENS, PROMPT_TOKENS, Engine, requests, tokens_of
 
 
@@ -75,6 +77,30 @@ def test_all_requests_get_the_tokens_that_they_would_have(
     status = scarce.engine.commands.describe()
     assert status.counters["step_out_of_memory"] == model.num_refused > 0
     assert status.gauges["step_token_limit"] == scarce.limit.tokens < MAX_TOKENS
+
+
+def test_scores_of_a_prompt_that_is_cut_are_whole(
+    make: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of its row has scores of its own."""
+    scarce = make()
+    scarce.engine.scheduler.prices = FREE
+    forward = type(scarce.backend).forward
+    most = 16
+
+    def forward_few(self: Any, inputs: Any) -> Any:
+        if len(inputs.step.token_ids) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, inputs)
+
+    monkeypatch.setattr(type(scarce.backend), "forward", forward_few)
+    prompt = tuple(range(MAX_TOKENS // 2))
+    assert len(prompt) > most
+    options = asking({"max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 1})
+    found = scarce.run([Request("scored", prompt, arrival_s=time.monotonic(), **options)])
+    scores = parts_of(found["scored"], Scores)
+    assert sum(each.num_tokens for each in scores) == len(prompt) - 1
+    assert scarce.limit.num_out_of_memory > 0
 
 
 def test_choosing_tokens_may_run_out_too(

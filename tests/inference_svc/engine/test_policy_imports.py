@@ -7,13 +7,15 @@ import sys
 
 import pytest
 
-POLICY = "scheduler places grants prices fair_queue tenant_queue pages siblings moves admission"
+POLICY = (
+    "scheduler places grants prices fair_queue tenant_queue pages siblings moves admission settle"
+)
 
 
 @pytest.mark.processes
 def test_policy_needs_no_torch() -> None:
     lines = ["import sys", "sys.modules['torch'] = None"]
-    lines += [f"import inference_svc.engine.{name}" for name in POLICY.split()]
+    lines += [f"import inference_svc.engine.policy.{name}" for name in POLICY.split()]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120
     )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from inference_svc.engine.compute.profiler import StepProfiler, profile
-from inference_svc.engine.host.messages import Call, Command, Reply, StepTrace
+from inference_svc.engine.transport.messages import Call, Command, Reply, StepTrace
 from inference_svc.errors import NoRoom, NoSteps
 from tests.support.wait import TIMEOUT_S, until
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inference_svc.core import FinishReason, Request
-from inference_svc.engine.host.messages import Reply, StepOutputs, StepTrace
+from inference_svc.engine.transport.messages import Reply, StepOutputs, StepTrace
 from inference_svc.errors import AdapterUnavailable, DuplicateRequest, EngineFailed
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
@@ -77,7 +77,7 @@ def test_stop_token_is_not_part_of_the_text(engine, tokenizers) -> None:
     deltas = []
 
     async def body() -> None:
-        from inference_svc.engine.host.messages import Output, Usage
+        from inference_svc.engine.transport.messages import Output, Usage
 
         request = make_request(tokenizer, "abc")
         place = Shares("unread_bytes", 64 << 20).reserve("a", UNREAD_BYTES)
@@ -96,7 +96,7 @@ def test_stop_token_is_not_part_of_the_text(engine, tokenizers) -> None:
 def test_a_delta_has_tokens_of_one_version(engine, tokenizers) -> None:
     """However late it is read; and what is not read yet takes its account's share."""
     from inference_svc.core import AdapterVersion
-    from inference_svc.engine.host.messages import Output
+    from inference_svc.engine.transport.messages import Output
 
     tokenizer = tokenizers["byte_level"]
     (token_id,) = tokenizer.encode("a")
@@ -174,7 +174,7 @@ def test_scores_of_a_prompt_are_reserved_before_it_runs(engine, tokenizers) -> N
 @pytest.mark.parametrize("num_top", [20, 1024])
 def test_what_is_not_read_takes_its_accounts_share(tokenizers, num_top: int) -> None:
     """And ends at it: of 8 answers' least size an account may have half."""
-    from inference_svc.engine.host.messages import Output
+    from inference_svc.engine.transport.messages import Output
 
     tokenizer = tokenizers["byte_level"]
     token_id = tokenizer.encode("a")[0]
@@ -203,7 +203,7 @@ def test_what_is_not_read_takes_its_accounts_share(tokenizers, num_top: int) -> 
 
 def test_withheld_logprobs_take_their_accounts_share_though_deltas_are_read(tokenizers) -> None:
     """Of tokens whose text may change: a run of bytes is valid or invalid as one."""
-    from inference_svc.engine.host.messages import Output
+    from inference_svc.engine.transport.messages import Output
 
     tokenizer = tokenizers["unigram"]
     token_id = min(tokenizer.byte_ids)
@@ -235,7 +235,7 @@ def test_withheld_logprobs_take_their_accounts_share_though_deltas_are_read(toke
 @pytest.mark.parametrize(("stop", "num_shown"), [(" the", 2), ("he", 3), ("è", 0)])
 def test_a_stop_string_after_bytes_has_no_logprobs(tokenizers, stop: str, num_shown: int) -> None:
     """The text of the bytes is certain with the token after them, and each has its own place."""
-    from inference_svc.engine.host.messages import Output
+    from inference_svc.engine.transport.messages import Output
 
     tokenizer = tokenizers["unigram"]
     token_ids = list(map(tokenizer.backend.token_to_id, ("<0xC3>", "<0xA8>", "▁the")))

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from inference_svc.adapters.memory.eviction import EvictionReason
 from inference_svc.api.http.errors import ERROR_STATUSES, PROTOCOL_CODES
 from inference_svc.config import InferenceSettings
-from inference_svc.engine.operations.status_types import EngineStatus, ResidentAdapter, TierStatus
+from inference_svc.engine.control.status_types import EngineStatus, ResidentAdapter, TierStatus
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import MAX_NAMES, MAX_RESIDENTS, Snapshot
 from inference_svc.metrics.metrics import COMPLETION_ROUTES, Metrics, RequestEnd

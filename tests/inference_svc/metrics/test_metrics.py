@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_svc.engine.host.messages import Timings, Usage
-from inference_svc.engine.operations.status_types import EngineStatus, ResidentAdapter, TierStatus
+from inference_svc.engine.control.status_types import EngineStatus, ResidentAdapter, TierStatus
+from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import Snapshot
 from inference_svc.metrics.gateway import MAX_LISTED_NAMES, MAX_LOADED_SERIES

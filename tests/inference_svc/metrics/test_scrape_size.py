@@ -9,8 +9,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference_svc.core import ANYONE
-from inference_svc.engine.host.messages import Timings, Usage
-from inference_svc.engine.operations.status_types import ResidentAdapter
+from inference_svc.engine.control.status_types import ResidentAdapter
+from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.metrics.metrics import MAX_ADAPTERS, RequestEnd
 from tests.inference_svc.directories import UPPER, A, make, run
 from tests.support.inference.scrapes import MAX_SERIES

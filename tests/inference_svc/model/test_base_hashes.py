@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from contract.images.dtypes import DataType
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
@@ -25,16 +26,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def hashes_of(folder: Path, num_threads: int = 3) -> dict[str, tuple[str, tuple[bytes, ...]]]:
+def hashes_of(folder: Path, num_threads: int = 3) -> dict[str, tuple[DataType, tuple[bytes, ...]]]:
     with hashing_base(folder, load_description(folder), num_threads) as wait:
         return {name: (each.dtype, each.sha256) for name, each in wait().items()}
 
 
-def expected_of(tensor: torch.Tensor) -> tuple[str, tuple[bytes, ...]]:
+def expected_of(tensor: torch.Tensor) -> tuple[DataType, tuple[bytes, ...]]:
     """The definition: of each 256 rows, and of a vector of all of it."""
     blocks = tensor.split(256) if tensor.dim() > 1 else (tensor,)
     digests = [hashlib.sha256(each.view(torch.uint8).numpy().tobytes()) for each in blocks]
-    return str(tensor.dtype).removeprefix("torch."), tuple(each.digest() for each in digests)
+    dtype = {torch.float32: DataType.FLOAT32, torch.bfloat16: DataType.BFLOAT16}[tensor.dtype]
+    return dtype, tuple(each.digest() for each in digests)
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -31,8 +31,9 @@ def load(model_dir, dtype=torch.float32) -> ModelWeights[Linear]:
 
 def tensors(weights: ModelWeights[Linear]) -> list[torch.Tensor]:
     assert "model.layers.0.self_attn.q_norm" in weights.norms
-    found = [*weights.tables.values(), *(norm.weight for norm in weights.norms.values())]
-    for linear in weights.projections.values():
+    norms = sorted(weights.norms.items())
+    found = [*weights.tables.values(), *(norm.weight for _, norm in norms)]
+    for _, linear in sorted(weights.projections.items()):
         found += [each for each in (linear.weight, linear.bias) if each is not None]
     return found
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.tokenizer_extract import AddedToken
 from inference_svc.errors import AdapterUnusable, StoreUnavailable
 from inference_svc.store import texts as texts_module
 from inference_svc.store.directory import Binding
@@ -20,7 +21,6 @@ from inference_svc.store.texts import AdapterTexts
 from inference_svc.text.adapter_tokenizer import MAX_NEW_BYTES, BaseTokenizer
 from inference_svc.text.tokenizer import Tokenizer
 from servicekit.errors import ShareExceeded
-from servicekit.tokenizer_extract import AddedToken
 from servicekit.work_budget import MAX_DEBT_SECONDS, WorkBudget
 from tests.support.machine.peak_memory import resident_mib
 from tests.support.models import tokenizer_files as files

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+from contract.tokenizer_extract import TokenizerExtract, make_extract
 from inference_svc.errors import AdapterUnusable, TokenizerChanged
 from inference_svc.text.adapter_tokenizer import BaseTokenizer
 from inference_svc.text.detokenizer import Detokenizer
@@ -19,7 +20,6 @@ from inference_svc.text.prompt import Chat, ChatMessage
 from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.text_model import TextModel
 from inference_svc.text.tokenizer import Tokenizer
-from servicekit.tokenizer_extract import TokenizerExtract, make_extract
 from tests.support.models import tokenizer_files as files
 
 TEMPLATE = (

@@ -8,10 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.loadout.fakes import FakeReplica
 
-A, B = pb.SEGMENT_KIND_A, pb.SEGMENT_KIND_B
+A, B = store_pb.SEGMENT_KIND_A, store_pb.SEGMENT_KIND_B
 
 
 def answer(
@@ -26,7 +27,7 @@ def answer(
         kernels="triton, captured",
     )
     embedding = response.targets.add(name="model.embed_tokens", rank=4)
-    embedding.kind = pb.TARGET_KIND_EMBEDDING
+    embedding.kind = store_pb.TARGET_KIND_EMBEDDING
     embedding.segments.add(kind=A, bytes=100, offset=0)
     response.groups.add(name="embed", targets=[0], launches=1)
     for layer in range(num_layers):
@@ -34,7 +35,7 @@ def answer(
         target = response.targets.add(
             name=f"model.layers.{layer}.self_attn.q_proj",
             layer=layer,
-            kind=pb.TARGET_KIND_LINEAR,
+            kind=store_pb.TARGET_KIND_LINEAR,
             rank=8 if is_last else 4,
         )
         target.segments.add(kind=A, bytes=1000, offset=1000 + 4000 * layer)

@@ -1,5 +1,6 @@
 """Models, adapters and streams for tests of a device, real or emulated.
 
+live_bytes    the memory that operations of torch allocate
 late_streams  streams of a device that works as late, and in as bad an order, as it may
 lora          LoRA of one step at fixed addresses
 models        tiny decoders with random weights, adapters for them, and batches of their steps

@@ -32,7 +32,7 @@ from inference_svc.model.description import (
 )
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
-from inference_svc.model.operations import Held, Scalar, Table
+from inference_svc.model.operations import Scalar, Table, WeightSpec
 from inference_svc.model.transformer import Transformer
 from kernels.elementwise import NormWeight
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry, TableRow
@@ -186,15 +186,15 @@ def random_weights(
         is_centred = each.kind is NormKind.LAYER
         return NormWeight(weight if each.is_wide else weight.to(dtype), each.eps, is_centred)
 
-    def make(held: Held) -> Tensor | Linear | NormWeight | float:
-        if isinstance(held, Norm):
-            return norm(held)
-        if isinstance(held, Projection | ExpertsProjection):
-            weight = random(held.num_rows, held.in_features)
-            return Linear(weight, random(held.num_rows) if held.has_bias else None)
-        if isinstance(held, Table):
-            return random(held.num_rows, held.size)
-        return 0.75 if isinstance(held, Scalar) else torch.randn(held.size, generator=generator)
+    def make(spec: WeightSpec) -> Tensor | Linear | NormWeight | float:
+        if isinstance(spec, Norm):
+            return norm(spec)
+        if isinstance(spec, Projection | ExpertsProjection):
+            weight = random(spec.num_rows, spec.in_features)
+            return Linear(weight, random(spec.num_rows) if spec.has_bias else None)
+        if isinstance(spec, Table):
+            return random(spec.num_rows, spec.size)
+        return 0.75 if isinstance(spec, Scalar) else torch.randn(spec.size, generator=generator)
 
     return ModelWeights.made(decoder, make)
 

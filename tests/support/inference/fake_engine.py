@@ -16,7 +16,8 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.service import ServerFacts
 from inference_svc.app import sampling_defaults
 from inference_svc.core import FinishReason, Request, digests_of
-from inference_svc.engine.host.messages import (
+from inference_svc.engine.control.status_types import EngineStatus, ResidentAdapter
+from inference_svc.engine.transport.messages import (
     Call,
     Cancel,
     Command,
@@ -30,7 +31,6 @@ from inference_svc.engine.host.messages import (
     Timings,
     Usage,
 )
-from inference_svc.engine.operations.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, EngineFailed
 from inference_svc.results.base import ResultPart
 from inference_svc.results.logprobs import LogprobsOption, TokenLogprobs

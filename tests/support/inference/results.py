@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from inference_svc.core import SampledToken, SamplingParams
-from inference_svc.engine.host.messages import Output
+from inference_svc.engine.transport.messages import Output
 from inference_svc.results.base import Option, P, Wanted, of_kind
 from inference_svc.results.logprobs import LogprobsMode, TokenLogprobs
 from inference_svc.results.routed_experts import ExpertsOption

@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import ENDLESS as ENDLESS_SPACE
 from adapter_store.catalog.database import Place, open_database
-from adapter_store.catalog.rows import NewVersion
+from adapter_store.catalog.tables.rows import NewVersion
 from adapter_store.core import AdapterEvent
 from servicekit.refs import AdapterName, AdapterRef
 
@@ -51,14 +51,14 @@ class Names:
 
     def register(self, name: str, digest: str, if_current: str = "", **fields: object):
         """Gives the record and the revision."""
-        return self.catalog.register(self.new(name, digest, **fields), if_current)[:2]
+        return self.catalog.names.register(self.new(name, digest, **fields), if_current)[:2]
 
     def ref(self, name: str, version: int | None = None) -> AdapterRef:
         tenant, _, name = name.rpartition("/")
         return AdapterRef(AdapterName(tenant or "default", name), version)
 
     def get(self, name: str, version: int | None = None):
-        return self.catalog.get(self.ref(name, version))[0]
+        return self.catalog.names.get(self.ref(name, version))[0]
 
 
 class ReceivedEvents:
@@ -67,7 +67,7 @@ class ReceivedEvents:
     def __init__(self, catalog: Catalog) -> None:
         self.events: list[AdapterEvent] = []
         self._changed = threading.Condition()
-        catalog.on_change(self._add)
+        catalog.history.on_change(self._add)
 
     def _add(self, events: list[AdapterEvent]) -> None:
         with self._changed:
@@ -93,7 +93,7 @@ def connected(place: Place) -> Iterator[Connection]:
 
 
 def live_layouts(catalog: Catalog) -> list[str]:
-    return sorted(set(catalog.layout_ids()) - catalog.unused_layouts())
+    return sorted(set(catalog.layouts.ids()) - catalog.layouts.unused())
 
 
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"

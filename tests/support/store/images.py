@@ -21,7 +21,7 @@ from tests.support.wait import until_async
 
 async def register(store: Store, folder, name: str = "a", **asked):
     registration = Registration(AdapterName("default", name), **asked)
-    change = await store.service.register(ANYONE, registration, f"file://{folder}")
+    change = await store.use_cases.registering.register(ANYONE, registration, f"file://{folder}")
     return (await change.wait())[0]
 
 
@@ -78,9 +78,9 @@ def scenario(
         pulls_only = {"disk_cache_bytes": 1 << 20, "compile_ahead": False}
         async with start(**pulls_only, **settings) as store:
             digest = (await register(store, folder)).digest
-            layout_id, *_ = await store.service.register_layout(make_layout(), [1])
+            layout_id, *_ = await store.use_cases.layouts.register(make_layout(), [1])
             pulls = Pulls(
-                *(store.images, store.metrics, store.service.layout_usage.record),
+                *(store.images, store.metrics, store.use_cases.layout_usage.record),
                 held_bytes or Shares("pulled_bytes", 1 << 30),
             )
             async with asyncio.timeout(SECONDS):

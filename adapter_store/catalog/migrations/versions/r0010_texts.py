@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from adapter_store.catalog.schema import Plain
+from adapter_store.catalog.tables.schema import Plain
 
 revision = "0010"
 down_revision = "0009"

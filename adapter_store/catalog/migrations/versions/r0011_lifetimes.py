@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from adapter_store.catalog.schema import Big
+from adapter_store.catalog.tables.schema import Big
 
 revision = "0011"
 down_revision = "0010"

@@ -14,14 +14,15 @@ from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import ADAPTER_BYTES
 from inference_svc.core import FinishReason, Request, SamplingParams
-from inference_svc.engine.host.messages import Timings, Usage
-from inference_svc.engine.operations.status_types import AdapterDetails, ResidentAdapter
+from inference_svc.engine.control.status_types import AdapterDetails, ResidentAdapter
+from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.results.base import Wanted
 from inference_svc.results.logprobs import LogprobsOption, PackedLogprobs, TokenLogprobs
 from inference_svc.results.routed_experts import RoutedExperts
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Chat, ChatMessage, Text
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
 from tests.support.inference.results import wanted_of
@@ -347,13 +348,13 @@ def test_parts_of_an_adapter() -> None:
     assert [(each.offset, each.bytes) for each in got.extents] == [(1 << 35, 1 << 30)]
     assert [each.name for each in got.targets] == [names[0], names[1], names[3]]
     assert [each.layer if each.HasField("layer") else None for each in got.targets] == [None, 0, 0]
-    embedding, linear = pb.TARGET_KIND_EMBEDDING, pb.TARGET_KIND_LINEAR
+    embedding, linear = store_pb.TARGET_KIND_EMBEDDING, store_pb.TARGET_KIND_LINEAR
     assert [each.kind for each in got.targets] == [embedding, linear, linear]
     assert [each.rank for each in got.targets] == [4, 8, 2]
     found = [(part.kind, part.offset, part.bytes) for part in got.targets[2].segments]
     assert found == [
-        *((pb.SEGMENT_KIND_A, 512, 128), (pb.SEGMENT_KIND_B, 1024, 64)),
-        *((pb.SEGMENT_KIND_BIAS, 1280, 16), (pb.SEGMENT_KIND_UNSPECIFIED, 1536, 16)),
+        *((store_pb.SEGMENT_KIND_A, 512, 128), (store_pb.SEGMENT_KIND_B, 1024, 64)),
+        *((store_pb.SEGMENT_KIND_BIAS, 1280, 16), (store_pb.SEGMENT_KIND_UNSPECIFIED, 1536, 16)),
     ]
     groups = [(each.name, list(each.targets), each.launches) for each in got.groups]
     assert groups == [("embed", [0], 1), ("layers.0.qkv", [1, 2], 2), ("layers.0.o", [], 2)]

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from inference_svc.api.http import response
-from inference_svc.engine.host.messages import Cancel
+from inference_svc.engine.transport.messages import Cancel
 from inference_svc.errors import QueueFull
 from tests.support.inference.front import Front
 from tests.support.inference.serving import digest_of

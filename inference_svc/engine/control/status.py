@@ -1,0 +1,167 @@
+"""A snapshot of the engine for operators: running and waiting requests, and the use of memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from inference_svc.adapters.memory.eviction import EvictionReason
+from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.residency import Residency
+from inference_svc.core import AdapterKey, Digest, digests_of
+from inference_svc.engine.compute.losses import Loss, Losses
+from inference_svc.engine.compute.runner import Runner
+from inference_svc.engine.compute.step_times import StepTimes
+from inference_svc.engine.control.life_cycle import LifeCycle, Sleep
+from inference_svc.engine.control.status_types import EngineStatus, TierStatus
+from inference_svc.engine.memory_budget import Budget
+from inference_svc.engine.policy.scheduler import Scheduler
+from inference_svc.engine.policy.settle import Settler
+from inference_svc.host.memory import resident_bytes
+from servicekit.telemetry.histogram import HistogramState
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Called in the engine's thread."""
+
+    scheduler: Scheduler
+    residency: Residency
+    runner: Runner
+    settler: Settler
+    budget: Budget
+    times: StepTimes
+    machine: str
+    life_cycle: LifeCycle
+    losses: Losses
+
+    def __call__(self) -> EngineStatus:
+        scheduler = self.scheduler
+        return EngineStatus(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.queue) + scheduler.siblings.num_held,
+            waiting_digests=_digests(scheduler.queue.keys()),
+            running_digests=_digests({s.request.key for s in scheduler.running}),
+            memory=self._memory(),
+            counters=self._counters(),
+            memory_limit_bytes=self.budget.limit_bytes or 0,
+            process_id=os.getpid(),
+            kernels=self.runner.backend.kernels,
+            machine=self.machine,
+            histograms=self._histograms(),
+            phases=self._phases(),
+            gauges=self._gauges(),
+            tiers=self._tiers(),
+            loads={
+                state.value: count for state, count in self.residency.loads.num_by_state.items()
+            },
+            generation=self.life_cycle.state,
+        )
+
+    def _memory(self) -> dict[str, tuple[int, int]]:
+        """Counts all that is allocated as capacity; `process` is the rest of this process's
+        resident set: Python, libraries, buffers."""
+        pages, device, host = self.scheduler.pages, self.residency.device, self.residency.host
+        backend = self.runner.backend
+        workspace_bytes = backend.workspace_bytes  # asks the device
+        kv_used = backend.kv_bytes * pages.num_used // pages.num_pages
+        on_device = {
+            "weights": (backend.weights_bytes, backend.weights_bytes),
+            "kv_pages": (kv_used, backend.kv_bytes),
+            "arena": (device.used_bytes, device.capacity),
+            # The budget's line is the most that the widest step may take.
+            "workspace": (workspace_bytes, workspace_bytes),
+        }
+        is_on_host = self.budget.place == "host"
+        host_tier = (0, 0) if host is None else (host.slots.used_bytes, host.slots.capacity)
+        in_process = [host_tier, *(on_device.values() if is_on_host else ())]
+        rest = resident_bytes() - sum(capacity for _, capacity in in_process)
+        routed, on_host = self.runner.routed, {"host_tier": host_tier}
+        if routed is not None:
+            rest -= routed.used_bytes  # the system gives it no more than that
+            on_host["routed_experts"] = (routed.used_bytes, routed.capacity_bytes)
+        rest = max(0, rest)
+        return {**on_device, **on_host, "process": (rest, rest)}
+
+    def _counters(self) -> dict[str, float]:
+        counters = self.residency.counters
+        prefetch = self.residency.prefetcher.counters
+        return {
+            "sampled_tokens": self.settler.num_sampled,
+            "pulls": counters.pulls_done,
+            "pull_failures": counters.pulls_failed,
+            "corrupt_pulls": counters.pulls_corrupt,
+            "pulled_bytes": counters.pulled_bytes,
+            "prefetch_images": prefetch.prefetched,
+            "prefetch_bytes": prefetch.prefetched_bytes,
+            "prefetch_hits": prefetch.hits,
+            "prefetch_wasted_bytes": prefetch.wasted_bytes,
+            "preemptions": self.scheduler.num_preemptions,
+            "step_out_of_memory": self.scheduler.step_limit.num_out_of_memory,
+            "not_finite_requests": self.losses.counts[Loss.NOT_FINITE] + self.losses.num_refused,
+            "faulty_requests": self.losses.counts[Loss.FAULT],
+            "lora_steps": self.runner.backend.num_lora_steps,
+            "eager_steps": self.runner.backend.num_eager_steps,
+            "version_moves": self.scheduler.num_moves,
+            "kv_page_evictions": self.scheduler.pages.num_evictions,
+        }
+
+    def _gauges(self) -> dict[str, float]:
+        pages = self.scheduler.pages
+        return {
+            "requests_waiting_for_adapter": self.scheduler.queue.num_parked,
+            "step_token_limit": self.scheduler.step_limit.tokens,
+            "generation_paused": self.life_cycle.is_paused,
+            "asleep": self.life_cycle.sleep is not Sleep.AWAKE,
+            "kv_pages_used": pages.num_used,
+            "kv_pages_known": pages.num_known,
+            "kv_pages_capacity": pages.num_pages,
+        }
+
+    def _tiers(self) -> dict[str, TierStatus]:
+        """Counts a lookup in the host tier only for requests that missed on the device."""
+        counters, host = self.residency.counters, self.residency.host
+        missed = counters.host_hits + counters.misses
+        tiers = {"device": _tier(self.residency.device, counters.device_hits, missed)}
+        if host is not None:
+            tiers["host"] = _tier(host.slots, counters.host_hits, counters.misses)
+        return tiers
+
+    def _histograms(self) -> dict[str, HistogramState]:
+        return {**self.times.states, "inter_token_seconds": self.settler.token_gaps.state}
+
+    def _phases(self) -> dict[str, dict[str, HistogramState]]:
+        times = self.residency.times
+        idle = {"device": times.device_idle.state}
+        if self.residency.host is not None:
+            idle["host"] = times.host_idle.state
+        return {
+            "step_phase_seconds": self.times.phase_states,
+            "load_seconds": {source.value: each.state for source, each in times.load.items()},
+            "load_phase_seconds": {
+                "wait": times.wait.state,
+                "pull": times.pull.state,
+                "copy": times.copy.state,
+            },
+            "tier_evicted_idle_seconds": idle,
+        }
+
+
+def _tier(slots: Slots, hits: int, misses: int) -> TierStatus:
+    return TierStatus(
+        used_bytes=slots.used_bytes,
+        capacity_bytes=slots.capacity,
+        pinned_bytes=slots.pinned_bytes,
+        largest_free_bytes=slots.extents.largest_free_bytes,
+        num_free_ranges=slots.extents.num_free_ranges,
+        num_images=len(slots),
+        hits=hits,
+        misses=misses,
+        evictions={reason.value: slots.evictions[reason] for reason in EvictionReason},
+    )
+
+
+def _digests(keys: Iterable[AdapterKey]) -> tuple[Digest, ...]:
+    """Returns the adapters of these requests, each once."""
+    return tuple({digest for key in keys for digest in digests_of(key)})
