@@ -49,6 +49,7 @@ def names(system: Routed) -> list[str]:
 @pytest.fixture(scope="module")
 def envoy(system: Routed) -> Iterator[Envoy]:
     with Envoy(system.folder / "envoy", list(system.replicas)) as made:
+        made.wait_healthy(system.replicas.keys())
         yield made
 
 
@@ -88,6 +89,7 @@ def test_so_they_do_at_the_size_of_w4(zoos: Callable[[str], Zoo], tmp_path: Path
         Routed(zoos("llama"), tmp_path) as system,
         Envoy(tmp_path / "envoy", list(system.replicas)) as envoy,
     ):
+        envoy.wait_healthy(system.replicas.keys())
         names = system.register(NUM_ADAPTERS_OF_W4)
         check_found_at_home(system, names, envoy, num_warm=200, num_counted=500)
 
@@ -296,7 +298,7 @@ def test_envoy_sends_on_what_was_refused_and_not_what_failed(
     system.kill_store()
     # A call that meets the replica that has drained meanwhile may go to another one.
     alive = {address for address, replica in system.replicas.items() if replica.is_alive}
-    envoy.wait(lambda: envoy.healthy() == alive)
+    envoy.wait_healthy(alive)
     start = len(envoy.attempts("Unavailable"))
     with (
         Client(inference=envoy.address, retry=ONCE) as client,

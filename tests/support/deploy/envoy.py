@@ -6,7 +6,7 @@ import json
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,7 +31,10 @@ def configuration(
     replicas: Sequence[str], change: Change | None = None, certificates: Path | None = None
 ) -> dict[str, Any]:
     """The one that we ship, with these replicas, on free ports of this machine; `change` may
-    change each of its clusters. With `certificates`, a folder, the one with TLS."""
+    change each of its clusters. With `certificates`, a folder, the one with TLS.
+
+    Health checks count at once: by default Envoy says that a replica is healthy up to a second
+    before it uses it, and no statistic tells when it does."""
     text = CONFIG.read_text()
     if certificates is not None:
         text = TLS_CONFIG.read_text().replace(CERTIFICATES, str(certificates))
@@ -41,6 +44,7 @@ def configuration(
     listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": 0}
     endpoints = [{"endpoint": {"address": _socket(address)}} for address in replicas]
     for cluster in config["static_resources"]["clusters"]:
+        cluster["common_lb_config"]["update_merge_window"] = "0s"
         cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
         if change is not None:
             change(cluster)
@@ -121,6 +125,11 @@ class Envoy:
             if "failed_active_health_check" not in host["health_status"]
         ]
         return {f"{each['address']}:{each['port_value']}" for each in bound}
+
+    def wait_healthy(self, replicas: Set[str]) -> None:
+        """Waits until calls with an adapter go to these replicas and no others. A new Envoy serves
+        as soon as it has found one."""
+        self.wait(lambda: self.healthy() == replicas)
 
     def count(self, series: str) -> float:
         """Returns the value of a series, as Prometheus gets it; 0 before there is one."""
