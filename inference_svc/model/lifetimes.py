@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -72,13 +74,33 @@ def peak_bytes(
     """Returns the most bytes at one time of operations that run one after the other. Values that
     are `kept` stay to the end. `own_bytes` are of an operation's memory beside its values, while it
     runs, by it and the one before."""
-    live: dict[Value, int] = {}
+    moments = _moments(tuple(ops), tuple(kept))
+    return max(
+        sum(map(sizes.num_bytes, live)) + own_bytes(op, before) for live, op, before in moments
+    )
+
+
+@lru_cache(maxsize=8)
+def _moments(
+    ops: tuple[Op, ...], kept: tuple[Value, ...]
+) -> tuple[tuple[tuple[Value, ...], Op, Op | None], ...]:
+    """Returns each operation with the values that exist while it runs, and the one before it; of
+    layers that are alike, the first one's."""
+    found: dict[object, tuple[tuple[Value, ...], Op, Op | None]] = {}
+    live: dict[Value, None] = {}
     before: Op | None = None
-    peak = 0
     for op, ended in zip(ops, last_uses(ops, kept), strict=True):
-        live[op.out] = sizes.num_bytes(op.out)
-        peak = max(peak, sum(live.values()) + own_bytes(op, before))
+        live[op.out] = None
+        form = frozenset(live), _form(op), None if before is None else _form(before)
+        found.setdefault(form, (tuple(live), op, before))
         for value in ended:
             live.pop(value, None)
         before = op
-    return peak
+    return tuple(found.values())
+
+
+def _form(op: Op) -> tuple[object, ...]:
+    """Returns everything about an operation but its layer."""
+    names = (each.name for each in fields(op))
+    parts = (getattr(op, name) for name in names if name not in ("layer", "group", "sum_scale"))
+    return type(op), *parts

@@ -7,6 +7,7 @@ memory of the driver for a recorded step, and of libraries, are estimates with t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -231,8 +232,7 @@ def recorded_nodes(
 ) -> int:
     """Returns how many kernels a recorded decode step of this kind has at most, with adapters in so
     many groups of projections; a test counts them."""
-    found = operations(decoder)
-    num_nodes = OTHER_NODES + sum(map(_num_nodes, (*found.layers, *found.head)))
+    num_nodes = OTHER_NODES + _operations_nodes(decoder)
     if kind is not StepKind.BASE:
         num_nodes += GROUP_NODES * num_groups
         if decoder.mixtures:  # the order of tokens, and a plan of each layer's pairs
@@ -240,6 +240,13 @@ def recorded_nodes(
     if kind is StepKind.ANY:
         num_nodes += _replacement_nodes(decoder, adds_tokens=adds_tokens)
     return num_nodes
+
+
+@lru_cache(maxsize=4)
+def _operations_nodes(decoder: Decoder) -> int:
+    """Returns how many kernels a decode step's operations launch, without adapters."""
+    found = operations(decoder)
+    return sum(map(_num_nodes, (*found.layers, *found.head)))
 
 
 def _num_nodes(op: Op) -> int:
