@@ -1,7 +1,7 @@
 """Measures the architecture from the source alone: `python -m tools.house [--root DIR] [--json]`.
 
 It reads imports, definitions and docstrings of the packages in a checkout, so that you can compare
-two commits. tests/test_layering.py checks the same graph against its rules.
+two commits. tests/test_layering.py and tests/test_house.py check it against their rules.
 
 tools/house.toml lists everything that was too large when its limit was set. None of it may grow,
 and nothing may be added: `python -m tools.house --shrink` lowers the numbers, and removes what is

@@ -10,8 +10,8 @@ from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.adapters.targets import AppliedTargets, applied_targets, layout_of
 from inference_svc.backends.base import table_bytes
 from inference_svc.core import EngineConfig
-from inference_svc.model.description import Attention, ClampedSwiglu, Decoder, Norm
-from inference_svc.model.lifetimes import ValueSizes, peak_bytes
+from inference_svc.model.description import Attention, ClampedSwiglu, Decoder
+from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes
 from inference_svc.model.operations import (
     AddNorm,
     Attend,
@@ -27,7 +27,7 @@ from inference_svc.model.operations import (
     RotateAndStore,
     Route,
 )
-from inference_svc.model.walk import operations
+from inference_svc.model.transformer import transformer_bytes
 from kernels.lora.table import MAX_PARTS
 
 PAIR_BYTES = 64
@@ -50,19 +50,14 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     an upper bound: an operation is counted with adapters of every kind."""
     dtype = getattr(torch, config.dtype)
     sizes = ValueSizes.of(decoder, config.max_batch_tokens, config.max_sequences, dtype, PAIR_BYTES)
-    found = operations(decoder)
     layout = layout_of(config, decoder)
     targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
     own = _OwnBytes(config, sizes, targets)
-    # The angles have cos and sin of the whole width, throughout.
-    angles = sum(rope.rotary_size(head_dim) for rope, head_dim in decoder.ropes)
-    kept_bytes = config.max_batch_tokens * angles * dtype.itemsize
-    kept_bytes += table_bytes(config, decoder, config.max_sequences)
     logits_bytes = 4 * config.max_sequences * decoder.vocab_size
 
-    ops = (*found.layers, *found.head)
-    largest_bytes = peak_bytes(ops, found.kept, sizes, own.of_op)
-    return kept_bytes + max(largest_bytes, (1 + SAMPLER_COPIES) * logits_bytes)
+    largest_bytes = transformer_bytes(decoder, sizes, own.of_op)
+    sampler_bytes = (1 + SAMPLER_COPIES) * logits_bytes
+    return table_bytes(config, decoder, config.max_sequences) + max(largest_bytes, sampler_bytes)
 
 
 class _OwnBytes(NamedTuple):
@@ -76,7 +71,7 @@ class _OwnBytes(NamedTuple):
         """Returns the bytes of an operation."""
         item_bytes, num_rows = self.sizes.dtype.itemsize, self.sizes.rows(op.out)
         of_out = num_rows * op.out.width
-        num_bytes = self._token_weights_bytes(op)
+        num_bytes = 2 * token_weights_bytes(op, self.sizes, self.targets.weights)
         if isinstance(op, Project):
             num_bytes += self._group_bytes(op.group, num_rows)
             if op.out.is_wide:  # inputs and weights are copied to fp32
@@ -117,15 +112,6 @@ class _OwnBytes(NamedTuple):
         return (
             shrunk + OUTPUT_COPIES * 4 * num_rows * widest + 4 * rank * (widest + group.in_features)
         )
-
-    def _token_weights_bytes(self, op: Op) -> int:
-        """Returns the memory of norms' weights that are each row's own."""
-        size = sum(
-            spec.size * (4 if spec.is_wide else self.sizes.dtype.itemsize)
-            for spec, layer in op.weights
-            if isinstance(spec, Norm) and spec.path(layer) in self.targets.weights
-        )
-        return 2 * self.sizes.rows(op.out) * size
 
 
 def _attention_bytes(attention: Attention, config: EngineConfig, item_bytes: int) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Norm
 from inference_svc.model.operations import Op, Rows, Value
 
 
@@ -104,3 +104,14 @@ def _form(op: Op) -> tuple[object, ...]:
     names = (each.name for each in fields(op))
     parts = (getattr(op, name) for name in names if name not in ("layer", "group", "sum_scale"))
     return type(op), *parts
+
+
+def token_weights_bytes(op: Op, sizes: ValueSizes, replaced: Collection[str]) -> int:
+    """Returns the bytes of the weights of an operation's norms, with one for each row, if adapters
+    may replace them: `replaced` has the names of weights."""
+    size = sum(
+        spec.size * (4 if spec.is_wide else sizes.dtype.itemsize)
+        for spec, layer in op.weights
+        if isinstance(spec, Norm) and spec.path(layer) in replaced
+    )
+    return sizes.rows(op.out) * size

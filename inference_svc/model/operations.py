@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from inference_svc.model.description import (
     Activation,
@@ -188,13 +188,14 @@ class NormOf(Op):
         return (self.norm,)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Project(Op):
-    """Multiplies with a projection's weight, and adds the adapters of its group. If the `reader`
-    can, it adds these itself: they may be computed beside the product then."""
+P_co = TypeVar("P_co", bound=Projection | ExpertsProjection, covariant=True)
 
-    projection: Projection
-    reader_adds: bool = False
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product(Op, Generic[P_co]):
+    """Multiplies with a projection's weight, and adds the adapters of its group."""
+
+    projection: P_co
     group: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -203,6 +204,14 @@ class Project(Op):
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
         return (self.projection,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Project(Product[Projection]):
+    """A product of the tokens. If the `reader` can, it adds the adapters itself: they may be
+    computed beside the product then."""
+
+    reader_adds: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,10 +233,11 @@ class Attend(Op):
     """Attends from the queries in qkv to the keys and values that are stored."""
 
     attention: Attention
+    sinks: Numbers | None = field(init=False)
 
-    @property
-    def sinks(self) -> Numbers | None:
-        return _numbers(self.attention.sinks, self.attention.num_heads, self.layer)
+    def __post_init__(self) -> None:
+        sinks = _numbers(self.attention.sinks, self.attention.num_heads, self.layer)
+        object.__setattr__(self, "sinks", sinks)
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
@@ -249,14 +259,14 @@ class Route(Op):
     experts by expert."""
 
     experts: Experts
+    bias: Numbers | None = field(init=False)
+    expert_scales: Numbers | None = field(init=False)
 
-    @property
-    def bias(self) -> Numbers | None:
-        return _numbers(self.experts.router.bias, self.experts.num_experts, self.layer)
-
-    @property
-    def expert_scales(self) -> Numbers | None:
-        return _numbers(self.experts.router.expert_scales, self.experts.num_experts, self.layer)
+    def __post_init__(self) -> None:
+        router, count = self.experts.router, self.experts.num_experts
+        object.__setattr__(self, "bias", _numbers(router.bias, count, self.layer))
+        scales = _numbers(router.expert_scales, count, self.layer)
+        object.__setattr__(self, "expert_scales", scales)
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
@@ -269,19 +279,8 @@ class Spread(Op):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ProjectExperts(Op):
-    """Multiplies each pair with its expert's weight, and adds the adapters of the group. `inputs`
-    are the pairs and the routing."""
-
-    projection: ExpertsProjection
-    group: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "group", key_of(self.projection.name, self.layer))
-
-    @property
-    def _specs(self) -> tuple[WeightSpec | None, ...]:
-        return (self.projection,)
+class ProjectExperts(Product[ExpertsProjection]):
+    """A product of each pair with its expert's weight. `inputs` are the pairs and the routing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ from inference_svc.model.description import Activation, ClampedSwiglu, Decoder, 
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation
-from inference_svc.model.lifetimes import last_uses
+from inference_svc.model.lifetimes import ValueSizes, last_uses, peak_bytes
 from inference_svc.model.lora import ExpertsLora, Lora
 from inference_svc.model.operations import (
     HEAD_KEY,
@@ -32,7 +32,6 @@ from inference_svc.model.operations import (
     Combine,
     Embed,
     Gate,
-    Gather,
     Growth,
     Logits,
     NormOf,
@@ -201,6 +200,19 @@ class Transformer:
         return logits
 
 
+def transformer_bytes(
+    decoder: Decoder, sizes: ValueSizes, own_bytes: Callable[[Op, Op | None], int]
+) -> int:
+    """Returns the most bytes that a step of these sizes allocates at one time, the logits of scored
+    tokens included. `own_bytes`: see `peak_bytes`."""
+    found = operations(decoder)
+    # Its angles have cos and sin of the whole width, and stay to the end of the layers.
+    angles = sum(rope.rotary_size(head_dim) for rope, head_dim in decoder.ropes)
+    angles_bytes = sizes.max_tokens * angles * sizes.dtype.itemsize
+    ops = (*found.layers, *found.head)
+    return angles_bytes + peak_bytes(ops, found.kept, sizes, own_bytes)
+
+
 class _Calls(NamedTuple):
     """The functions that compute operations, with these, and the values to let go of then."""
 
@@ -252,13 +264,6 @@ def _growth(op: Growth, step: Step) -> Tensor:
     """[T]"""
     grown = torch.log1p(torch.floor(step.inputs.positions / op.growth.length))
     return (1 + op.growth.beta * grown).to(step.weights.embedding.dtype)
-
-
-def _gather(op: Gather, step: Step) -> Tensor:
-    x: Tensor = step.values[op.inputs[0]]
-    if op.part is not None:
-        x = x.unflatten(1, (-1, op.out.width))[:, op.part]
-    return x.index_select(0, step.rows)
 
 
 def _add_norm(op: AddNorm, step: Step) -> Tensor:
@@ -423,7 +428,6 @@ _COMPUTE: Mapping[type[Op], Callable[[Any, Step], object]] = {
     Combine: _combine,
     Embed: _embed,
     Gate: _gate,
-    Gather: _gather,
     Growth: _growth,
     Logits: _logits,
     NormOf: _norm_of,

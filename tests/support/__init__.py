@@ -11,6 +11,7 @@ forked_cli      `loadout`, whose services are forks
 forked_program  the program of shells that stands for a fork
 forks           services and engines as processes that start at once
 gpu             models, adapters and streams for tests of a device, real or emulated
+house           the product's modules by name, and how a rule about them fails
 inference       the inference service in parts: engines, stores and servers that tests control
 kernels         adapters in an arena, and the process that runs the Triton kernels
 loadout         scripted services for the client, and the values that they answer with

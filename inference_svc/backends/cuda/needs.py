@@ -22,8 +22,8 @@ from inference_svc.backends.cuda.shapes import StepKind, decode_sizes, most_prom
 from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
 from inference_svc.model.checkpoint.parameters import parameters, weights_bytes
-from inference_svc.model.description import Attention, Decoder, Norm
-from inference_svc.model.lifetimes import ValueSizes, peak_bytes
+from inference_svc.model.description import Attention, Decoder
+from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes
 from inference_svc.model.operations import (
     AddNorm,
     Attend,
@@ -37,6 +37,7 @@ from inference_svc.model.operations import (
     RotateAndStore,
     Route,
 )
+from inference_svc.model.transformer import transformer_bytes
 from inference_svc.model.walk import operations
 from kernels import tuning
 from kernels.attention.plan import max_segments
@@ -102,12 +103,8 @@ def step_bytes(
     beside the products."""
     dtype = getattr(torch, config.dtype)
     sizes = ValueSizes.of(decoder, num_tokens, config.max_sequences, dtype, PAIR_BYTES)
-    found = operations(decoder)
     own = _OwnBytes.of(config, decoder, sizes, is_beside=is_beside)
-    # The angles have cos and sin of the whole width, throughout.
-    angles = sum(rope.rotary_size(head_dim) for rope, head_dim in decoder.ropes)
-    kept_bytes = num_tokens * angles * dtype.itemsize
-    return kept_bytes + peak_bytes((*found.layers, *found.head), found.kept, sizes, own.of_op)
+    return transformer_bytes(decoder, sizes, own.of_op)
 
 
 class _OwnBytes(NamedTuple):
@@ -144,7 +141,9 @@ class _OwnBytes(NamedTuple):
             num_bytes += GROWTH_BYTES * self.sizes.max_tokens
         if isinstance(op, NormOf | Combine) and op.out in op.inputs:
             num_bytes += self.sizes.num_bytes(op.out)  # a new one
-        return num_bytes + self._token_weights_bytes(op)
+        if not self.is_beside:
+            num_bytes += token_weights_bytes(op, self.sizes, self.replaced)
+        return num_bytes
 
     def _addend_bytes(self, op: Op) -> int:
         """Returns the bytes of an addend, which stays until the next operation has read it."""
@@ -153,17 +152,6 @@ class _OwnBytes(NamedTuple):
         group = self.shrunk.groups.get(op.group)
         row_bytes = self.sizes.rows(op.out) * self.sizes.dtype.itemsize
         return 0 if group is None else row_bytes * group.out_end
-
-    def _token_weights_bytes(self, op: Op) -> int:
-        """Returns the memory of norms' weights that are each row's own."""
-        if self.is_beside:
-            return 0
-        size = sum(
-            spec.size * (4 if spec.is_wide else self.sizes.dtype.itemsize)
-            for spec, layer in op.weights
-            if isinstance(spec, Norm) and spec.path(layer) in self.replaced
-        )
-        return self.sizes.rows(op.out) * size
 
     def _logits_bytes(self, op: Logits) -> int:
         """Where adapters add tokens, logits are copied to wider ones, and bounds make copies."""

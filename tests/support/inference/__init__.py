@@ -1,5 +1,6 @@
 """The inference service in parts that tests control.
 
+async_engines   the front end's engine over any engine, and requests to it
 connections     bare connections to a server's HTTP address
 fake_engine     an engine without a model
 front           a server's HTTP API, by OpenAI's client and a raw one
