@@ -8,12 +8,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import boto3
+from sqlalchemy import update
 
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.tables.schema import leases as lease_rows
 from adapter_store.images.tiers.shared_tier import SharedTier
 from adapter_store.replication.lease_renewal import Leases
 
@@ -66,7 +68,10 @@ class SharedParts:
         self.client.put_object(Bucket=self.name, Key=f"store/{key}", Body=b"other bytes")
 
 
-def die(leases: Leases) -> None:
-    """What kill -9 does to a replica's leases: nobody renews or releases them."""
+def die(parts: SharedParts, leases: Leases) -> None:
+    """Does what kill -9 and time do to a replica's leases: nobody renews them, and they expire."""
     with suppress(RuntimeError):
         leases.close()
+    of_owner = lease_rows.c.owner == leases.owner
+    with parts.catalog.database.write() as conn:
+        conn.execute(update(lease_rows).where(of_owner).values(expire_time=0))

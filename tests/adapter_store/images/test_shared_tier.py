@@ -98,14 +98,20 @@ def test_claim_excludes_others_until_released(parts):
     assert again is not None
 
 
-def test_claim_of_a_dead_replica_expires(parts):
-    leases = parts.leases(lease_seconds=2)
+def test_claim_of_a_dead_replica_expires(parts, monkeypatch):
+    leases, others = parts.leases(), parts.leases()
     assert parts.tier(leases).claim(KEY, wait=False) is not None
-    two = parts.tier()
+    two = parts.tier(others)
     assert two.claim(KEY, wait=False) is None
-    die(leases)
+    is_held = others.is_held
+
+    def die_first(key: str) -> bool:
+        die(parts, leases)
+        return is_held(key)
+
+    monkeypatch.setattr(others, "is_held", die_first)
     assert two.claim(KEY, wait=True) is None  # it had been somebody's: look again first
-    until(lambda: two.claim(KEY, wait=True) is not None)
+    assert two.claim(KEY, wait=True) is not None
 
 
 def test_unreleased_claim_expires_while_its_replica_lives(parts, monkeypatch):
