@@ -171,11 +171,11 @@ def decoder(name: str) -> Decoder:
 def projections(name: str) -> dict[str, tuple[int, int]]:
     """Returns the (in, out) features of the adapters' targets in one layer: the checkpoint's linear
     layers, without routers and experts."""
-    block = decoder(name).blocks[0]
+    block, attention = decoder(name).blocks[0], decoder(name).attentions[0]
     dense = () if block.dense is None else (block.dense.gate_up, block.dense.down)
     return {
         member.module.rpartition(".")[2]: (projection.in_features, member.out_features)
-        for projection in (block.mixer.qkv, block.mixer.out, *dense)
+        for projection in (attention.qkv, attention.out, *dense)
         for member in projection.stored
     }
 

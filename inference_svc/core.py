@@ -42,6 +42,8 @@ ANYONE = ROLES.anyone
 BASE_SLOT = -1
 """The slot of rows that use no adapter."""
 
+EMPTY_STATE = 0
+"""The slot of the recurrent state before a sequence's first token."""
 
 MAX_PARTS = 8
 """The adapters of one sum, at most; also `kernels.lora.table.MAX_PARTS`."""
@@ -220,8 +222,12 @@ class Sequence:
     which, None before. `num_kept`: keys and values of so many tokens are of earlier versions.
     `has_sampled`: a token was sampled from the computed values, which shows whose they are.
 
-    `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie in
-    `page_ids`, a list that only grows while it runs and is replaced when it is preempted or ends.
+    `token_ids` is prompt then output, of which the first `num_computed` are computed: their keys
+    and values lie in `page_ids`, a list that only grows while it runs and is replaced when it is
+    preempted or ends, and the recurrent state behind them in the slot `state_read`; a step leaves
+    its own in `state_written`. It has room for `num_reserved` tokens, and `States.settle` is due
+    once `settles_at` are computed.
+
     Its adapter's slot is held while it runs. `is_aged` if it was aged when it started; `is_charged`
     once its tenant was charged for it, `charged_per_token` to generate. `load_trace`: see
     Timings.load. `num_returned` counts the positions whose parts of each kind were returned, also
@@ -241,7 +247,11 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     page_ids: list[int] = field(default_factory=list)
-    page_hashes: list[bytes] = field(default_factory=list)
+    prefix_keys: list[bytes] = field(default_factory=list)
+    state_read: int = EMPTY_STATE
+    state_written: int = EMPTY_STATE
+    num_reserved: int = 0
+    settles_at: int = 0
     slot: int = BASE_SLOT
     state: SequenceState = SequenceState.WAITING
     adapter_wanted_s: float | None = None
@@ -393,7 +403,8 @@ class EngineConfig:
     device's memory; `host_limit_bytes`, of the host where the device has memory of its own, 0: its
     free memory. `frontend_bytes` is the memory of the process that the engine serves from a process
     of its own, `tokenizer_bytes` the memory that it will take in addition when its tokenizer is
-    loaded.
+    loaded. A model with recurrent layers keeps a state every `state_pages` pages, so many of them,
+    `num_stored_states`, beside the two that each running sequence has.
     """
 
     model_dir: Path
@@ -408,6 +419,8 @@ class EngineConfig:
     max_tenant_queue: int = 1024
     page_size: int = 16
     kv_bytes: int = 256 << 20
+    state_pages: int = 32
+    num_stored_states: int = 64
     arena_bytes: int = 256 << 20
     host_bytes: int = 0
     memory_limit_bytes: int = 0

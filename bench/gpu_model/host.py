@@ -34,9 +34,10 @@ from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
 from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.sampler import Sampler
-from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.settle import Settler
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.transport.messages import StepOutputs
 from inference_svc.engine.transport.process_main import encode
 from inference_svc.model.description import Decoder, KVPlace
@@ -117,7 +118,7 @@ def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
     limits = StepLimits(MAX_TOKENS, num_rows, MAX_LEN // PAGE_SIZE)
     nothing: Any = NothingToCompute(decoder)
     targets = applied_targets(layout)
-    caches = KVCaches((cache,), (KVPlace(0, 0),))
+    caches = KVCaches((cache,), {0: KVPlace(0, 0)})
     return CudaBackend(nothing, caches, arena, targets, limits, lambda compute: nothing)
 
 
@@ -136,7 +137,7 @@ def engine_steps(
     """Returns the times of each decode step in an engine's loop, after a warm-up. The prompts of
     `context` tokens are not computed; any content of the pages serves as theirs."""
     limits = Limits(num_rows, MAX_TOKENS, MAX_TOKENS)
-    scheduler = Scheduler(limits, PagePool(backend.num_pages, page_size), AlwaysResident())
+    scheduler = Scheduler(limits, States(Pages(backend.num_pages, page_size)), AlwaysResident())
     sampler = Sampler((), has_device_memory=backend.arena.device.type == "cuda")
     runner = Runner(backend, sampler, Marks(), scheduler.step_limit)
     settler = Settler(scheduler, frozenset(), MAX_LEN)

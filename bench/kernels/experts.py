@@ -55,8 +55,8 @@ def experts_of(described: Decoder) -> Experts:
 
 def dense_elements(described: Decoder) -> int:
     """Returns the number of weights of one layer that every token uses."""
-    block, router = described.blocks[0], experts_of(described).router.projection
-    found = (block.mixer.qkv, block.mixer.out, router)
+    attention, router = described.attentions[0], experts_of(described).router.projection
+    found = (attention.qkv, attention.out, router)
     return sum(each.in_features * each.out_features for each in found)
 
 

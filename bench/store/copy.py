@@ -60,7 +60,7 @@ class StoreCopyFactory:
 def check_idle(built: BuiltEngine) -> None:
     """Asserts that the engine's counters agree, and that it holds nothing."""
     built.engine.check_integrity()
-    assert built.engine.scheduler.pages.num_used == 0, "pages are held"
+    assert built.engine.scheduler.states.num_used == 0, "pages are held"
     assert not built.engine.sequences, "sequences are held"
     assert all(r.users == 0 for r in built.residency.device.residents()), "pins are held"
 

@@ -20,6 +20,7 @@ from inference_svc.model.checkpoint.files import weight_stamps
 from inference_svc.model.checkpoint.weights import ModelWeights, Projections, load_weights
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
+from inference_svc.model.recurrent_states import RecurrentStates, recurrent_bytes
 from inference_svc.results.routed_experts import ExpertsOption
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
@@ -37,8 +38,8 @@ class Backend(Protocol[Inputs]):
     - sends `apply` with the `prepare` and `forward` that follow it, in one message for each step,
       and, when they come, `score`, `use_idle_time`, `free_unused`, `free_memory` and `restore`;
       `magnitudes` of outputs whose inputs are cut are reduced within them;
-    - returns its own logits and experts, the sums of `kv_bytes`, `weights_bytes`, `workspace_bytes`
-      and of freed bytes, and the least `num_pages`;
+    - returns its own logits and experts, the sums of all bytes, and the least `num_pages` and
+      `num_states`;
     - returns a digest from `pop_completed_copies` and `divide_magnitudes` once each rank has: ranks
       send theirs with their answer to a step, the first error counts;
     - has only its own `pull_memory`: each rank pulls its own part of an image, into extents of its
@@ -64,8 +65,17 @@ class Backend(Protocol[Inputs]):
         """The pages that sequences may own: [0, num_pages)."""
 
     @property
+    def num_states(self) -> int:
+        """The slots of recurrent states that sequences may own: [1, num_states]; 0 if the model has
+        none."""
+
+    @property
     def kv_bytes(self) -> int:
         """The memory of all pages."""
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """The memory of all recurrent states."""
 
     @property
     def weights_bytes(self) -> int:
@@ -134,21 +144,23 @@ class Backend(Protocol[Inputs]):
         """Gives memory back to the device that is reserved and not in use, after it has run out."""
 
     def free_memory(self, *, weights: bool) -> int:
-        """Frees the pages, whose contents are lost, and, if asked, the weights; returns the bytes.
+        """Frees the state of sequences, and, if asked, the weights; returns the bytes.
         Memory that is free already does not count. Nothing is computed until `restore` returns."""
 
     def restore(self) -> None:
         """Allocates the memory that `free_memory` has freed, and reads the weights again; called in
-        any thread. Pages are empty. Raises UnsupportedModel, OSError, and MemoryError or
+        any thread. No state is kept. Raises UnsupportedModel, OSError, and MemoryError or
         torch.OutOfMemoryError where others have taken the memory: its allocations by then stay, and
         it may be called again."""
 
 
 class Reload(NamedTuple):
-    """Makes the pages, and the weights, that a backend has freed, as they were made at first."""
+    """Makes the pages, the weights, and the recurrent states that a backend has freed, as they were
+    made at first."""
 
     pages: Callable[[], KVCaches]
     weights: Callable[[], ModelWeights[Any]]
+    states: Callable[[], RecurrentStates | None]
 
 
 def make_reload(
@@ -173,7 +185,8 @@ def make_reload(
         return load_weights(config.model_dir, decoder, dtype, config.device, projections())
 
     pages = partial(allocate_kv_caches, config, decoder, prefers_tiles=prefers_tiles)
-    return Reload(pages, read_weights)
+    states = partial(allocate_states, config, decoder)
+    return Reload(pages, read_weights, states)
 
 
 class Scored(NamedTuple):
@@ -199,12 +212,13 @@ class Logits(NamedTuple):
 class MemoryNeeds:
     """The bytes that a backend takes on its device in addition to pages and arena; reading the
     weights takes no more. `graphs_bytes` is the memory of recorded steps, `libraries_bytes` of
-    libraries and kernels once they have been used."""
+    libraries and kernels once they have been used, `recurrent_bytes` of recurrent states."""
 
     weights_bytes: int
     workspace_bytes: int
     graphs_bytes: int = 0
     libraries_bytes: int = 0
+    recurrent_bytes: int = 0
 
     @property
     def step_bytes(self) -> int:
@@ -312,6 +326,25 @@ def allocate_kv_caches(
         device=torch.device(config.device),
         prefers_tiles=prefers_tiles,
     )
+
+
+def num_states(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns how many recurrent states sequences may own: two each, and the stored ones; 0 for a
+    decoder without recurrent layers."""
+    if not decoder.recurrences:
+        return 0
+    return 2 * config.max_sequences + (config.num_stored_states if config.prefix_cache else 0)
+
+
+def states_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the memory of `allocate_states`."""
+    return recurrent_bytes(decoder, num_states(config, decoder))
+
+
+def allocate_states(config: EngineConfig, decoder: Decoder) -> RecurrentStates | None:
+    """Returns None for a decoder without recurrent layers."""
+    count = num_states(config, decoder)
+    return RecurrentStates.allocate(decoder, count, config.device) if count else None
 
 
 def returns_experts(batch: Batch, decoder: Decoder) -> bool:

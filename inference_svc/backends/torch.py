@@ -23,6 +23,7 @@ from inference_svc.backends.base import (
     empty_choices,
     make_reload,
     returns_experts,
+    states_bytes,
 )
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.slot_runs import last_slots, scored_indices, scored_slot_runs, slot_runs
@@ -43,6 +44,7 @@ from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
+from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import COMPUTED, Step, Transformer
 from kernels.elementwise import NormWeight
 from kernels.elementwise.addend import Addend
@@ -215,15 +217,18 @@ class TorchBackend(AdapterMemory):
         targets: AppliedTargets,
         max_scored: int,
         reload: Reload | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         super().__init__(arena)
         self._max_scored = max_scored
         self.num_pages, self._page_size = kv_caches.num_pages, kv_caches.page_size
+        self.num_states = 0 if states is None else states.num_states
         self.num_lora_steps = 0
         self.num_eager_steps = 0
         self._decoder = transformer.description
         self.transformer: Transformer | None = transformer
         self.kv_caches: KVCaches | None = kv_caches
+        self._states = states
         self._targets = targets
         self._last: Step | None = None
         self._reload = reload
@@ -231,6 +236,10 @@ class TorchBackend(AdapterMemory):
     @property
     def kv_bytes(self) -> int:
         return 0 if self.kv_caches is None else self.kv_caches.num_bytes
+
+    @property
+    def recurrent_bytes(self) -> int:
+        return 0 if self._states is None else self._states.num_bytes
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """Two products for each target: of the inputs, or of the rows of an embedding's A, and of
@@ -252,7 +261,7 @@ class TorchBackend(AdapterMemory):
         """Leaves torch's threads to the system."""
 
     def prepare(self, batch: Batch) -> TorchInputs:
-        step = StepInputs.build(batch, self._page_size, self.arena.device)
+        step = StepInputs.build(batch, self._page_size, self.arena.device, self._states)
         lora = plan_lora(batch.rows, self.arena, self._targets)
         self.num_lora_steps += lora is not None
         runs = tuple(scored_runs(batch.rows))
@@ -288,20 +297,25 @@ class TorchBackend(AdapterMemory):
     def free_unused(self) -> None:
         """Reserves nothing: each step's memory goes back to the system."""
 
+    @property
+    def _held_bytes(self) -> int:
+        return self.kv_bytes + self.recurrent_bytes + self.weights_bytes
+
     def free_memory(self, *, weights: bool) -> int:
-        held_bytes = self.kv_bytes + self.weights_bytes
-        self._last = None  # which has both
-        self.kv_caches = None
+        held_bytes = self._held_bytes
+        self._last = None  # which has all of it
+        self.kv_caches = self._states = None
         if weights:
             self._magnitudes = None
             self.transformer = None
-        return held_bytes - self.kv_bytes - self.weights_bytes
+        return held_bytes - self._held_bytes
 
     def restore(self) -> None:
         assert self._reload is not None
         if self.transformer is None:
             self.transformer = Transformer(self._decoder, self._reload.weights())
         self.kv_caches = self.kv_caches or self._reload.pages()
+        self._states = self._states or self._reload.states()
 
 
 class TorchFactory:
@@ -324,7 +338,11 @@ class TorchFactory:
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         dtype = getattr(torch, config.dtype)
-        return MemoryNeeds(weights_bytes(decoder, dtype), step_bytes(config, decoder))
+        return MemoryNeeds(
+            weights_bytes(decoder, dtype),
+            step_bytes(config, decoder),
+            recurrent_bytes=states_bytes(config, decoder),
+        )
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None
@@ -340,4 +358,5 @@ class TorchFactory:
         arena = allocate_arena(config, layout)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
         transformer = Transformer(decoder, reload.weights())
-        return TorchBackend(transformer, kv_caches, arena, targets, config.max_sequences, reload)
+        max_scored, states = config.max_sequences, reload.states()
+        return TorchBackend(transformer, kv_caches, arena, targets, max_scored, reload, states)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.sums import SumChecks
 from inference_svc.adapters.targets import layout_of
-from inference_svc.backends.base import BackendFactory
+from inference_svc.backends.base import Backend, BackendFactory
 from inference_svc.backends.select import select_backend
 from inference_svc.backends.speed_notes import Speed
 from inference_svc.core import EngineConfig
@@ -37,7 +38,6 @@ from inference_svc.engine.control.status import Describe
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.memory_budget import check_budgets, human
 from inference_svc.engine.policy.admission import Admission
-from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.prices import (
     LISTED_OPERATIONS,
     SORT_OPERATIONS,
@@ -46,6 +46,9 @@ from inference_svc.engine.policy.prices import (
 )
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.settle import Settler
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.recurrent import Recurrent
+from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.transport.messages import Restored
 from inference_svc.host.cpus import partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
@@ -107,10 +110,10 @@ def build_engine(
         pace = PullPace.where_shared(usable_cpus(), num_threads)
     memory = backend.pull_memory
     puller, residency = _make_residency(config, store, post, layout, memory, host, pace)
-    pages = PagePool(backend.num_pages, config.page_size, config.prefix_cache)
+    states = make_states(config, backend)
     shape = decoder.expert_layers
     routed = None if shape is None else RoutedPages(shape, backend.num_pages, config.page_size)
-    scheduler = Scheduler(_limits(config), pages, residency, prices_of(decoder))
+    scheduler = Scheduler(_limits(config), states, residency, prices_of(decoder))
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
     profiler = StepProfiler(factory.profiler_device)
@@ -127,7 +130,7 @@ def build_engine(
     wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)
     inspect_image = InspectImage(backend, layout)
     commands = Commands(
-        *(residency, describe, inspect, inspect_image, pages.forget_prefixes),
+        *(residency, describe, inspect, inspect_image, states.forget_prefixes),
         *(profiler, life_cycle, losses, wait_s),
     )
     sum_checks = SumChecks(layout, residency.device, config.max_added_tokens)
@@ -137,6 +140,19 @@ def build_engine(
         *(commands, admission, times, losses, wait_s),
     )
     return BuiltEngine(engine, residency, puller, layout, decoder, speed)
+
+
+def make_states(config: EngineConfig, backend: Backend[Any]) -> States:
+    """Returns the account of the backend's memory for the state of sequences."""
+    caching, size = config.prefix_cache, config.page_size
+    pages = Pages(backend.num_pages, size, caching)
+    if not backend.num_states:
+        return States(pages)
+    border_tokens = config.state_pages * size
+    recurrent = Recurrent(
+        backend.num_states, config.max_sequences, border_tokens, page_size=size, caching=caching
+    )
+    return States(pages, recurrent)
 
 
 def _speed(config: EngineConfig, factory: BackendFactory, num_threads: int) -> Speed:

@@ -112,6 +112,7 @@ def plan_budgets(
     on_device: tuple[Line, ...] = (
         Line("weights", needs.weights_bytes, "a smaller model or --dtype"),
         Line("kv_pages", config.kv_bytes, "--kv-memory"),
+        *_used(Line("recurrent_states", needs.recurrent_bytes, "--max-sequences")),
         Line("arena", config.arena_bytes, "--adapter-memory"),
         Line(
             "workspace",

@@ -14,6 +14,7 @@ lifetimes      When a step's values are needed, and the memory that they take.
 transformer    The decoder in torch: executes a step's operations.
 layers         The decoder's parts that hold something: linear layers, frequencies.
 kv_caches      The keys and values of a decoder's layers, a cache for each of their shapes.
+recurrent_states  The memory of recurrent states, which mixers read and write by slot.
 inputs         A batch as the tensors of one step.
 lora           The Protocol by which adapters enter the decoder.
 """

@@ -192,7 +192,9 @@ def block(
 
 def with_windows(block: Block, windows: Iterable[int | None]) -> tuple[Block, ...]:
     """Returns the block for each layer, whose windows these are."""
-    return tuple(replace(block, mixer=replace(block.mixer, window=window)) for window in windows)
+    mixer = block.mixer
+    assert isinstance(mixer, Attention)
+    return tuple(replace(block, mixer=replace(mixer, window=window)) for window in windows)
 
 
 def with_experts(

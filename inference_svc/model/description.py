@@ -9,10 +9,12 @@ layer ("self_attn.q_proj"), the others below the whole ("model.norm").
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from inference_svc.model.checkpoint.wrapper import TEXT_ALONE, Wrapper
 from inference_svc.model.rope import Rope
 from inference_svc.results.routed_experts import ExpertLayers
 from kernels.experts import Choice, padded_rows
@@ -205,6 +207,19 @@ class Attention:
         return KVShape(self.num_kv_heads, self.head_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """A mixer that folds all tokens before into a state of a fixed size; each kind is a subclass,
+    which `walk.MIXERS` lists the operations of. `out` is its last projection."""
+
+    out: Projection
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the parts of a sequence's state in one layer, in fp32."""
+        raise NotImplementedError
+
+
 class Activation(enum.Enum):
     """By the names of config.json."""
 
@@ -307,7 +322,7 @@ class Block:
     `unused`.
     """
 
-    mixer: Attention
+    mixer: Attention | Recurrence
     feed_forward: Dense | Experts
     attention_norm: Norm | None
     feed_forward_norm: Norm | None
@@ -372,44 +387,6 @@ class Head:
     softcap: float | None = None
 
 
-class Wrapper(NamedTuple):
-    """How a whole checkpoint, of a model of several towers, names the tensors of its text part:
-    `prefixes` and their replacements; and `others`, the towers that are not served. Where a name of
-    theirs begins with one of two `tower_prefixes`, it may begin with the other."""
-
-    prefixes: tuple[tuple[str, str], ...] = ()
-    others: tuple[str, ...] = ()
-    tower_prefixes: tuple[tuple[str, str], ...] = ()
-
-    def text_name(self, stored: str) -> str | None:
-        """Returns the name of a tensor as a model of text alone has it; None for one of another
-        tower."""
-        for prefix, meant in self.prefixes:
-            if stored.startswith(prefix):
-                return meant + stored.removeprefix(prefix)
-        return None if self.tower_of(stored) in self.others else stored
-
-    def tower_of(self, stored: str) -> str:
-        """Returns the first component of a name below the whole, which of another tower is the
-        tower's."""
-        return stored.removeprefix("model.").partition(".")[0]
-
-    def tower_names(self, stored: str) -> tuple[str, ...]:
-        """Returns the names that a module of another tower goes by, of the newest transformers
-        first."""
-        name = stored.removeprefix("model.")
-        found = [name]
-        for pair in self.tower_prefixes:
-            # The longer one first: the other is how it begins.
-            before = next((each for each in pair if name.startswith(each)), None)
-            if before is not None:
-                found = [each + name.removeprefix(before) for each in reversed(pair)]
-        return tuple(prefix + each for each in found for prefix in ("model.", ""))
-
-
-TEXT_ALONE = Wrapper()
-
-
 @dataclass(frozen=True)
 class Decoder:
     """The computation of one model.
@@ -440,8 +417,20 @@ class Decoder:
         return len(self.blocks)
 
     @cached_property
+    def attention_of(self) -> Mapping[int, Attention]:
+        """The attention of each layer that has one."""
+        mixers = ((layer, block.mixer) for layer, block in enumerate(self.blocks))
+        return {layer: mixer for layer, mixer in mixers if isinstance(mixer, Attention)}
+
+    @property
     def attentions(self) -> tuple[Attention, ...]:
-        return tuple(block.mixer for block in self.blocks)
+        return tuple(self.attention_of.values())
+
+    @cached_property
+    def recurrences(self) -> Mapping[int, Recurrence]:
+        """The recurrence of each layer that has one."""
+        mixers = ((layer, block.mixer) for layer, block in enumerate(self.blocks))
+        return {layer: mixer for layer, mixer in mixers if isinstance(mixer, Recurrence)}
 
     @property
     def ropes(self) -> tuple[tuple[Rope, int], ...]:
@@ -486,17 +475,17 @@ class Decoder:
         return tuple(dict.fromkeys(each.kv_shape for each in self.attentions))
 
     @cached_property
-    def kv_places(self) -> tuple[KVPlace, ...]:
-        """Where each layer's keys and values are."""
-        places: list[KVPlace] = []
-        for each in self.attentions:
+    def kv_places(self) -> Mapping[int, KVPlace]:
+        """Where the keys and values are of each layer that has some."""
+        places: dict[int, KVPlace] = {}
+        for layer, each in self.attention_of.items():
             if each.kv_layer is not None:
-                places.append(places[each.kv_layer])
+                places[layer] = places[each.kv_layer]
                 continue
             shape = self.kv_shapes.index(each.kv_shape)
-            before = {place for place in places if place.shape == shape}
-            places.append(KVPlace(shape, len(before)))
-        return tuple(places)
+            before = {place for place in places.values() if place.shape == shape}
+            places[layer] = KVPlace(shape, len(before))
+        return places
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -509,7 +498,7 @@ class Decoder:
 
         def chosen(block: Block) -> Block:
             mixer = block.mixer
-            if mixer.rope is None:
+            if not isinstance(mixer, Attention) or mixer.rope is None:
                 return block
             return replace(block, mixer=replace(mixer, rope=mixer.rope.for_length(max_model_len)))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.core import Batch
+from inference_svc.model.recurrent_states import RecurrentPlan, RecurrentStates
 from kernels.attention import AttentionPlan
 
 
@@ -19,16 +20,23 @@ class StepInputs:
     `token_ids` and `positions` are int64 [T]. `logit_rows`, int64 [rows], holds the index of each
     row's last token: only these get logits, which say whether the row is computed soundly, also
     where it does not sample. `attention` holds where keys and values are stored and the positions
-    that each token attends to.
+    that each token attends to; `recurrent`, of a model with such layers, where states are.
     """
 
     token_ids: Tensor
     positions: Tensor
     logit_rows: Tensor
     attention: AttentionPlan
+    recurrent: RecurrentPlan | None = None
 
     @classmethod
-    def build(cls, batch: Batch, page_size: int, device: torch.device | str = "cpu") -> StepInputs:
+    def build(
+        cls,
+        batch: Batch,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        states: RecurrentStates | None = None,
+    ) -> StepInputs:
         token_ids: list[int] = []
         for row in batch.rows:
             token_ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
@@ -44,4 +52,5 @@ class StepInputs:
             attention=AttentionPlan.build(
                 starts, counts, [row.sequence.page_ids for row in batch.rows], page_size, device
             ),
+            recurrent=None if states is None else states.plan(batch.rows),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,11 @@ from kernels.attention import KVCache, can_tile, page_bytes
 
 @dataclass(frozen=True, slots=True)
 class KVCaches:
-    """A cache for each shape that keys and values have. All have the same pages: a page's number
-    stands for the same positions of a sequence in every layer."""
+    """A cache for each shape that keys and values have, and each layer's place in one. All have the
+    same pages: a page's number stands for the same positions of a sequence in every layer."""
 
     caches: tuple[KVCache, ...]
-    places: tuple[KVPlace, ...]
+    places: Mapping[int, KVPlace]
 
     @classmethod
     def allocate(
@@ -76,4 +77,4 @@ def kv_page_bytes(decoder: Decoder, page_size: int, dtype: torch.dtype) -> int:
 
 
 def _layers_by_shape(decoder: Decoder) -> Counter[int]:
-    return Counter(place.shape for place in set(decoder.kv_places))
+    return Counter(place.shape for place in set(decoder.kv_places.values()))

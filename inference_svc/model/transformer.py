@@ -221,7 +221,7 @@ class _Calls(NamedTuple):
     @classmethod
     def of(cls, ops: Sequence[Op], kept: Collection[Value]) -> _Calls:
         ends = zip(ops, last_uses(ops, kept), strict=True)
-        return cls([(_COMPUTE[type(op)], op, ended) for op, ended in ends])
+        return cls([(COMPUTE[type(op)], op, ended) for op, ended in ends])
 
     def run(self, step: Step) -> None:
         values = step.values
@@ -421,7 +421,7 @@ def _logits(op: Logits, step: Step) -> Tensor:
     return bounded if absent is None else bounded.masked_fill_(absent, float("-inf"))
 
 
-_COMPUTE: Mapping[type[Op], Callable[[Any, Step], object]] = {
+COMPUTE: dict[type[Op], Callable[[Any, Step], object]] = {
     AddNorm: _add_norm,
     Angles: _angles,
     Attend: _attend,

@@ -6,13 +6,14 @@ Rounding follows from the order, so that every backend computes the same.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
+    Attention,
     Block,
     Decoder,
     Dense,
@@ -82,7 +83,7 @@ class Narrowing(enum.Enum):
 @lru_cache(maxsize=8)
 def operations(decoder: Decoder, narrowing: Narrowing = Narrowing.IN_LAST_NORM) -> Operations:
     """Returns the operations of a step."""
-    walk = _Walk(decoder, narrowing)
+    walk = Walk(decoder, narrowing)
     layers = tuple(walk.layers())
     return Operations(layers, tuple(walk.head()))
 
@@ -105,7 +106,7 @@ def layer_projections(decoder: Decoder) -> Iterator[Projection | ExpertsProjecti
             yield spec
 
 
-class _Walk:
+class Walk:
     """The state of a walk: the residual stream, and the delta that the next norm adds to it."""
 
     def __init__(self, decoder: Decoder, narrowing: Narrowing) -> None:
@@ -113,7 +114,7 @@ class _Walk:
         self._narrowing = narrowing
         self._rows = Rows.TOKENS
         self._values: dict[tuple[str, int, Rows, bool], Value] = {}
-        self._hidden = self._value("hidden", decoder.hidden_size)
+        self._hidden = self.value("hidden", decoder.hidden_size)
         self._delta: Value | None = None
         self._delta_scale = 1.0
         self._sum_scale: float | Scalar = 1.0
@@ -122,7 +123,7 @@ class _Walk:
         self._layer_inputs: Value | None = None
         self.ops: list[Op] = []
 
-    def _value(
+    def value(
         self, name: str, width: int, rows: Rows | None = None, *, is_wide: bool = False
     ) -> Value:
         """Returns the value of this name and form, of the rows that are left unless it says other
@@ -154,12 +155,12 @@ class _Walk:
             self._rows = Rows.LOGITS
             self._hidden = self._gathered(self._hidden)
             self._delta = None if self._delta is None else self._gathered(self._delta)
-        normed = self._value("last_normed", decoder.hidden_size, Rows.LOGITS)
+        normed = self.value("last_normed", decoder.hidden_size, Rows.LOGITS)
         self._add_norm(decoder.final_norm, normed, None)
         projection = Projection(
             HEAD_KEY, (Member(LM_HEAD, decoder.vocab_size),), decoder.hidden_size
         )
-        logits = self._value("logits", decoder.vocab_size, Rows.LOGITS)
+        logits = self.value("logits", decoder.vocab_size, Rows.LOGITS)
         self.ops.append(Logits((normed,), logits, None, decoder.head, projection))
         return self.ops
 
@@ -167,10 +168,10 @@ class _Walk:
         """The per-layer inputs, of all layers side by side."""
         width = described.total_size
         table = Table("layer_embedding", described.embedding, described.vocab_size, width)
-        own = self._value("own_inputs", width)
+        own = self.value("own_inputs", width)
         self.ops.append(Embed((), own, None, table))
         self._scale(own, described.embedding_scale, is_rounded=True)
-        made = self._layer_inputs = self._value("layer_inputs", width)
+        made = self._layer_inputs = self.value("layer_inputs", width)
         self.ops.append(Project((self._hidden,), made, None, described.projection))
         self._scale(made, described.projection_scale, is_rounded=False)
         self._norm_of(made, described.norm, None)
@@ -179,11 +180,11 @@ class _Walk:
     def _of_positions(self) -> None:
         """The values that follow from positions alone."""
         for index, (rope, head_dim) in enumerate(self._decoder.ropes):
-            out = self._value(f"angles_{index}", rope.rotary_size(head_dim))
+            out = self.value(f"angles_{index}", rope.rotary_size(head_dim))
             self._angles[rope, head_dim] = out
             self.ops.append(Angles((), out, None, rope, head_dim))
         for index, growth in enumerate(self._decoder.query_growths):
-            out = self._growths[growth] = self._value(f"growth_{index}", 1)
+            out = self._growths[growth] = self.value(f"growth_{index}", 1)
             self.ops.append(Growth((), out, None, growth))
 
     def _block(self, layer: int, block: Block) -> None:
@@ -193,10 +194,9 @@ class _Walk:
         is_last = layer == self._decoder.num_layers - 1
         if is_last and self._narrowing is Narrowing.IN_LAST_LAYER:
             mixed, x = self._narrow(mixed, x if block.is_parallel else None)
-        delta = self._value("delta", self._decoder.hidden_size)
+        delta = self.value("delta", self._decoder.hidden_size)
         adds = block.attention_post_norm is not None or block.feed_forward_norm is not None
-        out = block.mixer.out
-        self.ops.append(Project((mixed,), delta, layer, out, reader_adds=adds))
+        self.ops.append(Project((mixed,), delta, layer, block.mixer.out, reader_adds=adds))
         self._leave(delta, block.attention_post_norm, block.residual_scale, layer)
         if block.is_parallel:
             self._add()
@@ -213,8 +213,11 @@ class _Walk:
 
     def _mix(self, layer: int, block: Block, x: Value) -> Value:
         """The mixer up to its last projection, of all tokens."""
-        attention = block.mixer
-        qkv = self._value("qkv", attention.qkv.out_features)
+        return MIXERS[type(block.mixer)](self, layer, block.mixer, x)
+
+    def attend(self, layer: int, attention: Attention, x: Value) -> Value:
+        """Attention up to its last projection."""
+        qkv = self.value("qkv", attention.qkv.out_features)
         adds = not attention.norms_all_heads
         self.ops.append(Project((x,), qkv, layer, attention.qkv, reader_adds=adds))
         rope, growth = attention.rope, attention.query_growth
@@ -222,7 +225,7 @@ class _Walk:
         grown = None if growth is None else self._growths[growth]
         inputs = tuple(each for each in (qkv, angles, grown) if each is not None)
         self.ops.append(RotateAndStore(inputs, qkv, layer, attention, angles, grown))
-        mixed = self._value("mixed", attention.q_size)
+        mixed = self.value("mixed", attention.q_size)
         self.ops.append(Attend((qkv,), mixed, layer, attention))
         return mixed
 
@@ -233,7 +236,7 @@ class _Walk:
         return mixed, self._hidden if x is None else self._gathered(x)
 
     def _gathered(self, value: Value) -> Value:
-        out = self._value(value.name, value.width)
+        out = self.value(value.name, value.width)
         self.ops.append(Gather((value,), out, None))
         return out
 
@@ -255,21 +258,21 @@ class _Walk:
         return block.layer_input is None and has_next
 
     def _dense(self, layer: int, dense: Dense, x: Value, *, reader_adds: bool) -> None:
-        both = self._value("gate_up", dense.gate_up.out_features)
+        both = self.value("gate_up", dense.gate_up.out_features)
         self.ops.append(Project((x,), both, layer, dense.gate_up, reader_adds=True))
-        gated = self._value("gated", dense.size)
+        gated = self.value("gated", dense.size)
         self.ops.append(Gate((both,), gated, layer, dense.activation))
-        delta = self._value("delta", dense.down.out_features)
+        delta = self.value("delta", dense.down.out_features)
         self.ops.append(Project((gated,), delta, layer, dense.down, reader_adds=reader_adds))
 
     def _experts(self, layer: int, experts: Experts, x: Value) -> None:
-        delta = self._value("delta", self._decoder.hidden_size)
+        delta = self.value("delta", self._decoder.hidden_size)
         shared = delta if experts.shared is not None else None
         if experts.shared_post_norm is not None:
             self._norm_of(delta, experts.shared_post_norm, layer)
         gate = None
         if experts.shared_gate is not None:
-            gate = self._value("shared_logits", 1, is_wide=True)
+            gate = self.value("shared_logits", 1, is_wide=True)
             self.ops.append(Project((x,), gate, layer, experts.shared_gate))
         routing = self._route(layer, experts, x)
         if experts.norm is not None:
@@ -281,7 +284,7 @@ class _Walk:
             return
         assert shared is not None
         assert gate is None
-        routed = self._value("routed", self._decoder.hidden_size)
+        routed = self.value("routed", self._decoder.hidden_size)
         self.ops.append(Combine((made, routing), routed, layer))
         self._norm_of(routed, experts.post_norm, layer)
         self.ops.append(AddNorm((delta, routed), delta, layer, None))
@@ -291,24 +294,24 @@ class _Walk:
         router = experts.router
         if router.norm is not None:
             x = self._norm_of(self._hidden, router.norm, layer, "router_input")
-        logits = self._value("router_logits", experts.num_experts, is_wide=True)
+        logits = self.value("router_logits", experts.num_experts, is_wide=True)
         self.ops.append(Project((x,), logits, layer, router.projection))
-        routing = self._value("routing", 0)
+        routing = self.value("routing", 0)
         self.ops.append(Route((logits,), routing, layer, experts))
         return routing
 
     def _of_pairs(self, layer: int, experts: Experts, x: Value, routing: Value) -> Value:
         """Returns the experts' output of each pair."""
-        rows = self._value("pairs", x.width, Rows.PAIRS)
+        rows = self.value("pairs", x.width, Rows.PAIRS)
         self.ops.append(Spread((x, routing), rows, layer))
 
         def project(of: Value, projection: ExpertsProjection, name: str) -> Value:
-            out = self._value(name, projection.out_features, Rows.PAIRS)
+            out = self.value(name, projection.out_features, Rows.PAIRS)
             self.ops.append(ProjectExperts((of, routing), out, layer, projection))
             return out
 
         both = project(rows, experts.gate_up, "pairs_gate_up")
-        gated = self._value("pairs_gated", experts.size, Rows.PAIRS)
+        gated = self.value("pairs_gated", experts.size, Rows.PAIRS)
         self.ops.append(Gate((both,), gated, layer, experts.activation))
         return project(gated, experts.down, "pairs_out")
 
@@ -318,13 +321,13 @@ class _Walk:
         size, own = layer_input.out.in_features, self._layer_inputs
         part: int | None = layer
         if self._rows is not own.rows:
-            chosen = self._value("layer_input", size)
+            chosen = self.value("layer_input", size)
             self.ops.append(Gather((own,), chosen, None, part))
             own, part = chosen, None
-        gate, gated = self._value("layer_gate", size), self._value("layer_gated", size)
+        gate, gated = self.value("layer_gate", size), self.value("layer_gated", size)
         self.ops.append(Project((self._hidden,), gate, layer, layer_input.gate))
         self.ops.append(Gate((gate, own), gated, layer, layer_input.activation, part))
-        delta = self._value("delta", self._decoder.hidden_size)
+        delta = self.value("delta", self._decoder.hidden_size)
         self.ops.append(Project((gated,), delta, layer, layer_input.out))
 
     def _leave(self, delta: Value, norm: Norm | None, scale: float, layer: int) -> None:
@@ -339,7 +342,7 @@ class _Walk:
         if norm is None:
             self._add()
             return self._hidden
-        out = self._value("normed", self._hidden.width)
+        out = self.value("normed", self._hidden.width)
         self._add_norm(norm, out, layer)
         return out
 
@@ -357,9 +360,14 @@ class _Walk:
 
     def _norm_of(self, x: Value, norm: Norm, layer: int | None, name: str | None = None) -> Value:
         """Norms a value in place, or to a value of this name."""
-        out = x if name is None else self._value(name, x.width)
+        out = x if name is None else self.value(name, x.width)
         self.ops.append(NormOf((x,), out, layer, norm))
         return out
 
     def _scale(self, x: Value, scale: float, *, is_rounded: bool) -> None:
         self.ops.append(Scale((x,), x, None, scale, is_rounded))
+
+
+MIXERS: dict[type, Callable[[Walk, int, Any, Value], Value]] = {Attention: Walk.attend}
+"""The function that lists the operations of each kind of mixer, up to its last projection: it adds
+them to the walk, of a layer with this mixer and this input, and returns their output."""

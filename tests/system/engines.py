@@ -196,7 +196,7 @@ class Running:
         built = self.engine.built
         until(lambda: built.residency.loads.num_jobs == 0)
         built.engine.check_integrity()
-        assert built.engine.scheduler.pages.num_used == 0
+        assert built.engine.scheduler.states.num_used == 0
         assert not built.engine.sequences
         assert all(r.users == 0 for r in built.residency.device.residents())
         assert not built.residency.waiters

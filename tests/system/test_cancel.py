@@ -27,7 +27,7 @@ def snapshot(running: Any) -> tuple[Any, ...]:
     """What must be as before: pages, arena, rows, threads."""
     built = running.engine.built
     return (
-        built.engine.scheduler.pages.num_free,
+        built.engine.scheduler.states.pages.pool.num_free,
         built.residency.device.used_bytes,
         0 if built.residency.host is None else built.residency.host.slots.used_bytes,
         len(built.residency.device),
@@ -78,13 +78,13 @@ def test_the_turn_that_takes_a_cancel_frees_everything(
     assert (sequence.num_computed > 0) == (stage in ("prefilling", "decoding"))
     assert (sequence.num_output > 0) == (stage == "decoding")
     computed, held = sequence.num_computed, len(sequence.page_ids)
-    free = engine.scheduler.pages.num_free
+    free = engine.scheduler.states.pages.pool.num_free
 
     said, _go_on = engine.step([Cancel("r")])
     (last,) = [output for output in said.outputs if output.request_id == "r"]
     assert last.finish_reason is FinishReason.ABORTED
     assert sequence.num_computed == computed
-    assert engine.scheduler.pages.num_free == free + held
+    assert engine.scheduler.states.pages.pool.num_free == free + held
     assert "r" not in engine.sequences
     engine.check_integrity()
     handle.stop()

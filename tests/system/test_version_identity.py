@@ -164,7 +164,7 @@ class Engine:
         while self.open():
             assert time.monotonic() < end_s, "requests do not end"
             self.step()
-        assert self.engine.scheduler.pages.num_used == 0
+        assert self.engine.scheduler.states.num_used == 0
 
     def check_tokens(self) -> None:
         """Replays what has ended, and forgets it."""

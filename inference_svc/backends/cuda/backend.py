@@ -103,6 +103,9 @@ class CudaBackend(AdapterMemory):
     `record` records steps for replay; None: every step is computed operation by operation.
     """
 
+    num_states = 0
+    recurrent_bytes = 0
+
     def __init__(
         self,
         transformer: Transformer,

@@ -23,7 +23,7 @@ class NativeAttentions:
         self._kv_caches = kv_caches
         self._scratches: dict[AttentionShape, AttentionScratch] = {}
         self._attention: dict[tuple[AttentionShape, int | None], NativeAttention] = {}
-        for layer, attention in enumerate(decoder.attentions):
+        for layer, attention in decoder.attention_of.items():
             cache, _ = kv_caches.of(layer)
             shape, window = AttentionShape.of(cache, attention.num_heads), attention.window
             if shape not in self._scratches:

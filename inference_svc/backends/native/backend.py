@@ -88,6 +88,9 @@ class NativeInputs(NamedTuple):
 class NativeBackend(AdapterMemory):
     """A `Backend` whose inputs lie in `step`."""
 
+    num_states = 0
+    recurrent_bytes = 0
+
     def __init__(
         self,
         decoder: Decoder,

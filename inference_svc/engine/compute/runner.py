@@ -224,5 +224,12 @@ def _plain_row(row: BatchRow) -> BatchRow:
     """Returns one of the base model in the place of the first token of a row, which is lost: where
     that fails, too, it is not the row that makes a step fail."""
     request = Request("", (0,) * (row.start + 1), SamplingParams(temperature=0.0))
-    plain = Sequence(request, page_ids=row.sequence.page_ids)
+    lost = row.sequence
+    plain = Sequence(
+        request,
+        num_computed=row.start,
+        page_ids=lost.page_ids,
+        state_read=lost.state_read,
+        state_written=lost.state_written,
+    )
     return BatchRow(plain, row.start, 1, samples=True)

@@ -216,9 +216,9 @@ class LifeCycle:
         return self._resume_s
 
     def check_integrity(self) -> None:
-        """Asserts that nothing runs, or is held in pages, without memory."""
+        """Asserts that nothing runs, and no state is known, without memory."""
         if self.is_asleep:
             assert not self.scheduler.running
-            assert self.scheduler.pages.num_used == self.scheduler.pages.num_known == 0
+            assert self.scheduler.states.num_used == self.scheduler.states.num_known == 0
         assert bool(self._wakes) <= (self.sleep is Sleep.WAKING)
         assert self.sleep is Sleep.AWAKE or self.scheduler.hold is Hold.EVERYTHING

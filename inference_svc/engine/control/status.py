@@ -18,6 +18,9 @@ from inference_svc.engine.control.status_types import EngineStatus, TierStatus
 from inference_svc.engine.memory_budget import Budget
 from inference_svc.engine.policy.scheduler import Scheduler
 from inference_svc.engine.policy.settle import Settler
+from inference_svc.engine.policy.states.kind import StateKind
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.recurrent import Recurrent
 from inference_svc.host.memory import resident_bytes
 from servicekit.telemetry.histogram import HistogramState
 
@@ -62,13 +65,15 @@ class Describe:
     def _memory(self) -> dict[str, tuple[int, int]]:
         """Counts all that is allocated as capacity; `process` is the rest of this process's
         resident set: Python, libraries, buffers."""
-        pages, device, host = self.scheduler.pages, self.residency.device, self.residency.host
-        backend = self.runner.backend
+        device, host, backend = self.residency.device, self.residency.host, self.runner.backend
         workspace_bytes = backend.workspace_bytes  # asks the device
-        kv_used = backend.kv_bytes * pages.num_used // pages.num_pages
+        states_bytes = {Pages.name: backend.kv_bytes, Recurrent.name: backend.recurrent_bytes}
         on_device = {
             "weights": (backend.weights_bytes, backend.weights_bytes),
-            "kv_pages": (kv_used, backend.kv_bytes),
+            **{
+                kind.name: _used(kind, states_bytes[kind.name])
+                for kind in self.scheduler.states.kinds
+            },
             "arena": (device.used_bytes, device.capacity),
             # The budget's line is the most that the widest step may take.
             "workspace": (workspace_bytes, workspace_bytes),
@@ -104,11 +109,11 @@ class Describe:
             "lora_steps": self.runner.backend.num_lora_steps,
             "eager_steps": self.runner.backend.num_eager_steps,
             "version_moves": self.scheduler.num_moves,
-            "kv_page_evictions": self.scheduler.pages.num_evictions,
+            "kv_page_evictions": self.scheduler.states.pages.pool.num_evictions,
         }
 
     def _gauges(self) -> dict[str, float]:
-        pages = self.scheduler.pages
+        pages = self.scheduler.states.pages.pool
         return {
             "requests_waiting_for_adapter": self.scheduler.queue.num_parked,
             "step_token_limit": self.scheduler.step_limit.tokens,
@@ -116,7 +121,7 @@ class Describe:
             "asleep": self.life_cycle.sleep is not Sleep.AWAKE,
             "kv_pages_used": pages.num_used,
             "kv_pages_known": pages.num_known,
-            "kv_pages_capacity": pages.num_pages,
+            "kv_pages_capacity": pages.num_units,
         }
 
     def _tiers(self) -> dict[str, TierStatus]:
@@ -146,6 +151,11 @@ class Describe:
             },
             "tier_evicted_idle_seconds": idle,
         }
+
+
+def _used(kind: StateKind, num_bytes: int) -> tuple[int, int]:
+    """Returns the bytes that sequences hold, and all of them."""
+    return num_bytes * kind.num_held // kind.pool.num_units, num_bytes
 
 
 def _tier(slots: Slots, hits: int, misses: int) -> TierStatus:

@@ -11,8 +11,8 @@ prices        the costs of choosing and scoring tokens
 admission     which requests are refused before they wait, and when to retry
 throughput    recent rates, which admission predicts waits from
 expiries      timeouts of sequences
-pages         pages of keys and values, and the prefix cache
+states        the state of sequences, such as pages, and the prefix cache
 step_limit    how many tokens are computed at once: fewer where memory ran out
-settle        accounts for a step: appends tokens, publishes pages, ends sequences
+settle        accounts for a step: appends tokens, settles state, ends sequences
 moves         requests that go on with a newer version of their adapter
 """

@@ -1,11 +1,11 @@
-"""Places to run, and pages, as shares: which sequences give up theirs for a tenant that has less.
+"""Places to run, and room, as shares: which sequences give up theirs for a tenant that has less.
 
 Turns in the queue alone do not suffice: started sequences may run for long, and so hold all places.
 Of R places and k tenants that run or wait for one, each has a right to R // k, at least one, and to
-as large a part of the pages. A tenant that has less, whose turn is near, and that has waited, gets
-a place of the tenant that has most beyond its right; where there are more tenants than places, of
-the tenant that has had its place for longest. A sequence that gives up its place is computed again
-later, from the prefix cache if its pages are still there.
+as large a part of the room for state. A tenant that has less, whose turn is near, and that has
+waited, gets a place of the tenant that has most beyond its right; where there are more tenants than
+places, of the tenant that has had its place for longest. A sequence that gives up its place is
+computed again later, from the prefix cache if its state is still there.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from inference_svc.core import Sequence
 from inference_svc.engine.policy.fair_queue import FairQueue
-from inference_svc.engine.policy.pages import PagePool
+from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.policy.tenant_queue import TenantQueue
 
 WAIT_S = 0.25
@@ -40,30 +40,30 @@ SCAN_S = 0.05
 
 
 class Rights(NamedTuple):
-    """How many places there are, and how many of them and of the pages each tenant has a right
-    to."""
+    """How many places there are, and how many of them, and how much room in tokens, each tenant
+    has a right to."""
 
     all_places: int
     places: int
-    pages: int
+    room: int
 
 
 @dataclass(slots=True)
 class Claims:
     """`sequences` that are to start out of turn, once `victims` have given up their places; and the
-    running sequences and the free places, then. `running` is in order of rank. `places` and `pages`
+    running sequences and the free places, then. `running` is in order of rank. `places` and `room`
     count each tenant's, of all these sequences and of the running ones."""
 
     running: list[Sequence]
-    num_free_pages: int
+    free_room: int
     sequences: list[Sequence] = field(default_factory=list)
     victims: list[Sequence] = field(default_factory=list)
     places: Counter[str] = field(init=False)
-    pages: Counter[str] = field(init=False)
+    room: Counter[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.places = Counter(each.request.tenant for each in self.running)
-        self.pages = pages_of(self.running)
+        self.room = room_of(self.running)
 
     def is_full(self, rights: Rights) -> bool:
         return len(self.running) + len(self.sequences) >= rights.all_places
@@ -75,48 +75,48 @@ class Claims:
             return _longest_turn(self.running)
         return victim
 
-    def pages_victim(self, tenant: str, right: int) -> Sequence | None:
-        """Returns which sequence gives up its pages for a tenant where others hold more than
+    def room_victim(self, tenant: str, right: int) -> Sequence | None:
+        """Returns which sequence gives up its room for a tenant where others hold more than
         `right`: never the first in rank."""
         others = self.running[1:]
         names = {each.request.tenant for each in others}
-        held = Counter({name: self.pages[name] for name in names})
+        held = Counter({name: self.room[name] for name in names})
         return _last_of_most(held, right, others, tenant)
 
-    def take(self, victim: Sequence, num_released: int) -> int:
-        """Takes a victim's place and pages, of which so many become free; returns its place in the
+    def take(self, victim: Sequence, released_room: int) -> int:
+        """Takes a victim's place and room, of which so much becomes free; returns its place in the
         order of rank."""
         index = self.running.index(victim)
         del self.running[index]
         self.victims.append(victim)
         self._count(victim, -1)
-        self.num_free_pages += num_released
+        self.free_room += released_room
         return index
 
-    def give_back(self, index: int, num_released: int) -> None:
+    def give_back(self, index: int, released_room: int) -> None:
         """Undoes the last `take`."""
         victim = self.victims.pop()
         self.running.insert(index, victim)
         self._count(victim, 1)
-        self.num_free_pages -= num_released
+        self.free_room -= released_room
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         self.places[sequence.request.tenant] += sign
-        self.pages[sequence.request.tenant] += sign * len(sequence.page_ids)
+        self.room[sequence.request.tenant] += sign * sequence.num_reserved
 
-    def add(self, sequence: Sequence, num_needed: int) -> None:
+    def add(self, sequence: Sequence, needed_room: int) -> None:
         self.sequences.append(sequence)
         self.places[sequence.request.tenant] += 1
-        self.num_free_pages -= num_needed
+        self.free_room -= needed_room
 
 
 @dataclass
 class Places:
-    """`max_sequences` places, and the pages. A tenant waits for `wait_s` before others give up
+    """`max_sequences` places, and the room. A tenant waits for `wait_s` before others give up
     theirs. `started` is called with each sequence that starts."""
 
     max_sequences: int
-    pages: PagePool
+    states: States
     wait_s: float = WAIT_S
     _started_s: dict[str, float] = field(default_factory=dict)  # by tenant, the last at the end
     _scan_s: float = -math.inf
@@ -136,12 +136,11 @@ class Places:
         self,
         running: SequenceOf[Sequence],
         queue: FairQueue,
-        num_needed: Callable[[Sequence], int],
         now_s: float,
     ) -> Claims:
         """Returns the sequences to start out of turn, one of each tenant at most. `running` is in
-        order of rank; `num_needed` returns how many free pages a sequence takes to start."""
-        claims = Claims(list(running), self.pages.num_free)
+        order of rank."""
+        claims = Claims(list(running), self.states.free_room)
         if now_s < self._scan_s:
             return claims
         self._scan_s = now_s + SCAN_S
@@ -152,7 +151,7 @@ class Places:
         rights = Rights(
             self.max_sequences,
             max(1, self.max_sequences // num_tenants),
-            self.pages.num_pages // num_tenants,
+            self.states.room // num_tenants,
         )
         due = [
             (held[name], since_s, name)
@@ -168,58 +167,56 @@ class Places:
         for *_, name in due[:1] if is_late else due:
             sequence = tenants[name].first(queue.aged_s(now_s))
             assert sequence is not None, "the tenant has a ready one"
-            if not self._claim(claims, sequence, num_needed(sequence), rights, is_late):
+            if not self._claim(claims, sequence, rights, is_late):
                 break
         return claims
 
     def _waits_since_s(self, tenant: TenantQueue) -> float:
         return max(tenant.oldest_ready_s, self.last_start_s(tenant.name))
 
-    def _claim(
-        self, claims: Claims, sequence: Sequence, num_needed: int, rights: Rights, is_late: bool
-    ) -> bool:
+    def _claim(self, claims: Claims, sequence: Sequence, rights: Rights, is_late: bool) -> bool:
         """Adds a claim for a sequence, unless there cannot be room for it. Returns False if there
-        cannot be a place for any that comes after it. One `is_late` gets pages beyond its tenant's
+        cannot be a place for any that comes after it. One `is_late` gets room beyond its tenant's
         right, and of whoever has any."""
-        tenant = sequence.request.tenant
-        own_pages = claims.pages[tenant] + self.pages.pages_for(len(sequence.token_ids))
-        if num_needed > claims.num_free_pages and own_pages > rights.pages and not is_late:
+        tenant, needed_room = sequence.request.tenant, self.states.needed_room(sequence)
+        own_room = claims.room[tenant] + self.states.room_for(len(sequence.token_ids))
+        if needed_room > claims.free_room and own_room > rights.room and not is_late:
             return True  # it waits until others end, or until it is late
-        pages_right = 0 if is_late else rights.pages
+        room_right = 0 if is_late else rights.room
         taken: list[tuple[int, int]] = []
-        while (is_full := claims.is_full(rights)) or num_needed > claims.num_free_pages:
+        while (is_full := claims.is_full(rights)) or needed_room > claims.free_room:
             victim = (
                 claims.place_victim(tenant, rights)
                 if is_full
-                else claims.pages_victim(tenant, pages_right)
+                else claims.room_victim(tenant, room_right)
             )
             if victim is None:
                 for before in reversed(taken):
                     claims.give_back(*before)
                 return not is_full
-            num_released = self.pages.num_released(victim.page_ids)
-            taken.append((claims.take(victim, num_released), num_released))
-        claims.add(sequence, num_needed)
+            released_room = self.states.released_room(victim)
+            taken.append((claims.take(victim, released_room), released_room))
+        claims.add(sequence, needed_room)
         return True
 
 
-def pages_of(running: Iterable[Sequence]) -> Counter[str]:
-    """Counts the pages of each tenant; shared pages count for each sequence."""
-    pages: Counter[str] = Counter()
+def room_of(running: Iterable[Sequence]) -> Counter[str]:
+    """Counts the room that each tenant has; shared parts count for each sequence."""
+    room: Counter[str] = Counter()
     for sequence in running:
-        pages[sequence.request.tenant] += len(sequence.page_ids)
-    return pages
+        room[sequence.request.tenant] += sequence.num_reserved
+    return room
 
 
 def last_of_largest(running: SequenceOf[Sequence], needing: Sequence) -> Sequence:
-    """Returns the sequence that gives up its pages for another sequence: the last in rank of the
+    """Returns the sequence that gives up its room for another sequence: the last in rank of the
     tenant that holds most; of equal ones its own. The first in rank, unless it runs alone, keeps
-    its pages: so it comes to its end, and each of the others is the first one day."""
-    pages = pages_of(running)
+    its room: so it comes to its end, and each of the others is the first one day."""
+    room = room_of(running)
     others = running[1:] or running
     largest = max(
         (each.request.tenant for each in others),
-        key=lambda name: (pages[name], name == needing.request.tenant),
+        key=lambda name: (room[name], name == needing.request.tenant),
     )
     return next(each for each in reversed(others) if each.request.tenant == largest)
 

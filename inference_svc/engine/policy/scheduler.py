@@ -1,4 +1,4 @@
-"""Decides which sequences run in the next step, within tokens, pages and resident adapters.
+"""Decides which sequences run in the next step, within tokens, room for state and adapters.
 
 Plain Python over plain data; no tensors, no I/O. A sequence whose adapter is not resident never
 delays another.
@@ -24,10 +24,10 @@ from inference_svc.core import (
 )
 from inference_svc.engine.policy.fair_queue import FairQueue
 from inference_svc.engine.policy.grants import Grants, share_step
-from inference_svc.engine.policy.pages import PagePool, activation_key, page_key, root_key
 from inference_svc.engine.policy.places import Places, last_of_largest
 from inference_svc.engine.policy.prices import FREE, Prices
 from inference_svc.engine.policy.siblings import Siblings
+from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.policy.step_limit import StepLimit
 from inference_svc.engine.policy.throughput import PrefixMissRatio
 
@@ -83,12 +83,12 @@ def _rank(sequence: Sequence) -> tuple[int, int, float]:
 @dataclass
 class Scheduler:
     """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
-    resident, or held among `siblings`. `is_short`: in the last step pages were missing to start
+    resident, or held among `siblings`. `is_short`: in the last step there was no room to start
     another sequence. `num_moves` counts moves to newer versions. The runner lowers `step_limit`
     where the device's memory does not suffice for the plan."""
 
     limits: Limits
-    pages: PagePool
+    states: States
     adapters: AdapterView
     prices: Prices = FREE
     queue: FairQueue = field(init=False)
@@ -105,7 +105,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         limits = self.limits
         self.queue = FairQueue(limits.fair_quantum, limits.fair_ageing_s, self.prices)
-        self.places = Places(limits.max_sequences, self.pages)
+        self.places = Places(limits.max_sequences, self.states)
         self.step_limit = StepLimit(limits.max_batch_tokens, limits.max_sequences)
 
     # Adding and removing sequences.
@@ -131,7 +131,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence, now_s: float) -> None:
         # Without a prefix cache each has to compute the prompt itself.
-        if not (self.pages.caching and self.siblings.holds(sequence)):
+        if not (self.states.caching and self.siblings.holds(sequence)):
             self._add(sequence, now_s)
 
     def _add(self, sequence: Sequence, now_s: float) -> None:
@@ -184,8 +184,7 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def _release(self, sequence: Sequence) -> None:
-        self.pages.release(sequence.page_ids)
-        sequence.page_ids = []
+        self.states.release(sequence)
         if sequence.request.key:
             self.adapters.release(sequence.request.key)
         sequence.slot = BASE_SLOT
@@ -195,7 +194,7 @@ class Scheduler:
     def schedule(self, now_s: float) -> Batch | None:
         """Returns the next step's work, or None when there is none.
 
-        Generated tokens first; prompts share the rest of the token budget. When pages run out, the
+        Generated tokens first; prompts share the rest of the token budget. When room runs out, the
         last in rank of the tenant that has most is preempted. Residency changes also while starts
         are held.
         """
@@ -214,19 +213,18 @@ class Scheduler:
         may_admit = self._start_claimed(now_s)
         num_preemptions = self.num_preemptions
         can_start = self.num_free > 0 and not self.is_short
-        grants = share_step(
-            *(self.running, self._max_tokens, self.limits.max_prefill_chunk),
-            *(self.queue.ready_tokens if can_start else 0, self.prices),
-        )
+        waiting = self.queue.ready_tokens if can_start else 0
+        chunk = self.limits.max_prefill_chunk
+        grants = share_step(self.running, self._max_tokens, chunk, waiting, self.prices)
         rows: list[BatchRow] = []
-        page_size = self.pages.page_size
         for sequence in list(self.running):
             num_tokens = grants.of(sequence)
             if not num_tokens or sequence.state is not SequenceState.RUNNING:
                 continue  # preempted in this loop, for one before it
+            if num_tokens > 1:
+                num_tokens = self.states.cut(sequence, num_tokens)
             end = sequence.num_computed + num_tokens
-            has_pages = end <= len(sequence.page_ids) * page_size
-            if has_pages or self._add_pages(sequence, end, now_s):
+            if end <= sequence.num_reserved or self._allocate(sequence, end, now_s):
                 rows.append(_row(sequence, num_tokens))
         if num_preemptions == self.num_preemptions:
             if may_admit:
@@ -236,12 +234,12 @@ class Scheduler:
 
     def _start_claimed(self, now_s: float) -> bool:
         """Makes room for tenants that have less than their part, and wait, and starts the sequences
-        that they claim at once, with all their pages: else the others' growth would take the room.
-        Returns False if pages are short all the same."""
+        that they claim at once, with all their state: else the others' growth would take the room.
+        Returns False if there is no room all the same."""
         is_full = self.num_free == 0 or self.is_short
         if not is_full or not self.queue.num_ready or self.hold is not Hold.NOTHING:
             return True
-        claims = self.places.claims(self.running, self.queue, self._num_needed_now, now_s)
+        claims = self.places.claims(self.running, self.queue, now_s)
         for victim in claims.victims:
             self.preempt(victim, now_s)
         for sequence in claims.sequences:
@@ -249,40 +247,30 @@ class Scheduler:
             if not self.is_schedulable(key):  # it has begun to drain
                 self._refresh(key, now_s)
             elif self._start(sequence, now_s):
-                needed = self.pages.pages_for(len(sequence.token_ids)) - len(sequence.page_ids)
-                sequence.page_ids += self.pages.allocate(needed)
+                has_room = self.states.allocate(sequence, len(sequence.token_ids))
+                assert has_room, "it has started"
             else:
                 self.is_short = True
                 return False
         return True
-
-    def _num_needed_now(self, sequence: Sequence) -> int:
-        return self._num_needed(sequence, self.pages.match(self._prefix_keys(sequence)))
-
-    def _num_needed(self, sequence: Sequence, cached: list[int]) -> int:
-        """Returns how many free pages a sequence takes to start, with these of the prefix cache."""
-        needed = self.pages.pages_for(len(sequence.token_ids)) - len(cached)
-        return needed + self.pages.num_free_among(cached)
 
     @property
     def _max_tokens(self) -> int:
         """The tokens of a step: every sequence that decodes gets one."""
         return max(self.step_limit.tokens, self.limits.max_sequences)
 
-    def _add_pages(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
-        """Allocates the missing pages for the first `num_tokens` of a running sequence, preempting
-        others. Returns False if it had to preempt the sequence itself."""
-        needed = self.pages.pages_for(num_tokens) - len(sequence.page_ids)
-        while not self.pages.can_allocate(needed):
+    def _allocate(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
+        """Makes room for the first `num_tokens` of a running sequence, preempting others. Returns
+        False if it had to preempt the sequence itself."""
+        while not self.states.allocate(sequence, num_tokens):
             victim = last_of_largest(self.running, sequence)
             self.preempt(victim, now_s)
             if victim is sequence:
                 return False
-        sequence.page_ids += self.pages.allocate(needed)
         return True
 
     def preempt(self, sequence: Sequence, now_s: float) -> None:
-        """Requeues a sequence, to be recomputed; the prefix cache may keep its pages."""
+        """Requeues a sequence, to be recomputed; the prefix cache may keep its state."""
         self._stop(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -302,11 +290,10 @@ class Scheduler:
             sequence.version = sequence.version._replace(num_kept=0)
 
     def preempt_all(self, now_s: float) -> None:
-        """Requeues running sequences, and forgets all prefixes: the contents of pages will be
-        lost."""
+        """Requeues running sequences, and forgets all prefixes: their state will be lost."""
         while self.running:
             self.preempt(self.running[-1], now_s)
-        self.pages.forget_prefixes()
+        self.states.forget_prefixes()
 
     def move(self, sequence: Sequence, label: str, digest: Digest, now_s: float) -> None:
         """Moves a sequence to another version of its adapter, for which it has been a waiter. A
@@ -328,7 +315,7 @@ class Scheduler:
         else:
             self.queue.remove(sequence)
             self.adapters.remove_waiter(old_key)
-        sequence.request, sequence.page_hashes = request, []
+        sequence.request, sequence.prefix_keys = request, []
         sequence.version = AdapterVersion(label, digest, sequence.num_kept)
         self.num_moves += 1
         if not (keeps or is_held):
@@ -347,11 +334,10 @@ class Scheduler:
                 continue
             if not self._start(sequence, now_s):
                 self.is_short = True
-                return  # pages are short: the next in order must not be overtaken
-            num_tokens = grants.start(sequence)
-            sequence.page_ids += self.pages.allocate(
-                self.pages.pages_for(sequence.num_computed + num_tokens) - len(sequence.page_ids)
-            )
+                return  # there is no room: the next in order must not be overtaken
+            num_tokens = self.states.cut(sequence, grants.start(sequence))
+            has_room = self.states.allocate(sequence, sequence.num_computed + num_tokens)
+            assert has_room, "it has started"
             rows.append(_row(sequence, num_tokens))
 
     def _next(self, now_s: float) -> Sequence | None:
@@ -369,17 +355,14 @@ class Scheduler:
         )
 
     def _start(self, sequence: Sequence, now_s: float) -> bool:
-        """Moves a sequence to the running ones, with its cached prefix, if its known tokens fit the
-        free pages."""
-        cached = self.pages.match(self._prefix_keys(sequence))
-        if not self.pages.can_allocate(self._num_needed(sequence, cached)):
+        """Moves a sequence to the running ones, with its cached prefix, if there is room for its
+        known tokens."""
+        num_cached = self.states.start(sequence)
+        if num_cached is None:
             return False
-        num_cached = len(cached) * self.pages.page_size
-        num_computed = sequence.num_uncomputed - num_cached
-        self.prefix_miss_ratio.observe(sequence.num_uncomputed, num_computed)
-        self.queue.start(sequence, num_computed)
-        self.pages.share(cached)
-        sequence.page_ids = cached
+        num_uncached = sequence.num_uncomputed - num_cached
+        self.prefix_miss_ratio.observe(sequence.num_uncomputed, num_uncached)
+        self.queue.start(sequence, num_uncached)
         sequence.num_computed = num_cached
         if sequence.request.key:
             sequence.slot = self.adapters.acquire(sequence.request.key)
@@ -393,52 +376,24 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=_rank)
         return True
 
-    def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
-        """Returns the keys of the full pages of the known tokens but the last one, which must be
-        computed for its logits; of a prompt that is still to be scored, of those behind which
-        nothing is."""
-        size = self.pages.page_size
-        full = (len(sequence.token_ids) - 1) // size
-        if sequence.num_scored < sequence.num_prompt:
-            full = min(full, (sequence.num_scored - 1) // size)
-        extend_page_keys(sequence, full, size)
-        return sequence.page_hashes[:full]
-
     def check_integrity(self) -> None:
-        """Asserts that queues, pages and states agree."""
-        self.pages.check_integrity([s.page_ids for s in self.running])
+        """Asserts that queues, sequences and their state agree."""
+        self.states.check_integrity(self.running)
         self.queue.check_integrity()
         self.siblings.check_integrity()
         assert self.running == sorted(self.running, key=_rank)
         for sequence in self.queue:
             assert sequence.state is SequenceState.WAITING
-            assert not sequence.page_ids
+            assert not sequence.num_reserved
         for sequence in self.running:
             assert sequence.state is SequenceState.RUNNING
             assert sequence.num_uncomputed > 0
-            assert len(sequence.page_ids) >= self.pages.pages_for(sequence.num_computed)
+            assert sequence.num_reserved >= sequence.num_computed
 
 
 def _note_ready(sequence: Sequence, now_s: float) -> None:
     if sequence.adapter_ready_s is None:
         sequence.adapter_ready_s = now_s
-
-
-def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None:
-    """Extends `sequence.page_hashes` to cover its first `num_pages` full pages."""
-    keys, request = sequence.page_hashes, sequence.request
-    # Pages up to here are the base model's.
-    num_base = request.activation // page_size
-    while len(keys) < num_pages:
-        if keys:
-            parent = keys[-1]
-        else:
-            seed = request.wanted.cache_seed + request.cache_seed
-            parent = root_key("" if request.activation else request.key, seed)
-        if request.activation and len(keys) == num_base:
-            parent = activation_key(parent, request.key, request.activation)
-        start = len(keys) * page_size
-        keys.append(page_key(parent, sequence.token_ids[start : start + page_size]))
 
 
 def _place(row: BatchRow) -> int:

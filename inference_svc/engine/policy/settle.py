@@ -1,4 +1,4 @@
-"""Accounts for a step: the only place that appends tokens, publishes pages and ends sequences."""
+"""Accounts for a step: the only place that appends tokens, settles state and ends sequences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from inference_svc.core import Batch, FinishReason, SampledToken, Sequence
-from inference_svc.engine.policy.scheduler import Scheduler, extend_page_keys
+from inference_svc.engine.policy.scheduler import Scheduler
 from inference_svc.engine.transport.messages import Output, Timings, Usage
 from inference_svc.results.base import PlacedPart, ResultPart
 from servicekit.telemetry.histogram import Histogram
@@ -40,14 +40,12 @@ class Settler:
         rows that sampled, and has the parts of their tokens."""
         tokens = iter(sampled)
         outputs = []
-        pages = self.scheduler.pages
-        page_size = pages.page_size
+        states = self.scheduler.states
         before_s, self._settled_s, num_steady, num_sampled = self._settled_s, now_s, 0, 0
         for sequence, start, num_tokens, samples in batch.rows:
             end = sequence.num_computed = sequence.num_computed + num_tokens
-            is_filled = start // page_size < end // page_size
-            if is_filled and pages.caching and not sequence.num_kept:
-                self._publish_pages(sequence, start // page_size, end // page_size)
+            if end >= sequence.settles_at:
+                states.settle(sequence, start)
             found: tuple[PlacedPart, ...] = ()
             if parts and sequence in parts:
                 found = tuple(parts[sequence])
@@ -87,13 +85,6 @@ class Settler:
             timings=_timings(sequence, now_s),
             version=sequence.version,
         )
-
-    def _publish_pages(self, sequence: Sequence, first: int, end: int) -> None:
-        """Publishes the sequence's pages [first, end), which have become full."""
-        pages = self.scheduler.pages
-        extend_page_keys(sequence, end, pages.page_size)
-        for index in range(first, end):
-            pages.publish(sequence.page_ids[index], sequence.page_hashes[index])
 
     def _append(
         self,

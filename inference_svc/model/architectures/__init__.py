@@ -22,9 +22,10 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.model.checkpoint.generation_config import read_generation_config
 from inference_svc.model.checkpoint.headers import is_same_content, tensor_names, tensors_named
+from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config_keys import check_keys
 from inference_svc.model.config_reader import ConfigReader
-from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder, Wrapper
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32000,

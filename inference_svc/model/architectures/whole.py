@@ -3,9 +3,10 @@ adapters may use any of transformers' names for the text part's modules. The ser
 an adapter's changes to other towers; the verdict lists this."""
 
 from inference_svc.model.architectures import Family, describe_text_part
+from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config_keys import names
 from inference_svc.model.config_reader import ConfigReader
-from inference_svc.model.description import Decoder, Wrapper
+from inference_svc.model.description import Decoder
 
 _LLAVA = Wrapper(
     prefixes=(

@@ -5,6 +5,7 @@ files              The files that a model's folder has to have, checked before a
 generation_config  The contents of generation_config.json: end tokens, defaults of sampling.
 parameters         Which tensors of a checkpoint a decoder has, and where each goes.
 weights            The safetensors of a model directory, read into the decoder's buffers.
+wrapper            The names in a whole checkpoint, of which the text part is served.
 headers            The tensors of a checkpoint by its files' headers, other towers' among them.
 base_hashes        Hashes, for the store, of base weights that trainers save with adapters.
 """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import INDEX, MAX_HEADER_BYTES, SINGLE, weight_files
-from inference_svc.model.description import Wrapper
+from inference_svc.model.checkpoint.wrapper import Wrapper
 
 PIECE_BYTES = 1 << 20
 """The bytes that are read at once."""

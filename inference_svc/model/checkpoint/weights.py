@@ -25,7 +25,8 @@ from inference_svc.model.checkpoint.parameters import (
     role_of,
     unused,
 )
-from inference_svc.model.description import Attention, Decoder, Norm, NormKind, Wrapper
+from inference_svc.model.checkpoint.wrapper import Wrapper
+from inference_svc.model.description import Attention, Decoder, Norm, NormKind
 from inference_svc.model.layers import Linear
 from inference_svc.model.operations import (
     EMBEDDING_KEY,

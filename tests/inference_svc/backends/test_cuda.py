@@ -120,7 +120,7 @@ def test_freed_memory_is_made_again(model, record, weights):
     wanted = run(model.plain(), steps(SLOTS[1]))
     fixed = model.fixed(note if record else None)
     num_recorded, held = len(recorded), (fixed.kv_bytes, fixed.weights_bytes)
-    fixed._reload = Reload(model.caches, lambda: model.transformer.weights)
+    fixed._reload = Reload(model.caches, lambda: model.transformer.weights, lambda: None)
     caches = fixed.kv_caches
     for _ in range(2):
         assert fixed.free_memory(weights=weights) == held[0] + weights * held[1]

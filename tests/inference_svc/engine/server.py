@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from inference_svc.core import AdapterKey, Batch, Request, SampledToken, SamplingParams, Sequence
-from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.settle import Settler
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.states import States
 
 NEVER_S = 1e9
 
@@ -48,7 +49,7 @@ class Server:
 
     def __post_init__(self) -> None:
         limits = Limits(self.num_places, 64, 64, self.quantum, self.ageing_s)
-        self.scheduler = Scheduler(limits, PagePool(400, 4), AllResident())
+        self.scheduler = Scheduler(limits, States(Pages(400, 4)), AllResident())
         if not self.gives_up_places:
             self.scheduler.places.wait_s = NEVER_S
         self.settler = Settler(self.scheduler, frozenset(), max_model_len=1000)

@@ -31,8 +31,9 @@ from inference_svc.engine.policy.admission import (
     MAX_RETRY_S,
     Admission,
 )
-from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.policy.throughput import Throughput
 from inference_svc.engine.transport.messages import Cancel, Output, Submit, Usage
 from tests.inference_svc.engine.server import Server
@@ -50,7 +51,7 @@ def full() -> Callable[..., Admission]:
     """`full(tenant=count)`: an engine of one place that is taken, and so many that wait."""
 
     def make(max_queue: int = 8, max_tenant_queue: int = 8, **waiting: int) -> Admission:
-        scheduler = Scheduler(Limits(1, 64, 64), PagePool(99, 4), World(0).residency)
+        scheduler = Scheduler(Limits(1, 64, 64), States(Pages(99, 4)), World(0).residency)
         scheduler.add(Sequence(request(0)), 0.0)
         scheduler.schedule(0.0)
         for tenant, count in waiting.items():

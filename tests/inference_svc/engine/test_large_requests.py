@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from inference_svc.core import Sequence, SequenceState
-from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.places import Claims
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.states import States
 from tests.inference_svc.engine.server import NEVER_S, AllResident, Server
 
 STEP_S = 0.05
@@ -27,7 +28,7 @@ class Busy:
     def __init__(self, ageing_s: float, num_prompt: int, max_tokens: int) -> None:
         self.server = Server(quantum=1024, num_places=32, gives_up_places=True)
         limits = Limits(32, 64, 64, 1024, ageing_s)
-        scheduler = Scheduler(limits, PagePool(NUM_PAGES, PAGE_SIZE), AllResident())
+        scheduler = Scheduler(limits, States(Pages(NUM_PAGES, PAGE_SIZE)), AllResident())
         self.server.scheduler = self.server.settler.scheduler = scheduler
         self.server.settler.max_model_len = 2000
         self.num_prompt, self.max_tokens = num_prompt, max_tokens

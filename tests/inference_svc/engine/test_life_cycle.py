@@ -204,7 +204,7 @@ def test_a_pause_may_end_everything(engine: Engine) -> None:
     assert {outputs[-1].finish_reason for outputs in engine.outputs.values()} == {
         FinishReason.ABORTED
     }
-    assert engine.engine.scheduler.pages.num_used == 0
+    assert engine.engine.scheduler.states.num_used == 0
 
 
 def test_a_pause_ends_by_itself(engine: Engine) -> None:

@@ -339,7 +339,7 @@ def test_rows_that_overflow_end_alone(
 def test_pages_of_rows_that_overflow_are_not_shared(make: Callable[[], Engine]) -> None:
     engine, pages = faulty_engine(make, overflows), 64 // 4
     engine.run([lost("lost", 70, 60)])
-    known = engine.engine.scheduler.pages.num_known
+    known = engine.engine.scheduler.states.num_known
     assert known == pages, "those of the first step alone, before the token"
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from inference_svc.core import Sequence, VersionPolicy
 from inference_svc.engine.policy.moves import ANEW_PER_NEW, NEW_TOKENS, Moves
-from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.transport.messages import Move
 from tests.inference_svc.engine.server import AllResident, Server
 
@@ -21,7 +22,7 @@ class Trainer:
     def __init__(self, num_followers: int, policy: VersionPolicy, steps_per_push: int) -> None:
         self.server = Server(quantum=1024, gives_up_places=True)
         limits = Limits(32, 128, 128, 1024, 2.0)
-        scheduler = Scheduler(limits, PagePool(700, 16), AllResident())
+        scheduler = Scheduler(limits, States(Pages(700, 16)), AllResident())
         self.server.scheduler = self.server.settler.scheduler = scheduler
         self.moves, self.policy = Moves(scheduler), policy
         self.steps_per_push, self.num_steps, self.version = steps_per_push, 0, 1

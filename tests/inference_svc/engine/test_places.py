@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import Sequence
-from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.places import MAX_REMEMBERED, TURN_TOKENS, WAIT_S, Places
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.states import States
 from tests.inference_svc.engine.server import AllResident, Server
 from tests.support.examples import examples
 
@@ -23,7 +24,7 @@ def busy(num_places: int, num_pages: int = 4000, tokens: int = 64) -> Server:
     """One tenant's long answers run in all places, and more of them wait."""
     server = Server(quantum=1024, num_places=num_places, gives_up_places=True)
     limits = Limits(num_places, max(tokens, num_places), 64, 1024, 2.0)
-    server.scheduler = Scheduler(limits, PagePool(num_pages, 4), AllResident())
+    server.scheduler = Scheduler(limits, States(Pages(num_pages, 4)), AllResident())
     server.settler.scheduler = server.scheduler
     for _ in range(4 * num_places):
         server.submit("hog", max_tokens=LONG)
@@ -97,7 +98,7 @@ def test_pages_are_shares_too() -> None:
         server.submit("hog", max_tokens=LONG)
     for _ in range(700):
         step(server)
-    assert server.scheduler.pages.num_free < 50 or server.scheduler.num_preemptions
+    assert server.scheduler.states.pages.pool.num_free < 50 or server.scheduler.num_preemptions
     other = server.submit("other", num_prompt=300, max_tokens=4)
     assert steps_until_first_token(server, other) <= SOON + 10
 
@@ -116,11 +117,13 @@ def test_growth_takes_pages_of_the_largest_tenant() -> None:
     assert server.scheduler.num_preemptions > 0
 
 
-def test_a_scan_looks_at_no_more_tenants_than_there_are_places() -> None:
+def test_a_scan_looks_at_no_more_tenants_than_there_are_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """However many wait: a scan comes 20 times a second."""
     server, num_asked = busy(8), 0
 
-    def num_needed(sequence: Sequence) -> int:
+    def needed_room(sequence: Sequence) -> int:
         nonlocal num_asked
         num_asked += 1
         return 10**6  # there is never room
@@ -128,8 +131,9 @@ def test_a_scan_looks_at_no_more_tenants_than_there_are_places() -> None:
     for number in range(500):
         server.submit(f"tenant {number}")
     scheduler = server.scheduler
+    monkeypatch.setattr(scheduler.states, "needed_room", needed_room)
     now_s = server.now_s + 2 * WAIT_S
-    claims = scheduler.places.claims(scheduler.running, scheduler.queue, num_needed, now_s)
+    claims = scheduler.places.claims(scheduler.running, scheduler.queue, now_s)
     assert (claims.sequences, claims.victims) == ([], [])
     assert claims.running == scheduler.running
     assert 0 < num_asked <= 8
@@ -144,7 +148,7 @@ def test_a_tenant_alone_has_everything() -> None:
 
 
 def test_tenants_that_were_served_are_forgotten() -> None:
-    places = Places(4, PagePool(8, 4))
+    places = Places(4, States(Pages(8, 4)))
     server = Server()
     for number in range(MAX_REMEMBERED + 10):
         places.started(server.submit(f"tenant {number}"), number * STEP_S)
@@ -172,7 +176,7 @@ def test_everything_ends_whatever_gives_up_places(
 ) -> None:
     server = Server(quantum=64, num_places=num_places, gives_up_places=True)
     limits = Limits(num_places, 64, 64, 64, 2.0)
-    server.scheduler = Scheduler(limits, PagePool(num_pages, 4), AllResident())
+    server.scheduler = Scheduler(limits, States(Pages(num_pages, 4)), AllResident())
     server.settler.scheduler = server.scheduler
     sequences = []
     for number in range(20_000):
@@ -187,4 +191,4 @@ def test_everything_ends_whatever_gives_up_places(
         if number > 60 and not server.scheduler.num_open:
             break
     assert all(each.num_output == each.request.sampling.max_tokens for each in sequences)
-    assert server.scheduler.pages.num_used == 0
+    assert server.scheduler.states.num_used == 0

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 POLICY = (
-    "scheduler places grants prices fair_queue tenant_queue pages siblings moves admission settle"
+    "scheduler places grants prices fair_queue tenant_queue siblings moves admission settle "
+    "states.states"
 )
 
 

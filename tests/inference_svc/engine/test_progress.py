@@ -41,7 +41,7 @@ def test_every_request_ends(host_kib: int, max_examples: int) -> None:
         assert not world.loads
         for _ in range(20):
             world.step()
-        assert world.scheduler.pages.num_used == 0
+        assert world.scheduler.states.num_used == 0
         assert all(resident.users == 0 for resident in world.residency.device.residents())
 
     ends()

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import BASE_SLOT, Batch, Request, SampledToken, SamplingParams, Sequence
-from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.settle import Settler
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.states import States
 from tests.support.examples import examples
 
 
@@ -89,7 +90,7 @@ def scheduler_of(
 ) -> tuple[Scheduler, TwoAdapterRows]:
     view = TwoAdapterRows()
     limits = Limits(max_sequences, budget, chunk)
-    return Scheduler(limits, PagePool(pages, page_size), view), view
+    return Scheduler(limits, States(Pages(pages, page_size)), view), view
 
 
 def settle(scheduler: Scheduler, batch: Batch) -> list[str]:
@@ -139,7 +140,7 @@ def test_every_request_is_served_within_limits(
     for sequence, (_prompt, max_tokens, _digest, _step) in zip(sequences, requests, strict=True):
         assert sequence.num_output == max_tokens
     scheduler.check_integrity()
-    assert scheduler.pages.num_used == 0
+    assert scheduler.states.num_used == 0
     assert not any(view.users.values())
     assert not any(view.waiters.values())
 
@@ -219,7 +220,7 @@ def test_priority_goes_before_arrival() -> None:
 def test_siblings_wait_for_a_prompt_that_they_can_share(caching: bool) -> None:
     """Without a prefix cache each computes it, and none waits for it."""
     limits = Limits(max_sequences=4, max_batch_tokens=64, max_prefill_chunk=16)
-    scheduler = Scheduler(limits, PagePool(64, 4, caching=caching), TwoAdapterRows())
+    scheduler = Scheduler(limits, States(Pages(64, 4, caching=caching)), TwoAdapterRows())
     for request_id in "012":
         sequence = make(request_id, list(range(12)), 2)
         sequence.request = replace(sequence.request, group="g")

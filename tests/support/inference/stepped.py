@@ -64,7 +64,7 @@ class Engine:
             for output in outputs.outputs:
                 found[output.request_id].append(output)
         assert all(outputs[-1].is_last for outputs in found.values())
-        assert self.engine.scheduler.pages.num_used == 0
+        assert self.engine.scheduler.states.num_used == 0
         return found
 
 

@@ -25,9 +25,10 @@ from inference_svc.core import (
     SequenceState,
     Sum,
 )
-from inference_svc.engine.policy.pages import PagePool
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.settle import Settler
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.states import States
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, NoRoom
 
 KIB = 1024
@@ -107,7 +108,7 @@ class World:
         )
         self.residency.loader.set_layout("layout")
         limits = Limits(2, 16, 16, 32, ageing_s)
-        self.scheduler = Scheduler(limits, PagePool(num_pages, 4), self.residency)
+        self.scheduler = Scheduler(limits, States(Pages(num_pages, 4)), self.residency)
         self.settler = Settler(self.scheduler, frozenset(), max_model_len=64)
         self.live: dict[str, Sequence] = {}
         self.loads: list[str] = []

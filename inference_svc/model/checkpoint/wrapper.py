@@ -1,0 +1,43 @@
+"""The names of tensors and modules in a whole checkpoint, of which the text part is served."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Wrapper(NamedTuple):
+    """How a whole checkpoint, of a model of several towers, names the tensors of its text part:
+    `prefixes` and their replacements; and `others`, the towers that are not served. Where a name of
+    theirs begins with one of two `tower_prefixes`, it may begin with the other."""
+
+    prefixes: tuple[tuple[str, str], ...] = ()
+    others: tuple[str, ...] = ()
+    tower_prefixes: tuple[tuple[str, str], ...] = ()
+
+    def text_name(self, stored: str) -> str | None:
+        """Returns the name of a tensor as a model of text alone has it; None for one of another
+        tower."""
+        for prefix, meant in self.prefixes:
+            if stored.startswith(prefix):
+                return meant + stored.removeprefix(prefix)
+        return None if self.tower_of(stored) in self.others else stored
+
+    def tower_of(self, stored: str) -> str:
+        """Returns the first component of a name below the whole, which of another tower is the
+        tower's."""
+        return stored.removeprefix("model.").partition(".")[0]
+
+    def tower_names(self, stored: str) -> tuple[str, ...]:
+        """Returns the names that a module of another tower goes by, of the newest transformers
+        first."""
+        name = stored.removeprefix("model.")
+        found = [name]
+        for pair in self.tower_prefixes:
+            # The longer one first: the other is how it begins.
+            before = next((each for each in pair if name.startswith(each)), None)
+            if before is not None:
+                found = [each + name.removeprefix(before) for each in reversed(pair)]
+        return tuple(prefix + each for each in found for prefix in ("model.", ""))
+
+
+TEXT_ALONE = Wrapper()
