@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from adapter_store.checkpoint.text_files.__main__ import read_files
+from adapter_store.checkpoint.text_files.task import read_files
 from adapter_store.errors import InvalidAdapter
 from contract.tokenizer_extract import (
     MAX_ADDED_TOKENS,
@@ -28,22 +28,6 @@ MAX_NEW_TOKENS = 64
 """Maximum tokens that an execution adds to a backend, because each takes the library's memory."""
 
 
-class _Files:
-    """Files by name, instead of a folder."""
-
-    def __init__(self, contents: dict[str, bytes]) -> None:
-        self._contents = contents
-        self._name = ""
-
-    def __truediv__(self, name: str) -> _Files:
-        found = _Files(self._contents)
-        found._name = name
-        return found
-
-    def read_bytes(self) -> bytes:
-        return self._contents[self._name]
-
-
 def fuzz_tokenizer(data: bytes) -> None:
     """Reads tokenizer.json, tokenizer_config.json and special_tokens_map.json, with separators.
 
@@ -51,9 +35,8 @@ def fuzz_tokenizer(data: bytes) -> None:
     written.
     """
     files: dict[str, bytes] = dict(zip(NAMES, data.split(SEPARATOR), strict=False))
-    folder: Any = _Files(files)
     with refused(InvalidTokenizer, InvalidAdapter):
-        extract, template = read_files(folder, files)
+        extract, template = read_files(files, files.__getitem__)
         assert len(extract) <= MAX_EXTRACT_BYTES
         assert len(template) <= len(data)
         if extract:

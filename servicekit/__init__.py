@@ -7,6 +7,7 @@ hub_client         keeps clients of the Hugging Face Hub to hosts that they may 
 interpreter_gc     Python's garbage collector around a service's start
 refs               references to adapters: `[tenant/]name[@version]` or a digest
 rpc                serving gRPC
+sandbox            limited processes that handle strangers' bytes
 shares             shares of tenants in limited resources, and threads that tenants share
 settings           how settings are declared, read and shown; the settings of all services
 telemetry          logs, redaction, traces, metrics, recent errors and the debug bundle

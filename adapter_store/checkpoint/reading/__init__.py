@@ -8,5 +8,4 @@ safetensors        the header of a .safetensors file
 json               JSON objects with caps and without surprises
 scan               one pass over the weights: hashes, and no value that is not finite
 digest             loadout-digest-v1, the identity of an adapter's content
-child_process      runs a child process that reads hostile files
 """

@@ -1,20 +1,16 @@
-"""The tokenizer and the chat template that lie beside an adapter, read in a child process.
+"""The tokenizer and the chat template that lie beside an adapter, read in a sandboxed process.
 
-A tokenizer's file may have tens of megabytes, and parsing it holds Python's lock: a child process
-does it, without secrets in its environment, limited in memory, CPU time and wall-clock time. It
-keeps the tokenizer's extract (contract/tokenizer_extract.py) and the template's text.
+A tokenizer's file may have tens of megabytes, and parsing it holds Python's lock: another process
+does it. It keeps the tokenizer's extract (contract/tokenizer_extract.py) and the template's text.
 
-__main__  the program of the child process
+task  reads the files, in that process
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import queue
 import re
-import sys
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,22 +18,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapter_store.checkpoint.reading.child_process import ChildFailure, run_child
 from adapter_store.checkpoint.reading.files import check_text_file, open_file, read_capped
 from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter
 from contract.adapter_files import TEMPLATE_FILE, TEXT_FILES, TOKENIZER_FILE, is_text_file
 from contract.tokenizer_extract import MAX_EXTRACT_BYTES
+from servicekit.sandbox.process import Limits, SandboxFailure, Task, ask_once
 from servicekit.shares import Reservation, Shares
 
 CONFIG_FILE = "tokenizer_config.json"
-CHILD = Path(__file__).with_name("__main__.py")
-ROOT = Path(__file__).resolve().parents[3]
-"""Where the child finds the packages."""
 MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 30
-WALL_SECONDS = 60.0
-MAX_RESULT_BYTES = 1 << 16
+TASK = Task(
+    Path(__file__).with_name("task.py"),
+    Limits(MEMORY_BYTES, wall_seconds=60.0, cpu_seconds=CPU_SECONDS, includes_loading=True),
+)
+MAX_ANSWER_BYTES = MAX_EXTRACT_BYTES + 1 + TEXT_FILES[CONFIG_FILE]
 MAX_END_CHARS = 1 << 12
 """How much after its last loop is read of a chat template, to warn of it."""
 _TAG = re.compile(r"\{%.*?%\}|\{#.*?#\}", re.DOTALL)
@@ -132,9 +128,7 @@ class TextReader:
                 self._known.move_to_end(key)
                 return self._known[key]
         with self._place(account, check_cancelled):
-            found = read_text(
-                folder, [file.name for file in present], check_cancelled, folder.parent
-            )
+            found = read_text(folder, [file.name for file in present], check_cancelled)
         self._remember(key, found)
         return found
 
@@ -170,11 +164,9 @@ def read_text(
     folder: Path,
     names: Sequence[str],
     check_cancelled: Callable[[], None] = lambda: None,
-    work_dir: Path | None = None,
 ) -> AdapterText:
     """Returns the contents of these text files of a folder. `check_cancelled` is called
-    periodically and may raise; temporary files lie in `work_dir`, by default where the system has
-    them.
+    periodically and may raise.
 
     Raises InvalidAdapter: FILE_TOO_LARGE, FILE_NOT_REGULAR, as parse_object and make_extract,
     TEMPLATE_INVALID, TOKENIZER_TOO_LARGE (it takes too much time or memory to read).
@@ -182,7 +174,7 @@ def read_text(
     extract = template = b""
     parsed = [name for name in names if name != TEMPLATE_FILE]
     if parsed:
-        extract, template = _parse(folder, parsed, check_cancelled, work_dir)
+        extract, template = _parse(folder, parsed, check_cancelled)
     where = CONFIG_FILE
     if TEMPLATE_FILE in names:
         template, where = (
@@ -210,30 +202,26 @@ def _check_template(template: bytes, name: str) -> None:
 
 
 def _parse(
-    folder: Path, names: Sequence[str], check_cancelled: Callable[[], None], work_dir: Path | None
+    folder: Path, names: Sequence[str], check_cancelled: Callable[[], None]
 ) -> tuple[bytes, bytes]:
     """Returns the extract of the tokenizer, and the chat template of its configuration."""
     for name in names:
         with open_file(folder, name) as file:
             check_text_file(name, file.size_bytes)
-    with tempfile.TemporaryDirectory(dir=work_dir, prefix="text-") as work:
-        command = [sys.executable, "-I", str(CHILD), str(ROOT), str(folder.absolute()), work]
-        command += [str(MEMORY_BYTES), str(CPU_SECONDS), *names]
-        try:
-            run_child(command, Path(work), WALL_SECONDS, check_cancelled)
-        except ChildFailure as failure:
-            raise InvalidAdapter(
-                f"{TOKENIZER_FILE}: reading it takes more than {MEMORY_BYTES >> 20} MiB of memory "
-                f"or {CPU_SECONDS} seconds ({failure})",
-                subject=TOKENIZER_FILE,
-                reason="TOKENIZER_TOO_LARGE",
-            ) from failure
-        answer = json.loads(read_capped(Path(work), "result.json", MAX_RESULT_BYTES))
-        if "reason" in answer:
-            raise InvalidAdapter(
-                answer["message"], subject=answer["subject"], reason=answer["reason"]
-            )
-        return (
-            read_capped(Path(work), "tokenizer", MAX_EXTRACT_BYTES),
-            read_capped(Path(work), "chat_template", TEXT_FILES[CONFIG_FILE]),
-        )
+    request = {"folder": str(folder.absolute()), "names": list(names)}
+    try:
+        answer = ask_once(TASK, request, MAX_ANSWER_BYTES, check_cancelled)
+        if answer.kind != b"T":
+            reason, subject, message = answer.text.split("\n", 2)
+            raise InvalidAdapter(message, subject=subject, reason=reason)
+        extract, _, template = answer.content.partition(b"\n")
+        if len(extract) > MAX_EXTRACT_BYTES:
+            raise SandboxFailure("its answer is too long")
+    except SandboxFailure as failure:
+        raise InvalidAdapter(
+            f"{TOKENIZER_FILE}: reading it takes more than {MEMORY_BYTES >> 20} MiB of memory "
+            f"or {CPU_SECONDS} seconds ({failure})",
+            subject=TOKENIZER_FILE,
+            reason="TOKENIZER_TOO_LARGE",
+        ) from failure
+    return extract, template

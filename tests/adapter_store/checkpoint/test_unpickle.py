@@ -8,20 +8,21 @@ import os
 import pickle
 import threading
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from adapter_store.checkpoint import unpickle
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.reading.files import CheckpointLimits
-from adapter_store.checkpoint.unpickle import UnpickleLimits, convert_pickle
-from adapter_store.checkpoint.unpickle import __main__ as child
+from adapter_store.checkpoint.unpickle import TASK, convert_pickle
+from adapter_store.checkpoint.unpickle import task as child
 from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter, LimitExceeded
 from servicekit.errors import Draining
+from servicekit.sandbox.process import Task
 
 pytestmark = pytest.mark.processes
 
@@ -82,12 +83,12 @@ def test_parameters_views_and_byte_order(make_adapter):
     assert open_checkpoint(folder).digest == digest
 
 
-def refusal(folder: Path, content: bytes, limits: UnpickleLimits | None = None) -> InvalidAdapter:
+def refusal(folder: Path, content: bytes, task: Task = TASK) -> InvalidAdapter:
     folder = folder / "staged"
     folder.mkdir()
     (folder / BIN).write_bytes(content)
     with pytest.raises(InvalidAdapter) as caught:
-        convert_pickle(folder, LIMITS, limits)
+        convert_pickle(folder, LIMITS, task)
     assert caught.value.subject == BIN
     assert os.listdir(folder) == [BIN]
     assert os.listdir(folder.parent) == [folder.name], "left something behind"
@@ -111,13 +112,17 @@ def test_pickle_with_code_is_refused_unrun(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def limited(**limits: float) -> Task:
+    return replace(TASK, limits=replace(TASK.limits, **limits))
+
+
 def endless_hash() -> bytes:
     """{(((), ()), ((), ())): 0}, sixty deep: a hundred bytes whose hash takes for ever."""
     return b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x00s."
 
 
 def test_a_pickle_that_takes_for_ever_is_ended(tmp_path):
-    error = refusal(tmp_path, archive(endless_hash()), UnpickleLimits(cpu_seconds=1))
+    error = refusal(tmp_path, archive(endless_hash()), limited(cpu_seconds=1))
     assert error.reason == "PICKLE_TIMEOUT"
     assert "CPU" in error.message
 
@@ -128,10 +133,18 @@ def test_a_pickle_that_takes_all_memory_is_ended(tmp_path):
     assert refusal(tmp_path, archive(request)).reason == "PICKLE_OUT_OF_MEMORY"
 
 
-def replaced_child(tmp_path: Path, monkeypatch, text: str) -> None:
-    script = tmp_path / "child.py"
-    script.write_text(f"import os, sys, signal, time, resource\n{text}")
-    monkeypatch.setattr(unpickle, "CHILD", script)
+def other_task(tmp_path: Path, text: str) -> Task:
+    """A task that does this in place of reading the pickle."""
+    program = tmp_path / "task.py"
+    lines = [
+        "import os, signal, sys, time",
+        "def answer(request):",
+        "    reason, result, output = '', b'W', request['output']",
+        f"    {text}",
+        "    return result, reason",
+    ]
+    program.write_text("\n".join(lines))
+    return replace(TASK, program=program)
 
 
 @pytest.mark.parametrize(
@@ -139,57 +152,61 @@ def replaced_child(tmp_path: Path, monkeypatch, text: str) -> None:
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "PICKLE_CRASHED", "signal 9"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "PICKLE_CRASHED", "signal 11"),
-        ("sys.exit(3)", "PICKLE_CRASHED", "exit code 3"),
-        ("", "PICKLE_CRASHED", "no answer"),
-        ("open(sys.argv[3], 'w').write('[]')", "PICKLE_CRASHED", "no answer"),
-        ("open(sys.argv[3], 'w').write('x' * 100_000)", "PICKLE_CRASHED", "no answer"),
-        ("os.mkfifo(sys.argv[3])", "PICKLE_CRASHED", "no answer"),
-        ("open(sys.argv[3], 'w').write('{}')", "FILE_MISSING", "missing"),
-        ("open(sys.argv[3], 'w').write('{}'); os.mkfifo(sys.argv[2])", "FILE_NOT_REGULAR", WEIGHTS),
+        ("os._exit(3)", "PICKLE_CRASHED", "exit code 3"),
+        ("os._exit(0)", "PICKLE_CRASHED", "no answer"),
+        ("reason = 'x' * 100_000", "PICKLE_CRASHED", "too long"),
+        ("result, reason = b'R', 'R' * 1000 + '\\n\\0' + 'd' * 1000", "R" * 64, "x00d{299}$"),
+        ("pass", "FILE_MISSING", "missing"),
+        ("os.mkfifo(output)", "FILE_NOT_REGULAR", WEIGHTS),
+        ("os.symlink('/etc/passwd', output)", "FILE_NOT_REGULAR", WEIGHTS),
         ("time.sleep(1000)", "PICKLE_TIMEOUT", "over 0.5 s"),
     ],
 )
-def test_a_child_that_does_not_end_well(tmp_path, monkeypatch, text, reason, detail):
+def test_a_child_that_does_not_end_well(tmp_path, text, reason, detail):
     (tmp_path / "work" / "staged").mkdir(parents=True)
     (tmp_path / "work" / "staged" / BIN).write_bytes(b"x")
-    replaced_child(tmp_path, monkeypatch, text)
-    limits = UnpickleLimits(wall_seconds=0.5 if "sleep" in text else 120)
+    task = other_task(tmp_path, text)
+    task = replace(task, limits=replace(task.limits, wall_seconds=0.5 if "sleep" in text else 120))
     with pytest.raises(InvalidAdapter, match=detail) as caught:
-        convert_pickle(tmp_path / "work" / "staged", LIMITS, limits)
+        convert_pickle(tmp_path / "work" / "staged", LIMITS, task)
     assert caught.value.reason == reason
     assert os.listdir(tmp_path / "work") == ["staged"]
+    assert os.listdir(tmp_path / "work" / "staged") == [BIN]
 
 
-def test_the_child_inherits_no_secret_and_no_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cr3t")
+def test_the_child_may_take_more_for_a_larger_file(tmp_path):
+    (tmp_path / "staged").mkdir()
+    text = "import resource as r; result, reason = b'R', f'SEEN\\n{r.getrlimit(r.RLIMIT_FSIZE)[0]}'"
+    for num_bytes in (1, 1000):
+        (tmp_path / "staged" / BIN).write_bytes(b"x" * num_bytes)
+        with pytest.raises(InvalidAdapter, match=str((16 << 20) + num_bytes)) as caught:
+            convert_pickle(tmp_path / "staged", LIMITS, other_task(tmp_path, text))
+        assert caught.value.reason == "SEEN"
+
+
+def test_the_child_has_nothing_of_ours(tmp_path):
+    """Neither a secret, nor a file, nor a module."""
     (tmp_path / "staged").mkdir()
     (tmp_path / "staged" / BIN).write_bytes(b"x")
-    seen = "' '.join([*os.environ, *os.listdir('/proc/self/fd')])"
-    text = f'open(sys.argv[3], \'w\').write(\'{{"reason": "SEEN", "detail": "\' + {seen} + \'"}}\')'
-    replaced_child(tmp_path, monkeypatch, text)
-    with pytest.raises(InvalidAdapter) as caught:
-        convert_pickle(tmp_path / "staged", LIMITS)
-    *names, _, _, _, last = caught.value.message.split(": ")[1].split()
-    assert sorted(name for name in names if not name.isdigit()) == [
-        "LC_ALL",
-        "OMP_NUM_THREADS",
-        "PATH",
-    ]
-    assert int(last) <= 5
+    ours = ["contract", "servicekit", "adapter_store", "inference_svc", "loadout"]
+    text = f"result, reason = b'R', 'SEEN\\n' + str({{*{ours}}} & {{*sys.modules}})"
+    with pytest.raises(InvalidAdapter, match=r"set\(\)") as caught:
+        convert_pickle(tmp_path / "staged", LIMITS, other_task(tmp_path, text))
+    assert caught.value.reason == "SEEN"
 
 
-def test_a_stopping_store_ends_the_child(tmp_path, monkeypatch):
+def test_a_stopping_store_ends_the_child(tmp_path):
     (tmp_path / "staged").mkdir()
     (tmp_path / "staged" / BIN).write_bytes(b"x")
-    replaced_child(tmp_path, monkeypatch, "time.sleep(1000)")
     asked = threading.Event()
 
     def check_cancelled() -> None:
         asked.set()
         raise Draining("stopping")
 
+    task = other_task(tmp_path, "time.sleep(1000)")
     with pytest.raises(Draining):
-        convert_pickle(tmp_path / "staged", LIMITS, check_cancelled=check_cancelled)
+        convert_pickle(tmp_path / "staged", LIMITS, task, check_cancelled)
     assert asked.is_set()
 
 

@@ -12,7 +12,7 @@ import pytest
 from inference_svc.errors import AdapterUnusable, TemplateTimeout
 from inference_svc.text.prompt import Chat, ChatMessage
 from inference_svc.text.template_process import NUM_CHILDREN, TemplateProcesses
-from inference_svc.text.template_process.__main__ import MAX_TEMPLATES, Templates
+from inference_svc.text.template_process.task import MAX_TEMPLATES, Templates
 from servicekit.errors import InvalidArgument, ServiceError
 from tests.support.models.templates import ENDLESS, REFUSED
 from tests.support.models.tokenizers import CHAT_TEMPLATE
@@ -111,7 +111,7 @@ def test_what_is_no_template_is_the_adapters_fault(
 def test_a_template_sees_no_environment_and_writes_no_file(processes: TemplateProcesses) -> None:
     check_works(processes)
     for child in children_of(processes):
-        assert set(child.environ()) <= {"PATH", "LC_ALL", "LC_CTYPE"}
+        assert set(child.environ()) <= {"PATH", "LC_ALL", "LC_CTYPE", "OMP_NUM_THREADS"}
 
 
 def test_a_child_that_was_ended_is_replaced(processes: TemplateProcesses) -> None:

@@ -1,23 +1,18 @@
-"""Converts pickled weights to safetensors: the program of a sandboxed child process.
+"""Converts pickled weights to safetensors: the task of a sandboxed process.
 
-Run as `python -I .../__main__.py PICKLE OUTPUT RESULT MEMORY_BYTES CPU_SECONDS MAX_ENTRIES`, by
-its path: it imports nothing of ours, so that nothing of ours is in its memory. RESULT gets one JSON
-object: {} or {"reason": ..., "detail": ...}. The limits are set once torch is imported and before
-the first byte of the untrusted file is read.
+A request has `source`, `output` (the file to write) and `max_entries`. The kind of an answer is W,
+written, or R, refused: the reason for programs and, on the next line, the detail for people.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import pickle
-import resource
-import signal
 import struct
-import sys
 import warnings
 import zipfile
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -32,7 +27,6 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 
 
 class Refused(Exception):
@@ -41,26 +35,6 @@ class Refused(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
-
-
-def set_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """Sets the limits from here on, in addition to the use of importing torch."""
-    with open("/proc/self/statm") as file:
-        mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    used_seconds = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
-    for kind, limit in (
-        (resource.RLIMIT_AS, mapped_bytes + memory_bytes),
-        (resource.RLIMIT_FSIZE, file_bytes),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 32),
-    ):
-        resource.setrlimit(kind, (limit, limit))
-    # SIGXCPU at the soft limit, which the parent recognises; SIGKILL at the hard one.
-    cpu_seconds += used_seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def check_archive(path: str, file_bytes: int, max_entries: int) -> None:
@@ -138,13 +112,12 @@ def write(tensors: dict[str, torch.Tensor], path: str) -> None:
             file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def convert(source: str, output: str, memory_bytes: int, cpu_seconds: int, entries: int) -> None:
-    """Writes the tensors of a pickle as safetensors, within these limits. Raises Refused."""
+def convert(source: str, output: str, max_entries: int) -> None:
+    """Writes the tensors of a pickle as safetensors. Raises Refused."""
     with open(source, "rb") as file:
         file_bytes = file.seek(0, 2)
-    set_limits(memory_bytes, cpu_seconds, file_bytes + MAX_PICKLE_BYTES)
     try:
-        check_archive(source, file_bytes, entries)
+        check_archive(source, file_bytes, max_entries)
         tensors = load(source)
         check_tensors(tensors, file_bytes)
         write(tensors, output)
@@ -163,21 +136,14 @@ def _first_line(error: Exception) -> str:
     return ascii(named)[1:300]
 
 
-def main() -> None:
+def answer(request: dict[str, Any]) -> tuple[bytes, str]:
+    """Returns the kind of the answer, and its text."""
     warnings.simplefilter("ignore")
-    source, output, result_path, *numbers = sys.argv[1:]
-    memory_bytes, cpu_seconds, entries = map(int, numbers)
-    result: dict[str, str] = {}
     try:
-        convert(source, output, memory_bytes, cpu_seconds, entries)
+        convert(request["source"], request["output"], request["max_entries"])
     except Refused as refused:
-        result = {"reason": refused.reason, "detail": str(refused)}
+        return b"R", f"{refused.reason}\n{refused}"
     except Exception as error:  # any error that a damaged archive makes the libraries raise
         detail = f"{type(error).__name__}: {_first_line(error)}" if str(error) else ""
-        result = {"reason": "PICKLE_INVALID", "detail": detail}
-    with open(result_path, "x") as file:
-        json.dump(result, file)
-
-
-if __name__ == "__main__":
-    main()
+        return b"R", f"PICKLE_INVALID\n{detail}"
+    return b"W", ""

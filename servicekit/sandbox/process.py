@@ -1,0 +1,212 @@
+"""Starts a process for a task, asks it, ends it, and reports how it failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from servicekit.sandbox.__main__ import LENGTH_BYTES
+
+PROGRAM = Path(__file__).with_name("__main__.py")
+ROOT = Path(__file__).resolve().parents[2]
+"""Where a task finds our packages."""
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
+"""All of its environment: it inherits nothing."""
+READ_BYTES = 1 << 16
+POLL_SECONDS = 0.1
+END_SECONDS = 5.0
+"""How long a process that has closed its pipes may take to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a process. The system enforces all but `wall_seconds`, which its starter does.
+
+    memory_bytes: address space, in addition to the use of loading the task.
+    wall_seconds: how long an answer may take, however busy the machine is.
+    cpu_seconds: time of a processor for all answers together, in addition to loading; None for no
+        limit.
+    file_bytes: the largest file that it may write.
+    open_files: how many files it may have open.
+    includes_loading: memory and processor time are limited in all, with the use of loading.
+    """
+
+    memory_bytes: int
+    wall_seconds: float
+    cpu_seconds: int | None = None
+    file_bytes: int = 0
+    open_files: int = 32
+    includes_loading: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A module that answers requests in a process of its own.
+
+    program: the module's file. Its function `answer` takes a request, a JSON object, and returns
+        the kind of the answer, one byte, and the content, bytes or text. The module is loaded
+        before the limits are set, with all that it imports. An error that `answer` raises ends the
+        process.
+    imports_ours: whether it finds our packages. If not, nothing of ours is in its memory.
+    """
+
+    program: Path
+    limits: Limits
+    imports_ours: bool = True
+
+
+class SandboxFailure(Exception):
+    """The process has not answered, and is of no more use. `is_timeout`: it took too long."""
+
+    def __init__(self, message: str, *, is_timeout: bool = False) -> None:
+        super().__init__(message)
+        self.is_timeout = is_timeout
+
+
+class Answer(NamedTuple):
+    """`kind` is one byte, with the meaning that the task gives it. Nothing in it is trusted."""
+
+    kind: bytes
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
+
+
+def ask_once(
+    task: Task,
+    request: Mapping[str, Any],
+    max_bytes: int,
+    check_cancelled: Callable[[], None] = lambda: None,
+) -> Answer:
+    """Has a process of its own answer one request. Raises as `SandboxProcess.ask`."""
+    process = SandboxProcess(task, ends_with_starter=True)
+    try:
+        return process.ask(request, max_bytes, check_cancelled)
+    finally:
+        process.end()
+
+
+class SandboxProcess:
+    """A process that runs a task, for one thread at a time. It ends with this service at the
+    latest."""
+
+    def __init__(self, task: Task, *, ends_with_starter: bool = False) -> None:
+        """Starts it. With `ends_with_starter` the system ends it at once, even while it answers,
+        when the thread that starts it ends; otherwise it ends after its last answer."""
+        self._limits = task.limits
+        limits = {**asdict(task.limits), "ends_with_starter": ends_with_starter}
+        arguments = [str(task.program), json.dumps(limits), *([str(ROOT)] * task.imports_ours)]
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", str(PROGRAM), *arguments],
+            bufsize=0,
+            cwd="/",
+            env=ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._stdin, self._stdout = self._popen.stdin, self._popen.stdout
+        os.set_blocking(self._stdin.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._popen.poll() is None
+
+    def ask(
+        self,
+        request: Mapping[str, Any],
+        max_bytes: int,
+        check_cancelled: Callable[[], None] = lambda: None,
+    ) -> Answer:
+        """Returns the answer to a request, of at most `max_bytes`. `check_cancelled` is called
+        periodically and may raise. After any error the caller ends the process.
+
+        Raises SandboxFailure."""
+        clock = _Clock(self._limits.wall_seconds, check_cancelled)
+        data = json.dumps(request).encode()
+        self._write(len(data).to_bytes(LENGTH_BYTES, "big") + data, clock)
+        header = self._read(1 + LENGTH_BYTES, clock)
+        num_bytes = int.from_bytes(header[1:], "big")
+        if num_bytes > max_bytes:
+            raise SandboxFailure("its answer is too long")
+        return Answer(header[:1], self._read(num_bytes, clock))
+
+    def end(self) -> None:
+        """Ends it at once, with the processes that it has started."""
+        if self._popen.returncode is None:
+            os.killpg(self._popen.pid, signal.SIGKILL)
+            self._popen.wait()
+        self._stdin.close()
+        self._stdout.close()
+
+    def _write(self, data: bytes, clock: _Clock) -> None:
+        left = memoryview(data)
+        while left:
+            clock.wait(self._stdin.fileno(), select.POLLOUT)
+            try:
+                left = left[os.write(self._stdin.fileno(), left) :]
+            except BrokenPipeError:
+                raise self._failure() from None
+
+    def _read(self, num_bytes: int, clock: _Clock) -> bytes:
+        """Returns exactly so many bytes."""
+        data = bytearray()
+        while len(data) < num_bytes:
+            clock.wait(self._stdout.fileno(), select.POLLIN)
+            found = os.read(self._stdout.fileno(), min(num_bytes - len(data), READ_BYTES))
+            if not found:
+                raise self._failure()
+            data += found
+        return bytes(data)
+
+    def _failure(self) -> SandboxFailure:
+        """Returns why it has closed its pipes."""
+        try:
+            code = self._popen.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = 0
+        if code == -signal.SIGXCPU:
+            return SandboxFailure("more CPU time than it may take", is_timeout=True)
+        if code:
+            return SandboxFailure(f"signal {-code}" if code < 0 else f"exit code {code}")
+        return SandboxFailure("it gave no answer")
+
+
+class _Clock:
+    """The time that one answer may take."""
+
+    def __init__(self, wall_seconds: float, check_cancelled: Callable[[], None]) -> None:
+        self._wall_seconds = wall_seconds
+        self._end_s = time.monotonic() + wall_seconds
+        self._check_cancelled = check_cancelled
+
+    def wait(self, descriptor: int, event: int) -> None:
+        """Waits until a pipe is ready or closed. Raises SandboxFailure."""
+        # Not select, which takes descriptors below 1024 only.
+        poll = select.poll()
+        poll.register(descriptor, event)
+        while True:
+            left_seconds = self._end_s - time.monotonic()
+            if left_seconds <= 0:
+                raise SandboxFailure(f"over {self._wall_seconds:g} s", is_timeout=True)
+            if poll.poll(1000 * min(left_seconds, POLL_SECONDS)):
+                return
+            self._check_cancelled()
