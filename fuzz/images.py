@@ -14,7 +14,7 @@ from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident, Shape
 from inference_svc.adapters.memory.tiers import TableWrite
 from inference_svc.backends.arena import Arena
-from kernels.lora.table import NO_EXPERT
+from kernels.lora.rows import NO_EXPERT
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 MAX_RANK = 64

@@ -27,7 +27,8 @@ from inference_svc.adapters.memory.tiers import (
 )
 from kernels.host_memory import allocate_host, allocate_pinned
 from kernels.lora import LoraTable, OutputVectors, ReplacedWeight, TableRow
-from kernels.lora.table import ABSENT, NO_VECTORS, MixPart
+from kernels.lora.rows import ABSENT, NO_VECTORS
+from kernels.lora.table import MixPart
 from kernels.streams import Event, Streams
 
 COPY_BYTES = 4 << 20

@@ -28,7 +28,7 @@ from inference_svc.backends.arena import Arena
 from inference_svc.errors import TRY_LATER, AdapterUnusable, OutOfDeviceMemory
 from inference_svc.host.device_faults import find_fault
 from inference_svc.model.checkpoint.weights import ModelWeights
-from kernels.lora.table import vector_at
+from kernels.lora.views import vector_at
 from servicekit.errors import Internal, ServiceError
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from inference_svc.engine.control.inspect import Inspect, InspectImage
 from inference_svc.engine.control.life_cycle import LifeCycle
 from inference_svc.engine.control.status import Describe
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.memory_budget import check_budgets, human
+from inference_svc.engine.memory_budget import Budget, check_budgets, human
 from inference_svc.engine.policy.admission import Admission
 from inference_svc.engine.policy.prices import (
     LISTED_OPERATIONS,
@@ -91,9 +91,7 @@ def build_engine(
     """
     if not 0 < config.max_sequences <= config.max_batch_tokens:
         raise ValueError("--max-sequences must be above 0 and at most --max-batch-tokens")
-    # Torch counts the machine's cores, not the ones that this process may use.
-    num_threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
-    torch.set_num_threads(num_threads)
+    num_threads = _set_num_threads(config)
     decoder = load_description(config.model_dir).for_length(config.max_model_len)
     factory = select_backend(config, decoder)
     speed = _speed(config, factory, num_threads)
@@ -101,43 +99,35 @@ def build_engine(
     budget = check_budgets(config, decoder, factory)
     layout = layout_of(config, decoder)
     host = _host_tier(config, has_device_memory=factory.has_device_memory)
-    with hashing_base(config.model_dir, decoder, num_threads) as base:
-        backend = factory.build(config, decoder, layout)
-        layout = layout.with_base(base())
-    layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
+    backend, layout = _load_model(config, decoder, factory, layout, num_threads)
     pace = None
     if not factory.has_device_memory:
         pace = PullPace.where_shared(usable_cpus(), num_threads)
     memory = backend.pull_memory
     puller, residency = _make_residency(config, store, post, layout, memory, host, pace)
     states = make_states(config, backend)
-    shape = decoder.expert_layers
-    routed = None if shape is None else RoutedPages(shape, backend.num_pages, config.page_size)
     scheduler = Scheduler(_limits(config), states, residency, prices_of(decoder))
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
+    routed = _routed_pages(config, decoder, backend)
     runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed)
-    eos_token_ids = frozenset(decoder.eos_token_ids)
-    settler = Settler(scheduler, eos_token_ids, config.max_model_len)
-    times, machine = StepTimes(), machine_name(config.device)
-    life_cycle = LifeCycle(scheduler, runner, residency, post)
-    losses = Losses(config.dtype)
-    describe = Describe(
-        *(scheduler, residency, runner, settler, budget, times, machine), life_cycle, losses
-    )
-    wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)
-    inspect_image = InspectImage(backend, layout)
-    commands = Commands(
-        *(residency, describe, inspect, inspect_image, states.forget_prefixes),
-        *(profiler, life_cycle, losses, wait_s),
-    )
-    sum_checks = SumChecks(layout, residency.device, config.max_added_tokens)
-    admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
+    settler = Settler(scheduler, frozenset(decoder.eos_token_ids), config.max_model_len)
+    times, losses = StepTimes(), Losses(config.dtype)
     engine = Engine(
-        *(scheduler, runner, settler, residency, sum_checks),
-        *(commands, admission, times, losses, wait_s),
+        scheduler=scheduler,
+        runner=runner,
+        settler=settler,
+        residency=residency,
+        sum_checks=SumChecks(layout, residency.device, config.max_added_tokens),
+        commands=_make_commands(
+            config, post, layout, budget, settler, residency, runner, profiler, times, losses
+        ),
+        admission=Admission(scheduler, config.max_queue, config.max_tenant_queue),
+        times=times,
+        losses=losses,
+        adapter_wait_s=config.adapter_wait_s,
     )
     return BuiltEngine(engine, residency, puller, layout, decoder, speed)
 
@@ -153,6 +143,74 @@ def make_states(config: EngineConfig, backend: Backend[Any]) -> States:
         backend.num_states, config.max_sequences, border_tokens, page_size=size, caching=caching
     )
     return States(pages, recurrent)
+
+
+def _set_num_threads(config: EngineConfig) -> int:
+    """Sets and returns how many threads compute."""
+    # Torch counts the machine's cores, not the ones that this process may use.
+    num_threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def _load_model(
+    config: EngineConfig,
+    decoder: Decoder,
+    factory: BackendFactory,
+    layout: ModelLayout,
+    num_threads: int,
+) -> tuple[Backend[Any], ModelLayout]:
+    """Returns the backend with the model's weights, and the layout with all that the store gets."""
+    with hashing_base(config.model_dir, decoder, num_threads) as base:
+        backend = factory.build(config, decoder, layout)
+        layout = layout.with_base(base())
+    return backend, layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
+
+
+def _routed_pages(
+    config: EngineConfig, decoder: Decoder, backend: Backend[Any]
+) -> RoutedPages | None:
+    """Returns None for a model without experts."""
+    shape = decoder.expert_layers
+    return None if shape is None else RoutedPages(shape, backend.num_pages, config.page_size)
+
+
+def _make_commands(
+    config: EngineConfig,
+    post: Callable[[Restored], None],
+    layout: ModelLayout,
+    budget: Budget,
+    settler: Settler,
+    residency: Residency,
+    runner: Runner,
+    profiler: StepProfiler,
+    times: StepTimes,
+    losses: Losses,
+) -> Commands:
+    scheduler = settler.scheduler
+    life_cycle = LifeCycle(scheduler, runner, residency, post)
+    describe = Describe(
+        scheduler=scheduler,
+        residency=residency,
+        runner=runner,
+        settler=settler,
+        budget=budget,
+        times=times,
+        machine=machine_name(config.device),
+        life_cycle=life_cycle,
+        losses=losses,
+    )
+    return Commands(
+        residency=residency,
+        describe=describe,
+        inspect=Inspect(scheduler, residency, config.device),
+        inspect_image=InspectImage(runner.backend, layout),
+        forget_prefixes=scheduler.states.forget_prefixes,
+        profiler=profiler,
+        life_cycle=life_cycle,
+        losses=losses,
+        adapter_wait_s=config.adapter_wait_s,
+    )
 
 
 def _speed(config: EngineConfig, factory: BackendFactory, num_threads: int) -> Speed:
@@ -175,7 +233,9 @@ def _make_residency(
     largest = layout.largest_image(config.max_lora_rank, config.lora_targets)
     logger.info(
         "the largest adapter of --max-rank %d takes %s, and --adapter-memory is %s",
-        *(config.max_lora_rank, human(largest.num_bytes), human(config.arena_bytes)),
+        config.max_lora_rank,
+        human(largest.num_bytes),
+        human(config.arena_bytes),
         extra={"largest_bytes": largest.num_bytes, "arena_bytes": config.arena_bytes},
     )
     slots = Slots(config.arena_bytes, config.max_loras, largest, config.tenant_share)

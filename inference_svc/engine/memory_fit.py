@@ -84,7 +84,9 @@ class _Fit:
         if arena_bytes < largest_bytes and settings.store:
             logger.warning(
                 "--adapter-memory %s: an adapter of --max-rank %d may take %s, and is refused",
-                *(human(arena_bytes), settings.max_rank, human(largest_bytes)),
+                human(arena_bytes),
+                settings.max_rank,
+                human(largest_bytes),
             )
         host_bytes = self._host_bytes(arena_bytes)
         if settings.host_memory is not None:

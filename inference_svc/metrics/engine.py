@@ -143,7 +143,9 @@ def snapshot_gateway_metrics(snapshot: Snapshot, max_loras: int) -> Iterator[Met
     # Here and not where the snapshot is taken: on the event loop all calls wait.
     names = {digest: _short_names(found) for digest, found in snapshot.names.items()}
     return gateway_metrics(
-        *(snapshot.status, snapshot.residents, names),
+        snapshot.status,
+        snapshot.residents,
+        names,
         max_loras=max_loras,
         taken_time_s=snapshot.taken_time_s,
     )

@@ -77,7 +77,11 @@ def attention(
         Member("self_attn.v_proj", kv_size),
     )
     qkv = Projection(
-        *("qkv", members, hidden_size, qkv_bias, "self_attn.qkv_proj"),
+        "qkv",
+        members,
+        hidden_size,
+        has_bias=qkv_bias,
+        fused="self_attn.qkv_proj",
         is_stored_fused=is_stored_fused,
     )
     out = Projection("o", (Member("self_attn.o_proj", hidden_size),), q_size, out_bias)
@@ -115,7 +119,11 @@ def dense(
     hidden_size, size = config.positive("hidden_size"), size or config.positive("intermediate_size")
     members = (Member(f"{module}.gate_proj", size), Member(f"{module}.up_proj", size))
     gate_up = Projection(
-        *("gate_up", members, hidden_size, has_bias, f"{module}.gate_up_proj"),
+        "gate_up",
+        members,
+        hidden_size,
+        has_bias=has_bias,
+        fused=f"{module}.gate_up_proj",
         is_stored_fused=is_stored_fused,
     )
     down = Projection("down", (Member(f"{module}.down_proj", hidden_size),), size, has_bias)
@@ -170,12 +178,23 @@ def experts(
         router,
         config.activation() if activation is None else activation,
         ExpertsProjection(
-            *("experts.gate_up", (gate, up), hidden_size, count, f"{module}.gate_up_proj"),
-            *(has_bias, is_transposed, is_interleaved),
+            "experts.gate_up",
+            (gate, up),
+            hidden_size,
+            count,
+            parameter=f"{module}.gate_up_proj",
+            has_bias=has_bias,
+            is_transposed=is_transposed,
+            is_interleaved=is_interleaved,
         ),
         ExpertsProjection(
-            *("experts.down", (down,), size, count, f"{module}.down_proj"),
-            *(has_bias, is_transposed),
+            "experts.down",
+            (down,),
+            size,
+            count,
+            parameter=f"{module}.down_proj",
+            has_bias=has_bias,
+            is_transposed=is_transposed,
         ),
         **changes,
     )

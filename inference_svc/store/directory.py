@@ -204,7 +204,11 @@ class Directory:
             raise
         label = ref.digest or f"{record.name}@{record.version}"
         return Binding(
-            *(label, tenant, record.digest, record.rank, record.create_time_s),
+            label,
+            tenant,
+            record.digest,
+            record.rank,
+            create_time_s=record.create_time_s,
             invocation_tokens=record.invocation_tokens,
             added_tokens=record.added_tokens,
             tokenizer_digest=record.tokenizer_digest,

@@ -130,7 +130,13 @@ def rotate_and_store(
 
         compute = triton_ops.rotate_and_store
     compute(
-        *(qkv, cache, layer, cells, cos, sin, norms),
+        qkv,
+        cache,
+        layer,
+        cells,
+        cos,
+        sin,
+        norms,
         num_heads=num_heads,
         is_interleaved=is_interleaved,
         q_scale=q_scale,

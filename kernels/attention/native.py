@@ -16,7 +16,7 @@ from kernels.attention.kv_cache import KVCache
 from kernels.attention.native_memory import AttentionScratch, AttentionShape, WorkItem
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.reference import NO_NORMS, HeadNorms
-from kernels.native.library import Library, NativeOp, dtype_name, load
+from kernels.native.library import Library, NativeOp, dtype_name, load, pointer
 
 
 class _KvLayer(ctypes.Structure):
@@ -256,8 +256,8 @@ def rope_and_store_op(
         qkv.stride(0),
         num_heads,
         0 if cos is None else cos.shape[1],
-        _pointer(cos),
-        _pointer(sin),
+        pointer(cos),
+        pointer(sin),
         is_interleaved,
         min(stored, num_kv_heads),
         stored > num_kv_heads,
@@ -265,18 +265,13 @@ def rope_and_store_op(
         _head_norm(norms.k, qkv.dtype, num_kv_heads, cache.head_dim),
         _head_norm(norms.v, qkv.dtype, num_kv_heads, cache.head_dim),
         norms.are_rotated,
-        _pointer(q_scale),
+        pointer(q_scale),
         rows.cells.data_ptr(),
         rows.num_tokens.data_ptr(),
         norms.eps,
     )
     keep = (qkv, cache, cos, sin, rows, norms, q_scale)
     return NativeOp("rope_and_store_" + dtype_name(qkv.dtype), args, keep)
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    assert tensor is None or tensor.is_contiguous()
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _head_norm(
@@ -287,7 +282,7 @@ def _head_norm(
     size, stride = weight.shape[-1], weight.stride(0) if weight.dim() > 1 else 0
     assert size in (head_dim, num_heads * head_dim)
     assert weight.dtype in (dtype, torch.float32)
-    return _HeadNorm(_pointer(weight), size, stride, weight.dtype != dtype)
+    return _HeadNorm(pointer(weight), size, stride, weight.dtype != dtype)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -376,7 +371,7 @@ class NativeAttention:
             -(-scratch.threads.data_ptr() // 64) * 64,
             shape.thread_bytes,
             scratch.max_threads,
-            _pointer(sinks),
+            pointer(sinks),
             scale,
             softcap or 0.0,
         )

@@ -108,7 +108,11 @@ def add_rms_norm(
 
         compute = triton_ops.add_rms_norm
     return compute(
-        *(hidden, delta, weight, eps, rows),
+        hidden,
+        delta,
+        weight,
+        eps,
+        rows,
         delta_scale=delta_scale,
         sum_scale=sum_scale,
         is_centred=is_centred,

@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels.native.library import NativeOp, dtype_name
+from kernels.native.library import NativeOp, dtype_name, pointer
 
 
 class _GatherArgs(ctypes.Structure):
@@ -80,8 +80,13 @@ def gather_op(source: Tensor, out: Tensor, rows: Tensor, count: Tensor) -> Nativ
     _check_rows(out.shape[1], out.dtype, source)
     assert rows.dtype == torch.int64
     args = _GatherArgs(
-        *(source.data_ptr(), out.data_ptr(), rows.data_ptr(), count.data_ptr(), out.shape[1]),
-        *(source.stride(0), len(source) - 1),
+        source=source.data_ptr(),
+        out=out.data_ptr(),
+        rows=rows.data_ptr(),
+        count=count.data_ptr(),
+        size=out.shape[1],
+        source_stride=source.stride(0),
+        last_row=len(source) - 1,
     )
     return NativeOp("gather_" + dtype_name(out.dtype), args, (source, out, rows, count))
 
@@ -112,8 +117,8 @@ def rms_norm_op(
     assert weight is None or weight.dtype == (torch.float32 if is_wide else hidden.dtype)
     args = _RmsNormArgs(
         hidden.data_ptr(),
-        None if delta is None else delta.data_ptr(),
-        None if weight is None else weight.data_ptr(),
+        pointer(delta),
+        pointer(weight),
         out.data_ptr(),
         count.data_ptr(),
         rows_per_count,
@@ -161,8 +166,13 @@ def _gated_args(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> _G
     _check(num_tokens, out)
     _check_rows(out.shape[1], out.dtype, gate, up)
     return _GatedArgs(
-        *(gate.data_ptr(), up.data_ptr(), out.data_ptr(), num_tokens.data_ptr(), out.shape[1]),
-        *(gate.stride(0), up.stride(0)),
+        gate=gate.data_ptr(),
+        up=up.data_ptr(),
+        out=out.data_ptr(),
+        num_tokens=num_tokens.data_ptr(),
+        size=out.shape[1],
+        gate_stride=gate.stride(0),
+        up_stride=up.stride(0),
     )
 
 

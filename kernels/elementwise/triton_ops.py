@@ -30,7 +30,11 @@ def add_rms_norm(
     if weight is None:
         # Nothing is launched of ours: torch's own kernels round as the definition says.
         return reference.add_rms_norm(
-            *(hidden, delta, None, eps, rows),
+            hidden,
+            delta,
+            None,
+            eps,
+            rows,
             delta_scale=delta_scale,
             sum_scale=sum_scale,
             addend=addend,

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.experts.reference import MAX_EXPERTS, Choice, Pairs, Scoring, padded_rows
 from kernels.linear.native import LinearArgs, linear_args
 from kernels.linear.pack import PackedLinear
-from kernels.native.library import NativeOp, dtype_name
+from kernels.native.library import NativeOp, dtype_name, pointer
 
 
 class _RouteArgs(ctypes.Structure):
@@ -140,11 +140,19 @@ def route_op(
     for vector in (bias, expert_scales):
         assert vector is None or (vector.dtype == torch.float32 and vector.is_contiguous())
     args = _RouteArgs(
-        logits.data_ptr(),
-        *(None if each is None else each.data_ptr() for each in (bias, expert_scales)),
-        *(out.experts.data_ptr(), out.weights.data_ptr(), count.data_ptr()),
-        *(out.num_experts, choice.num_chosen, choice.num_groups, choice.num_chosen_groups),
-        *(_SCORINGS.index(choice.scoring), choice.normalised, choice.scale),
+        logits=logits.data_ptr(),
+        bias=pointer(bias),
+        expert_scales=pointer(expert_scales),
+        experts=out.experts.data_ptr(),
+        weights=out.weights.data_ptr(),
+        count=count.data_ptr(),
+        num_experts=out.num_experts,
+        num_chosen=choice.num_chosen,
+        num_groups=choice.num_groups,
+        num_chosen_groups=choice.num_chosen_groups,
+        scoring=_SCORINGS.index(choice.scoring),
+        is_normalised=choice.normalised,
+        scale=choice.scale,
     )
     return NativeOp("route", args, (logits, out, count, bias, expert_scales))
 
@@ -154,8 +162,14 @@ def sort_pairs_op(out: PairsBuffer, count: Tensor) -> NativeOp:
     out.experts [T, num_chosen]."""
     tokens, starts, rows = out.pairs
     args = _SortPairsArgs(
-        *(out.experts.data_ptr(), tokens.data_ptr(), starts.data_ptr(), rows.data_ptr()),
-        *(out.num_pairs.data_ptr(), count.data_ptr(), out.num_experts, rows.shape[1]),
+        experts=out.experts.data_ptr(),
+        tokens=tokens.data_ptr(),
+        starts=starts.data_ptr(),
+        rows=rows.data_ptr(),
+        num_pairs=out.num_pairs.data_ptr(),
+        count=count.data_ptr(),
+        num_experts=out.num_experts,
+        num_chosen=rows.shape[1],
     )
     return NativeOp("sort_pairs", args, (out, count))
 
@@ -207,9 +221,15 @@ def combine_op(
     assert shared_logits is None or shared_logits.dtype == torch.float32
     rows = routing.pairs.rows
     args = _CombineArgs(
-        *(x.data_ptr(), rows.data_ptr(), routing.weights.data_ptr()),
-        *(None if each is None else each.data_ptr() for each in (shared, shared_logits)),
-        *(out.data_ptr(), count.data_ptr(), x.shape[1], rows.shape[1]),
+        x=x.data_ptr(),
+        rows=rows.data_ptr(),
+        weights=routing.weights.data_ptr(),
+        shared=pointer(shared),
+        shared_logits=pointer(shared_logits),
+        out=out.data_ptr(),
+        count=count.data_ptr(),
+        size=x.shape[1],
+        num_chosen=rows.shape[1],
     )
     keep = (x, routing, out, count, shared, shared_logits)
     return NativeOp(f"combine_{dtype_name(x.dtype)}", args, keep)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.pack import PackedLinear
-from kernels.native.library import Library, NativeOp, dtype_name
+from kernels.native.library import Library, NativeOp, dtype_name, pointer
 
 
 class LinearArgs(ctypes.Structure):
@@ -56,7 +56,7 @@ def linear_args(x: Tensor, packed: PackedLinear, out: Tensor) -> LinearArgs:
     return LinearArgs(
         x.data_ptr(),
         packed.weights.data_ptr(),
-        None if packed.bias is None else packed.bias.data_ptr(),
+        pointer(packed.bias),
         out.data_ptr(),
         None,
         x.stride(0),

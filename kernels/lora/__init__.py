@@ -8,10 +8,12 @@ native          LoRA in C++, as operations of a program over a plan that is refi
 pair_plan       plans of pairs of tokens and experts, which are known on the device alone
 plan            which tokens of one step use which slot, and which expert
 reference       the definition: plain torch, fp32, a loop over tokens and targets
+rows            rows of the table on the host: which numbers each target of an adapter has
 table           where each adapter's A and B lie in the arena
 triton_kernels  the Triton kernels: shrink or gather to the rank, then expand to the outputs
 triton_outputs  their parts that change a block of outputs
 triton_ops      their launches; grids follow from the plan's sizes alone
+views           an adapter's values as tensors, views into the arena
 """
 
 from __future__ import annotations
@@ -24,14 +26,8 @@ from kernels.experts.reference import Pairs
 from . import cpu, pair_plan
 from .pair_plan import TokenOrder
 from .plan import BASE_SLOT, LoraGroup, LoraPlan, LoraSegment
-from .table import (
-    GRANULE_BYTES,
-    LoraTable,
-    OutputVectors,
-    ReplacedWeight,
-    TableEntry,
-    TableRow,
-)
+from .rows import GRANULE_BYTES, OutputVectors, ReplacedWeight, TableEntry, TableRow
+from .table import LoraTable
 
 __all__ = [
     "BASE_SLOT",

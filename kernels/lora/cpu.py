@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 
 from .plan import LoraGroup, LoraPlan, LoraSegment
-from .table import LoraTable, TargetWeights
+from .table import LoraTable
+from .views import TargetWeights
 
 MAX_SHORT_TOKENS = 5
 """16-bit segments up to here go row by row: the measured break-even against one oneDNN product."""

@@ -19,7 +19,8 @@ from torch import Tensor
 from kernels.native.library import Library, NativeOp, dtype_name
 
 from .plan import BASE_SLOT, TILE_TOKENS, LoraGroup, LoraPlan
-from .table import MAX_PARTS, NO_EXPERT, LoraTable
+from .rows import NO_EXPERT
+from .table import MAX_PARTS, LoraTable
 
 MAX_TARGETS = 8
 """Most targets of a group."""
@@ -192,9 +193,14 @@ class NativeLoraPlan:
         assert len(pair_tokens) <= self.max_tokens
         assert (self._mixes is None) == (token_plan._mixes is None)
         args = _PairsArgs(
-            *(token_plan.slots.ctypes.data, pair_tokens.data_ptr(), starts.data_ptr()),
-            *(self._items.ctypes.data, self._num_items.ctypes.data, self.tokens.ctypes.data),
-            *(self._keys.ctypes.data, None, len(starts) - 1, 0),
+            token_slots=token_plan.slots.ctypes.data,
+            tokens=pair_tokens.data_ptr(),
+            starts=starts.data_ptr(),
+            items=self._items.ctypes.data,
+            num_items=self._num_items.ctypes.data,
+            order=self.tokens.ctypes.data,
+            keys=self._keys.ctypes.data,
+            num_experts=len(starts) - 1,
         )
         if self._mixes is not None:
             args.num_parts = token_plan.num_parts.ctypes.data

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from kernels import tuning
 
-from .table import NO_EXPERT, LoraTable
+from .rows import NO_EXPERT
+from .table import LoraTable
 
 IntArray = NDArray[np.int64]
 

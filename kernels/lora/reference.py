@@ -19,7 +19,9 @@ from dataclasses import replace
 import torch
 
 from .plan import BASE_SLOT, LoraGroup, LoraPlan
-from .table import LoraTable, OutputVectors, Place, VectorValues, vectors_at
+from .rows import OutputVectors
+from .table import LoraTable
+from .views import Place, VectorValues, vectors_at
 
 
 def add_lora(

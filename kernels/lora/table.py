@@ -25,54 +25,25 @@ import torch
 
 from kernels.streams import Stream, Streams
 
-GRANULE_BYTES = 256
+from .rows import (
+    ABSENT,
+    GRANULE_BYTES,
+    INDEX_BYTES,
+    NO_ADAPTER,
+    NO_EXPERT,
+    OutputVectors,
+    ReplacedWeight,
+    TableEntry,
+    TableRow,
+)
+from .views import Place, TargetWeights, vectors_at
+
 NUM_FIELDS = 8
 """Numbers of a target in a row: granules of A and B, ranks of A and B, bits of the scale, and the
 granules of magnitude, bias and base bias, each plus 1, or 0 if there is none."""
 NUM_WEIGHT_FIELDS = 4
 """Numbers of a base weight in a row: the granules of the whole weight, of row ids and of rows, each
 plus 1, or 0 if there is none, and the number of rows."""
-ABSENT = -1
-"""Granule of a matrix or vector that the adapter does not have."""
-
-NO_EXPERT = -1
-"""Expert of a target that is not a mixture."""
-INDEX_FIELDS = 4
-INDEX_BYTES = 4 * INDEX_FIELDS
-"""Bytes of an expert in an index."""
-
-
-class OutputVectors(NamedTuple):
-    """Granules of vectors over the outputs of one target of one adapter; see `reference.add_lora`.
-
-    `magnitude` (DoRA's, divided by the norms of the rows that it scales) and `bias` are fp32
-    `[out]`. `base_bias`, which replaces the base's bias, is of the arena's dtype.
-    """
-
-    magnitude: int = ABSENT
-    bias: int = ABSENT
-    base_bias: int = ABSENT
-
-
-NO_VECTORS = OutputVectors()
-_SCALING = [OutputVectors._fields.index(name) for name in ("magnitude", "base_bias")]
-"""The vectors that change the base's outputs, and do not only add to them."""
-
-
-class ReplacedWeight(NamedTuple):
-    """A base weight that one adapter replaces in part or as a whole: an embedding, the head, or a
-    norm's weight. `weight` is its index in the table; the other fields are granules.
-
-    `full` is the whole weight, `[rows, features]` or `[features]`. `row_ids` are int32
-    `[num_rows]`, ascending; `rows` `[num_rows, features]` replaces these rows. All except the ids
-    are of the arena's dtype.
-    """
-
-    weight: int
-    full: int = ABSENT
-    row_ids: int = ABSENT
-    rows: int = ABSENT
-    num_rows: int = 0
 
 
 MAX_PARTS = 8
@@ -84,193 +55,6 @@ class MixPart(NamedTuple):
 
     slot: int
     scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class TableEntry:
-    """One target of one adapter.
-
-    A is `[a_rank, in_features]` row-major at byte `a_granule * 256` of the arena (an embedding's A
-    is `[in_features, a_rank]`, one row per token id); B is `[rank, out_features]` at
-    `b_granule * 256`. None: A's rank is B's. Of `num_experts` experts these are segments that begin
-    with an index, each expert's matrices are of such shapes, and the ranks are the highest.
-    """
-
-    target: int
-    a_granule: int
-    b_granule: int
-    rank: int
-    in_features: int
-    out_features: int
-    scale: float = 1.0
-    is_embedding: bool = False
-    a_rank: int | None = None
-    num_experts: int = 0
-    vectors: OutputVectors = NO_VECTORS
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class TableRow:
-    """All targets of one adapter, in ascending order, as arrays [n]: see TableEntry.
-
-    Integers are int64, `scales` fp32, `is_embedding` bool. `max_rank` is B's. `vectors` are
-    granules [n, 3], in the order of OutputVectors.
-    """
-
-    targets: np.ndarray
-    a_granules: np.ndarray
-    b_granules: np.ndarray
-    a_ranks: np.ndarray
-    b_ranks: np.ndarray
-    in_features: np.ndarray
-    out_features: np.ndarray
-    scales: np.ndarray
-    is_embedding: np.ndarray
-    num_experts: np.ndarray
-    vectors: np.ndarray
-    replaced: tuple[ReplacedWeight, ...] = ()
-    target_set: frozenset[int] = field(init=False)
-    weight_set: frozenset[int] = field(init=False)
-    max_rank: int = field(init=False)
-    scaled_set: frozenset[int] = field(init=False)
-    """Targets whose outputs of the base it scales, or gives another bias."""
-    has_vectors: bool = field(init=False)
-    has_rows: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "target_set", frozenset(self.targets.tolist()))
-        object.__setattr__(self, "weight_set", frozenset(each.weight for each in self.replaced))
-        object.__setattr__(self, "max_rank", int(self.b_ranks.max(initial=0)))
-        present = self.vectors != ABSENT
-        object.__setattr__(self, "has_vectors", bool(present.any()))
-        scales = present[:, _SCALING].any(axis=1)
-        object.__setattr__(self, "scaled_set", frozenset(self.targets[scales].tolist()))
-        object.__setattr__(self, "has_rows", any(each.num_rows for each in self.replaced))
-        assert len(self.target_set) == len(self.targets), "a target appears twice"
-        assert len(self.weight_set) == len(self.replaced), "a weight appears twice"
-
-    @property
-    def replaces(self) -> bool:
-        """Returns whether it changes the base's outputs, and does not only add to them."""
-        return bool(self.scaled_set or self.replaced)
-
-    @classmethod
-    def of(cls, entries: Sequence[TableEntry], replaced: Sequence[ReplacedWeight] = ()) -> TableRow:
-        entries = sorted(entries, key=lambda entry: entry.target)
-        a_ranks = [entry.rank if entry.a_rank is None else entry.a_rank for entry in entries]
-        return cls(
-            np.array([entry.target for entry in entries], dtype=np.int64),
-            np.array([entry.a_granule for entry in entries], dtype=np.int64),
-            np.array([entry.b_granule for entry in entries], dtype=np.int64),
-            np.array(a_ranks, dtype=np.int64),
-            np.array([entry.rank for entry in entries], dtype=np.int64),
-            np.array([entry.in_features for entry in entries], dtype=np.int64),
-            np.array([entry.out_features for entry in entries], dtype=np.int64),
-            np.array([entry.scale for entry in entries], dtype=np.float32),
-            np.array([entry.is_embedding for entry in entries], dtype=np.bool_),
-            np.array([entry.num_experts for entry in entries], dtype=np.int64),
-            np.array([entry.vectors for entry in entries], dtype=np.int64).reshape(-1, 3),
-            tuple(replaced),
-        )
-
-    def with_others(
-        self,
-        vectors: Mapping[int, OutputVectors],
-        sizes: Mapping[int, tuple[int, int]],
-        replaced: tuple[ReplacedWeight, ...],
-    ) -> TableRow:
-        """Returns the row of an adapter that has these vectors, too, by target, and weights.
-        Targets that it has nothing else of join it; `sizes` are their inputs and outputs."""
-        missing = sorted(vectors.keys() - self.target_set)
-        order = np.argsort(np.concatenate((self.targets, np.array(missing, dtype=np.int64))))
-        joining = np.array([sizes[target] for target in missing], dtype=np.int64).reshape(-1, 2)
-
-        def joined(values: np.ndarray, more: np.ndarray | None = None) -> np.ndarray:
-            zeros = np.zeros((len(missing), *values.shape[1:]), dtype=values.dtype)
-            return np.concatenate((values, zeros if more is None else more))[order]
-
-        targets = joined(self.targets, np.array(missing, dtype=np.int64))
-        granules = joined(self.vectors, np.full((len(missing), 3), ABSENT, dtype=np.int64))
-        for place, target in enumerate(targets.tolist()):
-            if target in vectors:
-                granules[place] = vectors[target]
-        return TableRow(
-            targets,
-            *(joined(self.a_granules), joined(self.b_granules)),
-            *(joined(self.a_ranks), joined(self.b_ranks)),
-            joined(self.in_features, joining[:, 0]),
-            joined(self.out_features, joining[:, 1]),
-            *(joined(self.scales), joined(self.is_embedding), joined(self.num_experts)),
-            granules,
-            replaced,
-        )
-
-
-NO_ADAPTER = TableRow.of([])
-
-
-class Place(NamedTuple):
-    """An A or B of one target of one adapter: where it starts, and its rank."""
-
-    granule: int
-    rank: int
-    scale: float = 1.0
-
-    def of_expert(self, arena: torch.Tensor, expert: int) -> Place:
-        """Returns the place of one expert's matrix, if this is a segment of a mixture. arena:
-        [arena_bytes // itemsize].
-        """
-        if self.rank == 0:  # of all of them, or there is no segment
-            return self
-        start = self.granule * (GRANULE_BYTES // arena.itemsize)
-        end = start + (expert + 1) * (INDEX_BYTES // arena.itemsize)
-        granule, rank, scale_bits = arena[start:end].view(torch.int32)[-INDEX_FIELDS:-1]
-        return Place(self.granule + int(granule), int(rank), float(scale_bits.view(torch.float32)))
-
-    def matrix(
-        self, arena: torch.Tensor, num_features: int, *, transposed: bool = False
-    ) -> torch.Tensor:
-        """Returns a view of its values, `[rank, num_features]` or the transpose."""
-        start = self.granule * (GRANULE_BYTES // arena.itemsize)
-        shape = (num_features, self.rank) if transposed else (self.rank, num_features)
-        return arena[start : start + self.rank * num_features].view(shape)
-
-
-class VectorValues(NamedTuple):
-    """The values of OutputVectors, each `[out]`, or None if there is none."""
-
-    magnitude: torch.Tensor | None
-    bias: torch.Tensor | None
-    base_bias: torch.Tensor | None
-
-    def of_base(self, out: torch.Tensor, base_bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns the replacement of the base's outputs, fp32 `[..., out]`, which contain this
-        bias: m * (out - b) + b' of `reference.add_lora`."""
-        if self.magnitude is None and self.base_bias is None:
-            return out
-        old = out.new_zeros(()) if base_bias is None else base_bias.float()
-        scaled = out - old if self.magnitude is None else (out - old) * self.magnitude
-        return scaled + (old if self.base_bias is None else self.base_bias.float())
-
-    def of_added(self, products: torch.Tensor, scale: float) -> torch.Tensor:
-        """Returns the sum to add, from the products with A and B, fp32 `[..., out]`:
-        scale * (m * products + c)."""
-        if self.magnitude is not None:
-            products = products * self.magnitude
-        return scale * (products if self.bias is None else products + self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class TargetWeights:
-    """Views into the arena, made when first used: `a` is `[a_rank, in]`, for an embedding
-    `[vocab, a_rank]`; `b` is `[b_rank, out]`."""
-
-    a: torch.Tensor
-    a_t: torch.Tensor
-    b: torch.Tensor
-    b_t: torch.Tensor
-    scale: float
-    vectors: VectorValues | None = None
 
 
 def workspace_rank(max_rank: int, shrink: Mapping[str, int], expand: Mapping[str, int]) -> int:
@@ -529,32 +313,10 @@ class LoraTable:
         scale = float(adapter.scales[index]) * b.scale
         vectors = OutputVectors(*adapter.vectors[index].tolist())
         return TargetWeights(
-            *(a_values, a_values.t(), b_values, b_values.t(), scale),
-            vectors_at(self.arena, vectors, num_out),
+            a=a_values,
+            a_t=a_values.t(),
+            b=b_values,
+            b_t=b_values.t(),
+            scale=scale,
+            vectors=vectors_at(self.arena, vectors, num_out),
         )
-
-
-def vectors_at(arena: torch.Tensor, vectors: OutputVectors, size: int) -> VectorValues | None:
-    """Returns views of a target's vectors, None if it has none. arena: [arena_bytes // itemsize];
-    views: [size], float32 or, for the base's bias, of the arena's dtype.
-    """
-    if vectors == NO_VECTORS:
-        return None
-    return VectorValues(
-        vector_at(arena, vectors.magnitude, size, torch.float32),
-        vector_at(arena, vectors.bias, size, torch.float32),
-        vector_at(arena, vectors.base_bias, size),
-    )
-
-
-def vector_at(
-    arena: torch.Tensor, granule: int, size: int, dtype: torch.dtype | None = None
-) -> torch.Tensor | None:
-    """Returns a view [size] of `dtype`, or of the arena's dtype; None for an absent granule. arena:
-    [arena_bytes // itemsize].
-    """
-    if granule == ABSENT:
-        return None
-    dtype = dtype or arena.dtype
-    start = granule * GRANULE_BYTES
-    return arena.view(torch.uint8)[start : start + size * dtype.itemsize].view(dtype)

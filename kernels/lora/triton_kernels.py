@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from .plan import ITEM_NOTHING, ITEM_ROWS, ITEM_TILE, ROWS_TOKENS, TILE_TOKENS
-from .table import INDEX_FIELDS
+from .rows import INDEX_FIELDS
 from .triton_outputs import FIELDS, has_base_bias, load_base, plus_product, product
 
 NOTHING = tl.constexpr(ITEM_NOTHING)

@@ -14,7 +14,8 @@ from kernels.experts import Pairs
 from . import triton_kernels as kernels
 from .pair_plan import TokenOrder, max_items
 from .plan import ROWS_TOKENS, TILE_TOKENS, LoraGroup, LoraPlan
-from .table import GRANULE_BYTES, MAX_PARTS, LoraTable, workspace_rank
+from .rows import GRANULE_BYTES
+from .table import MAX_PARTS, LoraTable, workspace_rank
 
 
 def add_lora(

@@ -39,6 +39,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return {torch.float32: "float", torch.bfloat16: "bf16"}[dtype]
 
 
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Returns the address of a contiguous tensor, for an argument that may be absent."""
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()
+
+
 class Library:
     """The library of one variant ("avx2", "avx512", "avx512_bf16")."""
 

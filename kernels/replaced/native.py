@@ -76,9 +76,14 @@ def token_weights_op(
     assert out.shape == (plan.max_tokens, len(weight))
     assert out.is_contiguous()
     args = _TokenWeightsArgs(
-        *(_weights(table, index), weight.data_ptr(), out.data_ptr()),
-        *(plan.slots.ctypes.data, plan.num_tokens.ctypes.data, len(weight)),
-        *(weight.dtype != table.arena.dtype, offset),
+        weights=_weights(table, index),
+        base=weight.data_ptr(),
+        out=out.data_ptr(),
+        slots=plan.slots.ctypes.data,
+        num_tokens=plan.num_tokens.ctypes.data,
+        size=len(weight),
+        is_wide=weight.dtype != table.arena.dtype,
+        offset=offset,
     )
     return NativeOp(f"token_weights_{_dtype(table)}", args, (weight, out, table, plan))
 
@@ -92,8 +97,12 @@ def replace_embeddings_op(
     assert out.dtype == table.arena.dtype
     assert out.is_contiguous()
     args = _EmbeddingsArgs(
-        *(_weights(table, index), out.data_ptr(), token_ids.data_ptr()),
-        *(plan.slots.ctypes.data, plan.num_tokens.ctypes.data, out.shape[1]),
+        weights=_weights(table, index),
+        out=out.data_ptr(),
+        token_ids=token_ids.data_ptr(),
+        slots=plan.slots.ctypes.data,
+        num_tokens=plan.num_tokens.ctypes.data,
+        size=out.shape[1],
     )
     return NativeOp(f"replace_embeddings_{_dtype(table)}", args, (token_ids, out, table, plan))
 
@@ -107,8 +116,14 @@ def replace_logits_op(
     assert x.stride(1) == out.stride(1) == 1
     assert out.dtype in (x.dtype, torch.float32)
     args = _LogitsArgs(
-        *(_weights(table, index), plan.args(), x.data_ptr(), x.stride(0), x.shape[1]),
-        *(out.data_ptr(), out.stride(0), vocab_size),
+        weights=_weights(table, index),
+        plan=plan.args(),
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        size=x.shape[1],
+        out=out.data_ptr(),
+        out_stride=out.stride(0),
+        vocab_size=vocab_size,
     )
     suffix = "" if out.dtype == x.dtype else "_to_float"
     return NativeOp(f"replace_logits_{_dtype(table)}{suffix}", args, (x, out, table, plan))
@@ -158,7 +173,10 @@ def _native(plan: LoraPlan) -> NativeLoraPlan:
 def _weights(table: LoraTable, index: int) -> _Weights:
     assert 0 <= index < table.num_weights
     return _Weights(
-        *(table.arena.data_ptr(), table.weight_rows.data_ptr(), table.num_weights, index)
+        arena=table.arena.data_ptr(),
+        rows=table.weight_rows.data_ptr(),
+        num_weights=table.num_weights,
+        index=index,
     )
 
 

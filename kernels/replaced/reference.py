@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from kernels.lora import LoraPlan, LoraTable, ReplacedWeight
-from kernels.lora.table import ABSENT, vector_at
+from kernels.lora.rows import ABSENT
+from kernels.lora.views import vector_at
 
 
 def token_weights(

@@ -34,7 +34,8 @@ from kernels.lora import (
 )
 from kernels.lora import triton_kernels as lora
 from kernels.lora import triton_ops as lora_ops
-from kernels.lora.table import NO_VECTORS, MixPart
+from kernels.lora.rows import NO_VECTORS
+from kernels.lora.table import MixPart
 from kernels.replaced import triton_kernels as replaced
 from kernels.replaced import triton_ops as replaced_ops
 from tests.support.kernels.worker import CompileOnly, NoDevice

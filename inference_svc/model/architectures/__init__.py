@@ -130,7 +130,8 @@ def _has_own_head(model_dir: Path, wrapper: Wrapper, *, is_said: bool) -> bool:
     if is_own and is_said:
         logger.warning(
             "%s has the embedding as the head, and %s has another head: the latter is served",
-            *(CONFIG, HEAD),
+            CONFIG,
+            HEAD,
         )
     return is_own
 

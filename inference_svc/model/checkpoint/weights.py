@@ -254,7 +254,8 @@ class _Assembly(Generic[P]):
         """Allocates a parameter."""
         if parameter.role is Role.PROJECTION:
             return self._projections.empty(
-                *(parameter.num_rows, parameter.in_size),
+                parameter.num_rows,
+                parameter.in_size,
                 has_bias=parameter.has_bias,
                 dtype=self._dtype,
                 device=self._device,

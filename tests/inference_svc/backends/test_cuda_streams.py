@@ -31,7 +31,7 @@ from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
 from inference_svc.model.description import Decoder, KVPlace
 from inference_svc.model.kv_caches import KVCaches
 from kernels.attention import KVCache
-from kernels.lora.table import GRANULE_BYTES
+from kernels.lora.rows import GRANULE_BYTES
 from tests.support.gpu.late_streams import LateDevice
 from tests.support.gpu.models import Eager, make_decoder
 

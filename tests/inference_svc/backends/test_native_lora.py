@@ -12,7 +12,8 @@ from inference_svc.backends.native.ops import ADDED_TOKENS
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
 from kernels.lora import LoraGroup
 from kernels.lora.plan import LoraContents
-from kernels.lora.table import LoraTable, TableEntry
+from kernels.lora.rows import TableEntry
+from kernels.lora.table import LoraTable
 
 NUM_GROUPS = 40
 

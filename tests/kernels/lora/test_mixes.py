@@ -21,7 +21,8 @@ from kernels.lora import (
     native,
     reference,
 )
-from kernels.lora.table import ABSENT, MAX_PARTS, MixPart, OutputVectors, ReplacedWeight
+from kernels.lora.rows import ABSENT, OutputVectors, ReplacedWeight
+from kernels.lora.table import MAX_PARTS, MixPart
 from tests.support.kernels.adapters import without_views
 from tests.support.kernels.packing import Packing
 

@@ -21,7 +21,7 @@ from kernels.lora import (
     native,
     reference,
 )
-from kernels.lora.table import ABSENT
+from kernels.lora.rows import ABSENT
 from tests.support.kernels.adapters import RATIOS, without_views
 from tests.support.kernels.packing import Packing
 

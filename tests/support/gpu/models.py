@@ -36,7 +36,8 @@ from inference_svc.model.operations import Scalar, Table, WeightSpec
 from inference_svc.model.transformer import Transformer
 from kernels.elementwise import NormWeight
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry, TableRow
-from kernels.lora.table import ABSENT, GRANULE_BYTES, MixPart
+from kernels.lora.rows import ABSENT, GRANULE_BYTES
+from kernels.lora.table import MixPart
 from tests.support.inference.results import wanted_of
 
 PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 60, 20, 70, 6

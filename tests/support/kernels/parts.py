@@ -10,7 +10,8 @@ import torch
 from kernels.lora import LoraPlan, LoraTable, TableEntry
 from kernels.lora.cpu import Shrunk
 from kernels.lora.native import NativeLora
-from kernels.lora.table import NO_EXPERT, Place
+from kernels.lora.rows import NO_EXPERT
+from kernels.lora.views import Place
 from tests.support.kernels.packing import Packing
 
 

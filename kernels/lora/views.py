@@ -1,0 +1,107 @@
+"""Views into the arena: an adapter's values as tensors, at the places that its row says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .rows import (
+    ABSENT,
+    GRANULE_BYTES,
+    INDEX_BYTES,
+    INDEX_FIELDS,
+    NO_VECTORS,
+    OutputVectors,
+)
+
+
+class Place(NamedTuple):
+    """An A or B of one target of one adapter: where it starts, and its rank."""
+
+    granule: int
+    rank: int
+    scale: float = 1.0
+
+    def of_expert(self, arena: torch.Tensor, expert: int) -> Place:
+        """Returns the place of one expert's matrix, if this is a segment of a mixture. arena:
+        [arena_bytes // itemsize].
+        """
+        if self.rank == 0:  # of all of them, or there is no segment
+            return self
+        start = self.granule * (GRANULE_BYTES // arena.itemsize)
+        end = start + (expert + 1) * (INDEX_BYTES // arena.itemsize)
+        granule, rank, scale_bits = arena[start:end].view(torch.int32)[-INDEX_FIELDS:-1]
+        return Place(self.granule + int(granule), int(rank), float(scale_bits.view(torch.float32)))
+
+    def matrix(
+        self, arena: torch.Tensor, num_features: int, *, transposed: bool = False
+    ) -> torch.Tensor:
+        """Returns a view of its values, `[rank, num_features]` or the transpose."""
+        start = self.granule * (GRANULE_BYTES // arena.itemsize)
+        shape = (num_features, self.rank) if transposed else (self.rank, num_features)
+        return arena[start : start + self.rank * num_features].view(shape)
+
+
+class VectorValues(NamedTuple):
+    """The values of OutputVectors, each `[out]`, or None if there is none."""
+
+    magnitude: torch.Tensor | None
+    bias: torch.Tensor | None
+    base_bias: torch.Tensor | None
+
+    def of_base(self, out: torch.Tensor, base_bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns the replacement of the base's outputs, fp32 `[..., out]`, which contain this
+        bias: m * (out - b) + b' of `reference.add_lora`."""
+        if self.magnitude is None and self.base_bias is None:
+            return out
+        old = out.new_zeros(()) if base_bias is None else base_bias.float()
+        scaled = out - old if self.magnitude is None else (out - old) * self.magnitude
+        return scaled + (old if self.base_bias is None else self.base_bias.float())
+
+    def of_added(self, products: torch.Tensor, scale: float) -> torch.Tensor:
+        """Returns the sum to add, from the products with A and B, fp32 `[..., out]`:
+        scale * (m * products + c)."""
+        if self.magnitude is not None:
+            products = products * self.magnitude
+        return scale * (products if self.bias is None else products + self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetWeights:
+    """Views into the arena, made when first used: `a` is `[a_rank, in]`, for an embedding
+    `[vocab, a_rank]`; `b` is `[b_rank, out]`."""
+
+    a: torch.Tensor
+    a_t: torch.Tensor
+    b: torch.Tensor
+    b_t: torch.Tensor
+    scale: float
+    vectors: VectorValues | None = None
+
+
+def vectors_at(arena: torch.Tensor, vectors: OutputVectors, size: int) -> VectorValues | None:
+    """Returns views of a target's vectors, None if it has none. arena: [arena_bytes // itemsize];
+    views: [size], float32 or, for the base's bias, of the arena's dtype.
+    """
+    if vectors == NO_VECTORS:
+        return None
+    return VectorValues(
+        vector_at(arena, vectors.magnitude, size, torch.float32),
+        vector_at(arena, vectors.bias, size, torch.float32),
+        vector_at(arena, vectors.base_bias, size),
+    )
+
+
+def vector_at(
+    arena: torch.Tensor, granule: int, size: int, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    """Returns a view [size] of `dtype`, or of the arena's dtype; None for an absent granule. arena:
+    [arena_bytes // itemsize].
+    """
+    if granule == ABSENT:
+        return None
+    dtype = dtype or arena.dtype
+    start = granule * GRANULE_BYTES
+    return arena.view(torch.uint8)[start : start + size * dtype.itemsize].view(dtype)
