@@ -123,6 +123,7 @@ class _Service:
         self._caller: Any = SimpleNamespace(
             account="tenant", home_tenant="default", tenants=None, name="caller"
         )
+        self.access = self.residents = self.life_cycle = self
 
     def authorize(self, *_asked: object) -> Any:
         return self._caller

@@ -1,7 +1,8 @@
 """Service 2, inference: runs one base model with any mix of its adapters.
 
 __main__  the command: reads the settings and runs the server until SIGTERM
-app       wires the parts together, starts them, and stops them in order
+app       reads the model, decides settings, makes engine and server, serves until a signal
+server    the running server: starts the parts in order, serves, drains, closes
 config    the settings, and the meaning of "auto" on this machine
 core      plain data that every module shares: requests, sequences, batches
 results   the results that a request can ask for beside its tokens

@@ -63,6 +63,7 @@ CONFINED = (
             "inference_svc.api.grpc",
             "inference_svc.store",
             "inference_svc.app",
+            "inference_svc.server",
             "loadout",
         ),
     ),
@@ -101,7 +102,7 @@ FLAT = {
     "loadout": "__init__ aio client errors prometheus retry security signing types upload",
     "adapter_store": "__init__ __main__ app config core errors service store store_status debug "
     "garbage_collector",
-    "inference_svc": "__init__ __main__ app config core errors debug",
+    "inference_svc": "__init__ __main__ app config core errors debug server",
     "servicekit": "__init__ errors heap hub_client interpreter_gc refs shares work_budget",
 }
 """What may lie at a package's root; all else has a folder."""

@@ -1,6 +1,9 @@
 """The API: use cases, and the transports that call them.
 
 service          the use cases, the same for every transport
+access           who may call: authorises callers, and audits their changes
+residents        operators' use cases of adapters: load, unload, pin, list, inspect
+life_cycle       operators' calls that stop and start all generation
 generate_call    a call to generate: its fields, their checks, its engine requests
 generate_stream  runs the requests of a call, and merges their deltas
 followers        requests that follow their adapter's name to newer versions

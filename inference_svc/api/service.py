@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.api.access import Access, Caller
 from inference_svc.api.followers import Followers, check_followed
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
+from inference_svc.api.life_cycle import LifeCycle
 from inference_svc.api.request_record import RequestLog
-from inference_svc.core import (
-    NO_DEFAULTS,
-    Action,
-    Principal,
-    Request,
-    SamplingDefaults,
-)
-from inference_svc.engine.control.status_types import (
-    AdapterDetails,
-    EngineStatus,
-    ResidentAdapter,
-)
-from inference_svc.engine.transport.messages import PauseMode
-from inference_svc.errors import AdapterNotFound, AdapterUnusable
+from inference_svc.api.residents import Residents
+from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
+from inference_svc.engine.control.status_types import EngineStatus
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.directory import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
-from inference_svc.store.types import AdapterPage, Registered, Registry, Source
+from inference_svc.store.types import AdapterPage, Registry
 from inference_svc.text.no_tokenizer import NO_TOKENIZER
 from inference_svc.text.prompt import PromptEncoder
 from inference_svc.text.text_model import TextModel
-from servicekit.auth.audit import Audit, AuditEntry
-from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token
-from servicekit.errors import InvalidArgument, ServiceError
-from servicekit.refs import parse_ref
+from servicekit.errors import InvalidArgument
 from servicekit.shares import Shares
 from servicekit.telemetry.spans import child_span
 from servicekit.work_budget import WorkBudget
@@ -81,14 +68,6 @@ class ServerFacts:
         return 0 if self.experts is None else self.experts.token_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """A caller as its transport sees it: `metadata` by lower-case names, and the address."""
-
-    metadata: Metadata
-    peer: str
-
-
 class IncomingCall(Protocol):
     """A call to generate that a transport has received. `adapter` is the caller's reference as far
     as it is known before `read`."""
@@ -113,29 +92,6 @@ class IncomingCall(Protocol):
         ...
 
 
-class Resident(NamedTuple):
-    """A resident adapter, and the names for it that its caller may know. If it is superseded, no
-    name points to it any more."""
-
-    adapter: ResidentAdapter
-    names: list[str]
-    is_superseded: bool
-
-
-class Inspected(NamedTuple):
-    """A resident adapter and its parts."""
-
-    resident: Resident
-    details: AdapterDetails
-
-
-class Loaded(NamedTuple):
-    """A resident adapter, and its registration if it was registered for that."""
-
-    resident: Resident
-    registered: Registered | None
-
-
 class TraceFile(NamedTuple):
     """The open file of a step trace."""
 
@@ -155,14 +111,10 @@ READ_BYTES_PER_SECOND = 200 << 20
 PLACE_SECONDS = 10.0
 """How long a call waits to be read while too many bytes of others are."""
 
-LIFE_CYCLE = frozenset({"PauseGeneration", "ResumeGeneration", "Sleep", "Wake", "ResetPrefixCache"})
-"""Actions that affect every tenant's requests, for operators of all tenants."""
-AUDITED = LIFE_CYCLE | {"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"}
-"""The calls that are audited: RPCs, and calls that only HTTP has."""
-
 
 class Service:
-    """The use cases. Everything runs on one event loop. `layout` describes all that adapters may
+    """The use cases; those of operators are its parts `residents` and `life_cycle`. Everything runs
+    on one event loop. `layout` describes all that adapters may
     change. `registry` None: there is no store. `reading` bounds the bytes of calls that are read,
     converted and tokenised at once, `work` the processor time of large ones."""
 
@@ -179,8 +131,7 @@ class Service:
         reading: Shares,
         work: WorkBudget,
         request_log: RequestLog,
-        authenticator: Authenticator[Action],
-        audit: Audit[AuditEntry],
+        access: Access,
     ) -> None:
         self.facts = facts
         self.layout = layout
@@ -193,31 +144,10 @@ class Service:
         self._reading = reading
         self._work = work
         self._request_log = request_log
-        self._authenticator = authenticator
-        self._audit = audit
+        self.access = access
+        self.residents = Residents(engine, directory, registry, facts.base_model, access)
+        self.life_cycle = LifeCycle(engine, access)
         self._followers = Followers(directory, engine)
-
-    def authorize(self, caller: Caller, action: Action) -> Principal:
-        """Raises Unauthenticated or PermissionDenied; the first thing that a call does."""
-        return self._authenticator.authorize(caller.metadata, action)
-
-    def authorize_inspection(self, caller: Caller) -> None:
-        """Authorises calls that show every tenant's requests."""
-        self.authorize(caller, Action.INSPECT).require_all_tenants()
-
-    def authorize_change(self, caller: Caller, method: str) -> Principal:
-        """Authorises an operator's call before it is read, and audits it if that fails. Raises
-        Unauthenticated or PermissionDenied."""
-        entry = self._audit.entry(method, peer=caller.peer)
-        try:
-            principal = self._authenticator.authenticate(caller.metadata)
-            entry.set_caller(principal)
-            principal.require(Action.OPERATE)
-        except ServiceError as error:
-            entry.set_result(error)
-            self._audit.write(entry)
-            raise
-        return principal
 
     # --- generating -----------------------------------------------------------------------------
 
@@ -227,7 +157,7 @@ class Service:
         like `resolve`."""
         request_id, adapter = incoming.request_id, incoming.adapter
         with self._request_log.record_if_failed(request_id, adapter) as record:
-            principal = self._authenticator.authenticate(caller.metadata)
+            principal = self.access.authenticate(caller)
             record.authenticate(principal)
             principal.require(Action.GENERATE)
             async with self._place_for(principal, incoming.accept(principal)):
@@ -333,109 +263,15 @@ class Service:
                     prompt, principal.account, text, num_added_tokens
                 )
             requests += call.to_requests(
-                *(index, token_ids, binding, principal.home_tenant, self.facts.max_model_len),
+                index,
+                token_ids,
+                binding,
+                principal.home_tenant,
+                self.facts.max_model_len,
                 end_ids=text.end_ids,
                 vocab_size=self.facts.vocab_size,
             )
         return requests
-
-    # --- operating ------------------------------------------------------------------------------
-
-    async def load(
-        self,
-        caller: Caller,
-        ref: str,
-        *,
-        pin: bool,
-        min_revision: int = 0,
-        source: Source | None = None,
-        inplace_field: str = "",
-        subject: str = "ref",
-    ) -> Loaded:
-        """Returns once the adapter, as it is at `min_revision` or later, is resident. A source is
-        first registered in the store under this name, on behalf of the caller. Who publishes may
-        load ahead; a pin, and a source, are an operator's. `subject` is the caller's name of the
-        field `ref`, and `inplace_field` of the field that lets a name move to other content,
-        if that was not set. Raises AdapterUnusable for a name that would move without it, as
-        `Directory.resolve`, and for a load that fails."""
-        action = Action.OPERATE if pin or source is not None else Action.LOAD
-        with self._audited(caller, "LoadAdapter", ref, action) as (principal, entry):
-            registered, revision = None, min_revision
-            if source is not None:
-                if inplace_field:
-                    digest = await self._current_digest(principal, ref, subject)
-                    source = replace(source, expected_digest=digest)
-                try:
-                    registered = await self._register(caller, principal, ref, source, subject)
-                except AdapterUnusable as error:
-                    if error.subject != "expected_digest":
-                        raise
-                    detail = (
-                        f"{ref} has other content; with {inplace_field} this is its next version"
-                    )
-                    raise AdapterUnusable(f"{subject}: {detail}", subject=subject) from error
-                revision = registered.revision
-            binding = await self._directory.resolve(principal, ref, revision, subject)
-            entry.digest = binding.digest
-            account = _pinning_account(principal)
-            adapter = await self._engine.load(entry.digest, pin, binding.label, account)
-            return Loaded(self._named(principal, adapter), registered)
-
-    async def unload(self, caller: Caller, ref: str, *, subject: str = "ref") -> int:
-        """Returns the bytes freed, once they are free."""
-        with self._audited(caller, "UnloadAdapter", ref) as (principal, entry):
-            entry.digest = await self._digest(principal, ref, subject)
-            return await self._engine.unload(entry.digest)
-
-    async def pin(self, caller: Caller, ref: str) -> Resident:
-        with self._audited(caller, "PinAdapter", ref) as (principal, entry):
-            entry.digest = await self._digest(principal, ref)
-            adapter = await self._engine.pin(entry.digest, _pinning_account(principal))
-            return self._named(principal, adapter)
-
-    async def unpin(self, caller: Caller, ref: str) -> Resident:
-        with self._audited(caller, "UnpinAdapter", ref) as (principal, entry):
-            entry.digest = await self._digest(principal, ref)
-            adapter = await self._engine.unpin(entry.digest, _pinning_account(principal))
-            return self._named(principal, adapter)
-
-    async def reset_prefix_cache(self, caller: Caller) -> None:
-        with self._audited(caller, "ResetPrefixCache", ""):
-            await self._engine.reset_prefix_cache()
-
-    async def pause(self, caller: Caller, mode: PauseMode, resume_after_s: float = 0.0) -> int:
-        """Returns how many requests are held; see AsyncEngine.pause."""
-        with self._audited(caller, "PauseGeneration", ""):
-            return await self._engine.pause(mode, resume_after_s)
-
-    async def resume(self, caller: Caller) -> None:
-        with self._audited(caller, "ResumeGeneration", ""):
-            await self._engine.resume()
-
-    async def sleep(self, caller: Caller, *, frees_weights: bool) -> int:
-        """Returns the bytes that were freed; see AsyncEngine.sleep."""
-        with self._audited(caller, "Sleep", ""):
-            return await self._engine.sleep(frees_weights=frees_weights)
-
-    async def wake(self, caller: Caller) -> float:
-        """Returns the seconds that it took; see AsyncEngine.wake."""
-        with self._audited(caller, "Wake", ""):
-            return await self._engine.wake()
-
-    async def list_resident(self, principal: Principal, limit: int = 0) -> list[Resident]:
-        """Returns the adapters of the caller's tenants, at most `limit` if that is not 0."""
-        # The first `limit` of all may include none of some tenants'.
-        adapters = await self._engine.list_resident(limit if principal.tenants is None else 0)
-        owned = await self._directory.owned(principal, [adapter.digest for adapter in adapters])
-        own = (adapter for adapter in adapters if adapter.digest in owned)
-        return [self._named(principal, adapter) for adapter in islice(own, limit or None)]
-
-    async def inspect(self, principal: Principal, ref: str) -> Inspected:
-        """Returns the parts of a resident adapter, and the operations that a step launches for it.
-        Raises AdapterNotFound, also for an adapter that is not resident."""
-        digest = await self._digest(principal, ref)
-        details = await self._engine.inspect_adapter(digest, ref)
-        return Inspected(self._named(principal, details.adapter), details)
 
     # --- describing -----------------------------------------------------------------------------
 
@@ -473,60 +309,6 @@ class Service:
         page = await self._registry.list_adapters(tenants, page_size, page_token)
         servable = [record for record in page.records if self._directory.is_servable(record)]
         return AdapterPage(servable, page.next_token)
-
-    # --------------------------------------------------------------------------------------------
-
-    async def _register(
-        self, caller: Caller, principal: Principal, text: str, source: Source, subject: str
-    ) -> Registered:
-        ref = parse_ref(text, subject, principal.home_tenant)
-        if not ref.name or ref.version:
-            raise InvalidArgument(f"{subject} must be a name without a version", subject=subject)
-        if self._registry is None:
-            raise AdapterNotFound("this server has no adapter store", subject=subject)
-        source = replace(source, default_base_model=self.facts.base_model)
-        return await self._registry.register(str(ref.name), source, bearer_token(caller.metadata))
-
-    async def _current_digest(self, principal: Principal, ref: str, subject: str) -> str:
-        """Returns the digest that a name points to, "" if to nothing."""
-        try:
-            return (await self._directory.resolve(principal, ref, subject=subject)).digest
-        except AdapterNotFound:
-            return ""
-
-    async def _digest(self, principal: Principal, ref: str, subject: str = "ref") -> str:
-        """Returns the digest of a reference; an owner's without a lookup: a resident adapter may be
-        deleted from the store."""
-        digest = parse_ref(ref, subject, principal.home_tenant).digest
-        if digest and self._directory.is_owner(principal, digest):
-            return digest
-        return (await self._directory.resolve(principal, ref, subject=subject)).digest
-
-    def _named(self, principal: Principal, adapter: ResidentAdapter) -> Resident:
-        digest, directory = adapter.digest, self._directory
-        names = directory.names_of(principal, digest)
-        return Resident(adapter, names, directory.is_superseded(principal, digest))
-
-    @contextmanager
-    def _audited(
-        self, caller: Caller, method: str, name: str, action: Action = Action.OPERATE
-    ) -> Iterator[tuple[Principal, AuditEntry]]:
-        """Authorises the caller, and audits how the call ended."""
-        assert method in AUDITED
-        with self._audit.record(self._audit.entry(method, name, caller.peer)) as entry:
-            principal = self._authenticator.authenticate(caller.metadata)
-            entry.set_caller(principal)
-            principal.require(action)
-            if method in LIFE_CYCLE:
-                principal.require_all_tenants()
-            self._audit.begin(entry)
-            yield principal, entry
-
-
-def _pinning_account(principal: Principal) -> str:
-    """Returns whose a pin is, and whose share it counts against: of an operator of all tenants
-    nobody's."""
-    return "" if principal.tenants is None else principal.account
 
 
 def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:

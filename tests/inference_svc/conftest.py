@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from inference_svc.app import InferenceServer
 from inference_svc.config import InferenceSettings, Machine, ModelFacts, resolve
+from inference_svc.server import InferenceServer
 from inference_svc.text.tokenizer import Tokenizer
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
 from tests.support.inference.fake_engine import FakeEngine, facts_of

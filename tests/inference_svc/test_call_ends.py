@@ -6,9 +6,9 @@ import grpc
 import pytest
 
 from inference_svc.api.load_report import REFUSED_HEADER
-from inference_svc.app import SERVICE
 from inference_svc.errors import DeviceFault, EngineFailed
 from inference_svc.frontend import watchdog
+from inference_svc.server import SERVICE
 from loadout._rpc.status import read_details
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc

@@ -12,8 +12,8 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
 from inference_svc import errors
-from inference_svc.app import SERVICE, InferenceServer
 from inference_svc.config import InferenceSettings
+from inference_svc.server import SERVICE, InferenceServer
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.status import code_for
 from tests.support.error_kinds import GENERAL, kinds_of

@@ -16,10 +16,11 @@ import grpc
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference_svc.app import InferenceServer, _facts, _load_tokenizer, resolve_settings
+from inference_svc.app import _facts, _load_tokenizer, resolve_settings
 from inference_svc.config import InferenceSettings, Machine, to_engine_config
 from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.model.architectures import load_description
+from inference_svc.server import InferenceServer
 from inference_svc.store.client import ImageClient, NoStore
 from inference_svc.store.credentials import read_store_access
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb

@@ -8,12 +8,13 @@ from concurrent.futures import Executor
 from contextlib import aclosing
 from typing import TypeAlias
 
+from inference_svc.api.access import Caller
 from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall, deadline_after
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.request_record import MAX_NAME_CHARS
-from inference_svc.api.service import Caller, ServerFacts, Service
+from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import MAX_PARTS, Action, Principal, sum_label
 from inference_svc.debug import DebugInfo
 from inference_svc.errors import PROMPT_SUBJECTS, Asleep, QueueFull
@@ -74,8 +75,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def InspectAdapter(  # noqa: N802
         self, request: pb.InspectAdapterRequest, context: Context
     ) -> pb.InspectAdapterResponse:
-        principal = self._service.authorize(_caller(context), Action.OPERATE)
-        resident, details = await self._service.inspect(principal, request.ref)
+        principal = self._service.access.authorize(_caller(context), Action.OPERATE)
+        resident, details = await self._service.residents.inspect(principal, request.ref)
         arguments = details, self._service.layout, convert.to_resident_adapter(*resident)
         if len(details.targets) <= INLINE_ENTRIES:
             return convert.to_inspected(*arguments)
@@ -84,7 +85,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:
-        loaded = await self._service.load(
+        loaded = await self._service.residents.load(
             _caller(context), request.ref, pin=request.pin, min_revision=request.min_revision
         )
         return pb.LoadAdapterResponse(adapter=convert.to_resident_adapter(*loaded.resident))
@@ -92,38 +93,38 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def UnloadAdapter(  # noqa: N802
         self, request: pb.UnloadAdapterRequest, context: Context
     ) -> pb.UnloadAdapterResponse:
-        freed_bytes = await self._service.unload(_caller(context), request.ref)
+        freed_bytes = await self._service.residents.unload(_caller(context), request.ref)
         return pb.UnloadAdapterResponse(freed_bytes=freed_bytes)
 
     async def PinAdapter(  # noqa: N802
         self, request: pb.PinAdapterRequest, context: Context
     ) -> pb.PinAdapterResponse:
-        pinned = await self._service.pin(_caller(context), request.ref)
+        pinned = await self._service.residents.pin(_caller(context), request.ref)
         return pb.PinAdapterResponse(adapter=convert.to_resident_adapter(*pinned))
 
     async def UnpinAdapter(  # noqa: N802
         self, request: pb.UnpinAdapterRequest, context: Context
     ) -> pb.UnpinAdapterResponse:
-        unpinned = await self._service.unpin(_caller(context), request.ref)
+        unpinned = await self._service.residents.unpin(_caller(context), request.ref)
         return pb.UnpinAdapterResponse(adapter=convert.to_resident_adapter(*unpinned))
 
     async def PauseGeneration(  # noqa: N802
         self, request: pb.PauseGenerationRequest, context: Context
     ) -> pb.PauseGenerationResponse:
         mode, resume_after_s = convert.from_pause_request(request)
-        num_held = await self._service.pause(_caller(context), mode, resume_after_s)
+        num_held = await self._service.life_cycle.pause(_caller(context), mode, resume_after_s)
         return pb.PauseGenerationResponse(held_requests=num_held)
 
     async def ResumeGeneration(  # noqa: N802
         self, request: pb.ResumeGenerationRequest, context: Context
     ) -> pb.ResumeGenerationResponse:
-        await self._service.resume(_caller(context))
+        await self._service.life_cycle.resume(_caller(context))
         return pb.ResumeGenerationResponse()
 
     async def Sleep(  # noqa: N802
         self, request: pb.SleepRequest, context: Context
     ) -> pb.SleepResponse:
-        freed_bytes = await self._service.sleep(
+        freed_bytes = await self._service.life_cycle.sleep(
             _caller(context), frees_weights=request.free_weights
         )
         return pb.SleepResponse(freed_bytes=freed_bytes)
@@ -131,13 +132,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Wake(  # noqa: N802
         self, request: pb.WakeRequest, context: Context
     ) -> pb.WakeResponse:
-        return pb.WakeResponse(seconds=await self._service.wake(_caller(context)))
+        return pb.WakeResponse(seconds=await self._service.life_cycle.wake(_caller(context)))
 
     async def ListResidentAdapters(  # noqa: N802
         self, request: pb.ListResidentAdaptersRequest, context: Context
     ) -> pb.ListResidentAdaptersResponse:
-        principal = self._service.authorize(_caller(context), Action.OPERATE)
-        residents = await self._service.list_resident(principal, request.limit)
+        principal = self._service.access.authorize(_caller(context), Action.OPERATE)
+        residents = await self._service.residents.list_resident(principal, request.limit)
         return pb.ListResidentAdaptersResponse(
             adapters=[convert.to_resident_adapter(*resident) for resident in residents]
         )
@@ -145,7 +146,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        self._service.authorize(_caller(context), Action.INFO)
+        self._service.access.authorize(_caller(context), Action.INFO)
         facts = self._service.facts
         status = await self._service.describe()
         return pb.GetServerInfoResponse(
@@ -184,7 +185,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def GetDebugInfo(  # noqa: N802
         self, request: pb.GetDebugInfoRequest, context: Context
     ) -> None:
-        self._service.authorize_inspection(_caller(context))
+        self._service.access.authorize_inspection(_caller(context))
         async with aclosing(self._debug.parts()) as parts:
             async for part in parts:
                 await context.write(
@@ -194,7 +195,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def ProfileSteps(  # noqa: N802
         self, request: pb.ProfileStepsRequest, context: Context
     ) -> None:
-        self._service.authorize_inspection(_caller(context))
+        self._service.access.authorize_inspection(_caller(context))
         num_steps, timeout_s = convert.from_profile_request(request)
         async with self._service.profile(num_steps, timeout_s) as trace:
             await context.write(pb.ProfileStepsResponse(num_steps=trace.num_steps))

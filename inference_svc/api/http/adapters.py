@@ -60,9 +60,9 @@ class Adapters:
     async def load(self, request: Request) -> Response:
         set_names(request, _NAMES)
         with authenticated(request) as caller:
-            admit(request, self._service.authorize_change(caller, "LoadAdapter"))
+            admit(request, self._service.access.authorize_change(caller, "LoadAdapter"))
         body = await read_body(request, LoadBody)
-        loading = self._service.load(
+        loading = self._service.residents.load(
             caller,
             body.lora_name,
             pin=bool(body.pin),
@@ -79,11 +79,11 @@ class Adapters:
     async def unload(self, request: Request) -> Response:
         set_names(request, _NAMES)
         with authenticated(request) as caller:
-            admit(request, self._service.authorize_change(caller, "UnloadAdapter"))
+            admit(request, self._service.access.authorize_change(caller, "UnloadAdapter"))
         body = await read_body(request, UnloadBody)
         await cancel_on_disconnect(
             request.receive,
-            self._service.unload(caller, body.lora_name, subject="lora_name"),
+            self._service.residents.unload(caller, body.lora_name, subject="lora_name"),
         )
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

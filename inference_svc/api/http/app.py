@@ -61,7 +61,7 @@ class Operations:
             text, media_type = await self._gateways.get()  # gateways have no token
         else:
             with authenticated(request) as caller:
-                principal = self._service.authorize(caller, Action.OPERATE)
+                principal = self._service.access.authorize(caller, Action.OPERATE)
                 admit(request, principal)
             principal.require_all_tenants()
             text, media_type = await asyncio.to_thread(self._metrics.exposition)

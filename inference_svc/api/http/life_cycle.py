@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from inference_svc.api.access import Caller
 from inference_svc.api.generate_call import checked_resume
 from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
-from inference_svc.api.service import Caller, Service
+from inference_svc.api.service import Service
 from inference_svc.core import Action
 from inference_svc.engine.control.status_types import EngineStatus
 from inference_svc.engine.transport.messages import PauseMode
@@ -45,14 +46,14 @@ class LifeCycleRoutes:
         _flag(query, "clear_cache")
         seconds = query.get("resume_after_seconds")
         resume_after_s = 0.0 if seconds is None else checked_resume(_number(seconds))
-        pausing = self._service.pause(caller, PauseMode(mode), resume_after_s)
+        pausing = self._service.life_cycle.pause(caller, PauseMode(mode), resume_after_s)
         num_held = await cancel_on_disconnect(request.receive, pausing)
         return JSONResponse({"status": "paused", "held_requests": num_held})
 
     async def resume(self, request: Request) -> Response:
         caller = self._authorize(request, "ResumeGeneration")
         _query(request, ())
-        await self._service.resume(caller)
+        await self._service.life_cycle.resume(caller)
         return JSONResponse({"status": "resumed"})
 
     async def sleep(self, request: Request) -> Response:
@@ -66,7 +67,7 @@ class LifeCycleRoutes:
         if query.get("mode", "keep") != "keep":
             message = "mode must be keep: running requests continue when the server is woken"
             raise InvalidArgument(message, subject="mode")
-        sleeping = self._service.sleep(caller, frees_weights=LEVELS[level])
+        sleeping = self._service.life_cycle.sleep(caller, frees_weights=LEVELS[level])
         freed_bytes = await cancel_on_disconnect(request.receive, sleeping)
         return JSONResponse({"status": "asleep", "freed_bytes": freed_bytes})
 
@@ -76,7 +77,7 @@ class LifeCycleRoutes:
         _query(request, ("tags",))
         if not _TAGS.issuperset(request.query_params.getlist("tags")):
             raise InvalidArgument("tags must be weights or kv_cache", subject="tags")
-        seconds = await cancel_on_disconnect(request.receive, self._service.wake(caller))
+        seconds = await cancel_on_disconnect(request.receive, self._service.life_cycle.wake(caller))
         return JSONResponse({"status": "awake", "seconds": seconds})
 
     async def is_paused(self, request: Request) -> Response:
@@ -90,13 +91,13 @@ class LifeCycleRoutes:
     def _authorize(self, request: Request, method: str) -> Caller:
         set_names(request, {})
         with authenticated(request) as caller:
-            admit(request, self._service.authorize_change(caller, method))
+            admit(request, self._service.access.authorize_change(caller, method))
         return caller
 
     async def _status(self, request: Request) -> EngineStatus:
         set_names(request, {})
         with authenticated(request) as caller:
-            admit(request, self._service.authorize(caller, Action.INFO))
+            admit(request, self._service.access.authorize(caller, Action.INFO))
         return await self._service.describe()
 
 

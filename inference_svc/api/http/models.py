@@ -69,7 +69,7 @@ class Models:
         """Returns a page; the first begins with the base model. Takes ?limit= and ?page_token=."""
         set_names(request, {"adapter": "page_token"})
         with authenticated(request) as caller:
-            principal = self._service.authorize(caller, Action.INFO)
+            principal = self._service.access.authorize(caller, Action.INFO)
             admit(request, principal)
         page_size = _limit(request.query_params.get("limit", str(MAX_PAGE_SIZE)))
         token = request.query_params.get("page_token", "")
@@ -97,7 +97,7 @@ class Models:
         cards: dict[str, Card] = {}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RESIDENT_SECONDS):
-                for resident in await self._service.list_resident(principal):
+                for resident in await self._service.residents.list_resident(principal):
                     if resident.is_superseded:
                         continue
                     names = [name for name in resident.names if "@" not in name]
@@ -120,7 +120,7 @@ class Models:
     async def show(self, request: Request) -> Response:
         set_names(request, {"adapter": "model"})
         with authenticated(request) as caller:
-            principal = self._service.authorize(caller, Action.INFO)
+            principal = self._service.access.authorize(caller, Action.INFO)
             admit(request, principal)
         model = request.path_params["model"]
         adapter = adapter_of(model, self._service.facts)

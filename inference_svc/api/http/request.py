@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from inference_svc.api.access import Caller
 from inference_svc.api.generate_call import (
     MAX_CHOICES,
     MAX_ID_CHARS,
@@ -32,7 +33,6 @@ from inference_svc.api.generate_call import (
 from inference_svc.api.http.errors import set_authenticated, set_read
 from inference_svc.api.http.results import LogprobsFields, ResultFields
 from inference_svc.api.http.serving.connections import Connection
-from inference_svc.api.service import Caller
 from inference_svc.core import (
     MAX_PARTS,
     Principal,

@@ -33,7 +33,7 @@ class Trainers:
     async def server_info(self, request: Request) -> Response:
         """Takes ?config_format=json, which is the default here. Raises InvalidArgument."""
         with authenticated(request) as caller:
-            admit(request, self._service.authorize(caller, Action.INFO))
+            admit(request, self._service.access.authorize(caller, Action.INFO))
         config_format = request.query_params.get("config_format", "json")
         if config_format != "json":
             raise InvalidArgument("config_format must be json", subject="config_format")
@@ -41,21 +41,21 @@ class Trainers:
 
     async def world_size(self, request: Request) -> Response:
         with authenticated(request) as caller:
-            admit(request, self._service.authorize(caller, Action.INFO))
+            admit(request, self._service.access.authorize(caller, Action.INFO))
         return JSONResponse({"world_size": 1})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Requires an operator of all tenants, who share the cache. Nobody needs it for the sake of
         adapters: cached pages are of one digest."""
         with authenticated(request) as caller:
-            admit(request, self._service.authorize_change(caller, "ResetPrefixCache"))
-        await self._service.reset_prefix_cache(caller)
+            admit(request, self._service.access.authorize_change(caller, "ResetPrefixCache"))
+        await self._service.life_cycle.reset_prefix_cache(caller)
         return JSONResponse({"success": True})
 
     async def refuse_weights(self, request: Request) -> Response:
         """Raises HTTPException 501: full weights cannot be pushed."""
         with authenticated(request) as caller:
-            admit(request, self._service.authorize(caller, Action.OPERATE))
+            admit(request, self._service.access.authorize(caller, Action.OPERATE))
         raise HTTPException(501, NO_FULL_WEIGHTS.format(request.url.path))
 
     def _vllm_config(self) -> dict[str, Any]:

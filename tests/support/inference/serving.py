@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from inference_svc.app import InferenceServer
+from inference_svc.server import InferenceServer
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
 from loadout.inference.v1 import inference_pb2 as pb
