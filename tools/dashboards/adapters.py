@@ -32,6 +32,10 @@ def build() -> Board:
 
 
 def _now() -> list[Panel]:
+    return [*_loading(), *_trouble()]
+
+
+def _loading() -> list[Panel]:
     return [
         number(
             "Found on the device",
@@ -58,6 +62,11 @@ def _now() -> list[Panel]:
             "short",
             INFERENCE.sum("loads_in_progress"),
         ),
+    ]
+
+
+def _trouble() -> list[Panel]:
+    return [
         number(
             "Evictions",
             "Adapters evicted from the device per second.",

@@ -164,6 +164,20 @@ def memory() -> list[Panel]:
             Query(INFERENCE.series("process_resident_memory_bytes"), WHICH),
             links=[links.TO_REPLICA],
         ),
+        *_out_of_memory(),
+        lines(
+            "CPU",
+            "Cores in use by the server processes.",
+            "short",
+            Query(INFERENCE.rate("process_cpu_seconds_total", REPLICA), WHICH),
+            links=[links.TO_REPLICA],
+        ),
+        *_failures(),
+    ]
+
+
+def _out_of_memory() -> list[Panel]:
+    return [
         lines(
             "Steps out of memory",
             "Number of steps within five minutes for which the device's memory did not "
@@ -181,14 +195,6 @@ def memory() -> list[Panel]:
             Query(INFERENCE.sum("step_token_limit", REPLICA), WHICH),
             links=[links.TO_REPLICA],
         ),
-        lines(
-            "CPU",
-            "Cores in use by the server processes.",
-            "short",
-            Query(INFERENCE.rate("process_cpu_seconds_total", REPLICA), WHICH),
-            links=[links.TO_REPLICA],
-        ),
-        *_failures(),
     ]
 
 
@@ -222,30 +228,7 @@ def _failures() -> list[Panel]:
 
 def replicas() -> list[Panel]:
     return [
-        rows_by(
-            "Inference replicas",
-            "Versions and settings by replica. Several versions: an upgrade is in progress, or "
-            "stuck. No version: the replica does not answer.",
-            ["instance", "namespace", "cluster", *_ABOUT, *_BUILT_OF],
-            [
-                Column("Up", f"sum by ({REPLICA}) ({INFERENCE.up})", "short"),
-                Column("Uptime", _running_seconds(), "s"),
-                Column("Running", INFERENCE.sum("requests_running", REPLICA), "short"),
-                Column("Waiting", INFERENCE.sum("requests_waiting", REPLICA), "short"),
-                Column("Store", INFERENCE.sum("store_connected", REPLICA), "short"),
-                Column(
-                    "Open files",
-                    f"{INFERENCE.sum('process_open_fds', REPLICA)} / "
-                    f"{INFERENCE.sum('process_max_fds', REPLICA)}",
-                    "percentunit",
-                ),
-            ],
-            link=Link(
-                "Adapters of this replica",
-                links.ADAPTERS,
-                {"inference_instance": "${__data.fields.instance}"},
-            ),
-        ),
+        _table(),
         lines(
             "Scraped",
             "1 while Prometheus can scrape a replica. A gap is a crash, a network problem, or a "
@@ -275,6 +258,33 @@ def replicas() -> list[Panel]:
             is_stacked=True,
         ),
     ]
+
+
+def _table() -> Panel:
+    return rows_by(
+        "Inference replicas",
+        "Versions and settings by replica. Several versions: an upgrade is in progress, or "
+        "stuck. No version: the replica does not answer.",
+        ["instance", "namespace", "cluster", *_ABOUT, *_BUILT_OF],
+        [
+            Column("Up", f"sum by ({REPLICA}) ({INFERENCE.up})", "short"),
+            Column("Uptime", _running_seconds(), "s"),
+            Column("Running", INFERENCE.sum("requests_running", REPLICA), "short"),
+            Column("Waiting", INFERENCE.sum("requests_waiting", REPLICA), "short"),
+            Column("Store", INFERENCE.sum("store_connected", REPLICA), "short"),
+            Column(
+                "Open files",
+                f"{INFERENCE.sum('process_open_fds', REPLICA)} / "
+                f"{INFERENCE.sum('process_max_fds', REPLICA)}",
+                "percentunit",
+            ),
+        ],
+        link=Link(
+            "Adapters of this replica",
+            links.ADAPTERS,
+            {"inference_instance": "${__data.fields.instance}"},
+        ),
+    )
 
 
 def _running_seconds() -> str:

@@ -33,6 +33,10 @@ def build() -> Board:
 
 
 def _now() -> list[Panel]:
+    return [*_work(), *_trouble()]
+
+
+def _work() -> list[Panel]:
     return [
         number(
             "Replicas down",
@@ -62,6 +66,11 @@ def _now() -> list[Panel]:
             STORE.quantile(0.99, "pull_wait_seconds"),
             links=[links.TO_LOADS],
         ),
+    ]
+
+
+def _trouble() -> list[Panel]:
+    return [
         number(
             "Failed calls",
             "Of the worst replica, within five minutes, because of the store.",

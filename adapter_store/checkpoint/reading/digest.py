@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from adapter_store.checkpoint.peft.config import AdapterConfig
@@ -83,57 +83,49 @@ def compute_digest(
 
 def _maths(config: AdapterConfig, changes: Iterable[Changes]) -> dict[str, Any]:
     """Returns the settings that change the maths besides the tensors, without defaults."""
-    maths: dict[str, Any] = {}
-    replacements = [each for each in changes if isinstance(each, Replacement)]
+    changes = list(changes)
     targets = [each for each in changes if isinstance(each, TargetWeights | ExpertWeights)]
-    alphas = {
-        recorded_name(target.module): _number(target.alpha)
-        for target in targets
-        if target.alpha is not None and target.alpha != DEFAULT_ALPHA
+    replacements = [each for each in changes if isinstance(each, Replacement)]
+    modules = {change.module.rpartition(".")[2] for change in changes}
+    maths = {
+        **_maths_of_targets(targets),
+        "rows": _rows(replacements),
+        "invocation_tokens": list(config.extras.invocation_tokens),
+        "is_tied": config.extras.ties_embeddings and not EMBEDDINGS.isdisjoint(modules),
+        "use_rslora": bool(config.use_rslora),
     }
-    if alphas:
-        maths["alpha"] = alphas
-    scales = {
-        recorded_name(target.module): _number(target.scale)
-        for target in targets
-        if target.alpha is None
-    }
-    if scales:
-        maths["scale"] = scales
+    maths = {name: value for name, value in maths.items() if value}
     if config.modules.unweighted(target.module for target in targets):
         maths["modules"] = config.modules.fields
-    experts = {
-        recorded_name(each.module): each.num_experts
-        for each in targets
-        if isinstance(each, ExpertWeights)
-    }
-    if experts:
-        maths["experts"] = experts
-    orders = {
-        recorded_name(each.module): each.order.value
-        for each in targets
-        if isinstance(each, ExpertWeights) and each.order is not ParameterOrder.INPUTS
-    }
-    if orders:
-        maths["order"] = orders
+    return maths
+
+
+def _maths_of_targets(targets: Iterable[TargetWeights | ExpertWeights]) -> dict[str, Any]:
+    """Returns what each target has besides its tensors, by setting and module."""
+    alphas, scales, experts, orders = {}, {}, {}, {}
+    for target in targets:
+        name = recorded_name(target.module)
+        if target.alpha is None:
+            scales[name] = _number(target.scale)
+        elif target.alpha != DEFAULT_ALPHA:
+            alphas[name] = _number(target.alpha)
+        if isinstance(target, ExpertWeights):
+            experts[name] = target.num_experts
+            if target.order is not ParameterOrder.INPUTS:
+                orders[name] = target.order.value
+    return {"alpha": alphas, "scale": scales, "experts": experts, "order": orders}
+
+
+def _rows(replacements: Sequence[Replacement]) -> dict[str, list[int]]:
+    """Returns the ids of replaced rows, by module."""
     rows = {
         recorded_name(each.module): list(each.row_ids)
         for each in replacements
         if each.row_ids is not None
     }
-    rows |= {
+    return rows | {
         name: rows[recorded_name(each.module)] for each in replacements for name in each.shared_by
     }
-    if rows:
-        maths["rows"] = rows
-    if config.extras.invocation_tokens:
-        maths["invocation_tokens"] = list(config.extras.invocation_tokens)
-    modules = {change.module.rpartition(".")[2] for change in changes}
-    if config.extras.ties_embeddings and not EMBEDDINGS.isdisjoint(modules):
-        maths["is_tied"] = True
-    if config.use_rslora:
-        maths["use_rslora"] = True
-    return maths
 
 
 def canonical_json(value: Any) -> str:

@@ -122,26 +122,30 @@ Ttl = Annotated[
 ]
 
 
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="URI|DIR", help="s3://bucket/prefix, file:///path, or a local folder to upload."
+    ),
+]
+ExpectedDigest = Annotated[
+    str, typer.Option(metavar="DIGEST", help="Fail unless the content has this digest.")
+]
+CurrentDigest = Annotated[
+    str, typer.Option(metavar="DIGEST", help="Fail unless the name points to this digest now.")
+]
+Pin = Annotated[bool, typer.Option("--pin", help="Pin the adapter in the store's memory.")]
+
+
 @connects
 def register(
     name: AdapterName,
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="URI|DIR", help="s3://bucket/prefix, file:///path, or a local folder to upload."
-        ),
-    ],
+    source: Source,
     base_model: BaseModel = "",
     model: ModelFolder = None,
-    expected_digest: Annotated[
-        str, typer.Option(metavar="DIGEST", help="Fail unless the content has this digest.")
-    ] = "",
-    if_current_digest: Annotated[
-        str, typer.Option(metavar="DIGEST", help="Fail unless the name points to this digest now.")
-    ] = "",
-    pin: Annotated[
-        bool, typer.Option("--pin", help="Pin the adapter in the store's memory.")
-    ] = False,
+    expected_digest: ExpectedDigest = "",
+    if_current_digest: CurrentDigest = "",
+    pin: Pin = False,
     description: Description = "",
     label: Labels = None,
     signature: SignatureFile = None,

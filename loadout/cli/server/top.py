@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, TypeVar
 
 import typer
+from rich.console import Console
 from rich.live import Live
 
 from loadout.cli import options
@@ -85,15 +86,27 @@ def top(
             if now.errors:
                 raise CommandFailed(error_text(now.errors[0]))
             return
-        first = dataclasses.replace(view.update(overview(before)), fills=True)
-        with Live(first, console=console, screen=True, auto_refresh=False) as live:
-            live.refresh()
-            while True:
-                time.sleep(interval)
-                now = take_sample(client, place, pool)
-                screen = dataclasses.replace(view.update(overview(now, before)), fills=True)
-                live.update(screen, refresh=True)
-                before = now
+        _watch(view, console, before, _samples(client, place, pool, interval))
+
+
+def _watch(view: View, console: Console, before: Sample, samples: Iterable[Sample]) -> None:
+    """Fills the screen with each sample."""
+    first = dataclasses.replace(view.update(overview(before)), fills=True)
+    with Live(first, console=console, screen=True, auto_refresh=False) as live:
+        live.refresh()
+        for now in samples:
+            screen = dataclasses.replace(view.update(overview(now, before)), fills=True)
+            live.update(screen, refresh=True)
+            before = now
+
+
+def _samples(
+    client: Client, place: MetricsPlace, pool: ThreadPoolExecutor, interval_s: float
+) -> Iterator[Sample]:
+    """Yields a sample after each interval, for ever."""
+    while True:
+        time.sleep(interval_s)
+        yield take_sample(client, place, pool)
 
 
 class MetricsPlace:
