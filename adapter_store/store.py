@@ -10,12 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import (
-    AsyncExitStack,
-    ExitStack,
-    asynccontextmanager,
-    suppress,
-)
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -49,9 +44,9 @@ from adapter_store.service.standing import StandingImages
 from adapter_store.service.use_cases import UseCases, make_use_cases
 from adapter_store.sources import Sources
 from adapter_store.sources.hub import HubSource
+from adapter_store.sources.limits import FetchLimits
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
-from adapter_store.sources.staging import FetchLimits
 from adapter_store.sources.transfer import FetchRunner
 from servicekit.errors import FailedPrecondition
 from servicekit.shares import INTERNAL, FairExecutor, Pace, Shares

@@ -20,8 +20,9 @@ from adapter_store.checkpoint.reading.memory_files import MemoryFolder
 from adapter_store.checkpoint.reading.scan import scan_tensors
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded, SourceUnavailable
 from adapter_store.registration.registrar import Registration
+from adapter_store.sources.limits import FetchLimits, StagedBytes
 from adapter_store.sources.local import LocalSource
-from adapter_store.sources.staging import FetchLimits, StagedBytes, Staging
+from adapter_store.sources.staging import Staging
 from adapter_store.sources.upload import FileChunk, Upload
 from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from contract.folders import FileRefused, GivenFolder
@@ -167,7 +168,7 @@ def _read_as_store(path: Path) -> None:
         ),
     ):
         source.fetch(path.as_uri(), copied)
-        copied.wait_durable()
+        copied.work.wait_durable()
         assert isinstance(copied.contents, MemoryFolder)
         for name in copied.contents.names:
             assert SECRET not in read_all(copied.contents, name), "the source leaves its roots"
@@ -263,7 +264,7 @@ def _check_direct(direct: FileChunk, raw: bytes) -> None:
 
 
 def _check_upload(arrived: Staging, expected: dict[str, bytes]) -> None:
-    arrived.wait_durable()
+    arrived.work.wait_durable()
     names = {file.name for file in arrived.files}
     assert names == {name for name in expected if arrived.accepts(name)}
     assert {CONFIG_FILE} < names

@@ -47,7 +47,7 @@ class DebugInfo:
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Yields one part after the other; the engine is inspected once for all of them."""
-        inspected = asyncio.ensure_future(self.engine.inspect(MAX_ROWS))
+        inspected = asyncio.ensure_future(self.engine.calls.inspect(MAX_ROWS))
         # The caller may leave first; then nothing else retrieves the error.
         inspected.add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -86,7 +86,7 @@ class DebugInfo:
         }
 
     async def _engine(self) -> dict[str, Any]:
-        status = asdict(await self.engine.describe())
+        status = asdict(await self.engine.calls.describe())
         # These are in metrics.txt and queue.json.
         for key in ("histograms", "phases", "waiting_digests", "running_digests"):
             del status[key]

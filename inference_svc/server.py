@@ -210,7 +210,7 @@ class InferenceServer:
         assert self._async_engine is not None, "start comes before run"
         failed = self._async_engine.failed
         waits = [asyncio.create_task(event.wait()) for event in (stop, failed)]
-        timeout_s, describe = self._config.step_timeout_seconds, self._async_engine.describe
+        timeout_s, describe = self._config.step_timeout_seconds, self._async_engine.calls.describe
         watching = asyncio.create_task(
             watch_engine(describe, self._set_answering, self._end_hung, timeout_s)
         )

@@ -23,19 +23,14 @@ from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoin
 from adapter_store.checkpoint.text_files import AdapterText, TextReader
 from adapter_store.checkpoint.unpickle import convert_pickle
 from adapter_store.core import BaseModelChoice, Quota, Recorded
-from adapter_store.errors import (
-    BlobLost,
-    CatalogUnavailable,
-    Conflict,
-    CorruptData,
-    InvalidAdapter,
-)
+from adapter_store.errors import BlobLost, CatalogUnavailable, Conflict, CorruptData, InvalidAdapter
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.base_model import choose_base_model
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
 from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.sources import Sources
-from adapter_store.sources.staging import FetchLimits, StagedBytes, Staging, Stop
+from adapter_store.sources.limits import FetchLimits, StagedBytes, Stop
+from adapter_store.sources.staging import Staging
 from adapter_store.sources.transfer import FetchRunner
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 from contract.adapter_files import PICKLE_FILE, is_text_file
@@ -250,7 +245,7 @@ class Registrar:
                 signed_by = self._verify_signature(request, new.digest)
                 new = replace(new, signed_by=signed_by, signature=request.signature.value)
         with child_span("commit"), reporting_full():
-            staging.wait_durable()  # they were being written to the disk during the check
+            staging.work.wait_durable()  # they were being written to the disk during the check
             with self._blobs.guard(new.digest):
                 recorded = self._commit(request, new, checkpoint)
         recorded = recorded._replace(
@@ -271,14 +266,14 @@ class Registrar:
             text = self._texts.read(
                 staging.folder, staging.files, tenant_account(tenant), staging.check_cancelled
             )
-        staging.wait_durable()  # a file that is removed must not be missed by that
+        staging.work.wait_durable()  # a file that is removed must not be missed by that
         staging.drop_texts()
         return text
 
     def _open(self, staging: Staging) -> Checkpoint:
         if staging.allows_pickle:
             with reporting_full():
-                staging.wait_durable()  # a file that is replaced must not be missed by that
+                staging.work.wait_durable()  # a file that is replaced must not be missed by that
                 converted = convert_pickle(
                     staging.folder, self._checkpoint_limits, check_cancelled=staging.check_cancelled
                 )

@@ -1,11 +1,14 @@
 """Where adapters come from. A source copies an adapter's files into a staging folder, limited.
 
-local     file://: folders under allow-listed roots
-s3        s3://: prefixes of allow-listed buckets
-hub       hf://: repositories of the Hugging Face Hub, or of a server with its API
-upload    files that the caller sends in chunks
-staging   the folder where files arrive, with its limits
-transfer  several files at once, with retries
+local         file://: folders under allow-listed roots
+s3            s3://: prefixes of allow-listed buckets
+hub           hf://: repositories of the Hugging Face Hub, or of a server with its API
+upload        files that the caller sends in chunks
+staging       the folder where files arrive
+staging_work  hashes and syncs of arriving files, in threads
+limits        how much one adapter may take, and what ends its fetch early
+choice        which of a folder's files to fetch, and which checkpoint
+transfer      several files at once, with retries
 
 A new kind of place (OCI, GCS) is one class with the one method of `Source`, wired to its scheme in
 `app.py`, with its settings (allow-lists, endpoints) in `config.py`. Its `fetch`

@@ -11,7 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 from adapter_store.checkpoint.reading.files import COPY_BYTES
 from adapter_store.errors import LimitExceeded, SourceUnavailable
-from adapter_store.sources.staging import AddressOf, Staging, find_checkpoints
+from adapter_store.sources.choice import AddressOf, find_checkpoints
+from adapter_store.sources.staging import Staging
 from contract.folders import (
     FOLDER_FLAGS,
     FileDenied,

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from adapter_store.errors import LimitExceeded, SourceUnavailable
-from adapter_store.sources.staging import StagedFile, Staging, find_checkpoints
+from adapter_store.sources.choice import find_checkpoints
+from adapter_store.sources.staging import StagedFile, Staging
 from adapter_store.sources.transfer import (
     CHANGED,
     STEP_BYTES,

@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Self
 
-from adapter_store.checkpoint.formats.select import check_file_names
 from adapter_store.checkpoint.reading.arriving import ArrivingTensors
 from adapter_store.checkpoint.reading.files import Folder, check_text_file
 from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import SourceFile
-from adapter_store.errors import CallerGone, InvalidAdapter, LimitExceeded
-from contract.adapter_files import (
-    CONFIG_FILE,
-    MAX_FILES,
-    PICKLE_FILE,
-    WEIGHTS_FILE,
-    checkpoint_step,
-    is_adapter_file,
-    is_plain_name,
-    is_text_file,
-)
-from contract.folders import shown
-from contract.words import listed
-from servicekit.errors import Draining, InvalidArgument, QuotaExceeded, ShareExceeded
-from servicekit.shares import Shares
+from adapter_store.errors import LimitExceeded
+from adapter_store.sources.choice import AddressOf, check_file_name, choose_files
+from adapter_store.sources.limits import Cancellation, FetchLimits, StagedBytes, Stop
+from adapter_store.sources.staging_work import StagingWork
+from contract.adapter_files import PICKLE_FILE, WEIGHTS_FILE, is_adapter_file, is_text_file
 
 READ_BYTES = 4 << 20
 """How much of a source is read at a time."""
@@ -44,100 +28,9 @@ READ_BYTES = 4 << 20
 CONCURRENT_HASH_BYTES = 256 << 10
 """From this size on, data is hashed in a thread while it is being written."""
 
-CONFIG_BYTES = 1 << 20
-"""The bytes that a tenant may stage beyond its quota, which counts weights only."""
 
 FILES_AT_ONCE = 4
 """How many files of an adapter are fetched, and hashed, at the same time."""
-
-AddressOf: TypeAlias = Callable[[str], str]
-"""Returns the URI of a folder in a source."""
-
-_PICKLE = re.compile(r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)")
-"""How many folders with adapters a refusal lists."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
-    """Limits of one adapter. Pickled weights are fetched only if the operator allows them."""
-
-    max_adapter_bytes: int
-    max_file_bytes: int
-    allow_pickle_files: bool = False
-
-
-class Abandoned(Exception):
-    """Raised because the fetch has ended, maybe by the failure of another file: this one is not
-    needed."""
-
-
-class StagedBytes:
-    """The part of the place for staged bytes that one adapter's files take, counted for its tenant.
-    All that the tenant stages is bounded by its quota, too. `make_room` has the functions that free
-    some of the tenant's, and of all tenants': called before a caller is refused, the latter only
-    where the whole place is full. Thread-safe."""
-
-    def __init__(
-        self,
-        shares: Shares,
-        account: str,
-        max_bytes: int | None = None,
-        make_room: tuple[Callable[[], object], Callable[[], object]] | None = None,
-    ) -> None:
-        self._shares = shares
-        self._account = account
-        self._max_bytes = max_bytes
-        self._make_room = make_room
-        self._held = shares.reserve(account, 0)
-        self._text_bytes = 0
-
-    def add(self, num_bytes: int, *, is_text: bool = False) -> None:
-        """Raises ShareExceeded and QuotaExceeded before these bytes may be written. A tokenizer's
-        files do not count against the quota: the kept ones do."""
-        self._grow(num_bytes)
-        self._text_bytes += num_bytes if is_text else 0
-        staged_bytes = self._shares.used_by(self._account) - self._text_bytes
-        if self._max_bytes is not None and staged_bytes > self._max_bytes + CONFIG_BYTES:
-            raise QuotaExceeded(
-                f"max_bytes: {self._account} has {staged_bytes} bytes of uploads and fetches in "
-                f"progress, over its quota of {self._max_bytes}",
-                subject="max_bytes",
-            )
-
-    def _grow(self, num_bytes: int) -> None:
-        if self._make_room is None:
-            self._held.grow(num_bytes)
-            return
-        of_tenant, of_all = self._make_room
-        with suppress(ShareExceeded):
-            self._held.grow(num_bytes)
-            return
-        of_tenant()
-        if self._shares.used + num_bytes > self._shares.capacity:
-            of_all()
-        self._held.grow(num_bytes)
-
-    def keep(self, num_bytes: int) -> None:
-        """Gives back all but this much."""
-        self._held.shrink(num_bytes)
-
-    def release(self) -> None:
-        self._held.release()
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The reasons that end a fetch early: the store's shutdown, or the caller's leaving."""
-
-    draining: threading.Event = field(default_factory=threading.Event)
-    caller_gone: threading.Event = field(default_factory=threading.Event)
-
-    def check(self) -> None:
-        """Raises Draining or CallerGone."""
-        if self.draining.is_set():
-            raise Draining("this store is shutting down")
-        if self.caller_gone.is_set():
-            raise CallerGone("the caller left before its source was fetched")
 
 
 class StagedFile:
@@ -155,7 +48,7 @@ class StagedFile:
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Raises LimitExceeded before the first byte over a limit is written, and ShareExceeded."""
         self._staging.count(self.name, self.size_bytes, len(data), is_kept=True)
-        with self._staging.local_work():
+        with self._staging.work.local():
             self._sha256.update(data)
             piece: bytes | memoryview
             if isinstance(data, memoryview) and data.readonly:
@@ -196,7 +89,7 @@ class StagedFile:
 
 
 class StagedDiskFile(StagedFile):
-    """One in the folder, which becomes durable once it is closed: see `Staging.wait_durable`."""
+    """One in the folder, durable some time after it is closed: see `StagingWork.wait_durable`."""
 
     def __init__(self, staging: Staging, path: Path) -> None:
         super().__init__(staging, path.name)
@@ -207,12 +100,12 @@ class StagedDiskFile(StagedFile):
         """Raises as StagedFile.write, and DiskFull."""
         self._staging.check_space(len(data))
         self._staging.count(self.name, self.size_bytes, len(data), is_kept=True)
-        with self._staging.local_work():
+        with self._staging.work.local():
             if len(data) < CONCURRENT_HASH_BYTES:
                 self._sha256.update(data)
                 self._write(data)
             else:
-                hashing = self._staging.start_hashing(self._sha256.update, data)
+                hashing = self._staging.work.start_hashing(self._sha256.update, data)
                 try:
                     self._write(data)
                 finally:
@@ -228,7 +121,7 @@ class StagedDiskFile(StagedFile):
     def close(self) -> None:
         """Ends the file, and starts to make it durable."""
         self.suspend()
-        self._staging.start_sync(self._path)
+        self._staging.work.start_sync(self._path)
         self._add()
 
     def _opened(self) -> FileIO:
@@ -267,21 +160,15 @@ class Staging:
             self.memory = MemoryFolder(
                 on_release=lambda: None if staged is None else staged.release()
             )
-        self._stop = stop or Stop()
+        self.cancellation = Cancellation(stop or Stop())
         self._staged = staged
         self.check_space = check_space
         self.total_bytes = 0
         self._received_bytes = 0
         self._limits = limits
         self._lock = threading.Lock()
-        self._abandoned = threading.Event()
         self._files: list[SourceFile] = []
-        self._syncs: list[Future[None]] = []
-        # Its threads start with the first large write, or the first file that is complete.
-        self._threads = ThreadPoolExecutor(FILES_AT_ONCE, "staging")
-        self._num_working = 0
-        self._worked_s = 0.0
-        self._work_start_s = 0.0
+        self.work = StagingWork(FILES_AT_ONCE, self.cancellation.check)
 
     @property
     def contents(self) -> Folder:
@@ -318,13 +205,13 @@ class Staging:
         """Makes other threads that still write or wait raise Abandoned. Afterwards no file is
         created."""
         with self._lock:
-            self._abandoned.set()
+            self.cancellation.abandoned.set()
 
     def remove(self) -> None:
         """Removes the files, unless they have become a blob, and gives back the staged bytes.
         Idempotent."""
         self.abandon()
-        self._threads.shutdown(wait=False)
+        self.work.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.memory is not None and self.memory.is_kept:
             if self._staged is not None:
@@ -340,63 +227,6 @@ class Staging:
         if self._is_in_memory(name):
             return  # it is added when it is closed
         (self.folder / name).unlink()
-
-    def start_hashing(self, update: Callable[[bytes], None], data: Any) -> Future[None]:
-        """Calls a hash's `update` with data in a thread. Raises as `check_cancelled`, and
-        RuntimeError if there are no more threads."""
-        return self._start(update, data)
-
-    def start_sync(self, path: Path) -> None:
-        """Makes a complete file durable in a thread: it is read meanwhile. Raises as
-        `start_hashing`."""
-        syncing = self._start(self._sync, path)
-        with self._lock:
-            self._syncs.append(syncing)
-
-    def wait_durable(self) -> None:
-        """Returns when all complete files are durable. Raises OSError."""
-        with self._lock:
-            syncs = [*self._syncs]
-        for syncing in syncs:
-            syncing.result()
-
-    def _sync(self, path: Path) -> None:
-        with self.local_work():
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-
-    def _start(self, work: Callable[[Any], None], subject: Any) -> Future[None]:
-        try:
-            return self._threads.submit(work, subject)
-        except RuntimeError:
-            self.check_cancelled()
-            raise
-
-    @contextmanager
-    def local_work(self) -> Iterator[None]:
-        """Counts the time in the context as this store's own: see `local_seconds`."""
-        with self._lock:
-            if not self._num_working:
-                self._work_start_s = time.monotonic()
-            self._num_working += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_working -= 1
-                if not self._num_working:
-                    self._worked_s += time.monotonic() - self._work_start_s
-
-    @property
-    def local_seconds(self) -> float:
-        """How long files have been written, hashed and synced: whoever sends them was not waited
-        for."""
-        with self._lock:
-            now_s = time.monotonic() if self._num_working else self._work_start_s
-            return self._worked_s + now_s - self._work_start_s
 
     def choose_files(
         self,
@@ -441,7 +271,7 @@ class Staging:
 
     def wait(self, seconds: float) -> None:
         """Sleeps, unless the store is shutting down. Raises as `check_cancelled`."""
-        self._stop.draining.wait(seconds)
+        self.cancellation.stop.draining.wait(seconds)
         self.check_cancelled()
 
     def create(self, name: str, expected_bytes: int = 0) -> StagedFile:
@@ -471,9 +301,7 @@ class Staging:
 
     def check_cancelled(self) -> None:
         """Raises Draining, CallerGone or Abandoned if this folder is no longer needed."""
-        self._stop.check()
-        if self._abandoned.is_set():
-            raise Abandoned
+        self.cancellation.check()
 
     def _check(self, name: str, file_bytes: int, total_bytes: int) -> None:
         if is_text_file(name):
@@ -490,87 +318,3 @@ class Staging:
                 f"limit of {self._limits.max_adapter_bytes}",
                 subject=name,
             )
-
-
-def check_file_name(name: str, subject: str) -> str:
-    """Returns a plain file name, which cannot lead out of a folder. Raises InvalidArgument."""
-    if not is_plain_name(name):
-        raise InvalidArgument(f"{name[:160]!r} is not a plain file name", subject=subject)
-    return name
-
-
-def find_checkpoints(names: Iterable[str]) -> list[str]:
-    """Returns the names that trainers give to checkpoints. A refusal has no others, because other
-    files in a folder may be another tenant's."""
-    return [name for name in names if checkpoint_step(name) is not None]
-
-
-def choose_files(
-    names: Iterable[str],
-    where: str,
-    below: Iterable[str] = (),
-    address_of: AddressOf | None = None,
-    *,
-    allow_pickle: bool = False,
-) -> list[str]:
-    """Returns which of a folder's files make up the adapter, with its tokenizer's and its chat
-    template's; `where` names the folder in errors.
-
-    `below` are folders in it that may be adapters, which a refusal suggests as sources of their
-    own; `address_of` returns the URI of one, by default its path below `where`.
-
-    A pickle is chosen only if there is nothing better and `allow_pickle`.
-
-    Raises InvalidAdapter if there is no config, no weights that may be read, or contents that would
-    have to be applied and are not.
-    """
-    available = set(names)
-    chosen = sorted(name for name in available if is_adapter_file(name))
-    texts = sorted(name for name in available if is_text_file(name))
-    if CONFIG_FILE not in chosen:
-        raise InvalidAdapter(
-            f"{where}: {CONFIG_FILE} is missing{_suggest(below, where, address_of)}",
-            subject=CONFIG_FILE,
-            reason="FILE_MISSING",
-        )
-    if len(chosen) == 1:
-        if allow_pickle and PICKLE_FILE in available:
-            check_file_names(available)
-            return [CONFIG_FILE, PICKLE_FILE, *texts]
-        raise _no_weights(available, where)
-    if len(chosen) > MAX_FILES:
-        raise LimitExceeded(
-            f"{where}: {len(chosen)} files are more than {MAX_FILES}", subject=WEIGHTS_FILE
-        )
-    check_file_names(available)
-    return [*chosen, *texts]
-
-
-def _suggest(below: Iterable[str], where: str, address_of: AddressOf | None) -> str:
-    """Returns a refusal's text about adapters in a folder, the newest checkpoint first."""
-    found = sorted(below, key=_step, reverse=True)
-    if not found:
-        return ""
-    place = address_of(found[0]) if address_of else f"{where.rstrip('/')}/{found[0]}"
-    return f"; below it are {listed(found, 'others')}: register one of them, such as {place}"
-
-
-def _step(folder: str) -> tuple[int, str]:
-    step = checkpoint_step(folder)
-    return (-1 if step is None else step), folder
-
-
-def _no_weights(available: set[str], where: str) -> InvalidAdapter:
-    pickle = min((name for name in available if _PICKLE.fullmatch(name)), default=None)
-    if pickle is None:
-        return InvalidAdapter(
-            f"{where}: {WEIGHTS_FILE} is missing", subject=WEIGHTS_FILE, reason="FILE_MISSING"
-        )
-    pickle = shown(pickle)  # any bytes may be a name
-    return InvalidAdapter(
-        f"{where}: {pickle} is a pickle, which can run code when it is read; "
-        f"save the adapter as {WEIGHTS_FILE}, or have the store's operator allow it with "
-        "--allow-pickle-files",
-        subject=pickle,
-        reason="FILE_NOT_SAFETENSORS",
-    )

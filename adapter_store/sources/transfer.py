@@ -14,7 +14,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from adapter_store.errors import SourceUnavailable
-from adapter_store.sources.staging import FILES_AT_ONCE, READ_BYTES, Abandoned, Staging
+from adapter_store.sources.limits import Abandoned
+from adapter_store.sources.staging import FILES_AT_ONCE, READ_BYTES, Staging
 from servicekit.shares import MinimumRate, Pace, Shares
 
 POLL_SECONDS = 0.25
@@ -109,13 +110,13 @@ class FetchRunner:
     def _wait(self, done: Future[str], staging: Staging) -> None:
         rate, known_bytes = MinimumRate(self._pace), 0
         while not done.done():
-            start_s, local_s = time.monotonic(), staging.local_seconds
+            start_s, local_s = time.monotonic(), staging.work.local_seconds
             wait([done], timeout=max(MIN_POLL_SECONDS, min(POLL_SECONDS, rate.remaining_s)))
             if done.done():
                 return
             staging.check_cancelled()
             elapsed_s = time.monotonic() - start_s
-            rate.waited(max(0.0, elapsed_s - (staging.local_seconds - local_s)))
+            rate.waited(max(0.0, elapsed_s - (staging.work.local_seconds - local_s)))
             now_bytes = staging.progress_bytes
             rate.received(now_bytes - known_bytes)
             known_bytes = now_bytes

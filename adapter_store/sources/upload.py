@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from adapter_store.errors import LimitExceeded, UploadStalled
-from adapter_store.sources.staging import StagedFile, Staging, check_file_name
+from adapter_store.sources.choice import check_file_name
+from adapter_store.sources.staging import StagedFile, Staging
 from contract.adapter_files import MAX_FILES
 from servicekit.errors import InvalidArgument
 from servicekit.shares import MinimumRate, Pace

@@ -30,7 +30,8 @@ from bench.gpu_run.sizes import LLAMA_8B
 from bench.results import FOLDER, median, show, write
 from inference_svc import core
 from inference_svc.adapters.targets import applied_targets, build_layout
-from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
+from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.backends.cuda.steps import StepLimits
 from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.sampler import Sampler

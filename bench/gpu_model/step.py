@@ -12,17 +12,12 @@ import torch
 from torch import Tensor
 
 from bench.gpu_model.launches import META, Launch, launches
-from bench.gpu_run.model import (
-    is_adapted,
-    make_arena,
-    random_transformer,
-    read_description,
-    tables,
-)
+from bench.gpu_run.model import is_adapted, make_arena, random_transformer, read_description, tables
 from bench.gpu_run.sizes import LLAMA_8B
 from inference_svc import core
 from inference_svc.adapters.targets import applied_targets, build_layout
-from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
+from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.backends.cuda.steps import StepLimits
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.transformer import Transformer

@@ -25,16 +25,12 @@ from inference_svc.adapters.memory.tiers import HostTier, TableWrite
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import Logits
-from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
+from inference_svc.backends.cuda.backend import CudaBackend
 from inference_svc.backends.cuda.graphs import CudaRecorder
+from inference_svc.backends.cuda.steps import StepLimits
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.weights import ModelWeights, ones
-from inference_svc.model.description import (
-    Decoder,
-    ExpertsProjection,
-    Norm,
-    Projection,
-)
+from inference_svc.model.description import Decoder, ExpertsProjection, Norm, Projection
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from inference_svc.model.layers import Linear
 from inference_svc.model.operations import Scalar, Table, WeightSpec

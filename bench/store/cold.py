@@ -41,9 +41,10 @@ from adapter_store.images.plan.plan import IMAGE_FORMATS, plan_image
 from adapter_store.images.tiers.buffers import resident_buffer
 from adapter_store.images.tiers.file import write_image
 from adapter_store.sources import Sources
+from adapter_store.sources.limits import FetchLimits
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
-from adapter_store.sources.staging import FetchLimits, Staging
+from adapter_store.sources.staging import Staging
 from bench.store.adapters import BENCH_200M, make_adapter, make_layout
 from bench.store.process import bench_store
 from contract.adapter_files import WEIGHTS_FILE
@@ -89,7 +90,7 @@ def measure_phases(sources: Sources, uri: str, folder: Path, layers: int) -> dic
             parts = compile_parts(checkpoint, plan, buffer, threads=threads)
             image = Image(plan, buffer, tuple(parts))
         with phases.timed("keep the source"):
-            staging.wait_durable()
+            staging.work.wait_durable()
             blobs.put(staging.folder, checkpoint.digest)
         with phases.timed("store"):
             write_image(folder / "image.safetensors", image)

@@ -214,7 +214,7 @@ class Loader:
     def _refuse_excluded(self) -> None:
         """Refuses admitted loads that wait for memory and have no room beside images pinned since:
         they would wait for ever, and so would all loads due after them."""
-        num_pinnings = self.tiers.device.num_pinnings
+        num_pinnings = self.tiers.device.pins.num_pinnings
         if num_pinnings == self._num_pinnings:
             return
         self._num_pinnings = num_pinnings

@@ -116,7 +116,7 @@ class SumChecks:
         refused = self._refused_part(known) or self._refused_lookup(known)
         if refused is not None:
             return refused
-        if not self.device.admits_together(len(key.parts), list(known.values())):
+        if not self.device.pins.admits_together(len(key.parts), list(known.values())):
             message = (
                 f"the {len(key.parts)} adapters of the request do not fit into the memory for "
                 "adapters together: use fewer, unpin others, or raise --adapter-memory or "

@@ -6,35 +6,35 @@ from dataclasses import dataclass
 
 from inference_svc.api.access import Access, Caller
 from inference_svc.engine.transport.messages import PauseMode
-from inference_svc.frontend.async_engine import AsyncEngine
+from inference_svc.frontend.engine_calls import EngineCalls
 
 
 @dataclass(frozen=True, slots=True)
 class LifeCycle:
     """Stops and starts the generation of all requests."""
 
-    engine: AsyncEngine
+    calls: EngineCalls
     access: Access
 
     async def reset_prefix_cache(self, caller: Caller) -> None:
         with self.access.audited(caller, "ResetPrefixCache", ""):
-            await self.engine.reset_prefix_cache()
+            await self.calls.reset_prefix_cache()
 
     async def pause(self, caller: Caller, mode: PauseMode, resume_after_s: float = 0.0) -> int:
-        """Returns how many requests are held; see AsyncEngine.pause."""
+        """Returns how many requests are held; see EngineCalls.pause."""
         with self.access.audited(caller, "PauseGeneration", ""):
-            return await self.engine.pause(mode, resume_after_s)
+            return await self.calls.pause(mode, resume_after_s)
 
     async def resume(self, caller: Caller) -> None:
         with self.access.audited(caller, "ResumeGeneration", ""):
-            await self.engine.resume()
+            await self.calls.resume()
 
     async def sleep(self, caller: Caller, *, frees_weights: bool) -> int:
-        """Returns the bytes that were freed; see AsyncEngine.sleep."""
+        """Returns the bytes that were freed; see EngineCalls.sleep."""
         with self.access.audited(caller, "Sleep", ""):
-            return await self.engine.sleep(frees_weights=frees_weights)
+            return await self.calls.sleep(frees_weights=frees_weights)
 
     async def wake(self, caller: Caller) -> float:
-        """Returns the seconds that it took; see AsyncEngine.wake."""
+        """Returns the seconds that it took; see EngineCalls.wake."""
         with self.access.audited(caller, "Wake", ""):
-            return await self.engine.wake()
+            return await self.calls.wake()

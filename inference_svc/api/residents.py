@@ -10,7 +10,7 @@ from inference_svc.api.access import Access, Caller
 from inference_svc.core import Action, Principal
 from inference_svc.engine.control.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
-from inference_svc.frontend.async_engine import AsyncEngine
+from inference_svc.frontend.engine_calls import EngineCalls
 from inference_svc.store.directory import Directory
 from inference_svc.store.types import Registered, Registry, Source
 from servicekit.auth.authenticator import bearer_token
@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
 class Residents:
     """The adapters in memory, as callers may know them. `registry` None: there is no store."""
 
-    engine: AsyncEngine
+    calls: EngineCalls
     directory: Directory
     registry: Registry | None
     base_model: str
@@ -88,31 +88,31 @@ class Residents:
             binding = await self.directory.resolve(principal, ref, revision, subject)
             entry.digest = binding.digest
             account = _pinning_account(principal)
-            adapter = await self.engine.load(entry.digest, pin, binding.label, account)
+            adapter = await self.calls.load(entry.digest, pin, binding.label, account)
             return Loaded(self._named(principal, adapter), registered)
 
     async def unload(self, caller: Caller, ref: str, *, subject: str = "ref") -> int:
         """Returns the bytes freed, once they are free."""
         with self.access.audited(caller, "UnloadAdapter", ref) as (principal, entry):
             entry.digest = await self._digest(principal, ref, subject)
-            return await self.engine.unload(entry.digest)
+            return await self.calls.unload(entry.digest)
 
     async def pin(self, caller: Caller, ref: str) -> Resident:
         with self.access.audited(caller, "PinAdapter", ref) as (principal, entry):
             entry.digest = await self._digest(principal, ref)
-            adapter = await self.engine.pin(entry.digest, _pinning_account(principal))
+            adapter = await self.calls.pin(entry.digest, _pinning_account(principal))
             return self._named(principal, adapter)
 
     async def unpin(self, caller: Caller, ref: str) -> Resident:
         with self.access.audited(caller, "UnpinAdapter", ref) as (principal, entry):
             entry.digest = await self._digest(principal, ref)
-            adapter = await self.engine.unpin(entry.digest, _pinning_account(principal))
+            adapter = await self.calls.unpin(entry.digest, _pinning_account(principal))
             return self._named(principal, adapter)
 
     async def list_resident(self, principal: Principal, limit: int = 0) -> list[Resident]:
         """Returns the adapters of the caller's tenants, at most `limit` if that is not 0."""
         # The first `limit` of all may include none of some tenants'.
-        adapters = await self.engine.list_resident(limit if principal.tenants is None else 0)
+        adapters = await self.calls.list_resident(limit if principal.tenants is None else 0)
         owned = await self.directory.owned(principal, [adapter.digest for adapter in adapters])
         own = (adapter for adapter in adapters if adapter.digest in owned)
         return [self._named(principal, adapter) for adapter in islice(own, limit or None)]
@@ -121,7 +121,7 @@ class Residents:
         """Returns the parts of a resident adapter, and the operations that a step launches for it.
         Raises AdapterNotFound, also for an adapter that is not resident."""
         digest = await self._digest(principal, ref)
-        details = await self.engine.inspect_adapter(digest, ref)
+        details = await self.calls.inspect_adapter(digest, ref)
         return Inspected(self._named(principal, details.adapter), details)
 
     async def _register(

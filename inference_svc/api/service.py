@@ -145,8 +145,8 @@ class Service:
         self._work = work
         self._request_log = request_log
         self.access = access
-        self.residents = Residents(engine, directory, registry, facts.base_model, access)
-        self.life_cycle = LifeCycle(engine, access)
+        self.residents = Residents(engine.calls, directory, registry, facts.base_model, access)
+        self.life_cycle = LifeCycle(engine.calls, access)
         self._followers = Followers(directory, engine)
 
     # --- generating -----------------------------------------------------------------------------
@@ -285,13 +285,13 @@ class Service:
         return self._directory.layout_id
 
     async def describe(self) -> EngineStatus:
-        return await self._engine.describe()
+        return await self._engine.calls.describe()
 
     @asynccontextmanager
     async def profile(self, num_steps: int, timeout_s: float) -> AsyncIterator[TraceFile]:
         """Traces the next steps; the file is open while the context lasts. Raises ProfileRunning,
         NoSteps."""
-        trace = await self._engine.profile(num_steps, timeout_s)
+        trace = await self._engine.calls.profile(num_steps, timeout_s)
         try:
             with Path(trace.path).open("rb") as file:
                 yield TraceFile(trace.num_steps, file)

@@ -12,20 +12,14 @@ from dataclasses import dataclass, field, replace
 from inference_svc.adapters.pulls.pull import PullDone, PullEvent, PullFailed, PullOpened
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.sums import SumChecks
-from inference_svc.core import (
-    FinishReason,
-    Request,
-    Sequence,
-    SequenceState,
-    Sum,
-)
+from inference_svc.core import FinishReason, Request, Sequence, SequenceState, Sum
 from inference_svc.engine.compute.losses import Loss, Losses
 from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.step_times import StepPhases, StepTimes
 from inference_svc.engine.control.commands import Commands
 from inference_svc.engine.control.life_cycle import LifeCycle
 from inference_svc.engine.policy.admission import Admission
-from inference_svc.engine.policy.expiries import Expiries
+from inference_svc.engine.policy.expiries import AdapterWaits, Expiries
 from inference_svc.engine.policy.moves import Moves
 from inference_svc.engine.policy.scheduler import Scheduler
 from inference_svc.engine.policy.settle import Settler
@@ -47,13 +41,7 @@ from inference_svc.engine.transport.messages import (
     Submit,
     Superseded,
 )
-from inference_svc.errors import (
-    AdapterUnavailable,
-    AdapterUnusable,
-    DuplicateRequest,
-    EngineFailed,
-    with_name,
-)
+from inference_svc.errors import AdapterUnusable, DuplicateRequest, EngineFailed, with_name
 from servicekit.errors import Draining, ServiceError
 
 
@@ -76,12 +64,17 @@ class Engine:
     is_stopping: bool = False
     moves: Moves = field(init=False)
     _deadlines: Expiries = field(default_factory=Expiries)
-    _adapter_waits: Expiries = field(default_factory=Expiries)
+    _adapter_waits: AdapterWaits = field(init=False)
     _outputs: list[Output] = field(default_factory=list)
     _replies: list[Reply] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.moves = Moves(self.scheduler)
+        self._adapter_waits = AdapterWaits(
+            self.residency.store_waits_since_s,
+            self.residency.loader.wait_reason,
+            self.adapter_wait_s,
+        )
 
     @property
     def life_cycle(self) -> LifeCycle:
@@ -221,7 +214,7 @@ class Engine:
         if request.deadline_s is not None:
             self._deadlines.add(sequence, request.deadline_s)
         if request.key:
-            self._adapter_waits.add(sequence, now_s + self.adapter_wait_s)
+            self._adapter_waits.add(sequence, now_s)
         self.scheduler.add(sequence, now_s)
 
     def _refusal(self, request: Request, now_s: float) -> ServiceError | None:
@@ -270,7 +263,8 @@ class Engine:
         self.moves.apply(now_s)
         self.admission.update_rates(now_s)
         with self.times.loading():
-            in_order = self.scheduler.queue.in_order(now_s)
+            queue = self.scheduler.queue
+            in_order = queue.turns.in_order(queue.aged_s(now_s))
             self.residency.loader.advance(now_s, in_order)
 
     def _end_expired(self, now_s: float) -> None:
@@ -282,36 +276,9 @@ class Engine:
                 if refusal is not None:
                     self._end(sequence, now_s, error=refusal)
                     continue
-            expiry_s = self._adapter_expiry_s(sequence)
-            if expiry_s is not None and now_s >= expiry_s:
-                error = self._unavailable(sequence, expiry_s, now_s)
+            error = self._adapter_waits.error(sequence, now_s)
+            if error is not None:
                 self._end(sequence, now_s, error=error, expired=True)
-            else:  # it may wait for the store again later
-                again_s = now_s + self.adapter_wait_s / 4
-                self._adapter_waits.add(sequence, again_s if expiry_s is None else expiry_s)
-
-    def _adapter_expiry_s(self, sequence: Sequence) -> float | None:
-        """Returns None while the sequence does not wait for the store: only that wait is bounded;
-        waiting for memory that is in use is queueing."""
-        if sequence.state is not SequenceState.WAITING or sequence.adapter_wanted_s is None:
-            return None
-        waits = self.residency.store_waits_since_s(sequence.request.key)
-        if not waits:
-            return None
-        since_s = min(waits.values())
-        return max(since_s, sequence.adapter_wanted_s) + self.adapter_wait_s
-
-    def _unavailable(self, sequence: Sequence, expiry_s: float, now_s: float) -> ServiceError:
-        request = sequence.request
-        assert sequence.adapter_wanted_s is not None
-        waits = self.residency.store_waits_since_s(request.key)
-        digest = min(waits, key=waits.__getitem__)
-        return AdapterUnavailable(
-            f"adapter {request.name_of(digest) or digest} was not loaded within "
-            f"{expiry_s - sequence.adapter_wanted_s:.3g} s: "
-            f"{self.residency.loader.wait_reason(digest, now_s)}",
-            subject="adapter",
-        )
 
     def _fail_adapter(self, digest: str, error: ServiceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)

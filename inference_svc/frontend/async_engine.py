@@ -11,39 +11,25 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
 from inference_svc.core import Request
-from inference_svc.engine.control.status_types import (
-    AdapterDetails,
-    EngineDetails,
-    EngineStatus,
-    ResidentAdapter,
-)
 from inference_svc.engine.transport.messages import (
-    Abandon,
-    Call,
     Cancel,
-    Command,
     Message,
     Move,
     Output,
-    PauseMode,
-    Reply,
     StepOutputs,
-    StepTrace,
     Submit,
 )
 from inference_svc.errors import DuplicateRequest, EngineFailed
+from inference_svc.frontend.engine_calls import EngineCalls
 from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
-from inference_svc.host.memory import resident_bytes
 from inference_svc.text.detokenizer import TokenDecoder
 from servicekit.errors import Draining, ServiceError
 from servicekit.shares import Shares
-from servicekit.telemetry import spans
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +57,11 @@ class RequestObserver(Protocol):
 
 
 class AsyncEngine:
-    """`failed` is set when the engine has died, of `failure`: nothing works then. `on_spans` is
-    called with the spans that the engine has recorded. `unread_bytes` bounds accounts' unread
-    outputs."""
+    """Requests as streams; `calls` has the calls of operators and of this server itself.
+
+    `failed` is set when the engine has died, of `failure`: nothing works then. `on_spans` is called
+    with the spans that the engine has recorded. `unread_bytes` bounds accounts' unread outputs.
+    """
 
     def __init__(self, engine: EngineHandle, decoder: TokenDecoder, unread_bytes: Shares) -> None:
         self.failed = asyncio.Event()
@@ -85,7 +73,7 @@ class AsyncEngine:
         self._generations: dict[str, Generation] = {}
         self._observers: dict[str, RequestObserver] = {}
         self.on_spans: Callable[[tuple[Any, ...]], None] = lambda spans: None
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self.calls = EngineCalls(engine.send)
         self._engine_ids: dict[tuple[str, str], str] = {}
         self._numbers = itertools.count(1)
         self._draining = False
@@ -169,117 +157,10 @@ class AsyncEngine:
                 f"a request with id {own_id[1]!r} is running", subject="request_id"
             )
 
-    def _check_engine(self) -> None:
-        if self.failure is not None:  # nothing has been done for the caller
-            raise Draining(self.failure.message)
-
     def _check_serving(self) -> None:
-        self._check_engine()
+        self.calls.check_engine()
         if self._draining:
             raise Draining("the server is shutting down", retry_after_s=1.0)
-
-    # --- commands -------------------------------------------------------------------------------
-
-    async def load(
-        self, digest: str, pin: bool, adapter: str = "", account: str = ""
-    ) -> ResidentAdapter:
-        """Returns once the adapter, which errors call `adapter`, is resident, and pinned by the
-        account."""
-        return await self._call(Command.LOAD, digest, pin, adapter=adapter, account=account)
-
-    async def unload(self, digest: str) -> int:
-        """Returns the bytes freed, once they are free."""
-        return await self._call(Command.UNLOAD, digest)
-
-    async def pin(self, digest: str, account: str = "") -> ResidentAdapter:
-        return await self._call(Command.PIN, digest, account=account)
-
-    async def unpin(self, digest: str, account: str = "") -> ResidentAdapter:
-        """Takes back the account's pin, or with "" all; it is pinned still if others pin it."""
-        return await self._call(Command.UNPIN, digest, account=account)
-
-    async def reset_prefix_cache(self) -> None:
-        """Later prompts share nothing with earlier ones."""
-        await self._call(Command.RESET_PREFIX_CACHE)
-
-    async def list_resident(self, limit: int = 0) -> tuple[ResidentAdapter, ...]:
-        """Returns all, or at most `limit`; see `messages.Call`."""
-        return await self._call(Command.LIST_RESIDENT, limit=limit)
-
-    async def describe(self) -> EngineStatus:
-        status: EngineStatus = await self._call(Command.DESCRIBE)
-        if status.process_id in (0, os.getpid()):
-            return status
-        own_bytes = resident_bytes()
-        return replace(status, memory=status.memory | {"frontend": (own_bytes, own_bytes)})
-
-    async def inspect(self, limit: int) -> EngineDetails:
-        """Returns at most `limit` rows of each kind."""
-        details: EngineDetails = await self._call(Command.INSPECT, limit=limit)
-        return details
-
-    async def inspect_adapter(self, digest: str, adapter: str = "") -> AdapterDetails:
-        """Returns the details of a resident adapter, which errors call `adapter`. Raises
-        AdapterNotFound."""
-        details: AdapterDetails
-        details = await self._call(Command.INSPECT_ADAPTER, digest, adapter=adapter)
-        return details
-
-    async def pause(self, mode: PauseMode, resume_after_s: float = 0.0) -> int:
-        """Returns how many requests are held, once nothing is computed; 0 s: until `resume`. Raises
-        Interrupted if generation is resumed before."""
-        held: int
-        held = await self._call(Command.PAUSE, pause_mode=mode, timeout_s=resume_after_s)
-        return held
-
-    async def resume(self) -> None:
-        """Does nothing if generation is not paused; while the engine sleeps, it goes on once it is
-        woken."""
-        await self._call(Command.RESUME)
-
-    async def sleep(self, *, frees_weights: bool) -> int:
-        """Returns the bytes that were freed. Raises Asleep while the engine wakes up, and
-        Interrupted if it is woken before it sleeps."""
-        freed_bytes: int = await self._call(Command.SLEEP, frees_weights=frees_weights)
-        return freed_bytes
-
-    async def wake(self) -> float:
-        """Returns the seconds that it took; 0 if the engine did not sleep. Raises CannotWake."""
-        seconds: float = await self._call(Command.WAKE)
-        return seconds
-
-    async def profile(self, num_steps: int, timeout_s: float) -> StepTrace:
-        """Returns a trace whose file the caller removes. Cancelling it ends the trace. Raises
-        ProfileRunning, NoSteps."""
-        trace: StepTrace = await self._call(Command.PROFILE, limit=num_steps, timeout_s=timeout_s)
-        return trace
-
-    async def _call(
-        self, command: Command, digest: str = "", pin: bool = False, **fields: Any
-    ) -> Any:
-        """`fields` are further ones of the Call."""
-        self._check_engine()
-        span = spans.current_sampled() if command is Command.LOAD else None
-        trace = None if span is None else span.context
-        call = Call(next(self._numbers), command, digest, pin, trace=trace, **fields)
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._calls[call.call_id] = future
-        self._engine.send(call)
-        try:
-            return await future
-        except (asyncio.CancelledError, GeneratorExit):
-            if command is Command.PROFILE:
-                self._abandon_trace(call.call_id, future)
-            raise
-        finally:
-            self._calls.pop(call.call_id, None)
-
-    def _abandon_trace(self, call_id: int, future: asyncio.Future[Any]) -> None:
-        """Ends a trace whose caller was cancelled, or removes it if it has come by now."""
-        if call_id in self._calls:
-            self._engine.send(Abandon(call_id))
-        elif not future.cancelled() and future.exception() is None:
-            future.result().remove()
 
     def send(self, message: Message) -> None:
         """Sends a message that has no reply."""
@@ -312,7 +193,7 @@ class AsyncEngine:
     async def _answers(self) -> bool:
         """Returns whether the engine makes steps."""
         try:
-            await asyncio.wait_for(self.describe(), ANSWER_S)
+            await asyncio.wait_for(self.calls.describe(), ANSWER_S)
         except (TimeoutError, ServiceError):
             return False
         return True
@@ -346,7 +227,7 @@ class AsyncEngine:
             if output.is_last:
                 del self._generations[output.request_id]
         for reply in outputs.replies:
-            self._reply(reply)
+            self.calls.reply(reply)
         if outputs.failure is not None:
             self.fail(outputs.failure)
 
@@ -354,17 +235,6 @@ class AsyncEngine:
         observer = self._observers.pop(output.request_id, None)
         if observer is not None:
             observer.finished(output)
-
-    def _reply(self, reply: Reply) -> None:
-        future = self._calls.pop(reply.call_id, None)
-        if future is None or future.done():
-            if isinstance(reply.result, StepTrace):
-                reply.result.remove()
-            return
-        if reply.error is not None:
-            future.set_exception(reply.error)
-        else:
-            future.set_result(reply.result)
 
     def fail(self, failure: EngineFailed) -> None:
         """Ends everything that is open: the engine has died, or is given up. The first failure
@@ -379,6 +249,4 @@ class AsyncEngine:
         for observer in self._observers.values():
             observer.finished(None)
         self._observers.clear()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(EngineFailed(failure.message))
+        self.calls.fail(failure)

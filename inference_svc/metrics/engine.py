@@ -99,7 +99,9 @@ class Snapshots:
 
 
 async def _take_snapshot(engine: AsyncEngine, directory: Directory, max_residents: int) -> Snapshot:
-    status, residents = await asyncio.gather(engine.describe(), engine.list_resident(max_residents))
+    status, residents = await asyncio.gather(
+        engine.calls.describe(), engine.calls.list_resident(max_residents)
+    )
     digests = {adapter.digest for adapter in residents}
     digests.update(status.running_digests, status.waiting_digests)
     return Snapshot(

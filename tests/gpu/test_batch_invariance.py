@@ -17,7 +17,8 @@ from torch import Tensor
 
 from inference_svc import core
 from inference_svc.adapters.targets import applied_targets
-from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
+from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.backends.cuda.steps import StepLimits
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear

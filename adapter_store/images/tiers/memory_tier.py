@@ -56,6 +56,27 @@ class Reservation:
         self.granted: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
 
 
+class WaitingReservations:
+    """Reservations that are not granted yet, by priority, and in the order of their last one."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Priority, int, Reservation]] = []
+        self._order = itertools.count()
+
+    def push(self, reservation: Reservation) -> None:
+        """Adds a reservation, or gives it its place again after its priority has changed."""
+        heapq.heappush(self._heap, (reservation.priority, next(self._order), reservation))
+
+    def first(self) -> Reservation | None:
+        """Returns the next one; forgets the ones before it that wait no longer, or elsewhere."""
+        while self._heap:
+            priority, _, reservation = self._heap[0]
+            if not reservation.granted.done() and priority is reservation.priority:
+                return reservation
+            heapq.heappop(self._heap)
+        return None
+
+
 class MemoryTier:
     """Used from one thread. Held and pinned images are never evicted."""
 
@@ -67,8 +88,7 @@ class MemoryTier:
         self.pool = BufferPool(min(SPARE_BYTES, capacity_bytes))
         self._held_bytes = 0
         """The bytes of entries with holds, and of reservations granted and not used yet."""
-        self._reservations: list[tuple[Priority, int, Reservation]] = []
-        self._order = itertools.count()
+        self._waiting = WaitingReservations()
 
     def __contains__(self, key: ImageKey) -> bool:
         return key in self._entries
@@ -89,7 +109,7 @@ class MemoryTier:
         """Requests the bytes of a new image. Once `granted` they are accounted: call `start` or
         `cancel_reservation` next."""
         reservation = Reservation(num_bytes, priority)
-        self._push(reservation)
+        self._waiting.push(reservation)
         self._grant()
         return reservation
 
@@ -97,7 +117,7 @@ class MemoryTier:
         """Raises a reservation to the priority of a pull."""
         if not reservation.granted.done() and reservation.priority is not Priority.PULL:
             reservation.priority = Priority.PULL
-            self._push(reservation)
+            self._waiting.push(reservation)
             self._grant()
 
     def cancel_reservation(self, reservation: Reservation) -> None:
@@ -188,27 +208,14 @@ class MemoryTier:
         assert self.counts.used_bytes == sum(e.num_bytes for e in self._entries.values())
         assert all(e.is_cached and e.holds == 0 for e in self._entries.values())
         assert self._held_bytes == 0
-        assert not any(self._is_waiting(entry) for entry in self._reservations)
-
-    # Reservations
-
-    def _push(self, reservation: Reservation) -> None:
-        entry = (reservation.priority, next(self._order), reservation)
-        heapq.heappush(self._reservations, entry)
-
-    def _is_waiting(self, entry: tuple[Priority, int, Reservation]) -> bool:
-        priority, _, reservation = entry
-        return not reservation.granted.done() and priority is reservation.priority
+        assert self._waiting.first() is None
 
     def _grant(self) -> None:
         """Grants waiting reservations, in their order, as far as there is space."""
-        while self._reservations:
-            reservation = self._reservations[0][2]
-            if self._is_waiting(self._reservations[0]):
-                if not self._can_allocate(reservation.num_bytes):
-                    return
-                reservation.granted.set_result(self._allocate(reservation.num_bytes))
-            heapq.heappop(self._reservations)
+        while (reservation := self._waiting.first()) is not None:
+            if not self._can_allocate(reservation.num_bytes):
+                return
+            reservation.granted.set_result(self._allocate(reservation.num_bytes))
 
     def _can_allocate(self, num_bytes: int) -> bool:
         """Returns whether the bytes that cannot be evicted stay within bounds. One image may always
@@ -219,11 +226,9 @@ class MemoryTier:
         limit = self.counts.capacity_bytes + self._margin_bytes
         if staying > limit:
             return False
-        pinned = sum(e.num_bytes for k, e in self._entries.items() if self._is_idle_pinned(k, e))
+        idle = ((key, entry) for key, entry in self._entries.items() if entry.holds == 0)
+        pinned = sum(entry.num_bytes for key, entry in idle if self._is_pinned(key))
         return staying + pinned <= limit
-
-    def _is_idle_pinned(self, key: ImageKey, entry: MemoryEntry) -> bool:
-        return entry.holds == 0 and self._is_pinned(key)
 
     def _drop_all(self, matches: Callable[[ImageKey], bool], reason: Removal) -> None:
         for key in [key for key in self._entries if matches(key)]:

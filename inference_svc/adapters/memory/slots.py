@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from itertools import chain
 from typing import NamedTuple
 
 from contract.images.header import ImageHeader, align
@@ -19,10 +18,8 @@ from inference_svc.adapters.memory.eviction import (
     eviction_order,
 )
 from inference_svc.adapters.memory.extents import ExtentAllocator
+from inference_svc.adapters.memory.pins import Pins
 from inference_svc.adapters.memory.resident import Resident, Shape, target_cuts
-from inference_svc.errors import NoRoom
-from servicekit.errors import ShareExceeded
-from servicekit.shares import limit_of
 
 
 class Reservation(NamedTuple):
@@ -35,10 +32,8 @@ class Reservation(NamedTuple):
 class Slots:
     """Images in a memory of `capacity` bytes, at most `max_images` of them.
 
-    `largest` is the shape of the largest image of A and B alone: pins always leave room for it, so
-    that they can never stop others from loading. Images with whole weights may be larger: admitted
-    ones are checked again whenever `num_pinnings` has grown. An account pins at most `pin_share` of
-    the rows, and of the bytes, that others' pins leave.
+    `largest` is the shape of the largest image of A and B alone. An account pins at most
+    `pin_share` of the rows, and of the bytes, that others' pins leave: see Pins.
     """
 
     def __init__(
@@ -49,17 +44,15 @@ class Slots:
         pin_share: float = 1.0,
     ) -> None:
         assert max_images > 0
-        self._pin_share = pin_share
         self.extents = ExtentAllocator(capacity)
         self.max_images = max_images
         self.largest = largest
+        self.pins = Pins(capacity, max_images, largest, pin_share)
         # Unused superseded ones first, then the least recently used.
         self._by_digest: OrderedDict[str, Resident] = OrderedDict()
         self._superseded: set[str] = set()
         self._free_slots = list(range(max_images - 1, -1, -1))
         self.evictions: Counter[EvictionReason] = Counter()
-        self._pinned: dict[str, Resident] = {}
-        self.num_pinnings = 0
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._by_digest
@@ -84,7 +77,7 @@ class Slots:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(resident.num_bytes for resident in self._pinned.values())
+        return self.pins.num_bytes
 
     @property
     def capacity(self) -> int:
@@ -93,28 +86,6 @@ class Slots:
     @property
     def used_bytes(self) -> int:
         return self.extents.capacity - self.extents.free_bytes
-
-    def admits(self, header: ImageHeader) -> bool:
-        """Returns whether the image fits once nothing runs: next to the pinned ones."""
-        return self._with_pinned().allocate(header.total_bytes, target_cuts(header)) is not None
-
-    def admits_together(self, count: int, headers: Collection[ImageHeader]) -> bool:
-        """Returns whether so many images, of which these are known, fit at once, once nothing else
-        runs: next to the pinned ones."""
-        digests = {header.digest for header in headers}
-        others = [r for digest, r in self._pinned.items() if digest not in digests]
-        if count + len(others) > self.max_images:
-            return False
-        extents = chain.from_iterable(resident.extents for resident in others)
-        left = ExtentAllocator.with_used(self.capacity, extents)
-        return all(
-            left.allocate(header.total_bytes, target_cuts(header)) is not None for header in headers
-        )
-
-    def _with_pinned(self, *more: Resident) -> ExtentAllocator:
-        """Returns the memory with only the pinned images in it, and these."""
-        pinned = (resident.extents for resident in (*self._pinned.values(), *more))
-        return ExtentAllocator.with_used(self.capacity, chain.from_iterable(pinned))
 
     def reserve(
         self,
@@ -178,7 +149,7 @@ class Slots:
         """Frees the image's row and bytes; nothing may be using it."""
         resident = self._by_digest.pop(digest)
         assert resident.users == 0, "freed while in use"
-        self._pinned.pop(digest, None)
+        self.pins.forget(digest)
         self.extents.free(resident.extents)
         self._free_slots.append(resident.slot)
         return resident
@@ -218,63 +189,16 @@ class Slots:
             self._by_digest.move_to_end(resident.digest, last=False)
 
     def pin(self, digest: str, account: str = "") -> Resident:
-        """Protects an image from eviction, for an account; "" has no share. Accounts whose adapters
-        have equal content pin one image: it counts against the share of each. Raises NoRoom if pins
-        could stop others from loading, and ShareExceeded if the account has pinned its share."""
+        """See Pins.pin."""
         resident = self._by_digest[digest]
-        if account in resident.pinned_by:
-            return resident
-        if account:
-            self._check_share(resident, account)
-        if not resident.pinned:
-            self._check_room(resident)
-            self._pinned[digest] = resident
-            self.num_pinnings += 1
-        resident.pinned_by.add(account)
+        self.pins.pin(resident, account)
         return resident
 
     def unpin(self, digest: str, account: str = "") -> Resident:
-        """Takes back the account's pin; "", operators of all accounts, takes back all pins. The
-        image may be evicted once no account pins it."""
+        """See Pins.unpin."""
         resident = self._by_digest[digest]
-        if account:
-            resident.pinned_by.discard(account)
-        else:
-            resident.pinned_by.clear()
-        if not resident.pinned:
-            self._pinned.pop(digest, None)
+        self.pins.unpin(resident, account)
         return resident
-
-    def _check_room(self, resident: Resident) -> None:
-        if len(self._pinned) + 1 >= self.max_images:
-            raise NoRoom(
-                f"pinning would take the last of {self.max_images} rows; raise --max-loras or "
-                "unpin another adapter",
-                subject="max_loras",
-            )
-        left = self._with_pinned(resident)
-        if self.largest and left.allocate(self.largest.num_bytes, self.largest.cuts) is None:
-            raise NoRoom(
-                f"pinning {resident.num_bytes} bytes would leave no room for the largest "
-                f"admissible adapter ({self.largest.num_bytes} bytes) in {self.capacity} bytes; "
-                "raise --adapter-memory or unpin another adapter",
-                subject="adapter_memory",
-            )
-
-    def _check_share(self, resident: Resident, account: str) -> None:
-        own = [each for each in self._pinned.values() if account in each.pinned_by]
-        others = len(self._pinned) - len(own)
-        room = self.capacity - (0 if self.largest is None else self.largest.num_bytes)
-        own_bytes = sum(each.num_bytes for each in own)
-        most = limit_of(self.max_images - 1, others, self._pin_share)
-        most_bytes = limit_of(room, self.pinned_bytes - own_bytes, self._pin_share)
-        if own and (len(own) + 1 > most or own_bytes + resident.num_bytes > most_bytes):
-            raise ShareExceeded(
-                f"pinned_adapters: {account} has pinned {len(own)} adapters of {own_bytes} "
-                f"bytes; one tenant's share is {self._pin_share:.0%} of the part that others "
-                f"leave free, now {most} adapters and {most_bytes} bytes: unpin another adapter",
-                subject="pinned_adapters",
-            )
 
     def check_integrity(self) -> None:
         """Asserts that rows and bytes are all accounted for, each once."""
@@ -282,7 +206,7 @@ class Slots:
         self.extents.check_integrity(used)
         slots = [r.slot for r in self._by_digest.values()] + self._free_slots
         assert sorted(slots) == list(range(self.max_images)), "a row is lost or held twice"
-        assert set(self._pinned) == {r.digest for r in self._by_digest.values() if r.pinned}
+        assert self.pins.digests == {r.digest for r in self._by_digest.values() if r.pinned}
         for digest, resident in self._by_digest.items():
             assert resident.digest == digest
             assert resident.users >= 0
@@ -297,7 +221,7 @@ def inadmissible_reason(
     if header.rank > max_rank:
         return f"rank {header.rank}, above --max-rank {max_rank}"
     for slots, setting in ((device, "--adapter-memory"), (host, "--host-memory")):
-        if slots is None or slots.admits(header):
+        if slots is None or slots.pins.admits(header):
             continue
         size = f"an image of {header.total_bytes:,} bytes"
         if header.total_bytes > slots.capacity:

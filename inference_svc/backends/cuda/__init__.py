@@ -6,5 +6,6 @@ graphs   the recordings, one for each of these sizes, and when they are made
 inputs   a step's inputs at fixed addresses, filled on the host and sent
 lora     a step's LoRA plans at fixed addresses
 needs    the device memory that it needs, computed without a device
+steps    inputs and results of all steps, at fixed addresses
 pages    the page table on the device, of which a step sends the new cells
 """

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from inference_svc.adapters.layout import EMBEDDING, ModelLayout
 from inference_svc.adapters.targets import AppliedTargets, applied_targets
@@ -21,31 +20,18 @@ from inference_svc.backends.base import (
     MemoryNeeds,
     Reload,
     Scored,
-    empty_choices,
     make_reload,
     max_pages,
     returns_experts,
 )
 from inference_svc.backends.cuda.graphs import CudaRecorder, Record, RecordedSteps
-from inference_svc.backends.cuda.inputs import CudaInputs
-from inference_svc.backends.cuda.lora import CudaLora
 from inference_svc.backends.cuda.needs import max_prompt_recordings, memory_needs
-from inference_svc.backends.cuda.pages import PageTable
-from inference_svc.backends.cuda.shapes import StepKind, StepShape, StepShapes
+from inference_svc.backends.cuda.shapes import StepKind, StepShape
+from inference_svc.backends.cuda.steps import FixedStep, FixedSteps, StepLimits, StepResults
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.speed_notes import device_notes
 from inference_svc.backends.torch import LoraStep, score_slices
-from inference_svc.core import (
-    Batch,
-    BatchColumns,
-    BatchRow,
-    EngineConfig,
-    Request,
-    SamplingParams,
-    ScoredRun,
-    Sequence,
-    scored_runs,
-)
+from inference_svc.core import Batch, BatchColumns, EngineConfig, ScoredRun, scored_runs
 from inference_svc.errors import DeviceFull
 from inference_svc.host.device_faults import is_out_of_memory
 from inference_svc.model.description import Decoder
@@ -66,21 +52,6 @@ SHORT_TOKENS = 16
 GROUP_LAUNCHES, EMBEDDING_LAUNCHES = 2, 1
 """The kernels that `kernels.lora.triton_ops` launches for a group: it shrinks and expands. An
 embedding's rows are shrunk already."""
-
-
-class StepLimits(NamedTuple):
-    """The most tokens and rows of a step, and pages of a row."""
-
-    max_tokens: int
-    max_rows: int
-    max_pages: int
-
-
-class FixedStep(NamedTuple):
-    """The inputs and the LoRA plans of steps of up to so many tokens, at fixed addresses."""
-
-    inputs: CudaInputs
-    lora: CudaLora
 
 
 class PreparedStep(NamedTuple):
@@ -127,20 +98,8 @@ class CudaBackend(AdapterMemory):
         self._reload = reload
         self._targets = targets
         self._limits = limits
-        max_tokens, max_rows, max_pages = limits
-        self._table = PageTable(
-            max_rows, max_pages, self.num_pages, arena.device, arena.streams.compute
-        )
-        self.shapes = StepShapes(max_tokens, max_rows, max_pages * self._page_size)
-        # Padding of a step with prompts is one row more.
-        self.prompts = self._make_step(max_tokens, max_rows + 1)
-        self.decodes = self._make_step(max_rows, max_rows)
-        # One place for every step's result, or each recording would keep its own.
-        vocab_size = self._decoder.vocab_size
-        num_logits = vocab_size + targets.max_added_tokens
-        self._logits = torch.zeros(max_rows, num_logits, device=arena.device)
-        self._argmax = torch.zeros(max_rows, dtype=torch.int64, device=arena.device)
-        self._choices = empty_choices(self._decoder, max_tokens, arena.device)
+        self.steps = FixedSteps(arena, targets, limits, self.num_pages, self._page_size)
+        self.results = StepResults.allocate(self._decoder, targets, limits, arena.device)
         self._last: Step | None = None
         self._record = record
         self._recorded = self._unrecorded()
@@ -158,13 +117,6 @@ class CudaBackend(AdapterMemory):
         """Gives back memory that torch has reserved and does not use; returns the bytes in use."""
         self.free_unused()
         return _reserved_bytes(self.arena.device)
-
-    def _make_step(self, max_tokens: int, max_rows: int) -> FixedStep:
-        page_size = self._page_size
-        reserved_bytes = CudaLora.num_bytes(max_tokens, max_rows)
-        inputs = CudaInputs(max_tokens, max_rows, self._table, page_size, reserved_bytes)
-        lora = CudaLora(self.arena, self._targets, inputs.block, max_tokens, max_rows)
-        return FixedStep(inputs, lora)
 
     @property
     def kernels(self) -> str:
@@ -197,9 +149,7 @@ class CudaBackend(AdapterMemory):
         """The inputs, the logits, and the memory that torch has reserved on the device since the
         backend was made: it reuses memory that a step has freed, and recorded steps hold their
         workspace."""
-        fixed_bytes = self._table.num_bytes + self._logits.nbytes + self._argmax.nbytes
-        fixed_bytes += 0 if self._choices is None else self._choices.nbytes
-        fixed_bytes += sum(s.inputs.block.num_bytes for s in (self.prompts, self.decodes))
+        fixed_bytes = self.steps.num_bytes + self.results.num_bytes
         return fixed_bytes + _reserved_bytes(self.arena.device) - self._reserved_bytes
 
     @torch.inference_mode()
@@ -221,46 +171,19 @@ class CudaBackend(AdapterMemory):
 
     def _record_steps(self) -> None:
         """Records steps over padding. Without recordings, computes them once."""
-        shapes = [*self.shapes.decodes(), *self.shapes.usual_prompts()]
+        shapes = [*self.steps.shapes.decodes(), *self.steps.shapes.usual_prompts()]
         if self._recorded is not None:
-            self._recorded.record_all(shapes, self.fill_padding)
+            self._recorded.record_all(shapes, self.steps.fill_padding)
             return
-        for shape in reversed(self.shapes.decodes()):
-            self.fill_padding(shape)
+        for shape in reversed(self.steps.shapes.decodes()):
+            self.steps.fill_padding(shape)
             self.compute(shape)
-
-    def fill_padding(self, shape: StepShape) -> None:
-        """Sends a step of this shape that is nothing but padding, without adapters."""
-        step = self._step_of(shape)
-        step.inputs.block.wait()
-        step.lora.clear()
-        if shape.has_prompts:
-            step.inputs.fill(self._padding_batch(shape.num_tokens, shape.num_rows).columns())
-            step.inputs.pad(shape)
-        else:
-            step.inputs.fill_padding(shape)
-        step.inputs.send()
-
-    def _step_of(self, shape: StepShape) -> FixedStep:
-        return self.prompts if shape.has_prompts else self.decodes
-
-    def _padding_batch(self, num_tokens: int, max_rows: int) -> Batch:
-        """Returns prompts of so many tokens in all, or as many as fit `max_rows`, whose pages are
-        padding's."""
-        rows, longest = [], self._limits.max_pages * self._page_size
-        num_rows = min(max_rows, -(-num_tokens // longest))
-        for start in range(0, num_rows * longest, longest):
-            length = min(longest, num_tokens - start)
-            sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
-            sequence.page_ids = [self._padding_page] * -(-length // self._page_size)
-            rows.append(BatchRow(sequence, 0, length, samples=True))
-        return Batch(tuple(rows))
 
     def _warm_up_prompts(self, num_tokens: int) -> None:
         """Runs a step of so many tokens, or as many as fit its rows."""
-        batch = self._padding_batch(num_tokens, self._limits.max_rows)
+        batch = self.steps.padding_batch(num_tokens, self._limits.max_rows)
         num_rows = len(batch.rows)
-        step = self._send(self.prompts, batch.columns(), may_replay=False)[0]
+        step = self._send(self.steps.prompts, batch.columns(), may_replay=False)[0]
         inputs = step.inputs.inputs()
         # Without tiles, too: in a step with prompts of others an adapter may have single tokens
         # only.
@@ -283,11 +206,13 @@ class CudaBackend(AdapterMemory):
         """Sends the step's inputs. Waits for nothing but an earlier step's copy."""
         columns = batch.columns()
         if columns.is_decode:
-            prepared = self._send(self.decodes, columns)
+            prepared = self._send(self.steps.decodes, columns)
         else:
             # Recorded steps do not keep the hidden states, which are to be scored.
             runs = tuple(scored_runs(batch.rows))
-            prepared = self._send(self.prompts, columns, may_replay=not runs)._replace(runs=runs)
+            prepared = self._send(self.steps.prompts, columns, may_replay=not runs)._replace(
+                runs=runs
+            )
         if returns_experts(batch, self._decoder):
             return prepared._replace(num_routed=sum(row.num_tokens for row in batch.rows))
         return prepared
@@ -311,9 +236,9 @@ class CudaBackend(AdapterMemory):
             return None
         num_rows = len(batch.sequences)
         if batch.is_decode:
-            shape = self.shapes.of_decodes(kind, num_rows)
+            shape = self.steps.shapes.of_decodes(kind, num_rows)
         else:
-            shape = self.shapes.of_prompts(kind, sum(batch.counts), num_rows)
+            shape = self.steps.shapes.of_prompts(kind, sum(batch.counts), num_rows)
         return shape if shape is not None and self._recorded.takes(shape) else None
 
     @torch.inference_mode()
@@ -327,11 +252,13 @@ class CudaBackend(AdapterMemory):
             is_replayed = False
             lora = step.lora.step() if kind is not StepKind.BASE else None
             self._compute(step, step.inputs.inputs(), lora, is_scored=bool(runs))
-        self._table.close()
+        self.steps.table.close()
         self.num_replays += is_replayed
         self.num_eager_steps += not is_replayed
-        experts = self._choices_of(num_routed) if num_routed else None
-        return Logits(self._logits_of(num_rows, lora), self._argmax[:num_rows], experts)
+        experts = self.results.choices_of(num_routed) if num_routed else None
+        return Logits(
+            self.results.logits_of(num_rows, lora), self.results.argmax[:num_rows], experts
+        )
 
     @torch.inference_mode()
     def score(self, inputs: PreparedStep) -> Iterator[Scored]:
@@ -346,9 +273,9 @@ class CudaBackend(AdapterMemory):
     @torch.inference_mode()
     def use_idle_time(self) -> bool:
         """Records a step whose size has occurred."""
-        if self._recorded is None or not self._recorded.record_wanted(self.fill_padding):
+        if self._recorded is None or not self._recorded.record_wanted(self.steps.fill_padding):
             return False
-        self._table.close()
+        self.steps.table.close()
         return True
 
     def free_unused(self) -> None:
@@ -386,7 +313,7 @@ class CudaBackend(AdapterMemory):
     def compute(self, shape: StepShape) -> None:
         """Computes the step of this shape that lies at the fixed addresses, operation by
         operation."""
-        step, is_recorded = self._step_of(shape), self._recorded is not None
+        step, is_recorded = self.steps.of(shape), self._recorded is not None
         lora = step.lora.padded_step(shape, is_recorded=is_recorded)
         self._compute(step, step.inputs.padded_inputs(shape), lora)
 
@@ -403,27 +330,14 @@ class CudaBackend(AdapterMemory):
         assert self.transformer is not None, "the weights are freed"
         assert self.kv_caches is not None, "the pages are freed"
         step.inputs.write_pages()
-        logits = self._logits_of(len(inputs.logit_rows), lora)
-        choices = self._choices_of(len(inputs.token_ids))
+        logits = self.results.logits_of(len(inputs.logit_rows), lora)
+        choices = self.results.choices_of(len(inputs.token_ids))
         if is_scored:
             self._last = self.transformer.layers(inputs, self.kv_caches, lora, choices)
             logits.copy_(self.transformer.logits(self._last, inputs.logit_rows, lora))
         else:
             logits.copy_(self.transformer.forward(inputs, self.kv_caches, lora, choices))
-        torch.argmax(logits, dim=-1, out=self._argmax[: len(logits)])
-
-    def _logits_of(self, num_rows: int, lora: LoraStep | None) -> Tensor:
-        """Returns the place of a step's logits, of tokens that adapters add if there may be any."""
-        num_added = 0 if lora is None else lora.num_added_tokens
-        return self._logits[:num_rows, : self._targets.vocab_size + num_added]
-
-    def _choices_of(self, num_tokens: int) -> Tensor | None:
-        """Returns the place of the experts that a step's tokens choose."""
-        return None if self._choices is None else self._choices[:, :num_tokens]
-
-    @property
-    def _padding_page(self) -> int:
-        return self.num_pages
+        torch.argmax(logits, dim=-1, out=self.results.argmax[: len(logits)])
 
 
 class CudaFactory:

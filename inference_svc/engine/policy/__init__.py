@@ -10,7 +10,7 @@ grants        how many tokens of each running sequence a step computes
 prices        the costs of choosing and scoring tokens
 admission     which requests are refused before they wait, and when to retry
 throughput    recent rates, which admission predicts waits from
-expiries      timeouts of sequences
+expiries      timeouts of sequences, and their waits for adapters
 states        the state of sequences, such as pages, and the prefix cache
 step_limit    how many tokens are computed at once: fewer where memory ran out
 settle        accounts for a step: appends tokens, settles state, ends sequences

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 from inference_svc.core import AdapterKey, Sequence
 from inference_svc.engine.policy.prices import FREE, Prices
@@ -29,7 +29,7 @@ class FairQueue:
         self._ageing_s = ageing_s
         self._prices = prices
         self._tenants: dict[str, TenantQueue] = {}
-        self._with_adapters: dict[str, TenantQueue] = {}  # longest waiting first
+        self.turns = AdapterTurns()
         self._round_robin = DeficitRoundRobin[str](quantum)  # of tenants with ready sequences
         self._flows: dict[AdapterKey, dict[Flow, None]] = {}  # by key, in order of arrival
         self._parked: set[AdapterKey] = set()
@@ -105,7 +105,7 @@ class FairQueue:
             flow = tenant.add(sequence, self.is_parked(key))
         self._flows.setdefault(key, {})[flow] = None
         if key:
-            self._with_adapters.setdefault(name, tenant)
+            self.turns.add(tenant)
 
     def remove(self, sequence: Sequence) -> None:
         tenant = self._tenants[sequence.request.tenant]
@@ -113,18 +113,15 @@ class FairQueue:
             flow = tenant.remove(sequence)
         self.num_left_parked += flow.is_parked
         if not flow.sequences:
-            self._forget(flow)
+            flows = self._flows[flow.key]
+            del flows[flow]
+            if not flows:
+                del self._flows[flow.key]
+                self._parked.discard(flow.key)
         if not tenant.has_adapters:
-            self._with_adapters.pop(tenant.name, None)
+            self.turns.discard(tenant)
         if not tenant:
             del self._tenants[tenant.name]
-
-    def _forget(self, flow: Flow) -> None:
-        flows = self._flows[flow.key]
-        del flows[flow]
-        if not flows:
-            del self._flows[flow.key]
-            self._parked.discard(flow.key)
 
     def park(self, key: AdapterKey) -> None:
         """Holds the adapter's sequences back until `unpark`. At least one must wait."""
@@ -167,7 +164,7 @@ class FairQueue:
         self.remove(sequence)
         # Else its adapter would be evicted before it can start.
         if was_oldest and tenant.has_adapters:
-            self._with_adapters[tenant.name] = self._with_adapters.pop(tenant.name)  # to the end
+            self.turns.put_last(tenant)
 
     def ended(self, sequence: Sequence) -> None:
         """Refunds tokens that the sequence was charged for and has not generated."""
@@ -187,44 +184,17 @@ class FairQueue:
         if tenant is not None:
             tenant.charge(sequence, num_tokens)
 
-    def in_order(self, now_s: float) -> Iterator[tuple[AdapterKey, bool]]:
-        """Yields the keys of waiting sequences in the order in which their adapters are due, and
-        whether the sequence at that place is aged: first the aged ones, one of each tenant after
-        the other, then the rest. May yield a key twice. The queue must not change meanwhile."""
-        aged_s = self.aged_s(now_s)
-        for key in self._interleave(lambda tenant: tenant.aged_keys(aged_s)):
-            yield key, True
-        for key in self._interleave(lambda tenant: tenant.young_keys(aged_s)):
-            yield key, False
-
-    def _interleave(
-        self, keys: Callable[[TenantQueue], Iterator[AdapterKey]]
-    ) -> Iterator[AdapterKey]:
-        """Yields the first key of each tenant, then the second of each, and so on."""
-        current: Iterator[Iterator[AdapterKey]] = map(keys, self._with_adapters.values())
-        while True:
-            remaining = []
-            for found in current:
-                for key in found:
-                    remaining.append(found)
-                    if key:
-                        yield key
-                    break
-            if not remaining:
-                return
-            current = iter(remaining)
-
     def check_integrity(self) -> None:
         """Asserts that tenants, flows and counts agree."""
         flows = [flow for found in self._flows.values() for flow in found]
         assert {id(s) for flow in flows for s in flow.sequences} == {id(s) for s in self}
         assert self._parked <= set(self._flows)
-        assert set(self._with_adapters) <= set(self._tenants)
+        assert self.turns.names <= self._tenants.keys()
         assert all(flow.is_parked == (flow.key in self._parked) for flow in flows)
         for name, tenant in self._tenants.items():
             tenant.check_integrity()
             assert len(tenant) > 0, "a tenant without waiting sequences"
-            assert (name in self._with_adapters) == tenant.has_adapters
+            assert (name in self.turns.names) == tenant.has_adapters
             assert (name in self._round_robin) == (tenant.num_ready > 0)
         tenants = self._tenants.values()
         assert self.num_ready == sum(tenant.num_ready for tenant in tenants)
@@ -238,6 +208,55 @@ def _price_of_remaining(sequence: Sequence) -> int:
     for them."""
     num_remaining = max(0, sequence.request.sampling.max_tokens - sequence.num_output)
     return math.ceil(num_remaining * sequence.charged_per_token)
+
+
+class AdapterTurns:
+    """Tenants with waiting sequences of adapters, longest waiting first."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, TenantQueue] = {}
+
+    @property
+    def names(self) -> Set[str]:
+        return self._tenants.keys()
+
+    def add(self, tenant: TenantQueue) -> None:
+        """Adds a tenant behind the others, if it is not there."""
+        self._tenants.setdefault(tenant.name, tenant)
+
+    def discard(self, tenant: TenantQueue) -> None:
+        self._tenants.pop(tenant.name, None)
+
+    def put_last(self, tenant: TenantQueue) -> None:
+        """Moves a tenant behind the others: it has had its turn."""
+        self._tenants[tenant.name] = self._tenants.pop(tenant.name)
+
+    def in_order(self, aged_s: float) -> Iterator[tuple[AdapterKey, bool]]:
+        """Yields the keys of waiting sequences in the order in which their adapters are due, and
+        whether the sequence at that place is aged: first the aged ones, one of each tenant after
+        the other, then the rest. May yield a key twice. The queue must not change meanwhile. See
+        `FairQueue.aged_s`."""
+        for key in self._interleave(lambda tenant: tenant.aged_keys(aged_s)):
+            yield key, True
+        for key in self._interleave(lambda tenant: tenant.young_keys(aged_s)):
+            yield key, False
+
+    def _interleave(
+        self, keys: Callable[[TenantQueue], Iterator[AdapterKey]]
+    ) -> Iterator[AdapterKey]:
+        """Yields the first key of each tenant, then the second of each, and so on."""
+        current: Iterator[Iterator[AdapterKey]] = map(keys, self._tenants.values())
+        while True:
+            remaining = []
+            for found in current:
+                for key in found:
+                    remaining.append(found)
+                    if key:
+                        yield key
+                    break
+            if not remaining:
+                return
+            current = iter(remaining)
 
 
 class _Recount:

@@ -25,8 +25,8 @@ from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.tenant_policy import open_policy
 from adapter_store.sources import Sources
+from adapter_store.sources.limits import FetchLimits
 from adapter_store.sources.local import LocalSource
-from adapter_store.sources.staging import FetchLimits
 from adapter_store.sources.transfer import FetchRunner
 from servicekit.refs import AdapterName
 from servicekit.shares import Pace, Shares

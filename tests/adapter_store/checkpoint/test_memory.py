@@ -26,7 +26,8 @@ from contract.images.dtypes import DataType
 from contract.images.layouts import Layout
 from contract.images.targets import Target, TargetKind
 from adapter_store.images.compile import compile_image
-from adapter_store.sources.staging import FetchLimits, Staging
+from adapter_store.sources.limits import FetchLimits
+from adapter_store.sources.staging import Staging
 from adapter_store.sources.local import LocalSource
 
 def peak(start=False):

@@ -18,7 +18,7 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.errors import IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import compile_image
-from adapter_store.sources.staging import choose_files
+from adapter_store.sources.choice import choose_files
 from contract.adapter_files import MLX_WEIGHTS_FILE, is_text_file
 from contract.images.dtypes import DataType
 from contract.images.layouts import Layout

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store.sources.staging import FetchLimits, Staging
+from adapter_store.sources.limits import FetchLimits
+from adapter_store.sources.staging import Staging
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -14,13 +14,7 @@ from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailabl
 from adapter_store.sources import Sources
 from adapter_store.sources.local import LocalSource
 from contract import folders
-from servicekit.errors import (
-    Draining,
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-    ServiceError,
-)
+from servicekit.errors import Draining, FailedPrecondition, InvalidArgument, NotFound, ServiceError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NOBODY = 65534
@@ -374,7 +368,7 @@ def test_a_change_while_reading_is_noticed(source, root, staging, write_adapter,
 
 def test_a_stopping_store_stops_copying(source, root, staging, write_adapter):
     write_adapter(root / "a")
-    staging._stop.draining.set()
+    staging.cancellation.stop.draining.set()
     with pytest.raises(Draining):
         source.fetch(f"file://{root}/a", staging)
 

@@ -342,7 +342,7 @@ def test_the_first_failure_ends_the_other_files(shaky, proxy, bucket, staging):
 
 def test_a_stopping_store_stops_waiting(proxy, bucket, staging):
     proxy.faults = [Fault(WEIGHTS, status=503, action=None, times=1000)]
-    proxy.faults.append(Fault(CONFIG, action=staging._stop.draining.set))
+    proxy.faults.append(Fault(CONFIG, action=staging.cancellation.stop.draining.set))
     with pytest.raises(Draining):
         S3Source([bucket[0]], proxy.url, retry=RetryPolicy(100, 30, 60)).fetch(
             f"s3://{bucket[0]}/team/a", staging

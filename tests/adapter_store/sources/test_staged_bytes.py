@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_store.sources.staging import StagedBytes
+from adapter_store.sources.limits import StagedBytes
 from servicekit.errors import ShareExceeded
 from servicekit.shares import Shares
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from adapter_store.errors import SourceUnavailable
-from adapter_store.sources.staging import Abandoned, FetchLimits, StagedFile, Staging, Stop
+from adapter_store.sources.limits import Abandoned, FetchLimits, Stop
+from adapter_store.sources.staging import StagedFile, Staging
 from adapter_store.sources.transfer import (
     CHANGED,
     TOO_SLOW,
@@ -130,12 +131,12 @@ def test_a_slow_disk_is_no_slow_source(runner, staging):
     """Writing, hashing and syncing takes longer than the source may be silent."""
 
     def fetch() -> str:
-        with staging.local_work(), staging.local_work():
+        with staging.work.local(), staging.work.local():
             time.sleep(2 * STALL_S)
         return "done"
 
     assert runner.run("a", fetch, staging) == "done"
-    assert staging.local_seconds >= 2 * STALL_S
+    assert staging.work.local_seconds >= 2 * STALL_S
 
 
 def test_what_files_take_is_local_work(staging, monkeypatch):
@@ -148,8 +149,8 @@ def test_what_files_take_is_local_work(staging, monkeypatch):
     monkeypatch.setattr(os, "fsync", slow_sync)
     with staging.create("adapter_config.json") as file:
         file.write(b"{}")
-    staging.wait_durable()
-    assert staging.local_seconds >= STALL_S
+    staging.work.wait_durable()
+    assert staging.work.local_seconds >= STALL_S
 
 
 def test_fetches_that_were_left_count_until_they_end(runner, make_staging):

@@ -122,7 +122,7 @@ def test_an_upload_has_one_file_and_one_thread_of_its_own(make_staging):
     upload.write(FileChunk(CONFIG, 0, b"{}"))
     upload.write(FileChunk(WEIGHTS, 0, b""))
     upload.finish()
-    staging.wait_durable()
+    staging.work.wait_durable()
     assert open_files(staging) == 0
     sha256 = hashlib.sha256(2 * block).hexdigest()
     assert [file.sha256 for file in staging.files if file.name in names] == [sha256] * 64

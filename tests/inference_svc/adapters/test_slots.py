@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
@@ -46,7 +41,7 @@ class SlotsMachine(RuleBasedStateMachine):
         if digest in self.slots:
             return
         before = {r.digest: r for r in self.slots.residents()}
-        could_fit = self.slots.admits(header(digest, kib))
+        could_fit = self.slots.pins.admits(header(digest, kib))
         reservation = self.slots.reserve(header(digest, kib), keep)
         gone = set(before) - {r.digest for r in self.slots.residents()}
         old = {d for d in self.superseded & set(before) if can_evict(before[d], keep)}
@@ -108,7 +103,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @invariant()
     def pins_leave_room_for_the_largest(self) -> None:
-        assert self.slots.admits(header("largest", 6))
+        assert self.slots.pins.admits(header("largest", 6))
 
 
 SlotsMachine.TestCase.settings = settings(max_examples=15, deadline=None)

@@ -229,9 +229,9 @@ def test_padding_has_nothing_of_earlier_steps(model):
         for batch in steps(slots):
             fixed.forward(fixed.prepare(batch))
     longest = MAX_PAGES * PAGE_SIZE
-    for shape in (*fixed.shapes.usual_prompts(), *fixed.shapes.decodes()):
-        fixed.fill_padding(shape)
-        step = fixed.prompts if shape.has_prompts else fixed.decodes
+    for shape in (*fixed.steps.shapes.usual_prompts(), *fixed.steps.shapes.decodes()):
+        fixed.steps.fill_padding(shape)
+        step = fixed.steps.prompts if shape.has_prompts else fixed.steps.decodes
         lora, inputs = step.lora.padded_step(shape), step.inputs.padded_inputs(shape)
         for plan in () if lora is None else (lora.plan, lora.head_plan):
             assert not plan.items.any()

@@ -43,7 +43,7 @@ class Checked:
 
     def record(self) -> None:
         """Every step, while the inputs are padding, as in the warm-up."""
-        shapes = self.backend.shapes
+        shapes = self.backend.steps.shapes
         prompts = [
             StepShape(kind, num_tokens, num_rows, has_prompts=True)
             for kind, num_tokens, num_rows in product(
@@ -51,7 +51,7 @@ class Checked:
             )
         ]
         for shape in [*shapes.decodes(), *prompts]:
-            self.backend.fill_padding(shape)
+            self.backend.steps.fill_padding(shape)
             with launches() as noted:
                 self.backend.compute(shape)
             self.recorded[shape] = self.described(noted)
@@ -98,17 +98,17 @@ def places_of(backend: CudaBackend, model: Model, caches: KVCaches) -> dict[int,
             for index, rotary in enumerate(model.transformer.rotary.values())
         },
         **{f"keys and values {index}": each.data for index, each in enumerate(caches.caches)},
-        "page table": backend._table.on_device,
+        "page table": backend.steps.table.on_device,
         "arena": model.arena.flat,
         "table of adapters": model.arena.table.rows,
         "table of replaced weights": model.arena.table.weight_rows,
-        "inputs": backend.decodes.inputs.block._twin,
-        "inputs of prompts": backend.prompts.inputs.block._twin,
-        "logits": backend._logits,
-        "largest logits": backend._argmax,
+        "inputs": backend.steps.decodes.inputs.block._twin,
+        "inputs of prompts": backend.steps.prompts.inputs.block._twin,
+        "logits": backend.results.logits,
+        "largest logits": backend.results.argmax,
     }
-    if backend._choices is not None:
-        named["chosen experts"] = backend._choices
+    if backend.results.choices is not None:
+        named["chosen experts"] = backend.results.choices
     return places | {storage_id(tensor): name for name, tensor in named.items()}
 
 

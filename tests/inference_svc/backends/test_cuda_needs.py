@@ -87,7 +87,7 @@ def config_of(num_tokens: int, **changes: Any) -> EngineConfig:
 def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> int:
     """Returns what a step of so many tokens, all with adapters, allocates at most at one time.
     `has_decodes`: some are rows of their own."""
-    step = backend.prompts
+    step = backend.steps.prompts
     step.inputs.fill_padding(StepShape.of_decodes(StepKind.ANY, MAX_ROWS))
     inputs = step.inputs._views(num_tokens, MAX_ROWS, MAX_ROWS, num_tokens // 16, has_decodes)
     lora = step.lora.any_step(StepKind.ANY, num_tokens, MAX_ROWS, has_tiles=True)
@@ -121,7 +121,7 @@ def test_a_step_with_adapters_beside_it_takes_no_more(model, lora_targets):
     num_rows = 4
     with noted_kernels(choose_the_first), tuning.overridden("beside", most_rows=num_rows):
         backend = model.fixed(Eager, is_warm=False, lora_targets=lora_targets)
-        step = backend.decodes
+        step = backend.steps.decodes
         step.inputs.fill_padding(StepShape.of_decodes(StepKind.LORA, num_rows))
         lora = step.lora.padded_step(StepShape.of_decodes(StepKind.LORA, num_rows))
         inputs = step.inputs.padded_inputs(StepShape.of_decodes(StepKind.LORA, num_rows))

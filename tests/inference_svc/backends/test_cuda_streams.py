@@ -27,7 +27,8 @@ from inference_svc.adapters.memory.tiers import HostTier, MemoryTiers
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends import arena as arena_module
 from inference_svc.backends.arena import Arena
-from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
+from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.backends.cuda.steps import StepLimits
 from inference_svc.model.description import Decoder, KVPlace
 from inference_svc.model.kv_caches import KVCaches
 from kernels.attention import KVCache

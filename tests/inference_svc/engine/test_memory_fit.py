@@ -101,7 +101,7 @@ def test_every_adapter_can_be_pinned_beside_another(model: str, card: int) -> No
         if before:
             slots.remove("other")
         assert slots.pin("pinned").pinned
-        assert slots.admits(header("next", largest.num_bytes, largest.cuts))
+        assert slots.pins.admits(header("next", largest.num_bytes, largest.cuts))
 
 
 def header(digest: str, num_bytes: int, cuts: tuple[int, ...]) -> ImageHeader:

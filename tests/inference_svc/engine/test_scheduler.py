@@ -129,7 +129,8 @@ def test_every_request_is_served_within_limits(
         for due, sequence in pending:
             if due == step:
                 scheduler.add(sequence, float(step))
-        view.load_one([digest for digest, _ in scheduler.queue.in_order(float(step))])
+        aged_s = scheduler.queue.aged_s(float(step))
+        view.load_one([digest for digest, _ in scheduler.queue.turns.in_order(aged_s)])
         batch = scheduler.schedule(float(step))
         scheduler.check_integrity()
         if batch is not None:

@@ -256,12 +256,12 @@ def test_commands_get_their_own_reply(engine, tokenizers) -> None:
     async def body() -> None:
         async_engine = make_async_engine(engine, tokenizers["chars"])
         status, adapter = await asyncio.gather(
-            async_engine.describe(), async_engine.load(DIGEST, True)
+            async_engine.calls.describe(), async_engine.calls.load(DIGEST, True)
         )
         assert status.num_waiting == 7
         assert adapter.pinned
-        assert await async_engine.list_resident() == (adapter,)
-        assert await async_engine.unload(DIGEST) == adapter.num_bytes
+        assert await async_engine.calls.list_resident() == (adapter,)
+        assert await async_engine.calls.unload(DIGEST) == adapter.num_bytes
 
     run(body)
 
@@ -316,7 +316,7 @@ def test_engine_failure_ends_all_requests(engine, tokenizers) -> None:
         assert async_engine.failed.is_set()
         with pytest.raises(Draining, match="the engine failed"):  # another server may take it
             await collect(async_engine, make_request(tokenizer, "abc", "new"))
-        for call in (async_engine.load("digest", pin=False), async_engine.describe()):
+        for call in (async_engine.calls.load("digest", pin=False), async_engine.calls.describe()):
             with pytest.raises(Draining, match="the engine failed"):
                 await call
 
@@ -341,7 +341,7 @@ def test_trace_of_a_cancelled_caller_is_removed(tokenizers, tmp_path, cancelled)
     async def body() -> None:
         engine, loop = ScriptedEngine(), asyncio.get_running_loop()
         async_engine = make_async_engine(engine, tokenizers["chars"])
-        profiling = asyncio.create_task(async_engine.profile(1, 1.0))
+        profiling = asyncio.create_task(async_engine.calls.profile(1, 1.0))
         await until_async(lambda: bool(engine.received))
         reply = Reply(engine.received[0].call_id, StepTrace(str(path), 1))
         if cancelled == "before the reply":

@@ -17,7 +17,8 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import Logits
-from inference_svc.backends.cuda.backend import CudaBackend, StepLimits
+from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.backends.cuda.steps import StepLimits
 from inference_svc.backends.torch import TorchBackend
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.weights import ModelWeights, ones

@@ -149,7 +149,8 @@ class World:
         assert not self.residency.loader.pop_failures()
         self.residency.loader.finish_copies(self.copying, self.now_s)
         self.copying = []
-        self.residency.loader.advance(self.now_s, self.scheduler.queue.in_order(self.now_s))
+        queue = self.scheduler.queue
+        self.residency.loader.advance(self.now_s, queue.turns.in_order(queue.aged_s(self.now_s)))
         num_preemptions = self.scheduler.num_preemptions
         batch = self.scheduler.schedule(self.now_s)
         if self.scheduler.num_preemptions == num_preemptions and not self.scheduler.is_short:

@@ -1,0 +1,135 @@
+"""What all steps share: inputs and plans at fixed addresses, and the places of their results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference_svc.adapters.targets import AppliedTargets
+from inference_svc.backends.arena import Arena
+from inference_svc.backends.base import empty_choices
+from inference_svc.backends.cuda.inputs import CudaInputs
+from inference_svc.backends.cuda.lora import CudaLora
+from inference_svc.backends.cuda.pages import PageTable
+from inference_svc.backends.cuda.shapes import StepShape, StepShapes
+from inference_svc.backends.torch import LoraStep
+from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
+from inference_svc.model.description import Decoder
+
+
+class StepLimits(NamedTuple):
+    """The most tokens and rows of a step, and pages of a row."""
+
+    max_tokens: int
+    max_rows: int
+    max_pages: int
+
+
+class FixedStep(NamedTuple):
+    """The inputs and the LoRA plans of steps of up to so many tokens, at fixed addresses."""
+
+    inputs: CudaInputs
+    lora: CudaLora
+
+
+class FixedSteps:
+    """The places of steps with prompts, and of decode steps, which share a table of pages. The
+    cache's last page, behind its `num_pages`, is padding's."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        targets: AppliedTargets,
+        limits: StepLimits,
+        num_pages: int,
+        page_size: int,
+    ) -> None:
+        max_tokens, max_rows, max_pages = limits
+        self._max_pages, self._page_size = max_pages, page_size
+        self._padding_page = num_pages
+        self.table = PageTable(max_rows, max_pages, num_pages, arena.device, arena.streams.compute)
+        self.shapes = StepShapes(max_tokens, max_rows, max_pages * page_size)
+        # Padding of a step with prompts is one row more.
+        self.prompts = self._make_step(arena, targets, max_tokens, max_rows + 1)
+        self.decodes = self._make_step(arena, targets, max_rows, max_rows)
+
+    def _make_step(
+        self, arena: Arena, targets: AppliedTargets, max_tokens: int, max_rows: int
+    ) -> FixedStep:
+        reserved_bytes = CudaLora.num_bytes(max_tokens, max_rows)
+        inputs = CudaInputs(max_tokens, max_rows, self.table, self._page_size, reserved_bytes)
+        return FixedStep(inputs, CudaLora(arena, targets, inputs.block, max_tokens, max_rows))
+
+    @property
+    def num_bytes(self) -> int:
+        inputs = (step.inputs.block.num_bytes for step in (self.prompts, self.decodes))
+        return self.table.num_bytes + sum(inputs)
+
+    def fill_padding(self, shape: StepShape) -> None:
+        """Sends a step of this shape that is nothing but padding, without adapters."""
+        step = self.of(shape)
+        step.inputs.block.wait()
+        step.lora.clear()
+        if shape.has_prompts:
+            step.inputs.fill(self.padding_batch(shape.num_tokens, shape.num_rows).columns())
+            step.inputs.pad(shape)
+        else:
+            step.inputs.fill_padding(shape)
+        step.inputs.send()
+
+    def of(self, shape: StepShape) -> FixedStep:
+        return self.prompts if shape.has_prompts else self.decodes
+
+    def padding_batch(self, num_tokens: int, max_rows: int) -> Batch:
+        """Returns prompts of so many tokens in all, or as many as fit `max_rows`, whose pages are
+        padding's."""
+        rows, longest = [], self._max_pages * self._page_size
+        num_rows = min(max_rows, -(-num_tokens // longest))
+        for start in range(0, num_rows * longest, longest):
+            length = min(longest, num_tokens - start)
+            sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
+            sequence.page_ids = [self._padding_page] * -(-length // self._page_size)
+            rows.append(BatchRow(sequence, 0, length, samples=True))
+        return Batch(tuple(rows))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepResults:
+    """One place for the results of all steps, or each recording would keep its own."""
+
+    logits: Tensor
+    """fp32 [max_rows, vocab_size + max_added_tokens]"""
+    argmax: Tensor
+    """int64 [max_rows]"""
+    choices: Tensor | None
+    """The experts of each token; None for a model without experts."""
+    vocab_size: int
+
+    @classmethod
+    def allocate(
+        cls, decoder: Decoder, targets: AppliedTargets, limits: StepLimits, device: torch.device
+    ) -> StepResults:
+        num_logits = decoder.vocab_size + targets.max_added_tokens
+        return cls(
+            logits=torch.zeros(limits.max_rows, num_logits, device=device),
+            argmax=torch.zeros(limits.max_rows, dtype=torch.int64, device=device),
+            choices=empty_choices(decoder, limits.max_tokens, device),
+            vocab_size=targets.vocab_size,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        choices_bytes = 0 if self.choices is None else self.choices.nbytes
+        return self.logits.nbytes + self.argmax.nbytes + choices_bytes
+
+    def logits_of(self, num_rows: int, lora: LoraStep | None) -> Tensor:
+        """Returns the place of a step's logits, of tokens that adapters add if there may be any."""
+        num_added = 0 if lora is None else lora.num_added_tokens
+        return self.logits[:num_rows, : self.vocab_size + num_added]
+
+    def choices_of(self, num_tokens: int) -> Tensor | None:
+        """Returns the place of the experts that a step's tokens choose."""
+        return None if self.choices is None else self.choices[:, :num_tokens]
