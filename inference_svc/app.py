@@ -16,14 +16,14 @@ from google.protobuf.json_format import MessageToJson
 from inference_svc.adapters.targets import build_layout
 from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.service import ServerFacts
-from inference_svc.config import (
-    InferenceSettings,
+from inference_svc.auto_settings import (
     Machine,
     ModelFacts,
     resolve,
     resolve_model,
     to_engine_config,
 )
+from inference_svc.config import InferenceSettings
 from inference_svc.core import NO_DEFAULTS, SamplingDefaults, SamplingParams
 from inference_svc.engine.memory_fit import fit_device
 from inference_svc.engine.transport.messages import StoreMessage

@@ -102,7 +102,7 @@ FLAT = {
     "loadout": "__init__ aio client errors prometheus retry security signing types upload",
     "adapter_store": "__init__ __main__ app config core errors service store store_status debug "
     "garbage_collector",
-    "inference_svc": "__init__ __main__ app config core errors debug server",
+    "inference_svc": "__init__ __main__ app auto_settings config core errors debug server",
     "servicekit": "__init__ errors heap hub_client interpreter_gc refs shares work_budget",
 }
 """What may lie at a package's root; all else has a folder."""
@@ -114,6 +114,7 @@ CUDA_PLACES = (
     "kernels",
     "inference_svc.backends",
     "inference_svc.host",
+    "inference_svc.auto_settings",
     "inference_svc.config",
     "adapter_store.images.tiers.buffers",
 )

@@ -13,9 +13,10 @@ from functools import cached_property
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.memory.resident import Shape
 from inference_svc.adapters.targets import layout_of
+from inference_svc.auto_settings import Machine, Sizes, to_engine_config
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds
 from inference_svc.backends.select import select_backend
-from inference_svc.config import InferenceSettings, Machine, Sizes, to_engine_config
+from inference_svc.config import InferenceSettings
 from inference_svc.core import EngineConfig, padding_pages
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.description import Decoder

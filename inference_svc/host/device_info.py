@@ -19,7 +19,8 @@ from inference_svc.host.device_faults import start_failed
 from inference_svc.host.memory import available_bytes, resident_bytes
 
 if TYPE_CHECKING:
-    from inference_svc.config import InferenceSettings, Machine
+    from inference_svc.auto_settings import Machine
+    from inference_svc.config import InferenceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def find_machine(settings: InferenceSettings) -> Machine:
 
 
 def _find_machine(settings: InferenceSettings) -> Machine:
-    from inference_svc.config import Machine  # an engine runs without pydantic, too
+    from inference_svc.auto_settings import Machine  # an engine runs without pydantic, too
 
     if settings.device == "cpu":
         return Machine(has_cuda=False, host_free_bytes=available_bytes())

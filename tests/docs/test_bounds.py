@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 
-from inference_svc.api.http.request import AdapterPartBody, Body
+from inference_svc.api.http.generation_body import AdapterPartBody
+from inference_svc.api.http.request import Body
 from tests.support.all_tests import all_tests
 from tools.bounds_texts.inference import HTTP_FIELDS, INFERENCE_FIELDS, PULLED_FIELDS
 from tools.bounds_texts.line import Line, expanded

@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from inference_svc.config import InferenceSettings, Machine, ModelFacts, resolve
+from inference_svc.auto_settings import Machine, ModelFacts, resolve
+from inference_svc.config import InferenceSettings
 from inference_svc.server import InferenceServer
 from inference_svc.text.tokenizer import Tokenizer
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc

@@ -7,15 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.config import (
-    InferenceSettings,
-    Machine,
-    ModelFacts,
-    Sizes,
-    padding_pages,
-    resolve,
-    to_engine_config,
-)
+from inference_svc.auto_settings import Machine, ModelFacts, Sizes, resolve, to_engine_config
+from inference_svc.config import InferenceSettings
+from inference_svc.core import padding_pages
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inference_svc.app import _facts, _load_tokenizer, resolve_settings
-from inference_svc.config import InferenceSettings, Machine, to_engine_config
+from inference_svc.auto_settings import Machine, to_engine_config
+from inference_svc.config import InferenceSettings
 from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.model.architectures import load_description
 from inference_svc.server import InferenceServer

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from adapter_store.checkpoint.open import Checkpoint
-from adapter_store.checkpoint.peft.config import AdapterConfig
 from adapter_store.checkpoint.peft.experts import ExpertModule, expert_module, other_name
 from adapter_store.checkpoint.peft.module_patterns import OUTPUT_LAYER, path_tails
 from adapter_store.checkpoint.peft.towers import describe_unknown
@@ -22,6 +20,8 @@ from adapter_store.checkpoint.weights import (
     Replacement,
 )
 from adapter_store.errors import IncompatibleAdapter
+from adapter_store.images.plan.ties import with_ties
+from adapter_store.images.plan.uses import Use, incompatible, key_of
 from contract.images.layouts import Layout
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import OtherName, Target, TargetKind
@@ -40,19 +40,6 @@ _MATRICES = (TargetKind.LINEAR, TargetKind.EMBEDDING)
 _PLAIN_KINDS = frozenset({SegmentKind.A, SegmentKind.B})
 
 _Named: TypeAlias = tuple[int, OtherName | None]
-
-
-class Use(NamedTuple):
-    """An adapter's weights for the target at `column` of a layout. `other` is their name in the
-    adapter, if not the target's own; `module_outputs` are the outputs of the module of this name.
-    `is_transposed`: the model has its parameter as [experts, in, out]."""
-
-    column: int
-    target: Target
-    changes: Changes
-    other: OtherName | None = None
-    module_outputs: int = 0
-    is_transposed: bool = False
 
 
 def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
@@ -87,7 +74,7 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
             uses.append(Use(index, target, changes, other, outputs, is_transposed))
     if unknown:
         raise _unknown(unknown, uses, layout.base_model)
-    uses = _with_ties(uses, layout, checkpoint.config)
+    uses = with_ties(uses, layout, checkpoint.config)
     for use in uses:
         _check_use(use)
     uses.sort(key=lambda use: (use.column, isinstance(use.changes, Replacement)))
@@ -104,119 +91,7 @@ def _unknown(
     names = [changes.name for changes in unknown]
     known = (use.changes.name.rpartition(".")[2] for use in uses)
     detail = f"{base_model or 'the base model'} {describe_unknown(names, known)}"
-    return incompatible(_key(unknown[0]), "TARGET_UNKNOWN", detail)
-
-
-def _with_ties(uses: list[Use], layout: Layout, config: AdapterConfig) -> list[Use]:
-    """Adds the changes that follow because the base has one weight in two places, as PEFT loads it.
-
-    Rows of an embedding are its tied head's, too, unless the head has rows of its own. A copy that
-    was saved along takes the place of the one weight; if both have one the head's, which is loaded
-    last. LoRA and saved modules are of one of the two, or with ensure_weight_tying of both; if both
-    have one, the head's again. Raises IncompatibleAdapter.
-    """
-    tied = [(index, target) for index, target in enumerate(layout.targets) if target.tied_to]
-    for index, head in tied:
-        [column] = (i for i, each in enumerate(layout.targets) if each.name == head.tied_to)
-        if config.extras.ties_embeddings:
-            uses = _with_tied_lora(uses, layout, (column, index), config)
-        of_embedding, of_head = _replacement_of(uses, column), _replacement_of(uses, index)
-        one = of_head or of_embedding
-        if config.extras.saves_tied and one is not None:
-            uses = [use for use in uses if use.changes not in (of_embedding, of_head)]
-            uses += (Use(each, layout.targets[each], one) for each in (column, index))
-            continue
-        if of_embedding is not None and of_embedding.is_whole:
-            continue
-        if of_head is not None and of_head.is_copy:
-            if of_embedding is not None and of_embedding.is_copy:
-                uses = [use for use in uses if use.changes is not of_embedding]
-            uses.append(Use(column, layout.targets[column], of_head))
-        elif of_embedding is not None and _is_heads_too(of_embedding, of_head):
-            uses.append(Use(index, head, of_embedding))
-    _check_shared_rows(uses)
-    if config.extras.ties_embeddings and not tied:
-        _check_untied(uses, config)
-    return uses
-
-
-def _with_tied_lora(
-    uses: list[Use], layout: Layout, columns: tuple[int, int], config: AdapterConfig
-) -> list[Use]:
-    """Gives a tied head and its embedding the A and B of the head, or else of the embedding; each
-    keeps its own scale. Raises IncompatibleAdapter."""
-    of_embedding, of_head = (_lora_of(uses, column) for column in columns)
-    own = of_head or of_embedding
-    if own is None:
-        return uses
-    column, replaced = (columns[1], None) if of_head is None else (columns[0], of_embedding)
-    target = layout.targets[column]
-    magnitude = None if replaced is None else replaced.magnitude
-    if own.magnitude is not None and magnitude is None:
-        detail = f"{target.name}, which ensure_weight_tying ties to it, has none"
-        raise incompatible(own.magnitude.key, "TARGET_MISSING", detail)
-    settings = config.settings_for(target.name if replaced is None else replaced.module)
-    turned = dataclasses.replace(
-        own,
-        kind=target.kind,
-        scale=settings.scale,
-        a=own.b,
-        b=own.a,
-        is_transposed=not own.is_transposed,
-        bias=None,
-        magnitude=magnitude,
-    )
-    kept = [use for use in uses if replaced is None or use.changes is not replaced]
-    return [*kept, Use(column, target, turned)]
-
-
-def _check_untied(uses: Iterable[Use], config: AdapterConfig) -> None:
-    """Requires that the config names the head, or its weight as a parameter, if it has A and B:
-    no embedding is tied to it."""
-    for use in uses:
-        changes = use.changes
-        if (
-            isinstance(changes, TargetWeights)
-            and changes.name == OUTPUT_LAYER
-            and not config.selects(changes.module, is_embedding=False)
-            and not config.extras.parameters_of(changes.module)
-        ):
-            raise incompatible(
-                _key(changes),
-                "TARGET_UNKNOWN",
-                "only ensure_weight_tying adapts it, as the embedding, and the server does not say "
-                "that its base ties the two",
-            )
-
-
-def _lora_of(uses: Iterable[Use], column: int) -> TargetWeights | None:
-    found = (use.changes for use in uses if use.column == column)
-    return next((changes for changes in found if isinstance(changes, TargetWeights)), None)
-
-
-def _is_heads_too(of_embedding: Replacement, of_head: Replacement | None) -> bool:
-    """Returns whether it changes the head, which has this of its own. A copy and rows of its own
-    are one too many, which `_check_once` refuses."""
-    return of_head is None or (of_embedding.is_copy and not of_head.is_whole)
-
-
-def _replacement_of(uses: Iterable[Use], column: int) -> Replacement | None:
-    found = (use.changes for use in uses if use.column == column)
-    return next((changes for changes in found if isinstance(changes, Replacement)), None)
-
-
-def _check_shared_rows(uses: Iterable[Use]) -> None:
-    """Requires that modules whose rows are in the config and not in the file are tied."""
-    for use in uses:
-        for entry in use.changes.shared_by if isinstance(use.changes, Replacement) else ():
-            sharing = (each for each in uses if each.changes is use.changes)
-            if not any(each.target.name.endswith(entry) for each in sharing):
-                raise incompatible(
-                    _key(use.changes),
-                    "TARGET_MISSING",
-                    f"trainable_token_indices has {entry}, of which the file has no rows, and the "
-                    f"base's is not tied to {use.target.name}",
-                )
+    return incompatible(key_of(unknown[0]), "TARGET_UNKNOWN", detail)
 
 
 def count_added_tokens(uses: Iterable[Use]) -> int:
@@ -247,7 +122,7 @@ def _check_added_tokens(uses: Sequence[Use]) -> None:
         is_embedding = use.target.kind is TargetKind.EMBEDDING
         if is_embedding and not isinstance(use.changes, Replacement) and count_added_tokens(uses):
             detail = f"{use.target.name} has A and B for {use.target.num_rows} tokens{ADDED_TOKENS}"
-            raise incompatible(_key(use.changes), "SHAPE_MISMATCH", detail)
+            raise incompatible(key_of(use.changes), "SHAPE_MISMATCH", detail)
 
 
 class _Names:
@@ -319,7 +194,7 @@ def _gathered(changes: Iterable[Changes], names: _Names) -> Iterator[Changes]:
         target, (stack, index) = found
         if index >= target.experts:
             detail = f"of expert {index}, {target.name} has {target.experts}"
-            raise incompatible(_key(each), "SHAPE_MISMATCH", detail)
+            raise incompatible(key_of(each), "SHAPE_MISMATCH", detail)
         for record in (each.bias, each.magnitude):
             if record is not None:
                 detail = f"{target.name} is of all experts, which have A and B alone"
@@ -360,7 +235,7 @@ def _check_format_1(changes: Changes) -> None:
     if changes.kind in (TargetKind.EXPERTS, TargetKind.VECTOR) or changes.kinds - _PLAIN_KINDS:
         kinds = ", ".join(sorted(kind.value for kind in changes.kinds - _PLAIN_KINDS)) or "experts"
         detail = f"the server reads images of format 1, which have no {kinds}: upgrade it"
-        raise incompatible(_key(changes), "FORMAT_TOO_OLD", detail)
+        raise incompatible(key_of(changes), "FORMAT_TOO_OLD", detail)
 
 
 def _check_use(use: Use) -> None:
@@ -368,7 +243,7 @@ def _check_use(use: Use) -> None:
     is_matrix = isinstance(changes, Replacement) and changes.kind is TargetKind.LINEAR
     if target.kind is not changes.kind and not (is_matrix and target.kind in _MATRICES):
         kind = target.kind.value
-        raise incompatible(_key(changes), "KIND_MISMATCH", f"{target.name} is of kind {kind}")
+        raise incompatible(key_of(changes), "KIND_MISMATCH", f"{target.name} is of kind {kind}")
     if isinstance(changes, TargetWeights):
         _check_lora(use, changes)
     elif isinstance(changes, ExpertWeights):
@@ -393,7 +268,7 @@ def _check_experts(use: Use, experts: ExpertWeights) -> None:
     target = use.target
     if experts.num_experts != target.experts:
         detail = f"{experts.num_experts} experts, {target.name} has {target.experts}"
-        raise incompatible(_key(experts), "SHAPE_MISMATCH", detail)
+        raise incompatible(key_of(experts), "SHAPE_MISMATCH", detail)
     for a, b in pairs_of(use, experts).values():
         shape = a.record.shape
         _check_size(use, a.record.key, shape, "in", a.shape[1], target.in_features)
@@ -461,7 +336,7 @@ def _check_once(uses: list[Use]) -> None:
     for before, use in pairwise(uses):
         if before.column == use.column and type(before.changes) is type(use.changes):
             detail = f"{before.changes.name} changes {use.target.name}, too: save it once"
-            raise incompatible(_key(use.changes), "TARGET_TWICE", detail)
+            raise incompatible(key_of(use.changes), "TARGET_TWICE", detail)
 
 
 def _check_complete(checkpoint: Checkpoint, layout: Layout, uses: Iterable[Use]) -> None:
@@ -493,12 +368,3 @@ def _check_complete(checkpoint: Checkpoint, layout: Layout, uses: Iterable[Use])
 def _names_of(target: Target) -> Iterator[str]:
     yield target.name
     yield from (other.name for other in target.other_names)
-
-
-def _key(changes: Changes) -> str:
-    _role, record = next(changes.records())
-    return record.key
-
-
-def incompatible(key: str, reason: str, detail: str) -> IncompatibleAdapter:
-    return IncompatibleAdapter(f"{key}: {detail}", subject=key, reason=reason)

@@ -20,9 +20,10 @@ from adapter_store.checkpoint.reading.digest import canonical_json, sha256_text
 from adapter_store.checkpoint.weights import Replacement
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.plan.base_rows import Kept, kept_rows
-from adapter_store.images.plan.fit import Use, count_added_tokens, fit
+from adapter_store.images.plan.fit import count_added_tokens, fit
 from adapter_store.images.plan.layout import layout_id
 from adapter_store.images.plan.sources import SegmentSource, segment_sources
+from adapter_store.images.plan.uses import Use
 from contract.images import rules
 from contract.images.dtypes import DataType
 from contract.images.header import ImageHeader, Segment, align

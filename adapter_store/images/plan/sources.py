@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.checkpoint.weights import ExpertWeights, Matrix, Replacement
 from adapter_store.images.plan.base_rows import Kept
-from adapter_store.images.plan.fit import Use, pairs_of
+from adapter_store.images.plan.fit import pairs_of
+from adapter_store.images.plan.uses import Use
 from contract.images.dtypes import DataType
 from contract.images.expert_index import ExpertIndex
 from contract.images.segment_kinds import SegmentKind

@@ -9,7 +9,8 @@ from pydantic import Field, PlainValidator
 
 from inference_svc.api.generate_call import MAX_MESSAGES, checked_chat
 from inference_svc.api.http.errors import Names
-from inference_svc.api.http.request import Body, GenerationBody, Ignored
+from inference_svc.api.http.generation_body import GenerationBody, Ignored
+from inference_svc.api.http.request import Body
 from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
 from inference_svc.core import SamplingParams

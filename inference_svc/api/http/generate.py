@@ -14,13 +14,12 @@ from starlette.types import Message
 from inference_svc.api.generate_call import GenerateCall, checked_sampling
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.http.errors import Names, set_names
+from inference_svc.api.http.generation_body import AnswerOptions, RequestBody
 from inference_svc.api.http.models import adapter_of, label_of
 from inference_svc.api.http.request import (
     MAX_BODY_BYTES,
     MAX_VALUES,
     REQUEST_ID_HEADER,
-    AnswerOptions,
-    RequestBody,
     admit,
     authenticated,
     body_bytes,

@@ -11,12 +11,8 @@ from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.http.chat import ChatFormatter
 from inference_svc.api.http.completions import DEFAULT_MAX_TOKENS, are_ids
 from inference_svc.api.http.errors import Names
-from inference_svc.api.http.request import (
-    MAX_REQUEST_ID_CHARS,
-    RequestBody,
-    SamplingBody,
-    is_request_id,
-)
+from inference_svc.api.http.generation_body import RequestBody, SamplingBody
+from inference_svc.api.http.request import MAX_REQUEST_ID_CHARS, is_request_id
 from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.api.service import ServerFacts
 from inference_svc.core import FinishReason, SamplingParams

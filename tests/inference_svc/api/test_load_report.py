@@ -7,7 +7,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2
 
 from inference_svc.api.load_report import LOAD_HEADER, load_report
-from inference_svc.config import CPU_SEQUENCES
+from inference_svc.auto_settings import CPU_SEQUENCES
 from loadout._routing import metadata
 from loadout._routing.metadata import Load, read_load
 from loadout.inference.v1 import inference_pb2 as pb

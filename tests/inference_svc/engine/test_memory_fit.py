@@ -15,9 +15,10 @@ from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.memory.slots import Slots
 from inference_svc.app import resolve_settings
+from inference_svc.auto_settings import Machine, to_engine_config
 from inference_svc.backends.base import DeviceMemory
 from inference_svc.backends.cuda.backend import CudaFactory
-from inference_svc.config import InferenceSettings, Machine, to_engine_config
+from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import plan_budgets
 from inference_svc.engine.memory_fit import NO_ADAPTERS_BYTES, SPARE_SHARE, STEP_SHARE
 from inference_svc.model.architectures import load_description

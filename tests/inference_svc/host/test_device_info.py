@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.config import InferenceSettings, Machine, ModelFacts, resolve
+from inference_svc.auto_settings import Machine, ModelFacts, resolve
+from inference_svc.config import InferenceSettings
 from inference_svc.errors import DeviceFault, EngineFailed
 from inference_svc.host import device_info
 from inference_svc.host.cuda_memory import CudaMemory, CudaUnavailable

@@ -139,7 +139,7 @@ def test_backlog_of_a_slow_reader_is_sent_in_slices(serve_http, monkeypatch: Any
 
 
 def test_logprobs_of_a_response_are_bounded(serve_http, monkeypatch: Any) -> None:
-    monkeypatch.setattr("inference_svc.api.http.request.MAX_RESPONSE_LOGPROBS", 1000)
+    monkeypatch.setattr("inference_svc.api.http.generation_body.MAX_RESPONSE_LOGPROBS", 1000)
     ours = {"ignore_eos": True}
 
     async def body(front: Front) -> None:

@@ -1,0 +1,246 @@
+"""Bodies of the routes that generate: fields that they share, and the calls that they become."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field
+
+from inference_svc.api.generate_call import (
+    MAX_CHOICES,
+    MAX_ID_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MIN_TEMPERATURE,
+    GenerateCall,
+    checked_parts,
+    random_seed,
+)
+from inference_svc.api.http.request import Body
+from inference_svc.api.http.results import LogprobsFields, ResultFields
+from inference_svc.core import MAX_PARTS, SamplingDefaults, SamplingParams, VersionPolicy
+from inference_svc.results.base import Wanted
+from inference_svc.text.prompt import Prompt
+from servicekit.errors import InvalidArgument
+
+MAX_RESPONSE_LOGPROBS = 1 << 18
+"""Logprobs of one response: each token's own, and its alternatives'. They are about 20 MB of JSON,
+and a second and a half of a processor."""
+MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_IGNORED_CHARS = 16, 64, 512
+"""OpenAI's bounds."""
+Ignored = Annotated[str, Field(max_length=MAX_IGNORED_CHARS)]
+
+
+def _greedy_or(temperature: float | None) -> float | None:
+    """OpenAI allows any value from 0 on; below our minimum sampling is greedy in effect."""
+    is_small = temperature is not None and 0 < temperature < MIN_TEMPERATURE
+    return 0.0 if is_small else temperature
+
+
+def _to_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class AnswerOptions(NamedTuple):
+    """A request's choices about the form of its answer: all that is kept of its body.
+    `includes_ids` None: if there is no tokenizer, where they are all there is of an answer."""
+
+    stream: bool
+    includes_usage: bool
+    includes_ids: bool | None = None
+    includes_prompt_ids: bool = False
+    names_tokens_by_id: bool = False
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class AdapterPartBody(Body):
+    ref: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+    scale: float = 1.0
+
+
+class RequestBody(ResultFields, Body):
+    """The fields of a request to generate that are not about sampling; null means absent."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Extensions, by vLLM's names.
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+    min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    version_policy: Literal["pin", "follow_keep", "follow_recompute"] | None = None
+    adapters: (
+        Annotated[list[AdapterPartBody], Field(fail_fast=True), Field(max_length=MAX_PARTS)] | None
+    ) = None
+
+    def to_call(
+        self,
+        request_id: str,
+        adapter: str,
+        prompts: tuple[Prompt, ...],
+        sampling: SamplingParams,
+        wanted: Wanted,
+    ) -> GenerateCall:
+        """Returns the call for these prompts. Raises InvalidArgument for adapters beside another
+        model than the base model, and for invalid scales."""
+        if self.adapters and adapter:
+            raise InvalidArgument(
+                "model: must be the base model if adapters is set", subject="model"
+            )
+        fields, path = self.sampling_fields
+        return GenerateCall(
+            request_id=request_id,
+            adapter=adapter,
+            parts=checked_parts([(part.ref, part.scale) for part in self.adapters or ()]),
+            prompts=prompts,
+            sampling=sampling,
+            wanted=wanted,
+            min_revision=self.min_revision or 0,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            num_choices=fields.n or 1,
+            adapter_field="model",
+            stop_field=f"{path}stop",
+            max_tokens_field=fields.max_tokens_field and path + fields.max_tokens_field,
+            max_logprobs=MAX_RESPONSE_LOGPROBS,
+            is_id_unique=False,
+            version_policy=VersionPolicy(self.version_policy or "pin"),
+            echo=self.is_echoed,
+            withholds_parts=self.withholds_parts,
+        )
+
+    @property
+    def is_echoed(self) -> bool:
+        """Whether answers begin with their prompt."""
+        return False
+
+    @property
+    def withholds_parts(self) -> bool:
+        """Whether an answer has results for the tokens of its text only."""
+        return False
+
+    @property
+    def sampling_fields(self) -> tuple[SamplingBody, str]:
+        """The fields about sampling, and the path to them. Every subclass has its own."""
+        raise NotImplementedError
+
+    @property
+    def answer(self) -> AnswerOptions:
+        """The form of the answer. Raises InvalidArgument."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgument("stream_options: only with stream set", subject="stream_options")
+        fields, path = self.sampling_fields
+        if self.stream and fields.prompt_logprobs is not None:
+            subject = f"{path}prompt_logprobs"
+            raise InvalidArgument(f"{subject}: not with stream set", subject=subject)
+        includes_usage = self.stream_options is not None and self.stream_options.include_usage
+        return AnswerOptions(bool(self.stream), bool(includes_usage))
+
+
+class SamplingBody(LogprobsFields, Body):
+    """The fields about sampling; null means absent."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: (
+        Annotated[
+            list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]],
+            Field(fail_fast=True),
+            Field(max_length=MAX_STOPS),
+            BeforeValidator(_to_list),
+        ]
+        | None
+    ) = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    # Extensions, by vLLM's names.
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: (
+        Annotated[list[int], Field(fail_fast=True), Field(max_length=MAX_STOP_TOKEN_IDS)] | None
+    ) = None
+    ignore_eos: bool | None = None
+
+    # Accepted with values that change nothing.
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+    def to_sampling(self, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
+        """Returns parameters whose ranges are not checked yet."""
+        fields: dict[str, Any] = {
+            "temperature": _greedy_or(self.temperature),
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "seed": self.seed,
+        }
+        if self.top_k is not None:
+            fields["top_k"] = max(self.top_k, 0)
+        present = {name: value for name, value in fields.items() if value is not None}
+        return SamplingParams(
+            max_tokens=max_tokens,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            **{"seed": random_seed(), **defaults.choice(), **present},
+        )
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The field that limits the number of tokens; "" if the caller set none."""
+        return "" if self.max_tokens is None else "max_tokens"
+
+
+class GenerationBody(RequestBody, SamplingBody):
+    """The fields that both of OpenAI's routes have."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+
+    # Extensions, by vLLM's names.
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    # Accepted, without effect.
+    user: Ignored | None = None
+    safety_identifier: Ignored | None = None
+    prompt_cache_key: Ignored | None = None
+    service_tier: Ignored | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)], Ignored],
+            Field(max_length=MAX_METADATA),
+        ]
+        | None
+    ) = None
+
+    @property
+    def withholds_parts(self) -> bool:
+        """With token ids there are as many results."""
+        return not self.return_token_ids
+
+    @property
+    def sampling_fields(self) -> tuple[SamplingBody, str]:
+        return self, ""
+
+    @property
+    def answer(self) -> AnswerOptions:
+        return super().answer._replace(
+            includes_ids=self.return_token_ids,
+            includes_prompt_ids=bool(self.return_token_ids),
+            names_tokens_by_id=bool(self.return_tokens_as_token_ids),
+        )

@@ -1,0 +1,231 @@
+"""Open settings are decided: the meaning of "auto" for a model on this machine."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pydantic import ByteSize
+
+from inference_svc.config import InferenceSettings
+from inference_svc.core import EngineConfig, padding_pages
+from servicekit.errors import InvalidSetting
+
+CPU_SEQUENCES, CPU_BATCH_TOKENS = 64, 512
+CPU_ADAPTER_MEMORY, CPU_KV_MEMORY = 256 << 20, 512 << 20
+CPU_ADAPTER_SHARE = 4
+"""Adapters of experts take at most one part in so many of the memory that is left, by default."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+EVERY_TARGET = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The facts that decide on open settings. `free_bytes` of `total_bytes` are the device's memory
+    (CUDA only), `host_free_bytes` the host's free memory; None: unknown. `why_no_device` is the
+    reason for which a CUDA device that the machine seems to have cannot be used."""
+
+    has_cuda: bool
+    free_bytes: int = 0
+    total_bytes: int = 0
+    host_free_bytes: int | None = None
+    why_no_device: str = ""
+
+    @property
+    def speed_notes(self) -> tuple[str, ...]:
+        """Sentences for operators, as `backends.speed_notes` has them."""
+        why = self.why_no_device
+        return (f"the CPU computes, not a GPU: {why}",) if why else ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts of the model's config; `kv_elements_per_token` are keys and values, `lora_targets` the
+    last components of the names of modules that adapters may change, `fused_targets` of modules
+    that compute several of these. `expert_elements_per_rank` are values of A and B, of all experts.
+    Models with further tables of tokens have no place for tokens that adapters add."""
+
+    dtype: str
+    max_position_embeddings: int
+    kv_elements_per_token: int
+    lora_targets: tuple[str, ...] = ()
+    fused_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    may_add_tokens: bool = True
+    expert_elements_per_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The settings of the same names, decided."""
+
+    adapter_memory: int
+    host_memory: int
+    kv_memory: int
+    max_sequences: int
+    max_batch_tokens: int
+
+
+FitDevice = Callable[[InferenceSettings, Machine], Sizes]
+"""Decides the sizes on a device with memory of its own; device and dtype are decided."""
+
+
+def resolve(
+    settings: InferenceSettings,
+    machine: Machine,
+    model: ModelFacts,
+    fit_device: FitDevice | None = None,
+) -> InferenceSettings:
+    """Returns `settings` with everything decided. Without `fit_device` it is for a CPU.
+
+    Raises InvalidSetting for a setting that this machine or this model cannot fulfil, and as
+    `fit_device`.
+    """
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if machine.has_cuda else "cpu"
+    elif device == "cuda" and not machine.has_cuda:
+        raise InvalidSetting(f"--device cuda: {machine.why_no_device or 'there is no CUDA device'}")
+    if device == "cpu" and settings.host_memory_limit is not None:
+        raise InvalidSetting("host-memory-limit: on a CPU, set memory-limit: it covers all memory")
+    settings = resolve_model(settings, model).model_copy(update={"device": device})
+    dtype = settings.dtype
+    _check_length(settings, model)
+    if device == "cpu":
+        sizes = _cpu_sizes(settings, machine, model)
+    else:
+        assert fit_device is not None, "a device's sizes are to be chosen"
+        sizes = fit_device(settings, machine)
+    page_bytes = settings.page_size * model.kv_elements_per_token * ITEM_BYTES[dtype]
+    num_pages = max(0, sizes.kv_memory // page_bytes - padding_pages(device))
+    return settings.model_copy(
+        update={
+            "adapter_memory": ByteSize(sizes.adapter_memory),
+            "host_memory": ByteSize(sizes.host_memory),
+            "kv_memory": ByteSize(sizes.kv_memory),
+            "max_sequences": sizes.max_sequences,
+            "max_batch_tokens": sizes.max_batch_tokens,
+            "max_model_len": _max_model_len(settings, model, num_pages * settings.page_size),
+        }
+    )
+
+
+def resolve_model(settings: InferenceSettings, model: ModelFacts) -> InferenceSettings:
+    """Returns `settings` after deciding on all that a server announces on any machine: the base
+    model's name, dtype and targets. Raises InvalidSetting for a setting that the model cannot
+    fulfil."""
+    dtype = model.dtype if settings.dtype == "auto" else settings.dtype
+    if dtype not in ITEM_BYTES:
+        raise InvalidSetting(
+            f"--dtype: the model's {dtype} is not supported; choose one of {', '.join(ITEM_BYTES)}"
+        )
+    lora_targets = _lora_targets(settings.lora_targets, model)
+    return settings.model_copy(
+        update={
+            "base_model": settings.base_model_names[0],
+            "dtype": dtype,
+            "lora_targets": lora_targets,
+            "max_added_tokens": settings.max_added_tokens if model.may_add_tokens else 0,
+        }
+    )
+
+
+def _check_length(settings: InferenceSettings, model: ModelFacts) -> None:
+    longest = model.max_position_embeddings
+    if settings.max_model_len > longest:
+        raise InvalidSetting(
+            f"--max-model-len {settings.max_model_len} exceeds the model's {longest}"
+        )
+
+
+def _lora_targets(asked: tuple[str, ...], model: ModelFacts) -> tuple[str, ...]:
+    """Returns the targets that adapters are restricted to, sorted, a module that computes several
+    targets as these; none if that is every target. Raises InvalidSetting for a name that is
+    neither."""
+    if asked == (EVERY_TARGET,):
+        return ()
+    known = (*model.lora_targets, *model.fused_targets)
+    accepted: set[str] = set()
+    for name in asked:
+        if name not in known:
+            close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            listed = ", ".join(known)
+            raise InvalidSetting(
+                f"--lora-targets: the model has no target {name}, but {listed}{hint}"
+            )
+        accepted.update((name,) if name in model.lora_targets else model.fused_targets[name])
+    return () if accepted == set(model.lora_targets) else tuple(sorted(accepted))
+
+
+def _max_model_len(settings: InferenceSettings, model: ModelFacts, kv_tokens: int) -> int:
+    needed = max(settings.max_model_len, 2)
+    if needed > kv_tokens:
+        raise InvalidSetting(f"--kv-memory holds {kv_tokens} tokens; at least {needed} are needed")
+    return settings.max_model_len or min(model.max_position_embeddings, kv_tokens)
+
+
+def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> Sizes:
+    most = settings.max_batch_tokens or CPU_SEQUENCES
+    max_sequences = settings.max_sequences or min(CPU_SEQUENCES, most)
+    return Sizes(
+        adapter_memory=settings.adapter_memory or _cpu_adapter_memory(settings, machine, model),
+        host_memory=settings.host_memory or 0,
+        kv_memory=settings.kv_memory or CPU_KV_MEMORY,
+        max_sequences=max_sequences,
+        max_batch_tokens=settings.max_batch_tokens or max(CPU_BATCH_TOKENS, max_sequences),
+    )
+
+
+def _cpu_adapter_memory(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> int:
+    """Returns the default memory for adapters: of a mixture of experts space for one that changes
+    all of them, within a part of the machine's free memory."""
+    largest = settings.max_rank * model.expert_elements_per_rank * ITEM_BYTES[settings.dtype]
+    left_bytes = settings.memory_limit or machine.host_free_bytes
+    if left_bytes is not None:
+        largest = min(largest, left_bytes // CPU_ADAPTER_SHARE)
+    return CPU_ADAPTER_MEMORY + largest
+
+
+def to_engine_config(settings: InferenceSettings) -> EngineConfig:
+    """Returns the engine's part of resolved settings."""
+    assert settings.kv_memory is not None, "the settings are resolved"
+    assert settings.host_memory is not None, "the settings are resolved"
+    assert settings.adapter_memory is not None, "the settings are resolved"
+    return EngineConfig(
+        model_dir=settings.model,
+        base_model=settings.base_model_names[0],
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        max_sequences=settings.max_sequences,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_prefill_chunk=settings.max_batch_tokens,
+        max_queue=settings.max_queue,
+        max_tenant_queue=_max_tenant_queue(settings),
+        fair_quantum=settings.fair_quantum_tokens,
+        fair_ageing_s=settings.fair_ageing_seconds,
+        tenant_share=settings.share,
+        page_size=settings.page_size,
+        kv_bytes=int(settings.kv_memory),
+        arena_bytes=int(settings.adapter_memory),
+        host_bytes=int(settings.host_memory),
+        memory_limit_bytes=int(settings.memory_limit or 0),
+        host_limit_bytes=int(settings.host_memory_limit or 0),
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_rank,
+        lora_targets=settings.lora_targets,
+        max_added_tokens=settings.max_added_tokens,
+        adapter_wait_s=settings.adapter_wait_seconds,
+        pull_workers=settings.pull_workers,
+        prefetch=settings.prefetch,
+        prefix_cache=settings.prefix_cache,
+        num_threads=settings.num_threads,
+        native_kernels=settings.native_kernels,
+        record_steps=settings.cuda_graphs,
+    )
+
+
+def _max_tenant_queue(settings: InferenceSettings) -> int:
+    return math.ceil(settings.max_queue * settings.share)

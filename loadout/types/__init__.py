@@ -1,0 +1,59 @@
+"""Types that the client takes and returns: plain frozen data, without transport.
+
+Sizes are bytes, durations seconds, times are aware UTC datetimes.
+
+generation  requests to generate, and their answers
+replicas    the inference service's replicas: resident adapters, debug bundles, traces
+store       adapters and their versions, layouts, events, tiers
+"""
+
+from __future__ import annotations
+
+from contract.images.segment_kinds import SegmentKind as SegmentKind
+from contract.images.targets import TargetKind as TargetKind
+from loadout._rpc.arrays import PackedLogprobs as PackedLogprobs
+from loadout._rpc.arrays import RoutedExperts as RoutedExperts
+from loadout._rpc.server_info import ExpertLayers as ExpertLayers
+from loadout._rpc.server_info import GenerationState as GenerationState
+from loadout._rpc.server_info import MemoryUse as MemoryUse
+from loadout._rpc.server_info import SamplingDefaults as SamplingDefaults
+from loadout._rpc.server_info import ServerInfo as ServerInfo
+from loadout._rpc.server_info import ServerLimits as ServerLimits
+from loadout.types.generation import AdapterIdentity as AdapterIdentity
+from loadout.types.generation import ChatMessage as ChatMessage
+from loadout.types.generation import Chunk as Chunk
+from loadout.types.generation import Completion as Completion
+from loadout.types.generation import FinishReason as FinishReason
+from loadout.types.generation import Logprob as Logprob
+from loadout.types.generation import SamplingParams as SamplingParams
+from loadout.types.generation import Timings as Timings
+from loadout.types.generation import TokenLogprobs as TokenLogprobs
+from loadout.types.generation import Usage as Usage
+from loadout.types.generation import VersionPolicy as VersionPolicy
+from loadout.types.replicas import AdapterTier as AdapterTier
+from loadout.types.replicas import DebugPart as DebugPart
+from loadout.types.replicas import InspectedAdapter as InspectedAdapter
+from loadout.types.replicas import OperationGroup as OperationGroup
+from loadout.types.replicas import Replica as Replica
+from loadout.types.replicas import ResidentAdapter as ResidentAdapter
+from loadout.types.replicas import ResidentExtent as ResidentExtent
+from loadout.types.replicas import ResidentSegment as ResidentSegment
+from loadout.types.replicas import ResidentTarget as ResidentTarget
+from loadout.types.replicas import TracePiece as TracePiece
+from loadout.types.store import Adapter as Adapter
+from loadout.types.store import AdapterEvent as AdapterEvent
+from loadout.types.store import AdapterPage as AdapterPage
+from loadout.types.store import BaseModelSource as BaseModelSource
+from loadout.types.store import EventKind as EventKind
+from loadout.types.store import ImageState as ImageState
+from loadout.types.store import Layout as Layout
+from loadout.types.store import LayoutPage as LayoutPage
+from loadout.types.store import LayoutState as LayoutState
+from loadout.types.store import PrunedPage as PrunedPage
+from loadout.types.store import Registration as Registration
+from loadout.types.store import ServerVerdict as ServerVerdict
+from loadout.types.store import Signature as Signature
+from loadout.types.store import SourceFile as SourceFile
+from loadout.types.store import StoreStatus as StoreStatus
+from loadout.types.store import TierStatus as TierStatus
+from loadout.types.store import VersionPage as VersionPage

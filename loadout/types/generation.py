@@ -1,0 +1,175 @@
+"""Types of requests to generate, and of their answers."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+from loadout._rpc.arrays import PackedLogprobs, RoutedExperts
+
+VersionPolicy = Literal["pin", "follow_keep", "follow_recompute"]
+"""How a request reacts when its adapter's name moves to a newer version: finish on its own, or
+continue with the newer one, with keys and values kept or recomputed."""
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended. UNKNOWN, here and below: the server is newer than this client."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    UNKNOWN = "unknown"
+
+
+class SamplingParams(TypedDict, total=False):
+    """Sampling parameters of `generate`, `complete` and `sample`. A parameter that you leave out
+    takes the server's default; see `ServerInfo.sampling_defaults`."""
+
+    max_tokens: int
+    """Most tokens to generate. Default: 256."""
+    min_tokens: int
+    """No end-of-sequence token and no stop before this many tokens. Default: 0."""
+    temperature: float
+    """0: greedy; otherwise 0.01 to 100. Default: the model's, or 1."""
+    top_k: int
+    """Sample from only this many most likely tokens. 0: off."""
+    top_p: float
+    """Sample from only the most likely tokens that together have this probability, above 0 and at
+    most 1."""
+    min_p: float
+    """Sample from only tokens with at least this share of the most likely one's probability, 0 to
+    1. Default: 0."""
+    seed: int
+    """The same seed gives the same tokens, regardless of other requests; on GPUs up to rounding."""
+    stop: str | list[str] | tuple[str, ...]
+    """Texts that end generation, at most 16. The returned text excludes them."""
+    stop_token_ids: list[int] | tuple[int, ...]
+    """Tokens that end generation, at most 256."""
+    ignore_eos: bool
+    """Continue after the model's end-of-sequence token. Default: False."""
+    presence_penalty: float
+    """Subtracted once from the logits of each generated token, -2 to 2. Default: 0."""
+    frequency_penalty: float
+    """Subtracted once per occurrence of a generated token, -2 to 2. Default: 0."""
+    repetition_penalty: float
+    """Divides positive logits and multiplies negative logits of tokens in prompt and output, 0.01
+    to 100. Default: 1."""
+    logprobs: int
+    """Return the log probability of each token and of this many most likely tokens: at most 20, or
+    1,024 with `packed_logprobs`."""
+    logprobs_mode: Literal["raw", "processed"]
+    """Distribution of `logprobs`: the model's own, or the one that the token was drawn from."""
+    prompt_logprobs: int
+    """Return the log probability of each prompt token except the first, and of this many (at most
+    1,024) most likely tokens, from the model's own distribution."""
+
+
+class ChatMessage(TypedDict):
+    """A message by the role "developer", "system", "user", "assistant", or one of the template."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position; `top` begins with the most likely token."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request. `cached_prompt_tokens` came from the prefix cache."""
+
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds in the queue, waiting for the adapter, and until the first token; server's clock."""
+
+    queued_seconds: float
+    adapter_wait_seconds: float
+    first_token_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterIdentity:
+    """The version that a reference resolved to."""
+
+    name: str
+    """Name as "tenant/name@version"; the digest if you asked by digest."""
+    digest: str
+    is_inactive: bool = False
+    """Whether the prompt lacks its invocation tokens (aLoRA), so that the base model answered."""
+    scale: float | None = None
+    """Factor of the adapter, if it is one of several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One piece of a generation. `finish_reason`, `usage` and `timings` come with the last one.
+
+    `adapter` is None for the base model, and for several adapters; those are in `adapters`.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    usage: Usage | None
+    adapter: AdapterIdentity | None
+    timings: Timings | None
+    adapters: tuple[AdapterIdentity, ...] = ()
+    routed_experts: RoutedExperts | None = None
+    """If requested. A long prompt's experts take several chunks, of which only the last has
+    tokens."""
+    index: int = 0
+    """Which of `n` answers this belongs to."""
+    packed_logprobs: PackedLogprobs | None = None
+    """In place of `logprobs`, if requested."""
+    prompt_logprobs: PackedLogprobs | None = None
+    """If requested. Only the first of several answers has them, before its tokens."""
+    kept_tokens: int = 0
+    """Number of tokens whose keys and values are from earlier versions."""
+    echoed_tokens: int = 0
+    """How many of `token_ids`, from the first, echo the prompt. No version made them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished generation; `adapter` and `adapters` are as in Chunk."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    usage: Usage | None
+    adapter: AdapterIdentity | None
+    timings: Timings | None
+    adapters: tuple[AdapterIdentity, ...] = ()
+    routed_experts: RoutedExperts | None = None
+    """Experts that all tokens except the last have chosen, if requested."""
+    packed_logprobs: PackedLogprobs | None = None
+    """In place of `logprobs`, if requested."""
+    prompt_logprobs: PackedLogprobs | None = None
+    """For all prompt tokens except the first, if requested. Only the first of several answers has
+    them."""
+    versions: tuple[tuple[AdapterIdentity, int], ...] = ()
+    """The adapter's versions that made its tokens, in order, each with its number of tokens. An
+    echoed prompt does not count."""
