@@ -23,7 +23,7 @@ tests bench kernels inference_svc servicekit contract
 """
 """torch, triton, numpy and pytest with what they need themselves, and our own packages."""
 ELSEWHERE = (
-    "bench.gpu_run.pack",
+    "bench.gpu_run.pack.__main__",
     "bench.gpu_run.services.program",
     "bench.gpu_run.services.streams",
 )

@@ -8,26 +8,19 @@ Each of the eleven stages runs in its own process, so that an error of one, even
 not affect the next. The run needs torch, triton, numpy and pytest, and the pack's wheels for the
 services; `docs/development/gpu-run.md` describes the stages and their results.
 
+cases         the operations that are measured, ours and the peers'
 compile_pool  runs jobs such as compilation in many processes, until a deadline
 context       the inputs of a stage: device, sizes, timer, deadline, results of earlier stages
 emulation     replaces the device where there is none
-expert_cases  the steps of a mixture of experts of one layer, each with its definition
-family_cases  operations that only some model families use, each with its definition
 goals         each goal, its measurement, and whether the goal is met
-kernel_cases  the problems that measure the kernels' constants
-lora_cases    LoRA of one group of projections over uncached memory, ours and the peers'
 model         the model under measurement, with random weights and adapters, and its steps
 one_step      single steps of a model of one layer, to run under compute-sanitizer
-pack          makes a folder of the files that the device's machine cannot fetch
-pack_store    reads this folder: its model, and a store of its adapters
-peers         the peers' LoRA kernels, from the files in the pack
+pack          the files that the device's machine cannot fetch
 results_file  the file of results, rewritten while stages run and after each
 run           runs the stages one after the other
-safetensors   writes checkpoints, and reads the model if the library of this name is not installed
 services      both services as processes, loaded over gRPC
 shared_tests  a plugin of pytest, with which processes share the tests of one run
 sizes         the sizes of measurements: Llama-3-8B, or tiny ones for emulation
 stages        a module for each stage
 timing        microseconds on the device, and seconds on the host
-wheels        the packages that the services need, from the pack
 """

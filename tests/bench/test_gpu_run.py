@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.gpu_run import pack, run
+from bench.gpu_run import run
 from bench.gpu_run.goals import summarize
-from bench.gpu_run.pack_store import RECORDED
+from bench.gpu_run.pack import __main__ as pack
+from bench.gpu_run.pack.store import RECORDED
 from kernels import tuning
 
 ROOT = Path(__file__).parents[2]

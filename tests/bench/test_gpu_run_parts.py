@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.gpu_run import goals, lora_cases, results_file, run
-from bench.gpu_run import safetensors as own_safetensors
+from bench.gpu_run import goals, results_file, run
+from bench.gpu_run.cases import lora_cases
+from bench.gpu_run.cases.peers import load
 from bench.gpu_run.compile_pool import run_jobs
 from bench.gpu_run.context import Context, Missing
 from bench.gpu_run.model import BenchModel
-from bench.gpu_run.peers import load
+from bench.gpu_run.pack import safetensors as own_safetensors
 from bench.gpu_run.run import Options, Stage, budgets, chosen_stages
 from bench.gpu_run.shared_tests import EVENTS, FAILURES, FOLDER_VARIABLE, in_order
 from bench.gpu_run.sizes import REAL

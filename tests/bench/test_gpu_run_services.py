@@ -14,10 +14,10 @@ from packaging.requirements import Requirement
 from safetensors.torch import load_file
 
 from adapter_store.checkpoint.open import open_checkpoint
-from bench.gpu_run import safetensors as own_safetensors
-from bench.gpu_run import wheels
 from bench.gpu_run.context import Context, Missing
 from bench.gpu_run.goals import summarize
+from bench.gpu_run.pack import safetensors as own_safetensors
+from bench.gpu_run.pack import wheels
 from bench.gpu_run.services import folder
 from bench.gpu_run.services.checkpoints import BASE_MODEL, Checkpoints
 from bench.gpu_run.services.figures import Message, Round, Streams, row_of, table

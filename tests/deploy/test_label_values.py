@@ -11,7 +11,7 @@ import pytest
 from tests.deploy.label_values import known
 from tests.support.deploy.manifests import ROOT
 from tests.support.deploy.rules import matchers, metric, rules, selectors
-from tools.dashboards.reading import expressions
+from tools.dashboards.preview.reading import expressions
 
 EXPRESSIONS = {
     **{name: rule["expr"] for kind in ("alert", "record") for name, rule in rules(kind).items()},

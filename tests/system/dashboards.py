@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.dashboards.__main__ import FOLDER as FOLDER
+from tools.dashboards.preview.reading import Json, choices, everything, expand, panels, variables
 from tools.dashboards.queries import INFERENCE, STORE
-from tools.dashboards.reading import Json, choices, everything, expand, panels, variables
 from tools.prometheus import Prometheus
 
 WINDOW_S, RANGE_S = 10, 30

@@ -11,11 +11,19 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from tools.dashboards.__main__ import FOLDER
-from tools.dashboards.amounts import show
-from tools.dashboards.drawing import DPI, INCHES_PER_COLUMN, draw
-from tools.dashboards.figures import draw_panel
 from tools.dashboards.panels import Column, Panel, Query, distribution, lines, number, rows_by
-from tools.dashboards.reading import Json, asked, choices, everything, expand, names_in, variables
+from tools.dashboards.preview.amounts import show
+from tools.dashboards.preview.drawing import DPI, INCHES_PER_COLUMN, draw
+from tools.dashboards.preview.figures import draw_panel
+from tools.dashboards.preview.reading import (
+    Json,
+    asked,
+    choices,
+    everything,
+    expand,
+    names_in,
+    variables,
+)
 from tools.prometheus import Series
 
 TIMES = (100.0, 102.0, 104.0)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tools.dashboards.__main__ import FOLDER
+from tools.dashboards.preview.reading import asked, expand, panels, variables
 from tools.dashboards.queries import INFERENCE, STORE
-from tools.dashboards.reading import asked, expand, panels, variables
 from tools.packaging.prometheus_package import programs
 
 pytestmark = pytest.mark.processes

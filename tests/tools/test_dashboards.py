@@ -21,7 +21,7 @@ from tools.dashboards import limits, links
 from tools.dashboards.__main__ import FOLDER, render
 from tools.dashboards.board import in_sight
 from tools.dashboards.limits import Limit
-from tools.dashboards.reading import Json, asked, expressions, names_in, panels, variables
+from tools.dashboards.preview.reading import Json, asked, expressions, names_in, panels, variables
 
 BOARDS: dict[str, Json] = {
     path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.dashboards import adapters, fleet, store
+from tools.dashboards.boards import adapters, fleet, store
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_run import safetensors
+from bench.gpu_run.pack import safetensors
 
 BASE_MODEL = "bench"
 NUM_WRITERS = 4

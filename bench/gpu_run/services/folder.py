@@ -12,8 +12,8 @@ import shutil
 import tomllib
 from pathlib import Path
 
-from bench.gpu_run import wheels
 from bench.gpu_run.context import Missing
+from bench.gpu_run.pack import wheels
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = (

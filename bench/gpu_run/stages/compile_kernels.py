@@ -15,7 +15,7 @@ import torch
 from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found
 from bench.gpu_run.model import BenchModel
-from bench.gpu_run.pack_store import MANIFEST
+from bench.gpu_run.pack.store import MANIFEST
 from bench.gpu_run.stages.parity import start_engine
 from inference_svc.backends.cuda.shapes import StepKind, StepShape, decode_sizes
 

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_run import expert_cases, family_cases, lora_cases
+from bench.gpu_run.cases import expert_cases, family_cases, lora_cases
+from bench.gpu_run.cases.family_cases import FamilyCase
+from bench.gpu_run.cases.lora_cases import Case, Ours, Pool
+from bench.gpu_run.cases.peers import LoraCall, Work
 from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found, Missing
-from bench.gpu_run.family_cases import FamilyCase
-from bench.gpu_run.lora_cases import Case, Ours, Pool
-from bench.gpu_run.peers import LoraCall, Work
 from bench.gpu_run.stages.tune import (
     FAILURES,
     PEER_SPACES,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_run.context import Context, Found
-from bench.gpu_run.pack_store import (
+from bench.gpu_run.pack.store import (
     PackStore,
     Recorded,
     RunningEngine,

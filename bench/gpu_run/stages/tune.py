@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from triton.errors import TritonError
 
-from bench.gpu_run import kernel_cases, lora_cases
+from bench.gpu_run.cases import kernel_cases, lora_cases
+from bench.gpu_run.cases.kernel_cases import Problem
+from bench.gpu_run.cases.lora_cases import Case, Pool
+from bench.gpu_run.cases.peers import LoraCall, Sglang, Vllm, Work, default_chunk
 from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found, Missing
-from bench.gpu_run.kernel_cases import Problem
-from bench.gpu_run.lora_cases import Case, Pool
 from bench.gpu_run.model import read_description
-from bench.gpu_run.peers import LoraCall, Sglang, Vllm, Work, default_chunk
 from bench.gpu_run.timing import Deadline
 from kernels import tuning
 from kernels.elementwise.triton_ops import power_of_2

@@ -27,9 +27,9 @@ from tokenizers import Tokenizer
 
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import compile_image
-from bench.gpu_run import wheels
 from bench.gpu_run.__main__ import PACK
-from bench.gpu_run.pack_store import (
+from bench.gpu_run.pack import wheels
+from bench.gpu_run.pack.store import (
     BASE_MODEL,
     IMAGES,
     MANIFEST,

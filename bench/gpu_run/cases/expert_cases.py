@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.gpu_run.cases.family_cases import FamilyCase
+from bench.gpu_run.cases.lora_cases import random
 from bench.gpu_run.context import Context
-from bench.gpu_run.family_cases import FamilyCase
-from bench.gpu_run.lora_cases import random
 from bench.gpu_run.sizes import Mixture
 from kernels import elementwise, experts, lora, tuning
 from kernels.elementwise import reference as elementwise_reference

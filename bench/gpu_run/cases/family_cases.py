@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.gpu_run.cases.lora_cases import random
 from bench.gpu_run.context import Context
-from bench.gpu_run.lora_cases import random
 from bench.gpu_run.model import read_description
 from kernels import elementwise
 from kernels.attention import AttentionPlan, HeadNorms, KVCache, attend, rotate_and_store

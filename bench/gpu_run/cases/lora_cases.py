@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from bench.gpu_run.cases.peers import LoraCall, Work
 from bench.gpu_run.context import Context
 from bench.gpu_run.model import MAX_RANK, read_description
-from bench.gpu_run.peers import LoraCall, Work
 from bench.gpu_run.timing import Times
 from contract.images.targets import TargetKind
 from inference_svc.adapters.targets import build_layout

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tools.dashboards import adapters_tiers, fleet_engine, limits, links
+from tools.dashboards import limits, links
 from tools.dashboards.board import Board, Row
+from tools.dashboards.boards import adapters_tiers, fleet_engine
+from tools.dashboards.boards.places import places
 from tools.dashboards.panels import Panel, Query, distribution, lines, number, percentiles
-from tools.dashboards.places import places
 from tools.dashboards.queries import INFERENCE, REPLICA, STORE, WHICH
 
 _FAILED = "instance:loadout_inference_generate_errors:ratio_rate5m"

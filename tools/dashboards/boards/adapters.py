@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tools.dashboards import adapters_loads, adapters_tiers, limits, links, variables
+from tools.dashboards import limits, links, variables
 from tools.dashboards.board import Board, Row
+from tools.dashboards.boards import adapters_loads, adapters_tiers
 from tools.dashboards.links import Link
 from tools.dashboards.panels import Column, Panel, Query, lines, number, rows_by
 from tools.dashboards.queries import INFERENCE, SAME_TARGET

@@ -9,8 +9,8 @@ from typing import Any
 
 from PIL import Image
 
-from tools.dashboards.figures import draw_panel
-from tools.dashboards.reading import Json
+from tools.dashboards.preview.figures import draw_panel
+from tools.dashboards.preview.reading import Json
 from tools.prometheus import Series
 
 Answers = dict[int, list[list[Series]]]

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.dashboards.__main__ import render
-from tools.dashboards.drawing import Answers, draw
-from tools.dashboards.reading import Json, everything, expand, panels
+from tools.dashboards.preview.drawing import Answers, draw
+from tools.dashboards.preview.reading import Json, everything, expand, panels
 from tools.mixed_load.load import MixedLoad
 from tools.prometheus import Prometheus, Series
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 IMAGES = ROOT / "docs" / "images"
 RULES = sorted((ROOT / "deploy" / "prometheus").glob("*.rules.yml"))
 SECONDS = 120.0

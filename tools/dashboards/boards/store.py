@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tools.dashboards import limits, links, store_images
+from tools.dashboards import limits, links
 from tools.dashboards.board import Board, Row
+from tools.dashboards.boards import store_images
+from tools.dashboards.boards.places import places
 from tools.dashboards.panels import Panel, Query, lines, number, percentiles
-from tools.dashboards.places import places
 from tools.dashboards.queries import REPLICA, STORE, WHICH
 
 _STREAMS = "PullAdapter|WatchAdapters|UploadAdapter"

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from bench.gpu_run.context import Missing
-from bench.gpu_run.pack_store import PEERS, read_manifest
+from bench.gpu_run.pack.store import PEERS, read_manifest
 
 Config = Mapping[str, int]
 """Constants of one kernel."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from bench.gpu_run import safetensors
 from bench.gpu_run.context import Missing
+from bench.gpu_run.pack import safetensors
 from contract.images.dtypes import DataType
 from contract.images.header import (
     ImageChunk,

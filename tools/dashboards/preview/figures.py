@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tools.dashboards.amounts import show
-from tools.dashboards.reading import Json
+from tools.dashboards.preview.amounts import show
+from tools.dashboards.preview.reading import Json
 from tools.prometheus import Series
 
 SMALL, TINY = 8, 6.5

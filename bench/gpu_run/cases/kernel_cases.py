@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.gpu_run import expert_cases, lora_cases
+from bench.gpu_run.cases import expert_cases, lora_cases
+from bench.gpu_run.cases.expert_cases import Products, route_at_random
+from bench.gpu_run.cases.lora_cases import Case, Ours, Pool, random
 from bench.gpu_run.context import Context
-from bench.gpu_run.expert_cases import Products, route_at_random
-from bench.gpu_run.lora_cases import Case, Ours, Pool, random
 from bench.gpu_run.model import read_description
 from inference_svc.model.description import Attention
 from kernels import elementwise, experts, lora

@@ -1,0 +1,8 @@
+"""The operations that the GPU run measures, each with its inputs and its definition.
+
+expert_cases  the steps of a mixture of experts of one layer
+family_cases  operations that only some model families use
+kernel_cases  the problems that measure the kernels' constants
+lora_cases    LoRA of one group of projections over uncached memory, ours and the peers'
+peers         the peers' LoRA kernels, from the files in the pack
+"""
