@@ -11,6 +11,7 @@ reference       the definition: plain torch, fp32, a loop over tokens and target
 rows            rows of the table on the host: which numbers each target of an adapter has
 table           where each adapter's A and B lie in the arena
 triton_kernels  the Triton kernels: shrink or gather to the rank, then expand to the outputs
+triton_items    their parts that read the plan and the table
 triton_outputs  their parts that change a block of outputs
 triton_ops      their launches; grids follow from the plan's sizes alone
 views           an adapter's values as tensors, views into the arena
