@@ -403,8 +403,8 @@ class EngineConfig:
     device's memory; `host_limit_bytes`, of the host where the device has memory of its own, 0: its
     free memory. `frontend_bytes` is the memory of the process that the engine serves from a process
     of its own, `tokenizer_bytes` the memory that it will take in addition when its tokenizer is
-    loaded. A model with recurrent layers keeps a state every `state_pages` pages, so many of them,
-    `num_stored_states`, beside the two that each running sequence has.
+    loaded. A model with recurrent layers stores a state every `state_pages` pages, at most
+    `num_stored_states` of them, in addition to two per running sequence.
     """
 
     model_dir: Path

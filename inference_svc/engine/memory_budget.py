@@ -22,6 +22,7 @@ IN_USE = "in use"
 DRIVER_BYTES = 3 << 29
 """The memory that the driver, and a context of ours, may take of a device that no other program
 uses."""
+NAME_WIDTH = 14
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -72,8 +73,9 @@ class Budget:
         total = Line("needed", self.needed_bytes)
         limit = Line("limit", self.limit_bytes or 0, self.limit_change)
         rows = (*self.lines, total, limit)
+        width = max(NAME_WIDTH, *(len(row.name) for row in rows))
         return "\n".join(
-            f"  {row.name:<14} {row.num_bytes:>16,} bytes {human(row.num_bytes):>11}"
+            f"  {row.name:<{width}} {row.num_bytes:>16,} bytes {human(row.num_bytes):>11}"
             f"  {row.change}".rstrip()
             for row in rows
         )

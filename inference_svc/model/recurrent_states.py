@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from inference_svc.core import EMPTY_STATE, BatchRow
-from inference_svc.core import Sequence as Running
+from inference_svc.core import EMPTY_STATE, BatchRow, Sequence
 from inference_svc.model.description import Decoder
 
 ITEM_BYTES = 4
@@ -36,11 +36,11 @@ class RecurrentStates:
     """States of the recurrent layers: for each its parts, fp32 [slots, *shape of the part].
 
     Slot 0 is the state before the first token: all zeros, and never written. Sequences own the
-    slots from 1 on; behind theirs is one more, for rows that are computed in parts.
+    slots from 1 on; the last one is for rows that are computed in parts.
     """
 
     layers: Mapping[int, tuple[Tensor, ...]]
-    _continued: tuple[Running, int] | None = field(default=None, init=False)
+    _continued: tuple[Sequence, int] | None = field(default=None, init=False)
 
     @classmethod
     def allocate(
@@ -67,7 +67,7 @@ class RecurrentStates:
     def num_bytes(self) -> int:
         return sum(part.nbytes for parts in self.layers.values() for part in parts)
 
-    def plan(self, rows: Sequence[BatchRow]) -> RecurrentPlan:
+    def plan(self, rows: SequenceOf[BatchRow]) -> RecurrentPlan:
         """Returns the plan of a step. A row that goes on where another part of it has ended, in the
         same step, reads the state of that part."""
         read = [row.sequence.state_read for row in rows]
@@ -82,7 +82,7 @@ class RecurrentStates:
             self, self._tensor(read), self._tensor(written), tuple(row.num_tokens for row in rows)
         )
 
-    def _go_on(self, sequence: Running, start: int) -> int:
+    def _go_on(self, sequence: Sequence, start: int) -> int:
         """Copies the state that the part before has written, once: what writes it next may be
         computed again."""
         spare = self._num_slots - 1
@@ -107,7 +107,7 @@ def num_slots(num_states: int) -> int:
     return num_states + 2
 
 
-def state_bytes(decoder: Decoder) -> int:
+def slot_bytes(decoder: Decoder) -> int:
     """Returns the memory of one slot: the state of one sequence in all layers; 0 for a decoder
     without recurrent layers."""
     shapes = (shape for mixer in decoder.recurrences.values() for shape in mixer.state_shapes)
@@ -116,4 +116,4 @@ def state_bytes(decoder: Decoder) -> int:
 
 def recurrent_bytes(decoder: Decoder, num_states: int) -> int:
     """Returns the memory of states that `num_states` sequences may own."""
-    return num_slots(num_states) * state_bytes(decoder)
+    return num_slots(num_states) * slot_bytes(decoder)

@@ -20,6 +20,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from inference_svc.backends.base import states_bytes
+from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig, FinishReason, Request, SamplingParams
 from inference_svc.engine.control.life_cycle import Sleep
 from inference_svc.engine.transport.messages import (
@@ -103,10 +105,10 @@ class Engine:
             "native_kernels": False,
             "num_threads": 1,
         }
-        config = EngineConfig(self.oracle.folder / "model", "model", **(fields | self.changes))
+        self.config = EngineConfig(self.oracle.folder / "model", "model", **(fields | self.changes))
         self.store = CompilingStore()
         self.digests = {name: self.store.register(self.oracle.folder / name) for name in ADAPTERS}
-        self.thread = EngineThread(config, self.store)
+        self.thread = EngineThread(self.config, self.store)
         self.engine = self.thread.built.engine
         self.scheduler = self.engine.scheduler
         self.backend: Any = self.engine.runner.backend
@@ -256,10 +258,13 @@ def test_sleep_frees_states_and_sequences_go_on(
     names = [engine.submit(prompt_of(seed, 30), "one", count=20) for seed in range(3)]
     until(lambda: len(engine.scheduler.running) == 3 or engine.step())
     engine.step()
-    memory = engine.engine.commands.describe().memory["recurrent_states"]
-    assert 0 < memory[0] < memory[1] == engine.backend.recurrent_bytes
+    backend, memory = engine.backend, engine.engine.commands.describe().memory
+    used, held_bytes = memory["recurrent_states"]
+    assert 0 < used < held_bytes == backend.recurrent_bytes
+    assert held_bytes == states_bytes(engine.config, backend._decoder)
+    held_bytes += backend.kv_bytes + (backend.weights_bytes if frees_weights else 0)
     freed_bytes = engine.call(Command.SLEEP, frees_weights=frees_weights)
-    assert freed_bytes >= memory[1]
+    assert freed_bytes == held_bytes
     assert engine.backend.recurrent_bytes == engine.scheduler.states.num_known == 0
     engine.call(Command.WAKE)
     assert engine.engine.commands.life_cycle.sleep is Sleep.AWAKE
@@ -316,12 +321,13 @@ def test_steps_are_computed_again_in_parts(
     assert num_continued >= 3
 
 
+@pytest.mark.parametrize("native_kernels", [False, True])
 def test_backends_without_the_mixer_refuse_it(
-    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Engine]
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, native_kernels: bool
 ) -> None:
-    monkeypatch.undo()
-    with pytest.raises(UnsupportedModel, match="DecayedSum"):
-        start()
+    monkeypatch.setattr(TorchFactory, "features", TorchFactory.features - {"decayed_sum"})
+    with pytest.raises(UnsupportedModel, match="backend does not compute decayed_sum"):
+        start(native_kernels=native_kernels)
 
 
 class Machine(RuleBasedStateMachine):

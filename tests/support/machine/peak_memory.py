@@ -1,7 +1,8 @@
-"""How far the resident memory of a running process rises."""
+"""How far the memory of a running process rises."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,27 @@ def grown_mib(pid: int) -> Iterator[list[float]]:
 def resident_mib(pid: int) -> float:
     """Returns what of a running process is in memory."""
     return _status_kib(pid, "VmRSS") / 1024
+
+
+class _HeapStatistics(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def heap_mib() -> float:
+    """Returns the memory that this process has allocated in the C heap and not freed. Unlike its
+    resident set, holes that earlier allocations have left do not change it."""
+    statistics = ctypes.CDLL(None).mallinfo2
+    statistics.restype = _HeapStatistics
+    found = statistics()
+    return (found.uordblks + found.hblkhd) / 2**20
 
 
 def _status_kib(pid: int, name: str) -> int:

@@ -13,10 +13,10 @@ class Recurrent:
     from 1; 0 is the state before the first token, which nothing changes.
 
     A step reads a sequence's state from one slot, and writes it to another, so that it can be
-    computed again: a sequence holds two. `max_sequences` find theirs at any time; slots beyond keep
-    the states at borders, every `border_tokens`, by the key of the page that ends there. So a row
-    of a step does not go on behind a border, and a sequence whose prefix is known goes on from the
-    last border that is still there.
+    computed again: a sequence holds two. `max_sequences` find theirs at any time. Further slots
+    store states at borders, every `border_tokens`, each under the key of the page that ends there.
+    So a row of a step ends at a border, and a sequence whose prefix is known continues from the
+    last border that is still stored.
     """
 
     name = "recurrent_states"

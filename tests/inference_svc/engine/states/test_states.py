@@ -65,7 +65,7 @@ class StatesMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
         key=st.sampled_from(["", "sha256:a"]),
-        activation=st.integers(0, 3),
+        activation=st.integers(0, 13),
     )
     def submit(self, prompt: list[int], key: str, activation: int) -> None:
         activation = min(activation, len(prompt) - 1) if key else 0
