@@ -225,8 +225,10 @@ class Sequence:
     `token_ids` is prompt then output, of which the first `num_computed` are computed: their keys
     and values lie in `page_ids`, a list that only grows while it runs and is replaced when it is
     preempted or ends, and the recurrent state behind them in the slot `state_read`; a step leaves
-    its own in `state_written`. It has room for `num_reserved` tokens, and `States.settle` is due
-    once `settles_at` are computed.
+    its own in `state_written`, and in the slots of `state_borders` the states of tokens on the way,
+    as (how many tokens, slot). `room` is the number of tokens that its pages hold. `num_reserved`
+    tokens can be computed before `States.allocate` is due, and `settles_at` before `States.settle`
+    is.
 
     Its adapter's slot is held while it runs. `is_aged` if it was aged when it started; `is_charged`
     once its tenant was charged for it, `charged_per_token` to generate. `load_trace`: see
@@ -250,6 +252,8 @@ class Sequence:
     prefix_keys: list[bytes] = field(default_factory=list)
     state_read: int = EMPTY_STATE
     state_written: int = EMPTY_STATE
+    state_borders: list[tuple[int, int]] = field(default_factory=list)
+    room: int = 0
     num_reserved: int = 0
     settles_at: int = 0
     slot: int = BASE_SLOT

@@ -14,13 +14,13 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.memory.tiers import ResidencyChange
 from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.magnitudes import Divided
-from inference_svc.core import Batch, EngineConfig, ScoredRun, padding_pages
+from inference_svc.core import Batch, BatchRow, EngineConfig, ScoredRun, padding_pages
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import weight_stamps
 from inference_svc.model.checkpoint.weights import ModelWeights, Projections, load_weights
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
-from inference_svc.model.recurrent_states import RecurrentStates, recurrent_bytes
+from inference_svc.model.recurrent_states import RecurrentStates, num_slots, slot_bytes
 from inference_svc.results.routed_experts import ExpertsOption
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
@@ -135,6 +135,10 @@ class Backend(Protocol[Inputs]):
         `forward` has just computed, in the order of the batch: as many tokens at once as a step may
         have rows, so that their logits take no more than a step's own, which they overwrite. Raises
         as `forward` does."""
+
+    def keep_part(self, row: BatchRow) -> None:
+        """Called when a part of a row is computed, before the next part of it in the same batch,
+        which may be computed more than once."""
 
     def use_idle_time(self) -> bool:
         """Called while there is nothing to compute: does a piece of work that makes later steps
@@ -338,7 +342,8 @@ def num_states(config: EngineConfig, decoder: Decoder) -> int:
 
 def states_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory of `allocate_states`."""
-    return recurrent_bytes(decoder, num_states(config, decoder))
+    count = num_states(config, decoder)
+    return num_slots(count) * slot_bytes(decoder) if count else 0
 
 
 def allocate_states(config: EngineConfig, decoder: Decoder) -> RecurrentStates | None:

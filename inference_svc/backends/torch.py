@@ -45,7 +45,8 @@ from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.recurrent_states import RecurrentStates
-from inference_svc.model.transformer import COMPUTED, Step, Transformer
+from inference_svc.model.step import Step
+from inference_svc.model.transformer import COMPUTED, Transformer
 from kernels.elementwise import NormWeight
 from kernels.elementwise.addend import Addend
 from kernels.experts import Pairs
@@ -289,6 +290,10 @@ class TorchBackend(AdapterMemory):
             yield from score_slices(
                 self.transformer, last, inputs.lora, inputs.runs, self._max_scored
             )
+
+    def keep_part(self, row: BatchRow) -> None:
+        if self._states is not None:
+            self._states.keep_part(row)
 
     def use_idle_time(self) -> bool:
         """There is nothing to prepare."""

@@ -3,15 +3,16 @@
 checkpoint     a model's folder: its files, its tensors, and the decoder's weights
 architectures  The families of models: one module each.
 description    A decoder as data: its maths and its shapes.
+mixers         Mixers with a recurrent state, a module each.
 features       The features of a decoder that a backend must compute, by name.
-config_keys    The treatment of every key of config.json.
-config_reader  Values of config.json; every complaint names the key.
+config         config.json: its keys, and its values.
 building       Parts of descriptions that most families have in common.
 rope           Rotary position embedding: its parameters, and their frequencies.
 operations     The operations of a step, as data.
 walk           The one walk over a description, which lists a step's operations.
 lifetimes      When a step's values are needed, and the memory that they take.
 transformer    The decoder in torch: executes a step's operations.
+step           A step that torch is computing.
 layers         The decoder's parts that hold something: linear layers, frequencies.
 kv_caches      The keys and values of a decoder's layers, a cache for each of their shapes.
 recurrent_states  The memory of recurrent states, which mixers read and write by slot.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.config_reader import FULL, HEADS, SLIDING, ConfigReader
+from inference_svc.model.config.reader import FULL, HEADS, SLIDING, ConfigReader
 from inference_svc.model.description import (
     Activation,
     Attention,
@@ -21,6 +21,7 @@ from inference_svc.model.description import (
     Member,
     Norm,
     Projection,
+    Recurrence,
     Router,
 )
 from inference_svc.model.rope import Rope, RopeFacts, parse_parameters, parse_rope
@@ -64,6 +65,7 @@ def attention(
     qkv_bias: bool = False,
     out_bias: bool = False,
     is_stored_fused: bool = False,
+    has_gate: bool = False,
     **changes: Any,
 ) -> Attention:
     """Returns attention as in Llama; `changes` are of Attention."""
@@ -72,7 +74,7 @@ def attention(
     _check_rope(config, rope, head_dim)
     q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
     members = (
-        Member("self_attn.q_proj", q_size),
+        Member("self_attn.q_proj", (1 + has_gate) * q_size),
         Member("self_attn.k_proj", kv_size),
         Member("self_attn.v_proj", kv_size),
     )
@@ -86,7 +88,16 @@ def attention(
     )
     out = Projection("o", (Member("self_attn.o_proj", hidden_size),), q_size, out_bias)
     changes.setdefault("scale", head_dim**-0.5)
-    return Attention(num_heads, num_kv_heads, head_dim, qkv=qkv, out=out, rope=rope, **changes)
+    return Attention(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        qkv=qkv,
+        out=out,
+        rope=rope,
+        has_gate=has_gate,
+        **changes,
+    )
 
 
 def _check_rope(config: ConfigReader, rope: Rope | None, head_dim: int) -> None:
@@ -201,7 +212,10 @@ def experts(
 
 
 def block(
-    config: ConfigReader, mixer: Attention, feed_forward: Dense | Experts, **changes: Any
+    config: ConfigReader,
+    mixer: Attention | Recurrence,
+    feed_forward: Dense | Experts,
+    **changes: Any,
 ) -> Block:
     """Returns a layer with a norm before each half, as in Llama; `changes` are of Block."""
     changes.setdefault("attention_norm", norm(config, "input_layernorm"))
@@ -216,9 +230,19 @@ def with_windows(block: Block, windows: Iterable[int | None]) -> tuple[Block, ..
     return tuple(replace(block, mixer=replace(mixer, window=window)) for window in windows)
 
 
+def dense_layers(config: ConfigReader) -> Container[int]:
+    """Returns the layers without a mixture: every `decoder_sparse_step`-th layer has it, but for
+    `mlp_only_layers`."""
+    step, listed = config.positive("decoder_sparse_step"), config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
+        raise config.unsupported("mlp_only_layers", "must be a list of layers")
+    every = range(config.num_layers)
+    return [layer for layer in every if layer in listed or (layer + 1) % step]
+
+
 def with_experts(
     config: ConfigReader,
-    mixers: Iterable[Attention],
+    mixers: Iterable[Attention | Recurrence],
     mixture: Experts,
     dense_layers: Container[int],
     **changes: Any,

@@ -19,9 +19,8 @@ from inference_svc.model.rope import Rope
 from inference_svc.results.routed_experts import ExpertLayers
 from kernels.experts import Choice, padded_rows
 
-EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"
-LAYER_INPUTS = "layer_inputs"
-"""The name of the projection of `LayerInputs`."""
+EMBED_TOKENS, LM_HEAD, LAYER_INPUTS = "model.embed_tokens", "lm_head", "layer_inputs"
+"""Modules, and the name of the projection of `LayerInputs`."""
 
 
 def layer_path(layer: int, module: str) -> str:
@@ -163,7 +162,7 @@ class Attention:
     or behind it if `norms_rotated`. `kv_layer` is the layer whose keys and values it reads, None:
     its own. Where `values_are_keys`, values are the keys before their norm and rotation. `sinks` is
     the tensor with a number for each head: a score without a value, which takes part in the
-    softmax.
+    softmax. If it `has_gate`, `qkv` also makes gates, whose sigmoids multiply the heads' outputs.
     """
 
     num_heads: int
@@ -183,6 +182,7 @@ class Attention:
     values_are_keys: bool = False
     query_growth: QueryGrowth | None = None
     sinks: str = ""
+    has_gate: bool = False
 
     def __post_init__(self) -> None:
         norms = (self.q_norm, self.k_norm, self.v_norm)

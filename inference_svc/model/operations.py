@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from inference_svc.model.description import (
     Activation,
@@ -61,10 +61,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A tensor of the checkpoint, by its whole name, that is held in fp32, [size]."""
+    """A tensor of the checkpoint, by its whole name, that is held in fp32, [size]. The checkpoint
+    has it in a `shape` of its own, if it says one."""
 
     name: str
     size: int
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,14 @@ class Weight(NamedTuple):
 
     spec: WeightSpec
     layer: int | None
+
+
+class Run(NamedTuple):
+    """Columns that lie together: where they are, where they go, and how many they are."""
+
+    source: int
+    target: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,12 +246,24 @@ class Attend(Op):
     sinks: Numbers | None = field(init=False)
 
     def __post_init__(self) -> None:
-        sinks = _numbers(self.attention.sinks, self.attention.num_heads, self.layer)
+        sinks = numbers_of(self.attention.sinks, self.attention.num_heads, self.layer)
         object.__setattr__(self, "sinks", sinks)
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
         return (self.sinks,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Regroup(Op):
+    """Copies runs of columns to other places, such as a part of each head."""
+
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GateHeads(Op):
+    """Multiplies attention's output, in place, by the sigmoid of its gate. `inputs` are both."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,8 +286,8 @@ class Route(Op):
 
     def __post_init__(self) -> None:
         router, count = self.experts.router, self.experts.num_experts
-        object.__setattr__(self, "bias", _numbers(router.bias, count, self.layer))
-        scales = _numbers(router.expert_scales, count, self.layer)
+        object.__setattr__(self, "bias", numbers_of(router.bias, count, self.layer))
+        scales = numbers_of(router.expert_scales, count, self.layer)
         object.__setattr__(self, "expert_scales", scales)
 
     @property
@@ -305,7 +327,21 @@ class Logits(Op):
         return () if self.head.is_tied else (self.projection,)
 
 
-def _numbers(name: str, size: int, layer: int | None) -> Numbers | None:
+class Listing(Protocol):
+    """The walk, as mixers add their operations to it."""
+
+    ops: list[Op]
+
+    def value(
+        self, name: str, width: int, rows: Rows | None = None, *, is_wide: bool = False
+    ) -> Value:
+        """Returns the value of this name and form."""
+
+    def regroup(self, layer: int, x: Value, name: str, runs: tuple[Run, ...]) -> Value:
+        """Copies runs of columns to a value of this name."""
+
+
+def numbers_of(name: str, size: int, layer: int | None) -> Numbers | None:
     assert layer is not None
     return Numbers(layer_path(layer, name), size) if name else None
 

@@ -8,7 +8,7 @@ device, and its definition in torch on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc.model.checkpoint.weights import ModelWeights
-from inference_svc.model.config_keys import names
-from inference_svc.model.description import Activation, ClampedSwiglu, Decoder, Norm
+from inference_svc.model.config.keys import names
+from inference_svc.model.description import Activation, ClampedSwiglu, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation
 from inference_svc.model.lifetimes import ValueSizes, last_uses, peak_bytes
 from inference_svc.model.lora import ExpertsLora, Lora
+from inference_svc.model.mixers import gated_delta_torch
 from inference_svc.model.operations import (
     HEAD_KEY,
     AddNorm,
@@ -32,24 +33,27 @@ from inference_svc.model.operations import (
     Combine,
     Embed,
     Gate,
+    GateHeads,
     Growth,
     Logits,
     NormOf,
     Op,
     Project,
     ProjectExperts,
+    Regroup,
     RotateAndStore,
     Route,
     Rows,
+    Run,
     Scale,
     Spread,
     Value,
 )
 from inference_svc.model.rope import Rope
+from inference_svc.model.step import Step
 from inference_svc.model.walk import operations
 from kernels.attention import HeadNorms, attend, rotate_and_store
 from kernels.elementwise import (
-    NormWeight,
     add_rms_norm,
     bound_logits,
     clamped_swiglu,
@@ -57,9 +61,7 @@ from kernels.elementwise import (
     rms_norm,
     swiglu,
 )
-from kernels.elementwise.addend import Addend
 from kernels.experts import Pairs, Routing, combine, experts_linear, route, sort_pairs
-from kernels.lora import TokenOrder
 
 COMPUTED = names(
     """
@@ -73,7 +75,8 @@ COMPUTED = names(
     attention.kv_layer attention.values_are_keys rope rope.part rope.is_interleaved
     attention.norms_of_all_heads attention.head_dim>256 attention.head_dim>512
     decoder.kv_shapes decoder.ropes decoder.windows
-    dense dense.activation=silu dense.activation=gelu_pytorch_tanh attention.sinks
+    attention.has_gate gated_delta gated_delta.is_by_key_head attention.sinks
+    dense dense.activation=silu dense.activation=gelu_pytorch_tanh
     experts experts.activation=silu experts.activation=gelu_pytorch_tanh clamped_swiglu
     experts.shared experts.shared_gate experts.norm experts.post_norm experts.shared_post_norm
     experts_projection experts_projection.has_bias router router.norm router.bias
@@ -96,41 +99,6 @@ class Routed(NamedTuple):
     routing: Routing
     pairs: Pairs
     lora: ExpertsLora | None
-
-
-@dataclass(slots=True)
-class Step:
-    """A step that is being computed: its inputs, and the values that are still to be read.
-
-    `rows`, int64 [N], are the tokens that get logits. `choices` say where experts are to be that
-    tokens choose, by the layer: int32 [T, num_chosen]. The next operation that reads a value adds
-    its addend.
-    """
-
-    transformer: Transformer
-    inputs: StepInputs
-    kv_caches: KVCaches
-    lora: Lora | None
-    rows: Tensor
-    choices: Mapping[int, Tensor]
-    token_order: TokenOrder | None
-    values: dict[Value, Any] = field(default_factory=dict)
-    addends: dict[Value, Addend] = field(default_factory=dict)
-
-    @property
-    def weights(self) -> ModelWeights[Linear]:
-        return self.transformer.weights
-
-    @property
-    def device(self) -> torch.device:
-        return self.inputs.token_ids.device
-
-    def norm(self, norm: Norm | None, layer: int | None, rows: Rows) -> NormWeight | None:
-        """Returns the weight of a norm of these rows, for each where adapters have one."""
-        weight = self.weights.norm(norm, layer)
-        if norm is None or weight is None or self.lora is None or not norm.module:
-            return weight
-        return self.lora.norm(norm.path(layer), weight, logits_only=rows is Rows.LOGITS)
 
 
 class Transformer:
@@ -180,7 +148,9 @@ class Transformer:
         found: Mapping[int, Tensor] = {}
         if choices is not None and experts is not None:
             found = dict(zip(experts.layers, choices, strict=True))
-        step = Step(self, inputs, kv_caches, lora, inputs.logit_rows, found, order)
+        step = Step(
+            self.weights, self.rotary, inputs, kv_caches, lora, inputs.logit_rows, found, order
+        )
         self._layers.run(step)
         return step
 
@@ -256,7 +226,7 @@ def _scale(op: Scale, step: Step) -> Tensor:
 
 
 def _angles(op: Angles, step: Step) -> Rotation:
-    rotary = step.transformer.rotary[op.rope, op.head_dim]
+    rotary = step.rotary[op.rope, op.head_dim]
     return rotary(step.inputs.positions, step.weights.embedding.dtype)
 
 
@@ -350,6 +320,26 @@ def _attend(op: Attend, step: Step) -> Tensor:
     return mixed.flatten(1)
 
 
+@lru_cache(maxsize=16)
+def _sources(runs: tuple[Run, ...], device: torch.device) -> Tensor:
+    """Returns where each column of the output comes from, int64 [width]."""
+    found = torch.empty(sum(run.length for run in runs), dtype=torch.int64)
+    for source, target, length in runs:
+        found[target : target + length] = torch.arange(source, source + length)
+    return found.to(device)
+
+
+def _regroup(op: Regroup, step: Step) -> Tensor:
+    x: Tensor = step.values[op.inputs[0]]
+    return x.index_select(1, _sources(op.runs, x.device))
+
+
+def _gate_heads(op: GateHeads, step: Step) -> Tensor:
+    mixed, gate = (step.values[each] for each in op.inputs)
+    assert isinstance(mixed, Tensor)
+    return mixed.mul_(torch.sigmoid(gate))
+
+
 def _layer_of(op: Op) -> int:
     assert op.layer is not None
     return op.layer
@@ -428,14 +418,17 @@ COMPUTE: dict[type[Op], Callable[[Any, Step], object]] = {
     Combine: _combine,
     Embed: _embed,
     Gate: _gate,
+    GateHeads: _gate_heads,
     Growth: _growth,
     Logits: _logits,
     NormOf: _norm_of,
     Project: _project,
     ProjectExperts: _project_experts,
+    Regroup: _regroup,
     RotateAndStore: _rotate_and_store,
     Route: _route,
     Scale: _scale,
     Spread: _spread,
+    **gated_delta_torch.COMPUTE,
 }
 """The function that computes each kind of operation, and returns what it writes."""

@@ -27,6 +27,7 @@ from inference_svc.model.description import (
     QueryGrowth,
     layer_path,
 )
+from inference_svc.model.mixers.gated_delta import GatedDelta, list_operations
 from inference_svc.model.operations import (
     EMBEDDING_KEY,
     HEAD_KEY,
@@ -36,6 +37,7 @@ from inference_svc.model.operations import (
     Combine,
     Embed,
     Gate,
+    GateHeads,
     Gather,
     Growth,
     Logits,
@@ -43,9 +45,11 @@ from inference_svc.model.operations import (
     Op,
     Project,
     ProjectExperts,
+    Regroup,
     RotateAndStore,
     Route,
     Rows,
+    Run,
     Scalar,
     Scale,
     Spread,
@@ -218,16 +222,34 @@ class Walk:
     def attend(self, layer: int, attention: Attention, x: Value) -> Value:
         """Attention up to its last projection."""
         qkv = self.value("qkv", attention.qkv.out_features)
-        adds = not attention.norms_all_heads
+        adds = not (attention.norms_all_heads or attention.has_gate)
         self.ops.append(Project((x,), qkv, layer, attention.qkv, reader_adds=adds))
         rope, growth = attention.rope, attention.query_growth
         angles = None if rope is None else self._angles[rope, attention.head_dim]
         grown = None if growth is None else self._growths[growth]
+        gate = None
+        if attention.has_gate:
+            # Each query has its gate behind it; keys and values follow.
+            size, all_queries = attention.head_dim, attention.q_size
+            heads = (2 * size * head for head in range(attention.num_heads))
+            queries = [Run(at, at // 2, size) for at in heads]
+            gates = tuple(run._replace(source=run.source + size) for run in queries)
+            tail = Run(2 * all_queries, all_queries, 2 * attention.kv_size)
+            gate = self.regroup(layer, qkv, "head_gates", gates)
+            qkv = self.regroup(layer, qkv, "heads", (*queries, tail))
         inputs = tuple(each for each in (qkv, angles, grown) if each is not None)
         self.ops.append(RotateAndStore(inputs, qkv, layer, attention, angles, grown))
         mixed = self.value("mixed", attention.q_size)
         self.ops.append(Attend((qkv,), mixed, layer, attention))
+        if gate is not None:
+            self.ops.append(GateHeads((mixed, gate), mixed, layer))
         return mixed
+
+    def regroup(self, layer: int, x: Value, name: str, runs: tuple[Run, ...]) -> Value:
+        """Copies runs of columns to a value of this name."""
+        out = self.value(name, sum(run.length for run in runs))
+        self.ops.append(Regroup((x,), out, layer, runs))
+        return out
 
     def _narrow(self, mixed: Value, x: Value | None) -> tuple[Value, Value]:
         """Goes on with the tokens that get logits: the others are done."""
@@ -368,6 +390,9 @@ class Walk:
         self.ops.append(Scale((x,), x, None, scale, is_rounded))
 
 
-MIXERS: dict[type, Callable[[Walk, int, Any, Value], Value]] = {Attention: Walk.attend}
+MIXERS: dict[type, Callable[[Walk, int, Any, Value], Value]] = {
+    Attention: Walk.attend,
+    GatedDelta: list_operations,
+}
 """The function that lists the operations of each kind of mixer, up to its last projection: it adds
 them to the walk, of a layer with this mixer and this input, and returns their output."""

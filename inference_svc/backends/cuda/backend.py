@@ -31,14 +31,23 @@ from inference_svc.backends.cuda.steps import FixedStep, FixedSteps, StepLimits,
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.speed_notes import device_notes
 from inference_svc.backends.torch import LoraStep, score_slices
-from inference_svc.core import Batch, BatchColumns, EngineConfig, ScoredRun, scored_runs
+from inference_svc.core import (
+    Batch,
+    BatchColumns,
+    BatchRow,
+    EngineConfig,
+    ScoredRun,
+    scored_runs,
+)
 from inference_svc.errors import DeviceFull
 from inference_svc.host.device_faults import is_out_of_memory
+from inference_svc.model.config.keys import names
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
-from inference_svc.model.transformer import COMPUTED, Step, Transformer
+from inference_svc.model.step import Step
+from inference_svc.model.transformer import COMPUTED, Transformer
 from kernels import tuning
 from kernels.experts import sizes_to_warm_up
 from kernels.lora.plan import LoraContents
@@ -271,6 +280,9 @@ class CudaBackend(AdapterMemory):
         yield from score_slices(self.transformer, last, lora, inputs.runs, self._limits.max_rows)
 
     @torch.inference_mode()
+    def keep_part(self, row: BatchRow) -> None:
+        """Pages keep their contents."""
+
     def use_idle_time(self) -> bool:
         """Records a step whose size has occurred."""
         if self._recorded is None or not self._recorded.record_wanted(self.steps.fill_padding):
@@ -340,11 +352,14 @@ class CudaBackend(AdapterMemory):
         torch.argmax(logits, dim=-1, out=self.results.argmax[: len(logits)])
 
 
+LACKING = names("attention.head_dim>512 attention.has_gate gated_delta gated_delta.is_by_key_head")
+
+
 class CudaFactory:
     """A `BackendFactory` for one CUDA device."""
 
     name = "CUDA"
-    features = COMPUTED - {"attention.head_dim>512"}
+    features = COMPUTED - LACKING
     disabled_by = "--device cpu"
     has_device_memory = True
     profiler_device = "cuda"

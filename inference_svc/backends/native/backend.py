@@ -32,11 +32,12 @@ from inference_svc.backends.native.program import NativeTransformer
 from inference_svc.backends.native.workspace import Workspace
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.speed_notes import native_notes, thread_notes
-from inference_svc.core import Batch, EngineConfig, ScoredRun, scored_runs, scored_slices
+from inference_svc.core import Batch, BatchRow, EngineConfig, ScoredRun, scored_runs, scored_slices
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
+from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import COMPUTED
 from kernels.host_memory import Slab, allocate_host
 from kernels.linear import PackedLinear
@@ -73,7 +74,9 @@ class PackedProjections:
         return PackedLinear.pack(weight, allocate=self.allocate)
 
 
-MakeTransformer: TypeAlias = Callable[[ModelWeights[PackedLinear], KVCaches], NativeTransformer]
+MakeTransformer: TypeAlias = Callable[
+    [ModelWeights[PackedLinear], KVCaches, RecurrentStates | None], NativeTransformer
+]
 
 
 class NativeInputs(NamedTuple):
@@ -88,9 +91,6 @@ class NativeInputs(NamedTuple):
 class NativeBackend(AdapterMemory):
     """A `Backend` whose inputs lie in `step`."""
 
-    num_states = 0
-    recurrent_bytes = 0
-
     def __init__(
         self,
         decoder: Decoder,
@@ -102,8 +102,11 @@ class NativeBackend(AdapterMemory):
         step: StepArrays,
         lora: NativeLoraOps,
         library: Library,
+        states: RecurrentStates | None = None,
     ) -> None:
         super().__init__(arena)
+        self.num_states = 0 if states is None else states.num_states
+        self._states = states
         self.num_pages = kv_caches.num_pages
         self.kernels = f"native {library.variant}"
         self.num_lora_steps = 0
@@ -113,7 +116,7 @@ class NativeBackend(AdapterMemory):
         self._reload = reload
         self._weights: ModelWeights[PackedLinear] | None = weights
         self.kv_caches: KVCaches | None = kv_caches
-        self.transformer: NativeTransformer | None = make_transformer(weights, kv_caches)
+        self.transformer: NativeTransformer | None = make_transformer(weights, kv_caches, states)
         self._step = step
         self._lora = lora
         self._library = library
@@ -152,6 +155,8 @@ class NativeBackend(AdapterMemory):
     def prepare(self, batch: Batch) -> NativeInputs:
         columns = batch.columns()
         self._step.fill(columns)
+        if self._loaded.states is not None:
+            self._loaded.states.fill(batch.rows)
         groups = self._lora.plan(batch.rows)
         self.num_lora_steps += bool(groups)
         # Nothing is scored of decoding rows.
@@ -170,6 +175,10 @@ class NativeBackend(AdapterMemory):
                 self._lora.plan_head(scored_slot_runs(part))
             yield Scored(part, self._loaded.logits(inputs.groups))
 
+    def keep_part(self, row: BatchRow) -> None:
+        if self._states is not None:
+            self._states.keep_part(row)
+
     def use_idle_time(self) -> bool:
         """There is nothing to prepare."""
         return False
@@ -177,20 +186,29 @@ class NativeBackend(AdapterMemory):
     def free_unused(self) -> None:
         """Holds only the memory that every step needs."""
 
+    @property
+    def recurrent_bytes(self) -> int:
+        return 0 if self._states is None else self._states.num_bytes
+
+    @property
+    def _held_bytes(self) -> int:
+        return self.kv_bytes + self.recurrent_bytes + self.weights_bytes
+
     def free_memory(self, *, weights: bool) -> int:
-        held_bytes = self.kv_bytes + self.weights_bytes
+        held_bytes = self._held_bytes
         # The program has their addresses.
-        self.transformer = self.kv_caches = None
+        self.transformer = self.kv_caches = self._states = None
         if weights:
             self._magnitudes = None
             self._weights = None
-        return held_bytes - self.kv_bytes - self.weights_bytes
+        return held_bytes - self._held_bytes
 
     def restore(self) -> None:
         self._weights = self._weights or self._reload.weights()
         self.kv_caches = self.kv_caches or self._reload.pages()
+        self._states = self._states or self._reload.states()
         if self.transformer is None:
-            self.transformer = self._make_transformer(self._weights, self.kv_caches)
+            self.transformer = self._make_transformer(self._weights, self.kv_caches, self._states)
 
 
 class NativeFactory:
@@ -247,7 +265,24 @@ class NativeFactory:
             decoder, max_tokens, max_rows, dtype, config.max_added_tokens
         )
 
-        def make(weights: ModelWeights[PackedLinear], kv_caches: KVCaches) -> NativeTransformer:
-            return NativeTransformer(decoder, weights, kv_caches, step, workspace, lora, library)
+        def make(
+            weights: ModelWeights[PackedLinear],
+            kv_caches: KVCaches,
+            states: RecurrentStates | None,
+        ) -> NativeTransformer:
+            return NativeTransformer(
+                decoder, weights, kv_caches, step, workspace, lora, library, states
+            )
 
-        return NativeBackend(decoder, make, weights, kv_caches, reload, arena, step, lora, library)
+        return NativeBackend(
+            decoder,
+            make,
+            weights,
+            kv_caches,
+            reload,
+            arena,
+            step,
+            lora,
+            library,
+            reload.states(),
+        )

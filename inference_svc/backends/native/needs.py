@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from inference_svc.adapters.targets import computed_groups
-from inference_svc.backends.base import MemoryNeeds, table_bytes
+from inference_svc.backends.base import MemoryNeeds, states_bytes, table_bytes
 from inference_svc.backends.native.lora import MAX_EXPERTS_TARGETS, norm_role
 from inference_svc.backends.native.program import routings_bytes
 from inference_svc.backends.native.workspace import workspace_bytes
@@ -28,7 +28,11 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         needed_bytes += decoder.vocab_size * decoder.hidden_size * dtype.itemsize
     sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * decoder.vocab_size
     others_bytes = sampler_bytes + table_bytes(config, decoder, config.max_sequences)
-    return MemoryNeeds(needed_bytes, held_bytes(config, decoder) + others_bytes)
+    return MemoryNeeds(
+        needed_bytes,
+        held_bytes(config, decoder) + others_bytes,
+        recurrent_bytes=states_bytes(config, decoder),
+    )
 
 
 def held_bytes(config: EngineConfig, decoder: Decoder) -> int:

@@ -15,8 +15,10 @@ from torch import Tensor
 from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.backends.native.attention import NativeAttentions
 from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.backends.native.states import NativeStates
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Activation, ClampedSwiglu
+from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.operations import (
     HEAD_KEY,
     AddNorm,
@@ -25,6 +27,7 @@ from inference_svc.model.operations import (
     Combine,
     Embed,
     Gate,
+    GateHeads,
     Gather,
     Growth,
     Logits,
@@ -32,6 +35,7 @@ from inference_svc.model.operations import (
     Op,
     Project,
     ProjectExperts,
+    Regroup,
     RotateAndStore,
     Route,
     Rows,
@@ -61,6 +65,15 @@ from kernels.experts.native import (
 )
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import NativeOp
+from kernels.recurrence.native import (
+    DeltaHeads,
+    StateRows,
+    causal_conv_op,
+    copy_runs_op,
+    delta_rule_op,
+    gate_heads_op,
+    gated_norm_op,
+)
 
 GroupedOp: TypeAlias = tuple[str, NativeOp]
 Tensors: TypeAlias = Mapping[Value, Tensor]
@@ -118,6 +131,7 @@ class NativeOps:
     step: StepArrays
     logits: Tensor
     attention: NativeAttentions
+    states: NativeStates | None
     routings: Mapping[int, PairsBuffer]
     adapters: AdapterOps
 
@@ -190,7 +204,7 @@ class NativeOps:
         if op.norm is None or weight is None:
             yield "", norm_op(None)
         else:
-            yield from self._normed(op.norm.path(op.layer), weight, norm_op, op.out)
+            yield from self.normed(op.norm.path(op.layer), weight, norm_op, op.out)
 
     def norm_of(self, op: NormOf, at: Tensors) -> Iterator[GroupedOp]:
         size = op.norm.size
@@ -210,9 +224,9 @@ class NativeOps:
 
         weight = self.weights.norm(op.norm, op.layer)
         assert weight is not None
-        yield from self._normed(op.norm.path(op.layer), weight, norm_op, op.out)
+        yield from self.normed(op.norm.path(op.layer), weight, norm_op, op.out)
 
-    def _normed(
+    def normed(
         self,
         module: str,
         weight: NormWeight,
@@ -276,6 +290,12 @@ class NativeOps:
         sinks = self.weights.numbers_of(op.sinks)
         yield "", self.attention.attend_op(op, at[op.inputs[0]], at[op.out], sinks)
 
+    def regroup(self, op: Regroup, at: Tensors) -> Iterator[GroupedOp]:
+        yield "", copy_runs_op(at[op.inputs[0]], at[op.out], self.count(op.out), op.runs)
+
+    def gate_heads(self, op: GateHeads, at: Tensors) -> Iterator[GroupedOp]:
+        yield "", gate_heads_op(at[op.out], at[op.inputs[1]], self.count(op.out))
+
     def gate(self, op: Gate, at: Tensors) -> Iterator[GroupedOp]:
         first, *others = (at[each] for each in op.inputs)
         gate, up = (first, _part(others[0], op.part, op.out.width)) if others else _halves(first)
@@ -330,6 +350,46 @@ class NativeOps:
             yield "", scale_rows_op(logits, count, scale=head.scale, softcap=head.softcap)
 
 
+def _convolve(ops: NativeOps, op: Convolve, at: Tensors) -> Iterator[GroupedOp]:
+    size, weight = op.mixer.conv_size, ops.weights.numbers_of(op.kernels)
+    assert weight is not None
+    rows, (states, _) = _states(ops, op)
+    x = at[op.inputs[0]][:, :size]
+    yield "", causal_conv_op(x, at[op.out], weight.view(size, -1), states, rows)
+
+
+def _delta_rule(ops: NativeOps, op: DeltaRule, at: Tensors) -> Iterator[GroupedOp]:
+    mixer, (rows, (_, states)) = op.mixer, _states(ops, op)
+    qkv, made = (at[each] for each in op.inputs)
+    rate, bias = (ops.weights.numbers_of(each) for each in (op.decay, op.decay_bias))
+    assert rate is not None
+    assert bias is not None
+    *_, b, a = made.split(mixer.parts, dim=1)
+    heads = DeltaHeads(
+        mixer.num_key_heads, mixer.num_value_heads, mixer.key_head_dim, mixer.value_head_dim
+    )
+    yield "", delta_rule_op(qkv, b, a, at[op.out], -rate.exp(), bias, states, rows, heads)
+
+
+def _gated_norm(ops: NativeOps, op: GatedNorm, at: Tensors) -> Iterator[GroupedOp]:
+    norm, weight = op.mixer.norm, ops.weights.norm(op.mixer.norm, op.layer)
+    x, made = at[op.out], at[op.inputs[1]]
+    assert weight is not None
+    _, z, *_ = made.split(op.mixer.parts, dim=1)
+
+    def norm_op(given: NormWeight) -> NativeOp:
+        return gated_norm_op(x, z, given.weight, ops.count(op.out), eps=given.eps)
+
+    yield from ops.normed(norm.path(op.layer), weight, norm_op, op.out)
+
+
+def _states(ops: NativeOps, op: Op) -> tuple[StateRows, tuple[Tensor, ...]]:
+    """Returns the step's rows of states, and the states of an operation's layer."""
+    assert ops.states is not None, "the model has recurrent layers"
+    assert op.layer is not None
+    return ops.states.rows, ops.states.memory.layers[op.layer]
+
+
 _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]]] = {
     AddNorm: NativeOps.add_norm,
     Angles: NativeOps.angles,
@@ -337,16 +397,21 @@ _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]
     Combine: NativeOps.combine,
     Embed: NativeOps.embed,
     Gate: NativeOps.gate,
+    GateHeads: NativeOps.gate_heads,
     Gather: NativeOps.gather,
     Growth: NativeOps.growth,
     Logits: NativeOps.of_logits,
     NormOf: NativeOps.norm_of,
     Project: NativeOps.project,
     ProjectExperts: NativeOps.project_experts,
+    Regroup: NativeOps.regroup,
     RotateAndStore: NativeOps.rotate_and_store,
     Route: NativeOps.route,
     Scale: NativeOps.scale,
     Spread: NativeOps.spread,
+    Convolve: _convolve,
+    DeltaRule: _delta_rule,
+    GatedNorm: _gated_norm,
 }
 """The method that makes each kind of operation."""
 

@@ -26,10 +26,12 @@ from inference_svc.backends.native.ops import (
     NativeOps,
     is_in,
 )
+from inference_svc.backends.native.states import NativeStates
 from inference_svc.backends.native.workspace import Workspace
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
+from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.walk import Narrowing, operations
 from kernels.experts.native import PairsBuffer
 from kernels.linear import PackedLinear
@@ -76,17 +78,20 @@ class NativeTransformer:
         workspace: Workspace,
         adapters: AdapterOps,
         library: Library,
+        states: RecurrentStates | None = None,
     ) -> None:
         self._description = description
         self._step = step
         self._workspace = workspace
         self._library = library
         self._choices = empty_choices(description, len(step.positions), torch.device("cpu"))
+        self.states = None if states is None else NativeStates(states, step)
         self._ops = NativeOps(
             weights,
             step,
             workspace.logits,
             NativeAttentions(description, kv_caches, step),
+            self.states,
             _routings(description, self._choices),
             adapters,
         )

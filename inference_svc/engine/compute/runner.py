@@ -116,6 +116,8 @@ class Runner:
             computed = self._compute(part)
             if computed is not None:
                 result, left = result.plus(computed), rest
+                if rest and rest[0].sequence is part[-1].sequence:
+                    self.backend.keep_part(part[-1])
             else:
                 if ran_out and part[0].num_tokens == len(part) == 1:
                     result.lost[part[0].sequence] = Loss.MEMORY

@@ -102,7 +102,7 @@ class Claims:
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         self.places[sequence.request.tenant] += sign
-        self.room[sequence.request.tenant] += sign * sequence.num_reserved
+        self.room[sequence.request.tenant] += sign * sequence.room
 
     def add(self, sequence: Sequence, needed_room: int) -> None:
         self.sequences.append(sequence)
@@ -204,7 +204,7 @@ def room_of(running: Iterable[Sequence]) -> Counter[str]:
     """Counts the room that each tenant has; shared parts count for each sequence."""
     room: Counter[str] = Counter()
     for sequence in running:
-        room[sequence.request.tenant] += sequence.num_reserved
+        room[sequence.request.tenant] += sequence.room
     return room
 
 

@@ -221,8 +221,6 @@ class Scheduler:
             num_tokens = grants.of(sequence)
             if not num_tokens or sequence.state is not SequenceState.RUNNING:
                 continue  # preempted in this loop, for one before it
-            if num_tokens > 1:
-                num_tokens = self.states.cut(sequence, num_tokens)
             end = sequence.num_computed + num_tokens
             if end <= sequence.num_reserved or self._allocate(sequence, end, now_s):
                 rows.append(_row(sequence, num_tokens))
@@ -335,7 +333,7 @@ class Scheduler:
             if not self._start(sequence, now_s):
                 self.is_short = True
                 return  # there is no room: the next in order must not be overtaken
-            num_tokens = self.states.cut(sequence, grants.start(sequence))
+            num_tokens = grants.start(sequence)
             has_room = self.states.allocate(sequence, sequence.num_computed + num_tokens)
             assert has_room, "it has started"
             rows.append(_row(sequence, num_tokens))
@@ -384,11 +382,11 @@ class Scheduler:
         assert self.running == sorted(self.running, key=_rank)
         for sequence in self.queue:
             assert sequence.state is SequenceState.WAITING
-            assert not sequence.num_reserved
+            assert not sequence.room
         for sequence in self.running:
             assert sequence.state is SequenceState.RUNNING
             assert sequence.num_uncomputed > 0
-            assert sequence.num_reserved >= sequence.num_computed
+            assert sequence.room >= sequence.num_computed
 
 
 def _note_ready(sequence: Sequence, now_s: float) -> None:

@@ -23,8 +23,8 @@ from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.model.checkpoint.generation_config import read_generation_config
 from inference_svc.model.checkpoint.headers import is_same_content, tensor_names, tensors_named
 from inference_svc.model.checkpoint.wrapper import Wrapper
-from inference_svc.model.config_keys import check_keys
-from inference_svc.model.config_reader import ConfigReader
+from inference_svc.model.config.keys import check_keys
+from inference_svc.model.config.reader import ConfigReader
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 
 DEFAULTS: Mapping[str, Any] = {
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 class Family:
     """Models of one architecture, as config.json names it.
 
-    `describe` makes a description of a config whose keys are known: the keys of `config_keys.READ`,
+    `describe` makes a description of a config whose keys are known: the keys of `config.keys.READ`,
     and `reads`. `ignores` do not change the computation, nor do `accepts` with their value there.
     `defaults` are the values that transformers assumes for keys that config.json leaves out, where
     that differs from `DEFAULTS`.

@@ -5,8 +5,8 @@ from functools import partial
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, dense, rope
-from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import ConfigReader, every_full
+from inference_svc.model.config.keys import names
+from inference_svc.model.config.reader import ConfigReader, every_full
 from inference_svc.model.description import Block, Decoder, Head, Norm, NormKind
 
 _layer_norm = partial(Norm, kind=NormKind.LAYER, is_wide=True)

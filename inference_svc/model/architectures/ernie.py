@@ -2,8 +2,8 @@
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, dense, rope, with_windows
-from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import ConfigReader
+from inference_svc.model.config.keys import names
+from inference_svc.model.config.reader import ConfigReader
 from inference_svc.model.description import Decoder
 
 

@@ -17,8 +17,8 @@ from inference_svc.model.building import (
     rope_facts,
     rope_of_kind,
 )
-from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader, every_full
+from inference_svc.model.config.keys import names
+from inference_svc.model.config.reader import FULL, SLIDING, ConfigReader, every_full
 from inference_svc.model.description import Attention, Block, Decoder, Head
 from inference_svc.model.rope import Rope, parse_parameters
 

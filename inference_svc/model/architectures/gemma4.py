@@ -21,8 +21,8 @@ from inference_svc.model.building import (
     rope_of_kind,
     router,
 )
-from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import (
+from inference_svc.model.config.keys import names
+from inference_svc.model.config.reader import (
     FULL,
     HEADS,
     KV_HEADS,

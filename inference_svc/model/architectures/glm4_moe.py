@@ -14,8 +14,8 @@ from inference_svc.model.building import (
     router,
     with_experts,
 )
-from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import HEADS, KV_HEADS, ConfigReader
+from inference_svc.model.config.keys import names
+from inference_svc.model.config.reader import HEADS, KV_HEADS, ConfigReader
 from inference_svc.model.description import Decoder, Experts
 from kernels.experts import Choice, Scoring
 

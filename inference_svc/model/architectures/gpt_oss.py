@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, experts, rope_facts, router
-from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import HEADS, KV_HEADS, ConfigReader, every_full
+from inference_svc.model.config.keys import names
+from inference_svc.model.config.reader import HEADS, KV_HEADS, ConfigReader, every_full
 from inference_svc.model.description import ClampedSwiglu, Decoder
 from inference_svc.model.rope import Rope, parse_rope
 from kernels.experts import Choice, Scoring

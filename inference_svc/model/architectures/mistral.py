@@ -13,8 +13,8 @@ from inference_svc.model.building import (
     router,
     with_windows,
 )
-from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import ConfigReader
+from inference_svc.model.config.keys import names
+from inference_svc.model.config.reader import ConfigReader
 from inference_svc.model.description import Decoder
 from kernels.experts import Choice
 

@@ -19,8 +19,8 @@ from inference_svc.model.building import (
     router,
     with_windows,
 )
-from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import FULL, HEADS, ConfigReader, every_full
+from inference_svc.model.config.keys import names
+from inference_svc.model.config.reader import FULL, HEADS, ConfigReader, every_full
 from inference_svc.model.description import Attention, Block, Decoder
 from inference_svc.model.rope import Rope, parse_parameters
 from kernels.experts import Choice

@@ -11,6 +11,7 @@ from inference_svc.model.building import (
     block,
     decoder,
     dense,
+    dense_layers,
     experts,
     norm,
     rope,
@@ -18,8 +19,8 @@ from inference_svc.model.building import (
     with_experts,
     with_windows,
 )
-from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader
+from inference_svc.model.config.keys import names
+from inference_svc.model.config.reader import FULL, SLIDING, ConfigReader
 from inference_svc.model.description import Attention, Decoder, Experts, Member, Projection
 from kernels.experts import Choice
 
@@ -76,14 +77,8 @@ def _mixture(config: ConfigReader) -> Experts:
 def _describe_mixture(
     config: ConfigReader, mixer: Attention, mixture: Experts, windows: Sequence[int | None]
 ) -> Decoder:
-    """Every `decoder_sparse_step`-th layer has the mixture, but for `mlp_only_layers`."""
-    step, listed = config.positive("decoder_sparse_step"), config.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
-        raise config.unsupported("mlp_only_layers", "must be a list of layers")
-    every = range(config.num_layers)
-    dense_layers = [layer for layer in every if layer in listed or (layer + 1) % step]
     mixers = (replace(mixer, window=window) for window in windows)
-    return decoder(config, with_experts(config, mixers, mixture, dense_layers))
+    return decoder(config, with_experts(config, mixers, mixture, dense_layers(config)))
 
 
 def _describe(config: ConfigReader, mixer: Attention) -> Decoder:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from inference_svc.model.architectures import Family
 from inference_svc.model.building import attention, block, decoder, dense, rope
-from inference_svc.model.config_keys import names
-from inference_svc.model.config_reader import FULL, SLIDING, ConfigReader
+from inference_svc.model.config.keys import names
+from inference_svc.model.config.reader import FULL, SLIDING, ConfigReader
 from inference_svc.model.description import Decoder
 
 

@@ -149,7 +149,8 @@ def _parameter(weight: Weight) -> Parameter:
         members = {spec.module: spec.num_rows}
         return Parameter(spec.key, Role.TABLE, spec.num_rows, lambda: [form], members, spec.size)
     size = 1 if isinstance(spec, Scalar) else spec.size
-    form = {spec.name: Piece((size,))}
+    shape = (size,) if isinstance(spec, Scalar) else spec.shape or (size,)
+    form = {spec.name: Piece(shape)}
     return Parameter(spec.name, role_of(spec), size, lambda: [form], layer=layer)
 
 

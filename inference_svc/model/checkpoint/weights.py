@@ -239,7 +239,7 @@ class _Assembly(Generic[P]):
             self._reading[parameter.key] = reading
         piece = reading.left.pop(tensor_name)
         if piece.put is None:
-            reading.made.copy_(tensor[:])
+            reading.made.copy_(tensor[:].view_as(reading.made))
         elif piece.num_experts:
             for expert in range(piece.num_experts):
                 piece.put(reading.made, tensor[expert], expert)

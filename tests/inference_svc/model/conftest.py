@@ -20,6 +20,7 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
+from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import Transformer
 from tests.support.models.decoders import (
     MAX_TOKENS,
@@ -108,16 +109,19 @@ def load_decoder() -> Callable[..., Decoder]:
             dtype=dtype,
             prefers_tiles=path == "tiled",
         )
+        states = None
+        if description.recurrences:
+            states = RecurrentStates.allocate(description, 2 * MAX_TOKENS)
         if path == "torch":
             weights = load_weights(folder, description, dtype, "cpu", Linear)
-            return TorchDecoder(cache, transformer=Transformer(description, weights))
+            return TorchDecoder(cache, transformer=Transformer(description, weights), states=states)
         library = native_library()
         packed = load_weights(folder, description, dtype, "cpu", PackedProjections())
         pages = BatchPages(MAX_TOKENS, NUM_CELLS // page_size)
         arrays = StepArrays(MAX_TOKENS, MAX_TOKENS, page_size, pages)
         workspace = Workspace.allocate(description, MAX_TOKENS, MAX_TOKENS, dtype)
         transformer = NativeTransformer(
-            description, packed, cache, arrays, workspace, adapters or NoAdapters(), library
+            description, packed, cache, arrays, workspace, adapters or NoAdapters(), library, states
         )
         return NativeDecoder(cache, transformer=transformer, arrays=arrays)
 

@@ -68,7 +68,11 @@ def test_only_the_text_part_is_read(name, whole):
     text = {name for name in parts if name.startswith(("model.language_model.", "lm_head."))}
     assert parts.keys() - text
     text_bytes = sum(parts[name] for name in text)
-    assert weights.num_bytes == text_bytes == weights_bytes(description, torch.float32)
+    assert weights.num_bytes == weights_bytes(description, torch.float32)
+    if description.mixtures:  # whose rows are padded
+        assert text_bytes <= weights.num_bytes <= 1.1 * text_bytes
+    else:
+        assert weights.num_bytes == text_bytes
     with hashing_base(folder, description, 1) as base:
         assert {"model.embed_tokens", "lm_head", "model.norm"} <= base().keys()
 

@@ -22,9 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.model import transformer, walk
 from inference_svc.model.architectures import Family, families, llama
-from inference_svc.model.config_reader import ConfigReader
+from inference_svc.model.config.reader import ConfigReader
 from inference_svc.model.description import Decoder, Member, Projection, Recurrence, layer_path
-from inference_svc.model.operations import Numbers, Op, Project, Value, WeightSpec
+from inference_svc.model.operations import Listing, Numbers, Op, Project, Value, WeightSpec
+from inference_svc.model.step import Step
 
 NAME = "DecayedSumForCausalLM"
 VOCAB_SIZE = 64
@@ -59,7 +60,7 @@ class Fold(Op):
         return (self.decay,)
 
 
-def list_operations(walk: walk.Walk, layer: int, mixer: DecayedSum, x: Value) -> Value:
+def list_operations(walk: Listing, layer: int, mixer: DecayedSum, x: Value) -> Value:
     size = mixer.value.out_features
     values, folded = walk.value("values", size), walk.value("folded", size)
     walk.ops.append(Project((x,), values, layer, mixer.value))
@@ -67,7 +68,7 @@ def list_operations(walk: walk.Walk, layer: int, mixer: DecayedSum, x: Value) ->
     return folded
 
 
-def fold(op: Fold, step: transformer.Step) -> Tensor:
+def fold(op: Fold, step: Step) -> Tensor:
     plan, values = step.inputs.recurrent, step.values[op.inputs[0]]
     numbers = step.weights.numbers_of(op.decay)
     assert plan is not None
@@ -75,11 +76,13 @@ def fold(op: Fold, step: transformer.Step) -> Tensor:
     assert numbers is not None
     (states,) = plan.states.layers[op.layer]
     out = []
-    rows = zip(values.float().split(plan.counts), plan.read, plan.written, strict=True)
-    for row, read, written in rows:
-        folded = _folded(row, torch.sigmoid(numbers), states[read])
+    start = 0
+    for read, written, count in plan.segments:
+        part = values[start : start + count].float()
+        folded = _folded(part, torch.sigmoid(numbers), states[read])
         states[written] = folded[-1]
         out.append(folded)
+        start += count
     return torch.cat(out).to(values.dtype)
 
 

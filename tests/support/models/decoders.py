@@ -13,6 +13,7 @@ from inference_svc.backends.native.program import NativeTransformer
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.lora import Lora
+from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import Transformer
 from kernels.elementwise import NormWeight
 from kernels.experts import Pairs
@@ -23,7 +24,8 @@ Rows = Sequence[tuple[core.Sequence, int, int, bool]]
 
 @dataclass(eq=False)
 class Decoder:
-    """Our decoder with a cache, and sequences whose pages are scattered in it."""
+    """Our decoder with a cache, and sequences whose pages are scattered in it. Each has two of the
+    `states`, if there are any."""
 
     cache: KVCaches
     sequences: list[core.Sequence] = field(default_factory=list)
@@ -36,6 +38,7 @@ class Decoder:
         assert used + count <= self.cache.num_pages
         # 7 has no divisor in common with the number of pages: a walk over all of them.
         sequence.page_ids = [i * 7 % self.cache.num_pages for i in range(used, used + count)]
+        sequence.state_written = 2 * len(self.sequences) + 1
         self.sequences.append(sequence)
         return sequence
 
@@ -76,22 +79,38 @@ class Decoder:
         ]
         return torch.stack(steps, dim=1)
 
+    def _begin(self, rows: Rows) -> core.Batch:
+        for sequence, start, _, _ in rows:
+            sequence.num_computed = start
+        return batch_of(rows)
+
+    def _note_states(self, rows: Rows) -> None:
+        """The state that the step has written is the next one's; a sequence has two slots."""
+        for sequence, _, _, _ in rows:
+            read = sequence.state_read or sequence.state_written + 1
+            sequence.state_read, sequence.state_written = sequence.state_written, read
+
 
 @dataclass(eq=False, kw_only=True)
 class TorchDecoder(Decoder):
     transformer: Transformer
     lora: Lora | None = None
+    states: RecurrentStates | None = None
 
     def step(self, rows: Rows) -> torch.Tensor:
-        return self.transformer.forward(self._inputs(rows), self.cache, self.lora).float()
+        logits = self.transformer.forward(self._inputs(rows), self.cache, self.lora).float()
+        self._note_states(rows)
+        return logits
 
     def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
         inputs = self._inputs([row])
         inputs = replace(inputs, logit_rows=torch.arange(len(inputs.token_ids)))
-        return self.transformer.forward(inputs, self.cache, self.lora).float()
+        logits = self.transformer.forward(inputs, self.cache, self.lora).float()
+        self._note_states([row])
+        return logits
 
     def _inputs(self, rows: Rows) -> StepInputs:
-        return StepInputs.build(batch_of(rows), self.cache.page_size)
+        return StepInputs.build(self._begin(rows), self.cache.page_size, states=self.states)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -100,15 +119,25 @@ class NativeDecoder(Decoder):
     arrays: StepArrays
 
     def step(self, rows: Rows) -> torch.Tensor:
-        self.arrays.fill(batch_of(rows).columns())
-        return self.transformer.forward().clone()
+        self._fill(rows)
+        logits = self.transformer.forward().clone()
+        self._note_states(rows)
+        return logits
 
     def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
-        self.arrays.fill(batch_of([row]).columns())
+        self._fill([row])
         count = row[2]
         self.arrays.logit_rows[:count] = torch.arange(count)
         self.arrays.num_logits[0] = count
-        return self.transformer.forward().clone()
+        logits = self.transformer.forward().clone()
+        self._note_states([row])
+        return logits
+
+    def _fill(self, rows: Rows) -> None:
+        batch = self._begin(rows)
+        self.arrays.fill(batch.columns())
+        if self.transformer.states is not None:
+            self.transformer.states.fill(batch.rows)
 
 
 def batch_of(rows: Rows) -> core.Batch:

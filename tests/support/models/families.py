@@ -51,6 +51,15 @@ MULTIPLIERS = {
 }
 
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "full_attention_interval": 2,
+}
 GPT_OSS = {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
@@ -217,6 +226,14 @@ MODELS = {
         | {"shared_expert_intermediate_size": 40, "use_sliding_window": True}
         | {"sliding_window": 7, "max_window_layers": 1, "norm_topk_prob": True},
     ),
+    "qwen3_5": ("Qwen3_5", HYBRID),
+    "qwen3_5-moe": ("Qwen3_5Moe", HYBRID | QWEN_MOE | {"shared_expert_intermediate_size": 40}),
+    "qwen3-next": (
+        "Qwen3Next",
+        HYBRID
+        | QWEN_MOE
+        | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [2], "norm_topk_prob": True},
+    ),
     "qwen3-moe": ("Qwen3Moe", QWEN_MOE | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3-moe-some-dense": (
         "Qwen3Moe",
@@ -257,5 +274,5 @@ MODELS = {
 }
 
 
-TEXT_PARTS = ("Gemma3", "Gemma4")
+TEXT_PARTS = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
 """Families whose models of text alone have another config."""

@@ -28,6 +28,35 @@ _VISION = {
 }
 _FULL = ["full_attention"]
 _TEXT = {"head_dim": 12, "pad_token_id": 0, "sliding_window": 10}
+
+
+def _qwen3_5(**changes: int) -> dict[str, Any]:
+    return {
+        "text_config": SHAPE
+        | {
+            "head_dim": 16,
+            "full_attention_interval": 3,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        }
+        | changes,
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 48,
+            "num_position_embeddings": 16,
+        },
+        "image_token_id": 80,
+        "video_token_id": 81,
+        "vision_start_token_id": 82,
+        "vision_end_token_id": 83,
+    }
+
+
 WHOLE: dict[str, dict[str, Any]] = {
     "Gemma3": {
         "text_config": SHAPE | _TEXT | {"query_pre_attn_scalar": 30},
@@ -66,6 +95,13 @@ WHOLE: dict[str, dict[str, Any]] = {
         "video_token_id": 81,
         "audio_token_id": 82,
     },
+    "Qwen3_5": _qwen3_5(),
+    "Qwen3_5Moe": _qwen3_5(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+    ),
     "Mistral3": {
         "text_config": SHAPE | _TEXT | {"model_type": "mistral"},
         "vision_config": _VISION | {"head_dim": 8, "model_type": "pixtral"},

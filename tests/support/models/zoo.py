@@ -44,7 +44,7 @@ _GEMMA = {
     "tie_word_embeddings": True,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-_TEXT_PARTS = ("Gemma3", "Gemma4")
+_TEXT_PARTS = ("Gemma3", "Gemma4", "Qwen3_5")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "Llama",
@@ -73,6 +73,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 "factor": 4.0,
                 "original_max_position_embeddings": 128,
             },
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
         },
     ),
     "gemma2": (
@@ -250,6 +261,7 @@ FUSED: dict[str, dict[str, str]] = {
 }
 """Modules that a model has in place of others."""
 MORE: dict[str, list[str]] = {
+    "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
     "gemma4": ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"],
     "qwen2-moe": ["shared_expert_gate"],
     "gemma4-moe": ["proj"],

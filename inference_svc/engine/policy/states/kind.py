@@ -30,11 +30,8 @@ class StateKind(Protocol):
         own."""
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Makes room for the state of a running sequence's first `num_tokens`. Returns False, and
-        changes nothing, if that takes more units than are free."""
-
-    def cut(self, sequence: Sequence, num_tokens: int) -> int:
-        """Returns how many of the next `num_tokens` a step may compute at once, at least one."""
+        """Makes room for the state of a running sequence's first `num_tokens`, which the next step
+        may compute. Returns False, and changes nothing, if that takes more units than are free."""
 
     def settle(self, sequence: Sequence, start: int) -> None:
         """Publishes the state that a step has completed, which computed the tokens from `start` up

@@ -44,18 +44,15 @@ class Pages:
     def share(self, sequence: Sequence, units: list[int]) -> None:
         self.pool.share(units)
         sequence.page_ids = units
-        sequence.num_reserved = len(units) * self.page_size
+        sequence.room = sequence.num_reserved = len(units) * self.page_size
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         missing = self.pages_for(num_tokens) - len(sequence.page_ids)
         if not self.pool.can_allocate(missing):
             return False
         sequence.page_ids += self.pool.allocate(missing)
-        sequence.num_reserved = len(sequence.page_ids) * self.page_size
+        sequence.room = sequence.num_reserved = len(sequence.page_ids) * self.page_size
         return True
-
-    def cut(self, sequence: Sequence, num_tokens: int) -> int:
-        return num_tokens
 
     def settle(self, sequence: Sequence, start: int) -> None:
         if not self.pool.caching or sequence.num_kept:
@@ -66,9 +63,10 @@ class Pages:
 
     def release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.page_ids)
-        sequence.page_ids, sequence.num_reserved = [], 0
+        sequence.page_ids, sequence.room, sequence.num_reserved = [], 0, 0
 
     def check_integrity(self, running: SequenceOf[Sequence]) -> None:
         self.pool.check_integrity([each.page_ids for each in running])
         for each in running:
-            assert each.num_reserved == len(each.page_ids) * self.page_size >= each.num_computed
+            assert each.room == len(each.page_ids) * self.page_size >= each.num_computed
+            assert each.num_reserved <= each.room

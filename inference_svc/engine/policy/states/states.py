@@ -1,4 +1,4 @@
-"""The state of sequences: all kinds as one."""
+"""The state of sequences, of both kinds as one."""
 
 from __future__ import annotations
 
@@ -103,15 +103,11 @@ class States:
         return prefix.num_tokens
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Makes room for a running sequence's first `num_tokens`: then `num_reserved` is at least
-        as many. Returns False, and changes nothing, if there is none."""
+        """Makes room for a running sequence's first `num_tokens`, which the next step may compute:
+        then `num_reserved` is at least as many. Returns False, and changes nothing, if there is
+        none."""
+        # Recurrent states never refuse.
         return all(kind.allocate(sequence, num_tokens) for kind in self.kinds)
-
-    def cut(self, sequence: Sequence, num_tokens: int) -> int:
-        """Returns how many of a sequence's next `num_tokens` a step may compute, at least one."""
-        for kind in self.kinds:
-            num_tokens = kind.cut(sequence, num_tokens)
-        return num_tokens
 
     def settle(self, sequence: Sequence, start: int) -> None:
         """Accounts for a step that has computed a sequence's tokens from `start` up to

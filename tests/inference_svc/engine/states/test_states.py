@@ -95,9 +95,11 @@ class StatesMachine(RuleBasedStateMachine):
         num_left = len(sequence.token_ids) - sequence.num_computed
         start = sequence.num_computed
         wanted = data.draw(st.integers(1, num_left))
-        count = self.states.cut(sequence, wanted)
-        assert 1 <= count <= wanted
-        if not self.states.allocate(sequence, start + count):
+        count, borders = wanted, [border for border, _ in sequence.state_borders]
+        if start + count > sequence.num_reserved and not self.states.allocate(
+            sequence, start + count
+        ):
+            assert [border for border, _ in sequence.state_borders] == borders
             self.preempt(sequence)
             return
         mixed: Contents = ("of several adapters",) if sequence.num_kept else ()
@@ -111,6 +113,9 @@ class StatesMachine(RuleBasedStateMachine):
             if self.has_recurrent:
                 assert sequence.state_written not in (EMPTY_STATE, sequence.state_read)
                 self.slots[sequence.state_written] = mixed or contents_of(sequence, end)
+                for border, slot in sequence.state_borders:
+                    if start < border < end:
+                        self.slots[slot] = mixed or contents_of(sequence, border)
         sequence.num_computed = end
         if end >= sequence.settles_at:
             self.states.settle(sequence, start)
@@ -211,23 +216,25 @@ def compute(states: States, sequence: Sequence, num_tokens: int) -> None:
     """Computes a sequence up to so many tokens, in steps as large as may be."""
     while sequence.num_computed < num_tokens:
         start = sequence.num_computed
-        sequence.num_computed += states.cut(sequence, num_tokens - start)
-        assert states.allocate(sequence, sequence.num_computed)
+        assert states.allocate(sequence, num_tokens)
+        sequence.num_computed = num_tokens
         states.settle(sequence, start)
 
 
-def hybrid(num_stored: int = 4) -> States:
+def hybrid(num_stored: int = 4, num_pages: int = 64) -> States:
     num_slots = 2 * MAX_SEQUENCES + num_stored
-    return States(Pages(64, PAGE_SIZE), Recurrent(num_slots, MAX_SEQUENCES, 8, page_size=PAGE_SIZE))
+    return States(
+        Pages(num_pages, PAGE_SIZE), Recurrent(num_slots, MAX_SEQUENCES, 8, page_size=PAGE_SIZE)
+    )
 
 
-def test_a_prefix_goes_on_from_its_last_stored_border() -> None:
+def test_equal_prefixes_share_a_state() -> None:
     states = hybrid()
     first = started(states, 23)
     compute(states, first, 23)
     states.release(first)
     second = started(states, 23)
-    assert second.num_computed == 16  # its pages are known up to 22
+    assert second.num_computed == 22
     assert second.state_read != EMPTY_STATE
     third = started(states, 23)
     assert third.state_read == second.state_read
@@ -252,17 +259,38 @@ def test_without_its_state_no_prefix_is_known() -> None:
     states.check_integrity([again])
 
 
-def test_rows_end_at_borders_only_where_they_are_stored() -> None:
-    states = hybrid()
-    sequence = started(states, 23)
-    assert [states.cut(sequence, wanted) for wanted in (1, 8, 23)] == [1, 8, 8]
-    sequence.num_kept = 1
-    assert states.cut(sequence, 23) == 23
-    uncached = States(
-        Pages(64, PAGE_SIZE, caching=False),
-        Recurrent(6, MAX_SEQUENCES, 8, page_size=PAGE_SIZE, caching=False),
-    )
-    assert uncached.cut(started(uncached, 23), 23) == 23
+@pytest.mark.parametrize("chunks", [(23,), (7, 16), (22, 1), (1,) * 23])
+def test_states_are_stored_at_borders_and_where_a_prompts_last_page_ends(
+    chunks: tuple[int, ...],
+) -> None:
+    states, end = hybrid(), 0
+    first = started(states, 23)
+    for count in chunks:
+        end += count
+        if end > first.num_reserved:
+            assert states.allocate(first, end)
+        start, first.num_computed = first.num_computed, end
+        states.settle(first, start)
+        states.check_integrity([first])
+    assert states.recurrent is not None
+    assert states.recurrent.pool.num_known == 3  # behind 8, 16, and 22 tokens
+    for num_tokens, known in ((23, 22), (22, 16), (17, 16), (16, 8), (8, 0)):
+        other = started(states, num_tokens)
+        assert other.num_computed == known
+        states.release(other)
+
+
+def test_borders_take_no_slot_that_a_running_sequence_needs() -> None:
+    states = hybrid(num_stored=1, num_pages=200)
+    running = [started(states, 60) for _ in range(MAX_SEQUENCES)]
+    for each in running:
+        assert states.allocate(each, 60)
+    assert [len(each.state_borders) for each in running] == [1, 0, 0]
+    states.check_integrity(running)
+    for each in running:
+        start, each.num_computed = each.num_computed, 60
+        states.settle(each, start)
+    states.check_integrity(running)
 
 
 @pytest.mark.parametrize("has_recurrent", [False, True])

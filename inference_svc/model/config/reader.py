@@ -9,7 +9,7 @@ from typing import Any
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import Activation
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 class ConfigReader:
@@ -111,17 +111,19 @@ class ConfigReader:
             raise self.unsupported(KV_HEADS, f"does not divide num_attention_heads {num_heads}")
         return num_kv_heads
 
-    def layer_types(self, default: Callable[[int], str]) -> tuple[str, ...]:
-        """Returns the kind of attention of each layer: its entry of `layer_types`, or the default
-        for its index."""
+    def layer_types(
+        self, default: Callable[[int], str], kinds: tuple[str, ...] = (FULL, SLIDING)
+    ) -> tuple[str, ...]:
+        """Returns the kind of attention of each layer, one of these: its entry of `layer_types`, or
+        the default for its index."""
         types = self.get("layer_types")
         if types is None:
             return tuple(default(layer) for layer in range(self.num_layers))
         if not isinstance(types, list) or len(types) != self.num_layers:
             raise self.unsupported("layer_types", f"must name {self.num_layers} layers")
         for each in types:
-            if each not in (FULL, SLIDING):
-                reason = f"supported here are {FULL}, {SLIDING}"
+            if each not in kinds:
+                reason = f"supported here are {', '.join(kinds)}"
                 raise self.unsupported("layer_types", reason, each)
         return tuple(types)
 

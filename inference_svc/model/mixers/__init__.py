@@ -1,0 +1,5 @@
+"""Mixers with a recurrent state. Attention is in `model.description` and `model.operations`.
+
+gated_delta        the gated delta rule: description, operations, and their place in the walk
+gated_delta_torch  its definition in torch
+"""

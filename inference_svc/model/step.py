@@ -1,0 +1,54 @@
+"""A step that torch is computing, operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference_svc.model.checkpoint.weights import ModelWeights
+from inference_svc.model.description import Norm
+from inference_svc.model.inputs import StepInputs
+from inference_svc.model.kv_caches import KVCaches
+from inference_svc.model.layers import Linear, RotaryEmbedding
+from inference_svc.model.lora import Lora
+from inference_svc.model.operations import Rows, Value
+from inference_svc.model.rope import Rope
+from kernels.elementwise import NormWeight
+from kernels.elementwise.addend import Addend
+from kernels.lora import TokenOrder
+
+
+@dataclass(slots=True)
+class Step:
+    """A step that is being computed: its inputs, and the values that are still to be read.
+
+    `rows`, int64 [N], are the tokens that get logits. `choices` say where experts are to be that
+    tokens choose, by the layer: int32 [T, num_chosen]. The next operation that reads a value adds
+    its addend.
+    """
+
+    weights: ModelWeights[Linear]
+    rotary: Mapping[tuple[Rope, int], RotaryEmbedding]
+    inputs: StepInputs
+    kv_caches: KVCaches
+    lora: Lora | None
+    rows: Tensor
+    choices: Mapping[int, Tensor]
+    token_order: TokenOrder | None
+    values: dict[Value, Any] = field(default_factory=dict)
+    addends: dict[Value, Addend] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.token_ids.device
+
+    def norm(self, norm: Norm | None, layer: int | None, rows: Rows) -> NormWeight | None:
+        """Returns the weight of a norm of these rows, for each where adapters have one."""
+        weight = self.weights.norm(norm, layer)
+        if norm is None or weight is None or self.lora is None or not norm.module:
+            return weight
+        return self.lora.norm(norm.path(layer), weight, logits_only=rows is Rows.LOGITS)
