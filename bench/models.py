@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from bench.gpu_run.model import read_description
 from inference_svc.adapters.targets import build_layout
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Projection
+from inference_svc.model.walk import layer_projections
 
 NAME = "bench-200m"
 REAL = "smollm2"
@@ -27,8 +28,7 @@ REAL = "smollm2"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's class in transformers, and the values of its config. All layers have the same
-    linear layers."""
+    """A model's class in transformers, and the values of its config."""
 
     architecture: str
     values: dict[str, Any]
@@ -80,6 +80,21 @@ SHAPES = {
             "bos_token_id": 1,
             "eos_token_id": 2,
             "pad_token_id": 0,
+        },
+    ),
+    # A third of Qwen3.5-0.8B's layers: six gated delta nets and two of attention.
+    "bench-qwen3_5": Shape(
+        "Qwen3_5ForCausalLM",
+        {
+            "vocab_size": 8192,
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
         },
     ),
     # The shape of TinyLlama.
@@ -155,9 +170,9 @@ SHAPES = {
         },
     ),
 }
-"""bench-200m has 197 M parameters, bench-1b 1.1 G, and bench-moe 0.85 G, an eighth of them for each
-token; bench-tiny is for trials. The products of bench-gemma3 and bench-phi4 have the sizes of
-bench-200m's."""
+"""bench-200m has 197 M parameters, bench-qwen3_5 182 M, bench-1b 1.1 G, and bench-moe 0.85 G, an
+eighth of them for each token; bench-tiny is for trials. The products of bench-gemma3 and bench-phi4
+have the sizes of bench-200m's."""
 RANK = 16
 ROOT = Path(".bench/models")
 
@@ -168,23 +183,21 @@ def decoder(name: str) -> Decoder:
     return read_description(SHAPES[name].make_config().to_diff_dict())
 
 
-def projections(name: str) -> dict[str, tuple[int, int]]:
-    """Returns the (in, out) features of the adapters' targets in one layer: the checkpoint's linear
-    layers, without routers and experts."""
-    block, attention = decoder(name).blocks[0], decoder(name).attentions[0]
-    dense = () if block.dense is None else (block.dense.gate_up, block.dense.down)
-    return {
-        member.module.rpartition(".")[2]: (projection.in_features, member.out_features)
-        for projection in (attention.qkv, attention.out, *dense)
-        for member in projection.stored
-    }
+def projections(name: str) -> list[tuple[str, int, int]]:
+    """Returns the name, and the (in, out) features, of each of the adapters' targets in all layers:
+    the checkpoint's linear layers, without routers and experts."""
+    return [
+        (member.module.rpartition(".")[2], spec.in_features, member.out_features)
+        for spec in layer_projections(decoder(name))
+        if isinstance(spec, Projection) and spec.name != "router"
+        for member in spec.stored
+    ]
 
 
 def image_bytes(name: str) -> int:
     """Returns the size of one adapter's bf16 image, whose segments need no padding at this rank. A
     module that computes several targets has one A."""
-    features = sum(into + out for into, out in projections(name).values())
-    return 2 * RANK * features * decoder(name).num_layers
+    return 2 * RANK * sum(into + out for _, into, out in projections(name))
 
 
 def arena_bytes(name: str, num_adapters: int) -> int:
@@ -278,7 +291,9 @@ def make_adapter(
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
-        target_modules=list(projections(name) if targets is None else targets),
+        target_modules=sorted({each for each, *_ in projections(name)})
+        if targets is None
+        else list(targets),
         base_model_name_or_path=name,
         **options,
     )

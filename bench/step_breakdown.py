@@ -1,8 +1,9 @@
-"""Divides the time of a decode step into its parts, with the floor: base, and 16 adapters.
+"""Divides the time of a decode step into its parts, with the floor: base, and an adapter for each
+request.
 
-    python -m bench.step_breakdown [--model bench-200m] [--steps 30] [--out FILE]
+    python -m bench.step_breakdown [--model bench-200m] [--requests 16] [--steps 30] [--out FILE]
 
-Sixteen requests with 64 tokens in are in the middle of their output, and this thread calls the
+Requests with 64 tokens in are in the middle of their output, and this thread calls the
 engine's steps one by one. The benchmark first times the parts of steps, and then profiles as many
 steps: the native program reports the time of each operation, and torch's profiler the torch path.
 Their sum may differ from the whole computation's time by the cost of the profiler. Results are
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.kernels.roofline import THREADS, ModelFloor
+from bench.kernels.roofline import DECODE_SIZES, THREADS, ModelFloor
 from bench.machine import best_kernels
 from bench.models import SHAPES, Prepared, kv_bytes, prepare
 from bench.plots import plot_bars
@@ -121,11 +122,11 @@ def name_operations(ops: Sequence[tuple[str, float]]) -> Parts:
 
 
 def account(
-    prepared: Prepared, num_adapters: int, num_steps: int
+    prepared: Prepared, num_requests: int, num_adapters: int, num_steps: int
 ) -> tuple[dict[str, Parts], float]:
     """Returns medians over the steps (the step's parts, and the computation's operations), and the
     steps' mean context."""
-    stepper = Stepper(prepared, num_adapters)
+    stepper = Stepper(prepared, num_adapters, num_requests)
     first = stepper.context
     parts = [time_parts(stepper) for _ in range(num_steps)]
     operations = [native_operations(stepper) for _ in range(num_steps)]
@@ -142,12 +143,16 @@ def _medians(observed: list[Parts]) -> Parts:
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-def floors(floor: ModelFloor, name: str, num_adapters: int, context: float) -> dict[str, Parts]:
-    """Returns the floor and the bound of the step's parts."""
-    measured, size = floor.measure(9), str(NUM_REQUESTS)
+def floors(
+    floor: ModelFloor, name: str, num_requests: int, num_adapters: int, context: float
+) -> dict[str, Parts]:
+    """Returns the floor and the bound of the step's parts. A step reads and writes each recurrent
+    state once."""
+    measured, size = floor.measure(9), str(num_requests)
     read = measured["read_bytes_per_second"]
     reading = {
-        "keys and values": kv_bytes(name, round(NUM_REQUESTS * context)) / read,
+        "keys and values": kv_bytes(name, round(num_requests * context)) / read,
+        "recurrent states": 2 * num_requests * floor.state_bytes / read,
         "adapters": num_adapters * floor.adapter_bytes / read,
     }
     return {
@@ -199,25 +204,32 @@ def plot_account(path: Path, found: dict[str, dict[str, Parts]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="bench-200m")
+    parser.add_argument("--requests", type=int, choices=DECODE_SIZES, default=NUM_REQUESTS)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=FOLDER / "step_breakdown.json")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
-    prepared = prepare(options.model, NUM_REQUESTS)
-    counts = {"base": 0, "16 adapters": NUM_REQUESTS}
+    requests = options.requests
+    prepared = prepare(options.model, requests)
+    counts = {"base": 0, f"{requests} adapters": requests}
     found: dict[str, dict[str, Parts]] = {}
     contexts: dict[str, float] = {}
     for kind, count in counts.items():
-        found[kind], contexts[kind] = account(prepared, count, options.steps)
+        found[kind], contexts[kind] = account(prepared, requests, count, options.steps)
     floor = ModelFloor(options.model)
     for kind, count in counts.items():
-        found[kind] |= floors(floor, options.model, count, contexts[kind])
+        found[kind] |= floors(floor, options.model, requests, count, contexts[kind])
     for what in ("parts", "operations", "floor", "bound"):
         show_table(f"{what} of one step, ms ({best_kernels()})", what, found)
     of_whole = shares(found)
     rows = [[what, *(of_whole[kind][what] for kind in found)] for what in ("floor", "bound")]
     show("of the whole step", ("", *found), rows)
-    measured = {"context": contexts, "seconds": found, "shares of the whole step": of_whole}
+    measured = {
+        "requests": requests,
+        "context": contexts,
+        "seconds": found,
+        "shares of the whole step": of_whole,
+    }
     write(options.out, "account", {"model": options.model, **measured})
     plot_account(options.out.with_suffix(".png"), found)
 

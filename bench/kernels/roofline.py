@@ -33,6 +33,7 @@ from bench.results import FOLDER, median, show, write
 from bench.store.process import bench_store
 from bench.store.pull import read_raw
 from inference_svc.model.description import ExpertsProjection, Projection
+from inference_svc.model.recurrent_states import slot_bytes
 from inference_svc.model.walk import weights_of
 from kernels.host_memory import allocate_host
 
@@ -53,6 +54,7 @@ class ModelFloor:
         described = decoder(name)
         vocab, hidden = described.vocab_size, described.hidden_size
         self.adapter_bytes = image_bytes(name)
+        self.state_bytes = slot_bytes(described)
         self.projections = Products(step_shapes(described))
         attention, last = described.attentions[-1], described.num_layers - 1
         whole = sum(
@@ -60,7 +62,8 @@ class ModelFloor:
             for spec, layer in weights_of(described)
             if layer == last and isinstance(spec, Projection | ExpertsProjection)
         )
-        keys_and_values = attention.qkv.out_features - attention.q_size
+        heads_size = attention.q_size * (1 + attention.has_gate)
+        keys_and_values = attention.qkv.out_features - heads_size
         self._last_flops = 2.0 * (whole - keys_and_values * attention.qkv.in_features)
         # Logits are sums in fp32. There are several copies, so that each comes from memory.
         self._num_heads = -(-HEAD_BYTES // (2 * vocab * hidden))
@@ -116,15 +119,17 @@ class ModelFloor:
         *,
         is_bound: bool = False,
     ) -> float:
-        """Returns W1's output tokens per second if only products and adapters' bytes took time: at
-        the best kernel's speed, or for the bound at the hardware's."""
+        """Returns W1's output tokens per second if only products, adapters' bytes and recurrent
+        states took time: at the best kernel's speed, or for the bound at the hardware's. A step
+        reads and writes each state once."""
         kind, rate = ("bound_seconds", "peak") if is_bound else ("seconds", "prefill")
         size = str(num_requests)
         flops = self.prefill_flops(num_requests * num_in, num_requests)
         prefill_s = flops / measured[f"{rate}_flops_per_second"]
         step_s: float = measured[f"projections_{kind}"][size] + measured[f"head_{kind}"][size]
-        lora_s = adapters * self.adapter_bytes / measured["read_bytes_per_second"]
-        whole_s = prefill_s + (num_out - 1) * (step_s + lora_s)
+        moved_bytes = adapters * self.adapter_bytes + 2 * num_requests * self.state_bytes
+        moved_s = moved_bytes / measured["read_bytes_per_second"]
+        whole_s = prefill_s + (num_out - 1) * (step_s + moved_s)
         return float(num_requests * num_out / whole_s)
 
 
