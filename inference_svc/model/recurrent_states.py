@@ -13,6 +13,7 @@ from torch import Tensor
 
 from inference_svc.core import EMPTY_STATE, BatchRow
 from inference_svc.model.description import Decoder
+from kernels.host_memory import allocate_host
 
 ITEM_BYTES = 4
 """A state is a sum over all tokens: its elements are fp32."""
@@ -52,7 +53,9 @@ class RecurrentStates:
 
         def zeros(shape: tuple[int, ...]) -> Tensor:
             size = num_slots(num_states), *shape
-            return torch.zeros(size, dtype=torch.float32, device=device)
+            if torch.device(device).type != "cpu":
+                return torch.zeros(size, dtype=torch.float32, device=device)
+            return allocate_host(ITEM_BYTES * math.prod(size)).view(torch.float32).view(size)
 
         layers = {
             layer: tuple(map(zeros, mixer.state_shapes))

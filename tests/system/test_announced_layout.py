@@ -58,8 +58,8 @@ def test_it_names_every_weight_that_adapters_may_change(zoo: Zoo, layout: ModelL
     names = {name.replace("base_layer.", "").removesuffix(".weight") for name in module_of}
     for name, of_name in _by_name(stored).items():
         names = (names - {name}) | of_name if name in names else names
-    # No adapter may change Gemma 4's table and what scales its routers, what GPT-OSS has besides its
-    # projections, and the numbers and the convolution of a gated delta net.
+    # No adapter may change Gemma 4's table and what scales its routers, what GPT-OSS has besides
+    # its projections, and the numbers and the convolution of a gated delta net.
     names = {name for name in names if not name.endswith(NOT_CHANGED)}
     assert {target.name for target in stored.targets} == {n for n in names if "lora_" not in n}
     for target in stored.targets:

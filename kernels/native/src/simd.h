@@ -42,6 +42,8 @@ inline bf16 from_float<bf16>(float x) {
   return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
+inline void stream_fence() { _mm_sfence(); }
+
 #if defined(__AVX512F__)
 
 using VF = __m512;
@@ -82,6 +84,8 @@ inline VF vload(const float* p) { return _mm512_loadu_ps(p); }
 inline VF vload(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
 inline void vstore(float* p, VF x) { _mm512_storeu_ps(p, x); }
 inline void vstore(bf16* p, VF x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+// Past the caches, to an aligned address; other threads see it after a `stream_fence`.
+inline void vstream(float* p, VF x) { _mm512_stream_ps(p, x); }
 
 // Pairs of bf16, one in each lane. A bf16 is the upper half of a float, so that either of a pair
 // widens without a shuffle: `even` the one that comes first in memory, `odd` the other.
@@ -179,6 +183,7 @@ inline VF vload(const float* p) { return _mm256_loadu_ps(p); }
 inline VF vload(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
 inline void vstore(float* p, VF x) { _mm256_storeu_ps(p, x); }
 inline void vstore(bf16* p, VF x) { _mm_storeu_si128((__m128i*)p, narrow(x)); }
+inline void vstream(float* p, VF x) { _mm256_stream_ps(p, x); }
 
 inline VI vbits(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline VI vbits(uint32_t bits) { return _mm256_set1_epi32(static_cast<int>(bits)); }

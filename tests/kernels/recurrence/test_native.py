@@ -140,7 +140,7 @@ def test_delta_rule(
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4))
 def test_bits_depend_on_no_other_row(rows: list[list[int]]) -> None:
-    """Nor on where a row is cut into segments: a state is as exact as the next token needs it."""
+    """Where a row is cut into segments, each begins with tokens that are computed at once."""
     library, sizes = native_library(), DeltaHeads(1, 2, 8, 12)
     num_tokens = sum(map(sum, rows))
     qkv, both = numbers(num_tokens, 40), numbers(num_tokens, 4)
@@ -159,9 +159,12 @@ def test_bits_depend_on_no_other_row(rows: list[list[int]]) -> None:
     start = written = 0
     for number, row in enumerate(rows):
         if number % 3 == 0:  # one that begins
-            out, alone = run(Step([[sum(row)]]), start, start + sum(row))
+            out, alone = run(Step([row]), start, start + sum(row))
             assert torch.equal(out, together[start : start + sum(row)])
-            assert torch.equal(alone[2], states[len(rows) + written + len(row)])
+            assert torch.equal(alone[1 + len(row)], states[len(rows) + written + len(row)])
+            out, whole = run(Step([[sum(row)]]), start, start + sum(row))
+            close(out, together[start : start + sum(row)])
+            close(whole[2], alone[1 + len(row)])
         start += sum(row)
         written += len(row)
 
