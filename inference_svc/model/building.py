@@ -87,13 +87,12 @@ def attention(
         is_stored_fused=is_stored_fused,
     )
     out = Projection("o", (Member("self_attn.o_proj", hidden_size),), q_size, out_bias)
-    changes.setdefault("scale", head_dim**-0.5)
+    changes = {"out": out, "scale": head_dim**-0.5} | changes
     return Attention(
         num_heads,
         num_kv_heads,
         head_dim,
         qkv=qkv,
-        out=out,
         rope=rope,
         has_gate=has_gate,
         **changes,

@@ -15,11 +15,12 @@ from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear, RotaryEmbedding
 from inference_svc.model.lora import Lora
-from inference_svc.model.operations import Rows, Value
+from inference_svc.model.operations import Op, Rows, Value
 from inference_svc.model.rope import Rope
 from kernels.elementwise import NormWeight
 from kernels.elementwise.addend import Addend
 from kernels.lora import TokenOrder
+from kernels.recurrence import Segments
 
 
 @dataclass(slots=True)
@@ -45,6 +46,13 @@ class Step:
     @property
     def device(self) -> torch.device:
         return self.inputs.token_ids.device
+
+    def states(self, op: Op) -> tuple[tuple[Tensor, ...], Segments]:
+        """Returns the recurrent states of an operation's layer, and the step's segments."""
+        plan = self.inputs.recurrent
+        assert plan is not None
+        assert op.layer is not None
+        return plan.states.layers[op.layer], Segments(*zip(*plan.segments, strict=True))
 
     def norm(self, norm: Norm | None, layer: int | None, rows: Rows) -> NormWeight | None:
         """Returns the weight of a norm of these rows, for each where adapters have one."""

@@ -24,7 +24,7 @@ from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation
 from inference_svc.model.lifetimes import ValueSizes, last_uses, peak_bytes
 from inference_svc.model.lora import ExpertsLora, Lora
-from inference_svc.model.mixers import gated_delta_torch
+from inference_svc.model.mixers import gated_delta_torch, short_conv_torch
 from inference_svc.model.operations import (
     HEAD_KEY,
     AddNorm,
@@ -75,7 +75,7 @@ COMPUTED = names(
     attention.kv_layer attention.values_are_keys rope rope.part rope.is_interleaved
     attention.norms_of_all_heads attention.head_dim>256 attention.head_dim>512
     decoder.kv_shapes decoder.ropes decoder.windows
-    attention.has_gate gated_delta gated_delta.is_by_key_head attention.sinks
+    attention.has_gate gated_delta gated_delta.is_by_key_head short_conv attention.sinks
     dense dense.activation=silu dense.activation=gelu_pytorch_tanh
     experts experts.activation=silu experts.activation=gelu_pytorch_tanh clamped_swiglu
     experts.shared experts.shared_gate experts.norm experts.post_norm experts.shared_post_norm
@@ -430,5 +430,6 @@ COMPUTE: dict[type[Op], Callable[[Any, Step], object]] = {
     Scale: _scale,
     Spread: _spread,
     **gated_delta_torch.COMPUTE,
+    **short_conv_torch.COMPUTE,
 }
 """The function that computes each kind of operation, and returns what it writes."""

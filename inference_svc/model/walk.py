@@ -27,7 +27,7 @@ from inference_svc.model.description import (
     QueryGrowth,
     layer_path,
 )
-from inference_svc.model.mixers.gated_delta import GatedDelta, list_operations
+from inference_svc.model.mixers import gated_delta, short_conv
 from inference_svc.model.operations import (
     EMBEDDING_KEY,
     HEAD_KEY,
@@ -392,7 +392,8 @@ class Walk:
 
 MIXERS: dict[type, Callable[[Walk, int, Any, Value], Value]] = {
     Attention: Walk.attend,
-    GatedDelta: list_operations,
+    gated_delta.GatedDelta: gated_delta.list_operations,
+    short_conv.ShortConv: short_conv.list_operations,
 }
 """The function that lists the operations of each kind of mixer, up to its last projection: it adds
 them to the walk, of a layer with this mixer and this input, and returns their output."""

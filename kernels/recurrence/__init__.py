@@ -6,6 +6,12 @@ reference  the definitions: plain torch, fp32
 
 from __future__ import annotations
 
-from kernels.recurrence.reference import Segments, causal_conv, gated_delta, gated_norm
+from kernels.recurrence.reference import (
+    Segments,
+    causal_conv,
+    gated_conv,
+    gated_delta,
+    gated_norm,
+)
 
-__all__ = ["Segments", "causal_conv", "gated_delta", "gated_norm"]
+__all__ = ["Segments", "causal_conv", "gated_conv", "gated_delta", "gated_norm"]

@@ -161,6 +161,20 @@ def causal_conv_op(
 ) -> NativeOp:
     """See `reference.causal_conv`. x: [T, channels] of unit stride in its rows, out: [T, channels],
     weight: fp32 [channels, size], states: fp32 [slots, size - 1, channels]."""
+    return _conv_op("causal_conv", x, out, weight, states, rows)
+
+
+def gated_conv_op(
+    x: Tensor, out: Tensor, weight: Tensor, states: Tensor, rows: StateRows
+) -> NativeOp:
+    """See `reference.gated_conv`. x: [T, 3 * channels] of unit stride in its rows, the others as
+    for `causal_conv_op`."""
+    return _conv_op("gated_conv", x, out, weight, states, rows)
+
+
+def _conv_op(
+    name: str, x: Tensor, out: Tensor, weight: Tensor, states: Tensor, rows: StateRows
+) -> NativeOp:
     channels, size = weight.shape
     assert size <= MAX_KERNEL
     assert states.shape[1:] == (size - 1, channels)
@@ -176,7 +190,7 @@ def causal_conv_op(
         size=size,
         stride=x.stride(0),
     )
-    return NativeOp("causal_conv_" + dtype_name(x.dtype), args, (x, out, by_place, states, rows))
+    return NativeOp(f"{name}_{dtype_name(x.dtype)}", args, (x, out, by_place, states, rows))
 
 
 def delta_rule_op(

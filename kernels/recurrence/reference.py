@@ -58,6 +58,28 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -
     Returns:
         [T, channels] of x's dtype.
     """
+    mixed = _convolve(x, weight, states, segments)
+    return F.silu(mixed.float()).to(x.dtype)
+
+
+def gated_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -> Tensor:
+    """Convolves each channel of a sequence with its own kernel, between two gates: out[t] = c[t] *
+    round(sum over j of weight[:, j] * bx[t - size + 1 + j]), where bx = round(b * x).
+
+    Args:
+        x: b, c and x side by side, [T, 3 * channels].
+        weight: float32 [channels, size].
+        states: float32 [slots, size - 1, channels], the last bx of a sequence.
+        segments: The step's; their tokens are x's.
+
+    Returns:
+        [T, channels] of x's dtype.
+    """
+    before, after, inputs = x.chunk(3, dim=1)
+    return after * _convolve(before * inputs, weight, states, segments)
+
+
+def _convolve(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -> Tensor:
     out = torch.empty_like(x)
     size = weight.shape[1]
     for part, tokens in segments.parts():
@@ -66,8 +88,7 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -
         new = new.unsqueeze(2) if len(part.counts) == len(new) else new.t().unsqueeze(0)
         inputs = torch.cat((states[list(part.read)].transpose(1, 2), new), dim=2)
         states[list(part.written)] = inputs[:, :, inputs.shape[2] - size + 1 :].transpose(1, 2)
-        mixed = F.conv1d(inputs, weight.unsqueeze(1), groups=len(weight))
-        mixed = F.silu(mixed.to(x.dtype).float()).to(x.dtype)
+        mixed = F.conv1d(inputs, weight.unsqueeze(1), groups=len(weight)).to(x.dtype)
         out[tokens] = mixed.transpose(1, 2).reshape(len(new[0, 0]) * len(new), -1)
     return out
 

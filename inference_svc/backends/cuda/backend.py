@@ -352,7 +352,9 @@ class CudaBackend(AdapterMemory):
         torch.argmax(logits, dim=-1, out=self.results.argmax[: len(logits)])
 
 
-LACKING = names("attention.head_dim>512 attention.has_gate gated_delta gated_delta.is_by_key_head")
+LACKING = names(
+    "attention.head_dim>512 attention.has_gate gated_delta gated_delta.is_by_key_head short_conv"
+)
 
 
 class CudaFactory:

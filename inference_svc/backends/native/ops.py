@@ -19,6 +19,7 @@ from inference_svc.backends.native.states import NativeStates
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Activation, ClampedSwiglu
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
+from inference_svc.model.mixers.short_conv import GatedConvolve
 from inference_svc.model.operations import (
     HEAD_KEY,
     AddNorm,
@@ -72,6 +73,7 @@ from kernels.recurrence.native import (
     copy_runs_op,
     delta_rule_op,
     gate_heads_op,
+    gated_conv_op,
     gated_norm_op,
 )
 
@@ -358,6 +360,14 @@ def _convolve(ops: NativeOps, op: Convolve, at: Tensors) -> Iterator[GroupedOp]:
     yield "", causal_conv_op(x, at[op.out], weight.view(size, -1), states, rows)
 
 
+def _gated_convolve(ops: NativeOps, op: GatedConvolve, at: Tensors) -> Iterator[GroupedOp]:
+    weight = ops.weights.numbers_of(op.kernels)
+    assert weight is not None
+    rows, (states,) = _states(ops, op)
+    kernels = weight.view(op.mixer.num_channels, -1)
+    yield "", gated_conv_op(at[op.inputs[0]], at[op.out], kernels, states, rows)
+
+
 def _delta_rule(ops: NativeOps, op: DeltaRule, at: Tensors) -> Iterator[GroupedOp]:
     mixer, (rows, (_, states)) = op.mixer, _states(ops, op)
     qkv, made = (at[each] for each in op.inputs)
@@ -411,6 +421,7 @@ _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]
     Spread: NativeOps.spread,
     Convolve: _convolve,
     DeltaRule: _delta_rule,
+    GatedConvolve: _gated_convolve,
     GatedNorm: _gated_norm,
 }
 """The method that makes each kind of operation."""

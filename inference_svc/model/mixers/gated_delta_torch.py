@@ -9,22 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm, layer_of
+from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.operations import Op, Rows
 from inference_svc.model.step import Step
 from kernels import recurrence
 
 
-def _states(op: Op, step: Step) -> tuple[tuple[Tensor, ...], recurrence.Segments]:
-    """Returns the states of an operation's layer, and the step's segments."""
-    plan = step.inputs.recurrent
-    assert plan is not None
-    segments = recurrence.Segments(*zip(*plan.segments, strict=True))
-    return plan.states.layers[layer_of(op)], segments
-
-
 def _convolve(op: Convolve, step: Step) -> Tensor:
-    (states, _), segments = _states(op, step)
+    (states, _), segments = step.states(op)
     kernels = step.weights.numbers_of(op.kernels)
     assert kernels is not None
     size = op.mixer.conv_size
@@ -33,7 +25,7 @@ def _convolve(op: Convolve, step: Step) -> Tensor:
 
 
 def _delta_rule(op: DeltaRule, step: Step) -> Tensor:
-    mixer, (_, states), segments = op.mixer, *_states(op, step)
+    mixer, (_, states), segments = op.mixer, *step.states(op)
     qkv, made = (step.values[each] for each in op.inputs)
     q, k, v = qkv.split((mixer.key_size, mixer.key_size, mixer.value_size), dim=1)
     *_, b, a = made.split(mixer.parts, dim=1)

@@ -67,10 +67,13 @@ void gate_heads(const GateHeadsArgs& args, const Slice& slice) {
   }
 }
 
-// out[t] = silu(round(sum over j of weight[j] * x[t - size + 1 + j])), the tokens before the row's
-// first being the state's.
+// sum[t] = round(sum over j of weight[j] * in[t - size + 1 + j]), the tokens before the row's first
+// being the state's. SILU: in = x, and out = silu(sum). GATED: x has b, c and x side by side, in =
+// round(b * x), and out = c * sum.
+enum class Conv { SILU, GATED };
+
 struct CausalConvArgs {
-  const void* x;        // [T, channels], rows stride apart
+  const void* x;        // [T, channels], or [T, 3 * channels]; rows stride apart
   void* out;            // [T, channels]
   const float* weight;  // [size, channels]
   float* states;        // [slots, size - 1, channels]
@@ -84,7 +87,7 @@ constexpr int64_t CONV_BLOCK = 256;
 constexpr int64_t MAX_KERNEL = 8;
 
 // One segment's tokens, in a block of channels: token by token, so that reads follow each other.
-template <typename T>
+template <Conv CONV, typename T>
 void convolve(const CausalConvArgs& args, int64_t segment, int64_t first, int64_t num_channels) {
   const int64_t before = args.size - 1, start = args.rows.starts[segment];
   const int64_t count = args.rows.starts[segment + 1] - start;
@@ -96,8 +99,10 @@ void convolve(const CausalConvArgs& args, int64_t segment, int64_t first, int64_
   const float* weight = args.weight + first;
   // The input at a place before or after the segment's first.
   const auto input = [&](int64_t t, int64_t at, auto lanes) {
-    return t < 0 ? vload(read + (before + t) * args.channels + at, lanes)
-                 : vload(x + t * args.stride + at, lanes);
+    if (t < 0) return vload(read + (before + t) * args.channels + at, lanes);
+    const VF value = vload(x + t * args.stride + at, lanes);
+    if (CONV == Conv::SILU) return value;
+    return rounded<T>(vmul(value, vload(x + t * args.stride + 2 * args.channels + at, lanes)));
   };
   for (int64_t t = 0; t < count; ++t) {
     for_vectors(num_channels, [&](int64_t at, auto lanes) {
@@ -107,7 +112,10 @@ void convolve(const CausalConvArgs& args, int64_t segment, int64_t first, int64_
                    sum);
       }
       sum = rounded<T>(sum);
-      vstore(out + t * args.channels + at, vmul(sum, vsigmoid(sum)), lanes);
+      const VF factor = CONV == Conv::SILU
+                            ? vsigmoid(sum)
+                            : vload(x + t * args.stride + args.channels + at, lanes);
+      vstore(out + t * args.channels + at, vmul(sum, factor), lanes);
     });
   }
   for (int64_t j = 0; j < before; ++j) {
@@ -117,16 +125,26 @@ void convolve(const CausalConvArgs& args, int64_t segment, int64_t first, int64_
   }
 }
 
-template <typename T>
-void causal_conv(const CausalConvArgs& args, const Slice& slice) {
+template <Conv CONV, typename T>
+void convolve_rows(const CausalConvArgs& args, const Slice& slice) {
   const int64_t num_blocks = (args.channels + CONV_BLOCK - 1) / CONV_BLOCK;
   const int64_t num_items = *args.rows.num_rows * num_blocks;
   for (int64_t item; (item = slice.take()) < num_items;) {
     const int64_t row = item / num_blocks, first = item % num_blocks * CONV_BLOCK;
     for (int64_t segment = args.rows.firsts[row]; segment < args.rows.firsts[row + 1]; ++segment) {
-      convolve<T>(args, segment, first, std::min(CONV_BLOCK, args.channels - first));
+      convolve<CONV, T>(args, segment, first, std::min(CONV_BLOCK, args.channels - first));
     }
   }
+}
+
+template <typename T>
+void causal_conv(const CausalConvArgs& args, const Slice& slice) {
+  convolve_rows<Conv::SILU, T>(args, slice);
+}
+
+template <typename T>
+void gated_conv(const CausalConvArgs& args, const Slice& slice) {
+  convolve_rows<Conv::GATED, T>(args, slice);
 }
 
 // The gated delta rule.
@@ -456,6 +474,8 @@ LOADOUT_EXPORT(gate_heads_float, loadout::GateHeadsArgs, loadout::gate_heads<flo
 LOADOUT_EXPORT(gate_heads_bf16, loadout::GateHeadsArgs, loadout::gate_heads<loadout::bf16>)
 LOADOUT_EXPORT(causal_conv_float, loadout::CausalConvArgs, loadout::causal_conv<float>)
 LOADOUT_EXPORT(causal_conv_bf16, loadout::CausalConvArgs, loadout::causal_conv<loadout::bf16>)
+LOADOUT_EXPORT(gated_conv_float, loadout::CausalConvArgs, loadout::gated_conv<float>)
+LOADOUT_EXPORT(gated_conv_bf16, loadout::CausalConvArgs, loadout::gated_conv<loadout::bf16>)
 LOADOUT_EXPORT(delta_rule_float, loadout::DeltaRuleArgs, loadout::delta_rule<float>)
 LOADOUT_EXPORT(delta_rule_bf16, loadout::DeltaRuleArgs, loadout::delta_rule<loadout::bf16>)
 LOADOUT_EXPORT(gated_norm_float, loadout::GatedNormArgs, loadout::gated_norm<float>)

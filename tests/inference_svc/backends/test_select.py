@@ -49,6 +49,7 @@ LACKING = {
         "attention.has_gate",
         "gated_delta",
         "gated_delta.is_by_key_head",
+        "short_conv",
     }
 }
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))

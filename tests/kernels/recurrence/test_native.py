@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.native.library import Library
-from kernels.recurrence import Segments, causal_conv, gated_delta, gated_norm
+from kernels.recurrence import Segments, causal_conv, gated_conv, gated_delta, gated_norm
 from kernels.recurrence.native import (
     DeltaHeads,
     StateRows,
@@ -19,6 +19,7 @@ from kernels.recurrence.native import (
     copy_runs_op,
     delta_rule_op,
     gate_heads_op,
+    gated_conv_op,
     gated_norm_op,
 )
 from tests.support.native import native_library
@@ -96,6 +97,25 @@ def test_causal_conv(
     library.run(causal_conv_op(x, out, weight, found, step.rows))
     count = int(step.num_tokens)
     close(out[:count], causal_conv(x[:count], weight, states, step.segments))
+    assert torch.equal(found, states)
+    assert (out[count:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("channels", "size"), [(40, 3), (300, 2)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_gated_conv(
+    library: Library, rows: list[list[int]], channels: int, size: int, dtype: torch.dtype
+) -> None:
+    step = Step(rows)
+    x = numbers(MOST, 3 * channels + 9, dtype=dtype)[:, : 3 * channels]
+    weight = numbers(channels, size)
+    states = numbers(step.num_slots, size - 1, channels)
+    states[0] = 0
+    found, out = states.clone(), torch.full((MOST, channels), 7, dtype=dtype)
+    library.run(gated_conv_op(x, out, weight, found, step.rows))
+    count = int(step.num_tokens)
+    close(out[:count], gated_conv(x[:count], weight, states, step.segments))
     assert torch.equal(found, states)
     assert (out[count:] == 7).all()
 

@@ -226,6 +226,10 @@ MODELS = {
         | {"shared_expert_intermediate_size": 40, "use_sliding_window": True}
         | {"sliding_window": 7, "max_window_layers": 1, "norm_topk_prob": True},
     ),
+    "lfm2": (
+        "Lfm2",
+        {"full_attn_idxs": [1], "conv_L_cache": 4, "block_multiple_of": 8, "norm_eps": 1e-4},
+    ),
     "qwen3_5": ("Qwen3_5", HYBRID),
     "qwen3_5-moe": ("Qwen3_5Moe", HYBRID | QWEN_MOE | {"shared_expert_intermediate_size": 40}),
     "qwen3-next": (

@@ -75,6 +75,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
     "qwen3_5": (
         "Qwen3_5",
         {
@@ -255,12 +256,14 @@ FUSED: dict[str, dict[str, str]] = {
     "phi3": _PHI3,
     "phi3-long": _PHI3,
     "glm4": dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    "lfm2": {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     **dict.fromkeys(
         ("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe"), _NO_DENSE
     ),
 }
 """Modules that a model has in place of others."""
 MORE: dict[str, list[str]] = {
+    "lfm2": ["in_proj"],
     "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
     "gemma4": ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"],
     "qwen2-moe": ["shared_expert_gate"],
