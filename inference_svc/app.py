@@ -40,6 +40,7 @@ from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.description import Decoder
+from inference_svc.model.recurrent_states import slot_bytes
 from inference_svc.results.logprobs import LogprobsMode
 from inference_svc.server import InferenceServer, announcement_of, installed_version
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
@@ -171,6 +172,7 @@ def _model_facts(decoder: Decoder) -> ModelFacts:
         fused_targets=layout.fused_modules,
         may_add_tokens=decoder.layer_inputs is None,
         expert_elements_per_rank=layout.expert_elements_per_rank,
+        state_bytes=slot_bytes(decoder),
     )
 
 

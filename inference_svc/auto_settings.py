@@ -17,6 +17,16 @@ CPU_SEQUENCES, CPU_BATCH_TOKENS = 64, 512
 CPU_ADAPTER_MEMORY, CPU_KV_MEMORY = 256 << 20, 512 << 20
 CPU_ADAPTER_SHARE = 4
 """Adapters of experts take at most one part in so many of the memory that is left, by default."""
+CPU_STATE_SHARE = 16
+"""The recurrent states of running sequences take at most one part in so many of the free memory by
+default, and the stored ones as much: a state of Qwen3.5-0.8B has 19 MiB, and 64 sequences with two
+each would take more of a laptop than the model."""
+UNKNOWN_STATE_BYTES = 512 << 20
+"""The same where the free memory is unknown."""
+STATE_INTERVAL_TOKENS = 512
+"""A prefix is computed again from the last stored state on, on average half of this. A state of
+Qwen3.5 has the bytes of keys and values of 1,600 to 2,400 tokens: stored more often, states would
+displace many more pages than tokens they save."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EVERY_TARGET = "all"
 
@@ -45,7 +55,8 @@ class ModelFacts:
     """Facts of the model's config; `kv_elements_per_token` are keys and values, `lora_targets` the
     last components of the names of modules that adapters may change, `fused_targets` of modules
     that compute several of these. `expert_elements_per_rank` are values of A and B, of all experts.
-    Models with further tables of tokens have no place for tokens that adapters add."""
+    `state_bytes` has a sequence's recurrent state, 0 for a model without recurrent layers. Models
+    with further tables of tokens have no place for tokens that adapters add."""
 
     dtype: str
     max_position_embeddings: int
@@ -54,6 +65,7 @@ class ModelFacts:
     fused_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     may_add_tokens: bool = True
     expert_elements_per_rank: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,7 @@ class Sizes:
     kv_memory: int
     max_sequences: int
     max_batch_tokens: int
+    stored_states: int = 0
 
 
 FitDevice = Callable[[InferenceSettings, Machine], Sizes]
@@ -106,6 +119,7 @@ def resolve(
             "kv_memory": ByteSize(sizes.kv_memory),
             "max_sequences": sizes.max_sequences,
             "max_batch_tokens": sizes.max_batch_tokens,
+            "stored_states": sizes.stored_states,
             "max_model_len": _max_model_len(settings, model, num_pages * settings.page_size),
         }
     )
@@ -126,6 +140,7 @@ def resolve_model(settings: InferenceSettings, model: ModelFacts) -> InferenceSe
             "base_model": settings.base_model_names[0],
             "dtype": dtype,
             "lora_targets": lora_targets,
+            "state_interval_tokens": _state_interval(settings),
             "max_added_tokens": settings.max_added_tokens if model.may_add_tokens else 0,
         }
     )
@@ -159,6 +174,11 @@ def _lora_targets(asked: tuple[str, ...], model: ModelFacts) -> tuple[str, ...]:
     return () if accepted == set(model.lora_targets) else tuple(sorted(accepted))
 
 
+def _state_interval(settings: InferenceSettings) -> int:
+    size = settings.page_size
+    return settings.state_interval_tokens or -(-STATE_INTERVAL_TOKENS // size) * size
+
+
 def _max_model_len(settings: InferenceSettings, model: ModelFacts, kv_tokens: int) -> int:
     needed = max(settings.max_model_len, 2)
     if needed > kv_tokens:
@@ -167,15 +187,52 @@ def _max_model_len(settings: InferenceSettings, model: ModelFacts, kv_tokens: in
 
 
 def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> Sizes:
-    most = settings.max_batch_tokens or CPU_SEQUENCES
-    max_sequences = settings.max_sequences or min(CPU_SEQUENCES, most)
+    most = min(settings.max_batch_tokens or CPU_SEQUENCES, CPU_SEQUENCES)
+    left_bytes = settings.memory_limit or machine.host_free_bytes
+    share_bytes = UNKNOWN_STATE_BYTES if left_bytes is None else left_bytes // CPU_STATE_SHARE
+    fitting = running_within(share_bytes, model.state_bytes, most)
+    max_sequences = settings.max_sequences or fitting
+    kv_memory = settings.kv_memory or CPU_KV_MEMORY
+    kv_tokens = kv_memory // (model.kv_elements_per_token * ITEM_BYTES[settings.dtype])
     return Sizes(
         adapter_memory=settings.adapter_memory or _cpu_adapter_memory(settings, machine, model),
         host_memory=settings.host_memory or 0,
-        kv_memory=settings.kv_memory or CPU_KV_MEMORY,
+        kv_memory=kv_memory,
         max_sequences=max_sequences,
         max_batch_tokens=settings.max_batch_tokens or max(CPU_BATCH_TOKENS, max_sequences),
+        stored_states=stored_within(
+            share_bytes,
+            model.state_bytes,
+            settings,
+            kv_tokens=kv_tokens,
+            max_sequences=max_sequences,
+        ),
     )
+
+
+def running_within(num_bytes: int, state_bytes: int, most: int) -> int:
+    """Returns how many sequences, `most` at most and at least one, have room for their recurrent
+    states, two each, in so many bytes."""
+    return max(1, min(most, num_bytes // (2 * state_bytes))) if state_bytes else most
+
+
+def stored_within(
+    num_bytes: int,
+    state_bytes: int,
+    settings: InferenceSettings,
+    *,
+    kv_tokens: int,
+    max_sequences: int,
+) -> int:
+    """Returns how many states the prefix cache stores, in so many bytes unless the settings say the
+    number: no more than prefixes in the pages can have, one for each interval, and one at the end
+    of each running sequence's prompt."""
+    if not (state_bytes and settings.prefix_cache):
+        return 0
+    if settings.stored_states is not None:
+        return settings.stored_states
+    useful = kv_tokens // settings.state_interval_tokens + max_sequences
+    return min(num_bytes // state_bytes, useful)
 
 
 def _cpu_adapter_memory(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> int:
@@ -193,6 +250,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
     assert settings.kv_memory is not None, "the settings are resolved"
     assert settings.host_memory is not None, "the settings are resolved"
     assert settings.adapter_memory is not None, "the settings are resolved"
+    assert settings.stored_states is not None, "the settings are resolved"
     return EngineConfig(
         model_dir=settings.model,
         base_model=settings.base_model_names[0],
@@ -209,6 +267,8 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         tenant_share=settings.share,
         page_size=settings.page_size,
         kv_bytes=int(settings.kv_memory),
+        state_pages=settings.state_interval_tokens // settings.page_size,
+        num_stored_states=settings.stored_states,
         arena_bytes=int(settings.adapter_memory),
         host_bytes=int(settings.host_memory),
         memory_limit_bytes=int(settings.memory_limit or 0),

@@ -201,11 +201,27 @@ class InferenceSettings(ServiceSettings):
     """Number of tokens per page of keys and values."""
 
     prefix_cache: Annotated[bool, MEMORY] = True
-    """Share the keys and values of equal prompt prefixes between requests."""
+    """Share the keys and values of equal prompt prefixes between requests, and the recurrent states
+    of models that have them."""
+
+    state_interval_tokens: Annotated[OptionalCount, MEMORY] = 0
+    """For models with recurrent layers: distance of the prompt positions at which the prefix cache
+    stores a state, in tokens; a multiple of --page-size. A shared prefix is reused up to the last
+    stored state. A lower value stores more states for each prompt. 0: 512, rounded up to whole
+    pages. Other models ignore it."""
+
+    stored_states: Annotated[OptionalCount | None, MEMORY] = None
+    """For models with recurrent layers: maximum number of states that the prefix cache stores, in
+    addition to two for each running request; loadout info shows the size of one. 0: prefixes are
+    not reused. Default: as many as --kv-memory has tokens for, within a part of the memory: on CPU
+    a sixteenth of the free memory, on CUDA an eighth of the memory that the weights leave. Other
+    models ignore it."""
 
     max_sequences: Annotated[OptionalCount, SCHEDULING] = 0
     """Maximum number of requests that run at once. 0: 64 on CPU; on CUDA 256, halved until a step
-    needs at most an eighth of the memory that the weights leave."""
+    needs at most an eighth of the memory that the weights leave. For models with recurrent layers
+    at most as many as have room for their states in a sixteenth of the free memory (CPU), or a
+    quarter of the memory that the weights leave (CUDA)."""
 
     max_batch_tokens: Annotated[OptionalCount, SCHEDULING] = 0
     """Maximum number of tokens per step. A higher value makes prompts faster and each step longer.
@@ -301,6 +317,16 @@ class InferenceSettings(ServiceSettings):
             raise ValueError(
                 f"--max-sequences {self.max_sequences} exceeds --max-batch-tokens "
                 f"{self.max_batch_tokens}: each takes at least one token of a step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_state_interval(self) -> Self:
+        interval, size = self.state_interval_tokens, self.page_size
+        if interval % size:
+            raise ValueError(
+                f"--state-interval-tokens {interval} is not a multiple of --page-size {size}: "
+                f"states are stored at the ends of pages; use {-(-interval // size) * size}"
             )
         return self
 

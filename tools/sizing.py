@@ -28,12 +28,16 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import kv_page_bytes
+from inference_svc.model.recurrent_states import slot_bytes
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 from servicekit.settings.types import Size
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ON_DEVICE = ("weights", "kv_pages", "arena", "workspace", "graphs", "libraries", "in use")
+ON_DEVICE = (
+    *("weights", "kv_pages", "recurrent_states", "arena", "workspace"),
+    *("graphs", "libraries", "in use"),
+)
 ON_HOST = ("host_tier", "routed_experts")
 CONTEXT_BYTES = 600 << 20
 """Memory of a CUDA context before any allocation: half a gigabyte, and more on some devices."""
@@ -74,6 +78,11 @@ class Plan:
     def kv_tokens(self) -> int:
         """Number of tokens that fit, of all sequences together."""
         return self.bytes_of("kv_pages") // self.page_bytes * self.config.page_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of a sequence's recurrent state; 0 for a model without recurrent layers."""
+        return slot_bytes(self.decoder)
 
     @property
     def largest_image_bytes(self) -> int:
@@ -122,11 +131,21 @@ def rows(planned: Plan, adapters: Adapters) -> Iterator[tuple[str, str]]:
         if area == "kv_pages":
             pages = num_bytes // planned.page_bytes
             more = f": {pages:,} pages of {human(planned.page_bytes)}, {planned.kv_tokens:,} tokens"
+        elif area == "recurrent_states":
+            more = _states(planned)
         else:
             more = f": {held[area]:,} adapters" if area in held else ""
         if num_bytes:
             yield f"`{area}`", human(num_bytes) + more
     yield "largest adapter that is admitted", human(planned.largest_image_bytes)
+
+
+def _states(planned: Plan) -> str:
+    config = planned.config
+    return (
+        f": {human(planned.state_bytes)} each, two for each of {config.max_sequences:,} requests, "
+        f"{config.stored_states:,} stored, one every {config.state_interval_tokens:,} tokens"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -35,6 +35,24 @@ def _model(
 
 BENCH_200M = _model("Llama", 8192, 1024, 2816, 16, (16, 4), 2048)
 LLAMA_8B = _model("Llama", 128256, 4096, 14336, 32, (32, 8), 131072)
+QWEN3_5_08B = _model(
+    "Qwen3_5",
+    248320,
+    1024,
+    3584,
+    24,
+    (8, 2),
+    262144,
+    head_dim=256,
+    tie_word_embeddings=True,
+    layer_types=[*["linear_attention"] * 3, "full_attention"] * 6,
+    linear_num_key_heads=16,
+    linear_num_value_heads=16,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+)
+"""Three of four layers are recurrent."""
 MODELS = {
     "Qwen3-0.6B": _model(
         "Qwen3", 151936, 1024, 3072, 28, (16, 8), 40960, head_dim=128, tie_word_embeddings=True

@@ -114,7 +114,7 @@ def plan_budgets(
     on_device: tuple[Line, ...] = (
         Line("weights", needs.weights_bytes, "a smaller model or --dtype"),
         Line("kv_pages", config.kv_bytes, "--kv-memory"),
-        *_used(Line("recurrent_states", needs.recurrent_bytes, "--max-sequences")),
+        *_used(Line("recurrent_states", needs.recurrent_bytes, "--max-sequences, --stored-states")),
         Line("arena", config.arena_bytes, "--adapter-memory"),
         Line(
             "workspace",

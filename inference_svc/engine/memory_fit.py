@@ -13,7 +13,13 @@ from functools import cached_property
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.memory.resident import Shape
 from inference_svc.adapters.targets import layout_of
-from inference_svc.auto_settings import Machine, Sizes, to_engine_config
+from inference_svc.auto_settings import (
+    Machine,
+    Sizes,
+    running_within,
+    stored_within,
+    to_engine_config,
+)
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds
 from inference_svc.backends.select import select_backend
 from inference_svc.config import InferenceSettings
@@ -21,6 +27,7 @@ from inference_svc.core import EngineConfig, padding_pages
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import kv_page_bytes
+from inference_svc.model.recurrent_states import slot_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +36,10 @@ HALVINGS = 5
 """How often these two may be halved, together."""
 STEP_SHARE, ARENA_SHARE = 8, 10
 """A step takes at most one part in so many of the memory that the weights leave, the arena one."""
+RUNNING_SHARE, STORED_SHARE = 4, 8
+"""The recurrent states of running sequences take at most one part in so many of it, and the stored
+ones. A state of Qwen3.5-27B has 150 MiB, as keys and values of 2,400 tokens: the states of 256
+sequences would take all of a card, those of fewer leave half of it for pages and adapters."""
 LARGEST_SHARE = 4
 """Space for adapters of all experts takes at most one part in so many of it."""
 SPARE_SHARE = 100
@@ -45,6 +56,7 @@ def fit_device(settings: InferenceSettings, machine: Machine, *, decoder: Decode
     """See `config.FitDevice`. Raises ValueError with the budget's lines if they do not fit."""
     fit = _Fit(settings, machine, decoder)
     sizes = fit.with_step(Sizes(0, 0, 0, 0, 0))
+    sizes = fit.with_states(sizes)
     sizes = fit.with_adapters(sizes)
     sizes = fit.with_pages(sizes)
     fit.budget(sizes).check()
@@ -74,6 +86,25 @@ class _Fit:
         for halvings in range(HALVINGS + 1):
             most = sequences or min(MAX_SEQUENCES >> halvings, tokens or MAX_BATCH_TOKENS)
             yield tokens or max(MAX_BATCH_TOKENS >> halvings, most), most
+
+    def with_states(self, sizes: Sizes) -> Sizes:
+        """Chooses how many states a model with recurrent layers stores, and how many sequences run
+        with two each, no more than the step is wide."""
+        settings, state_bytes = self.settings, slot_bytes(self.decoder)
+        left_bytes = max(0, self._left_bytes(sizes))
+        if not settings.max_sequences:
+            most = running_within(left_bytes // RUNNING_SHARE, state_bytes, sizes.max_sequences)
+            sizes = replace(sizes, max_sequences=most)
+        page_bytes = kv_page_bytes(self.decoder, settings.page_size, self._layout.dtype)
+        kv_bytes = left_bytes if settings.kv_memory is None else int(settings.kv_memory)
+        stored = stored_within(
+            left_bytes // STORED_SHARE,
+            state_bytes,
+            settings,
+            kv_tokens=kv_bytes // page_bytes * settings.page_size,
+            max_sequences=sizes.max_sequences,
+        )
+        return replace(sizes, stored_states=stored)
 
     def with_adapters(self, sizes: Sizes) -> Sizes:
         """Chooses arena and host tier; warns of an arena without space for every adapter."""
@@ -154,7 +185,9 @@ class _Fit:
     def _left_bytes(self, sizes: Sizes) -> int:
         """Returns the memory that weights and libraries leave; below 0: none."""
         budget = self.budget(replace(sizes, adapter_memory=0, host_memory=0, kv_memory=0))
-        return self._limit_bytes(budget) - budget.needed_bytes + self._needs(sizes).step_bytes
+        needs = self._needs(sizes)
+        own_bytes = needs.step_bytes + needs.recurrent_bytes
+        return self._limit_bytes(budget) - budget.needed_bytes + own_bytes
 
     def _limit_bytes(self, budget: Budget) -> int:
         assert budget.limit_bytes is not None, "the device's memory is known"

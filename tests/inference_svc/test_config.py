@@ -22,6 +22,8 @@ MODEL = ModelFacts(
     lora_targets=TARGETS,
     fused_targets={"qkv_proj": ("q_proj", "k_proj", "v_proj")},
 )
+HYBRID = dataclasses.replace(MODEL, state_bytes=16 * MIB)
+"""A model with recurrent layers."""
 CPU, GPU = Machine(has_cuda=False), Machine(True, 1000 * MIB, 1200 * MIB)
 
 
@@ -77,6 +79,13 @@ def test_store_addresses(model: Path) -> None:
             ["--max-sequences", "64", "--max-batch-tokens", "63"],
             "--max-sequences 64 exceeds --max-batch-tokens 63",
         ),
+        (
+            ["--state-interval-tokens", "100"],
+            "--state-interval-tokens 100 is not a multiple of --page-size 16: states are stored at "
+            "the ends of pages; use 112",
+        ),
+        (["--state-interval-tokens", "-16"], "--state-interval-tokens: must be"),
+        (["--stored-states", "-1"], "--stored-states: must be"),
     ],
 )
 def test_wrong_values(model: Path, args: list[str], message: str) -> None:
@@ -146,6 +155,64 @@ def test_dtype_that_is_not_computed(model: Path) -> None:
     message = "model's float64 is not supported; choose one of float32, bfloat16, float16$"
     with pytest.raises(InvalidSetting, match=message):
         resolve(parse(model), CPU, dataclasses.replace(MODEL, dtype="float64"))
+
+
+@pytest.mark.parametrize(
+    ("args", "free_bytes", "sequences", "stored"),
+    [
+        ((), 4 << 30, 8, 16),
+        ((), 16 << 30, 32, 64),
+        ((), 1 << 40, 64, 64 + 512),  # as prefixes in 512 MiB of pages can have, at most
+        ((), 1 << 20, 1, 0),
+        ((), None, 16, 32),
+        (("--memory-limit", "8GiB"), 1 << 40, 16, 32),
+        (("--max-sequences", "40"), 4 << 30, 40, 16),
+        (("--stored-states", "7"), 4 << 30, 8, 7),
+        (("--stored-states", "0"), 4 << 30, 8, 0),
+        (("--no-prefix-cache", "--stored-states", "7"), 4 << 30, 8, 0),
+        (("--kv-memory", "16MiB", "--state-interval-tokens", "1024"), 1 << 40, 64, 64 + 8),
+    ],
+)
+def test_recurrent_states_have_a_share_of_a_cpus_memory(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    args: tuple[str, ...],
+    free_bytes: int | None,
+    sequences: int,
+    stored: int,
+) -> None:
+    if "--memory-limit" in args:  # no flag
+        monkeypatch.setenv("LOADOUT_INFERENCE_MEMORY_LIMIT", args[1])
+        args = ()
+    machine = Machine(has_cuda=False, host_free_bytes=free_bytes)
+    config = resolve(parse(model, *args), machine, HYBRID)
+    assert (config.max_sequences, config.stored_states) == (sequences, stored)
+    assert to_engine_config(config).num_stored_states == stored
+    assert resolve(config, machine, HYBRID) == config
+
+
+@pytest.mark.parametrize(
+    ("args", "tokens"),
+    [
+        ((), 512),
+        (("--page-size", "48"), 528),
+        (("--page-size", "1024"), 1024),
+        (("--state-interval-tokens", "64"), 64),
+        (("--page-size", "7", "--state-interval-tokens", "21"), 21),
+    ],
+)
+def test_states_are_stored_at_the_ends_of_pages(
+    model: Path, args: tuple[str, ...], tokens: int
+) -> None:
+    config = resolve(parse(model, *args), CPU, HYBRID)
+    assert config.state_interval_tokens == tokens
+    assert to_engine_config(config).state_pages * config.page_size == tokens
+
+
+def test_other_models_ignore_the_settings_of_states(model: Path) -> None:
+    args = ("--stored-states", "7", "--state-interval-tokens", "64")
+    config = resolve(parse(model, *args), Machine(False, host_free_bytes=1 << 20), MODEL)
+    assert (config.stored_states, config.max_sequences) == (0, 64)
 
 
 @pytest.mark.parametrize(

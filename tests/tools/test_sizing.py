@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tools import sizing
-from tools.sizing_models import MODELS
+from tools.sizing_models import MODELS, QWEN3_5_08B
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,14 @@ def test_what_cannot_be_served_is_said_without_a_traceback(
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-0.6B"] | config))
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         sizing.main([*arguments, "--model", str(tmp_path)])
+
+
+def test_states_of_recurrent_layers_are_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_08B))
+    sizing.main(["--", "--model", str(tmp_path), "--max-sequences", "4", "--stored-states", "10"])
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "recurrent" in each)
+    # 20 slots: two for each sequence, the stored ones, and two that no sequence owns.
+    words = "385.3 MiB: 19.3 MiB each, two for each of 4 requests, 10 stored, one every 512 tokens"
+    assert line.endswith(words)

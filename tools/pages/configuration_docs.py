@@ -158,6 +158,7 @@ SAMPLES = {
     "catalog-dsn": "postgresql+psycopg://loadout@postgres.example/loadout",
     "shared-s3": "s3://my-bucket/store",
     "trace-sample-ratio": "0.1",
+    "stored-states": "64",
     "KEY,...": "trainer_version",
     "URL": "http://127.0.0.1:4317",
     "SIZE": "4GiB",

@@ -18,7 +18,7 @@ from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import human
 from tools.sizing import LINEAR, Adapters, Plan, hit_share, image_bytes, plan, rows
-from tools.sizing_models import BENCH_200M, CARDS, LLAMA_8B, MODELS, card_bytes
+from tools.sizing_models import BENCH_200M, CARDS, LLAMA_8B, MODELS, QWEN3_5_08B, card_bytes
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "operations" / "sizing.md"
@@ -44,6 +44,7 @@ NAMED_TARGETS = {
     "all linear layers, embedding and head": (*LINEAR, "embed_tokens", "lm_head"),
 }
 RANKS = (8, 16, 32, 64)
+STATES_GIB = (4, 8, 16, 32, 64)
 ALPHAS = (1.0, 0.6, 0.3)
 GIB = 1 << 30
 NUM_ON_HOST, NUM_ON_DISK = 200, 1000
@@ -64,6 +65,7 @@ def render() -> dict[str, str]:
         "gpu": _side_by_side({"`production`": ours, "1,000 adapters": thousand}),
         "cards": _cards(),
         "cpu": _side_by_side({"defaults, two cores": on_cpu}),
+        "states": _states(),
         "hits": _hits(ours, 1000),
         "store": _stores(ours),
     }
@@ -213,6 +215,19 @@ def _rows(planned: Plan) -> dict[str, str]:
         **dict(rows(planned, USUAL)),
         f"sequences of {SEQUENCE_TOKENS:,} tokens": sequences,
     }
+
+
+def _states() -> str:
+    """Returns the table of a model with recurrent layers, by the memory of a CPU's machine."""
+    lines = []
+    for gib in STATES_GIB:
+        settings = {"device": "cpu", "num_threads": "2", "memory_limit": f"{gib}GiB"}
+        planned = _plan(QWEN3_5_08B, settings, None)
+        config, num_bytes = planned.config, planned.bytes_of("recurrent_states")
+        numbers = (config.max_sequences, 2 * config.max_sequences, config.stored_states)
+        lines.append([f"{gib} GiB", *map(str, numbers), human(num_bytes)])
+    columns = ("free memory", "`--max-sequences`", "states of these", "`--stored-states`", "all")
+    return _table(columns, lines)
 
 
 def _hits(planned: Plan, num_adapters: int) -> str:

@@ -10,21 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.memory.slots import Slots
 from inference_svc.app import resolve_settings
 from inference_svc.auto_settings import Machine, to_engine_config
-from inference_svc.backends.base import DeviceMemory
+from inference_svc.backends.base import DeviceMemory, MemoryNeeds, states_bytes
 from inference_svc.backends.cuda.backend import CudaFactory
+from inference_svc.backends.torch import TorchFactory
 from inference_svc.config import InferenceSettings
+from inference_svc.core import EngineConfig
 from inference_svc.engine.memory_budget import plan_budgets
-from inference_svc.engine.memory_fit import NO_ADAPTERS_BYTES, SPARE_SHARE, STEP_SHARE
+from inference_svc.engine.memory_fit import (
+    ARENA_SHARE,
+    NO_ADAPTERS_BYTES,
+    RUNNING_SHARE,
+    SPARE_SHARE,
+    STEP_SHARE,
+    STORED_SHARE,
+)
 from inference_svc.model.architectures import load_description
+from inference_svc.model.description import Decoder
+from inference_svc.model.kv_caches import kv_page_bytes
+from inference_svc.model.recurrent_states import slot_bytes
 from tools.pages.sizing_docs import plan_card
 from tools.sizing import Adapters, Plan
-from tools.sizing_models import CARDS, GB, LLAMA_8B, MODELS, card_bytes
+from tools.sizing_models import CARDS, GB, LLAMA_8B, MODELS, QWEN3_5_08B, card_bytes
 
 MIB = 1 << 20
 STARTS = {
@@ -125,6 +138,76 @@ def test_an_8b_on_24_and_on_141_gigabytes() -> None:
     assert large.num_adapters("arena", Adapters(16)) == large.config.max_loras
     assert large.num_adapters("arena", Adapters(64)) >= 32
     assert large.config.max_model_len == LLAMA_8B["max_position_embeddings"]
+
+
+# --- a model with recurrent layers --------------------------------------------------------------
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """Qwen3.5-0.8B, on a card that keeps its states; sizes have the model's folder."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_08B))
+    needs = CudaFactory.memory_needs
+
+    def with_states(self: CudaFactory, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
+        found = needs(self, config, decoder)
+        return replace(found, recurrent_bytes=states_bytes(config, decoder))
+
+    monkeypatch.setattr(CudaFactory, "memory_needs", with_states)
+    monkeypatch.setattr(CudaFactory, "features", CudaFactory.features | TorchFactory.features)
+    return load_description(tmp_path)
+
+
+def test_states_have_their_share_of_a_card(tmp_path: Path, hybrid: Decoder) -> None:
+    """The step's width says how many sequences may run, and memory how many do."""
+    state_bytes = slot_bytes(hybrid)
+    assert 19 * MIB < state_bytes < 20 * MIB
+    sequences, stored = [], []
+    for gigabytes in (24, 40, 80):
+        machine = machine_of(gigabytes)
+        config = resolved(tmp_path, machine)
+        assert resolve_settings(config, machine, hybrid) == config
+        engine_config = to_engine_config(config)
+        needs = CudaFactory().memory_needs(engine_config, hybrid)
+        memory = DeviceMemory(machine.free_bytes, machine.total_bytes)
+        device, _host = plan_budgets(engine_config, needs, memory)
+        device.check()
+        assert device.limit_bytes is not None
+        left_bytes = device.limit_bytes - sum(
+            device.bytes_of(name) for name in ("weights", "libraries", "in use")
+        )
+        running_bytes = 2 * config.max_sequences * state_bytes
+        assert running_bytes <= left_bytes / RUNNING_SHARE
+        is_most = config.max_sequences == 256
+        assert is_most or running_bytes + 2 * state_bytes > left_bytes / RUNNING_SHARE
+        assert config.stored_states is not None
+        in_share = config.stored_states * state_bytes * STORED_SHARE / left_bytes
+        assert 1 - STORED_SHARE * state_bytes / left_bytes < in_share <= 1
+        # Adapters' share counts the memory that states take, too.
+        assert config.adapter_memory is not None
+        assert config.adapter_memory >= left_bytes // ARENA_SHARE
+        sequences.append(config.max_sequences)
+        stored.append(config.stored_states)
+        assert config.max_batch_tokens == 8192, "states make no step narrower"
+    assert sequences == sorted(sequences)
+    assert stored == sorted(stored)
+    assert sequences[0] < 256 == sequences[-1]
+
+
+def test_given_numbers_of_states_count(tmp_path: Path, hybrid: Decoder) -> None:
+    config = resolved(tmp_path, machine_of(24), max_sequences=128, stored_states=3)
+    assert (config.max_sequences, config.stored_states) == (128, 3)
+    assert resolved(tmp_path, machine_of(24), prefix_cache=False).stored_states == 0
+    with pytest.raises(ValueError, match="memory does not suffice") as refused:
+        resolved(tmp_path, machine_of(24), stored_states=2000)
+    (line,) = (each for each in str(refused.value).splitlines() if "recurrent_states" in each)
+    assert line.endswith("--max-sequences, --stored-states")
+
+
+def test_few_pages_have_few_stored_states(tmp_path: Path, hybrid: Decoder) -> None:
+    page_bytes = kv_page_bytes(hybrid, 16, torch.bfloat16)
+    config = resolved(tmp_path, machine_of(80), kv_memory=100 * page_bytes, max_model_len=512)
+    assert config.stored_states == 100 * 16 // 512 + config.max_sequences
 
 
 # --- settings of an 8B --------------------------------------------------------------------------
