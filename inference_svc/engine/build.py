@@ -57,6 +57,7 @@ from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.checkpoint.weights import check_tensors
 from inference_svc.model.description import Decoder, ExpertsProjection
+from inference_svc.model.recurrent_states import num_slots
 from inference_svc.model.walk import layer_projections
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,11 @@ def make_states(config: EngineConfig, backend: Backend[Any]) -> States:
     return States(pages, recurrent)
 
 
+def _state_bytes(backend: Backend[Any]) -> int:
+    """Returns the memory of a sequence's recurrent state; 0 if the model has none."""
+    return backend.recurrent_bytes // num_slots(backend.num_states)
+
+
 def _set_num_threads(config: EngineConfig) -> int:
     """Sets and returns how many threads compute."""
     # Torch counts the machine's cores, not the ones that this process may use.
@@ -197,6 +203,7 @@ def _make_commands(
         budget=budget,
         times=times,
         machine=machine_name(config.device),
+        state_bytes=_state_bytes(runner.backend),
         life_cycle=life_cycle,
         losses=losses,
     )

@@ -235,6 +235,25 @@ STEPS = (
     _OWN.counter(
         "kv_page_evictions", "KV cache pages whose cached content was replaced by other content."
     ),
+    _OWN.gauge(
+        "recurrent_states_used",
+        "Recurrent states that requests hold: at least two for each running request. This and the "
+        "next four exist only for models with recurrent layers.",
+    ),
+    _OWN.gauge(
+        "recurrent_states_stored",
+        "Recurrent states, held or free, that a prefix can match.",
+    ),
+    _OWN.gauge("recurrent_states_capacity", "Number of recurrent states."),
+    _OWN.counter(
+        "recurrent_state_evictions",
+        "Stored recurrent states that were replaced by other states.",
+    ),
+    _OWN.counter(
+        "recurrent_recomputed_tokens",
+        "Tokens that were computed although their pages were known, because no recurrent state was "
+        "stored at their end. Many: raise --stored-states, or lower --state-interval-tokens.",
+    ),
     _OWN.gauge("memory_used_bytes", "Memory in use, by area.", "area"),
     _OWN.gauge("memory_capacity_bytes", "Memory available, by area.", "area"),
 )

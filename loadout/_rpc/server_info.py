@@ -62,6 +62,24 @@ class ExpertLayers:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentStates:
+    """The states of a model's recurrent layers, which requests have besides keys and values."""
+
+    state_bytes: int
+    """Bytes of one state, of all recurrent layers."""
+    interval_tokens: int
+    """Distance of the prompt positions at which the prefix cache stores a state."""
+    capacity: int
+    """States that there is memory for: two for each request that may run, and `max_stored`."""
+    max_stored: int
+    """States that the prefix cache can store while all requests run that may."""
+    used: int
+    """States that requests hold."""
+    stored: int
+    """States, held by requests or not, that a prefix can match."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """The model of a server, its limits, and its use of memory."""
 
@@ -93,3 +111,5 @@ class ServerInfo:
     """Threads that compute on the CPU; 0: a GPU computes, or the server is too old to report it."""
     speed_notes: tuple[str, ...] = ()
     """Why the machine computes more slowly than it could, and which setting helps."""
+    recurrent_states: RecurrentStates | None = None
+    """None: the model has no recurrent layers, or the server is too old to report them."""

@@ -172,6 +172,9 @@ def test_remaining_inference_calls(client, fake_inference):
         limits=inference_pb.ServerLimits(max_loras=4),
         memory=[inference_pb.MemoryUse(name="arena", used_bytes=1, capacity_bytes=2)],
         versions={"torch": "2"},
+        recurrent_states=inference_pb.RecurrentStates(
+            state_bytes=20, interval_tokens=512, capacity=12, max_stored=4, used=2, stored=3
+        ),
     )
     fake_inference.on("GetServerInfo", info)
     loaded = client.load("a", pin=True)
@@ -183,6 +186,7 @@ def test_remaining_inference_calls(client, fake_inference):
     assert client.server_info().limits.max_loras == 4
     assert client.server_info().sampling_defaults == types.SamplingDefaults(0.6, 20, 0.95)
     assert client.server_info().memory == (types.MemoryUse("arena", 1, 2),)
+    assert client.server_info().recurrent_states == types.RecurrentStates(20, 512, 12, 4, 2, 3)
 
 
 def test_inspected_adapter_has_names_for_numbers(client, fake_inference):

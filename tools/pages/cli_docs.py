@@ -71,6 +71,7 @@ TYPES = (
     types.ServerLimits,
     types.SamplingDefaults,
     types.ExpertLayers,
+    types.RecurrentStates,
     types.MemoryUse,
     types.StoreStatus,
     types.TierStatus,

@@ -30,7 +30,11 @@ from inference_svc.core import (
     SamplingParams,
     VersionPolicy,
 )
-from inference_svc.engine.control.status_types import AdapterDetails, ResidentAdapter
+from inference_svc.engine.control.status_types import (
+    AdapterDetails,
+    RecurrentStatus,
+    ResidentAdapter,
+)
 from inference_svc.engine.transport.messages import PauseMode, Timings, Usage
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.results.base import NOTHING, Scope, Wanted, grouped
@@ -353,6 +357,19 @@ def to_memory(memory: dict[str, tuple[int, int]]) -> list[pb.MemoryUse]:
         pb.MemoryUse(name=name, used_bytes=used, capacity_bytes=capacity)
         for name, (used, capacity) in memory.items()
     ]
+
+
+def to_recurrent_states(status: RecurrentStatus | None) -> pb.RecurrentStates | None:
+    if status is None:
+        return None
+    return pb.RecurrentStates(
+        state_bytes=status.state_bytes,
+        interval_tokens=status.interval_tokens,
+        capacity=status.capacity,
+        max_stored=status.max_stored,
+        used=status.used,
+        stored=status.stored,
+    )
 
 
 def from_profile_request(request: pb.ProfileStepsRequest) -> tuple[int, float]:

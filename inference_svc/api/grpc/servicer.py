@@ -180,6 +180,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             generation=convert.to_generation_state(status.generation),
             num_threads=facts.num_threads,
             speed_notes=facts.speed_notes,
+            recurrent_states=convert.to_recurrent_states(status.recurrent),
         )
 
     async def GetDebugInfo(  # noqa: N802

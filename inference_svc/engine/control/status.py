@@ -14,7 +14,11 @@ from inference_svc.engine.compute.losses import Loss, Losses
 from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.step_times import StepTimes
 from inference_svc.engine.control.life_cycle import LifeCycle, Sleep
-from inference_svc.engine.control.status_types import EngineStatus, TierStatus
+from inference_svc.engine.control.status_types import (
+    EngineStatus,
+    RecurrentStatus,
+    TierStatus,
+)
 from inference_svc.engine.memory_budget import Budget
 from inference_svc.engine.policy.scheduler import Scheduler
 from inference_svc.engine.policy.settle import Settler
@@ -27,7 +31,8 @@ from servicekit.telemetry.histogram import HistogramState
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Called in the engine's thread."""
+    """Called in the engine's thread. `state_bytes`: a sequence's recurrent state; 0 if the model
+    has none."""
 
     scheduler: Scheduler
     residency: Residency
@@ -38,6 +43,7 @@ class Describe:
     machine: str
     life_cycle: LifeCycle
     losses: Losses
+    state_bytes: int
 
     def __call__(self) -> EngineStatus:
         scheduler = self.scheduler
@@ -60,6 +66,20 @@ class Describe:
                 state.value: count for state, count in self.residency.loads.num_by_state.items()
             },
             generation=self.life_cycle.state,
+            recurrent=self._recurrent(),
+        )
+
+    def _recurrent(self) -> RecurrentStatus | None:
+        recurrent = self.scheduler.states.recurrent
+        if recurrent is None:
+            return None
+        return RecurrentStatus(
+            state_bytes=self.state_bytes,
+            interval_tokens=recurrent.border_tokens,
+            capacity=recurrent.num_slots,
+            max_stored=recurrent.max_stored,
+            used=recurrent.num_held,
+            stored=recurrent.pool.num_known,
         )
 
     def _memory(self) -> dict[str, tuple[int, int]]:
@@ -91,7 +111,13 @@ class Describe:
 
     def _counters(self) -> dict[str, float]:
         counters = self.residency.counters
-        prefetch = self.residency.prefetcher.counters
+        prefetch, states = self.residency.prefetcher.counters, self.scheduler.states
+        recurrent = {}
+        if states.recurrent is not None:
+            recurrent = {
+                "recurrent_state_evictions": states.recurrent.pool.num_evictions,
+                "recurrent_recomputed_tokens": states.num_recomputed,
+            }
         return {
             "sampled_tokens": self.settler.num_sampled,
             "pulls": counters.pulls_done,
@@ -109,11 +135,18 @@ class Describe:
             "lora_steps": self.runner.backend.num_lora_steps,
             "eager_steps": self.runner.backend.num_eager_steps,
             "version_moves": self.scheduler.num_moves,
-            "kv_page_evictions": self.scheduler.states.pages.pool.num_evictions,
+            "kv_page_evictions": states.pages.pool.num_evictions,
+            **recurrent,
         }
 
     def _gauges(self) -> dict[str, float]:
-        pages = self.scheduler.states.pages.pool
+        pages, recurrent = self.scheduler.states.pages.pool, {}
+        if (states := self._recurrent()) is not None:
+            recurrent = {
+                "recurrent_states_used": states.used,
+                "recurrent_states_stored": states.stored,
+                "recurrent_states_capacity": states.capacity,
+            }
         return {
             "requests_waiting_for_adapter": self.scheduler.queue.num_parked,
             "step_token_limit": self.scheduler.step_limit.tokens,
@@ -122,6 +155,7 @@ class Describe:
             "kv_pages_used": pages.num_used,
             "kv_pages_known": pages.num_known,
             "kv_pages_capacity": pages.num_units,
+            **recurrent,
         }
 
     def _tiers(self) -> dict[str, TierStatus]:

@@ -68,16 +68,30 @@ class TierStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentStatus:
+    """The states of recurrent layers: each has `state_bytes`, for all layers. Of `capacity`,
+    requests hold `used`; `stored`, used or not, can be found by a prefix. `max_stored` of them are
+    not needed by running requests, and the prefix cache stores one every `interval_tokens`."""
+
+    state_bytes: int
+    interval_tokens: int
+    capacity: int
+    max_stored: int
+    used: int
+    stored: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot of the engine for GetServerInfo, `loadout top` and metrics.
 
-    `memory` maps parts ("weights", "kv_pages", "arena", "workspace", "host_tier", "process", and of
-    a model with experts "routed_experts") to (used, capacity) bytes; `memory_limit_bytes` holds for
-    the device, 0 if unknown. `process_id` is the engine's. `kernels` names the code that computes,
-    such as "native avx512_bf16" or "torch", and `machine` the hardware. `counters`, `histograms`
-    and `phases` are monotonic; `phases` are histograms by name and then by their label. `tiers` are
-    "device" and perhaps "host"; `loads` counts adapters by state. `generation` is "running",
-    "paused" or "asleep".
+    `memory` maps parts ("weights", "kv_pages", "arena", "workspace", "host_tier", "process"; of a
+    model with recurrent layers "recurrent_states", with experts "routed_experts") to (used,
+    capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `process_id` is the
+    engine's. `kernels` names the code that computes, such as "native avx512_bf16" or "torch", and
+    `machine` the hardware. `counters`, `histograms` and `phases` are monotonic; `phases` are
+    histograms by name and then by their label. `tiers` are "device" and perhaps "host"; `loads`
+    counts adapters by state. `generation` is "running", "paused" or "asleep".
     """
 
     num_running: int
@@ -96,6 +110,8 @@ class EngineStatus:
     tiers: dict[str, TierStatus] = field(default_factory=dict)
     loads: dict[str, int] = field(default_factory=dict)
     generation: str = "running"
+    recurrent: RecurrentStatus | None = None
+    """None: the model has no recurrent layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,6 +231,23 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         generation=GENERATION_STATES.get(message.generation),
         num_threads=message.num_threads,
         speed_notes=tuple(message.speed_notes),
+        recurrent_states=_recurrent_states(message),
+    )
+
+
+def _recurrent_states(
+    message: inference_pb.GetServerInfoResponse,
+) -> types.RecurrentStates | None:
+    if not message.HasField("recurrent_states"):
+        return None
+    states = message.recurrent_states
+    return types.RecurrentStates(
+        state_bytes=states.state_bytes,
+        interval_tokens=states.interval_tokens,
+        capacity=states.capacity,
+        max_stored=states.max_stored,
+        used=states.used,
+        stored=states.stored,
     )
 
 

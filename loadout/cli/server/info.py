@@ -87,6 +87,13 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
     if (experts := server.experts) is not None:
         text = f"{experts.num_chosen} of {experts.num_experts} in {len(experts.layers)} layers"
         rows.append(("experts", text))
+    if (states := server.recurrent_states) is not None:
+        text = (
+            f"{decimal(states.state_bytes)} each, {states.capacity} fit: {states.used} used, "
+            f"{states.stored} of {states.max_stored} stored, one every {states.interval_tokens} "
+            "tokens"
+        )
+        rows.append(("recurrent states", text))
     for use in server.memory:
         text = f"{decimal(use.used_bytes)} of {decimal(use.capacity_bytes)}"
         rows.append((f"memory {use.name}", text))

@@ -428,6 +428,21 @@ def test_info(run, running_system):
     assert found["store"]["revision"] == 12
 
 
+def test_info_says_what_a_recurrent_state_costs(run, fake_store, fake_inference):
+    fake_store.on("GetStoreStatus", store_pb.GetStoreStatusResponse())
+    states = inference_pb.RecurrentStates(
+        state_bytes=20_000_000, interval_tokens=512, capacity=40, max_stored=26, used=4, stored=5
+    )
+    info = inference_pb.GetServerInfoResponse(recurrent_states=states)
+    fake_inference.on("GetServerInfo", info)
+    code, out, _err = run("info")
+    assert code == 0
+    text = "20.0 MB each, 40 fit: 4 used, 5 of 26 stored, one every 512 tokens"
+    assert text in " ".join(out.split())
+    found = json.loads(run("info", "--json")[1])["server"]["recurrent_states"]
+    assert (found["state_bytes"], found["stored"]) == (20_000_000, 5)
+
+
 def test_info_of_what_does_not_answer(run, running_system):
     code, out, err = run("info", "--json", "--store", "127.0.0.1:1")
     assert code == 1

@@ -25,6 +25,7 @@ def build() -> Board:
             Row("Queue", fleet_engine.queue()),
             Row("Steps", fleet_engine.steps()),
             Row("Pages", fleet_engine.pages()),
+            Row("Recurrent states", fleet_engine.states()),
             Row("Memory", fleet_engine.memory()),
             Row("Places that tenants share", places(INFERENCE)),
             Row("Replicas", fleet_engine.replicas()),

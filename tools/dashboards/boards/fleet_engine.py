@@ -138,6 +138,35 @@ def pages() -> list[Panel]:
     ]
 
 
+def states() -> list[Panel]:
+    return [
+        lines(
+            "Recurrent states",
+            "used: of running requests; stored: states that a prefix can match. Other models than "
+            "those with recurrent layers have none.",
+            "short",
+            Query(INFERENCE.sum("recurrent_states_used"), "used"),
+            Query(INFERENCE.sum("recurrent_states_stored"), "stored"),
+            Query(INFERENCE.sum("recurrent_states_capacity"), "capacity"),
+        ),
+        lines(
+            "Tokens recomputed without a state",
+            "Tokens that were computed although their pages were known, because no recurrent state "
+            "was stored at their end. Many: raise --stored-states or lower "
+            "--state-interval-tokens.",
+            "cps",
+            Query(INFERENCE.rate("recurrent_recomputed_tokens_total"), "recomputed"),
+        ),
+        lines(
+            "State evictions",
+            "Stored recurrent states evicted for others: their prefixes must be computed again "
+            "when they are used again.",
+            "cps",
+            Query(INFERENCE.rate("recurrent_state_evictions_total"), "evictions"),
+        ),
+    ]
+
+
 def memory() -> list[Panel]:
     used, capacity = INFERENCE.sum("memory_used_bytes", "area"), "memory_capacity_bytes"
     return [

@@ -43,6 +43,16 @@ class Recurrent:
     def num_held(self) -> int:
         return self.pool.num_used - 1
 
+    @property
+    def num_slots(self) -> int:
+        """The slots that sequences may hold."""
+        return self.pool.num_units - 1
+
+    @property
+    def max_stored(self) -> int:
+        """The slots that are stored ones' even if all sequences run."""
+        return self._max_borders
+
     def match(self, keys: SequenceOf[bytes]) -> tuple[int, list[int]]:
         for num_pages in range(len(keys), 0, -1):
             slot = self.pool.find(keys[num_pages - 1])

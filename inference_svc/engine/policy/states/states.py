@@ -16,12 +16,13 @@ NEVER = sys.maxsize
 
 
 class Prefix(NamedTuple):
-    """The first tokens of a sequence whose state is known, and the units of each kind that hold
-    it."""
+    """The first tokens of a sequence whose state is known, and the units of each kind that hold it.
+    `num_pages_only` tokens behind them have known pages, but no recurrent state."""
 
     num_tokens: int
     pages: list[int]
     slots: list[int]
+    num_pages_only: int = 0
 
 
 class States:
@@ -35,6 +36,9 @@ class States:
         self.pages = pages
         self.recurrent = recurrent
         self.kinds: tuple[StateKind, ...] = (pages,)
+        self.num_recomputed = 0
+        """Tokens with known pages that sequences computed again, since no recurrent state was
+        stored behind them."""
         if recurrent is not None:
             self.kinds += (recurrent,)
 
@@ -83,11 +87,13 @@ class States:
             keys: list[bytes] = []
         else:
             keys = known_keys(sequence, self.pages.page_size)
-        num_pages, pages = self.pages.match(keys)
-        slots: list[int] = []
-        if self.recurrent is not None:
-            num_pages, slots = self.recurrent.match(keys[:num_pages])
-        return Prefix(num_pages * self.pages.page_size, pages[:num_pages], slots)
+        size = self.pages.page_size
+        num_known, pages = self.pages.match(keys)
+        if self.recurrent is None:
+            return Prefix(num_known * size, pages, [])
+        num_pages, slots = self.recurrent.match(keys[:num_known])
+        num_pages_only = (num_known - num_pages) * size
+        return Prefix(num_pages * size, pages[:num_pages], slots, num_pages_only)
 
     def start(self, sequence: Sequence) -> int | None:
         """Gives a sequence the state of its longest known prefix; returns the number of its tokens,
@@ -99,6 +105,7 @@ class States:
         self.pages.share(sequence, prefix.pages)
         if self.recurrent is not None:
             self.recurrent.share(sequence, prefix.slots)
+            self.num_recomputed += prefix.num_pages_only
         self._note_border(sequence, prefix.num_tokens)
         return prefix.num_tokens
 
