@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,23 +13,30 @@ from inference_svc.backends.base import table_bytes
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import Attention, ClampedSwiglu, Decoder
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes
+from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.operations import (
     AddNorm,
+    Angles,
     Attend,
     Combine,
     Embed,
     Gate,
+    GateHeads,
     Growth,
     Logits,
     NormOf,
     Op,
     Project,
     ProjectExperts,
+    Regroup,
     RotateAndStore,
     Route,
+    Scale,
+    Spread,
 )
 from inference_svc.model.transformer import transformer_bytes
 from kernels.lora.table import MAX_PARTS
+from kernels.recurrence.reference import CHUNK
 
 PAIR_BYTES = 64
 """A pair's part of a mixture's routing."""
@@ -40,6 +48,14 @@ CLAMPED_COPIES = 6
 """Copies in fp32 that a clamped activation takes."""
 OUTPUT_COPIES = 5
 """Copies of a target's outputs in fp32 that adapters take which have more than A and B."""
+CONVOLVED_COPIES, GATED_COPIES = 5, 6
+"""Copies in fp32 that a causal convolution takes of its tokens, and a gated norm."""
+QUERY_COPIES, VALUE_COPIES, DECAY_COPIES = 5, 5, 6
+"""Copies in fp32 that the delta rule takes of each token's queries, values, and decays."""
+SQUARE_COPIES, PRODUCT_COPIES = 6, 9
+"""Copies of a chunk's products of tokens with tokens, and of tokens with states."""
+STATE_COPIES = 3
+"""Copies of states that are computed at once."""
 SAMPLER_COPIES = 2
 """Copies of the logits in fp32 that choosing tokens takes beside the logits."""
 
@@ -69,39 +85,24 @@ class _OwnBytes(NamedTuple):
 
     def of_op(self, op: Op, before: Op | None) -> int:
         """Returns the bytes of an operation."""
-        item_bytes, num_rows = self.sizes.dtype.itemsize, self.sizes.rows(op.out)
-        of_out = num_rows * op.out.width
-        num_bytes = 2 * token_weights_bytes(op, self.sizes, self.targets.weights)
-        if isinstance(op, Project):
-            num_bytes += self._group_bytes(op.group, num_rows)
-            if op.out.is_wide:  # inputs and weights are copied to fp32
-                num_bytes += 4 * op.inputs[0].width * (num_rows + op.out.width)
-        elif isinstance(op, ProjectExperts):
-            num_bytes += self._group_bytes(op.group, num_rows) + 4 * of_out
-        elif isinstance(op, RotateAndStore):
-            num_bytes += 2 * of_out * item_bytes + 4 * of_out
-        elif isinstance(op, Attend):
-            num_bytes += _attention_bytes(op.attention, self.config, item_bytes)
-            num_bytes += 2 * of_out * item_bytes
-        elif isinstance(op, AddNorm | NormOf):
-            num_bytes += 4 * of_out + of_out * item_bytes
-        elif isinstance(op, Gate) and isinstance(op.activation, ClampedSwiglu):
-            num_bytes += CLAMPED_COPIES * 4 * of_out
-        elif isinstance(op, Gate):
-            num_bytes += of_out * item_bytes
-        elif isinstance(op, Route):
-            of_pairs = self.sizes.max_pairs * PAIR_BYTES
-            num_bytes += ROUTE_COPIES * 4 * num_rows * op.experts.num_experts + of_pairs
-        elif isinstance(op, Combine):
-            num_bytes += 2 * 4 * self.sizes.max_pairs * op.out.width + 2 * of_out * item_bytes
-        elif isinstance(op, Embed | Growth):
-            num_bytes += 32 * num_rows + self._group_bytes(EMBEDDING, num_rows)
-        elif isinstance(op, Logits):
-            padded = num_rows * (op.out.width + self.config.max_added_tokens)
-            num_bytes += self._group_bytes(HEAD, num_rows) + (4 + 4 * item_bytes) * padded
-        return num_bytes
+        find = OWN_BYTES.get(type(op))
+        if find is None:
+            raise NotImplementedError(
+                f"OWN_BYTES lacks {type(op).__name__}: say how much memory it takes while it runs"
+            )
+        num_bytes = find(op, self)
+        return num_bytes + 2 * token_weights_bytes(op, self.sizes, self.targets.weights)
 
-    def _group_bytes(self, name: str, num_rows: int) -> int:
+    @property
+    def item_bytes(self) -> int:
+        """The bytes of an element in the model's dtype."""
+        return self.sizes.dtype.itemsize
+
+    def elements(self, op: Op) -> int:
+        """Returns the elements of an operation's output."""
+        return self.sizes.rows(op.out) * op.out.width
+
+    def group_bytes(self, name: str, num_rows: int) -> int:
         """Returns the memory of a group's adapters: the shrunk inputs of all parts of a sum, and
         copies of a target's outputs in fp32."""
         group = self.targets.groups.get(name)
@@ -124,3 +125,114 @@ def _attention_bytes(attention: Attention, config: EngineConfig, item_bytes: int
     if attention.softcap is not None or attention.sinks:
         num_bytes += SCORE_COPIES * 4 * attention.num_heads * num_queries * num_cells
     return num_bytes
+
+
+def _nothing(op: Op, own: _OwnBytes) -> int:
+    """Operations that write their output at once, or in place."""
+    return 0
+
+
+def _of_rotation(op: RotateAndStore, own: _OwnBytes) -> int:
+    return own.elements(op) * (2 * own.item_bytes + 4)
+
+
+def _of_attention(op: Attend, own: _OwnBytes) -> int:
+    scores_bytes = _attention_bytes(op.attention, own.config, own.item_bytes)
+    return scores_bytes + 2 * own.elements(op) * own.item_bytes
+
+
+def _of_norm(op: AddNorm | NormOf, own: _OwnBytes) -> int:
+    return own.elements(op) * (4 + own.item_bytes)
+
+
+def _of_gate(op: Gate, own: _OwnBytes) -> int:
+    is_clamped = isinstance(op.activation, ClampedSwiglu)
+    return own.elements(op) * (CLAMPED_COPIES * 4 if is_clamped else own.item_bytes)
+
+
+def _of_project(op: Project, own: _OwnBytes) -> int:
+    num_rows = own.sizes.rows(op.out)
+    num_bytes = own.group_bytes(op.group, num_rows)
+    if op.out.is_wide:  # inputs and weights are copied to fp32
+        num_bytes += 4 * op.inputs[0].width * (num_rows + op.out.width)
+    return num_bytes
+
+
+def _of_experts(op: ProjectExperts, own: _OwnBytes) -> int:
+    return own.group_bytes(op.group, own.sizes.rows(op.out)) + 4 * own.elements(op)
+
+
+def _of_route(op: Route, own: _OwnBytes) -> int:
+    of_logits = ROUTE_COPIES * 4 * own.sizes.rows(op.out) * op.experts.num_experts
+    return of_logits + own.sizes.max_pairs * PAIR_BYTES
+
+
+def _of_combine(op: Combine, own: _OwnBytes) -> int:
+    of_pairs = 2 * 4 * own.sizes.max_pairs * op.out.width
+    return of_pairs + 2 * own.elements(op) * own.item_bytes
+
+
+def _of_embedding(op: Embed | Growth, own: _OwnBytes) -> int:
+    num_rows = own.sizes.rows(op.out)
+    return 32 * num_rows + own.group_bytes(EMBEDDING, num_rows)
+
+
+def _of_logits(op: Logits, own: _OwnBytes) -> int:
+    num_rows = own.sizes.rows(op.out)
+    padded = num_rows * (op.out.width + own.config.max_added_tokens)
+    return own.group_bytes(HEAD, num_rows) + (4 + 4 * own.item_bytes) * padded
+
+
+def _of_copy(op: Op, own: _OwnBytes) -> int:
+    """Operations that make a copy as large as their output."""
+    return own.elements(op) * own.item_bytes
+
+
+def _of_convolution(op: Convolve, own: _OwnBytes) -> int:
+    """The tokens, with the ones before them, in fp32 and in the model's dtype, and the states that
+    rows read and write."""
+    of_tokens = own.elements(op) * (CONVOLVED_COPIES * 4 + 2 * own.item_bytes)
+    of_state = 4 * (op.mixer.kernel_size - 1) * op.mixer.conv_size
+    return of_tokens + STATE_COPIES * own.config.max_sequences * of_state
+
+
+def _of_delta_rule(op: DeltaRule, own: _OwnBytes) -> int:
+    """Queries and keys of all value heads, values and outputs, in fp32; a chunk's products; and the
+    states of rows that have one token."""
+    mixer, num_tokens = op.mixer, own.sizes.rows(op.out)
+    heads, key, value = mixer.num_value_heads, mixer.key_head_dim, mixer.value_head_dim
+    of_token = heads * (QUERY_COPIES * key + VALUE_COPIES * value + DECAY_COPIES)
+    chunk = min(CHUNK, num_tokens)
+    of_chunk = heads * chunk * (SQUARE_COPIES * chunk + PRODUCT_COPIES * max(key, value))
+    of_states = STATE_COPIES * own.config.max_sequences * heads * key * value
+    return 4 * (num_tokens * of_token + of_chunk + of_states)
+
+
+def _of_gated_norm(op: GatedNorm, own: _OwnBytes) -> int:
+    return own.elements(op) * (GATED_COPIES * 4 + 2 * own.item_bytes)
+
+
+OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
+    AddNorm: _of_norm,
+    Angles: _nothing,  # see `transformer_bytes`
+    Attend: _of_attention,
+    Combine: _of_combine,
+    Convolve: _of_convolution,
+    DeltaRule: _of_delta_rule,
+    Embed: _of_embedding,
+    Gate: _of_gate,
+    GateHeads: _of_copy,
+    GatedNorm: _of_gated_norm,
+    Growth: _of_embedding,
+    Logits: _of_logits,
+    NormOf: _of_norm,
+    Project: _of_project,
+    ProjectExperts: _of_experts,
+    Regroup: _nothing,
+    RotateAndStore: _of_rotation,
+    Route: _of_route,
+    Scale: _nothing,
+    Spread: _nothing,
+}
+"""The memory that each kind of operation takes while it runs, beside its inputs and outputs. A new
+kind without an entry is refused at start."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from inference_svc.engine.transport.messages import Command
 from inference_svc.model.architectures import load_description
 from inference_svc.model.recurrent_states import num_slots, slot_bytes
 from loadout.prometheus import scrape
 from loadout.types import RecurrentStates
 from tests.support.models.zoo import VOCAB, Zoo
+from tests.support.native import native_library
+from tests.system.engines import Running
 from tests.system.services import Services
 
 PAGE, INTERVAL, MAX_STORED, MAX_SEQUENCES = 16, 32, 3, 2
@@ -81,3 +85,26 @@ def test_states_are_counted(hybrid: Services) -> None:
     assert cached + again["recomputed_tokens_total"] == 96, "its pages are still known"
     assert cached < 96
     assert again["states_used"] == 0
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_the_budget_is_what_is_allocated(start: Callable[..., Running], native: bool) -> None:
+    """By both backends, after steps with prompts and decodes."""
+    if native:
+        native_library()
+    running = start("qwen3_5", native_kernels=native, max_sequences=3, num_stored_states=5)
+    for number in range(3):
+        running.submit(f"{number}", prompt(number), max_tokens=8)
+    for number in range(3):
+        running.result(f"{number}")
+    built = running.engine.built
+    describe: Any = built.engine.commands.describe
+    budget = describe.budget
+    status = running.call(Command.DESCRIBE).result
+    planned = budget.bytes_of("recurrent_states")
+    assert status.memory["recurrent_states"] == (0, planned)
+    assert planned == num_slots(2 * 3 + 5) * slot_bytes(built.decoder)
+    assert status.recurrent.capacity == 11
+    allocated = status.memory["weights"][1]
+    assert allocated == pytest.approx(budget.bytes_of("weights"), rel=0.02)
+    assert built.engine.runner.backend.workspace_bytes <= budget.bytes_of("workspace")

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from inference_svc.backends.torch_needs import step_bytes
-from inference_svc.core import EngineConfig
+from inference_svc.adapters.targets import applied_targets
+from inference_svc.backends.base import table_bytes
+from inference_svc.backends.torch import TorchBackend
+from inference_svc.backends.torch_needs import OWN_BYTES, step_bytes
+from inference_svc.core import (
+    Batch,
+    BatchRow,
+    EngineConfig,
+    Request,
+    SamplingParams,
+    Sequence,
+)
+from inference_svc.model.architectures import load_description
+from inference_svc.model.operations import Attend
+from inference_svc.model.recurrent_states import RecurrentStates
+from inference_svc.model.transformer import COMPUTE
+from kernels.recurrence.reference import CHUNK
 from tests.support.gpu.live_bytes import live_bytes
 from tests.support.gpu.models import (
     FEATURES,
@@ -18,11 +34,86 @@ from tests.support.gpu.models import (
     MAX_ROWS,
     NUM_SLOTS,
     PAGE_SIZE,
+    SHAPE,
     SUM,
     Model,
     make_decoder,
     steps,
 )
+
+NUM_DECODES = 20
+MOST_TIMES_MORE = 3
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""A model with recurrent layers, which take most of a step."""
+WIDTHS = {"many tokens": (8, 12), "large states": (64, 96)}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recurrent_layers_take_no_more(tmp_path: Path, width: str, dtype: torch.dtype) -> None:
+    """Prompts in several chunks, and many rows of a token."""
+    key, value = WIDTHS[width]
+    sizes = {"linear_key_head_dim": key, "linear_value_head_dim": value}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | HYBRID | sizes))
+    decoder = load_description(tmp_path)
+    model = Model.make(decoder, dtype, torch.device("cpu"))
+    states = RecurrentStates.allocate(decoder, 2 * NUM_DECODES)
+    targets = applied_targets(model.arena.layout, (), 0)
+    backend = TorchBackend(
+        model.transformer, model.caches(), model.arena, targets, NUM_DECODES, states=states
+    )
+    for lengths in ((3 * CHUNK + 7,), (CHUNK, 5, 1, 1), (1,) * NUM_DECODES):
+        config = EngineConfig(
+            tmp_path,
+            "model",
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=max(lengths),
+            page_size=PAGE_SIZE,
+            max_sequences=len(lengths),
+            max_batch_tokens=sum(lengths),
+            max_loras=NUM_SLOTS,
+            max_lora_rank=MAX_RANK,
+            max_added_tokens=0,
+        )
+        inputs = backend.prepare(batch_of(lengths))
+        with live_bytes() as live:
+            backend.forward(inputs)
+        said = step_bytes(config, decoder) - table_bytes(config, decoder, len(lengths))
+        assert live.peak <= said
+        assert live.peak > said / MOST_TIMES_MORE, "the bound says little"
+
+
+def batch_of(lengths: tuple[int, ...]) -> Batch:
+    """The first steps of prompts, whose pages are in order."""
+    rows, page = [], 0
+    for index, length in enumerate(lengths):
+        sequence = Sequence(Request(f"{index}", (5,) * length, SamplingParams()))
+        count = -(-length // PAGE_SIZE)
+        sequence.page_ids = [*range(page, page + count)]
+        sequence.state_written = index + 1
+        page += count
+        rows.append(BatchRow(sequence, 0, length, samples=True))
+    return Batch(tuple(rows))
+
+
+def test_an_operation_that_says_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory would be missing in the arithmetic, and the server would run out of it later."""
+    decoder = make_decoder("llama", tmp_path)
+    monkeypatch.delitem(OWN_BYTES, Attend)
+    with pytest.raises(NotImplementedError, match="OWN_BYTES lacks Attend"):
+        step_bytes(EngineConfig(tmp_path, "model"), decoder)
+
+
+def test_every_operation_says_its_memory() -> None:
+    assert OWN_BYTES.keys() == COMPUTE.keys()
 
 
 @pytest.mark.parametrize("has_kinds", [False, True], ids=["A and B", "all kinds"])

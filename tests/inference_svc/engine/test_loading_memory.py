@@ -21,7 +21,9 @@ from tests.support.models.whole_models import WHOLE, whole_class, whole_config
 from tests.support.native import native_library
 from tests.support.pairs import by_path
 
-TOLERANCE = 0.03
+TOLERANCE, TOLERANCE_OF_STATES = 0.03, 0.02
+"""States are allocated as they are counted; the weights of native kernels may take a huge page more
+for each 64 MiB."""
 TEXT: dict[str, Any] = {
     "vocab_size": 16_000,
     "hidden_size": 1024,
@@ -31,6 +33,13 @@ TEXT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 128,
 }
+STATES = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 256,
+    "linear_value_head_dim": 256,
+}
+"""A third of the memory is for states of recurrent layers."""
 MORE_TEXT: dict[str, dict[str, Any]] = {
     "Gemma4": {
         "vocab_size_per_layer_input": 16_000,
@@ -38,7 +47,8 @@ MORE_TEXT: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 6 + ["full_attention"] * 2,
         "hidden_size_per_layer_input": 64,
     },
-    "Qwen3_5Moe": {"moe_intermediate_size": 512, "num_experts": 12},
+    "Qwen3_5": STATES,
+    "Qwen3_5Moe": {"moe_intermediate_size": 512, "num_experts": 12, **STATES},
 }
 VISION: dict[str, Any] = {
     "hidden_size": 768,
@@ -97,7 +107,7 @@ from inference_svc.store.client import NoStore
 config = EngineConfig(
     Path(sys.argv[1]), "whole", dtype="bfloat16", max_model_len=16, max_sequences=4,
     max_batch_tokens=16, max_prefill_chunk=16, kv_bytes=2 << 20, arena_bytes=1 << 20, max_loras=1,
-    max_lora_rank=1, num_threads=1, native_kernels=sys.argv[2] == "native", num_stored_states=0,
+    max_lora_rank=1, num_threads=1, native_kernels=sys.argv[2] == "native", num_stored_states=8,
 )
 decoder = load_description(config.model_dir).for_length(config.max_model_len)
 [budget] = plan_budgets(
@@ -147,9 +157,13 @@ def test_loading_takes_what_was_said(saved: Saved, path: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     kernels, said, own_bytes, all_bytes = json.loads(done.stdout)
     assert kernels.startswith(path)
-    said_bytes = sum(said.values())
-    assert min(saved.text_bytes, saved.other_bytes) > 8 * TOLERANCE * said_bytes
-    assert said["weights"] > 0.95 * said_bytes
-    assert own_bytes == pytest.approx(said_bytes, rel=TOLERANCE)
+    said_bytes, states_bytes = sum(said.values()), said["recurrent_states"]
+    if path == "torch":
+        said_bytes -= said["workspace"]  # no step has run
+    tolerance = TOLERANCE_OF_STATES if states_bytes else TOLERANCE
+    assert min(saved.text_bytes, saved.other_bytes) > 8 * tolerance * said_bytes
+    assert said["weights"] > 0.95 * (said_bytes - states_bytes)
+    assert not states_bytes or states_bytes > 0.2 * said_bytes
+    assert own_bytes == pytest.approx(said_bytes, rel=tolerance)
     # A tensor of a file that is read, and one that is hashed meanwhile.
-    assert all_bytes <= (1 + TOLERANCE) * said_bytes + 2 * saved.largest_bytes
+    assert all_bytes <= (1 + tolerance) * said_bytes + 2 * saved.largest_bytes

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from inference_svc.backends import torch_needs
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.model import transformer, walk
 from inference_svc.model.architectures import Family, families, llama
@@ -95,6 +96,11 @@ def _folded(values: Tensor, decay: Tensor, state: Tensor) -> Tensor:
     return torch.stack(found)
 
 
+def fold_bytes(op: Fold, own: Any) -> int:
+    """The values, and a state behind each of them, twice, in fp32."""
+    return 3 * 4 * own.elements(op)
+
+
 def describe(config: ConfigReader) -> Decoder:
     decoder = llama.describe(config)
     size = decoder.hidden_size
@@ -158,5 +164,6 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families(), NAME, family)  # type: ignore[arg-type]
     monkeypatch.setitem(walk.MIXERS, DecayedSum, list_operations)
     monkeypatch.setitem(transformer.COMPUTE, Fold, fold)
+    monkeypatch.setitem(torch_needs.OWN_BYTES, Fold, fold_bytes)
     features = TorchFactory.features | {"decayed_sum"}
     monkeypatch.setattr(TorchFactory, "features", features)
