@@ -93,8 +93,8 @@ def sum_label(names: Iterable[str]) -> str:
 
 class VersionPolicy(enum.Enum):
     """How a request continues when its adapter's name moves to a newer version: end on its own, or
-    move at a step's border. The keys and values of its tokens are then kept, once it has generated
-    one, or computed again."""
+    move at a step's border. The state of its tokens is then kept, once it has generated one, or
+    computed again."""
 
     PIN = "pin"
     FOLLOW_KEEP = "follow_keep"
@@ -219,8 +219,9 @@ class Sequence:
     """A request in progress. Only the scheduler and settle change it.
 
     `request` is replaced when it moves to a newer version of its adapter: `version` then says
-    which, None before. `num_kept`: keys and values of so many tokens are of earlier versions.
-    `has_sampled`: a token was sampled from the computed values, which shows whose they are.
+    which, None before. `num_kept`: the state of so many tokens is of earlier versions: their keys and
+    values, and the recurrent state that later tokens are added to. `has_sampled`: a token was
+    sampled from the computed state, which shows whose it is.
 
     `token_ids` is prompt then output, of which the first `num_computed` are computed: their keys
     and values lie in `page_ids`, a list that only grows while it runs and is replaced when it is

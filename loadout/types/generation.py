@@ -10,7 +10,7 @@ from loadout._rpc.arrays import PackedLogprobs, RoutedExperts
 
 VersionPolicy = Literal["pin", "follow_keep", "follow_recompute"]
 """How a request reacts when its adapter's name moves to a newer version: finish on its own, or
-continue with the newer one, with keys and values kept or recomputed."""
+continue with the newer one, with keys and values and recurrent states kept or recomputed."""
 
 
 class FinishReason(enum.Enum):
@@ -145,7 +145,7 @@ class Chunk:
     prompt_logprobs: PackedLogprobs | None = None
     """If requested. Only the first of several answers has them, before its tokens."""
     kept_tokens: int = 0
-    """Number of tokens whose keys and values are from earlier versions."""
+    """Number of tokens whose keys and values, and recurrent states, are from earlier versions."""
     echoed_tokens: int = 0
     """How many of `token_ids`, from the first, echo the prompt. No version made them."""
 

@@ -48,6 +48,20 @@ other towers, in vain for requests of text. To train only the text part with PEF
 target_modules = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 ```
 
+## Models with recurrent layers
+
+Three of four layers of Qwen 3.5 and 3 Next keep a state of fixed size per request, in fp32. You can
+ask these models for everything that you can ask others for. Their limits:
+
+- **Memory**: two states for each request that may run. So `--max-sequences` follows from the memory
+  by default: [sizing](operations/sizing.md#models-with-recurrent-layers).
+- **Prefix cache**: a prompt goes on from the last stored state of its prefix, not from its last
+  page, and tokens after that are computed again. States are stored every `--state-interval-tokens`,
+  and at the end of each prompt's last full page. With `--stored-states 0` each of several answers
+  (`n`) computes the prompt.
+- **Adapters** change every projection, but not the convolution (`conv1d`) and the decays (`A_log`,
+  `dt_bias`).
+
 ## Models that are not served
 
 - Quantised checkpoints (`quantization_config`, or tensors of integers or fp8): serve the checkpoint

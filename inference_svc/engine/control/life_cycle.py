@@ -1,4 +1,5 @@
-"""Pauses generation, and gives the memory of pages and weights back while the engine sleeps.
+"""Pauses generation, and gives the memory of sequences' state, pages and recurrent states, and of
+the weights back while the engine sleeps.
 
 A request that was running loses nothing: held in its place while paused, computed anew after sleep.
 """

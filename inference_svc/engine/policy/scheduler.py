@@ -295,8 +295,8 @@ class Scheduler:
 
     def move(self, sequence: Sequence, label: str, digest: Digest, now_s: float) -> None:
         """Moves a sequence to another version of its adapter, for which it has been a waiter. A
-        running one must find it resident; unless it keeps its keys and values, it waits to be
-        computed anew. Those are kept that have led to a token, which says whose they are."""
+        running one must find it resident; unless it keeps its state, it waits to be computed anew.
+        State is kept that has led to a token, which says whose it is."""
         policy = sequence.request.version_policy
         is_running = sequence.state is SequenceState.RUNNING
         keeps = policy is VersionPolicy.FOLLOW_KEEP and is_running and sequence.has_sampled

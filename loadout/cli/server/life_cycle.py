@@ -103,7 +103,7 @@ def resume(
 @connects
 def sleep(
     weights: Annotated[
-        bool, typer.Option("--weights", help="Also free the weights, not only keys and values.")
+        bool, typer.Option("--weights", help="Also free the weights, not only requests' state.")
     ] = False,
     as_json: options.Json = False,
     inference: options.Inference = options.DEFAULT_INFERENCE,
