@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeAlias
 
 import pytest
@@ -40,14 +41,22 @@ from inference_svc.results.base import of_kind
 from inference_svc.results.logprobs import TokenLogprobs
 from inference_svc.results.scores import Scores
 from tests.support.inference.results import wanted_of
-from tests.support.models.zoo import Zoo
+from tests.support.models.zoo import AdapterSpec, Zoo, make_zoo, modules_of
 from tests.support.wait import TIMEOUT_S, until
 from tests.system.engines import CompilingStore
 
 VERSIONS = ("r1", "r16", "r33")
 """The adapters of the zoo that one name moves between."""
+HYBRID = (
+    AdapterSpec("r1", 1, ["in_proj_qkv", "q_proj"]),
+    AdapterSpec("r16", 16, modules_of("qwen3_5")),
+    AdapterSpec("r33", 33, ["in_proj_z", "in_proj_b", "in_proj_a", "k_proj", "down_proj"]),
+)
+"""The same of a model with recurrent layers: each changes its states."""
 PAGE_BYTES = 2 * 2 * 2 * 16 * 4 * 4
-"""Of four tokens: layers, keys and values, heads, their size, tokens, bytes."""
+"""Of four tokens: layers, keys and values, heads, their size, tokens, bytes. The hybrid has half as
+many layers with keys and values, twice as large."""
+PATHS = [(kind, path) for kind in ("llama", "qwen3_5") for path in ("native", "torch")]
 TOLERANCE = 1e-3
 """Of log probabilities."""
 
@@ -191,7 +200,7 @@ _NUMBERS = itertools.count(1)
 def check_tokens(zoo: Zoo, names: dict[str, str], request: Followed) -> None:
     """Asserts that each token has the log probability that the oracle gives it, where the keys and
     values of each token before it are those that, by what the outputs say, some version has
-    made."""
+    made; and this version has added the token to recurrent states."""
     made: list[str] = []
     known = list(request.prompt)
     outputs = zip(request.tokens, request.logprobs, request.made_by, strict=True)
@@ -218,13 +227,13 @@ def check_scores(zoo: Zoo, names: dict[str, str], request: Followed) -> None:
 def _next_logprobs(zoo: Zoo, tokens: list[int], made: tuple[str, ...], count: int) -> torch.Tensor:
     """Returns what follows each of the last `count` tokens, where each token was computed with the
     version at its place, and the last ones with one version."""
-    cache, start = DynamicCache(), 0
+    known, start = DynamicCache(config=zoo.reference.config), 0
     for version, places in itertools.groupby(made):
         length = len(list(places))
         part = torch.tensor([tokens[start : start + length]])
         with torch.no_grad():
             zoo.reference.set_adapter(version)
-            out = zoo.reference(part, past_key_values=cache, use_cache=True)
+            out = zoo.reference(part, past_key_values=known, use_cache=True)
         start += length
     return out.logits[0, -count:].float().log_softmax(-1)
 
@@ -240,13 +249,24 @@ def make_engine(zoo: Zoo, **changes: Any) -> Engine:
         "arena_bytes": 4 << 20,
         "max_loras": 2,
         "num_threads": 1,
+        "state_pages": 2,
+        "num_stored_states": 4,
     }
     return Engine(zoo, EngineConfig(zoo.model_dir, zoo.kind, **(fields | changes)))
 
 
-@pytest.fixture(params=["native", "torch"])
-def engine(request: pytest.FixtureRequest, zoos: Callable[[str], Zoo]) -> Iterator[Engine]:
-    made = make_engine(zoos("llama"), native_kernels=request.param == "native")
+@pytest.fixture(scope="module")
+def zoo_of(
+    zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Zoo]:
+    hybrid = cache(lambda: make_zoo("qwen3_5", tmp_path_factory.mktemp("hybrid"), HYBRID))
+    return lambda kind: zoos(kind) if kind == "llama" else hybrid()
+
+
+@pytest.fixture(params=PATHS, ids=" ".join)
+def engine(request: pytest.FixtureRequest, zoo_of: Callable[[str], Zoo]) -> Iterator[Engine]:
+    kind, path = request.param
+    made = make_engine(zoo_of(kind), native_kernels=path == "native")
     yield made
     made.close()
 
@@ -254,9 +274,10 @@ def engine(request: pytest.FixtureRequest, zoos: Callable[[str], Zoo]) -> Iterat
 PROMPT = [5, 9, 77, 30, 21, 64, 8]
 
 
-def test_the_replay_notices_another_version(zoos: Callable[[str], Zoo]) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_the_replay_notices_another_version(zoo_of: Callable[[str], Zoo], kind: str) -> None:
     """What is wrong by one version, or by one token that was kept, is found."""
-    zoo, names = zoos("llama"), {each: each for each in VERSIONS}
+    zoo, names = zoo_of(kind), {each: each for each in VERSIONS}
     followed = Followed(PROMPT, "r16", VersionPolicy.FOLLOW_KEEP)
     followed.tokens = zoo.greedy("r16", PROMPT, 12)
     logits = zoo.logits("r16", PROMPT + followed.tokens, torch.float32).log_softmax(-1)
@@ -502,13 +523,14 @@ class Versions(RuleBasedStateMachine):
     def sleep_and_wake(self, frees_weights: bool) -> None:
         self.run.store.gate.set()
         backend = self.run.engine.runner.backend
-        held_bytes = backend.kv_bytes + backend.weights_bytes
+        held_bytes = backend.kv_bytes + backend.recurrent_bytes + backend.weights_bytes
         freed_bytes = self.run.call(Command.SLEEP, frees_weights=frees_weights)
-        assert backend.kv_bytes == 0
+        assert backend.kv_bytes == backend.recurrent_bytes == 0
         assert freed_bytes == held_bytes - backend.weights_bytes
         assert (backend.weights_bytes == 0) == frees_weights
         self.run.call(Command.WAKE)
-        assert backend.kv_bytes + backend.weights_bytes == held_bytes
+        all_bytes = backend.kv_bytes + backend.recurrent_bytes + backend.weights_bytes
+        assert all_bytes == held_bytes
 
     def teardown(self) -> None:
         self.run.store.gate.set()
@@ -520,10 +542,12 @@ class Versions(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(15, marks=pytest.mark.long)])
-@pytest.mark.parametrize("path", ["native", "torch"])
-def test_every_token_names_what_made_it(zoos: Callable[[str], Zoo], path: str, count: int) -> None:
+@pytest.mark.parametrize(("kind", "path"), PATHS)
+def test_every_token_names_what_made_it(
+    zoo_of: Callable[[str], Zoo], kind: str, path: str, count: int
+) -> None:
     class Machine(Versions):
-        zoo = zoos("llama")
+        zoo = zoo_of(kind)
         is_native = path == "native"
 
     run_state_machine_as_test(
