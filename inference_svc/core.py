@@ -219,8 +219,8 @@ class Sequence:
     """A request in progress. Only the scheduler and settle change it.
 
     `request` is replaced when it moves to a newer version of its adapter: `version` then says
-    which, None before. `num_kept`: the state of so many tokens is of earlier versions: their keys and
-    values, and the recurrent state that later tokens are added to. `has_sampled`: a token was
+    which, None before. `num_kept`: the state of so many tokens is of earlier versions: their keys
+    and values, and the recurrent state that later tokens are added to. `has_sampled`: a token was
     sampled from the computed state, which shows whose it is.
 
     `token_ids` is prompt then output, of which the first `num_computed` are computed: their keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from inference_svc.core import EngineConfig
 from inference_svc.model.description import Attention, ClampedSwiglu, Decoder
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
+from inference_svc.model.mixers.short_conv import GatedConvolve
 from inference_svc.model.operations import (
     AddNorm,
     Angles,
@@ -188,11 +190,11 @@ def _of_copy(op: Op, own: _OwnBytes) -> int:
     return own.elements(op) * own.item_bytes
 
 
-def _of_convolution(op: Convolve, own: _OwnBytes) -> int:
+def _of_convolution(op: Convolve | GatedConvolve, own: _OwnBytes) -> int:
     """The tokens, with the ones before them, in fp32 and in the model's dtype, and the states that
-    rows read and write."""
+    rows read and write. Gates take the place of the activation."""
     of_tokens = own.elements(op) * (CONVOLVED_COPIES * 4 + 2 * own.item_bytes)
-    of_state = 4 * (op.mixer.kernel_size - 1) * op.mixer.conv_size
+    of_state = 4 * math.prod(op.mixer.state_shapes[0])
     return of_tokens + STATE_COPIES * own.config.max_sequences * of_state
 
 
@@ -222,6 +224,7 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     Embed: _of_embedding,
     Gate: _of_gate,
     GateHeads: _of_copy,
+    GatedConvolve: _of_convolution,
     GatedNorm: _of_gated_norm,
     Growth: _of_embedding,
     Logits: _of_logits,

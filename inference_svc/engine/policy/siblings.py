@@ -9,7 +9,8 @@ from inference_svc.core import Sequence
 
 class Siblings:
     """The first sequence of a group computes the prompt; the others are held until then, and find
-    its state in the prefix cache: of a model with recurrent layers as far as one is stored. If it ends before, the next one takes its place."""
+    its state in the prefix cache: of a model with recurrent layers as far as one is stored. If it
+    ends before, the next one takes its place."""
 
     def __init__(self) -> None:
         self._groups: dict[str, list[Sequence]] = {}

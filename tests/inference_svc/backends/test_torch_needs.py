@@ -43,24 +43,31 @@ from tests.support.gpu.models import (
 
 NUM_DECODES = 20
 MOST_TIMES_MORE = 3
-HYBRID = {
+_DELTA = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-"""A model with recurrent layers, which take most of a step."""
-WIDTHS = {"many tokens": (8, 12), "large states": (64, 96)}
+HYBRIDS = {
+    "many tokens": _DELTA | {"linear_key_head_dim": 8, "linear_value_head_dim": 12},
+    "large states": _DELTA | {"linear_key_head_dim": 64, "linear_value_head_dim": 96},
+    "short convolutions": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+"""Models with recurrent layers, which take most of a step."""
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("hybrid", HYBRIDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_recurrent_layers_take_no_more(tmp_path: Path, width: str, dtype: torch.dtype) -> None:
+def test_recurrent_layers_take_no_more(tmp_path: Path, hybrid: str, dtype: torch.dtype) -> None:
     """Prompts in several chunks, and many rows of a token."""
-    key, value = WIDTHS[width]
-    sizes = {"linear_key_head_dim": key, "linear_value_head_dim": value}
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | HYBRID | sizes))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | HYBRIDS[hybrid]))
     decoder = load_description(tmp_path)
     model = Model.make(decoder, dtype, torch.device("cpu"))
     states = RecurrentStates.allocate(decoder, 2 * NUM_DECODES)
