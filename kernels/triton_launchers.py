@@ -30,15 +30,17 @@ from kernels.attention import triton_kernels as attention
 from kernels.elementwise import triton_kernels as elementwise
 from kernels.experts import triton_kernels as experts
 from kernels.lora import triton_kernels as lora
+from kernels.recurrence import triton_kernels as recurrence
 from kernels.replaced import triton_kernels as replaced
 
 POINTER, INTEGER, NUMBER, ABSENT = "*fp32", "i32", "fp32", "constexpr"
 """Triton's names of types. All pointers are launched alike; arguments that are None or 1 are not
 passed."""
 
-MODULES = (attention, elementwise, experts, lora, replaced)
+MODULES = (attention, elementwise, experts, lora, recurrence, replaced)
 
-INTEGERS = {*attention.VARYING, *experts.VARYING, *lora.VARYING, *replaced.VARYING, "vocab_size"}
+INTEGERS = {*attention.VARYING, *experts.VARYING, *lora.VARYING, *recurrence.VARYING}
+INTEGERS |= {*replaced.VARYING, "vocab_size"}
 NUMBERS = {"eps", "scale", "delta_scale", "sum_scale", "scaling", "offset", "alpha", "limit"}
 ADDEND = {"addend", "slots"}
 MAYBE_NONE: dict[str, list[set[str]]] = {

@@ -25,12 +25,20 @@ from kernels.dispatch import interpreted
 from kernels.elementwise import triton_kernels as elementwise
 from kernels.experts import triton_kernels as experts
 from kernels.lora import triton_kernels as lora
+from kernels.recurrence import triton_kernels as recurrence
 from kernels.replaced import triton_kernels as replaced
 from kernels.streams import HostStream
 
 META = torch.device("meta")
 COMPUTE = "compute"
-MODULES: tuple[ModuleType, ...] = (attention, elementwise, experts, lora, replaced)
+MODULES: tuple[ModuleType, ...] = (
+    attention,
+    elementwise,
+    experts,
+    lora,
+    recurrence,
+    replaced,
+)
 FREE = {"empty", "detach", "t", "view", "_unsafe_view", "slice", "split", "split_with_sizes"}
 FREE |= {"empty_like", "flatten", "unflatten", "reshape", "alias", "select", "transpose", "view_as"}
 FREE |= {"as_strided", "chunk", "expand", "squeeze", "unsqueeze", "permute", "unbind", "new_empty"}

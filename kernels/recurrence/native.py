@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.library import NativeOp, dtype_name
+from kernels.recurrence.reference import DeltaHeads
 
 MAX_KERNEL, MAX_KEY_SIZE = 8, 256
 """The largest convolution, and the largest head of keys."""
@@ -116,16 +117,6 @@ class StateRows:
             self.read.data_ptr(),
             self.written.data_ptr(),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaHeads:
-    """The heads of the gated delta rule."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_size: int
-    value_size: int
 
 
 def copy_runs_op(

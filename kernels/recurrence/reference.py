@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.recurrence.segments import NOWHERE, Segments
+
 CHUNK = 64
 """Tokens that the delta rule computes at once."""
 L2_EPS = 1e-6
 
 
-class Segments(NamedTuple):
-    """The tokens of a step, which lie one behind the other: segment i has `counts[i]` of them, and
-    reads and writes the state in these slots. Each may read the state that the one before it has
-    written."""
+class DeltaHeads(NamedTuple):
+    """The heads of the gated delta rule."""
 
-    read: tuple[int, ...]
-    written: tuple[int, ...]
-    counts: tuple[int, ...]
-
-    def parts(self) -> Iterator[tuple[Segments, slice | list[int]]]:
-        """Yields each segment with the places of its tokens; the ones of a token that depend on no
-        other, all at once."""
-        alone: list[tuple[int, int, int]] = []
-        first = 0
-        for index, (read, written, count) in enumerate(zip(*self, strict=True)):
-            if count == 1 and not self._is_linked(index):
-                alone.append((read, written, first))
-            else:
-                yield Segments((read,), (written,), (count,)), slice(first, first + count)
-            first += count
-        if alone:
-            reads, writes, tokens = zip(*alone, strict=True)
-            yield Segments(reads, writes, (1,) * len(tokens)), list(tokens)
-
-    def _is_linked(self, index: int) -> bool:
-        """Whether a segment goes on with the one before, or the next one goes on with it."""
-        reads_before = index > 0 and self.read[index] == self.written[index - 1]
-        is_read = index + 1 < len(self.read) and self.read[index + 1] == self.written[index]
-        return reads_before or is_read
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
 
 
 def causal_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -> Tensor:
@@ -87,10 +66,58 @@ def _convolve(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -> 
         # [rows, channels, tokens of each]
         new = new.unsqueeze(2) if len(part.counts) == len(new) else new.t().unsqueeze(0)
         inputs = torch.cat((states[list(part.read)].transpose(1, 2), new), dim=2)
-        states[list(part.written)] = inputs[:, :, inputs.shape[2] - size + 1 :].transpose(1, 2)
+        _store(states, part, inputs[:, :, inputs.shape[2] - size + 1 :].transpose(1, 2))
         mixed = F.conv1d(inputs, weight.unsqueeze(1), groups=len(weight)).to(x.dtype)
         out[tokens] = mixed.transpose(1, 2).reshape(len(new[0, 0]) * len(new), -1)
     return out
+
+
+def _store(states: Tensor, part: Segments, values: Tensor) -> None:
+    """Stores the states of segments that have slots for them."""
+    if NOWHERE not in part.written:
+        states[list(part.written)] = values
+        return
+    kept = [index for index, slot in enumerate(part.written) if slot != NOWHERE]
+    states[[part.written[index] for index in kept]] = values[kept]
+
+
+def delta_rule(
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    log_rate: Tensor,
+    bias: Tensor,
+    states: Tensor,
+    segments: Segments,
+    heads: DeltaHeads,
+) -> Tensor:
+    """`gated_delta` of what projections make: beta is sigmoid(b), and the decay is -exp(log_rate) *
+    softplus(a + bias).
+
+    Args:
+        qkv: [T, q, k and v of all heads].
+        b, a: [T, value heads].
+        log_rate, bias: float32 [value heads].
+        states: float32 [slots, value heads, key size, value size].
+        segments: The step's; their tokens are qkv's.
+        heads: Numbers and sizes.
+
+    Returns:
+        [T, value heads * value size] of qkv's dtype.
+    """
+    num_keys, num_values, key_size, value_size = heads
+    keys = num_keys * key_size
+    q, k, v = qkv.split((keys, keys, num_values * value_size), dim=1)
+    mixed = gated_delta(
+        q.unflatten(1, (num_keys, -1)),
+        k.unflatten(1, (num_keys, -1)),
+        v.unflatten(1, (num_values, -1)),
+        -log_rate.exp() * F.softplus(a.float() + bias),
+        torch.sigmoid(b),
+        states,
+        segments,
+    )
+    return mixed.flatten(1).to(qkv.dtype)
 
 
 def gated_delta(
@@ -146,7 +173,7 @@ def _step(
     state = states[list(part.read)] * decay.exp()[..., None, None]
     delta = (v - torch.einsum("thk,thkv->thv", k, state)) * beta[..., None]
     state += k.unsqueeze(-1) * delta.unsqueeze(-2)
-    states[list(part.written)] = state
+    _store(states, part, state)
     return torch.einsum("thk,thkv->thv", q, state)
 
 
@@ -162,7 +189,7 @@ def _chunks(
         )
         state, made = _chunk(q_, k_, v_, decay_, beta_, state)
         out.append(made)
-    states[part.written[0]] = state
+    _store(states, part, state.unsqueeze(0))
     return torch.cat(out, dim=1).transpose(0, 1)
 
 
@@ -200,3 +227,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     scaled = (weight[:, None] if weight.dim() == 2 else weight) * normed.to(gate.dtype)
     return (scaled * F.silu(gate.float())).to(gate.dtype)
+
+
+def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
+    """x *= sigmoid(gate), rounded first. Both: [T, size]."""
+    return x.mul_(torch.sigmoid(gate))

@@ -36,12 +36,22 @@ from kernels.lora import triton_kernels as lora
 from kernels.lora import triton_ops as lora_ops
 from kernels.lora.rows import NO_VECTORS
 from kernels.lora.table import MixPart
+from kernels.recurrence import DeltaHeads, DeviceSegments, Segments
+from kernels.recurrence import triton_kernels as recurrence
+from kernels.recurrence import triton_ops as recurrence_ops
 from kernels.replaced import triton_kernels as replaced
 from kernels.replaced import triton_ops as replaced_ops
 from tests.support.kernels.worker import CompileOnly, NoDevice
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MODULES: tuple[ModuleType, ...] = (attention, elementwise, experts, lora, replaced)
+MODULES: tuple[ModuleType, ...] = (
+    attention,
+    elementwise,
+    experts,
+    lora,
+    recurrence,
+    replaced,
+)
 DTYPE, PAGE_SIZE, MAX_RANK, NUM_TARGETS = torch.bfloat16, 16, 64, 226
 SM_THREADS, SM_REGISTERS, SM_SHARED_BYTES, SM_CTAS = 2048, 1 << 16, 228 << 10, 32
 """Limits of an SM of compute capability 9.0: CUDA C++ Programming Guide, table of technical
@@ -220,6 +230,37 @@ def compiled_families(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, di
             launch()
             found |= {f"{name} {label}": describe(each)._asdict() for name, each in launched()}
     return found
+
+
+def compiled_recurrence(
+    heads: DeltaHeads, row_lengths: list[int], dtype: torch.dtype
+) -> dict[str, dict[str, int]]:
+    """As `compiled_step`, of a gated delta net and of attention's gate."""
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(90))
+    with recorded() as launched:
+        launch_recurrence(heads, row_lengths, dtype)
+        return {name: describe(each)._asdict() for name, each in launched()}
+
+
+def launch_recurrence(heads: DeltaHeads, row_lengths: list[int], dtype: torch.dtype) -> None:
+    """Launches a gated delta net and attention's gate, of rows of one segment each."""
+    num_keys, num_values, key_size, value_size = heads = DeltaHeads(*heads)
+    num_tokens, values = sum(row_lengths), num_values * value_size
+    channels = 2 * num_keys * key_size + values
+    rows = [[(0, 1 + row, count)] for row, count in enumerate(row_lengths)]
+    segments = Segments((), (), (), DeviceSegments.build(rows, "cpu"))
+    made = torch.zeros(num_tokens, channels + values + 2 * num_values, dtype=dtype)
+    x, z, b, a = made.split((channels, values, num_values, num_values), dim=1)
+    inputs, states = torch.zeros(1, 3, channels), torch.zeros(1, num_values, key_size, value_size)
+    mixed = recurrence_ops.causal_conv(x, torch.zeros(channels, 4), inputs, segments)
+    of_heads = torch.zeros(num_values)
+    mixed = recurrence_ops.delta_rule(mixed, b, a, of_heads, of_heads, states, segments, heads)
+    by_head = mixed.view(num_tokens, num_values, value_size)
+    for weight in (torch.zeros(value_size, dtype=dtype), by_head[:, 0].contiguous()):
+        recurrence_ops.gated_norm(by_head, z.unflatten(1, (num_values, -1)), weight, 1e-6)
+    recurrence_ops.gate_heads(mixed, mixed)
 
 
 class Mixture(NamedTuple):
@@ -413,6 +454,6 @@ OPERATIONS = {
     f.__name__: f
     for f in (
         *(compiled_attention, compiled_beside, compiled_experts, compiled_families),
-        *(compiled_kinds, compiled_step),
+        *(compiled_kinds, compiled_recurrence, compiled_step),
     )
 }

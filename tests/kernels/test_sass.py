@@ -160,6 +160,53 @@ def test_prompts_in_fp32(compiler, shape):
     assert kernel.num_ctas >= 1
 
 
+HYBRIDS = {
+    "16 and 16 of 128": (16, 16, 128, 128),
+    "16 and 48 of 128": (16, 48, 128, 128),
+}
+"""Heads of keys and of values, and their elements, of the smallest and the largest Qwen3.5."""
+MIN_CTAS_OF_RECURRENCES = {
+    "causal_conv_kernel": 4,
+    "delta_step_kernel": 5,
+    "delta_chunks_kernel": 2,
+    "gated_norm_kernel": 16,
+    "gate_heads_kernel": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    [
+        ("16 and 16 of 128", [1] * 32),
+        ("16 and 16 of 128", [100, 1]),
+        pytest.param("16 and 48 of 128", [2048], marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_recurrences(compiler, heads, lengths):
+    """The state stays in registers, is read 16 bytes at a time, and prompts are multiplied by
+    tensor cores."""
+    found = compiler.call("compiled_recurrence", HYBRIDS[heads], lengths, torch.bfloat16)
+    for name, facts in found.items():
+        kernel = SimpleNamespace(**facts)
+        label = f"{name}, {heads}, {lengths}: {kernel}"
+        assert kernel.spills == kernel.stack_bytes == 0, label
+        assert kernel.num_ctas >= MIN_CTAS_OF_RECURRENCES[name], label
+        assert kernel.wide_loads > 0, label
+    is_prompt = max(lengths) > 1
+    assert ("delta_chunks_kernel" in found) == is_prompt
+    if is_prompt:
+        chunks = found["delta_chunks_kernel"]
+        assert chunks["mma"] + chunks["wgmma"] > 0, chunks
+
+
+def test_recurrences_in_fp32(compiler):
+    found = compiler.call("compiled_recurrence", HYBRIDS["16 and 16 of 128"], [9], torch.float32)
+    for name, facts in found.items():
+        kernel = SimpleNamespace(**facts)
+        assert kernel.spills == kernel.stack_bytes == 0, (name, kernel)
+
+
 MIXTURES = {
     "8 of 128": (128, 8, 2048, 768),
     "4 of 32": (32, 4, 2880, 2880),

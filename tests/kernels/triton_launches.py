@@ -25,6 +25,8 @@ from kernels.lora import (
 )
 from kernels.lora import triton_ops as lora_ops
 from kernels.lora.table import MixPart
+from kernels.recurrence import DeltaHeads, DeviceSegments, Segments
+from kernels.recurrence import triton_ops as recurrence_ops
 from kernels.replaced import triton_ops as replaced_ops
 from tests.support.kernels.worker import NoDevice
 
@@ -117,6 +119,22 @@ def launch_between(num_tokens: int) -> None:
     elementwise_ops.clamped_swiglu(*gate_up.chunk(2, dim=1), 1.7, 7.0)
 
 
+def launch_recurrence(row_lengths: list[int]) -> None:
+    """A gated delta net, and attention's gate, of rows of one segment each."""
+    rows = [[(0, 1 + row, count)] for row, count in enumerate(row_lengths)]
+    segments = Segments((), (), (), DeviceSegments.build(rows, "cpu"))
+    made = torch.zeros(sum(row_lengths), 3 * 64 + 64 + 8, dtype=torch.bfloat16)
+    x, z, b, a = made.split((3 * 64, 64, 4, 4), dim=1)
+    inputs, states, vector = torch.zeros(1, 3, 3 * 64), torch.zeros(1, 4, 16, 16), torch.zeros(4)
+    mixed = recurrence_ops.causal_conv(x, torch.zeros(3 * 64, 4), inputs, segments)
+    heads = DeltaHeads(4, 4, 16, 16)
+    mixed = recurrence_ops.delta_rule(mixed, b, a, vector, vector, states, segments, heads)
+    by_head = mixed.view(len(mixed), 4, 16)
+    for weight in (by_head[0, 0], by_head[:, 0].contiguous()):
+        recurrence_ops.gated_norm(by_head, z.unflatten(1, (4, 16)), weight, 1e-6)
+    recurrence_ops.gate_heads(mixed, mixed)
+
+
 def launch_experts(row_lengths: list[int]) -> None:
     """A mixture, with adapters."""
     table = LoraTable.create(4, 1, torch.zeros(1024, dtype=torch.bfloat16), "cpu", max_rank=16)
@@ -157,6 +175,7 @@ def launched_signatures() -> list[tuple[str, dict[str, str]]]:
         for row_lengths in ([1], [1] * 8, [100, 1], [MANY]):
             launch_lora(row_lengths)
             launch_between(sum(row_lengths))
+            launch_recurrence(row_lengths)
         for rows in ([(5, 1)], [(5, 1)] * 8, [(0, 40), (9, 1)], [(0, MANY)]):
             for page_size in (16, 1024):
                 for norms in ("", "each", "all"):
