@@ -48,6 +48,7 @@ def emulated() -> Iterator[None]:
         stack.enter_context(interpreted())
         stack.enter_context(np.errstate(all="ignore"))
         stack.enter_context(tuning.overridden("decode", programs=2))
+        stack.enter_context(tuning.overridden("delta_chunks", chunk=16))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_name", _name_device))
         stack.enter_context(mock.patch.object(build, "select_backend", _select))
         stack.enter_context(mock.patch.object(cuda.CudaBackend, "warm_up", _do_nothing))

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.core import EMPTY_STATE, BatchRow
+from inference_svc.core import EMPTY_STATE, BatchRow, Sequence
 from inference_svc.model.description import Decoder
 from kernels.host_memory import allocate_host
+from kernels.recurrence import DeviceSegments, Segments
 
 ITEM_BYTES = 4
 """A state is a sum over all tokens: its elements are fp32."""
@@ -29,10 +30,17 @@ class Segment(NamedTuple):
 
 
 class RecurrentPlan(NamedTuple):
-    """The segments of a step's tokens, in order."""
+    """The segments of a step's tokens, in order; on a device only it has them."""
 
     states: RecurrentStates
     segments: tuple[Segment, ...]
+    on_device: DeviceSegments | None = None
+
+    @property
+    def of_kernels(self) -> Segments:
+        """The segments as kernels have them."""
+        read, written, counts = zip(*self.segments, strict=True) if self.segments else ((),) * 3
+        return Segments(read, written, counts, self.on_device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +94,8 @@ class RecurrentStates:
         return RecurrentPlan(self, tuple(each for row in rows for each in self.segments(row)))
 
     def segments(self, row: BatchRow) -> Iterator[Segment]:
-        """Yields the segments of a row: they end at its borders, and where it ends. A row that goes
-        on where a part of it has ended, in the same step, reads the state that was kept."""
-        sequence, start, num_tokens, _ = row
-        read = sequence.state_read if start == sequence.num_computed else self.spare
-        assert sequence.state_written != EMPTY_STATE, "the sequence does not run"
-        end = start + num_tokens
-        for border, slot in sequence.state_borders:
-            if start < border < end:
-                yield Segment(read, slot, border - start)
-                read, start = slot, border
-        yield Segment(read, sequence.state_written, end - start)
+        """Yields the segments of a row; see `segments_of`."""
+        return segments_of(row.sequence, row.start, row.num_tokens, self.spare)
 
     def keep_part(self, row: BatchRow) -> None:
         """Keeps the state of a row's part, which the next one goes on from: what that writes may be
@@ -107,6 +106,20 @@ class RecurrentStates:
             for part in parts:
                 for slot in (self.spare, *kept):
                     part[slot] = part[sequence.state_written]
+
+
+def segments_of(sequence: Sequence, start: int, num_tokens: int, spare: int) -> Iterator[Segment]:
+    """Yields the segments of a sequence's next tokens: they end at its borders, and where it ends.
+    Tokens that go on where a part of them has ended, in the same step, read the state that was
+    kept, in the slot `spare`."""
+    read = sequence.state_read if start == sequence.num_computed else spare
+    assert sequence.state_written != EMPTY_STATE, "the sequence does not run"
+    end = start + num_tokens
+    for border, slot in sequence.state_borders:
+        if start < border < end:
+            yield Segment(read, slot, border - start)
+            read, start = slot, border
+    yield Segment(read, sequence.state_written, end - start)
 
 
 def num_slots(num_states: int) -> int:

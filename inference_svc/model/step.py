@@ -27,7 +27,8 @@ from kernels.recurrence import Segments
 class Step:
     """A step that is being computed: its inputs, and the values that are still to be read.
 
-    `rows`, int64 [N], are the tokens that get logits. `choices` say where experts are to be that
+    `columns` are the columns that operations copy, int64 [width of the output]. `rows`, int64 [N],
+    are the tokens that get logits. `choices` say where experts are to be that
     tokens choose, by the layer: int32 [T, num_chosen]. The next operation that reads a value adds
     its addend.
     """
@@ -37,6 +38,7 @@ class Step:
     inputs: StepInputs
     kv_caches: KVCaches
     lora: Lora | None
+    columns: Mapping[Op, Tensor]
     rows: Tensor
     choices: Mapping[int, Tensor]
     token_order: TokenOrder | None
@@ -52,7 +54,7 @@ class Step:
         plan = self.inputs.recurrent
         assert plan is not None
         assert op.layer is not None
-        return plan.states.layers[op.layer], Segments(*zip(*plan.segments, strict=True))
+        return plan.states.layers[op.layer], plan.of_kernels
 
     def norm(self, norm: Norm | None, layer: int | None, rows: Rows) -> NormWeight | None:
         """Returns the weight of a norm of these rows, for each where adapters have one."""

@@ -62,6 +62,7 @@ from kernels.elementwise import (
     swiglu,
 )
 from kernels.experts import Pairs, Routing, combine, experts_linear, route, sort_pairs
+from kernels.recurrence import gate_heads
 
 COMPUTED = names(
     """
@@ -113,6 +114,7 @@ class Transformer:
             for rope, head_dim in description.ropes
         }
         found = operations(description)
+        self.columns = _columns((*found.layers, *found.head), device)
         self._layers = _Calls.of(found.layers, found.kept)
         self._head = _Calls.of(found.head, [found.head[-1].out])
 
@@ -149,7 +151,15 @@ class Transformer:
         if choices is not None and experts is not None:
             found = dict(zip(experts.layers, choices, strict=True))
         step = Step(
-            self.weights, self.rotary, inputs, kv_caches, lora, inputs.logit_rows, found, order
+            self.weights,
+            self.rotary,
+            inputs,
+            kv_caches,
+            lora,
+            self.columns,
+            inputs.logit_rows,
+            found,
+            order,
         )
         self._layers.run(step)
         return step
@@ -320,24 +330,27 @@ def _attend(op: Attend, step: Step) -> Tensor:
     return mixed.flatten(1)
 
 
-@lru_cache(maxsize=16)
-def _sources(runs: tuple[Run, ...], device: torch.device) -> Tensor:
-    """Returns where each column of the output comes from, int64 [width]."""
-    found = torch.empty(sum(run.length for run in runs), dtype=torch.int64)
-    for source, target, length in runs:
-        found[target : target + length] = torch.arange(source, source + length)
-    return found.to(device)
+def _columns(ops: Sequence[Op], device: torch.device) -> Mapping[Op, Tensor]:
+    """Returns where each column of the output comes from, int64 [width], of each operation that
+    copies columns: made once, because recorded steps have their addresses."""
+    by_runs: dict[tuple[Run, ...], Tensor] = {}
+    for op in ops:
+        if isinstance(op, Regroup) and op.runs not in by_runs:
+            found = torch.empty(op.out.width, dtype=torch.int64)
+            for source, target, length in op.runs:
+                found[target : target + length] = torch.arange(source, source + length)
+            by_runs[op.runs] = found.to(device)
+    return {op: by_runs[op.runs] for op in ops if isinstance(op, Regroup)}
 
 
 def _regroup(op: Regroup, step: Step) -> Tensor:
     x: Tensor = step.values[op.inputs[0]]
-    return x.index_select(1, _sources(op.runs, x.device))
+    return x.index_select(1, step.columns[op])
 
 
 def _gate_heads(op: GateHeads, step: Step) -> Tensor:
     mixed, gate = (step.values[each] for each in op.inputs)
-    assert isinstance(mixed, Tensor)
-    return mixed.mul_(torch.sigmoid(gate))
+    return gate_heads(mixed, gate)
 
 
 def _layer_of(op: Op) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import numpy as np
 import pytest
@@ -68,8 +68,11 @@ def on_device() -> Callable[[], AbstractContextManager[None]]:
 
 @pytest.fixture(autouse=True)
 def _emulation() -> Iterator[None]:
-    """Few programs, which run one after the other; and what a kernel masks, such as the logarithm
-    of 0, makes numpy warn."""
-    programs = tuning.overridden("decode", programs=16) if IS_EMULATED else nullcontext()
-    with programs, np.errstate(all="ignore"):
+    """Few programs, which run one after the other, and few iterations: prompts in chunks, in fp32,
+    too. And what a kernel masks, such as the logarithm of 0, makes numpy warn."""
+    with ExitStack() as stack:
+        if IS_EMULATED:
+            stack.enter_context(tuning.overridden("decode", programs=16))
+            stack.enter_context(tuning.overridden("delta_chunks", chunk=16))
+        stack.enter_context(np.errstate(all="ignore"))
         yield

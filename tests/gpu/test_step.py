@@ -26,9 +26,10 @@ from tests.support.gpu.models import (
 )
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-LOOSER = {"gemma4": 5}
-"""Of models whose scores nothing scales: in half precision random ones are far from each other."""
-LOOSER_IN_BFLOAT16 = {"qwen3 experts": 3}
+LOOSER = {"gemma4": 5, "qwen3.5": 5, "qwen3-next": 5}
+"""Of models whose scores nothing scales: in half precision random ones are far from each other. Or
+whose states have random decays: rounding in a state is in all later tokens."""
+LOOSER_IN_BFLOAT16 = {"qwen3 experts": 3, "qwen3-next": 2}
 """Its experts have nearly equal scores, and rounding chooses."""
 BASE, ALL, SOME, KINDS = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1], [1, -1, 0, 1, 2]
 """Adapters of the five rows."""

@@ -46,6 +46,7 @@ from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
+from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTED, Transformer
 from kernels import tuning
@@ -83,9 +84,6 @@ class CudaBackend(AdapterMemory):
     `record` records steps for replay; None: every step is computed operation by operation.
     """
 
-    num_states = 0
-    recurrent_bytes = 0
-
     def __init__(
         self,
         transformer: Transformer,
@@ -95,8 +93,10 @@ class CudaBackend(AdapterMemory):
         limits: StepLimits,
         record: Record | None,
         reload: Reload | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         super().__init__(arena)
+        self.num_states = 0 if states is None else states.num_states
         self.num_pages, self._page_size = kv_caches.num_pages - 1, kv_caches.page_size
         self.num_lora_steps = 0
         self.num_replays = 0
@@ -107,13 +107,14 @@ class CudaBackend(AdapterMemory):
         self._reload = reload
         self._targets = targets
         self._limits = limits
-        self.steps = FixedSteps(arena, targets, limits, self.num_pages, self._page_size)
+        self.states = states
+        self.steps = FixedSteps(arena, targets, limits, self.num_pages, self._page_size, states)
         self.results = StepResults.allocate(self._decoder, targets, limits, arena.device)
         self._last: Step | None = None
         self._record = record
         self._recorded = self._unrecorded()
         # Memory left by reading the weights goes back when steps are recorded.
-        self._reserved_bytes = self._trimmed_bytes()
+        self._reserved_bytes = _trimmed_bytes(self)
 
     def _unrecorded(self) -> RecordedSteps | None:
         if self._record is None:
@@ -121,11 +122,6 @@ class CudaBackend(AdapterMemory):
         adds_tokens, num_groups = self._targets.max_added_tokens > 0, len(self._targets.groups)
         most = max_prompt_recordings(self._decoder, num_groups, adds_tokens=adds_tokens)
         return RecordedSteps(self.compute, self._record, most)
-
-    def _trimmed_bytes(self) -> int:
-        """Gives back memory that torch has reserved and does not use; returns the bytes in use."""
-        self.free_unused()
-        return _reserved_bytes(self.arena.device)
 
     @property
     def kernels(self) -> str:
@@ -138,6 +134,10 @@ class CudaBackend(AdapterMemory):
     @property
     def kv_bytes(self) -> int:
         return 0 if self.kv_caches is None else self.kv_caches.num_bytes
+
+    @property
+    def recurrent_bytes(self) -> int:
+        return 0 if self.states is None else self.states.num_bytes
 
     def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
         """A recorded step of a kind launches every group, for any adapters of its rows; and for
@@ -193,7 +193,7 @@ class CudaBackend(AdapterMemory):
         batch = self.steps.padding_batch(num_tokens, self._limits.max_rows)
         num_rows = len(batch.rows)
         step = self._send(self.steps.prompts, batch.columns(), may_replay=False)[0]
-        inputs = step.inputs.inputs()
+        inputs = step.step_inputs(self.states, None)
         # Without tiles, too: in a step with prompts of others an adapter may have single tokens
         # only.
         steps = (
@@ -236,6 +236,7 @@ class CudaBackend(AdapterMemory):
         shape = self._shape_for(kind, batch) if may_replay else None
         if shape is not None:
             step.inputs.pad(shape)
+        step.fill_segments(batch, shape)
         step.inputs.send()
         return PreparedStep(step, len(batch.sequences), kind, shape)
 
@@ -260,7 +261,8 @@ class CudaBackend(AdapterMemory):
         else:
             is_replayed = False
             lora = step.lora.step() if kind is not StepKind.BASE else None
-            self._compute(step, step.inputs.inputs(), lora, is_scored=bool(runs))
+            filled = step.step_inputs(self.states, None)
+            self._compute(step, filled, lora, is_scored=bool(runs))
         self.steps.table.close()
         self.num_replays += is_replayed
         self.num_eager_steps += not is_replayed
@@ -281,7 +283,8 @@ class CudaBackend(AdapterMemory):
 
     @torch.inference_mode()
     def keep_part(self, row: BatchRow) -> None:
-        """Pages keep their contents."""
+        if self.states is not None:
+            self.states.keep_part(row)
 
     def use_idle_time(self) -> bool:
         """Records a step whose size has occurred."""
@@ -297,14 +300,14 @@ class CudaBackend(AdapterMemory):
 
     def free_memory(self, *, weights: bool) -> int:
         """Lets go of recorded steps, too: they have addresses in the freed memory."""
-        held_bytes = self.kv_bytes + self.weights_bytes
-        self._last = None  # which has both
-        self.kv_caches, self._recorded = None, None
+        held_bytes = self.kv_bytes + self.recurrent_bytes + self.weights_bytes
+        self._last = None  # which has all of it
+        self.kv_caches = self.states = self._recorded = None
         if weights:
             self._magnitudes = None
             self.transformer = None
-        self._reserved_bytes = self._trimmed_bytes()
-        return held_bytes - self.kv_bytes - self.weights_bytes
+        self._reserved_bytes = _trimmed_bytes(self)
+        return held_bytes - self.kv_bytes - self.recurrent_bytes - self.weights_bytes
 
     @torch.inference_mode()
     def restore(self) -> None:
@@ -313,7 +316,8 @@ class CudaBackend(AdapterMemory):
         if self.transformer is None:
             self.transformer = Transformer(self._decoder, self._reload.weights())
         self.kv_caches = self.kv_caches or self._reload.pages()
-        self._reserved_bytes = self._trimmed_bytes()
+        self.states = self.states or self._reload.states()
+        self._reserved_bytes = _trimmed_bytes(self)
         if self._recorded is None:
             self._recorded = self._unrecorded()
             try:
@@ -327,7 +331,7 @@ class CudaBackend(AdapterMemory):
         operation."""
         step, is_recorded = self.steps.of(shape), self._recorded is not None
         lora = step.lora.padded_step(shape, is_recorded=is_recorded)
-        self._compute(step, step.inputs.padded_inputs(shape), lora)
+        self._compute(step, step.step_inputs(self.states, shape), lora)
 
     def _compute(
         self,
@@ -352,9 +356,7 @@ class CudaBackend(AdapterMemory):
         torch.argmax(logits, dim=-1, out=self.results.argmax[: len(logits)])
 
 
-LACKING = names(
-    "attention.head_dim>512 attention.has_gate gated_delta gated_delta.is_by_key_head short_conv"
-)
+LACKING = names("attention.head_dim>512 short_conv")
 
 
 class CudaFactory:
@@ -414,9 +416,17 @@ class CudaFactory:
         record = CudaRecorder() if config.record_steps else None
         transformer = Transformer(decoder, weights)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
-        backend = CudaBackend(transformer, kv_caches, arena, targets, limits, record, reload)
+        backend = CudaBackend(
+            transformer, kv_caches, arena, targets, limits, record, reload, reload.states()
+        )
         backend.warm_up()
         return backend
+
+
+def _trimmed_bytes(backend: CudaBackend) -> int:
+    """Gives back memory that torch has reserved and does not use; returns the bytes in use."""
+    backend.free_unused()
+    return _reserved_bytes(backend.arena.device)
 
 
 def _reserved_bytes(device: torch.device) -> int:

@@ -15,9 +15,16 @@ import torch
 
 from inference_svc.adapters.layout import HEAD
 from inference_svc.adapters.targets import applied_targets, computed_groups, layout_of
-from inference_svc.backends.base import MemoryNeeds, choices_bytes, max_pages, table_bytes
+from inference_svc.backends.base import (
+    MemoryNeeds,
+    choices_bytes,
+    max_pages,
+    states_bytes,
+    table_bytes,
+)
 from inference_svc.backends.cuda.inputs import CudaInputs
 from inference_svc.backends.cuda.lora import CudaLora
+from inference_svc.backends.cuda.segments import CudaSegments
 from inference_svc.backends.cuda.shapes import StepKind, decode_sizes, most_prompt_tokens
 from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
@@ -84,6 +91,7 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         workspace_bytes,
         graphs_bytes=_graphs_bytes(config, decoder) if config.record_steps else 0,
         libraries_bytes=LIBRARIES_BYTES,
+        recurrent_bytes=states_bytes(config, decoder),
     )
 
 
@@ -206,10 +214,11 @@ def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     # Padding of a step with prompts is one row more.
     max_tokens, max_rows = config.max_batch_tokens, config.max_sequences + 1
     logits_bytes = max_rows * (4 * (decoder.vocab_size + config.max_added_tokens) + 8)
-    inputs_bytes = sum(
-        CudaInputs.num_bytes(count, max_rows) + CudaLora.num_bytes(count, max_rows)
-        for count in (max_tokens, max_rows)
-    )
+    parts = [CudaInputs.num_bytes, CudaLora.num_bytes]
+    if decoder.recurrences:
+        parts.append(CudaSegments.num_bytes)
+    counts = (max_tokens, max_rows)
+    inputs_bytes = sum(part(count, max_rows) for count in counts for part in parts)
     pages_bytes = 4 * ((max_rows + 1) * max_pages(config) + 1)
     results_bytes = logits_bytes + choices_bytes(decoder, max_tokens)
     return results_bytes + inputs_bytes + pages_bytes + table_bytes(config, decoder, max_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,10 +14,14 @@ from inference_svc.backends.base import empty_choices
 from inference_svc.backends.cuda.inputs import CudaInputs
 from inference_svc.backends.cuda.lora import CudaLora
 from inference_svc.backends.cuda.pages import PageTable
+from inference_svc.backends.cuda.segments import CudaSegments
 from inference_svc.backends.cuda.shapes import StepShape, StepShapes
 from inference_svc.backends.torch import LoraStep
-from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
+from inference_svc.core import Batch, BatchColumns, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.description import Decoder
+from inference_svc.model.inputs import StepInputs
+from inference_svc.model.recurrent_states import RecurrentStates
+from kernels.recurrence import NOWHERE
 
 
 class StepLimits(NamedTuple):
@@ -29,10 +33,26 @@ class StepLimits(NamedTuple):
 
 
 class FixedStep(NamedTuple):
-    """The inputs and the LoRA plans of steps of up to so many tokens, at fixed addresses."""
+    """The inputs and the LoRA plans of steps of up to so many tokens, at fixed addresses, and the
+    segments of a model with recurrent layers."""
 
     inputs: CudaInputs
     lora: CudaLora
+    segments: CudaSegments | None
+
+    def fill_segments(self, batch: BatchColumns | None, shape: StepShape | None) -> None:
+        """See `CudaSegments.fill`."""
+        if self.segments is not None:
+            self.segments.fill(batch, shape)
+
+    def step_inputs(self, states: RecurrentStates | None, shape: StepShape | None) -> StepInputs:
+        """Returns the filled inputs, or, of a step padded to `shape`, any of it."""
+        own = self.inputs
+        inputs = own.inputs() if shape is None else own.padded_inputs(shape)
+        if self.segments is None:
+            return inputs
+        assert states is not None, "the states are freed"
+        return replace(inputs, recurrent=self.segments.plan(states, shape))
 
 
 class FixedSteps:
@@ -46,8 +66,10 @@ class FixedSteps:
         limits: StepLimits,
         num_pages: int,
         page_size: int,
+        states: RecurrentStates | None = None,
     ) -> None:
         max_tokens, max_rows, max_pages = limits
+        self._spare_state = None if states is None else states.spare
         self._max_pages, self._page_size = max_pages, page_size
         self._padding_page = num_pages
         self.table = PageTable(max_rows, max_pages, num_pages, arena.device, arena.streams.compute)
@@ -60,8 +82,15 @@ class FixedSteps:
         self, arena: Arena, targets: AppliedTargets, max_tokens: int, max_rows: int
     ) -> FixedStep:
         reserved_bytes = CudaLora.num_bytes(max_tokens, max_rows)
+        spare = self._spare_state
+        if spare is not None:
+            reserved_bytes += CudaSegments.num_bytes(max_tokens, max_rows)
         inputs = CudaInputs(max_tokens, max_rows, self.table, self._page_size, reserved_bytes)
-        return FixedStep(inputs, CudaLora(arena, targets, inputs.block, max_tokens, max_rows))
+        block, segments = inputs.block, None
+        if spare is not None:
+            segments = CudaSegments(block, max_tokens, max_rows, spare)
+        lora = CudaLora(arena, targets, block, max_tokens, max_rows)
+        return FixedStep(inputs, lora, segments)
 
     @property
     def num_bytes(self) -> int:
@@ -74,10 +103,13 @@ class FixedSteps:
         step.inputs.block.wait()
         step.lora.clear()
         if shape.has_prompts:
-            step.inputs.fill(self.padding_batch(shape.num_tokens, shape.num_rows).columns())
+            batch = self.padding_batch(shape.num_tokens, shape.num_rows).columns()
+            step.inputs.fill(batch)
             step.inputs.pad(shape)
+            step.fill_segments(batch, shape)
         else:
             step.inputs.fill_padding(shape)
+            step.fill_segments(None, shape)
         step.inputs.send()
 
     def of(self, shape: StepShape) -> FixedStep:
@@ -85,13 +117,14 @@ class FixedSteps:
 
     def padding_batch(self, num_tokens: int, max_rows: int) -> Batch:
         """Returns prompts of so many tokens in all, or as many as fit `max_rows`, whose pages are
-        padding's."""
+        padding's, and whose states are not stored."""
         rows, longest = [], self._max_pages * self._page_size
         num_rows = min(max_rows, -(-num_tokens // longest))
         for start in range(0, num_rows * longest, longest):
             length = min(longest, num_tokens - start)
             sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
             sequence.page_ids = [self._padding_page] * -(-length // self._page_size)
+            sequence.state_written = NOWHERE
             rows.append(BatchRow(sequence, 0, length, samples=True))
         return Batch(tuple(rows))
 

@@ -66,8 +66,8 @@ from kernels.experts.native import (
 )
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import NativeOp
+from kernels.recurrence import DeltaHeads
 from kernels.recurrence.native import (
-    DeltaHeads,
     StateRows,
     causal_conv_op,
     copy_runs_op,

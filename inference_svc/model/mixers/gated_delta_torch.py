@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
@@ -27,20 +25,17 @@ def _convolve(op: Convolve, step: Step) -> Tensor:
 def _delta_rule(op: DeltaRule, step: Step) -> Tensor:
     mixer, (_, states), segments = op.mixer, *step.states(op)
     qkv, made = (step.values[each] for each in op.inputs)
-    q, k, v = qkv.split((mixer.key_size, mixer.key_size, mixer.value_size), dim=1)
     *_, b, a = made.split(mixer.parts, dim=1)
     rate, bias = (step.weights.numbers_of(each) for each in (op.decay, op.decay_bias))
     assert rate is not None
-    mixed = recurrence.gated_delta(
-        q.unflatten(1, (mixer.num_key_heads, -1)),
-        k.unflatten(1, (mixer.num_key_heads, -1)),
-        v.unflatten(1, (mixer.num_value_heads, -1)),
-        -rate.exp() * F.softplus(a.float() + bias),
-        torch.sigmoid(b),
-        states,
-        segments,
+    assert bias is not None
+    heads = recurrence.DeltaHeads(
+        num_key_heads=mixer.num_key_heads,
+        num_value_heads=mixer.num_value_heads,
+        key_size=mixer.key_head_dim,
+        value_size=mixer.value_head_dim,
     )
-    return mixed.flatten(1).to(qkv.dtype)
+    return recurrence.delta_rule(qkv, b, a, rate, bias, states, segments, heads)
 
 
 def _gated_norm(op: GatedNorm, step: Step) -> Tensor:

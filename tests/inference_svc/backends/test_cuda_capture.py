@@ -91,12 +91,19 @@ class Checked:
 
 def places_of(backend: CudaBackend, model: Model, caches: KVCaches) -> dict[int, str]:
     """What stays where it is, by storage."""
+    layers = {} if backend.states is None else backend.states.layers
+    states = [part for parts in layers.values() for part in parts]
     places = {storage_id(each): "weights" for each in tensors_of(model.transformer.weights)}
     named = {
         **{
             f"frequencies {index}": rotary.inverse_frequencies
             for index, rotary in enumerate(model.transformer.rotary.values())
         },
+        **{
+            f"columns to copy {index}": columns
+            for index, columns in enumerate(model.transformer.columns.values())
+        },
+        **{f"states {index}": each for index, each in enumerate(states)},
         **{f"keys and values {index}": each.data for index, each in enumerate(caches.caches)},
         "page table": backend.steps.table.on_device,
         "arena": model.arena.flat,

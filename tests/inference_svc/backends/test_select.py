@@ -43,15 +43,7 @@ def write_config(folder: Path, name: str) -> Path:
     return folder
 
 
-LACKING = {
-    "CUDA": {
-        "attention.head_dim>512",
-        "attention.has_gate",
-        "gated_delta",
-        "gated_delta.is_by_key_head",
-        "short_conv",
-    }
-}
+LACKING = {"CUDA": {"attention.head_dim>512", "short_conv"}}
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))
 
 

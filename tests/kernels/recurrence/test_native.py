@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.native.library import Library
-from kernels.recurrence import Segments, causal_conv, gated_conv, gated_delta, gated_norm
-from kernels.recurrence.native import (
+from kernels.recurrence import (
     DeltaHeads,
+    Segments,
+    causal_conv,
+    gated_conv,
+    gated_delta,
+    gated_norm,
+)
+from kernels.recurrence.native import (
     StateRows,
     causal_conv_op,
     copy_runs_op,

@@ -34,6 +34,7 @@ from inference_svc.model.description import (
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear
 from inference_svc.model.operations import Scalar, Table, WeightSpec
+from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import Transformer
 from kernels.elementwise import NormWeight
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry, TableRow
@@ -43,6 +44,9 @@ from tests.support.inference.results import wanted_of
 
 PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 60, 20, 70, 6
 NUM_SLOTS, MAX_RANK, MAX_ADDED = 3, 4, 2
+NUM_STATES, BORDERS = 12, ((12, 11), (40, 12))
+"""States of five sequences, of which each has two, and the borders, with their slots, at which the
+longest one leaves its state."""
 SUM = NUM_SLOTS
 """The slot of a sum: of all three, or of the first two, if they have more than A and B."""
 FIRST_OF_EXPERTS = 2048
@@ -64,6 +68,13 @@ SHAPE = {
     "head_dim": 16,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
+}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -158,6 +169,18 @@ FEATURES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 9,
     },
+    "qwen3.5, a gated delta net, a gate of attention": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+    }
+    | DELTA,
+    "qwen3-next, experts, by key head": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": 24,
+    }
+    | DELTA
+    | EXPERTS,
     "granite, multipliers": {
         "architectures": ["GraniteForCausalLM"],
         "attention_multiplier": 0.3,
@@ -298,9 +321,23 @@ class Model:
             device=self.arena.device,
         )
 
+    def states(self) -> RecurrentStates | None:
+        """Returns None for a decoder without recurrent layers."""
+        decoder = self.transformer.description
+        if not decoder.recurrences:
+            return None
+        return RecurrentStates.allocate(decoder, NUM_STATES, self.arena.device)
+
     def plain(self, max_added_tokens: int = 0) -> TorchBackend:
         targets = applied_targets(self.arena.layout, (), max_added_tokens)
-        return TorchBackend(self.transformer, self.caches(), self.arena, targets, MAX_ROWS)
+        return TorchBackend(
+            self.transformer,
+            self.caches(),
+            self.arena,
+            targets,
+            MAX_ROWS,
+            states=self.states(),
+        )
 
     def fixed(
         self,
@@ -321,6 +358,7 @@ class Model:
             applied_targets(self.arena.layout, lora_targets, max_added_tokens),
             StepLimits(max_tokens, MAX_ROWS, MAX_PAGES),
             record,
+            states=self.states(),
         )
         if is_warm:
             backend.warm_up()
@@ -423,7 +461,10 @@ def steps(
         _sequence(length, 15 * bool(index) + 8 * index, slot, first_token, prompt_logprobs)
         for index, (length, slot) in enumerate(zip(lengths, slots, strict=True))
     ]
+    for index, sequence in enumerate(sequences):
+        sequence.state_written = 2 * index + 1
     long, *others = sequences
+    long.state_borders = list(BORDERS)
     first = [core.BatchRow(long, 0, 30, samples=False)]
     first += [core.BatchRow(s, 0, len(s.token_ids), samples=True) for s in others]
     batches = [first, [core.BatchRow(long, 30, 20, samples=True)]]
@@ -438,12 +479,21 @@ def steps(
     return [core.Batch(tuple(rows)) for rows in batches]
 
 
+def settle(batch: core.Batch) -> None:
+    """Notes that a step is computed: the next one reads the states that it has written."""
+    for sequence, start, num_tokens, _ in batch.rows:
+        sequence.num_computed = start + num_tokens
+        before, sequence.state_read = sequence.state_read, sequence.state_written
+        sequence.state_written = before or sequence.state_read + 1
+
+
 @torch.inference_mode()
 def run(backend: CudaBackend | TorchBackend, batches: list[core.Batch]) -> list[Logits]:
     """What each batch gives, where it lies; waits for nothing."""
     found = []
     for batch in batches:
         made = backend.forward(backend.prepare(batch))
+        settle(batch)
         found.append(Logits(*(None if each is None else each.clone() for each in made)))
     return found
 
@@ -456,6 +506,7 @@ def run_scored(backend: CudaBackend | TorchBackend, batches: list[core.Batch]) -
         inputs = backend.prepare(batch)
         backend.forward(inputs)
         slices = [made.logits.clone() for made in backend.score(inputs)]
+        settle(batch)
         assert all(len(made) <= MAX_ROWS for made in slices)
         found.append(Logits(torch.cat(slices)))
     return found
