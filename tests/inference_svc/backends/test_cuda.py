@@ -11,6 +11,7 @@ import torch
 
 from inference_svc import core
 from inference_svc.backends.base import Reload
+from inference_svc.backends.cuda.backend import CudaBackend
 from inference_svc.backends.cuda.graphs import LATEST_USE, Compute
 from inference_svc.backends.cuda.lora import CudaLora
 from inference_svc.backends.cuda.shapes import StepKind
@@ -44,6 +45,9 @@ MANY_TOKENS = tuning.constants("store")["many_tokens"]
 SPLIT_TOKENS = tuning.constants("shrink")["split_tokens"]
 
 
+HYBRID = "qwen3.5, a gated delta net, a gate of attention"
+
+
 class Spy:
     """Computes, and keeps what every step was like."""
 
@@ -70,9 +74,9 @@ class Spy:
         return self._transformer.forward(inputs, kv_caches, lora, choices)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Model:
-    description = make_decoder("qwen3, norms of heads", tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=["qwen3, norms of heads", HYBRID], ids=["qwen3", "qwen3.5"])
+def model(request, tmp_path_factory) -> Model:
+    description = make_decoder(request.param, tmp_path_factory.mktemp("model"))
     return Model.make(description, torch.float32, torch.device("cpu"))
 
 
@@ -103,6 +107,10 @@ def test_scores_as_the_torch_backend_does(model, slots):
     assert not list(fixed.score(inputs))
 
 
+def sizes_of(backend: CudaBackend) -> tuple[int, int, int]:
+    return backend.kv_bytes, backend.recurrent_bytes, backend.weights_bytes
+
+
 @pytest.mark.parametrize("weights", [False, True], ids=["pages", "weights"])
 @pytest.mark.parametrize("record", [Eager, None], ids=["recorded", "computed"])
 def test_freed_memory_is_made_again(model, record, weights):
@@ -119,19 +127,20 @@ def test_freed_memory_is_made_again(model, record, weights):
     short = False
     wanted = run(model.plain(), steps(SLOTS[1]))
     fixed = model.fixed(note if record else None)
-    num_recorded, held = len(recorded), (fixed.kv_bytes, fixed.weights_bytes)
-    fixed._reload = Reload(model.caches, lambda: model.transformer.weights, lambda: None)
+    num_recorded, held = len(recorded), sizes_of(fixed)
+    assert (held[1] > 0) == bool(model.transformer.description.recurrences)
+    fixed._reload = Reload(model.caches, lambda: model.transformer.weights, model.states)
     caches = fixed.kv_caches
     for _ in range(2):
-        assert fixed.free_memory(weights=weights) == held[0] + weights * held[1]
-        assert (fixed.kv_bytes, fixed.weights_bytes) == (0, held[1] * (not weights))
+        assert fixed.free_memory(weights=weights) == sum(held[:2]) + weights * held[2]
+        assert sizes_of(fixed) == (0, 0, held[2] * (not weights))
         short = True
         if record:
             with pytest.raises(torch.OutOfMemoryError):
                 fixed.restore()
         short = False
         fixed.restore()
-        assert (fixed.kv_bytes, fixed.weights_bytes) == held
+        assert sizes_of(fixed) == held
         assert fixed.kv_caches is not caches
         assert_close(wanted, run(fixed, steps(SLOTS[1])), 1e-4)
     assert len(recorded) == 3 * num_recorded
@@ -247,7 +256,9 @@ def test_warm_up_runs_every_kind_of_step(model, record):
     spy, caches = Spy(model.transformer), model.caches()
     for cache in caches.caches:
         cache.data.fill_(1.5)
-    model.fixed(record, max_tokens=300, caches=caches, transformer=spy)
+    backend = model.fixed(record, max_tokens=300, caches=caches, transformer=spy)
+    states = {} if backend.states is None else backend.states.layers
+    assert not any(part.any() for parts in states.values() for part in parts)
     of_prompts = {
         (many, True, False, of_lora)
         for many in (False, True)

@@ -15,7 +15,7 @@ from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.sampler import Sampler
 from inference_svc.engine.policy.step_limit import StepLimit
 from inference_svc.model.transformer import Transformer
-from tests.support.gpu.models import steps
+from tests.support.gpu.models import settle, steps
 
 MIB = 1 << 20
 FITS = 20
@@ -58,6 +58,9 @@ def tokens(backend: Any, slots: list[int], limit: StepLimit) -> list[list[int]]:
     """Returns what is sampled in each step."""
     sampler = Sampler((), has_device_memory=backend.arena.device.type != "cpu")
     runner = Runner(backend, sampler, Marks(), limit)
-    results = [runner.run(batch) for batch in steps(slots)]
+    results = []
+    for batch in steps(slots):
+        results.append(runner.run(batch))
+        settle(batch)
     assert not any(result.lost for result in results)
     return [[token.token_id for token in result.sampled] for result in results]
