@@ -1,0 +1,54 @@
+"""An engine on an emulated GPU, as tests/support/kernels/worker.py runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from bench.gpu_run.emulation import emulated
+from inference_svc.core import EngineConfig
+from inference_svc.engine.transport.messages import LayoutAccepted
+from inference_svc.engine.transport.thread import EngineThread
+from tests.system.engines import CompilingStore, Running
+
+Asked: TypeAlias = tuple[str, Sequence[int], int]
+"""A greedy request: an adapter, "" for the base model, a prompt, and how many tokens."""
+Served: TypeAlias = tuple[list[int], int]
+"""The tokens of an answer, and how many of the prompt's were known already."""
+
+
+def generate(
+    model_dir: Path, adapters: dict[str, Path], rounds: list[list[Asked]], changes: dict[str, Any]
+) -> list[list[Served]]:
+    """Returns the answers of rounds of requests, which run together."""
+    store = CompilingStore()
+    digests = {name: store.register(folder) for name, folder in adapters.items()}
+    config = EngineConfig(model_dir, "model", num_threads=1, record_steps=False, **changes)
+    with emulated():
+        engine = EngineThread(config, store)
+        running = Running(engine, store, digests)
+        engine.start(running.on_outputs)
+        try:
+            engine.send(LayoutAccepted(store.register_layout(engine.layout)))
+            assert engine.built.engine.runner.backend.kernels == "triton"
+            return [_serve(running, number, each) for number, each in enumerate(rounds)]
+        finally:
+            engine.stop()
+            engine.built.engine.check_integrity()
+
+
+def _serve(running: Running, number: int, requests: list[Asked]) -> list[Served]:
+    names = [f"{number}-{index}" for index in range(len(requests))]
+    for name, (adapter, prompt, count) in zip(names, requests, strict=True):
+        running.submit(name, prompt, adapter, max_tokens=count)
+    found = []
+    for name in names:
+        tokens, last = running.result(name)
+        assert last.error is None, last.error
+        assert last.usage is not None
+        found.append((tokens, last.usage.cached_prompt_tokens))
+    return found
+
+
+OPERATIONS = {"generate": generate}

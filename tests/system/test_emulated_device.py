@@ -1,0 +1,51 @@
+"""A whole engine on an emulated GPU gives the tokens of transformers and PEFT: a hybrid model, with
+states and pages on the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernels.worker_process import Operations, Worker
+from tests.support.models.zoo import VOCAB, Zoo
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+PAGE_SIZE, STATE_PAGES = 4, 2
+SIZES = {
+    "max_model_len": 64,
+    "max_sequences": 4,
+    "max_batch_tokens": 32,
+    "max_prefill_chunk": 20,
+    "page_size": PAGE_SIZE,
+    "state_pages": STATE_PAGES,
+    "kv_bytes": 1 << 20,
+    "arena_bytes": 1 << 20,
+    "host_bytes": 1 << 20,
+    "max_loras": 4,
+}
+
+
+def test_a_hybrid_model(zoos: Callable[[str], Zoo]) -> None:
+    """Prompts in chunks beside decoding rows, adapters of all of its projections, and prefixes that
+    go on at a stored state."""
+    zoo, random_ = zoos("qwen3_5"), random.Random(5)
+    shared = [random_.randrange(3, VOCAB) for _ in range(30)]
+    rounds = [
+        [("", shared, 4), ("r16", shared[:9], 4), ("r3", shared[5:6], 3)],
+        [("", [*shared[:19], 7, 8], 2), ("r16", shared[:10], 2)],
+    ]
+    worker = Worker(interpret=True)
+    try:
+        operations = Operations(worker, Path(__file__).parent / "emulated.py")
+        found = operations.call("generate", zoo.model_dir, zoo.adapter_dirs, rounds, SIZES)
+    finally:
+        worker.close()
+    for requests, answers in zip(rounds, found, strict=True):
+        for (adapter, prompt, count), (tokens, _) in zip(requests, answers, strict=True):
+            assert tokens == zoo.greedy(adapter, prompt, count, tokens)
+    border = PAGE_SIZE * STATE_PAGES
+    assert [num_cached for _, num_cached in found[1]] == [2 * border, border]
