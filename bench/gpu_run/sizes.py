@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernels.recurrence import DeltaHeads
+
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -45,6 +47,10 @@ class Mixture(NamedTuple):
 
 QWEN3_30B = Mixture(128, 8, 2048, 768)
 """The experts of Qwen3-30B-A3B."""
+
+
+QWEN3_5_4B = DeltaHeads(16, 32, 128, 128)
+"""The heads of the gated delta nets of Qwen3.5-4B."""
 
 
 class ServiceSizes(NamedTuple):
@@ -110,6 +116,7 @@ class Sizes:
     parity_tokens: int
     """Maximum tokens of each request."""
     mixture: Mixture
+    delta: DeltaHeads
     services: ServiceSizes
     tune_configs: int
     """Maximum configurations of a kernel."""
@@ -147,6 +154,7 @@ REAL = Sizes(
     parity_requests=200,
     parity_tokens=64,
     mixture=QWEN3_30B,
+    delta=QWEN3_5_4B,
     services=ServiceSizes(
         adapters=16,
         prompt_tokens=64,
@@ -192,6 +200,7 @@ EMULATED = Sizes(
     parity_requests=3,
     parity_tokens=2,
     mixture=Mixture(4, 2, 32, 16),
+    delta=DeltaHeads(1, 2, 16, 16),
     services=ServiceSizes(
         adapters=2,
         prompt_tokens=5,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.gpu_run.cases import expert_cases, lora_cases
+from bench.gpu_run.cases import delta_cases, expert_cases, lora_cases
 from bench.gpu_run.cases.expert_cases import Products, route_at_random
 from bench.gpu_run.cases.lora_cases import Case, Ours, Pool, random
 from bench.gpu_run.context import Context
@@ -65,6 +65,7 @@ def problems(context: Context, pool: Pool) -> dict[str, list[Problem]]:
         "shrink": adapters,
         "expand": adapters,
         **_expert_problems(context),
+        **_delta_problems(context),
     }
     return {kernel: each[: sizes.tune_problems] for kernel, each in found.items()}
 
@@ -353,3 +354,29 @@ def _experts(context: Context, num_tokens: int) -> Problem:
         return Prepared(run, num_calls, result)
 
     return Problem(f"{num_tokens} tokens", prepare)
+
+
+def _delta_problems(context: Context) -> dict[str, list[Problem]]:
+    rows, tokens = context.sizes.kernel_rows, context.sizes.kernel_tokens
+    lengths = [*([1] * count for count in (rows[0], rows[-1])), *([n] for n in tokens)]
+
+    def problems(operation: str, chosen: list[list[int]]) -> list[Problem]:
+        return [_delta(context, operation, each) for each in chosen]
+
+    return {
+        "causal_conv": problems("convolution", lengths),
+        "delta_step": problems("delta rule", lengths[:2]),
+        "delta_chunks": problems("delta rule", lengths[2:]),
+        "gated_norm": problems("gated norm", lengths),
+    }
+
+
+def _delta(context: Context, operation: str, lengths: list[int]) -> Problem:
+    """Makes the problem of an operation of a gated delta net, of rows of so many tokens."""
+
+    def prepare() -> Prepared:
+        net = delta_cases.Net.make(context, lengths)
+        run, result = net.operation(operation)
+        return Prepared(run, net.num_calls, result)
+
+    return Problem(f"{len(lengths)} rows of {lengths[0]} tokens", prepare)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_run.cases import expert_cases, family_cases, lora_cases
+from bench.gpu_run.cases import delta_cases, expert_cases, family_cases, lora_cases
 from bench.gpu_run.cases.family_cases import FamilyCase
 from bench.gpu_run.cases.lora_cases import Case, Ours, Pool
 from bench.gpu_run.cases.peers import LoraCall, Work
@@ -34,6 +34,9 @@ MAX_ERROR = 0.02
 """Maximum relative RMS error of LoRA's addition, and of the families' operations, in 16 bits."""
 MAX_S = 0.02
 """Maximum time of one measurement of a family's operation."""
+
+
+FAMILY_CASES = (family_cases, delta_cases, expert_cases)
 
 
 def run(context: Context) -> Found:
@@ -105,12 +108,13 @@ def measure_family(context: Context, case: FamilyCase) -> tuple[float, float]:
 
 
 def family_names(context: Context) -> list[str]:
-    return [*family_cases.names(context), *expert_cases.names(context)]
+    return [name for cases in FAMILY_CASES for name in cases.names(context)]
 
 
 def make_family(context: Context, name: str) -> FamilyCase:
-    cases = expert_cases if name in expert_cases.names(context) else family_cases
-    return cases.make(context, name)
+    [cases] = [each for each in FAMILY_CASES if name in each.names(context)]
+    found: FamilyCase = cases.make(context, name)
+    return found
 
 
 def compile_all(context: Context, seconds: float) -> Found:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.errors import TritonError
 
-from bench.gpu_run.cases import kernel_cases, lora_cases
+from bench.gpu_run.cases import delta_cases, kernel_cases, lora_cases
 from bench.gpu_run.cases.kernel_cases import Problem
 from bench.gpu_run.cases.lora_cases import Case, Pool
 from bench.gpu_run.cases.peers import LoraCall, Sglang, Vllm, Work, default_chunk
@@ -118,6 +118,15 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "combine_experts": {"block": (256, 1024), "elements_per_warp": (128,)},
     "plan_pairs": {"block": (128, 512), "chunk": (1024, 4096), "num_warps": (2, 8)},
+    "causal_conv": {
+        "many_tokens": (8, 1 << 20),
+        "block_t": (4, 16),
+        "block_c": (128, 512),
+        "elements_per_warp": (128, 512),
+    },
+    "delta_step": {"block_v": (16, 64), "num_warps": (2, 8)},
+    "delta_chunks": {"block_v": (16, 64), "num_warps": (8,), "num_stages": (2, 3)},
+    "gated_norm": {"block_h": (1, 8), "elements_per_warp": (128, 512)},
 }
 """The other values of each constant; the defaults are in the kernels' package."""
 
@@ -215,7 +224,11 @@ def default_of(context: Context, kernel: str) -> Constants:
         "add_rms_norm": {"size": g.hidden_size},
         "swiglu": {"size": g.max_intermediate_size},
         "combine_experts": {"size": context.sizes.mixture.hidden},
+        "causal_conv": {"channels": delta_cases.channels_of(context.sizes.delta)},
+        "delta_step": {"key_size": context.sizes.delta.key_size},
+        "gated_norm": {"size": context.sizes.delta.value_size},
     }
+    facts["delta_chunks"] = facts["delta_step"] | {"itemsize": context.sizes.dtype.itemsize}
     facts |= {
         f"experts_{name}": {"itemsize": context.sizes.dtype.itemsize}
         for name in ("short", "middle", "long")
