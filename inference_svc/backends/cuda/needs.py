@@ -75,6 +75,8 @@ GROWTH_BYTES = 32
 """The memory of a token's growth, operation by operation."""
 PAIR_BYTES = 64
 """A pair's part of a mixture's routing, of the order of pairs, and of their plan."""
+ORDER_BYTES = 4
+"""A token's place in the order of tokens by adapter, which a mixture keeps for the whole step."""
 SAMPLER_COPIES = 4
 """Copies of the logits in fp32 that choosing tokens takes beside the logits: the probabilities for
 callers that want them, and three while rows are drawn."""
@@ -112,7 +114,8 @@ def step_bytes(
     dtype = getattr(torch, config.dtype)
     sizes = ValueSizes.of(decoder, num_tokens, config.max_sequences, dtype, PAIR_BYTES)
     own = _OwnBytes.of(config, decoder, sizes, is_beside=is_beside)
-    return transformer_bytes(decoder, sizes, own.of_op)
+    order_bytes = ORDER_BYTES * num_tokens if decoder.mixtures else 0
+    return transformer_bytes(decoder, sizes, own.of_op) + order_bytes
 
 
 class _OwnBytes(NamedTuple):

@@ -51,16 +51,22 @@ MOST = 1.08
         {"hidden_size_per_layer_input": 256},
         {"moe_intermediate_size": 256},
         {"num_experts_per_tok": 5, "hidden_size": 256},
+        {"linear_value_head_dim": 128},
+        {"num_attention_heads": 16, "linear_num_key_heads": 4},
+        {"linear_num_value_heads": 32},
     ],
     ids=str,
 )
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> Model:
     """Models whose attention, feed-forward, head, residual stream, what layers are told of tokens,
-    experts and what these read take most."""
+    experts, what these read, gated delta nets and attention with a gate take most."""
     beginnings = {
         "hidden_size_per_layer_input": "gemma4, larger",
         "moe_intermediate_size": "qwen3 experts",
         "num_experts_per_tok": "qwen3 experts",
+        "linear_value_head_dim": "qwen3.5",
+        "linear_num_key_heads": "qwen3.5",
+        "linear_num_value_heads": "qwen3-next",
     }
     begins = next((beginnings[key] for key in request.param if key in beginnings), "qwen3, norms")
     name = next(each for each in FEATURES if each.startswith(begins))
@@ -90,6 +96,9 @@ def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> i
     step = backend.steps.prompts
     step.inputs.fill_padding(StepShape.of_decodes(StepKind.ANY, MAX_ROWS))
     inputs = step.inputs._views(num_tokens, MAX_ROWS, MAX_ROWS, num_tokens // 16, has_decodes)
+    if step.segments is not None:
+        shape = StepShape(StepKind.ANY, num_tokens, MAX_ROWS - 1, has_prompts=True)
+        inputs = replace(inputs, recurrent=step.segments.plan(backend.states, shape))
     lora = step.lora.any_step(StepKind.ANY, num_tokens, MAX_ROWS, has_tiles=True)
     with live_bytes() as live:
         last = backend.transformer.layers(inputs, backend.kv_caches, lora)
@@ -124,7 +133,8 @@ def test_a_step_with_adapters_beside_it_takes_no_more(model, lora_targets):
         step = backend.steps.decodes
         step.inputs.fill_padding(StepShape.of_decodes(StepKind.LORA, num_rows))
         lora = step.lora.padded_step(StepShape.of_decodes(StepKind.LORA, num_rows))
-        inputs = step.inputs.padded_inputs(StepShape.of_decodes(StepKind.LORA, num_rows))
+        shape = StepShape.of_decodes(StepKind.LORA, num_rows)
+        inputs = step.step_inputs(backend.states, shape)
         with live_bytes() as live:
             backend.transformer.forward(inputs, backend.kv_caches, lora)
     config = config_of(num_rows, lora_targets=lora_targets)
