@@ -22,8 +22,8 @@ from bench.results import show, write
 from inference_svc.model.mixers.gated_delta import GatedDelta
 from inference_svc.model.recurrent_states import RecurrentStates, slot_bytes
 from kernels.native.library import Library, NativeOp, load
+from kernels.recurrence import DeltaHeads
 from kernels.recurrence.native import (
-    DeltaHeads,
     StateRows,
     causal_conv_op,
     delta_rule_op,

@@ -24,7 +24,7 @@ from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation
 from inference_svc.model.lifetimes import ValueSizes, last_uses, peak_bytes
 from inference_svc.model.lora import ExpertsLora, Lora
-from inference_svc.model.mixers import gated_delta_torch, short_conv_torch
+from inference_svc.model.mixers import in_torch
 from inference_svc.model.operations import (
     HEAD_KEY,
     AddNorm,
@@ -442,7 +442,6 @@ COMPUTE: dict[type[Op], Callable[[Any, Step], object]] = {
     Route: _route,
     Scale: _scale,
     Spread: _spread,
-    **gated_delta_torch.COMPUTE,
-    **short_conv_torch.COMPUTE,
+    **in_torch.COMPUTE,
 }
 """The function that computes each kind of operation, and returns what it writes."""

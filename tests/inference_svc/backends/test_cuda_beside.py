@@ -24,6 +24,8 @@ IN_LINE = {
     "qwen2 experts": {"down"},  # the half that all experts share
     "glm4 experts": {"down"},
     "gemma4 experts": {"down"},
+    "qwen3.5": {"qkv"},  # queries and their gates are taken apart
+    "qwen3-next": {"qkv", "down"},
 }
 """Groups of some layer that are in line although others of their name need not be."""
 

@@ -1,4 +1,4 @@
-"""The gated delta rule in torch: computes its operations."""
+"""The mixers in torch: computes their operations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
+from inference_svc.model.mixers.short_conv import GatedConvolve
 from inference_svc.model.operations import Op, Rows
 from inference_svc.model.step import Step
 from kernels import recurrence
@@ -47,9 +48,18 @@ def _gated_norm(op: GatedNorm, step: Step) -> Tensor:
     return recurrence.gated_norm(x, z, norm.weight, norm.eps).flatten(1)
 
 
+def _gated_convolve(op: GatedConvolve, step: Step) -> Tensor:
+    (states,), segments = step.states(op)
+    kernels = step.weights.numbers_of(op.kernels)
+    assert kernels is not None
+    x: Tensor = step.values[op.inputs[0]]
+    return recurrence.gated_conv(x, kernels.view(op.mixer.num_channels, -1), states, segments)
+
+
 COMPUTE: Mapping[type[Op], Callable[[Any, Step], object]] = {
     Convolve: _convolve,
     DeltaRule: _delta_rule,
+    GatedConvolve: _gated_convolve,
     GatedNorm: _gated_norm,
 }
-"""Its part of `transformer.COMPUTE`."""
+"""Their part of `transformer.COMPUTE`."""
