@@ -71,7 +71,11 @@ def test_every_exported_name_is_defined_and_documented(texts: dict[str, str], se
 def test_every_defined_metric_is_exported(texts: dict[str, str], service: str) -> None:
     module = {"store": store_definitions, "inference": inference_definitions}[service]
     exported = {family.name for family in families(texts[service])}
-    assert {each.name for each in module.DEFINITIONS.values()} - exported == set()
+    defined = {each.name for each in module.DEFINITIONS.values()}
+    # A hybrid exports these: test_recurrent_states.
+    others = {name for name in defined if name.startswith("loadout_inference_recurrent_")}
+    assert not others & exported
+    assert defined - others - exported == set()
 
 
 def test_requests_are_counted(texts: dict[str, str]) -> None:

@@ -67,7 +67,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
     ),
     line(
         "Generate.{n,sampling.max_tokens}",
-        "rows and KV pages while it runs, a place in the queue until then",
+        "rows, KV pages and recurrent states while it runs, a place in the queue until then",
         QUEUED,
         ACCOUNT,
         "128 choices; `--max-queue`, `--max-sequences` and pages, in shares of tenants",
@@ -182,7 +182,7 @@ HTTP_FIELDS: Sequence[Line] = (
     ),
     line(
         "n max_tokens max_completion_tokens min_tokens ignore_eos best_of",
-        "rows and KV pages while it runs, a place in the queue until then",
+        "rows, KV pages and recurrent states while it runs, a place in the queue until then",
         QUEUED,
         CALLER,
         "128 choices of all prompts; `--max-queue`, in shares of tenants",
