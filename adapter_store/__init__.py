@@ -2,7 +2,7 @@
 
 __main__           the command: reads the settings and runs the store until SIGTERM
 app                serves a store, and drains it at the end
-store              makes the parts of a store, and closes them in order
+build              makes the parts of a store, and closes them in order
 config             the settings, with their defaults and limits
 core               plain data that every module shares: layouts, names, records, events
 errors             the errors that a caller can get, each with its reason

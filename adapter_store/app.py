@@ -23,6 +23,7 @@ from adapter_store.api.servicer import (
     StoreAuditEntry,
 )
 from adapter_store.blobs.volume import Volume
+from adapter_store.build import Store, open_store, tenant_share
 from adapter_store.config import StoreSettings
 from adapter_store.core import Action
 from adapter_store.debug import DebugInfo
@@ -30,7 +31,6 @@ from adapter_store.errors import CatalogUnavailable
 from adapter_store.images.compile import use_one_thread_per_image
 from adapter_store.images.plan.plan import COMPILER_REVISION
 from adapter_store.service.status import StatusReader
-from adapter_store.store import Store, open_store, tenant_share
 from adapter_store.store_status import catalog_samples, volume_samples, work_samples
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.adapter_store.v1.adapter_store_pb2_grpc import (

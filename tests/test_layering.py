@@ -100,7 +100,7 @@ FLAT = {
     "tokenizer_extract words",
     "kernels": "__init__ dispatch host_memory streams triton_launchers",
     "loadout": "__init__ aio client errors prometheus retry security signing types upload",
-    "adapter_store": "__init__ __main__ app config core errors service store store_status debug "
+    "adapter_store": "__init__ __main__ app build config core errors service store_status debug "
     "garbage_collector",
     "inference_svc": "__init__ __main__ app auto_settings config core errors debug server",
     "servicekit": "__init__ errors heap hub_client interpreter_gc refs shares work_budget",

@@ -31,7 +31,7 @@ LAYERS = {
         > adapters > model | text > host > auto_settings > config > core > results | errors
     """,
     "adapter_store": """
-        __main__ > app > api > debug | store > service > store_status | garbage_collector
+        __main__ > app > api > debug | build > service > store_status | garbage_collector
         > registration | images > blobs > sources | replication > checkpoint | catalog > metrics
         > core | errors | config
     """,

@@ -20,9 +20,9 @@ from inference_svc.engine.control.commands import Commands
 from inference_svc.engine.control.life_cycle import LifeCycle
 from inference_svc.engine.policy.admission import Admission
 from inference_svc.engine.policy.expiries import AdapterWaits, Expiries
-from inference_svc.engine.policy.moves import Moves
 from inference_svc.engine.policy.scheduler import Scheduler
 from inference_svc.engine.policy.settle import Settler
+from inference_svc.engine.policy.version_moves import Moves
 from inference_svc.engine.transport.messages import (
     Abandon,
     Call,

@@ -259,7 +259,8 @@ class AsyncInferenceCalls(AsyncCaller):
     async def sleep(
         self, *, weights: bool = False, replica: str = "", timeout_s: float | None = None
     ) -> int:
-        """Frees the memory of keys and values, and of recurrent states, until `wake`. No running request is lost.
+        """Frees the memory of keys and values, and of recurrent states, until `wake`. No running
+        request is lost.
 
         Args:
             weights: Free the memory of the weights too.

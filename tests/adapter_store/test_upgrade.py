@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
+from adapter_store.build import Store, open_store
 from adapter_store.config import StoreSettings
 from adapter_store.core import ANYONE, AdapterRecord, ImageKey
-from adapter_store.store import Store, open_store
 from contract.images.header import ImageChunk, ImageHeader, ImageTrailer
 from servicekit.refs import AdapterName
 

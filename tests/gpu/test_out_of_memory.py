@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inference_svc.engine.policy.step_limit import StepLimit
+from inference_svc.engine.policy.memory_backoff import StepLimit
 from tests.support.gpu.models import MAX_TOKENS, Model, make_decoder
 from tests.support.gpu.shortage import little_memory, tokens
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Engine, text
 
-from adapter_store.store import Store
+from adapter_store.build import Store
 from tests.support.wait import until
 
 CLEAN_S = 60.0

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+from adapter_store.build import open_store
 from adapter_store.config import StoreSettings
 from adapter_store.core import ImageKey
-from adapter_store.store import open_store
 from tests.soak.callers import Caller
 from tests.soak.calls import Calls
 from tests.soak.expected_images import make_contents

@@ -17,7 +17,7 @@ from bench.gpu_run.context import Context, Found
 from bench.gpu_run.model import BenchModel
 from bench.gpu_run.pack.store import MANIFEST
 from bench.gpu_run.stages.parity import start_engine
-from inference_svc.backends.cuda.shapes import StepKind, StepShape, decode_sizes
+from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape, decode_sizes
 
 START_S = 15.0
 """Time reserved for a start after everything is compiled."""

@@ -26,7 +26,7 @@ from inference_svc.backends.base import (
 )
 from inference_svc.backends.cuda.graphs import CudaRecorder, Record, RecordedSteps
 from inference_svc.backends.cuda.needs import max_prompt_recordings, memory_needs
-from inference_svc.backends.cuda.shapes import StepKind, StepShape
+from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.backends.cuda.steps import FixedStep, FixedSteps, StepLimits, StepResults
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.speed_notes import device_notes

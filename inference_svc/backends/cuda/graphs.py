@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 
-from inference_svc.backends.cuda.shapes import StepShape
+from inference_svc.backends.cuda.padded_sizes import StepShape
 from inference_svc.host.device_faults import find_fault, is_out_of_memory
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_svc.backends.cuda.padded_sizes import StepShape
 from inference_svc.backends.cuda.pages import MAX_ROW_UPDATES, PageTable, PageUpdates
-from inference_svc.backends.cuda.shapes import StepShape
 from inference_svc.backends.native.buffers import StepArrays
 from inference_svc.core import BatchColumns
 from inference_svc.model.inputs import StepInputs

@@ -24,8 +24,8 @@ from inference_svc.backends.base import (
 )
 from inference_svc.backends.cuda.inputs import CudaInputs
 from inference_svc.backends.cuda.lora import CudaLora
+from inference_svc.backends.cuda.padded_sizes import StepKind, decode_sizes, most_prompt_tokens
 from inference_svc.backends.cuda.segments import CudaSegments
-from inference_svc.backends.cuda.shapes import StepKind, decode_sizes, most_prompt_tokens
 from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
 from inference_svc.model.checkpoint.parameters import parameters, weights_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inference_svc.backends.cuda.inputs import ALIGNMENT_BYTES, StepBlock
-from inference_svc.backends.cuda.shapes import StepShape
+from inference_svc.backends.cuda.padded_sizes import StepShape
 from inference_svc.core import EMPTY_STATE, BatchColumns
 from inference_svc.model.recurrent_states import (
     RecurrentPlan,

@@ -13,9 +13,9 @@ from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import empty_choices
 from inference_svc.backends.cuda.inputs import CudaInputs
 from inference_svc.backends.cuda.lora import CudaLora
+from inference_svc.backends.cuda.padded_sizes import StepShape, StepShapes
 from inference_svc.backends.cuda.pages import PageTable
 from inference_svc.backends.cuda.segments import CudaSegments
-from inference_svc.backends.cuda.shapes import StepShape, StepShapes
 from inference_svc.backends.torch import LoraStep
 from inference_svc.core import Batch, BatchColumns, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.description import Decoder

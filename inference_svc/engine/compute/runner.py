@@ -26,7 +26,7 @@ from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.routed_pages import RoutedPages
 from inference_svc.engine.compute.sampler import NOT_FINITE, Sampler
 from inference_svc.engine.compute.scorer import score
-from inference_svc.engine.policy.step_limit import Rows, StepLimit
+from inference_svc.engine.policy.memory_backoff import Rows, StepLimit
 from inference_svc.errors import CannotWake
 from inference_svc.host.device_faults import find_fault, is_out_of_memory
 from inference_svc.results.base import PlacedPart

@@ -23,12 +23,12 @@ from inference_svc.core import (
     VersionPolicy,
 )
 from inference_svc.engine.policy.fair_queue import FairQueue
-from inference_svc.engine.policy.grants import Grants, share_step
-from inference_svc.engine.policy.places import Places, last_of_largest
+from inference_svc.engine.policy.memory_backoff import StepLimit
+from inference_svc.engine.policy.preemption import Places, last_of_largest
 from inference_svc.engine.policy.prices import FREE, Prices
 from inference_svc.engine.policy.siblings import Siblings
 from inference_svc.engine.policy.states.states import States
-from inference_svc.engine.policy.step_limit import StepLimit
+from inference_svc.engine.policy.step_budget import Grants, share_step
 from inference_svc.engine.policy.throughput import PrefixMissRatio
 
 

@@ -9,14 +9,14 @@ from functools import partial
 
 import pytest
 
-from adapter_store import store as store_module
+from adapter_store import build as store_module
+from adapter_store.build import Store, open_store
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.config import StoreSettings
 from adapter_store.core import ANYONE, Announcement, ImageKey, ImageState
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images.plan import layout as layouts
 from adapter_store.registration.registrar import Registration
-from adapter_store.store import Store, open_store
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
 from tests.support.store.catalogs import Clock, live_layouts

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from adapter_store.build import open_store
 from adapter_store.config import StoreSettings
 from adapter_store.images import builder as builder_module
-from adapter_store.store import open_store
 from tests.support.store.images import Steps
 
 

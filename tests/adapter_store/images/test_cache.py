@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
+from adapter_store.build import Store
 from adapter_store.catalog.layouts import Layouts
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import ANYONE, Announcement, ImageKey, ImageState
@@ -20,7 +21,6 @@ from adapter_store.images.plan import layout as layout_module
 from adapter_store.images.tiers import cache as images_module
 from adapter_store.images.tiers.buffers import resident_buffer
 from adapter_store.images.worker_pool import Priority
-from adapter_store.store import Store
 from contract.images.dtypes import DataType
 from servicekit.errors import FailedPrecondition, NotFound
 from servicekit.refs import AdapterName, AdapterRef

@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
+from adapter_store.build import Store
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
 from adapter_store.core import ImageKey
@@ -16,7 +17,6 @@ from adapter_store.images import builder as builder_module
 from adapter_store.images import pull as pull_module
 from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import Pulls
-from adapter_store.store import Store
 from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd
 from servicekit.errors import ReaderStalled
 from servicekit.shares import Shares

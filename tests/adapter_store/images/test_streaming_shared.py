@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from adapter_store.build import Store
 from adapter_store.core import ImageKey
 from adapter_store.images import builder as builder_module
 from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.pull import Pulls
 from adapter_store.images.tiers.file import open_image
-from adapter_store.store import Store
 from servicekit.shares import Shares
 from tests.support.store.images import SECONDS, expected_bytes, read, register, scenario
 

@@ -11,10 +11,10 @@ import grpc
 import pytest
 from sqlalchemy import Engine, event
 
+from adapter_store.build import CALL_THREADS
 from adapter_store.core import ANYONE
 from adapter_store.registration.registrar import Registration
 from adapter_store.sources.upload import FileChunk
-from adapter_store.store import CALL_THREADS
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import ShareExceeded
 from servicekit.refs import AdapterName
@@ -97,8 +97,8 @@ def test_an_upload_that_cannot_be_finished_leaves_nothing(store, tmp_path):
 
 def test_lists_of_one_tenant_leave_others_the_processors(serve, tmp_path, monkeypatch) -> None:
     """A tenant that owes more than a burst waits with its lists, and with nothing else."""
-    monkeypatch.setattr("adapter_store.store.LIST_PROCESSORS", 1e-6)
-    monkeypatch.setattr("adapter_store.store.LIST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("adapter_store.build.LIST_PROCESSORS", 1e-6)
+    monkeypatch.setattr("adapter_store.build.LIST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr("servicekit.work_budget.BURST_SECONDS", 1e-4)
     roles = ["publisher", "reader"]
     policy = write_policy(tmp_path, ROOT, *(token_lines(each, roles, [each]) for each in "ab"))

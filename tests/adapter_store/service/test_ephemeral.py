@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from adapter_store import store as store_module
+from adapter_store import build as store_module
 from adapter_store.errors import CatalogUnavailable
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.store.client import Client

@@ -14,13 +14,13 @@ from inference_svc.backends.base import Reload
 from inference_svc.backends.cuda.backend import CudaBackend
 from inference_svc.backends.cuda.graphs import LATEST_USE, Compute
 from inference_svc.backends.cuda.lora import CudaLora
-from inference_svc.backends.cuda.shapes import StepKind
+from inference_svc.backends.cuda.padded_sizes import StepKind
 from inference_svc.backends.torch import LoraStep
 from inference_svc.engine.compute.losses import Loss
 from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.sampler import Sampler
-from inference_svc.engine.policy.step_limit import StepLimit
+from inference_svc.engine.policy.memory_backoff import StepLimit
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.transformer import Transformer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu_model.launches import COMPUTE, META, Launch, Noted, launches, storage_id
-from inference_svc.backends.cuda.shapes import StepKind, StepShape
+from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.model.layers import Linear
 from kernels import tuning
 from tests.support.gpu.lora import GROUP, Bench, rows_of

@@ -22,7 +22,7 @@ from bench.gpu_model.launches import (
 )
 from bench.gpu_model.step import tensors_of
 from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
-from inference_svc.backends.cuda.shapes import StepKind, StepShape
+from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.model.kv_caches import KVCaches
 from kernels.elementwise import NormWeight, add_rms_norm, swiglu
 from tests.support.gpu.models import FEATURES, Eager, Model, make_decoder, steps

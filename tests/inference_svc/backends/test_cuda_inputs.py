@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.backends.cuda.inputs import CudaInputs
+from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.backends.cuda.pages import MAX_ROW_UPDATES, PageTable
-from inference_svc.backends.cuda.shapes import StepKind, StepShape
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.inputs import StepInputs
 from kernels.streams import Streams

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu_model.launches import META, launches
-from inference_svc.backends.cuda.shapes import StepKind, StepShape
+from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from tests.support.gpu.models import Model, make_decoder
 
 NUM_LAYERS = 32

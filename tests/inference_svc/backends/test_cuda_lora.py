@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from inference_svc.backends.cuda.shapes import StepKind, StepShape
+from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.core import BASE_SLOT, BatchRow
 from kernels.lora.plan import ITEM_NOTHING, TILE_TOKENS, LoraPlan
 from tests.support.gpu.lora import (

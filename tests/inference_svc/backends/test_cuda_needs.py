@@ -14,7 +14,7 @@ from bench.gpu_model.launches import META, Launch, launches, noted_kernels
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends.cuda import needs as cuda_needs
 from inference_svc.backends.cuda.backend import CudaBackend
-from inference_svc.backends.cuda.shapes import StepKind, StepShape, decode_sizes
+from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape, decode_sizes
 from inference_svc.core import EngineConfig, Request, Sequence
 from inference_svc.engine.compute import sampler
 from inference_svc.engine.compute.sampler import Sampler

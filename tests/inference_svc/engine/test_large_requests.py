@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference_svc.core import Sequence, SequenceState
-from inference_svc.engine.policy.places import Claims
+from inference_svc.engine.policy.preemption import Claims
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States

@@ -17,11 +17,9 @@ from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.memory.slots import Slots
 from inference_svc.app import resolve_settings
 from inference_svc.auto_settings import Machine, to_engine_config
-from inference_svc.backends.base import DeviceMemory, MemoryNeeds, states_bytes
+from inference_svc.backends.base import DeviceMemory
 from inference_svc.backends.cuda.backend import CudaFactory
-from inference_svc.backends.torch import TorchFactory
 from inference_svc.config import InferenceSettings
-from inference_svc.core import EngineConfig
 from inference_svc.engine.memory_budget import plan_budgets
 from inference_svc.engine.memory_fit import (
     ARENA_SHARE,
@@ -144,17 +142,9 @@ def test_an_8b_on_24_and_on_141_gigabytes() -> None:
 
 
 @pytest.fixture
-def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    """Qwen3.5-0.8B, on a card that keeps its states; sizes have the model's folder."""
+def hybrid(tmp_path: Path) -> Decoder:
+    """Qwen3.5-0.8B, whose folder sizes have."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_08B))
-    needs = CudaFactory.memory_needs
-
-    def with_states(self: CudaFactory, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
-        found = needs(self, config, decoder)
-        return replace(found, recurrent_bytes=states_bytes(config, decoder))
-
-    monkeypatch.setattr(CudaFactory, "memory_needs", with_states)
-    monkeypatch.setattr(CudaFactory, "features", CudaFactory.features | TorchFactory.features)
     return load_description(tmp_path)
 
 

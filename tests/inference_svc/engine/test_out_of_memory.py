@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
+from inference_svc.engine.policy.memory_backoff import GOOD_STEPS, StepLimit
 from inference_svc.engine.policy.prices import FREE
-from inference_svc.engine.policy.step_limit import GOOD_STEPS, StepLimit
 from inference_svc.engine.transport.messages import Output
 from inference_svc.errors import OutOfDeviceMemory
 from inference_svc.model.inputs import StepInputs

@@ -13,7 +13,7 @@ from inference_svc.backends.cuda.backend import CudaBackend
 from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.sampler import Sampler
-from inference_svc.engine.policy.step_limit import StepLimit
+from inference_svc.engine.policy.memory_backoff import StepLimit
 from inference_svc.model.transformer import Transformer
 from tests.support.gpu.models import settle, steps
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inference_svc.core import EngineConfig, Request
 from inference_svc.engine.build import BuiltEngine, build_engine
-from inference_svc.engine.policy.step_limit import StepLimit
+from inference_svc.engine.policy.memory_backoff import StepLimit
 from inference_svc.engine.transport.messages import Output, Submit
 from inference_svc.model.inputs import StepInputs
 from inference_svc.store.client import NoStore

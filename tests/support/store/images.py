@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from adapter_store.build import Store
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import ANYONE, ImageKey
 from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import Pulls
 from adapter_store.registration.registrar import Registration
-from adapter_store.store import Store
 from contract.images.header import ImageChunk
 from servicekit.refs import AdapterName
 from servicekit.shares import Shares

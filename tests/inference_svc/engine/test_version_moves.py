@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from inference_svc.core import Sequence, VersionPolicy
-from inference_svc.engine.policy.moves import ANEW_PER_NEW, NEW_TOKENS, Moves
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
+from inference_svc.engine.policy.version_moves import ANEW_PER_NEW, NEW_TOKENS, Moves
 from inference_svc.engine.transport.messages import Move
 from tests.inference_svc.engine.server import AllResident, Server
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import Sequence
-from inference_svc.engine.policy.places import MAX_REMEMBERED, TURN_TOKENS, WAIT_S, Places
+from inference_svc.engine.policy.preemption import MAX_REMEMBERED, TURN_TOKENS, WAIT_S, Places
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States

@@ -15,7 +15,7 @@ from inference_svc.backends.cuda.graphs import (
     RecordedSteps,
     RecordingFailed,
 )
-from inference_svc.backends.cuda.shapes import (
+from inference_svc.backends.cuda.padded_sizes import (
     StepKind,
     StepShape,
     StepShapes,

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import AdapterVersion, Request, Sequence
-from inference_svc.engine.policy.grants import (
+from inference_svc.engine.policy.prices import FREE, Prices
+from inference_svc.engine.policy.step_budget import (
     ANEW_BESIDE_SHARE,
     ANEW_SHARE,
     CHOICES_SHARE,
     share_step,
 )
-from inference_svc.engine.policy.prices import FREE, Prices
 from tests.support.examples import examples
 from tests.support.inference.results import asking
 
