@@ -23,12 +23,7 @@ from inference_svc.model.mixers.gated_delta import GatedDelta
 from inference_svc.model.recurrent_states import RecurrentStates, slot_bytes
 from kernels.native.library import Library, NativeOp, load
 from kernels.recurrence import DeltaHeads
-from kernels.recurrence.native import (
-    StateRows,
-    causal_conv_op,
-    delta_rule_op,
-    gated_norm_op,
-)
+from kernels.recurrence.native import StateRows, causal_conv_op, delta_rule_op, gated_norm_op
 
 MODEL = "bench-qwen3_5"
 WORK = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.dispatch import uses_triton
 from kernels.recurrence import reference
-from kernels.recurrence.reference import DeltaHeads, gated_conv, gated_delta
+from kernels.recurrence.reference import DeltaHeads, gated_delta
 from kernels.recurrence.segments import NOWHERE, DeviceSegments, SegmentArrays, Segments
 
 __all__ = [
@@ -50,6 +50,25 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -
 
         return triton_ops.causal_conv(x, weight, states, segments)
     return reference.causal_conv(x, weight, states, segments)
+
+
+def gated_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -> Tensor:
+    """Convolves each channel of a sequence between two gates; see `reference.gated_conv`.
+
+    Args:
+        x: Gate, gate and input, [T, 3 * channels]. Rows have unit stride and may be apart.
+        weight: float32 [channels, size].
+        states: float32 [slots, size - 1, channels], the last gated inputs of a sequence.
+        segments: The step's; their tokens are x's.
+
+    Returns:
+        [T, channels] of x's dtype, contiguous.
+    """
+    if uses_triton(x):
+        from kernels.recurrence import triton_ops
+
+        return triton_ops.gated_conv(x, weight, states, segments)
+    return reference.gated_conv(x, weight, states, segments)
 
 
 def delta_rule(

@@ -29,12 +29,13 @@ def sigmoid(b_x):
 @triton.jit(do_not_specialize=VARYING)
 def causal_conv_kernel(
     out, x, weight, states, tokens, num_tokens, x_stride,
-    CHANNELS: tl.constexpr, SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    CHANNELS: tl.constexpr, SIZE: tl.constexpr, IS_GATED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """See `reference.causal_conv`. x: [T, CHANNELS], rows so far apart; out: [T, CHANNELS]; weight:
-    fp32 [CHANNELS, SIZE]; states: fp32 [slots, SIZE - 1, CHANNELS]; tokens: int32 [T, 3]. Each
-    token computes alone, and a segment's last one writes its state. Grid: (blocks of tokens, blocks
-    of channels)."""
+    """See `reference.causal_conv` or, IS_GATED, `gated_conv`. x: [T, CHANNELS], or three times as
+    many, rows so far apart; out: [T, CHANNELS]; weight: fp32 [CHANNELS, SIZE]; states: fp32 [slots,
+    SIZE - 1, CHANNELS]; tokens: int32 [T, 3]. Each token computes alone, and a segment's last one
+    writes its state. Grid: (blocks of tokens, blocks of channels)."""
     o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_t = o_t < num_tokens
@@ -54,6 +55,9 @@ def causal_conv_kernel(
         m_new = (b_before >= b_back) & m_t
         p_x = x + (o_t - b_back).to(tl.int64)[:, None] * x_stride + o_c[None, :]
         b_new = tl.load(p_x, mask=m_new[:, None] & m_c, other=0.0).to(tl.float32)
+        if IS_GATED:
+            b_x = tl.load(p_x + 2 * CHANNELS, mask=m_new[:, None] & m_c, other=0.0)
+            b_new = (b_new * b_x.to(tl.float32)).to(dtype).to(tl.float32)
         p_old = p_read + ((b_before + j) * CHANNELS)[:, None]
         b_old = tl.load(p_old, mask=(~m_new & m_t)[:, None] & m_c, other=0.0)
         b_in = tl.where(m_new[:, None], b_new, b_old)
@@ -62,8 +66,13 @@ def causal_conv_kernel(
         if j > 0:
             tl.store(p_written + (j - 1) * CHANNELS, b_in, mask=m_written)
     b_sum = b_sum.to(dtype).to(tl.float32)
+    if IS_GATED:
+        p_gate = x + o_t.to(tl.int64)[:, None] * x_stride + CHANNELS + o_c[None, :]
+        b_sum *= tl.load(p_gate, mask=m_t[:, None] & m_c, other=0.0).to(tl.float32)
+    else:
+        b_sum *= sigmoid(b_sum)
     p_out = out + o_t.to(tl.int64)[:, None] * CHANNELS + o_c[None, :]
-    tl.store(p_out, (b_sum * sigmoid(b_sum)).to(dtype), mask=m_t[:, None] & m_c)
+    tl.store(p_out, b_sum.to(dtype), mask=m_t[:, None] & m_c)
 
 
 @triton.jit

@@ -18,6 +18,20 @@ MIN_BLOCK = 16
 def causal_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -> Tensor:
     """Launches `reference.causal_conv`: x [T, channels] with rows of unit stride, weight fp32
     [channels, size] and states fp32 [slots, size - 1, channels] give [T, channels]."""
+    assert x.shape[1] == len(weight)
+    return _conv(x, weight, states, segments, is_gated=False)
+
+
+def gated_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -> Tensor:
+    """Launches `reference.gated_conv`: x [T, 3 * channels] and the others as for `causal_conv` give
+    [T, channels]."""
+    assert x.shape[1] == 3 * len(weight)
+    return _conv(x, weight, states, segments, is_gated=True)
+
+
+def _conv(
+    x: Tensor, weight: Tensor, states: Tensor, segments: Segments, *, is_gated: bool
+) -> Tensor:
     rows = _on_device(segments)
     channels, size = weight.shape
     num_tokens = len(x)
@@ -42,6 +56,7 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -
         x.stride(0),
         CHANNELS=channels,
         SIZE=size,
+        IS_GATED=is_gated,
         BLOCK_T=block_t,
         BLOCK_C=block_c,
         num_warps=max(1, min(8, block_t * block_c // tuned["elements_per_warp"])),

@@ -16,6 +16,7 @@ from kernels.recurrence import (
     causal_conv,
     delta_rule,
     gate_heads,
+    gated_conv,
     gated_norm,
     reference,
 )
@@ -198,6 +199,19 @@ def test_convolution(device, on_device, rows, dtype):
         got = causal_conv(case.parts(made)[0], case.weight.to(device), there, case.segments)
     x = case.parts(case.made)[0]
     check(got, reference.causal_conv(x, case.weight, states, case.segments), TOLERANCES[dtype])
+    assert torch.equal(there.cpu(), states)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [DECODES, MIXED], ids=["decodes", "mixed"])
+def test_convolution_between_gates(device, on_device, rows, dtype):
+    case, channels = Case(rows, dtype, device), 24
+    x, weight = case.made[:, 3 : 3 + 3 * channels], case.random(channels, KERNEL)
+    states = case.states(KERNEL - 1, channels)
+    there, made = states.to(device, copy=True), case.made.to(device)[:, 3 : 3 + 3 * channels]
+    with on_device():
+        got = gated_conv(made, weight.to(device), there, case.segments)
+    check(got, reference.gated_conv(x, weight, states, case.segments), TOLERANCES[dtype])
     assert torch.equal(there.cpu(), states)
 
 

@@ -356,7 +356,7 @@ class CudaBackend(AdapterMemory):
         torch.argmax(logits, dim=-1, out=self.results.argmax[: len(logits)])
 
 
-LACKING = names("attention.head_dim>512 short_conv")
+LACKING = names("attention.head_dim>512")
 
 
 class CudaFactory:

@@ -43,7 +43,7 @@ def write_config(folder: Path, name: str) -> Path:
     return folder
 
 
-LACKING = {"CUDA": {"attention.head_dim>512", "short_conv"}}
+LACKING = {"CUDA": {"attention.head_dim>512"}}
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))
 
 

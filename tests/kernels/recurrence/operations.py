@@ -17,6 +17,11 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, *args: Any) -> tuple[
     return triton_ops.causal_conv(x, weight, states, *args), states
 
 
+def gated_conv(x: Tensor, weight: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """The result, and the states afterwards."""
+    return triton_ops.gated_conv(x, weight, states, *args), states
+
+
 def delta_rule(*args: Any, chunk: int) -> tuple[Tensor, Tensor]:
     """The result, and the states afterwards; with so many tokens at once."""
     with tuning.overridden("delta_chunks", chunk=chunk):
@@ -57,4 +62,7 @@ def compile_ptx(capability: int, dtype: torch.dtype) -> dict[str, str]:
     return {name: each.compiled[0].asm["ptx"] for name, each in launches.items() if each.compiled}
 
 
-OPERATIONS = {f.__name__: f for f in (causal_conv, delta_rule, gated_norm, gate_heads, compile_ptx)}
+OPERATIONS = {
+    f.__name__: f
+    for f in (causal_conv, gated_conv, delta_rule, gated_norm, gate_heads, compile_ptx)
+}

@@ -60,14 +60,16 @@ def step(request: pytest.FixtureRequest) -> Step:
     return Step(request.param)
 
 
+@pytest.mark.parametrize("name", ["causal_conv", "gated_conv"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("channels", "size"), [(40, 4), (300, 2)])
-def test_causal_conv(interpreter, step, channels, size, dtype):
-    x = numbers(step.num_tokens, channels + 9, dtype=dtype)[:, :channels]
+def test_convolutions(interpreter, step, channels, size, dtype, name):
+    width = 3 * channels if name == "gated_conv" else channels
+    x = numbers(step.num_tokens, width + 9, dtype=dtype)[:, :width]
     weight, states = numbers(channels, size), numbers(step.num_slots, size - 1, channels)
     states[0] = 0
-    found, after = interpreter.call("causal_conv", x, weight, states, step.segments)
-    wanted = reference.causal_conv(x, weight, states, step.segments)
+    found, after = interpreter.call(name, x, weight, states, step.segments)
+    wanted = getattr(reference, name)(x, weight, states, step.segments)
     torch.testing.assert_close(found, wanted, **BOUNDS[dtype])
     assert torch.equal(after, states)
 

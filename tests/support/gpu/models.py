@@ -181,6 +181,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     }
     | DELTA
     | EXPERTS,
+    "lfm2, short convolutions": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
     "granite, multipliers": {
         "architectures": ["GraniteForCausalLM"],
         "attention_multiplier": 0.3,
