@@ -152,9 +152,7 @@ def router(
 ) -> Router:
     """Returns a router that reads the input of its half; `num_experts` is the key of their number,
     `changes` are of Router. Raises UnsupportedModel for a choice that there is not."""
-    count = config.positive(num_experts)
-    if not 2 <= count <= MAX_EXPERTS:
-        raise config.unsupported(num_experts, f"must be 2 to {MAX_EXPERTS}")
+    count = config.within(num_experts, 2, MAX_EXPERTS)
     if choice.num_chosen > count:
         raise UnsupportedModel(
             f"{config.where}: each token has {choice.num_chosen} experts of {count}"

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.library import NativeOp, dtype_name
-from kernels.recurrence.reference import DeltaHeads
-
-MAX_KERNEL, MAX_KEY_SIZE = 8, 256
-"""The largest convolution, and the largest head of keys."""
+from kernels.recurrence.reference import MAX_KERNEL, MAX_KEY_SIZE, DeltaHeads
 
 
 class _StateRows(ctypes.Structure):

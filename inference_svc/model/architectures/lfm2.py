@@ -17,6 +17,7 @@ from inference_svc.model.description import (
     Recurrence,
 )
 from inference_svc.model.mixers.short_conv import ShortConv
+from kernels.recurrence import MAX_KERNEL
 
 CONV = "conv"
 
@@ -28,6 +29,8 @@ def describe(config: ConfigReader) -> Decoder:
     )
     if config.get("rope_theta") is None and config.get("rope_parameters") is None:
         config = config.with_values(rope_theta=1_000_000.0)
+    kinds = _layer_types(config)
+    config.require_attention(kinds)
     mixers: Mapping[str, Attention | Recurrence] = {
         FULL: _attention(config),
         CONV: _short_conv(config),
@@ -40,7 +43,7 @@ def describe(config: ConfigReader) -> Decoder:
             attention_norm=norm(config, "operator_norm"),
             feed_forward_norm=norm(config, "ffn_norm"),
         )
-        for kind in _layer_types(config)
+        for kind in kinds
     )
     return decoder(config, blocks, final_norm=norm(config, "model.embedding_norm"))
 
@@ -73,13 +76,11 @@ def _attention(config: ConfigReader) -> Attention:
 
 
 def _short_conv(config: ConfigReader) -> ShortConv:
-    hidden_size, kernel_size = config.positive("hidden_size"), config.positive("conv_L_cache")
-    if kernel_size < 2:
-        raise config.unsupported("conv_L_cache", "must be 2 or more")
+    hidden_size = config.positive("hidden_size")
     return ShortConv(
         out=Projection("o", (Member("conv.out_proj", hidden_size),), hidden_size),
         into=Projection("conv_in", (Member("conv.in_proj", 3 * hidden_size),), hidden_size),
-        kernel_size=kernel_size,
+        kernel_size=config.within("conv_L_cache", 2, MAX_KERNEL),
         conv="conv.conv.weight",
     )
 

@@ -32,6 +32,7 @@ from inference_svc.model.description import (
 )
 from inference_svc.model.mixers.gated_delta import GatedDelta
 from kernels.experts import Choice
+from kernels.recurrence import MAX_KERNEL, MAX_KEY_SIZE
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """How positions of images turn; the ones of text turn as in Llama."""
@@ -58,6 +59,7 @@ def _describe(
 ) -> Decoder:
     mixers: Mapping[str, Attention | Recurrence] = {FULL: _attention(config), LINEAR: mixer}
     kinds = config.layer_types(_default_kind(config), (FULL, LINEAR))
+    config.require_attention(kinds)
     blocks = tuple(
         block(
             config,
@@ -135,7 +137,8 @@ def _sizes(config: ConfigReader) -> tuple[int, int, int]:
     if num_values % num_keys:
         reason = f"is no multiple of linear_num_key_heads {num_keys}"
         raise config.unsupported("linear_num_value_heads", reason)
-    key_dim, value_dim = (config.positive(f"linear_{each}_head_dim") for each in _SIDES)
+    key_dim = config.within("linear_key_head_dim", 1, MAX_KEY_SIZE)
+    value_dim = config.positive("linear_value_head_dim")
     return num_keys * key_dim, num_values * value_dim, num_values
 
 
@@ -150,7 +153,7 @@ def _gated_delta(config: ConfigReader, *members: Member) -> GatedDelta:
         num_value_heads=num_values,
         key_head_dim=config.positive("linear_key_head_dim"),
         value_head_dim=value_dim,
-        kernel_size=config.positive("linear_conv_kernel_dim"),
+        kernel_size=config.within("linear_conv_kernel_dim", 2, MAX_KERNEL),
         conv="linear_attn.conv1d.weight",
         decay="linear_attn.A_log",
         decay_bias="linear_attn.dt_bias",

@@ -35,6 +35,11 @@ class ConfigReader:
             raise self.unsupported(key, "must be positive")
         return int(self._values[key])
 
+    def within(self, key: str, least: int, most: int) -> int:
+        if not least <= self.count(key) <= most:
+            raise self.unsupported(key, f"must be {least} to {most}")
+        return int(self._values[key])
+
     def name_of(self, key: str, other: str) -> str:
         """Returns by which of two names config.json has a key; the first if by neither. Raises
         UnsupportedModel if it has both and they differ."""
@@ -126,6 +131,11 @@ class ConfigReader:
                 reason = f"supported here are {', '.join(kinds)}"
                 raise self.unsupported("layer_types", reason, each)
         return tuple(types)
+
+    def require_attention(self, layer_types: tuple[str, ...]) -> None:
+        """Raises UnsupportedModel if no layer has keys and values."""
+        if FULL not in layer_types:
+            raise self.unsupported("layer_types", f"one layer at least must have {FULL}")
 
     @property
     def window(self) -> int | None:

@@ -298,6 +298,18 @@ REFUSED = {
     "flag": ("Llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     "epsilon": ("Llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
     "eos": ("Llama", {"eos_token_id": "</s>"}, "eos_token_id"),
+    "head of keys": ("Qwen3_5", {"linear_key_head_dim": 257}, "linear_key_head_dim = 257: must be"),
+    "heads of values": ("Qwen3_5", {"linear_num_value_heads": 24}, "no multiple of"),
+    "convolution": ("Qwen3_5", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim"),
+    "convolution of one": ("Lfm2", {"conv_L_cache": 1}, "conv_L_cache"),
+    "bias of a convolution": ("Lfm2", {"conv_bias": True}, "conv_bias"),
+    "no attention": (
+        "Qwen3_5",
+        {"num_hidden_layers": 1, "layer_types": ["linear_attention"]},
+        "layer_types = .*: one layer at least must have full_attention",
+    ),
+    "no attention in LFM2": ("Lfm2", {"full_attn_idxs": []}, "full_attention"),
+    "attention by name": ("Lfm2", {"full_attn_idxs": ["0"]}, "full_attn_idxs"),
 }
 
 
