@@ -44,6 +44,9 @@ class CudaSegments:
         """Describes a batch, None: of no rows, and padding up to `shape`. Padding reads no state,
         and none of it is stored."""
         self._counts = [] if batch is None else list(batch.counts)
+        if batch is not None and batch.is_decode:
+            self._fill_decodes(batch, len(self._counts) if shape is None else shape.num_rows)
+            return
         by_row = [] if batch is None else self._segments_of(batch)
         if shape is not None:
             by_row += self._padding(shape)
@@ -55,6 +58,20 @@ class CudaSegments:
         sequences, starts, counts, _ = batch
         rows = zip(sequences, starts, counts, strict=True)
         return [[*segments_of(*row, self._spare)] for row in rows]
+
+    def _fill_decodes(self, batch: BatchColumns, num_rows: int) -> None:
+        """Does the same for rows of one token, of which each is a segment, in fewer operations."""
+        spare, padding = self._spare, num_rows - len(batch.sequences)
+        read = [
+            sequence.state_read if start == sequence.num_computed else spare
+            for sequence, start in zip(batch.sequences, batch.starts, strict=True)
+        ]
+        written = [sequence.state_written for sequence in batch.sequences]
+        assert EMPTY_STATE not in written, "a sequence does not run"
+        ones = [1] * num_rows
+        read += [EMPTY_STATE] * padding
+        written += [NOWHERE] * padding
+        self._arrays.fill(ones, read, written, ones)
 
     def _padding(self, shape: StepShape) -> list[list[Segment]]:
         """Returns the rows of padding: of one token each, or empty ones, and then one that has all
