@@ -85,6 +85,11 @@ def qwen3(tmp_path, device):
     return Model.make(make_decoder("qwen3, norms of heads", tmp_path), torch.float16, device)
 
 
+@pytest.fixture(params=["qwen3, norms of heads", "qwen3.5, a gated delta net, a gate of attention"])
+def model(request, tmp_path, device):
+    return Model.make(make_decoder(request.param, tmp_path), torch.float16, device)
+
+
 @pytest.mark.smoke
 def test_one_layer(check_equal):
     check_equal("qwen3, norms of heads", torch.float16, SOME, num_hidden_layers=1)
@@ -169,10 +174,10 @@ def test_warm_up_leaves_pages_alone(tmp_path, device, on_device):
 
 @pytest.mark.real
 @pytest.mark.parametrize("slots", [BASE, ALL, SOME], ids=str)
-def test_replay_is_bitwise_the_computed_step(qwen3, slots):
+def test_replay_is_bitwise_the_computed_step(model, slots):
     """At the same padded size: a wider product may be another one."""
-    captured = run(qwen3.fixed(CudaRecorder()), steps(slots))
-    for one, got in zip(captured, run(qwen3.fixed(Eager), steps(slots)), strict=True):
+    captured = run(model.fixed(CudaRecorder()), steps(slots))
+    for one, got in zip(captured, run(model.fixed(Eager), steps(slots)), strict=True):
         assert torch.equal(one.values, got.values)
 
 
@@ -215,9 +220,9 @@ def test_replays_beside_wait_for_each_other(qwen3):
 
 
 @pytest.mark.real
-def test_steps_do_not_synchronize(qwen3):
+def test_steps_do_not_synchronize(model):
     """Nor compile: the warm-up has."""
-    backend = qwen3.fixed(CudaRecorder())
+    backend = model.fixed(CudaRecorder())
     run(backend, steps(ALL)[:3])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls the mode a prototype
