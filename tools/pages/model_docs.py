@@ -50,8 +50,9 @@ target_modules = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up
 
 ## Models with recurrent layers
 
-Three of four layers of Qwen 3.5 and 3 Next keep a state of fixed size per request, in fp32. You can
-ask these models for everything that you can ask others for. Their limits:
+Three of four layers of Qwen 3.5 and 3 Next, and most layers of LFM 2, keep a state of fixed size
+per request, in fp32. You can ask these models for everything that you can ask others for. Their
+limits:
 
 - **Memory**: two states for each request that may run. So `--max-sequences` follows from the memory
   by default: [sizing](operations/sizing.md#models-with-recurrent-layers).
@@ -59,8 +60,8 @@ ask these models for everything that you can ask others for. Their limits:
   page, and tokens after that are computed again. States are stored every `--state-interval-tokens`,
   and at the end of each prompt's last full page. With `--stored-states 0` each of several answers
   (`n`) computes the prompt.
-- **Adapters** change every projection, but not the convolution (`conv1d`) and the decays (`A_log`,
-  `dt_bias`).
+- **Adapters** change every projection, but not the convolutions (`conv1d`, `conv.conv`) and the
+  decays (`A_log`, `dt_bias`).
 
 ## Models that are not served
 
