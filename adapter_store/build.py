@@ -40,8 +40,8 @@ from adapter_store.registration.tenant_policy import StorePolicyFile, open_polic
 from adapter_store.replication.lease_renewal import Leases
 from adapter_store.replication.pin_refresh import PinRefresher
 from adapter_store.service.calls import Places
-from adapter_store.service.standing import StandingImages
 from adapter_store.service.use_cases import UseCases, make_use_cases
+from adapter_store.service.warm_images import StandingImages
 from adapter_store.sources import Sources
 from adapter_store.sources.hub import HubSource
 from adapter_store.sources.limits import FetchLimits

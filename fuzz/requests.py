@@ -26,7 +26,7 @@ from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.core import MAX_PARTS, Request
 from inference_svc.results.logprobs import MAX_LOGPROBS, LogprobsOption
 from inference_svc.results.scores import ScoresOption
-from inference_svc.store.directory import Binding
+from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.prompt import Chat, Prompt, Text
 from servicekit.errors import InvalidArgument
 from servicekit.refs import DEFAULT_TENANT, parse_ref, parse_sha256

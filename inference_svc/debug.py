@@ -18,8 +18,8 @@ from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.host.cpus import usable_cpus
 from inference_svc.host.device_info import cpu_name, torch_versions
 from inference_svc.metrics.engine import MAX_NAMES
-from inference_svc.metrics.metrics import Metrics
-from inference_svc.store.directory import Directory
+from inference_svc.metrics.requests import Metrics
+from inference_svc.store.adapter_resolver import Directory
 from inference_svc.store.replicas import Replicas
 from servicekit.settings.secrets import environment_secrets
 from servicekit.telemetry.debug_bundle import (

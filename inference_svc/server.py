@@ -26,10 +26,10 @@ from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
 from inference_svc.frontend.watchdog import watch_engine
 from inference_svc.host.device_faults import engine_hung
 from inference_svc.metrics.engine import Snapshots
-from inference_svc.metrics.metrics import Metrics
+from inference_svc.metrics.requests import Metrics
 from inference_svc.metrics.store import replica_metrics
+from inference_svc.store.adapter_resolver import Directory, Servable
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess
-from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas
 from inference_svc.store.texts import AdapterTexts
 from inference_svc.store.types import Announcement, Catalog, TextSource

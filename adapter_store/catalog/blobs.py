@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import select
 
 from adapter_store.catalog.database import Database
-from adapter_store.catalog.tables import leftovers, rows, schema
+from adapter_store.catalog.tables import leftovers, schema
+from adapter_store.catalog.tables import version_rows as rows
 from adapter_store.catalog.tables.leftovers import BlobKey
 from adapter_store.core import BlobPlace
 

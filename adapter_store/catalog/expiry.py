@@ -6,7 +6,9 @@ from datetime import timedelta
 
 from adapter_store.catalog.database import Database, in_batches
 from adapter_store.catalog.history import History
-from adapter_store.catalog.tables import changes, leftovers, rows
+from adapter_store.catalog.tables import leftovers
+from adapter_store.catalog.tables import name_changes as changes
+from adapter_store.catalog.tables import version_rows as rows
 from adapter_store.catalog.times import Times
 
 

@@ -6,14 +6,8 @@ from collections.abc import Callable
 
 from adapter_store.catalog.database import Database
 from adapter_store.catalog.history import History
-from adapter_store.catalog.tables import (
-    base_models,
-    changes,
-    events,
-    image_states,
-    lookup,
-    usage,
-)
+from adapter_store.catalog.tables import base_models, events, image_states, lookup, usage
+from adapter_store.catalog.tables import name_changes as changes
 from adapter_store.catalog.tables.base_models import KnownBaseModels
 from adapter_store.catalog.tables.filters import (
     decode_page_token,
@@ -24,7 +18,7 @@ from adapter_store.catalog.tables.filters import (
     parse_filter,
 )
 from adapter_store.catalog.tables.lookup import VersionsPage
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.catalog.times import Times
 from adapter_store.core import AdapterRecord, EventKind, Pruned, Quota, Recorded, Tenants
 from servicekit.errors import NotFound

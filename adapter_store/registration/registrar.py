@@ -15,7 +15,7 @@ from adapter_store.blobs.volume import Volume, reporting_full
 from adapter_store.catalog.blobs import BlobRecords
 from adapter_store.catalog.names import Names
 from adapter_store.catalog.tables.filters import check_labels
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.checkpoint.reading.memory_files import MemoryFolder

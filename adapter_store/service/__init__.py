@@ -11,6 +11,6 @@ watching     the changes of names, while the watcher's announcement is renewed
 layouts      layouts: register, list, forget
 status       the state of this replica and of the catalog
 changes      changes that run: their results, and the images that follow from them
-standing     images that are there before a request: pinned ones, and all of served layouts
+warm_images  images that are there before a request: pinned ones, and all of served layouts
 calls        runs functions on the store's threads, each for the account of its caller
 """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from adapter_store.core import Recorded
-from adapter_store.service.standing import StandingImages
+from adapter_store.service.warm_images import StandingImages
 
 
 @dataclass(frozen=True, slots=True)

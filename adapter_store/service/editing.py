@@ -8,7 +8,7 @@ from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.service.calls import Calls
 from adapter_store.service.changes import Change, Changes
-from adapter_store.service.standing import StandingImages
+from adapter_store.service.warm_images import StandingImages
 from servicekit.refs import AdapterName, AdapterRef
 
 

@@ -14,7 +14,7 @@ from adapter_store.images.plan import layout as layout_texts
 from adapter_store.images.plan.announcement import announcement_id, validate_announcement
 from adapter_store.images.plan.plan import IMAGE_FORMATS
 from adapter_store.service.calls import Calls
-from adapter_store.service.standing import StandingImages
+from adapter_store.service.warm_images import StandingImages
 from contract.images.layouts import Layout
 from servicekit.errors import FailedPrecondition
 

@@ -21,8 +21,8 @@ from adapter_store.service.editing import Editing
 from adapter_store.service.layouts import LayoutRegistry
 from adapter_store.service.reading import Reading
 from adapter_store.service.registering import Registering
-from adapter_store.service.standing import StandingImages
 from adapter_store.service.status import StatusReader
+from adapter_store.service.warm_images import StandingImages
 from adapter_store.service.watching import Watching
 from servicekit.shares import INTERNAL
 

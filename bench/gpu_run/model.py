@@ -19,8 +19,8 @@ from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import Target, TargetKind
 from inference_svc import core
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.slots import Slots
 from inference_svc.adapters.memory.tiers import HostTier, TableWrite
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.arena import Arena

@@ -15,9 +15,9 @@ from contract.images.header import ImageHeader
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.memory.eviction import EvictionReason
+from inference_svc.adapters.memory.image_slots import inadmissible_reason
 from inference_svc.adapters.memory.placement import Placement
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.slots import inadmissible_reason
 from inference_svc.adapters.memory.tiers import MemoryTiers
 from inference_svc.adapters.prefetch import Prefetcher
 from inference_svc.adapters.pulls.pull import (

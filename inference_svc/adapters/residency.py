@@ -17,8 +17,8 @@ from contract.images.header import ImageHeader
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
 from inference_svc.adapters.load_states import Loads, LoadState
 from inference_svc.adapters.loader import Loader, Refusal, accept_all
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.placement import Drains, Placement
-from inference_svc.adapters.memory.slots import Slots
 from inference_svc.adapters.memory.tiers import HostTier, MemoryTiers, ResidencyChange
 from inference_svc.adapters.prefetch import Prefetcher, PrefetchPolicy
 from inference_svc.adapters.pulls.threads import Puller

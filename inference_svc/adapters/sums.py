@@ -15,7 +15,7 @@ from contract.images.header import ImageHeader
 from contract.images.segment_kinds import SegmentKind
 from contract.words import listed
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.core import AdapterKey, Digest, Part, Sum
 from inference_svc.errors import AdapterUnusable, NoRoom
 from kernels.lora.table import MAX_PARTS

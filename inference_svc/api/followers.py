@@ -13,7 +13,7 @@ from inference_svc.api.generate_call import GenerateCall
 from inference_svc.core import Principal, Request, VersionPolicy
 from inference_svc.errors import StoreUnavailable
 from inference_svc.frontend.async_engine import AsyncEngine
-from inference_svc.store.directory import Binding, Directory
+from inference_svc.store.adapter_resolver import Binding, Directory
 from servicekit.errors import InvalidArgument, ServiceError
 from servicekit.refs import parse_ref
 

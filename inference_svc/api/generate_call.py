@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from inference_svc.core import MAX_PARTS, AdapterKey, Request, SamplingParams, VersionPolicy
 from inference_svc.results.base import NOTHING, Scope, Wanted
-from inference_svc.store.directory import Binding
+from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.prompt import Chat, ChatMessage, Prompt
 from servicekit.errors import InvalidArgument
 

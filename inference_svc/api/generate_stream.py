@@ -14,7 +14,7 @@ from inference_svc.api.request_record import PromptNote, RequestLog, RequestReco
 from inference_svc.core import Principal, Request
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.frontend.output_stream import Delta
-from inference_svc.store.directory import Binding
+from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.text_model import TextModel
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]

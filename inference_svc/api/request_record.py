@@ -18,8 +18,8 @@ from inference_svc.core import FinishReason, Principal, Request
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import AdapterUnavailable
 from inference_svc.frontend.output_stream import Delta
-from inference_svc.metrics.metrics import CANCELLED, Metrics, RequestEnd
-from inference_svc.store.directory import Binding
+from inference_svc.metrics.requests import CANCELLED, Metrics, RequestEnd
+from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.prompt import Chat, Prompt, Text
 from servicekit.errors import ServiceError
 from servicekit.telemetry import spans

@@ -11,7 +11,7 @@ from inference_svc.core import Action, Principal
 from inference_svc.engine.control.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
 from inference_svc.frontend.engine_calls import EngineCalls
-from inference_svc.store.directory import Directory
+from inference_svc.store.adapter_resolver import Directory
 from inference_svc.store.types import Registered, Registry, Source
 from servicekit.auth.authenticator import bearer_token
 from servicekit.errors import InvalidArgument

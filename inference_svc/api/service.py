@@ -22,7 +22,7 @@ from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, Sampling
 from inference_svc.engine.control.status_types import EngineStatus
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.results.routed_experts import ExpertLayers
-from inference_svc.store.directory import Binding, Directory
+from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
 from inference_svc.store.types import AdapterPage, Registry
 from inference_svc.text.no_tokenizer import NO_TOKENIZER

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import STEP_COPY_BYTES, HostTier
 from inference_svc.adapters.prefetch import PrefetchPolicy
 from inference_svc.adapters.pulls.image_source import AdapterStore

@@ -16,8 +16,8 @@ from inference_svc.core import ANYONE
 from inference_svc.engine.control.status_types import EngineStatus, ResidentAdapter, TierStatus
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.metrics.definitions import DEFINITIONS
-from inference_svc.metrics.gateway import LOADED, gateway_metrics, residency_series
-from inference_svc.store.directory import Directory
+from inference_svc.metrics.gateway_routing import LOADED, gateway_metrics, residency_series
+from inference_svc.store.adapter_resolver import Directory
 from servicekit.errors import ServiceError
 from servicekit.refs import short_name
 from servicekit.telemetry.histogram import HistogramState

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from contract.tokenizer_extract import InvalidTokenizer, TokenizerExtract
 from inference_svc.errors import AdapterUnusable
-from inference_svc.store.directory import Binding
+from inference_svc.store.adapter_resolver import Binding
 from inference_svc.store.types import TextSource
 from inference_svc.text.adapter_tokenizer import BaseTokenizer
 from inference_svc.text.template_process import TemplateProcesses

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import StoreUnavailable, notes_of
+from inference_svc.store.adapter_resolver import Directory
 from inference_svc.store.client import CatalogClient
 from inference_svc.store.credentials import StoreAccess
-from inference_svc.store.directory import Directory
 from inference_svc.store.replica_monitor import ReplicaMonitor
 from inference_svc.store.replicas import Replicas
 from inference_svc.store.types import Announcement, HistoryGone, NameEvent, WatchedCatalog

@@ -7,7 +7,7 @@ import pytest
 
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFolder
 from adapter_store.core import ImageKey, ImageState, LayoutVerdict
 from adapter_store.garbage_collector import Collector

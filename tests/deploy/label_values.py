@@ -17,7 +17,7 @@ from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.api.http import app
 from inference_svc.api.http.errors import CLIENT_CLOSED_REQUEST, ERROR_STATUSES
 from inference_svc.errors import DeviceFault
-from inference_svc.metrics.gateway import LEVELS
+from inference_svc.metrics.gateway_routing import LEVELS
 from inference_svc.metrics.top_adapters import BASE, FORMER, OTHER
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.inference.v1 import inference_pb2

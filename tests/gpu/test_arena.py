@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bench.gpu_run.model import image_header
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.slots import Slots
 from inference_svc.adapters.memory.tiers import HostCopy, HostTier, TableClear, TableWrite
 from inference_svc.adapters.targets import build_layout
 from inference_svc.backends.arena import Arena

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
-from inference_svc.store.directory import Directory, Servable
+from inference_svc.store.adapter_resolver import Directory, Servable
 from inference_svc.store.types import AdapterRecord, NameEvent
 from tests.support.clock import Clock
 

@@ -1,8 +1,8 @@
 """The tables of the catalog. Functions take a connection, and are parts of its transaction.
 
 schema         the tables
-rows           the rows behind a name
-changes        changes the content of names
+version_rows   the rows behind a name
+name_changes   changes the content of names
 lookup         reads names: one adapter, a page, all versions
 filters        filters and page tokens of lists
 events         the history

@@ -11,8 +11,8 @@ from contract.images.header import ImageHeader
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.memory.eviction import EvictionReason
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.slots import Slots
 from inference_svc.adapters.memory.tiers import MemoryTiers
 from inference_svc.adapters.pulls.pull import ImageSink
 from inference_svc.adapters.pulls.threads import Puller

@@ -16,8 +16,8 @@ from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.memory.eviction import EvictionReason
+from inference_svc.adapters.memory.image_slots import Reservation, Slots
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.slots import Reservation, Slots
 
 logger = logging.getLogger(__name__)
 

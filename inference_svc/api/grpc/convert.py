@@ -38,7 +38,7 @@ from inference_svc.engine.control.status_types import (
 from inference_svc.engine.transport.messages import PauseMode, Timings, Usage
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.results.base import NOTHING, Scope, Wanted, grouped
-from inference_svc.store.directory import Binding
+from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument

@@ -25,7 +25,7 @@ from inference_svc.api.http.tokens import Tokens, TokensBody
 from inference_svc.api.http.trainers import WEIGHT_ROUTES, Trainers
 from inference_svc.api.service import Service
 from inference_svc.core import Action
-from inference_svc.metrics.metrics import Metrics
+from inference_svc.metrics.requests import Metrics
 from servicekit.errors import ServiceError
 from servicekit.shares import Shares
 from servicekit.telemetry.recent_errors import CallEnd

@@ -19,7 +19,7 @@ from inference_svc.api.http.sse import to_json
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import Action, Principal
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
-from inference_svc.store.directory import Binding
+from inference_svc.store.adapter_resolver import Binding
 from servicekit.errors import InvalidArgument, ServiceError
 from servicekit.refs import short_name
 from servicekit.shares import Shares

@@ -13,8 +13,8 @@ import numpy as np
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.load_states import Load
 from inference_svc.adapters.memory.extents import locate
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.slots import Slots
 from inference_svc.adapters.residency import Residency
 from inference_svc.backends.base import Backend
 from inference_svc.core import Sequence

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from inference_svc.adapters.memory.eviction import EvictionReason
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.residency import Residency
 from inference_svc.core import AdapterKey, Digest, digests_of
 from inference_svc.engine.compute.losses import Loss, Losses

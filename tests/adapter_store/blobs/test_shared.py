@@ -12,7 +12,7 @@ import pytest
 
 from adapter_store.blobs import shared
 from adapter_store.blobs.shared import SharedBlobs
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.checkpoint.reading.memory_files import MemoryFolder
 from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.errors import BlobLost, CorruptData, DiskFull

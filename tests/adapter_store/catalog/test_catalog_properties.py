@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.core import EventKind
 from adapter_store.errors import Conflict
 from servicekit.errors import NotFound

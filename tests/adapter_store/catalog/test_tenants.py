@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.tables.lookup import VersionsPage
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.core import AdapterRecord, ImageKey, Quota
 from servicekit.errors import ServiceError
 from servicekit.refs import AdapterName, AdapterRef

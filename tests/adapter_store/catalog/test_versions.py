@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from adapter_store.catalog.tables import changes
+from adapter_store.catalog.tables import name_changes as changes
 from adapter_store.core import EventKind, Pruned
 from adapter_store.errors import Conflict
 from servicekit.errors import InvalidArgument, NotFound

@@ -9,7 +9,7 @@ import pytest
 from adapter_store.catalog import follower as follower_module
 from adapter_store.catalog import watch as watch_module
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.catalog.watch import Watch
 from adapter_store.core import EventKind
 from adapter_store.errors import RevisionTooOld

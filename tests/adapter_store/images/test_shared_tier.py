@@ -10,7 +10,7 @@ import pytest
 
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.catalog.tables import work_leases as lease_rows
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.core import ImageKey
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.garbage_collector import SharedCollector

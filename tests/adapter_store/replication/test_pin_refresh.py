@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.replication import pin_refresh as followed_module
 from adapter_store.replication.pin_refresh import PinRefresher

@@ -10,8 +10,8 @@ from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.memory import eviction
 from inference_svc.adapters.memory.eviction import can_evict, drain_order, eviction_order
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.slots import Slots
 
 KIB = 1024
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.placement import Drains
-from inference_svc.adapters.memory.slots import Slots
 
 KIB = 1024
 

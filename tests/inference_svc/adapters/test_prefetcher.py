@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inference_svc.adapters.load_states import LoadState
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import HostCopy, HostTier
 from inference_svc.adapters.prefetch import CHECK_INTERVAL_S, MARGIN, PrefetchPolicy
 from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob, PullOpened

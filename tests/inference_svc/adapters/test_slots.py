@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.memory.eviction import EvictionReason, can_evict
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.resident import Shape
-from inference_svc.adapters.memory.slots import Slots
 from inference_svc.errors import NoRoom
 from servicekit.errors import ShareExceeded
 

@@ -8,7 +8,7 @@ import pytest
 
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.memory.eviction import EvictionReason
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import (
     HostCopy,
     HostTier,

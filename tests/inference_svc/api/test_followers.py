@@ -14,7 +14,7 @@ from inference_svc.api.followers import Followers
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.core import ANYONE, Request, SamplingParams, VersionPolicy
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
-from inference_svc.store.directory import Binding
+from inference_svc.store.adapter_resolver import Binding
 from servicekit.errors import ServiceError
 from tests.support.wait import until_async
 

@@ -22,7 +22,7 @@ from inference_svc.api.generate_call import (
     random_seed,
 )
 from inference_svc.core import MAX_PARTS, Request, SamplingParams
-from inference_svc.store.directory import Binding
+from inference_svc.store.adapter_resolver import Binding
 from servicekit.errors import InvalidArgument
 from tests.support.inference.results import asking
 

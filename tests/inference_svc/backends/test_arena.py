@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import HostCopy, HostTier, TableWrite
 from inference_svc.backends import arena as arena_module
 from inference_svc.backends.arena import Arena

@@ -22,7 +22,7 @@ from inference_svc import core
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.memory.eviction import EvictionReason
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import HostTier, MemoryTiers
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends import arena as arena_module

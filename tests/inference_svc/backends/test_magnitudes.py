@@ -14,8 +14,8 @@ from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import Target, TargetKind
 from inference_svc.adapters.layout import HEAD, IMAGE_FORMATS, ModelLayout
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.slots import Slots
 from inference_svc.backends import magnitudes
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.magnitudes import Divided, Magnitudes

@@ -7,7 +7,7 @@ import time
 
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.engine.control.inspect import Inspect, _memory
 from tests.support.inference.world import World
 

@@ -14,7 +14,7 @@ import torch
 
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.app import resolve_settings
 from inference_svc.auto_settings import Machine, to_engine_config
 from inference_svc.backends.base import DeviceMemory

@@ -16,7 +16,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.engine.control.status_types import EngineStatus, ResidentAdapter, TierStatus
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import MAX_NAMES, MAX_RESIDENTS, Snapshot
-from inference_svc.metrics.metrics import COMPLETION_ROUTES, Metrics, RequestEnd
+from inference_svc.metrics.requests import COMPLETION_ROUTES, Metrics, RequestEnd
 from loadout.inference.v1 import inference_pb2
 from servicekit.rpc.status import CODES
 from servicekit.telemetry.histogram import STEP_BOUNDS_S, HistogramState

@@ -11,8 +11,8 @@ from inference_svc.engine.control.status_types import EngineStatus, ResidentAdap
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import Snapshot
-from inference_svc.metrics.gateway import MAX_LISTED_NAMES, MAX_LOADED_SERIES
-from inference_svc.metrics.metrics import Metrics, RequestEnd
+from inference_svc.metrics.gateway_routing import MAX_LISTED_NAMES, MAX_LOADED_SERIES
+from inference_svc.metrics.requests import Metrics, RequestEnd
 from inference_svc.metrics.top_adapters import BASE
 from servicekit.telemetry.histogram import HistogramState
 from servicekit.telemetry.metrics_server import MetricsServer

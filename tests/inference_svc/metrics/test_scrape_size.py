@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from inference_svc.core import ANYONE
 from inference_svc.engine.control.status_types import ResidentAdapter
 from inference_svc.engine.transport.messages import Timings, Usage
-from inference_svc.metrics.metrics import MAX_ADAPTERS, RequestEnd
+from inference_svc.metrics.requests import MAX_ADAPTERS, RequestEnd
 from tests.inference_svc.directories import UPPER, A, make, run
 from tests.support.inference.scrapes import MAX_SERIES
 from tests.support.inference.serving import Running

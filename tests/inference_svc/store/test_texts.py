@@ -15,7 +15,7 @@ import pytest
 from contract.tokenizer_extract import AddedToken
 from inference_svc.errors import AdapterUnusable, StoreUnavailable
 from inference_svc.store import texts as texts_module
-from inference_svc.store.directory import Binding
+from inference_svc.store.adapter_resolver import Binding
 from inference_svc.store.texts import AdapterTexts
 from inference_svc.text.adapter_tokenizer import MAX_NEW_BYTES, BaseTokenizer
 from inference_svc.text.tokenizer import Tokenizer

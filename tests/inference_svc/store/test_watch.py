@@ -12,9 +12,9 @@ from contract.images.targets import Target, TargetKind
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store import client as store_client
 from inference_svc.store import watch as store_watch
+from inference_svc.store.adapter_resolver import Directory, Servable
 from inference_svc.store.client import CatalogClient
 from inference_svc.store.credentials import NO_ACCESS
-from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas, rank
 from inference_svc.store.types import Announcement, HistoryGone, NameEvent
 from inference_svc.store.watch import CatalogWatch, StoreConnection

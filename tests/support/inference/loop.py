@@ -10,7 +10,7 @@ import torch
 
 from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import HostTier
 from inference_svc.adapters.pulls.threads import Puller, PullEvent
 from inference_svc.adapters.residency import build_residency

@@ -20,8 +20,8 @@ from contract.images.header import (
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import Target, TargetKind
 from inference_svc.adapters.layout import IMAGE_FORMATS, ModelLayout
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.slots import Slots
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 
 LAYOUT_ID = "sha256:layout"

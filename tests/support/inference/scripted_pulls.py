@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from contract.images.header import PullMessage
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.memory.slots import Slots
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.pulls.pace import PullPace
 from inference_svc.adapters.pulls.pull import ImageSink, PullEvent, PullJob, PullOpened
 from inference_svc.adapters.pulls.threads import Puller

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 from contract.images.header import ImageHeader, Segment
 from contract.images.segment_kinds import SegmentKind
+from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.resident import Shape
-from inference_svc.adapters.memory.slots import Slots
 from inference_svc.adapters.memory.tiers import HostCopy, HostTier
 from inference_svc.adapters.pulls.pull import PullDone, PullEvent, PullFailed, PullJob, PullOpened
 from inference_svc.adapters.residency import build_residency

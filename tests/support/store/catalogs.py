@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import ENDLESS as ENDLESS_SPACE
 from adapter_store.catalog.database import Place, open_database
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.core import AdapterEvent
 from servicekit.refs import AdapterName, AdapterRef
 

@@ -20,7 +20,7 @@ from inference_svc.frontend.output_stream import Delta
 from inference_svc.results.base import Wanted
 from inference_svc.results.logprobs import LogprobsOption, PackedLogprobs, TokenLogprobs
 from inference_svc.results.routed_experts import RoutedExperts
-from inference_svc.store.directory import Binding
+from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.prompt import Chat, ChatMessage, Text
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb

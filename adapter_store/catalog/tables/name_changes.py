@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row
 
-from adapter_store.catalog.tables import rows
+from adapter_store.catalog.tables import version_rows as rows
 from adapter_store.catalog.tables.lookup import to_micros
-from adapter_store.catalog.tables.rows import NewVersion
+from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.core import AdapterEvent, AdapterRecord, EventKind, Pruned, Tenants
 from adapter_store.errors import Conflict
 from servicekit.errors import FailedPrecondition, NotFound

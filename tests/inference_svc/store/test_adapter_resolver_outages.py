@@ -59,7 +59,7 @@ def test_unreachable_store_is_not_called_for_every_request() -> None:
 
 @pytest.fixture
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.store.directory.STALE_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr("inference_svc.store.adapter_resolver.STALE_WAIT_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("short_wait")

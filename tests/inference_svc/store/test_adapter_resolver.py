@@ -8,7 +8,7 @@ import pytest
 from contract.images.segment_kinds import SegmentKind
 from inference_svc.core import ANYONE
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
-from inference_svc.store.directory import Directory, Servable
+from inference_svc.store.adapter_resolver import Directory, Servable
 from inference_svc.store.superseded import MAX_SUPERSEDED, SupersededVersions, Version
 from inference_svc.store.types import AdapterRecord, LayoutVerdict, NameEvent
 from servicekit.errors import InvalidArgument
