@@ -70,7 +70,12 @@ def ask(running: Running, name: str, prompt: list[int], adapter: str = "", **opt
 
 @pytest.mark.parametrize(
     ("kind", "path"),
-    by_path(("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe", "gemma4-moe")),
+    by_path(
+        (
+            *("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe", "gemma4-moe"),
+            "lfm2-moe",
+        )
+    ),
 )
 def test_choices_are_the_oracles(
     zoos: Callable[[str], Zoo], start: Callable, kind: str, path: str

@@ -1,10 +1,19 @@
 """LFM 2: some layers are attention with norms of each head's queries and keys, the others a short
-convolution between two gates."""
+convolution between two gates. In mixtures, all layers but the first ones have experts that sigmoids
+with a bias choose."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from inference_svc.model.architectures import Family
-from inference_svc.model.building import attention, block, decoder, norm, rope
+from inference_svc.model.building import (
+    attention,
+    block,
+    decoder,
+    experts,
+    norm,
+    rope,
+    router,
+)
 from inference_svc.model.config.keys import names
 from inference_svc.model.config.reader import FULL, ConfigReader
 from inference_svc.model.description import (
@@ -12,23 +21,37 @@ from inference_svc.model.description import (
     Attention,
     Decoder,
     Dense,
+    Experts,
     Member,
     Projection,
     Recurrence,
 )
 from inference_svc.model.mixers.short_conv import ShortConv
+from kernels.experts import Choice, Scoring
 from kernels.recurrence import MAX_KERNEL
 
-CONV = "conv"
+CONV, HALF = "conv", "feed_forward"
 
 
 def describe(config: ConfigReader) -> Decoder:
+    half = _dense(config, _feed_forward_size(config))
+    return _describe(config, [half] * config.num_layers)
+
+
+def describe_moe(config: ConfigReader) -> Decoder:
+    first, mixture = config.count("num_dense_layers"), _mixture(config)
+    half = _dense(config, config.positive("intermediate_size"))
+    every = range(config.num_layers)
+    return _describe(config, [half if layer < first else mixture for layer in every])
+
+
+def _describe(config: ConfigReader, halves: Iterable[Dense | Experts]) -> Decoder:
+    for key, meant in _TWICE.items():
+        config.require_same(key, meant)
     config = config.with_values(
         rms_norm_eps=config.epsilon("norm_eps"),
         tie_word_embeddings=config.flag(_either(config, "tie_word_embeddings", "tie_embedding")),
     )
-    if config.get("rope_theta") is None and config.get("rope_parameters") is None:
-        config = config.with_values(rope_theta=1_000_000.0)
     kinds = _layer_types(config)
     config.require_attention(kinds)
     mixers: Mapping[str, Attention | Recurrence] = {
@@ -39,11 +62,11 @@ def describe(config: ConfigReader) -> Decoder:
         block(
             config,
             mixers[kind],
-            _dense(config),
+            half,
             attention_norm=norm(config, "operator_norm"),
             feed_forward_norm=norm(config, "ffn_norm"),
         )
-        for kind in kinds
+        for kind, half in zip(kinds, halves, strict=True)
     )
     return decoder(config, blocks, final_norm=norm(config, "model.embedding_norm"))
 
@@ -68,7 +91,7 @@ def _attention(config: ConfigReader) -> Attention:
     size = config.positive("num_attention_heads") * head_dim
     return attention(
         config,
-        rope(config),
+        rope(config, theta=1e6),
         out=Projection("o", (Member("self_attn.out_proj", hidden_size),), size),
         q_norm=norm(config, "self_attn.q_layernorm", head_dim),
         k_norm=norm(config, "self_attn.k_layernorm", head_dim),
@@ -85,12 +108,31 @@ def _short_conv(config: ConfigReader) -> ShortConv:
     )
 
 
-def _dense(config: ConfigReader) -> Dense:
-    hidden_size, size = config.positive("hidden_size"), _feed_forward_size(config)
-    members = (Member("feed_forward.w1", size), Member("feed_forward.w3", size))
+def _dense(config: ConfigReader, size: int) -> Dense:
+    hidden_size = config.positive("hidden_size")
+    members = (Member(f"{HALF}.w1", size), Member(f"{HALF}.w3", size))
     gate_up = Projection("gate_up", members, hidden_size)
-    down = Projection("down", (Member("feed_forward.w2", hidden_size),), size)
+    down = Projection("down", (Member(f"{HALF}.w2", hidden_size),), size)
     return Dense(Activation.SILU, gate_up, down)
+
+
+def _mixture(config: ConfigReader) -> Experts:
+    choice = Choice(
+        config.positive("num_experts_per_tok"),
+        Scoring.SIGMOID,
+        normalised=config.flag("norm_topk_prob"),
+        scale=config.number("routed_scaling_factor"),
+    )
+    bias = f"{HALF}.expert_bias" if config.flag("use_expert_bias") else ""
+    module = f"{HALF}.experts"
+    return experts(
+        config,
+        router(config, choice, "num_experts", module=f"{HALF}.gate", bias=bias),
+        config.positive("moe_intermediate_size"),
+        activation=Activation.SILU,
+        module=module,
+        others=((f"{module}.w1", f"{module}.w3", f"{module}.w2"),),
+    )
 
 
 def _feed_forward_size(config: ConfigReader) -> int:
@@ -106,35 +148,75 @@ def _feed_forward_size(config: ConfigReader) -> int:
     return -(-int(factor * size) // multiple) * multiple
 
 
+_TWICE = {
+    "block_dim": "hidden_size",
+    "block_norm_eps": "norm_eps",
+    "conv_dim": "hidden_size",
+    "conv_dim_out": "hidden_size",
+    "num_heads": "num_attention_heads",
+}
+"""Keys whose value files have under another key, too, which counts."""
+_READS = names("norm_eps conv_L_cache full_attn_idxs tie_embedding", *_TWICE)
+_IGNORES = names(
+    """
+    block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init theta
+    use_pos_enc
+    """
+)
+_ACCEPTS = {"conv_bias": False, "block_use_swiglu": True}
+_DEFAULTS = {
+    "vocab_size": 65536,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "conv_L_cache": 3,
+}
+
 FAMILIES = (
     Family(
         "Lfm2ForCausalLM",
         describe,
-        reads=names(
+        reads=_READS
+        | names(
             """
-            norm_eps conv_L_cache full_attn_idxs tie_embedding block_ff_dim block_multiple_of
-            block_ffn_dim_multiplier block_auto_adjust_ff_dim
-            """
-        ),
-        ignores=names(
-            """
-            block_dim block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_dim
-            conv_dim_out conv_use_xavier_init block_norm_eps num_heads theta use_pos_enc
+            block_ff_dim block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim
             """
         ),
-        accepts={"conv_bias": False, "block_use_swiglu": True},
+        ignores=_IGNORES,
+        accepts=_ACCEPTS,
         defaults={
-            "vocab_size": 65536,
+            **_DEFAULTS,
             "hidden_size": 2560,
             "intermediate_size": 12288,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 128_000,
-            "norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "conv_L_cache": 3,
             "block_multiple_of": 256,
             "block_ffn_dim_multiplier": 1.0,
             "block_auto_adjust_ff_dim": True,
+        },
+    ),
+    Family(
+        "Lfm2MoeForCausalLM",
+        describe_moe,
+        reads=_READS
+        | names(
+            """
+            moe_intermediate_size num_dense_layers num_experts num_experts_per_tok
+            use_expert_bias routed_scaling_factor norm_topk_prob
+            """
+        ),
+        ignores=_IGNORES | names("output_router_logits"),
+        accepts=_ACCEPTS,
+        defaults={
+            **_DEFAULTS,
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
         },
     ),
 )

@@ -71,7 +71,7 @@ def random_model() -> Callable[..., PreTrainedModel]:
             for name, buffer in model.named_buffers():
                 if name.endswith("layer_scalar"):
                     buffer.uniform_(0.5, 1.5)
-                elif name.endswith("e_score_correction_bias"):
+                elif name.endswith(("e_score_correction_bias", "expert_bias")):
                     buffer.normal_(std=0.5)
         return model
 

@@ -301,6 +301,8 @@ REFUSED = {
     "head of keys": ("Qwen3_5", {"linear_key_head_dim": 257}, "linear_key_head_dim = 257: must be"),
     "heads of values": ("Qwen3_5", {"linear_num_value_heads": 24}, "no multiple of"),
     "convolution": ("Qwen3_5", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim"),
+    "a size twice": ("Lfm2", {"conv_dim": 8}, "conv_dim = 8: must be hidden_size, 64"),
+    "heads twice": ("Lfm2Moe", {"num_heads": 2}, "num_heads = 2: must be num_attention_heads, 4"),
     "convolution of one": ("Lfm2", {"conv_L_cache": 1}, "conv_L_cache"),
     "bias of a convolution": ("Lfm2", {"conv_bias": True}, "conv_bias"),
     "no attention": (

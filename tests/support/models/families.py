@@ -230,6 +230,18 @@ MODELS = {
         "Lfm2",
         {"full_attn_idxs": [1], "conv_L_cache": 4, "block_multiple_of": 8, "norm_eps": 1e-4},
     ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        QWEN_MOE
+        | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+        | {"routed_scaling_factor": 1.5},
+    ),
+    "lfm2-moe-all-experts-no-bias": (
+        "Lfm2Moe",
+        QWEN_MOE
+        | {"layer_types": ["full_attention", "conv", "conv"], "num_dense_layers": 0}
+        | {"use_expert_bias": False, "norm_topk_prob": False},
+    ),
     "qwen3_5": ("Qwen3_5", HYBRID),
     "qwen3_5-moe": ("Qwen3_5Moe", HYBRID | QWEN_MOE | {"shared_expert_intermediate_size": 40}),
     "qwen3-next": (

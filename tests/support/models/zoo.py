@@ -76,6 +76,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        _EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+        },
+    ),
     "qwen3_5": (
         "Qwen3_5",
         {
@@ -252,11 +261,13 @@ _PHI3 = {
 }
 _NO_DENSE = {"gate_proj": "q_proj", "up_proj": "k_proj", "down_proj": "o_proj"}
 """Stands in for linear layers that models of experts do not have, or that PEFT takes for theirs."""
+_LFM2 = {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 FUSED: dict[str, dict[str, str]] = {
     "phi3": _PHI3,
     "phi3-long": _PHI3,
     "glm4": dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
-    "lfm2": {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    "lfm2": _LFM2,
+    "lfm2-moe": _LFM2,
     **dict.fromkeys(
         ("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe"), _NO_DENSE
     ),
@@ -264,6 +275,7 @@ FUSED: dict[str, dict[str, str]] = {
 """Modules that a model has in place of others."""
 MORE: dict[str, list[str]] = {
     "lfm2": ["in_proj"],
+    "lfm2-moe": ["in_proj"],
     "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
     "gemma4": ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"],
     "qwen2-moe": ["shared_expert_gate"],
@@ -306,6 +318,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "glm4-moe"), _WITH_GATE),
     "gpt-oss": (*_EXPERTS_OF_MLP, "mlp.router.weight"),
     "gemma4-moe": ("experts.gate_up_proj", "experts.down_proj"),
+    "lfm2-moe": tuple(
+        f"feed_forward.{each}"
+        for each in ("experts.gate_up_proj", "experts.down_proj", "gate.weight")
+    ),
 }
 """The parameters of experts and routers of a model; PEFT wants all adapters to change the same."""
 
@@ -475,6 +491,8 @@ def shake_norms_and_biases(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.fill_(0.8)
+        elif name.endswith("expert_bias"):
+            buffer.normal_(std=0.2)
 
 
 def save_tokenizer(folder: Path) -> None:
