@@ -29,6 +29,7 @@ from adapter_store.checkpoint.peft.extras import (
     EMBEDDINGS,
     INPUTS,
     Extras,
+    convolution_hint,
     refused,
 )
 from adapter_store.checkpoint.peft.tensor_keys import TensorKey
@@ -77,7 +78,8 @@ class _Reader:
             raise refused(
                 record,
                 "SHAPE_INVALID",
-                f"shape {list(record.shape)} is no weight's that can be kept",
+                f"shape {list(record.shape)} is no weight's that can be kept"
+                f"{convolution_hint(key, record, 'modules_to_save')}",
             )
         is_vocabulary = key.module.rpartition(".")[2] in VOCABULARIES
         if num_dimensions == 2 and self._extras.fan_in_fan_out and not is_vocabulary:

@@ -18,7 +18,7 @@ from adapter_store.checkpoint.peft.experts import (
     may_be_stacked,
     read_stack,
 )
-from adapter_store.checkpoint.peft.extras import check_vectors, refused
+from adapter_store.checkpoint.peft.extras import check_vectors, convolution_hint, refused
 from adapter_store.checkpoint.peft.module_patterns import OUTPUT_LAYER
 from adapter_store.checkpoint.peft.parameters import (
     Parameter,
@@ -292,7 +292,7 @@ def _add_side(
     if len(record.shape) != num_dimensions and not is_stack:
         what = "matrix" if num_dimensions == 2 else "vector"
         tower = tower_of(key.target)
-        hint = f": {advice([tower])}" if tower else ""
+        hint = f": {advice([tower])}" if tower else convolution_hint(key, record, "target_modules")
         raise refused(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a {what}{hint}")
     sides = pairs.setdefault(key.target, {})
     for other, _ in sides.values():

@@ -29,6 +29,7 @@ from typing import Any
 
 from adapter_store.checkpoint.peft.config_values import invalid_value, read_flag, read_names
 from adapter_store.checkpoint.peft.module_patterns import path_tails
+from adapter_store.checkpoint.peft.tensor_keys import TensorKey
 from adapter_store.checkpoint.reading.safetensors import TensorRecord
 from adapter_store.checkpoint.weights import ParameterOrder
 from adapter_store.errors import InvalidAdapter
@@ -260,6 +261,15 @@ def check_vectors(
                 "SHAPE_INVALID",
                 f"shape {list(record.shape)} does not match {out_features} outputs",
             )
+
+
+def convolution_hint(key: TensorKey, record: TensorRecord, config_key: str) -> str:
+    """Returns the rest of the message about a tensor of three or more dimensions, which a
+    convolution has; `config_key` selected its module."""
+    if len(record.shape) < 3:
+        return ""
+    name = key.module.rpartition(".")[2]
+    return f": changes of convolutions are not supported, train without {name} in {config_key}"
 
 
 def refused(record: TensorRecord, reason: str, detail: str) -> InvalidAdapter:

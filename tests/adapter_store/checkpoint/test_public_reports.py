@@ -217,6 +217,7 @@ def test_parts_of_fused_layers_of_2023_are_refused(
     error = refusal(make("b", tensors, **fields))
     assert (error.subject, error.reason) == (f"{module}.lora_B.weight", "SHAPE_INVALID")
     assert "shape [1536, 4, 1] is not a matrix" in error.message
+    assert error.message.endswith("train without c_attn in target_modules")
 
 
 @pytest.mark.parametrize(
