@@ -44,7 +44,15 @@ _GEMMA = {
     "tie_word_embeddings": True,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-_TEXT_PARTS = ("Gemma3", "Gemma4", "Qwen3_5")
+_HYBRID = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_TEXT_PARTS = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "Llama",
@@ -85,17 +93,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_dense_layers": 1,
         },
     ),
-    "qwen3_5": (
-        "Qwen3_5",
-        {
-            "head_dim": 32,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
-        },
-    ),
+    "qwen3_5": ("Qwen3_5", _HYBRID),
+    "qwen3_5-moe": ("Qwen3_5Moe", _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen3-next": ("Qwen3Next", _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 40}),
     "gemma2": (
         "Gemma2",
         _GEMMA | {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
@@ -269,14 +269,18 @@ FUSED: dict[str, dict[str, str]] = {
     "lfm2": _LFM2,
     "lfm2-moe": _LFM2,
     **dict.fromkeys(
-        ("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe"), _NO_DENSE
+        ("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe", "qwen3-next"),
+        _NO_DENSE,
     ),
 }
 """Modules that a model has in place of others."""
+_DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 MORE: dict[str, list[str]] = {
     "lfm2": ["in_proj"],
     "lfm2-moe": ["in_proj"],
-    "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
+    "qwen3_5": _DELTA,
+    "qwen3_5-moe": [*_DELTA, "shared_expert_gate"],
+    "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
     "gemma4": ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"],
     "qwen2-moe": ["shared_expert_gate"],
     "gemma4-moe": ["proj"],
@@ -315,7 +319,13 @@ SPECS = (
 _EXPERTS_OF_MLP = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _WITH_GATE = (*_EXPERTS_OF_MLP, "mlp.gate.weight")
 PARAMETERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "glm4-moe"), _WITH_GATE),
+    **dict.fromkeys(
+        (
+            *("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "glm4-moe", "qwen3_5-moe"),
+            "qwen3-next",
+        ),
+        _WITH_GATE,
+    ),
     "gpt-oss": (*_EXPERTS_OF_MLP, "mlp.router.weight"),
     "gemma4-moe": ("experts.gate_up_proj", "experts.down_proj"),
     "lfm2-moe": tuple(
