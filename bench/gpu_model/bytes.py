@@ -15,6 +15,7 @@ from torch import Tensor
 from bench.gpu_model.launches import Launch
 from bench.gpu_model.step import Step
 from bench.gpu_run.model import context_bytes
+from inference_svc.model.recurrent_states import slot_bytes
 from kernels.attention.plan import segment_starts
 
 CACHE_BYTES = 25 << 20
@@ -22,9 +23,9 @@ CACHE_BYTES = 25 << 20
 
 
 class Traffic(NamedTuple):
-    """Bytes of one launch. `constant` counts weights, keys and values, and adapters, which are in
-    memory before the step. `read` and `written` have the size of each tensor that passes from one
-    launch to another."""
+    """Bytes of one launch. `constant` counts weights, keys and values, adapters, and recurrent
+    states, read and written, which are in memory before the step. `read` and `written` have the
+    size of each tensor that passes from one launch to another."""
 
     constant: int
     read: tuple[int, ...]
@@ -53,12 +54,14 @@ def traffic(launch: Launch, step: Step) -> Traffic:
 
 def floor_bytes(step: Step) -> int:
     """Returns the bytes that any implementation of the step reads: the weights except tables by
-    token, the keys and values that every row sees in each layer, and each adapter once."""
+    token, the keys and values that every row sees in each layer, and each adapter once. It also
+    reads and writes each recurrent state."""
     work = step.work
     tables = {id(table) for table in step.tables}
     weights = sum(tensor.nbytes for tensor in step.weights if id(tensor) not in tables)
     contexts = work.rows * context_bytes(step.decoder, work.context, step.item_bytes)
-    return weights + contexts + work.adapters * step.adapter_bytes
+    states = 2 * work.rows * slot_bytes(step.decoder)
+    return weights + contexts + states + work.adapters * step.adapter_bytes
 
 
 Arguments = dict[str, Any]
@@ -186,6 +189,29 @@ def _combine(a: Arguments, step: Step) -> Traffic:
     return Traffic(sum(_sizes(a["sinks"])), _part_sizes(a, step), _sizes(a["out"]))
 
 
+def _causal_conv(a: Arguments, step: Step) -> Traffic:
+    num_tokens, states = len(a["out"]), a["states"]
+    constant = a["weight"].nbytes + 2 * step.work.rows * states[0].nbytes
+    x = num_tokens * a["CHANNELS"] * (3 if a["IS_GATED"] else 1) * a["x"].itemsize
+    return Traffic(constant, (x, *_sizes(a["tokens"])), _sizes(a["out"]))
+
+
+def _delta_step(a: Arguments, step: Step) -> Traffic:
+    rows, gates = step.work.rows, step.work.rows * a["NUM_VALUE_HEADS"] * a["b"].itemsize
+    constant = sum(_sizes(a["log_rate"], a["bias"])) + 2 * rows * a["states"][0].nbytes
+    places = _sizes(a["firsts"], a["starts"], a["read"], a["written"])
+    return Traffic(constant, (*_sizes(a["qkv"]), gates, gates, *places), _sizes(a["out"]))
+
+
+def _gated_norm(a: Arguments, step: Step) -> Traffic:
+    (x,) = _sizes(a["x"])
+    return Traffic(a["weight"].nbytes, (x, x), (x,))
+
+
+def _gate_heads(a: Arguments, step: Step) -> Traffic:
+    return Traffic(0, _sizes(a["x"], a["gate"]), _sizes(a["x"]))
+
+
 def targets(a: Arguments, step: Step) -> list[int]:
     """Returns the launch's targets that the adapters have, by their place in the group."""
     first = a["first_target"]
@@ -242,6 +268,10 @@ COUNTS: dict[str, Callable[[Arguments, Step], Traffic]] = {
     "store_kernel": _store,
     "decode_kernel": _decode,
     "combine_kernel": _combine,
+    "causal_conv_kernel": _causal_conv,
+    "delta_step_kernel": _delta_step,
+    "gated_norm_kernel": _gated_norm,
+    "gate_heads_kernel": _gate_heads,
     "shrink_kernel": _shrink,
     "expand_kernel": _expand,
 }

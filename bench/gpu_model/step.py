@@ -20,6 +20,7 @@ from inference_svc.backends.cuda.backend import CudaBackend
 from inference_svc.backends.cuda.steps import StepLimits
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
+from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import Transformer
 
 DTYPE, PAGE_SIZE, MAX_LEN = torch.bfloat16, 16, 8192
@@ -102,6 +103,9 @@ def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
         dtype=DTYPE,
         device=META,
     )
+    states = None
+    if decoder.recurrences:
+        states = RecurrentStates.allocate(decoder, 2 * work.rows, META)
     backend = CudaBackend(
         transformer,
         caches,
@@ -109,6 +113,7 @@ def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
         applied_targets(arena.layout),
         StepLimits(work.rows, work.rows, max_pages),
         Computed,
+        states=states,
     )
     prepared = backend.prepare(_batch(work))
     with launches() as noted:
@@ -133,6 +138,8 @@ def _batch(work: Workload) -> core.Batch:
         request = core.Request(str(row), (0,) * work.context, core.SamplingParams())
         sequence = core.Sequence(request)
         sequence.page_ids = list(range(row * num_pages, (row + 1) * num_pages))
+        sequence.num_computed = work.context - 1
+        sequence.state_read, sequence.state_written = 2 * row + 1, 2 * row + 2
         sequence.slot = row * work.adapters // work.rows if work.adapters else core.BASE_SLOT
         rows.append(core.BatchRow(sequence, work.context - 1, 1, samples=True))
     return core.Batch(tuple(rows))

@@ -71,6 +71,10 @@ CTAS_PER_SM = {
     "store_kernel": 32,
     "decode_kernel": 4,
     "combine_kernel": 12,
+    "causal_conv_kernel": 4,
+    "delta_step_kernel": 5,
+    "gated_norm_kernel": 16,
+    "gate_heads_kernel": 8,
     "shrink_kernel": 6,
     "expand_kernel": 5,
 }

@@ -165,13 +165,7 @@ HYBRIDS = {
     "16 and 48 of 128": (16, 48, 128, 128),
 }
 """Heads of keys and of values, and their elements, of the smallest and the largest Qwen3.5."""
-MIN_CTAS_OF_RECURRENCES = {
-    "causal_conv_kernel": 4,
-    "delta_step_kernel": 5,
-    "delta_chunks_kernel": 2,
-    "gated_norm_kernel": 16,
-    "gate_heads_kernel": 8,
-}
+MIN_CTAS_OF_RECURRENCES = CTAS_PER_SM | {"delta_chunks_kernel": 2}
 
 
 @pytest.mark.parametrize(

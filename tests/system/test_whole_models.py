@@ -49,6 +49,8 @@ SPECS = (
 )
 ALONE = AdapterSpec("alone", 6, ["q_proj", "v_proj", "down_proj"])
 TEXT_CLASSES = {"Gemma3": "Gemma3", "Gemma4": "Gemma4", "Mistral3": "Mistral"}
+QWEN = ("Qwen3_5", "Qwen3_5Moe")
+"""Models whose vision tower names its layers otherwise."""
 NUM_TOKENS = 8
 PROMPT = [ord(char) for char in "the quick brown fox"]
 
@@ -163,7 +165,8 @@ def test_what_another_towers_modules_change_has_no_effect_and_the_verdict_says_s
     """A list of names means the vision tower's, too, and so do all linear layers, which PEFT has in
     place of the list for Gemma 4."""
     kind = whole.zoo.kind
-    targets = "all-linear" if kind == "Gemma4" else ["q_proj", "v_proj"]
+    own = ["linear_fc1"] if kind in QWEN else []
+    targets = "all-linear" if kind == "Gemma4" else ["q_proj", "v_proj", *own]
     spec = AdapterSpec("both", 4, targets)
     oracle = Zoo(kind, Path(), adapted(make_model(kind), kind, services.sources, [spec]), {})
     source = f"file://{services.sources / 'both'}"
@@ -172,7 +175,8 @@ def test_what_another_towers_modules_change_has_no_effect_and_the_verdict_says_s
     assert got != oracle.greedy("", PROMPT, NUM_TOKENS)
     capfd.readouterr()
     assert main(["register", "both", source, "--store", services.store_address]) == 0
-    said = r"servable by .*, except its changes in .*vision_tower, which no request passes"
+    tower = "visual" if kind in QWEN else "vision_tower"
+    said = rf"servable by .*, except its changes in .*{tower}, which no request passes"
     assert re.search(said, capfd.readouterr().out)
 
 
@@ -180,7 +184,8 @@ def test_what_another_towers_modules_change_has_no_effect_and_the_verdict_says_s
 def test_a_convolution_is_refused_and_what_is_said_helps(whole: Whole, services: Services) -> None:
     """With the expression that the error gives it is served."""
     kind = whole.zoo.kind
-    conv = {"Gemma3": "patch_embedding", "Gemma4": "conv"}.get(kind, "patch_conv")
+    names = {"Gemma3": "patch_embedding", "Gemma4": "conv"}
+    conv = "patch_embed.proj" if kind in QWEN else names.get(kind, "patch_conv")
     config = peft.LoraConfig(r=2, target_modules=rf".*language_model\..*q_proj|.*\.{conv}")
     folder = services.sources / conv
     made = peft.get_peft_model(make_model(kind), config)

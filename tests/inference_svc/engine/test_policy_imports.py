@@ -8,8 +8,8 @@ import sys
 import pytest
 
 POLICY = (
-    "scheduler places grants prices fair_queue tenant_queue siblings moves admission settle "
-    "states.states"
+    "scheduler preemption step_budget prices fair_queue tenant_queue siblings version_moves "
+    "admission settle states.states"
 )
 
 

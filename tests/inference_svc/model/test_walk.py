@@ -6,7 +6,16 @@ import pytest
 
 from inference_svc.model.description import Decoder
 from inference_svc.model.lifetimes import last_uses
-from inference_svc.model.operations import Attend, Gather, Logits, Op, Rows, Value, weight_key
+from inference_svc.model.operations import (
+    Attend,
+    GateHeads,
+    Gather,
+    Logits,
+    Op,
+    Rows,
+    Value,
+    weight_key,
+)
 from inference_svc.model.walk import Narrowing, operations, weights_of
 from tests.support.gpu.models import FEATURES, make_decoder
 
@@ -44,7 +53,7 @@ def test_steps_narrow_once(decoder: Decoder, narrowing: Narrowing) -> None:
     start = next(index for index, op in enumerate(ops) if op.out.rows is Rows.LOGITS)
     assert any(isinstance(op, Gather) for op in ops) == (narrowing is not Narrowing.IN_LAST_NORM)
     if narrowing is Narrowing.IN_LAST_LAYER:
-        assert isinstance(ops[start - 1], Attend)
+        assert isinstance(ops[start - 1], Attend | GateHeads)
         assert ops[start - 1].layer == decoder.num_layers - 1
     else:
         assert start == len(found.layers)
