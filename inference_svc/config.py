@@ -211,11 +211,11 @@ class InferenceSettings(ServiceSettings):
     pages. Other models ignore it."""
 
     stored_states: Annotated[OptionalCount | None, MEMORY] = None
-    """For models with recurrent layers: maximum number of states that the prefix cache stores, in
-    addition to two for each running request; loadout info shows the size of one. 0: prefixes are
-    not reused. Default: as many as --kv-memory has tokens for, within a part of the memory: on CPU
-    a sixteenth of the free memory, on CUDA an eighth of the memory that the weights leave. Other
-    models ignore it."""
+    """For models with recurrent layers: number of states for the prefix cache, in addition to two
+    for each request that may run; loadout info shows the size of one. While fewer requests run, the
+    cache uses their states, too. 0: prefixes are not reused. Default: as many as --kv-memory has
+    tokens for, within a part of the memory: on CPU a sixteenth of the free memory, on CUDA an
+    eighth of the memory that the weights leave. Other models ignore it."""
 
     max_sequences: Annotated[OptionalCount, SCHEDULING] = 0
     """Maximum number of requests that run at once. 0: 64 on CPU; on CUDA 256, halved until a step

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.config.reader import FULL, HEADS, SLIDING, ConfigReader
+from inference_svc.model.config.reader import FULL, HEADS, MAX_HEADS, SLIDING, ConfigReader
 from inference_svc.model.description import (
     Activation,
     Attention,
@@ -70,7 +70,7 @@ def attention(
 ) -> Attention:
     """Returns attention as in Llama; `changes` are of Attention."""
     hidden_size, head_dim = config.positive("hidden_size"), config.head_dim
-    num_heads, num_kv_heads = config.positive(HEADS), config.num_kv_heads
+    num_heads, num_kv_heads = config.within(HEADS, 1, MAX_HEADS), config.num_kv_heads
     _check_rope(config, rope, head_dim)
     q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
     members = (

@@ -28,9 +28,8 @@ class Step:
     """A step that is being computed: its inputs, and the values that are still to be read.
 
     `columns` are the columns that operations copy, int64 [width of the output]. `rows`, int64 [N],
-    are the tokens that get logits. `choices` say where experts are to be that
-    tokens choose, by the layer: int32 [T, num_chosen]. The next operation that reads a value adds
-    its addend.
+    are the tokens that get logits. `choices` say where experts are to be that tokens choose, by the
+    layer: int32 [T, num_chosen]. The next operation that reads a value adds its addend.
     """
 
     weights: ModelWeights[Linear]

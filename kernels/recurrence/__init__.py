@@ -15,12 +15,19 @@ from torch import Tensor
 
 from kernels.dispatch import uses_triton
 from kernels.recurrence import reference
-from kernels.recurrence.reference import MAX_KERNEL, MAX_KEY_SIZE, DeltaHeads, gated_delta
+from kernels.recurrence.reference import (
+    MAX_KERNEL,
+    MAX_KEY_SIZE,
+    MAX_VALUE_SIZE,
+    DeltaHeads,
+    gated_delta,
+)
 from kernels.recurrence.segments import NOWHERE, DeviceSegments, SegmentArrays, Segments
 
 __all__ = [
     "MAX_KERNEL",
     "MAX_KEY_SIZE",
+    "MAX_VALUE_SIZE",
     "NOWHERE",
     "DeltaHeads",
     "DeviceSegments",

@@ -13,8 +13,8 @@ from kernels.recurrence.segments import NOWHERE, Segments
 CHUNK = 64
 """Tokens that the delta rule computes at once."""
 L2_EPS = 1e-6
-MAX_KERNEL, MAX_KEY_SIZE = 8, 256
-"""The largest convolution, and the largest head of keys, that kernels compute."""
+MAX_KERNEL, MAX_KEY_SIZE, MAX_VALUE_SIZE = 8, 256, 1024
+"""The largest convolution, and the largest heads of keys and values, that kernels compute."""
 
 
 class DeltaHeads(NamedTuple):

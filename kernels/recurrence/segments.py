@@ -116,7 +116,7 @@ class SegmentArrays(NamedTuple):
         self.starts[1 : num_segments + 1] = ends
         self.read[:num_segments], self.written[:num_segments] = read, written
         tokens = self.tokens[:num_tokens]
-        if num_tokens == num_rows == num_segments:
+        if num_tokens == num_segments == num_rows and max(of_rows) == 1:  # and none is empty
             tokens[:, 0] = 0
             tokens[:, 1], tokens[:, 2] = read, written
             return

@@ -281,11 +281,11 @@ class CudaBackend(AdapterMemory):
         lora = inputs.step.lora.step() if inputs.kind is not StepKind.BASE else None
         yield from score_slices(self.transformer, last, lora, inputs.runs, self._limits.max_rows)
 
-    @torch.inference_mode()
     def keep_part(self, row: BatchRow) -> None:
         if self.states is not None:
             self.states.keep_part(row)
 
+    @torch.inference_mode()
     def use_idle_time(self) -> bool:
         """Records a step whose size has occurred."""
         if self._recorded is None or not self._recorded.record_wanted(self.steps.fill_padding):

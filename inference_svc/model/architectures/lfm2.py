@@ -137,17 +137,23 @@ def _mixture(config: ConfigReader) -> Experts:
 
 def _feed_forward_size(config: ConfigReader) -> int:
     """Returns the size, which files give before it is cut to two thirds and rounded up."""
-    size = config.positive(_either(config, "intermediate_size", "block_ff_dim"))
+    key = _either(config, "intermediate_size", "block_ff_dim")
+    size = config.positive(key)
     if not config.flag("block_auto_adjust_ff_dim"):
         return size
     size = 2 * size // 3
     factor = config.optional("block_ffn_dim_multiplier")
-    if factor is None:
-        return size
-    multiple = config.positive("block_multiple_of")
-    return -(-int(factor * size) // multiple) * multiple
+    if factor is not None and factor > MAX_FACTOR:
+        raise config.unsupported("block_ffn_dim_multiplier", f"must be at most {MAX_FACTOR}")
+    if factor is not None:
+        multiple = config.positive("block_multiple_of")
+        size = -(-int(factor * size) // multiple) * multiple
+    if not size:
+        raise config.unsupported(key, "leaves no element once it is cut to two thirds and scaled")
+    return size
 
 
+MAX_FACTOR = 1024.0
 _TWICE = {
     "block_dim": "hidden_size",
     "block_norm_eps": "norm_eps",

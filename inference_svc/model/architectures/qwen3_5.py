@@ -19,7 +19,7 @@ from inference_svc.model.building import (
 )
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import names
-from inference_svc.model.config.reader import FULL, LINEAR, ConfigReader
+from inference_svc.model.config.reader import FULL, LINEAR, MAX_HEADS, ConfigReader
 from inference_svc.model.description import (
     Attention,
     Decoder,
@@ -32,7 +32,7 @@ from inference_svc.model.description import (
 )
 from inference_svc.model.mixers.gated_delta import GatedDelta
 from kernels.experts import Choice
-from kernels.recurrence import MAX_KERNEL, MAX_KEY_SIZE
+from kernels.recurrence import MAX_KERNEL, MAX_KEY_SIZE, MAX_VALUE_SIZE
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """How positions of images turn; the ones of text turn as in Llama."""
@@ -133,12 +133,14 @@ def _by_key_head(config: ConfigReader) -> GatedDelta:
 
 def _sizes(config: ConfigReader) -> tuple[int, int, int]:
     """Returns the sizes of all keys and of all values, and the number of value heads."""
-    num_keys, num_values = (config.positive(f"linear_num_{each}_heads") for each in _SIDES)
+    num_keys, num_values = (
+        config.within(f"linear_num_{each}_heads", 1, MAX_HEADS) for each in _SIDES
+    )
     if num_values % num_keys:
         reason = f"is no multiple of linear_num_key_heads {num_keys}"
         raise config.unsupported("linear_num_value_heads", reason)
     key_dim = config.within("linear_key_head_dim", 1, MAX_KEY_SIZE)
-    value_dim = config.positive("linear_value_head_dim")
+    value_dim = config.within("linear_value_head_dim", 1, MAX_VALUE_SIZE)
     return num_keys * key_dim, num_values * value_dim, num_values
 
 

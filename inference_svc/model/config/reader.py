@@ -175,3 +175,5 @@ def every_full(count: int) -> Callable[[int], str]:
 
 
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
+MAX_HEADS = 1024
+"""More heads than any model has: descriptions list them before a tensor is compared."""

@@ -345,8 +345,8 @@ struct HeadSegment {
   }
 };
 
-// A segment of one token reads its state once, from memory. It is not read again in this step, so
-// that it is written past the caches.
+// A segment of one token reads its state once, from memory, and writes it past the caches: but for
+// a row that goes on behind a border, nothing reads it again in this step.
 template <typename T>
 void decode(const DeltaRuleArgs& args, int64_t head, const HeadSegment<T>& at) {
   HeadTokens<1> tokens;

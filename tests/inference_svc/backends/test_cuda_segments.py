@@ -91,6 +91,16 @@ def test_prompts_end_at_borders(filled):
     assert filled(columns([Row(0, 3, 0)]), None)[2] == (False, True)
 
 
+def test_as_many_rows_as_tokens(filled):
+    """One row has two tokens with a border in between, and another one none."""
+    batch = columns([Row(3, 1, 3), Row(7, 2, 7, (8,)), Row(4, 1, 4)])
+    shape = StepShape(StepKind.BASE, 5, 4, has_prompts=True)
+    wanted = [[(1, 2, 1)], [(3, 60, 1), (60, 4, 1)], [(5, 6, 1)], [], [(0, NOWHERE, 1)]]
+    found, tokens, _ = filled(batch, shape)
+    assert (found, tokens) == (wanted, of_tokens(wanted))
+    assert tokens[2] == [1, 3, 4], "the second token's place, and the state before the first one"
+
+
 @pytest.mark.parametrize("num_rows", [1, 4, MAX_ROWS])
 def test_decodes(filled, num_rows):
     """In the same places with fewer operations, after a step that has left more."""

@@ -303,6 +303,15 @@ REFUSED = {
     "convolution": ("Qwen3_5", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim"),
     "a size twice": ("Lfm2", {"conv_dim": 8}, "conv_dim = 8: must be hidden_size, 64"),
     "heads twice": ("Lfm2Moe", {"num_heads": 2}, "num_heads = 2: must be num_attention_heads, 4"),
+    "absurd heads": ("Qwen3_5", {"linear_num_key_heads": 10**8}, "linear_num_key_heads"),
+    "absurd heads of attention": (
+        "Llama",
+        {"num_attention_heads": 10**8, "num_key_value_heads": 1, "head_dim": 16},
+        "num_attention_heads = 100000000: must be",
+    ),
+    "head of values": ("Qwen3_5", {"linear_value_head_dim": 2048}, "linear_value_head_dim"),
+    "absurd factor": ("Lfm2", {"block_ffn_dim_multiplier": 1e308}, "block_ffn_dim_multiplier"),
+    "no feed-forward": ("Lfm2", {"block_ffn_dim_multiplier": 1e-9}, "leaves no element"),
     "convolution of one": ("Lfm2", {"conv_L_cache": 1}, "conv_L_cache"),
     "bias of a convolution": ("Lfm2", {"conv_bias": True}, "conv_bias"),
     "no attention": (

@@ -83,7 +83,7 @@ class Recurrent:
         return True
 
     def _stores(self, sequence: Sequence) -> bool:
-        return self.pool.caching and not sequence.num_kept
+        return self.pool.caching and self._max_borders > 0 and not sequence.num_kept
 
     def _borders(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Returns the borders between these two, without them, in order."""
