@@ -185,8 +185,10 @@ def run(context: Context) -> Found:
     ours = Deadline(context.deadline.left_s / 2)
     problems_of = kernel_cases.problems(context, pool)
     for index, (kernel, problems) in enumerate(problems_of.items()):
-        # Later kernels share the time that this one does not use.
-        deadline = Deadline(ours.left_s / (len(problems_of) - index))
+        # Later kernels share the time that this one does not use. Emulated, each tries one value,
+        # and one kernel may take as long as all others.
+        num_left = 1 if context.is_emulated else len(problems_of) - index
+        deadline = Deadline(ours.left_s / num_left)
         measure = Ours(context, kernel, problems).measure
         best, entry = search(default_of(context, kernel), SPACE[kernel], measure, deadline, most)
         found["ours"][kernel] = entry | {"problems": [each.name for each in problems]}
