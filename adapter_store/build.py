@@ -34,7 +34,7 @@ from adapter_store.images.tiers.cache import ImageCache
 from adapter_store.images.tiers.disk_tier import DiskTier
 from adapter_store.images.tiers.shared_tier import SharedTier
 from adapter_store.images.worker_pool import WorkerPool
-from adapter_store.metrics.metrics import Metrics
+from adapter_store.metrics.registry import Metrics
 from adapter_store.registration.registrar import Registrar
 from adapter_store.registration.tenant_policy import StorePolicyFile, open_policy
 from adapter_store.replication.lease_renewal import Leases

@@ -20,7 +20,7 @@ from sqlalchemy import make_url
 from adapter_store.config import StoreSettings
 from adapter_store.images.plan.plan import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.images.tiers.buffers import torch_versions
-from adapter_store.metrics.metrics import Metrics
+from adapter_store.metrics.registry import Metrics
 from adapter_store.service.status import StatusReader
 from servicekit.settings.secrets import URL_PASSWORD, environment_secrets
 from servicekit.telemetry.debug_bundle import (

@@ -34,7 +34,7 @@ from adapter_store.images.tiers.disk_tier import DiskTier, Removal
 from adapter_store.images.tiers.file import open_image, read_parts, write_image
 from adapter_store.images.tiers.shared_tier import Claim, SharedTier
 from adapter_store.images.worker_pool import YieldPoint
-from adapter_store.metrics.metrics import Metrics
+from adapter_store.metrics.registry import Metrics
 from contract.images.layouts import Layout
 from servicekit.errors import NotFound, ServiceError
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from adapter_store.core import ImageKey, ImagePart, Tenants
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.tiers.cache import ImageCache
-from adapter_store.metrics.metrics import Metrics
+from adapter_store.metrics.registry import Metrics
 from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessage
 from servicekit.errors import InvalidArgument, ReaderStalled, ServiceError, ShareExceeded
 from servicekit.shares import MinimumRate, Pace, Reservation, Shares

@@ -24,7 +24,7 @@ from adapter_store.checkpoint.text_files import AdapterText, TextReader
 from adapter_store.checkpoint.unpickle import convert_pickle
 from adapter_store.core import BaseModelChoice, Quota, Recorded
 from adapter_store.errors import BlobLost, CatalogUnavailable, Conflict, CorruptData, InvalidAdapter
-from adapter_store.metrics.metrics import Metrics
+from adapter_store.metrics.registry import Metrics
 from adapter_store.registration.base_model import choose_base_model
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
 from adapter_store.registration.tenant_policy import StorePolicyFile

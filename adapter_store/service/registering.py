@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TypeVar
 
 from adapter_store.core import Action, Principal
-from adapter_store.metrics.metrics import Metrics
+from adapter_store.metrics.registry import Metrics
 from adapter_store.registration.rate_limit import RateLimiter
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.tenant_policy import StorePolicyFile

@@ -12,7 +12,7 @@ from adapter_store.images.precompile import Precompiler
 from adapter_store.images.pull import Pulls
 from adapter_store.images.tiers.cache import ImageCache
 from adapter_store.images.tiers.disk_tier import TierCounts
-from adapter_store.metrics.metrics import Metrics
+from adapter_store.metrics.registry import Metrics
 from adapter_store.registration.registrar import Registrar
 from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.service.calls import Calls, Places

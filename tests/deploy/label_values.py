@@ -12,7 +12,7 @@ from prometheus_client.utils import floatToGoString
 
 import adapter_store.errors
 import inference_svc.errors
-from adapter_store.metrics.metrics import Metrics as StoreMetrics
+from adapter_store.metrics.registry import Metrics as StoreMetrics
 from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.api.http import app
 from inference_svc.api.http.errors import CLIENT_CLOSED_REQUEST, ERROR_STATUSES

@@ -21,7 +21,7 @@ from adapter_store.checkpoint.reading.memory_files import MemoryFile, MemoryFold
 from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
 from adapter_store.errors import LimitExceeded
 from adapter_store.images.compile import compile_image
-from adapter_store.metrics.metrics import Metrics
+from adapter_store.metrics.registry import Metrics
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.tenant_policy import open_policy
 from adapter_store.sources import Sources
