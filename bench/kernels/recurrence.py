@@ -22,7 +22,6 @@ from bench.results import show, write
 from inference_svc.model.mixers.gated_delta import GatedDelta
 from inference_svc.model.recurrent_states import RecurrentStates, slot_bytes
 from kernels.native.library import Library, NativeOp, load
-from kernels.recurrence import DeltaHeads
 from kernels.recurrence.native import StateRows, causal_conv_op, delta_rule_op, gated_norm_op
 
 MODEL = "bench-qwen3_5"
@@ -66,13 +65,12 @@ class Step:
         weight = torch.randn(mixer.conv_size, mixer.kernel_size)
         rate, bias = -torch.rand(mixer.num_value_heads), torch.rand(mixer.num_value_heads)
         norm = torch.ones(mixer.value_head_dim, dtype=torch.bfloat16)
-        heads = DeltaHeads(
-            mixer.num_key_heads, mixer.num_value_heads, mixer.key_head_dim, mixer.value_head_dim
-        )
         convolved, states = self._states.layers[layer]
         ops = {
             "convolution": causal_conv_op(made, qkv, weight, convolved, self._rows),
-            "delta rule": delta_rule_op(qkv, b, a, out, rate, bias, states, self._rows, heads),
+            "delta rule": delta_rule_op(
+                qkv, b, a, out, rate, bias, states, self._rows, mixer.heads
+            ),
             "gated norm": gated_norm_op(out, z, norm, count, eps=1e-6),
         }
         for kind, op in ops.items():

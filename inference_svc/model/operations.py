@@ -105,6 +105,12 @@ class Op:
     layer: int | None
 
     @property
+    def of_layer(self) -> int:
+        """The layer of an operation of layers."""
+        assert self.layer is not None
+        return self.layer
+
+    @property
     def weights(self) -> Iterator[Weight]:
         """In the order of the model's parameters."""
         for each in self._specs:
@@ -341,9 +347,16 @@ class Listing(Protocol):
         """Copies runs of columns to a value of this name."""
 
 
-def numbers_of(name: str, size: int, layer: int | None) -> Numbers | None:
+def numbers_of(
+    name: str, size: int, layer: int | None, shape: tuple[int, ...] = ()
+) -> Numbers | None:
     assert layer is not None
-    return Numbers(layer_path(layer, name), size) if name else None
+    return Numbers(layer_path(layer, name), size, shape) if name else None
+
+
+def conv_kernels(name: str, channels: int, size: int, layer: int | None) -> Numbers | None:
+    """Returns the kernels of a convolution whose channels do not mix: `size` numbers for each."""
+    return numbers_of(name, channels * size, layer, (channels, 1, size))
 
 
 def key_of(name: str, layer: int | None) -> str:

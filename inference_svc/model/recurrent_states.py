@@ -98,8 +98,8 @@ class RecurrentStates:
         return segments_of(row.sequence, row.start, row.num_tokens, self.spare)
 
     def keep_part(self, row: BatchRow) -> None:
-        """Keeps the state of a row's part, which the next one goes on from: what that writes may be
-        computed again."""
+        """Keeps the state after a row's part, from which the next part continues: what that writes
+        may be computed again."""
         sequence, end = row.sequence, row.start + row.num_tokens
         kept = [slot for border, slot in sequence.state_borders if border == end]
         for parts in self.layers.values():
@@ -110,8 +110,8 @@ class RecurrentStates:
 
 def segments_of(sequence: Sequence, start: int, num_tokens: int, spare: int) -> Iterator[Segment]:
     """Yields the segments of a sequence's next tokens: they end at its borders, and where it ends.
-    Tokens that go on where a part of them has ended, in the same step, read the state that was
-    kept, in the slot `spare`."""
+    Tokens after a part that the same step has computed read the state that was kept, in the slot
+    `spare`."""
     read = sequence.state_read if start == sequence.num_computed else spare
     assert sequence.state_written != EMPTY_STATE, "the sequence does not run"
     end = start + num_tokens

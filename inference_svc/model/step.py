@@ -52,8 +52,7 @@ class Step:
         """Returns the recurrent states of an operation's layer, and the step's segments."""
         plan = self.inputs.recurrent
         assert plan is not None
-        assert op.layer is not None
-        return plan.states.layers[op.layer], plan.of_kernels
+        return plan.states.layers[op.of_layer], plan.of_kernels
 
     def norm(self, norm: Norm | None, layer: int | None, rows: Rows) -> NormWeight | None:
         """Returns the weight of a norm of these rows, for each where adapters have one."""

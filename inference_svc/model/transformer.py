@@ -285,7 +285,7 @@ def _project(op: Project, step: Step) -> Tensor:
 def _rotate_and_store(op: RotateAndStore, step: Step) -> Tensor:
     attention, qkv = op.attention, step.values[op.out]
     rotation: Rotation = _NO_ROTATION if op.angles is None else step.values[op.angles]
-    cache, layer = step.kv_caches.of(_layer_of(op))
+    cache, layer = step.kv_caches.of(op.of_layer)
     rotate_and_store(
         qkv,
         cache,
@@ -315,7 +315,7 @@ def _head_norms(op: RotateAndStore, step: Step) -> HeadNorms:
 
 def _attend(op: Attend, step: Step) -> Tensor:
     attention = op.attention
-    cache, layer = step.kv_caches.of(_layer_of(op))
+    cache, layer = step.kv_caches.of(op.of_layer)
     qkv = step.values[op.inputs[0]]
     mixed = attend(
         qkv[:, : attention.q_size].unflatten(1, (-1, attention.head_dim)),
@@ -353,11 +353,6 @@ def _gate_heads(op: GateHeads, step: Step) -> Tensor:
     return gate_heads(mixed, gate)
 
 
-def _layer_of(op: Op) -> int:
-    assert op.layer is not None
-    return op.layer
-
-
 def _gate(op: Gate, step: Step) -> Tensor:
     first, *others = op.inputs
     if others:
@@ -378,7 +373,7 @@ def _route(op: Route, step: Step) -> Routed:
         experts.router.choice,
         weights.numbers_of(op.bias),
         weights.numbers_of(op.expert_scales),
-        out=step.choices.get(_layer_of(op)),
+        out=step.choices.get(op.of_layer),
     )
     order = step.token_order
     tokens = None if order is None else order.tokens

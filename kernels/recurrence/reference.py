@@ -70,7 +70,7 @@ def _convolve(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -> 
         inputs = torch.cat((states[list(part.read)].transpose(1, 2), new), dim=2)
         _store(states, part, inputs[:, :, inputs.shape[2] - size + 1 :].transpose(1, 2))
         mixed = F.conv1d(inputs, weight.unsqueeze(1), groups=len(weight)).to(x.dtype)
-        out[tokens] = mixed.transpose(1, 2).reshape(len(new[0, 0]) * len(new), -1)
+        out[tokens] = mixed.transpose(1, 2).reshape(-1, len(weight))
     return out
 
 
@@ -163,7 +163,7 @@ def gated_delta(
 
 
 def _normed(x: Tensor) -> Tensor:
-    """[T, heads, size] in fp32, of length 1 each."""
+    """Returns heads [T, heads, size] in fp32, of length 1 each."""
     wide = x.float()
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)
 
@@ -171,7 +171,7 @@ def _normed(x: Tensor) -> Tensor:
 def _step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, part: Segments
 ) -> Tensor:
-    """One token of each segment."""
+    """Computes one token of each segment."""
     state = states[list(part.read)] * decay.exp()[..., None, None]
     delta = (v - torch.einsum("thk,thkv->thv", k, state)) * beta[..., None]
     state += k.unsqueeze(-1) * delta.unsqueeze(-2)
@@ -182,8 +182,8 @@ def _step(
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, part: Segments
 ) -> Tensor:
-    """The tokens of one segment, `CHUNK` at once: the corrections of a chunk's tokens solve a
-    triangular system (Yang, Wang, Zhang, Shen and Kim, 2024)."""
+    """Computes the tokens of one segment, `CHUNK` at once: the corrections of a chunk's tokens
+    solve a triangular system (Yang, Wang, Zhang, Shen and Kim, 2024)."""
     state, out = states[part.read[0]], []
     for start in range(0, len(q), CHUNK):
         q_, k_, v_, decay_, beta_ = (
@@ -198,7 +198,7 @@ def _chunks(
 def _chunk(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[heads, tokens, ...]; returns the state behind the chunk, and the outputs."""
+    """[heads, tokens, ...]; returns the state after the chunk, and the outputs."""
     total = decay.cumsum(-1)
     # From token j to token i, also of i itself; later ones have no part in earlier ones.
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()

@@ -17,7 +17,7 @@ IntArray = NDArray[np.int32]
 
 
 class Segments(NamedTuple):
-    """The tokens of a step, which lie one behind the other: segment i has `counts[i]` of them, and
+    """The tokens of a step, one segment after another: segment i has `counts[i]` of them, and
     reads and writes the state in these slots. Each may read the state that the one before it has
     written. Kernels on a device read `on_device` alone."""
 
@@ -27,8 +27,8 @@ class Segments(NamedTuple):
     on_device: DeviceSegments | None = None
 
     def parts(self) -> Iterator[tuple[Segments, slice | list[int]]]:
-        """Yields each segment with the places of its tokens; the ones of a token that depend on no
-        other, all at once."""
+        """Yields each segment with the places of its tokens; those of one
+        token that depend on no other come all at once."""
         alone: list[tuple[int, int, int]] = []
         first = 0
         for index, (read, written, count) in enumerate(
@@ -44,7 +44,7 @@ class Segments(NamedTuple):
             yield Segments(reads, writes, (1,) * len(tokens)), list(tokens)
 
     def _is_linked(self, index: int) -> bool:
-        """Whether a segment goes on with the one before, or the next one goes on with it."""
+        """Returns whether a segment continues the one before it, or the next one continues it."""
         reads_before = index > 0 and self.read[index] == self.written[index - 1]
         is_read = index + 1 < len(self.read) and self.read[index + 1] == self.written[index]
         return reads_before or is_read

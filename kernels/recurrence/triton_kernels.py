@@ -162,8 +162,8 @@ def delta_chunk(
     m_k, m_v, ROW: tl.constexpr, KEYS: tl.constexpr, OUT_ROW: tl.constexpr,
     PRECISION: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state behind a chunk of tokens from `start` on, up to `end`; stores their outputs. The
-    pointers are of the head, for token 0."""
+    """Returns the state after a chunk of tokens from `start` on, up to `end`; stores their outputs.
+    The pointers are of the head, for token 0."""
     o_c = tl.arange(0, CHUNK)
     o_t = (start + o_c).to(tl.int64)
     m_t = start + o_c < end

@@ -66,7 +66,6 @@ from kernels.experts.native import (
 )
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import NativeOp
-from kernels.recurrence import DeltaHeads
 from kernels.recurrence.native import (
     StateRows,
     causal_conv_op,
@@ -375,10 +374,7 @@ def _delta_rule(ops: NativeOps, op: DeltaRule, at: Tensors) -> Iterator[GroupedO
     assert rate is not None
     assert bias is not None
     *_, b, a = made.split(mixer.parts, dim=1)
-    heads = DeltaHeads(
-        mixer.num_key_heads, mixer.num_value_heads, mixer.key_head_dim, mixer.value_head_dim
-    )
-    yield "", delta_rule_op(qkv, b, a, at[op.out], -rate.exp(), bias, states, rows, heads)
+    yield "", delta_rule_op(qkv, b, a, at[op.out], -rate.exp(), bias, states, rows, mixer.heads)
 
 
 def _gated_norm(ops: NativeOps, op: GatedNorm, at: Tensors) -> Iterator[GroupedOp]:
@@ -396,8 +392,7 @@ def _gated_norm(ops: NativeOps, op: GatedNorm, at: Tensors) -> Iterator[GroupedO
 def _states(ops: NativeOps, op: Op) -> tuple[StateRows, tuple[Tensor, ...]]:
     """Returns the step's rows of states, and the states of an operation's layer."""
     assert ops.states is not None, "the model has recurrent layers"
-    assert op.layer is not None
-    return ops.states.rows, ops.states.memory.layers[op.layer]
+    return ops.states.rows, ops.states.memory.layers[op.of_layer]
 
 
 _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]]] = {
@@ -424,7 +419,7 @@ _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]
     GatedConvolve: _gated_convolve,
     GatedNorm: _gated_norm,
 }
-"""The method that makes each kind of operation."""
+"""The function that makes each kind of operation."""
 
 
 def _angles_of(angles: Tensor) -> tuple[Tensor, Tensor]:

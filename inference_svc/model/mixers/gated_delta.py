@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from inference_svc.model.description import Norm, Projection, Recurrence, layer_path
+from inference_svc.model.description import Norm, Projection, Recurrence
 from inference_svc.model.operations import (
     Listing,
     Numbers,
@@ -14,8 +14,10 @@ from inference_svc.model.operations import (
     Run,
     Value,
     WeightSpec,
+    conv_kernels,
     numbers_of,
 )
+from kernels.recurrence import DeltaHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,12 @@ class GatedDelta(Recurrence):
         return 2 * self.key_size + self.value_size
 
     @property
+    def heads(self) -> DeltaHeads:
+        return DeltaHeads(
+            self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
+        )
+
+    @property
     def parts(self) -> tuple[int, int, int, int]:
         """The sizes of the parts that `into` makes: q, k and v, z, b, and a."""
         return self.conv_size, self.value_size, self.num_value_heads, self.num_value_heads
@@ -69,18 +77,16 @@ class GatedDelta(Recurrence):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Convolve(Op):
-    """Mixes the first channels of its input with the ones of the tokens before, and applies silu.
-    It goes on with each sequence's state."""
+    """Mixes the first channels of its input with the same channels of the tokens before, and
+    applies silu. It continues from each sequence's state."""
 
     mixer: GatedDelta
     kernels: Numbers = field(init=False)
 
     def __post_init__(self) -> None:
         mixer = self.mixer
-        shape = (mixer.conv_size, 1, mixer.kernel_size)
-        size = mixer.conv_size * mixer.kernel_size
-        name = layer_path(layer_of(self), mixer.conv)
-        object.__setattr__(self, "kernels", Numbers(name, size, shape))
+        kernels = conv_kernels(mixer.conv, mixer.conv_size, mixer.kernel_size, self.layer)
+        object.__setattr__(self, "kernels", kernels)
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
@@ -147,9 +153,3 @@ def _part_by_part(mixer: GatedDelta) -> tuple[Run, ...]:
                 target += size
         source += mixer.num_key_heads * sum(sizes)
     return tuple(runs)
-
-
-def layer_of(op: Op) -> int:
-    """Returns the layer of an operation of layers."""
-    assert op.layer is not None
-    return op.layer

@@ -30,13 +30,7 @@ def _delta_rule(op: DeltaRule, step: Step) -> Tensor:
     rate, bias = (step.weights.numbers_of(each) for each in (op.decay, op.decay_bias))
     assert rate is not None
     assert bias is not None
-    heads = recurrence.DeltaHeads(
-        num_key_heads=mixer.num_key_heads,
-        num_value_heads=mixer.num_value_heads,
-        key_size=mixer.key_head_dim,
-        value_size=mixer.value_head_dim,
-    )
-    return recurrence.delta_rule(qkv, b, a, rate, bias, states, segments, heads)
+    return recurrence.delta_rule(qkv, b, a, rate, bias, states, segments, mixer.heads)
 
 
 def _gated_norm(op: GatedNorm, step: Step) -> Tensor:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from inference_svc.model.description import Projection, Recurrence, layer_path
-from inference_svc.model.operations import Listing, Numbers, Op, Project, Value, WeightSpec
+from inference_svc.model.description import Projection, Recurrence
+from inference_svc.model.operations import (
+    Listing,
+    Numbers,
+    Op,
+    Project,
+    Value,
+    WeightSpec,
+    conv_kernels,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +39,16 @@ class ShortConv(Recurrence):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedConvolve(Op):
-    """Gates its input, mixes it with the ones of the tokens before, and gates the output. It
+    """Gates its input, mixes it with inputs of the tokens before, and gates the output. It
     continues from each sequence's state."""
 
     mixer: ShortConv
     kernels: Numbers = field(init=False)
 
     def __post_init__(self) -> None:
-        mixer, layer = self.mixer, self.layer
-        assert layer is not None
-        shape = (mixer.num_channels, 1, mixer.kernel_size)
-        size = mixer.num_channels * mixer.kernel_size
-        object.__setattr__(self, "kernels", Numbers(layer_path(layer, mixer.conv), size, shape))
+        mixer = self.mixer
+        kernels = conv_kernels(mixer.conv, mixer.num_channels, mixer.kernel_size, self.layer)
+        object.__setattr__(self, "kernels", kernels)
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:

@@ -84,7 +84,6 @@ struct CausalConvArgs {
 };
 
 constexpr int64_t CONV_BLOCK = 256;
-constexpr int64_t MAX_KERNEL = 8;
 
 // One segment's tokens, in a block of channels: token by token, so that reads follow each other.
 template <Conv CONV, typename T>
