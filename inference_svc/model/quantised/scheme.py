@@ -1,0 +1,54 @@
+"""The parts of a quantised checkpoint's description, in which all formats are told alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor
+
+from kernels.quantised import QuantisedRows, WeightFormat
+
+Rows: TypeAlias = QuantisedRows | Tensor
+"""Rows of a weight [N, in]; plain ones are of any float dtype."""
+
+
+class TensorSpec(NamedTuple):
+    """The shape of a tensor, and the dtypes that it may have, by their names in safetensors. A file
+    may lack it if it `is_optional`."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A weight [out, in], or of experts [experts, out, in], that a checkpoint has in few bits.
+
+    `tensors` are by the ends of their names: a module's path, a dot, and "weight_packed". `decode`
+    makes rows of them, of `format`, or plain rows if that is None: this checkpoint's form is not
+    computed with as it is. It raises UnsupportedModel for contents that cannot be meant, naming the
+    tensor's end. Of experts it gets one expert's tensors at a time.
+    """
+
+    format: WeightFormat | None
+    tensors: Mapping[str, TensorSpec]
+    decode: Callable[[Mapping[str, Tensor]], Rows]
+
+
+class Scheme(Protocol):
+    """The quantisation of a checkpoint, as its config says it."""
+
+    @property
+    def name(self) -> str:
+        """Its published name with the facts that matter, such as "gptq, 4 bits, groups of 128"."""
+
+    def matrix(
+        self, module: str, out_features: int, in_features: int, num_experts: int = 0
+    ) -> StoredMatrix | None:
+        """Returns the form of a module's weight. None: the checkpoint has it plain.
+
+        Raises UnsupportedModel where the sizes do not fit the scheme.
+        """
