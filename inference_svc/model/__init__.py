@@ -3,6 +3,7 @@
 checkpoint     a model's folder: its files, its tensors, and the decoder's weights
 architectures  The families of models: one module each.
 description    A decoder as data: its maths and its shapes.
+quantised      The formats in which checkpoints have weights in few bits, a module each.
 mixers         Mixers with a recurrent state, a module each.
 features       The features of a decoder that a backend must compute, by name.
 config         config.json: its keys, and its values.

@@ -1,1 +1,4 @@
-"""The published formats of quantised checkpoints."""
+"""The published formats of quantised checkpoints.
+
+scheme  the protocol of a format
+"""

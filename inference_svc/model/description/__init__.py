@@ -1,0 +1,72 @@
+"""A decoder as data: all that decides a model's maths and shapes.
+
+`model.architectures` makes a `Decoder` of config.json. Everything else that knows a model walks it:
+to place the checkpoint's tensors, to list the targets of adapters, to count the memory of steps,
+and to compute in each backend. Modules are named as in Hugging Face's models: a layer's below the
+layer ("self_attn.q_proj"), the others below the whole ("model.norm").
+
+modules       norms and linear layers
+mixers        attention and recurrences
+feed_forward  dense halves and mixtures of experts
+decoder       layers, and the whole
+"""
+
+from inference_svc.model.description.decoder import (
+    Block,
+    Decoder,
+    Head,
+    LayerInputs,
+)
+from inference_svc.model.description.feed_forward import (
+    Activation,
+    ClampedSwiglu,
+    Dense,
+    Experts,
+    LayerInput,
+    Router,
+)
+from inference_svc.model.description.mixers import (
+    Attention,
+    KVPlace,
+    KVShape,
+    QueryGrowth,
+    Recurrence,
+)
+from inference_svc.model.description.modules import (
+    EMBED_TOKENS,
+    LAYER_INPUTS,
+    LM_HEAD,
+    ExpertsProjection,
+    Member,
+    Norm,
+    NormKind,
+    Projection,
+    layer_path,
+)
+
+__all__ = [
+    "EMBED_TOKENS",
+    "LAYER_INPUTS",
+    "LM_HEAD",
+    "Activation",
+    "Attention",
+    "Block",
+    "ClampedSwiglu",
+    "Decoder",
+    "Dense",
+    "Experts",
+    "ExpertsProjection",
+    "Head",
+    "KVPlace",
+    "KVShape",
+    "LayerInput",
+    "LayerInputs",
+    "Member",
+    "Norm",
+    "NormKind",
+    "Projection",
+    "QueryGrowth",
+    "Recurrence",
+    "Router",
+    "layer_path",
+]

@@ -1,0 +1,214 @@
+"""Layers, and the decoder that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from inference_svc.model.checkpoint.wrapper import TEXT_ALONE, Wrapper
+from inference_svc.model.description.feed_forward import Dense, Experts, LayerInput
+from inference_svc.model.description.mixers import (
+    Attention,
+    KVPlace,
+    KVShape,
+    QueryGrowth,
+    Recurrence,
+)
+from inference_svc.model.description.modules import Norm, Projection
+from inference_svc.model.rope import Rope
+from inference_svc.results.routed_experts import ExpertLayers
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A layer: a mixer of tokens, then the feed-forward half; each reads the norm of the residual
+    stream, or the stream itself, and adds to it, normed or not, times `residual_scale`. A
+    `layer_input`, if there is one, reads the stream itself, and adds to it last.
+
+    `is_parallel`: both halves read the output of `attention_norm`. `scalar` is the module whose
+    number the stream is multiplied by at the end. The checkpoint may have modules that are
+    `unused`.
+    """
+
+    mixer: Attention | Recurrence
+    feed_forward: Dense | Experts
+    attention_norm: Norm | None
+    feed_forward_norm: Norm | None
+    attention_post_norm: Norm | None = None
+    feed_forward_post_norm: Norm | None = None
+    layer_input: LayerInput | None = None
+    layer_input_post_norm: Norm | None = None
+    is_parallel: bool = False
+    residual_scale: float = 1.0
+    scalar: str = ""
+    unused: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.is_parallel:
+            assert self.attention_norm is not None
+            assert self.feed_forward_norm is None
+            assert isinstance(self.feed_forward, Dense)
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture that its feed-forward half is, if it is one."""
+        return self.feed_forward if isinstance(self.feed_forward, Experts) else None
+
+    @property
+    def dense(self) -> Dense | None:
+        """The half that every token passes through, of a mixture the half that all share."""
+        half = self.feed_forward
+        return half if isinstance(half, Dense) else half.shared
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """The per-layer inputs: for each token `size` elements for every layer (Gemma 3n):
+
+    scale * (norm(projection_scale * projection(x)) + embedding_scale * embedding[token]), where x
+    is the scaled embedding. The table of embeddings has the parts of all layers side by side, as
+    the projection makes them.
+    """
+
+    embedding: str
+    vocab_size: int
+    size: int
+    projection: Projection
+    norm: Norm
+    embedding_scale: float
+    projection_scale: float
+    scale: float
+
+    @property
+    def total_size(self) -> int:
+        """Elements of all layers together."""
+        return self.projection.out_features
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Logits: the embedding's weight if tied, else `lm_head`'s; times `scale`, bounded by
+    `softcap` as attention's scores."""
+
+    is_tied: bool
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The computation of one model.
+
+    `dtype` is the type that its weights were saved in, by torch's name; `config_sha256` the hex
+    digest of config.json as canonical JSON: keys sorted, no spaces. Embeddings are multiplied by
+    `embedding_scale`, rounded to their dtype. The checkpoint may have `num_unused_layers` behind
+    the last.
+    """
+
+    architecture: str
+    config_sha256: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    blocks: tuple[Block, ...]
+    final_norm: Norm
+    head: Head
+    embedding_scale: float = 1.0
+    layer_inputs: LayerInputs | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    wrapper: Wrapper = TEXT_ALONE
+    num_unused_layers: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)
+
+    @cached_property
+    def attention_of(self) -> Mapping[int, Attention]:
+        """The attention of each layer that has one."""
+        mixers = ((layer, block.mixer) for layer, block in enumerate(self.blocks))
+        return {layer: mixer for layer, mixer in mixers if isinstance(mixer, Attention)}
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        return tuple(self.attention_of.values())
+
+    @cached_property
+    def recurrences(self) -> Mapping[int, Recurrence]:
+        """The recurrence of each layer that has one."""
+        mixers = ((layer, block.mixer) for layer, block in enumerate(self.blocks))
+        return {layer: mixer for layer, mixer in mixers if isinstance(mixer, Recurrence)}
+
+    @property
+    def ropes(self) -> tuple[tuple[Rope, int], ...]:
+        """The distinct rotations, with the size of the heads that they turn."""
+        found = ((each.rope, each.head_dim) for each in self.attentions if each.rope is not None)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows."""
+        return tuple(dict.fromkeys(each.window for each in self.attentions))
+
+    @property
+    def query_growths(self) -> tuple[QueryGrowth, ...]:
+        """The distinct ways in which queries grow with their positions."""
+        found = (each.query_growth for each in self.attentions)
+        return tuple(dict.fromkeys(each for each in found if each is not None))
+
+    @property
+    def max_intermediate_size(self) -> int:
+        """The size of the widest dense half; 0 if there are none."""
+        return max((each.dense.size for each in self.blocks if each.dense is not None), default=0)
+
+    @cached_property
+    def mixtures(self) -> tuple[Experts, ...]:
+        """The mixtures of experts, of the layers that have one."""
+        return tuple(each.experts for each in self.blocks if each.experts is not None)
+
+    @cached_property
+    def expert_layers(self) -> ExpertLayers | None:
+        """The layers that are mixtures, which are all alike; None if there are none."""
+        layers = tuple(i for i, each in enumerate(self.blocks) if each.experts is not None)
+        if not layers:
+            return None
+        shapes = {(each.num_experts, each.num_chosen) for each in self.mixtures}
+        assert len(shapes) == 1, f"a model whose mixtures differ: {sorted(shapes)}"
+        return ExpertLayers(layers, *shapes.pop())
+
+    @cached_property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """The distinct shapes of keys and values."""
+        return tuple(dict.fromkeys(each.kv_shape for each in self.attentions))
+
+    @cached_property
+    def kv_places(self) -> Mapping[int, KVPlace]:
+        """Where the keys and values are of each layer that has some."""
+        places: dict[int, KVPlace] = {}
+        for layer, each in self.attention_of.items():
+            if each.kv_layer is not None:
+                places[layer] = places[each.kv_layer]
+                continue
+            shape = self.kv_shapes.index(each.kv_shape)
+            before = {place for place in places.values() if place.shape == shape}
+            places[layer] = KVPlace(shape, len(before))
+        return places
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Keys and values of all layers that have their own."""
+        return sum(2 * each.kv_size for each in self.attentions if each.kv_layer is None)
+
+    def for_length(self, max_model_len: int) -> Decoder:
+        """Returns the decoder for sequences up to this length, by which some rotations are
+        chosen."""
+
+        def chosen(block: Block) -> Block:
+            mixer = block.mixer
+            if not isinstance(mixer, Attention) or mixer.rope is None:
+                return block
+            return replace(block, mixer=replace(mixer, rope=mixer.rope.for_length(max_model_len)))
+
+        return replace(self, blocks=tuple(map(chosen, self.blocks)))

@@ -1,0 +1,119 @@
+"""Norms and linear layers: the parts of a decoder that have weights of their own."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kernels.experts import padded_rows
+
+EMBED_TOKENS, LM_HEAD, LAYER_INPUTS = "model.embed_tokens", "lm_head", "layer_inputs"
+"""Modules, and the name of the projection of `LayerInputs`."""
+
+
+def layer_path(layer: int, module: str) -> str:
+    """Returns the path of a layer's module, such as "model.layers.3.self_attn.q_proj"."""
+    return f"model.layers.{layer}.{module}"
+
+
+class NormKind(enum.Enum):
+    """RMS: x / sqrt(mean(x^2) + eps). LAYER: the same of x - mean(x)."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over `size` elements, times its weight plus `weight_offset`; without a `module` the
+    weight is 1.
+
+    Where it `is_wide` the weight is in fp32, and the product is rounded; else the norm is rounded
+    to the model's dtype before the product. `tensor` is the name of its weight in the checkpoint
+    where that is not "weight" of the module; then adapters do not have it. The weight is multiplied
+    by `weight_scale`.
+    """
+
+    module: str
+    size: int
+    eps: float
+    kind: NormKind = NormKind.RMS
+    weight_offset: float = 0.0
+    is_wide: bool = False
+    tensor: str = ""
+    weight_scale: float = 1.0
+
+    def path(self, layer: int | None) -> str:
+        """Returns the path of its module, of a layer or, None, of the whole."""
+        return self.module if layer is None else layer_path(layer, self.module)
+
+
+class Member(NamedTuple):
+    """A linear layer and its number of outputs; `others` are further names of the module."""
+
+    module: str
+    out_features: int
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Linear layers that read the same input, computed as one, their outputs side by side.
+
+    `name` is such as "qkv". `fused` is the module that computes all of them where they are one: the
+    checkpoint has that instead of its members if it `is_stored_fused`.
+    """
+
+    name: str
+    members: tuple[Member, ...]
+    in_features: int
+    has_bias: bool = False
+    fused: str = ""
+    is_stored_fused: bool = False
+
+    @property
+    def out_features(self) -> int:
+        return sum(member.out_features for member in self.members)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of its weight."""
+        return self.out_features
+
+    @property
+    def stored(self) -> tuple[Member, ...]:
+        """The modules whose weights the checkpoint has, in the order of their outputs."""
+        return (Member(self.fused, self.out_features),) if self.is_stored_fused else self.members
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsProjection:
+    """Linear layers of every expert that read the same input, computed as one. `members` name the
+    layers of all experts, such as "mlp.experts.gate_proj": one expert's in the checkpoint is
+    "mlp.experts.3.gate_proj".
+
+    `parameter` is the one tensor that a checkpoint may have of all experts and members,
+    [experts, out, in], or [experts, in, out] if it `is_transposed`; outputs of the members take
+    turns if it `is_interleaved`, else they lie one behind the other. `parameter`_bias is its bias,
+    [experts, out].
+    """
+
+    name: str
+    members: tuple[Member, ...]
+    in_features: int
+    num_experts: int
+    parameter: str
+    has_bias: bool = False
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+    @property
+    def out_features(self) -> int:
+        """The outputs of one expert."""
+        return sum(member.out_features for member in self.members)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of its weight, in which experts lie below each other."""
+        return self.num_experts * padded_rows(self.out_features)
