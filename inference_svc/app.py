@@ -78,7 +78,7 @@ async def serve(config: InferenceSettings) -> None:
 
 
 async def _serve(config: InferenceSettings, stop: asyncio.Event) -> None:
-    decoder = load_description(config.model)
+    decoder = load_description(config.model, config.quantize)
     machine = await asyncio.to_thread(find_machine, config)
     config = resolve_settings(config, machine, decoder)
     access = read_store_access(config)
@@ -107,7 +107,7 @@ def _load_tokenizer(config: InferenceSettings) -> TextModel:
 def describe_layout(config: InferenceSettings) -> str:
     """Returns the description of a server with these settings that it gives to the store: a
     RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
-    decoder = load_description(config.model)
+    decoder = load_description(config.model, config.quantize)
     config = resolve_model(config, _model_facts(decoder))
     dtype = getattr(torch, config.dtype)
     layout = build_layout(decoder, config.base_model_names[0], dtype)

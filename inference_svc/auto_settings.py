@@ -255,6 +255,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         model_dir=settings.model,
         base_model=settings.base_model_names[0],
         dtype=settings.dtype,
+        quantize=settings.quantize,
         device=settings.device,
         max_model_len=settings.max_model_len,
         max_sequences=settings.max_sequences,

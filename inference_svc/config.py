@@ -98,6 +98,10 @@ class InferenceSettings(ServiceSettings):
     )
     """Data type of weights and activations. auto: the type in the model's config."""
 
+    quantize: Annotated[Literal["none", "int4", "int8", "fp8"], Level.COMMON, MODEL] = "none"
+    """Hold the weights of the model's layers in this type, and quantise them while they are read.
+    int4: in groups of up to 128. Leave it out for a checkpoint that is quantised already."""
+
     max_model_len: Annotated[OptionalCount, Level.COMMON, MODEL] = 0
     """Maximum length of prompt and output together, in tokens. 0: the length in the model's config,
     or as many tokens as --kv-memory holds if that is less."""

@@ -101,7 +101,7 @@ def plan(
     """Plans for a GPU with this much free memory in a machine with `host_bytes` free, or for a CPU
     with the native kernels. Raises like the service for models that it cannot serve and settings
     that it cannot meet."""
-    decoder = load_description(config.model)
+    decoder = load_description(config.model, config.quantize)
     config = config.model_copy(update={"store": config.store or "store:7070"})
     machine, memory = Machine(has_cuda=False), None
     backend: BackendFactory = NativeFactory()

@@ -32,7 +32,7 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.weights import ModelWeights, ones
 from inference_svc.model.description import Decoder, ExpertsProjection, Norm, Projection
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
-from inference_svc.model.layers import Linear
+from inference_svc.model.layers import Linear, TorchLinear
 from inference_svc.model.operations import Scalar, Table, WeightSpec
 from inference_svc.model.transformer import Transformer
 from kernels.elementwise import NormWeight
@@ -82,18 +82,18 @@ def random_transformer(
             return random(spec.num_rows, spec.size)
         return SCALAR if isinstance(spec, Scalar) else torch.randn(spec.size, device=device)
 
-    weights: ModelWeights[Linear] = ModelWeights.made(
+    weights: ModelWeights[TorchLinear] = ModelWeights.made(
         decoder, functools.cache(make) if shares_layers else make
     )
     return Transformer(decoder, replace(weights, num_bytes=num_bytes))
 
 
-def tables(weights: ModelWeights[Linear]) -> list[Tensor]:
+def tables(weights: ModelWeights[TorchLinear]) -> list[Tensor]:
     """Returns the tables by token, from which a step reads only rows."""
     return list(weights.tables.values())
 
 
-def read_weights_bytes(weights: ModelWeights[Linear]) -> int:
+def read_weights_bytes(weights: ModelWeights[TorchLinear]) -> int:
     """Returns the bytes of the weights that a step reads completely."""
     return weights.num_bytes - sum(table.nbytes for table in tables(weights))
 

@@ -43,7 +43,7 @@ from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.layers import Linear
+from inference_svc.model.layers import TorchLinear, TorchProjections
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTED, Transformer
@@ -96,9 +96,9 @@ class LoraStep:
             arena, found = self.arena, self.targets.groups[group]
             add_lora(out, x, arena.flat, arena.table, self.plan, found, bias)
 
-    def beside(self, group: str, x: Tensor, linear: Linear) -> tuple[Tensor, Addend] | None:
+    def beside(self, group: str, x: Tensor, linear: TorchLinear) -> tuple[Tensor, Addend] | None:
         found, arena = self.targets.groups.get(group), self.arena
-        if found is None or not self._is_beside(found, len(linear.weight)):
+        if found is None or not self._is_beside(found, linear.out_features):
             return None
         values = x.new_empty(len(x), found.out_end)
         compute, beside = arena.streams.compute, arena.streams.beside
@@ -358,7 +358,7 @@ class TorchFactory:
         decoder: Decoder,
         layout: ModelLayout,
     ) -> Backend[TorchInputs]:
-        reload = make_reload(config, decoder, lambda: Linear)
+        reload = make_reload(config, decoder, TorchProjections)
         kv_caches = reload.pages()
         arena = allocate_arena(config, layout)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)

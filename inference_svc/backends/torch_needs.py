@@ -12,7 +12,13 @@ from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.adapters.targets import AppliedTargets, applied_targets, layout_of
 from inference_svc.backends.base import table_bytes
 from inference_svc.core import EngineConfig
-from inference_svc.model.description import Attention, ClampedSwiglu, Decoder
+from inference_svc.model.description import (
+    Attention,
+    ClampedSwiglu,
+    Decoder,
+    ExpertsProjection,
+    Projection,
+)
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.mixers.short_conv import GatedConvolve
@@ -38,6 +44,7 @@ from inference_svc.model.operations import (
 )
 from inference_svc.model.transformer import transformer_bytes
 from kernels.lora.table import MAX_PARTS
+from kernels.quantised.weight import BLOCK_ELEMENTS, COPY_BYTES
 from kernels.recurrence.reference import CHUNK
 
 PAIR_BYTES = 64
@@ -157,11 +164,31 @@ def _of_project(op: Project, own: _OwnBytes) -> int:
     num_bytes = own.group_bytes(op.group, num_rows)
     if op.out.is_wide:  # inputs and weights are copied to fp32
         num_bytes += 4 * op.inputs[0].width * (num_rows + op.out.width)
-    return num_bytes
+    return num_bytes + _dequantising_bytes(op.projection, num_rows, own)
 
 
 def _of_experts(op: ProjectExperts, own: _OwnBytes) -> int:
-    return own.group_bytes(op.group, own.sizes.rows(op.out)) + 4 * own.elements(op)
+    num_rows = own.sizes.rows(op.out)
+    adapters_bytes = own.group_bytes(op.group, num_rows)
+    dequantised_bytes = _dequantising_bytes(op.projection, num_rows, own)
+    return adapters_bytes + 4 * own.elements(op) + dequantised_bytes
+
+
+def _dequantising_bytes(
+    projection: Projection | ExpertsProjection, num_rows: int, own: _OwnBytes
+) -> int:
+    """Returns the memory for multiplying `num_rows` by weights in few bits: rows of the weight that
+    are made plain, of experts all of one; the inputs as the format has them; and, of several parts,
+    the outputs of each."""
+    formats = [each.format for each in projection.parts if each.format is not None]
+    if not formats:
+        return 0
+    elements = projection.out_features * projection.in_features
+    if isinstance(projection, Projection):
+        elements = min(elements, BLOCK_ELEMENTS)
+    inputs_bytes = 3 * 4 * num_rows * projection.in_features
+    outputs_bytes = own.item_bytes * num_rows * projection.out_features
+    return COPY_BYTES * elements + inputs_bytes + outputs_bytes
 
 
 def _of_route(op: Route, own: _OwnBytes) -> int:

@@ -55,7 +55,7 @@ from inference_svc.host.device_info import machine_name
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.headers import tower_modules
-from inference_svc.model.checkpoint.weights import check_tensors
+from inference_svc.model.checkpoint.tensors import check_tensors
 from inference_svc.model.description import Decoder, ExpertsProjection
 from inference_svc.model.recurrent_states import num_slots
 from inference_svc.model.walk import layer_projections
@@ -93,7 +93,8 @@ def build_engine(
     if not 0 < config.max_sequences <= config.max_batch_tokens:
         raise ValueError("--max-sequences must be above 0 and at most --max-batch-tokens")
     num_threads = _set_num_threads(config)
-    decoder = load_description(config.model_dir).for_length(config.max_model_len)
+    decoder = load_description(config.model_dir, config.quantize)
+    decoder = decoder.for_length(config.max_model_len)
     factory = select_backend(config, decoder)
     speed = _speed(config, factory, num_threads)
     check_tensors(config.model_dir, decoder)

@@ -21,7 +21,7 @@ NOT_COMPUTED = frozenset(
         *("norm.module", "projection.fused", "projection.is_stored_fused", "block.unused"),
         *("norm.tensor", "norm.weight_scale", "experts_projection.is_transposed"),
         *("experts_projection.is_interleaved", "decoder.wrapper"),
-        "decoder.num_unused_layers",
+        *("decoder.num_unused_layers", "decoder.quantisation", "weight_format.scales"),
         # When a sequence ends.
         *("decoder.eos_token_ids",),
         # The fields from which `Rope` itself makes frequencies and a scale.

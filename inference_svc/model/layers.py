@@ -2,78 +2,225 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference_svc.model.description import WeightPart
+from inference_svc.model.quantised.scheme import Rows
 from inference_svc.model.rope import Rope
+from kernels import quantised
 from kernels.attention import rotary_angles
+from kernels.experts import Pairs, experts_linear
+from kernels.quantised import QuantisedWeight
+
+
+class TorchLinear(Protocol):
+    """A projection in torch: x @ weight.T + bias."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], in the model's dtype."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def put_rows(self, start: int, rows: Rows) -> None:
+        """Takes rows [N, in], plain ones of any float dtype, as the rows from `start` on."""
+
+    def put_bias(self, start: int, values: Tensor) -> None:
+        """Copies values [N], of any float dtype, to the bias's values from `start` on."""
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Returns rows [start, end) of the weight, [end - start, in], which may be a view."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in] -> [T, out]."""
+
+    def in_fp32(self, x: Tensor) -> Tensor:
+        """x: [T, in] -> fp32 [T, out], sums that are not rounded."""
+
+    def of_experts(self, x: Tensor, pairs: Pairs, num_experts: int, out_features: int) -> Tensor:
+        """Multiplies each pair's row of x [P, in] by the weight of its expert, of `num_experts`
+        that lie below each other: [P, out_features]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Computes x @ weight.T + bias: weight [out, in], bias [out], both in the model's dtype."""
+    """A `TorchLinear` of a plain weight [out, in] and a bias [out], both in the model's dtype."""
 
     weight: Tensor
     bias: Tensor | None = None
 
-    @staticmethod
-    def empty(
-        out_features: int,
-        in_features: int,
-        *,
-        has_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Linear:
-        """Returns a projection whose rows are undefined until they are put."""
-        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        return Linear(weight, weight.new_empty(out_features) if has_bias else None)
-
-    @staticmethod
-    def of(weight: Tensor) -> Linear:
-        """Returns a projection without a bias that shares `weight` [out, in]."""
-        return Linear(weight)
-
-    def put_rows(self, start: int, rows: Tensor) -> None:
-        """Copies rows [N, in], of any float dtype, to the weight's rows from `start` on."""
+    def put_rows(self, start: int, rows: Rows) -> None:
+        assert isinstance(rows, Tensor)
         self.weight[start : start + len(rows)].copy_(rows)
 
     def put_bias(self, start: int, values: Tensor) -> None:
-        """Copies values [N], of any float dtype, to the bias's values from `start` on."""
         assert self.bias is not None
         self.bias[start : start + len(values)].copy_(values)
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Returns rows [start, end) of the weight, a view [end - start, in]."""
         return self.weight[start:end]
+
+    @property
+    def out_features(self) -> int:
+        return len(self.weight)
 
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in] -> [T, out]."""
         return F.linear(x, self.weight, self.bias)
 
     def in_fp32(self, x: Tensor) -> Tensor:
-        """x: [T, in] -> fp32 [T, out], sums that are not rounded."""
         if x.device.type == "cpu" or x.dtype == torch.float32:
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight.float(), bias)
         out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         return out if self.bias is None else out.add_(self.bias)
 
-    def of_experts(self, num_experts: int, out_features: int) -> tuple[Tensor, Tensor | None]:
-        """Returns views of the weights of experts that lie below each other, [experts, out, in],
-        and of their biases, [experts, out]."""
+    def of_experts(self, x: Tensor, pairs: Pairs, num_experts: int, out_features: int) -> Tensor:
         weight = self.weight.unflatten(0, (num_experts, -1))[:, :out_features]
-        if self.bias is None:
-            return weight, None
-        return weight, self.bias.unflatten(0, (num_experts, -1))[:, :out_features]
+        bias = _bias_of_experts(self.bias, num_experts, out_features)
+        return experts_linear(x, weight, pairs, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedLinear:
+    """A `TorchLinear` of a weight in few bits; its bias [out] is in the model's dtype."""
+
+    weight: QuantisedWeight
+    dtype: torch.dtype
+    bias: Tensor | None = None
+
+    def put_rows(self, start: int, rows: Rows) -> None:
+        self.weight.put_rows(start, rows)
+
+    def put_bias(self, start: int, values: Tensor) -> None:
+        assert self.bias is not None
+        self.bias[start : start + len(values)].copy_(values)
+
+    def rows(self, start: int, end: int) -> Tensor:
+        return self.weight.rows(start, end).dequantise()
+
+    @property
+    def out_features(self) -> int:
+        return len(self.weight.codes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return quantised.linear(x, self.weight, self.bias)
+
+    def in_fp32(self, x: Tensor) -> Tensor:
+        return quantised.linear(x, self.weight, self.bias, torch.float32)
+
+    def of_experts(self, x: Tensor, pairs: Pairs, num_experts: int, out_features: int) -> Tensor:
+        bias = _bias_of_experts(self.bias, num_experts, out_features)
+        step = self.out_features // num_experts
+        return quantised.experts_linear(x, self.weight, pairs, bias, step, out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class PartsLinear:
+    """A `TorchLinear` of several, whose outputs lie side by side: its rows have several formats."""
+
+    parts: tuple[Linear | QuantisedLinear, ...]
+
+    def put_rows(self, start: int, rows: Rows) -> None:
+        part, first = self._part_of(start)
+        part.put_rows(start - first, rows)
+
+    def put_bias(self, start: int, values: Tensor) -> None:
+        part, first = self._part_of(start)
+        part.put_bias(start - first, values)
+
+    def _part_of(self, row: int) -> tuple[Linear | QuantisedLinear, int]:
+        """Returns the part that has a row, and the first row of it."""
+        first = 0
+        for part in self.parts:
+            if row < first + part.out_features:
+                break
+            first += part.out_features
+        return part, first
+
+    def rows(self, start: int, end: int) -> Tensor:
+        found, first = [], 0
+        for part in self.parts:
+            own = max(start - first, 0), min(end - first, part.out_features)
+            if own[0] < own[1]:
+                found.append(part.rows(*own).float())
+            first += part.out_features
+        return torch.cat(found)
+
+    @property
+    def bias(self) -> Tensor | None:
+        biases = [each.bias for each in self.parts if each.bias is not None]
+        return torch.cat(biases) if biases else None
+
+    @property
+    def out_features(self) -> int:
+        return sum(each.out_features for each in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([each(x) for each in self.parts], dim=1)
+
+    def in_fp32(self, x: Tensor) -> Tensor:
+        return torch.cat([each.in_fp32(x) for each in self.parts], dim=1)
+
+    def of_experts(self, x: Tensor, pairs: Pairs, num_experts: int, out_features: int) -> Tensor:
+        raise AssertionError("weights of experts have one format")
+
+
+class TorchProjections:
+    """Makes projections in torch."""
+
+    @staticmethod
+    def empty(
+        parts: Sequence[WeightPart],
+        in_features: int,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> TorchLinear:
+        """Returns a projection whose rows are undefined until they are put."""
+
+        def made(part: WeightPart) -> Linear | QuantisedLinear:
+            bias = torch.empty(part.num_rows, dtype=dtype, device=device) if has_bias else None
+            if part.format is None:
+                weight = torch.empty(part.num_rows, in_features, dtype=dtype, device=device)
+                return Linear(weight, bias)
+            few_bits = QuantisedWeight.empty(part.format, part.num_rows, in_features, device)
+            return QuantisedLinear(few_bits, dtype, bias)
+
+        every = tuple(map(made, parts))
+        return every[0] if len(every) == 1 else PartsLinear(every)
+
+    @staticmethod
+    def of(weight: Tensor) -> Linear:
+        """Returns a projection without a bias that shares `weight` [out, in]."""
+        return Linear(weight)
+
+
+def _bias_of_experts(bias: Tensor | None, num_experts: int, out_features: int) -> Tensor | None:
+    """Returns a view of biases that lie below each other, [experts, out]."""
+    return None if bias is None else bias.unflatten(0, (num_experts, -1))[:, :out_features]
 
 
 class Rotation(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from inference_svc.model.layers import Linear
+from inference_svc.model.layers import TorchLinear
 from kernels.elementwise import NormWeight
 from kernels.elementwise.addend import Addend
 from kernels.experts import Pairs
@@ -40,7 +40,7 @@ class Lora(Protocol):
         """x: [T, in], in the model's dtype, out: [T, sum of the group's outs], in that or in fp32;
         `bias`, [sum of the group's outs], is the base's in `out`."""
 
-    def beside(self, group: str, x: Tensor, linear: Linear) -> tuple[Tensor, Addend] | None:
+    def beside(self, group: str, x: Tensor, linear: TorchLinear) -> tuple[Tensor, Addend] | None:
         """Computes linear(x), and the adapters' addition to it at the same time; returns both, for
         the next operation, which adds them. None: nothing is computed, and `add` must add in line.
         x: [T, in], in the model's dtype."""

@@ -13,7 +13,7 @@ from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Norm
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.layers import Linear, RotaryEmbedding
+from inference_svc.model.layers import RotaryEmbedding, TorchLinear
 from inference_svc.model.lora import Lora
 from inference_svc.model.operations import Op, Rows, Value
 from inference_svc.model.rope import Rope
@@ -32,7 +32,7 @@ class Step:
     layer: int32 [T, num_chosen]. The next operation that reads a value adds its addend.
     """
 
-    weights: ModelWeights[Linear]
+    weights: ModelWeights[TorchLinear]
     rotary: Mapping[tuple[Rope, int], RotaryEmbedding]
     inputs: StepInputs
     kv_caches: KVCaches

@@ -21,7 +21,7 @@ from inference_svc.model.config.keys import names
 from inference_svc.model.description import Activation, ClampedSwiglu, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation
+from inference_svc.model.layers import RotaryEmbedding, Rotation, TorchLinear
 from inference_svc.model.lifetimes import ValueSizes, last_uses, peak_bytes
 from inference_svc.model.lora import ExpertsLora, Lora
 from inference_svc.model.mixers import in_torch
@@ -61,7 +61,7 @@ from kernels.elementwise import (
     rms_norm,
     swiglu,
 )
-from kernels.experts import Pairs, Routing, combine, experts_linear, route, sort_pairs
+from kernels.experts import Pairs, Routing, combine, route, sort_pairs
 from kernels.recurrence import gate_heads
 
 COMPUTED = names(
@@ -86,6 +86,11 @@ COMPUTED = names(
     choice.scale
     norm norm.kind=rms norm.kind=layer norm.weight_offset norm.is_wide
     projection projection.has_bias head head.scale head.softcap
+    projection.formats experts_projection.format head.format weight_format
+    weight_format.codes=int4 weight_format.codes=uint4 weight_format.codes=nf4
+    weight_format.codes=fp4 weight_format.codes=int8 weight_format.codes=fp8
+    weight_format.group_size weight_format.has_offsets
+    weight_format.activations=exact weight_format.activations=int8
     """
 )
 """The features of decoders that it computes; see `model.features`."""
@@ -105,7 +110,7 @@ class Routed(NamedTuple):
 class Transformer:
     """Computes steps operation by operation."""
 
-    def __init__(self, description: Decoder, weights: ModelWeights[Linear]) -> None:
+    def __init__(self, description: Decoder, weights: ModelWeights[TorchLinear]) -> None:
         self.description = description
         self.weights = weights
         device = weights.embedding.device
@@ -392,8 +397,8 @@ def _spread(op: Spread, step: Step) -> Tensor:
 def _project_experts(op: ProjectExperts, step: Step) -> Tensor:
     x, routed = (step.values[each] for each in op.inputs)
     projection, linear = op.projection, step.weights.projections[op.group]
-    weight, bias = linear.of_experts(projection.num_experts, projection.out_features)
-    out = experts_linear(x, weight, routed.pairs, bias)
+    sizes = projection.num_experts, projection.out_features
+    out = linear.of_experts(x, routed.pairs, *sizes)
     if routed.lora is not None:
         routed.lora.add(op.group, x, out)
     return out

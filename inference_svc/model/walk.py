@@ -162,7 +162,10 @@ class Walk:
         normed = self.value("last_normed", decoder.hidden_size, Rows.LOGITS)
         self._add_norm(decoder.final_norm, normed, None)
         projection = Projection(
-            HEAD_KEY, (Member(LM_HEAD, decoder.vocab_size),), decoder.hidden_size
+            HEAD_KEY,
+            (Member(LM_HEAD, decoder.vocab_size),),
+            decoder.hidden_size,
+            formats=(decoder.head.format,),
         )
         logits = self.value("logits", decoder.vocab_size, Rows.LOGITS)
         self.ops.append(Logits((normed,), logits, None, decoder.head, projection))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.host_memory import allocate_host
+from kernels.quantised import QuantisedRows
 
 PANEL = 32
 """Outputs that lie together; as in `src/linear.h`."""
@@ -69,8 +70,9 @@ class PackedLinear:
             packed.put_bias(0, bias)
         return packed
 
-    def put_rows(self, start: int, rows: Tensor) -> None:
-        """Packs rows [N, in] of any float dtype, on the CPU, as those from `start` on."""
+    def put_rows(self, start: int, rows: Tensor | QuantisedRows) -> None:
+        """Packs plain rows [N, in] of any float dtype, on the CPU, as those from `start` on."""
+        assert isinstance(rows, Tensor)
         step_dtype = torch.int32 if self.dtype == torch.bfloat16 else self.dtype
         panels = self.weights.view(step_dtype)  # [panels, steps, PANEL]
         while len(rows):

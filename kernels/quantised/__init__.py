@@ -3,11 +3,74 @@
 formats    the meaning of codes, and the shape of their scales
 rows       rows of a weight as codes with scales, in which all checkpoint formats agree
 quantise   makes such rows of plain weights, by rounding to nearest
+weight     a weight as it lies in memory for torch and Triton
+cpu        products in torch on the CPU, block by block
 reference  the definition: dequantise, then multiply
 """
 
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.experts import Pairs
+from kernels.quantised import cpu
 from kernels.quantised.formats import Activations, Codes, WeightFormat
 from kernels.quantised.quantise import quantise
 from kernels.quantised.rows import QuantisedRows
+from kernels.quantised.weight import QuantisedWeight
 
-__all__ = ["Activations", "Codes", "QuantisedRows", "WeightFormat", "quantise"]
+__all__ = [
+    "Activations",
+    "Codes",
+    "QuantisedRows",
+    "QuantisedWeight",
+    "WeightFormat",
+    "experts_linear",
+    "linear",
+    "quantise",
+]
+
+
+def linear(
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiplies by a quantised weight; see `reference.linear`.
+
+    Args:
+        x: [T, in].
+        weight: [out, in].
+        bias: [out], of x's dtype. None: none.
+        dtype: The dtype of the result: x's, or fp32. None: x's.
+
+    Returns:
+        [T, out].
+    """
+    return cpu.linear(x, weight, bias, dtype)
+
+
+def experts_linear(
+    x: Tensor,
+    weight: QuantisedWeight,
+    pairs: Pairs,
+    bias: Tensor | None,
+    step: int,
+    out_features: int,
+) -> Tensor:
+    """Multiplies each pair's row by its expert's weight; see `kernels.experts.experts_linear`.
+
+    Args:
+        x: [P, in].
+        weight: The weights of all experts, whose rows begin every `step`.
+        pairs: The pairs, in the order of experts.
+        bias: [experts, out_features]. None: none.
+        step: Rows from the first of an expert to the first of the next.
+        out_features: Rows of an expert.
+
+    Returns:
+        [P, out_features] of x's dtype.
+    """
+    return cpu.experts_linear(x, weight, pairs, bias, step, out_features)

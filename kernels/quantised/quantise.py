@@ -15,23 +15,33 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def quantise(weight: Tensor, form: WeightFormat) -> QuantisedRows:
-    """Returns the rows of a weight [N, in], of any float dtype, in a format without offsets.
+    """Returns the rows of a weight [N, in], of any float dtype, in a format.
 
-    The scale of a group is its largest magnitude by the largest of the format's values, rounded to
-    the scales' dtype before codes are chosen.
+    The scale of a group is its largest magnitude by the largest of the format's values. With
+    offsets, which are of UINT4, a group's smallest is the offset, and 15 scales more its largest.
+    Both are rounded to the scales' dtype before codes are chosen.
     """
-    assert not form.has_offsets
     num_rows, in_features = weight.shape
     size = form.group_size or in_features
     num_groups = form.num_groups(in_features)
-    padded = torch.nn.functional.pad(weight.float(), (0, num_groups * size - in_features))
-    groups = padded.view(num_rows, num_groups, size)
-    largest = groups.abs().amax(dim=2) / _LARGEST[form.codes]
+    wide = weight.float()
+    padding = num_groups * size - in_features
+    if padding:  # with each row's last: it changes neither end of the group
+        wide = torch.cat([wide, wide[:, -1:].expand(-1, padding)], dim=1)
+    groups, offsets = wide.view(num_rows, num_groups, size), None
+    if form.has_offsets:
+        assert form.codes is Codes.UINT4
+        smallest = groups.amin(dim=2)
+        largest = (groups.amax(dim=2) - smallest) / 15
+        offsets = smallest.to(form.scale_dtype)
+        groups = groups - offsets.float()[:, :, None]
+    else:
+        largest = groups.abs().amax(dim=2) / _LARGEST[form.codes]
     scales = largest.to(form.scale_dtype)
-    # A group of zeros, or of numbers so small that their scale is zero.
+    # A group of equal numbers, or of numbers so small that their scale is zero.
     divisors = scales.float().clamp_(min=_TINY)[:, :, None]
     codes = nearest_codes(groups / divisors, form.codes)
-    return QuantisedRows(form, codes.view(num_rows, -1)[:, :in_features], scales)
+    return QuantisedRows(form, codes.view(num_rows, -1)[:, :in_features], scales, offsets)
 
 
 def nearest_codes(values: Tensor, codes: Codes) -> Tensor:

@@ -45,7 +45,7 @@ from inference_svc.model.config.keys import names
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.layers import Linear
+from inference_svc.model.layers import TorchProjections
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTED, Transformer
@@ -408,7 +408,7 @@ class CudaFactory:
         decoder: Decoder,
         layout: ModelLayout,
     ) -> CudaBackend:
-        reload = make_reload(config, decoder, lambda: Linear)
+        reload = make_reload(config, decoder, TorchProjections)
         kv_caches = reload.pages()
         arena = allocate_arena(config, layout)
         weights = reload.weights()

@@ -35,7 +35,7 @@ from inference_svc.backends.speed_notes import native_notes, thread_notes
 from inference_svc.core import Batch, BatchRow, EngineConfig, ScoredRun, scored_runs, scored_slices
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.weights import ModelWeights
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, WeightPart
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import COMPUTED
@@ -55,7 +55,7 @@ class PackedProjections:
 
     def empty(
         self,
-        out_features: int,
+        parts: Sequence[WeightPart],
         in_features: int,
         *,
         has_bias: bool,
@@ -64,8 +64,9 @@ class PackedProjections:
     ) -> PackedLinear:
         """Returns one whose rows are zero until they are put."""
         assert device.type == "cpu"
+        [part] = parts
         return PackedLinear.empty(
-            out_features, in_features, has_bias=has_bias, dtype=dtype, allocate=self.allocate
+            part.num_rows, in_features, has_bias=has_bias, dtype=dtype, allocate=self.allocate
         )
 
     def of(self, weight: Tensor) -> PackedLinear:

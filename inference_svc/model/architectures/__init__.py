@@ -26,6 +26,9 @@ from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import check_keys
 from inference_svc.model.config.reader import ConfigReader
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
+from inference_svc.model.quantised import plain_config, read_scheme
+from inference_svc.model.quantised.chosen import with_chosen_format
+from inference_svc.model.quantised.modules import with_stored_formats
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32000,
@@ -95,12 +98,15 @@ def families() -> Mapping[str, Family]:
     return {each.architecture: each for module in modules for each in module.FAMILIES}
 
 
-def load_description(model_dir: Path) -> Decoder:
-    """Reads config.json, and the end tokens of generation_config.json where there is one.
+def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
+    """Reads config.json, and the end tokens of generation_config.json where there is one. Weights
+    have the formats of the checkpoint or, of a plain one, the format that `quantize` chooses.
 
     Raises UnsupportedModel naming the key that is malformed or not honoured.
     """
     values = read_json(model_dir / CONFIG)
+    scheme = read_scheme(values)
+    values = plain_config(values)
     family = _family_of(values)
     _check_keys(values, family)
     config = ConfigReader(values, {**DEFAULTS, **family.defaults})
@@ -108,6 +114,9 @@ def load_description(model_dir: Path) -> Decoder:
     is_said = "tie_word_embeddings" in values
     if decoder.head.is_tied and _has_own_head(model_dir, decoder.wrapper, is_said=is_said):
         decoder = replace(decoder, head=replace(decoder.head, is_tied=False))
+    if scheme is not None:
+        decoder = with_stored_formats(decoder, scheme, tensor_names(model_dir))
+    decoder = with_chosen_format(decoder, quantize)
     eos_token_ids = read_generation_config(model_dir).get("eos_token_id")
     if eos_token_ids is None:
         eos_token_ids = config.get("eos_token_id")

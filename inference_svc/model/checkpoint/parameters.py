@@ -10,7 +10,7 @@ import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from inference_svc.model.description import (
     ExpertsProjection,
     Norm,
     Projection,
+    WeightPart,
     layer_path,
 )
 from inference_svc.model.operations import (
@@ -31,6 +32,7 @@ from inference_svc.model.operations import (
     key_of,
     norm_key,
 )
+from inference_svc.model.quantised.scheme import Rows
 from inference_svc.model.walk import weights_of
 from kernels.experts import padded_rows
 
@@ -38,8 +40,9 @@ from kernels.experts import padded_rows
 class Sink(Protocol):
     """The receiver of a parameter's values: a tensor, or a projection in a backend's form."""
 
-    def put_rows(self, start: int, rows: Tensor) -> None:
-        """Takes rows [N, in], of any float dtype, as the rows from `start` on."""
+    def put_rows(self, start: int, rows: Rows) -> None:
+        """Takes rows [N, in] as the rows from `start` on: plain ones of any float dtype, or of the
+        format of this part of the weight."""
 
     def put_bias(self, start: int, values: Tensor) -> None:
         """Takes values [N], of any float dtype, as the bias's from `start` on."""
@@ -49,11 +52,23 @@ class Sink(Protocol):
 class Piece:
     """A tensor of the checkpoint: its shape, and the writer that puts it into the projection that
     it is a part of; None: it is the whole of a parameter that is no projection. With `num_experts`
-    it has the parts of so many, which are put one by one."""
+    it has the parts of so many, which are put one by one; each is [in, out] if it `is_transposed`.
+
+    `module` is the module whose weight [out, in] it is, or "". The checkpoint may have other
+    tensors of the module in its place, as its `Scheme` says.
+    """
 
     shape: tuple[int, ...]
-    put: Callable[[Sink, Tensor, int], None] | None = None
+    put: Callable[[Sink, Any, int], None] | None = None
     num_experts: int = 0
+    module: str = ""
+    is_transposed: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The outputs and inputs of a module's weight, of one expert."""
+        first, second = self.shape[-2:]
+        return (second, first) if self.is_transposed else (first, second)
 
 
 Form: TypeAlias = Mapping[str, Piece]
@@ -77,7 +92,8 @@ class Parameter:
     that these may have: made when they are asked for, as experts have thousands.
 
     `key` is such as "layers.0.qkv", of a norm its module's path; `members` maps the modules that
-    adapters know to their sizes. `in_size` is 0 for one dimension.
+    adapters know to their sizes. `in_size` is 0 for one dimension. `parts` are a projection's rows
+    by format.
     """
 
     key: str
@@ -89,6 +105,7 @@ class Parameter:
     has_bias: bool = False
     layer: int | None = None
     norm: Norm | None = None
+    parts: tuple[WeightPart, ...] = ()
 
     @cached_property
     def forms(self) -> tuple[Form, ...]:
@@ -100,6 +117,9 @@ class Parameter:
             return 0
         is_wide = self.role is Role.NUMBERS or (self.norm is not None and self.norm.is_wide)
         item_bytes = (torch.float32 if is_wide else dtype).itemsize
+        if self.parts:
+            bias_bytes = self.num_rows * item_bytes if self.has_bias else 0
+            return bias_bytes + sum(_part_bytes(each, self.in_size, dtype) for each in self.parts)
         return self.num_rows * ((self.in_size or 1) + self.has_bias) * item_bytes
 
     def form(self, names: Collection[str]) -> Form:
@@ -107,6 +127,12 @@ class Parameter:
         them."""
         found = (form for form in self.forms if any(name in names for name in form))
         return next(found, self.forms[0])
+
+
+def _part_bytes(part: WeightPart, in_size: int, dtype: torch.dtype) -> int:
+    if part.format is None:
+        return part.num_rows * in_size * dtype.itemsize
+    return part.format.num_bytes(part.num_rows, in_size)
 
 
 @lru_cache(maxsize=4)
@@ -210,6 +236,7 @@ def _projection_parameter(projection: Projection, layer: int | None) -> Paramete
         projection.in_features,
         projection.has_bias,
         layer,
+        parts=projection.parts,
     )
 
 
@@ -240,14 +267,15 @@ def _rows_form(paths: Sequence[str], sizes: Sequence[int], projection: Projectio
 
 def _linear_pieces(path: str, size: int, in_size: int, start: int, has_bias: bool) -> Form:
     """Returns the tensors of one linear layer, whose rows begin at `start`."""
-    form = {f"{path}.weight": Piece((size, in_size), partial(_put_rows, start))}
+    piece = Piece((size, in_size), partial(_put_rows, start), module=path)
+    form = {f"{path}.weight": piece}
     if has_bias:
         form[f"{path}.bias"] = Piece((size,), partial(_put_bias, start))
     return form
 
 
-def _put_rows(start: int, sink: Sink, values: Tensor, expert: int) -> None:
-    sink.put_rows(start, values)
+def _put_rows(start: int, sink: Sink, rows: Rows, expert: int) -> None:
+    sink.put_rows(start, rows)
 
 
 def _put_bias(start: int, sink: Sink, values: Tensor, expert: int) -> None:
@@ -265,6 +293,7 @@ def _stacked_parameter(projection: ExpertsProjection, layer: int | None) -> Para
         in_size=projection.in_features,
         has_bias=projection.has_bias,
         layer=layer,
+        parts=projection.parts,
     )
 
 
@@ -299,7 +328,8 @@ def _stacked_form(projection: ExpertsProjection, step: int, path_of: Callable[[s
     count, num_out, num_in = projection.num_experts, projection.out_features, projection.in_features
     shape = (num_in, num_out) if projection.is_transposed else (num_out, num_in)
     put = partial(_put_expert, step, projection)
-    form = {path_of(projection.parameter): Piece((count, *shape), put, count)}
+    module, is_transposed = path_of(projection.parameter), projection.is_transposed
+    form = {module: Piece((count, *shape), put, count, module, is_transposed)}
     if projection.has_bias:
         put = partial(_put_expert_bias, step, projection)
         form[path_of(f"{projection.parameter}_bias")] = Piece((count, num_out), put, count)
@@ -307,21 +337,21 @@ def _stacked_form(projection: ExpertsProjection, step: int, path_of: Callable[[s
 
 
 def _put_expert(
-    step: int, projection: ExpertsProjection, sink: Sink, values: Tensor, expert: int
+    step: int, projection: ExpertsProjection, sink: Sink, rows: Rows, expert: int
 ) -> None:
-    rows = values.t() if projection.is_transposed else values
-    sink.put_rows(expert * step, _in_order(projection, rows))
+    turns = _turns(projection, len(rows))
+    sink.put_rows(expert * step, rows if turns is None else rows[turns])
 
 
 def _put_expert_bias(
     step: int, projection: ExpertsProjection, sink: Sink, values: Tensor, expert: int
 ) -> None:
-    sink.put_bias(expert * step, _in_order(projection, values))
+    turns = _turns(projection, len(values))
+    sink.put_bias(expert * step, values if turns is None else values[turns])
 
 
-def _in_order(projection: ExpertsProjection, values: Tensor) -> Tensor:
-    """Returns the receiver that takes turns of the members member by member."""
+def _turns(projection: ExpertsProjection, num_rows: int) -> Tensor | None:
+    """Returns the rows member by member where members take turns; None where they do not."""
     if not projection.is_interleaved:
-        return values
-    count = len(projection.members)
-    return torch.cat([values[index::count] for index in range(count)])
+        return None
+    return torch.arange(num_rows).view(-1, len(projection.members)).t().flatten()

@@ -6,7 +6,9 @@ that a backend computes with, of a projection too. There is no second copy of an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,18 +17,9 @@ import torch
 from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.checkpoint.files import CONFIG, weight_files
-from inference_svc.model.checkpoint.parameters import (
-    Parameter,
-    Piece,
-    Role,
-    has_values,
-    parameters,
-    role_of,
-    unused,
-)
-from inference_svc.model.checkpoint.wrapper import Wrapper
-from inference_svc.model.description import Attention, Decoder, Norm, NormKind
+from inference_svc.model.checkpoint.parameters import Parameter, Piece, Role, has_values, role_of
+from inference_svc.model.checkpoint.tensors import Source, TextTensor, check_tensors, opened
+from inference_svc.model.description import Attention, Decoder, Norm, NormKind, WeightPart
 from inference_svc.model.layers import Linear
 from inference_svc.model.operations import (
     EMBEDDING_KEY,
@@ -39,11 +32,10 @@ from inference_svc.model.operations import (
     norm_key,
     weight_key,
 )
+from inference_svc.model.quantised.scheme import Rows, StoredMatrix
 from inference_svc.model.walk import operations, weights_of
 from kernels.attention import HeadNorms
 from kernels.elementwise import NormWeight
-
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class Packed(Protocol):
@@ -52,8 +44,9 @@ class Packed(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def put_rows(self, start: int, rows: Tensor) -> None:
-        """Takes rows [N, in] of a file, of any float dtype, as the rows from `start` on."""
+    def put_rows(self, start: int, rows: Rows) -> None:
+        """Takes rows [N, in] of a file as the rows from `start` on: plain ones of any float dtype,
+        which are quantised where their part has a format, or of that format."""
 
     def put_bias(self, start: int, values: Tensor) -> None:
         """Takes values [N] of a file, of any float dtype, as the bias's from `start` on."""
@@ -68,14 +61,15 @@ class Projections(Protocol[P_co]):
 
     def empty(
         self,
-        out_features: int,
+        parts: Sequence[WeightPart],
         in_features: int,
         *,
         has_bias: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> P_co:
-        """Allocates one whose rows are put later, each once, in any order."""
+        """Allocates one whose rows are put later, each once, in any order: of `parts`, one below
+        the other, each in its format."""
 
     def of(self, weight: Tensor) -> P_co:
         """Returns a projection of a weight [out, in] that stays where it is, and may be shared."""
@@ -160,45 +154,16 @@ def load_weights(
     """Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, cast to `dtype`.
 
     Allocates nothing but the weights, and holds pages of one tensor of a file at a time, which are
-    the system's to take back. Raises as `check_tensors`, before anything large is allocated.
+    the system's to take back. Raises as `check_tensors`, before anything large is allocated, and
+    UnsupportedModel for quantised weights whose values cannot be meant.
     """
-    from safetensors import safe_open  # models that are made in memory do without
-
-    tensors = check_tensors(model_dir, decoder)
+    sources = check_tensors(model_dir, decoder)
     assembly = _Assembly(decoder, dtype, torch.device(device), projections)
-    for tensor in tensors:
-        if tensor.name in assembly:
-            # Opened for each tensor anew: pages of a mapping that stays open would count as ours
-            # until the whole file had been read.
-            with safe_open(tensor.path, framework="pt") as file:
-                read = file.get_slice if assembly.reads_parts(tensor.name) else file.get_tensor
-                assembly.add(tensor.name, read(tensor.stored_name))
+    left = Counter(source.parameter.key for source in sources)
+    for source in sources:
+        left[source.parameter.key] -= 1
+        assembly.add(source, is_last=not left[source.parameter.key])
     return assembly.finish()
-
-
-def check_tensors(model_dir: Path, decoder: Decoder) -> list[TextTensor]:
-    """Returns the tensors of a model directory without other towers' tensors, in the order in which
-    they lie in its files. Raises UnsupportedModel naming a missing, unexpected or misshapen one."""
-    tensors = _tensors(model_dir, decoder.wrapper)
-    try:
-        _check(tensors, parameters(decoder), unused(decoder))
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{model_dir}: {error}") from None
-    return tensors
-
-
-class Stored(Protocol):
-    """A tensor of a file, of which parts may be read."""
-
-    def __getitem__(self, index: Any) -> Tensor: ...
-
-
-@dataclass(eq=False, slots=True)
-class _Reading:
-    """A parameter that is being read: `left` are the tensors that are still to come."""
-
-    made: Any
-    left: dict[str, Piece]
 
 
 class _Assembly(Generic[P]):
@@ -213,48 +178,29 @@ class _Assembly(Generic[P]):
     ) -> None:
         self._decoder, self._dtype, self._device = decoder, dtype, device
         self._projections = projections
-        self._forms = {
-            name: (parameter, form)
-            for parameter in parameters(decoder)
-            for form in parameter.forms
-            for name in form
-        }
-        self._reading: dict[str, _Reading] = {}
+        self._reading: dict[str, Any] = {}
         self._made: dict[Role, dict[str, Any]] = {role: {} for role in Role}
         self._num_bytes = 0
 
-    def __contains__(self, tensor_name: str) -> bool:
-        return tensor_name in self._forms
-
-    def reads_parts(self, tensor_name: str) -> bool:
-        """Returns whether a tensor is read part by part: all of it may be gigabytes."""
-        _, form = self._forms[tensor_name]
-        return form[tensor_name].num_experts > 0
-
-    def add(self, tensor_name: str, tensor: Stored) -> None:
-        parameter, form = self._forms[tensor_name]
-        reading = self._reading.get(parameter.key)
-        if reading is None:
-            reading = _Reading(self._empty(parameter), dict(form))
-            self._reading[parameter.key] = reading
-        piece = reading.left.pop(tensor_name)
-        if piece.put is None:
-            reading.made.copy_(tensor[:].view_as(reading.made))
-        elif piece.num_experts:
-            for expert in range(piece.num_experts):
-                piece.put(reading.made, tensor[expert], expert)
+    def add(self, source: Source, *, is_last: bool) -> None:
+        """Reads a piece of a parameter, and finishes this behind its last piece."""
+        parameter, piece = source.parameter, source.piece
+        made = self._reading.get(parameter.key)
+        if made is None:
+            made = self._reading[parameter.key] = self._empty(parameter)
+        if source.matrix is not None:
+            _put_matrix(made, piece, source.matrix, source.tensors)
         else:
-            piece.put(reading.made, tensor[:], 0)
-        if not reading.left:
+            _put_plain(made, piece, source.tensors[""])
+        if is_last:
             del self._reading[parameter.key]
-            finished = self._finished(parameter, reading.made)
-            self._made[parameter.role][parameter.key] = finished
+            self._made[parameter.role][parameter.key] = self._finished(parameter, made)
 
     def _empty(self, parameter: Parameter) -> Any:
         """Allocates a parameter."""
         if parameter.role is Role.PROJECTION:
             return self._projections.empty(
-                parameter.num_rows,
+                parameter.parts,
                 parameter.in_size,
                 has_bias=parameter.has_bias,
                 dtype=self._dtype,
@@ -297,80 +243,39 @@ class _Assembly(Generic[P]):
         return ModelWeights.of_roles(made, self._num_bytes)
 
 
+def _put_plain(made: Any, piece: Piece, tensor: TextTensor) -> None:
+    """Reads a tensor, of experts one by one: all of it may be gigabytes."""
+    with opened(tensor, reads_parts=piece.num_experts > 0) as stored:
+        if piece.put is None:
+            made.copy_(stored[:].view_as(made))
+        elif not piece.num_experts:
+            piece.put(made, stored[:], 0)
+        else:
+            for expert in range(piece.num_experts):
+                values = stored[expert]
+                piece.put(made, values.t() if piece.is_transposed else values, expert)
+
+
+def _put_matrix(
+    made: Any, piece: Piece, matrix: StoredMatrix, tensors: Mapping[str, TextTensor]
+) -> None:
+    """Reads the tensors of a quantised weight."""
+    assert piece.put is not None
+    with ExitStack() as stack:
+        stored = {
+            end: stack.enter_context(opened(each, reads_parts=piece.num_experts > 0))
+            for end, each in tensors.items()
+        }
+        for expert in range(piece.num_experts or 1):
+            index = expert if piece.num_experts else slice(None)
+            try:
+                rows = matrix.decode({end: each[index] for end, each in stored.items()})
+            except UnsupportedModel as error:
+                raise UnsupportedModel(f"{piece.module}: {error}") from None
+            piece.put(made, rows, expert)
+
+
 def ones(norm: Norm, dtype: torch.dtype, device: torch.device) -> NormWeight:
     """Returns a norm that has no weight of its own."""
     weight = torch.ones(norm.size, dtype=torch.float32 if norm.is_wide else dtype, device=device)
     return NormWeight(weight, norm.eps, norm.kind is NormKind.LAYER)
-
-
-@dataclass(frozen=True, slots=True)
-class TextTensor:
-    """A tensor of a file, as the file's header has it; `name` is its name in a model of text
-    alone."""
-
-    name: str
-    stored_name: str
-    path: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def _tensors(model_dir: Path, wrapper: Wrapper) -> list[TextTensor]:
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, TextTensor] = {}
-    for path in weight_files(model_dir):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for stored in file.offset_keys():
-                    name = wrapper.text_name(stored)
-                    if name is None:
-                        continue
-                    if name in found:
-                        twice = f"{found[name].stored_name} and {stored}"
-                        raise UnsupportedModel(f"{name} is there twice, as {twice}")
-                    header = file.get_slice(stored)
-                    shape = tuple(header.get_shape())
-                    found[name] = TextTensor(name, stored, path, shape, header.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise UnsupportedModel(f"{path} cannot be read: {error}") from error
-    return list(found.values())
-
-
-def _check(
-    tensors: list[TextTensor], parameters: tuple[Parameter, ...], unused: tuple[str, ...]
-) -> None:
-    names = {tensor.name for tensor in tensors}
-    forms = (each.form(names) for each in parameters)
-    shapes = {name: piece.shape for form in forms for name, piece in form.items()}
-    missing = sorted(shapes.keys() - names)
-    others = (name for name in names - shapes.keys() if not name.startswith(unused))
-    unexpected = sorted(name for name in others if not _is_ignored(name))
-    for what, found in (("missing", missing), ("unexpected", unexpected)):
-        if found:
-            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            raise UnsupportedModel(
-                f"{what} tensors: {', '.join(found[:5])}{more}; is {CONFIG} of another model than "
-                "the weights, or was a merged model saved under other names? Save both with "
-                "save_pretrained"
-            )
-    for tensor in tensors:
-        if tensor.name in shapes:
-            _check_tensor(tensor, shapes[tensor.name])
-
-
-def _check_tensor(tensor: TextTensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise UnsupportedModel(
-            f"{tensor.name} has shape {list(tensor.shape)}, but {list(shape)} by config.json"
-        )
-    if tensor.dtype not in _FLOAT_DTYPES:
-        raise UnsupportedModel(
-            f"{tensor.name} has dtype {tensor.dtype}, which is not supported, but "
-            f"{', '.join(_FLOAT_DTYPES)}: dequantise the weights first"
-        )
-
-
-def _is_ignored(name: str) -> bool:
-    """Returns whether old files hold it unused: rotary frequencies, or the head of a tied model."""
-    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")

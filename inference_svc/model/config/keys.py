@@ -56,10 +56,7 @@ _IGNORED_SAMPLING_DEFAULTS = """
 
 IGNORED = names(_IGNORED_TRAINING, _IGNORED_FILE_KEEPING, _IGNORED_SAMPLING_DEFAULTS)
 
-_QUANTISED = "quantised weights are not supported, serve the checkpoint that was quantised"
 REFUSED = {
-    "quantization_config": _QUANTISED,
-    "compression_config": _QUANTISED,
     "auto_map": "code that comes with a model is not run",
     "per_layer_config": "layers of different shapes are not supported",
     "pruned_heads": "pruned heads are not supported",

@@ -41,6 +41,7 @@ from inference_svc.model.description.modules import (
     Norm,
     NormKind,
     Projection,
+    WeightPart,
     layer_path,
 )
 
@@ -68,5 +69,6 @@ __all__ = [
     "QueryGrowth",
     "Recurrence",
     "Router",
+    "WeightPart",
     "layer_path",
 ]

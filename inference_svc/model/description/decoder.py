@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from inference_svc.model.checkpoint.wrapper import TEXT_ALONE, Wrapper
@@ -16,8 +16,10 @@ from inference_svc.model.description.mixers import (
     Recurrence,
 )
 from inference_svc.model.description.modules import Norm, Projection
+from inference_svc.model.quantised.scheme import Scheme
 from inference_svc.model.rope import Rope
 from inference_svc.results.routed_experts import ExpertLayers
+from kernels.quantised import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,12 @@ class LayerInputs:
 @dataclass(frozen=True, slots=True)
 class Head:
     """Logits: the embedding's weight if tied, else `lm_head`'s; times `scale`, bounded by
-    `softcap` as attention's scores."""
+    `softcap` as attention's scores. `format` is of the weight of `lm_head`."""
 
     is_tied: bool
     scale: float = 1.0
     softcap: float | None = None
+    format: WeightFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Decoder:
     `dtype` is the type that its weights were saved in, by torch's name; `config_sha256` the hex
     digest of config.json as canonical JSON: keys sorted, no spaces. Embeddings are multiplied by
     `embedding_scale`, rounded to their dtype. The checkpoint may have `num_unused_layers` behind
-    the last.
+    the last. `quantisation` says how the checkpoint has the weights that have a format.
     """
 
     architecture: str
@@ -120,6 +123,7 @@ class Decoder:
     eos_token_ids: tuple[int, ...] = ()
     wrapper: Wrapper = TEXT_ALONE
     num_unused_layers: int = 0
+    quantisation: Scheme | None = field(default=None, compare=False)
 
     @property
     def num_layers(self) -> int:

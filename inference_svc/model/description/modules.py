@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from kernels.experts import padded_rows
+from kernels.quantised import WeightFormat
 
 EMBED_TOKENS, LM_HEAD, LAYER_INPUTS = "model.embed_tokens", "lm_head", "layer_inputs"
 """Modules, and the name of the projection of `LayerInputs`."""
@@ -57,12 +60,20 @@ class Member(NamedTuple):
     others: tuple[str, ...] = ()
 
 
+class WeightPart(NamedTuple):
+    """Rows of a weight that have one format. None: they are in the model's dtype."""
+
+    num_rows: int
+    format: WeightFormat | None
+
+
 @dataclass(frozen=True, slots=True)
 class Projection:
     """Linear layers that read the same input, computed as one, their outputs side by side.
 
     `name` is such as "qkv". `fused` is the module that computes all of them where they are one: the
-    checkpoint has that instead of its members if it `is_stored_fused`.
+    checkpoint has that instead of its members if it `is_stored_fused`. `formats` are of the weights
+    of the `stored` modules; without any all are in the model's dtype.
     """
 
     name: str
@@ -71,6 +82,10 @@ class Projection:
     has_bias: bool = False
     fused: str = ""
     is_stored_fused: bool = False
+    formats: tuple[WeightFormat | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.formats or len(self.formats) == len(self.stored)
 
     @property
     def out_features(self) -> int:
@@ -86,6 +101,16 @@ class Projection:
         """The modules whose weights the checkpoint has, in the order of their outputs."""
         return (Member(self.fused, self.out_features),) if self.is_stored_fused else self.members
 
+    @property
+    def parts(self) -> tuple[WeightPart, ...]:
+        """Its rows by format; neighbours of one format are one part."""
+        formats = self.formats or (None,) * len(self.stored)
+        each_part = zip(formats, self.stored, strict=True)
+        return tuple(
+            WeightPart(sum(member.out_features for _, member in group), form)
+            for form, group in groupby(each_part, key=itemgetter(0))
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProjection:
@@ -96,7 +121,7 @@ class ExpertsProjection:
     `parameter` is the one tensor that a checkpoint may have of all experts and members,
     [experts, out, in], or [experts, in, out] if it `is_transposed`; outputs of the members take
     turns if it `is_interleaved`, else they lie one behind the other. `parameter`_bias is its bias,
-    [experts, out].
+    [experts, out]. `format` is of the weights of all experts; None: the model's dtype.
     """
 
     name: str
@@ -107,6 +132,7 @@ class ExpertsProjection:
     has_bias: bool = False
     is_transposed: bool = False
     is_interleaved: bool = False
+    format: WeightFormat | None = None
 
     @property
     def out_features(self) -> int:
@@ -117,3 +143,8 @@ class ExpertsProjection:
     def num_rows(self) -> int:
         """The rows of its weight, in which experts lie below each other."""
         return self.num_experts * padded_rows(self.out_features)
+
+    @property
+    def parts(self) -> tuple[WeightPart, ...]:
+        """Its rows, which all have one format."""
+        return (WeightPart(self.num_rows, self.format),)

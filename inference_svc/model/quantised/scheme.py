@@ -39,7 +39,7 @@ class StoredMatrix:
 
 
 class Scheme(Protocol):
-    """The quantisation of a checkpoint, as its config says it."""
+    """The quantisation of a checkpoint, as its config says it; can be pickled."""
 
     @property
     def name(self) -> str:

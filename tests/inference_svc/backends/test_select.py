@@ -22,15 +22,23 @@ from inference_svc.model.description import Decoder
 from inference_svc.model.features import NOT_COMPUTED, features, kind_of
 from inference_svc.model.rope import Rope
 from inference_svc.store.client import NoStore
+from kernels.quantised import WeightFormat
 from tests.support.models.families import MODELS, TEXT_PARTS
+from tests.support.models.quantised import FORMATS, with_format
 from tests.support.models.whole_models import SHAPE
 
 
 @pytest.fixture(scope="session")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
-    """Those whose logits the parity test compares on every backend."""
+    """Those whose logits the parity tests compare on every backend."""
     folder = tmp_path_factory.mktemp("models")
-    return {name: load_description(write_config(folder / name, name)) for name in MODELS}
+    plain = {name: load_description(write_config(folder / name, name)) for name in MODELS}
+    in_few_bits = {
+        f"{name}-{code}": with_format(plain[name], form)
+        for name in ("llama", "qwen3-moe")
+        for code, form in FORMATS.items()
+    }
+    return plain | in_few_bits
 
 
 def write_config(folder: Path, name: str) -> Path:
@@ -133,6 +141,8 @@ def test_what_is_not_computed_are_fields() -> None:
     """A field that is renamed does not leave its name behind."""
     parts = [part for part in vars(description).values() if is_dataclass(part)]
     found = {
-        f"{kind_of(part)}.{name}" for part in (*parts, Rope) for name in part.__dataclass_fields__
+        f"{kind_of(part)}.{name}"
+        for part in (*parts, Rope, WeightFormat)
+        for name in part.__dataclass_fields__
     }
     assert found >= NOT_COMPUTED

@@ -19,7 +19,7 @@ from inference_svc.backends.native.workspace import Workspace
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.layers import Linear
+from inference_svc.model.layers import TorchProjections
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import Transformer
 from tests.support.models.decoders import (
@@ -113,7 +113,7 @@ def load_decoder() -> Callable[..., Decoder]:
         if description.recurrences:
             states = RecurrentStates.allocate(description, 2 * MAX_TOKENS)
         if path == "torch":
-            weights = load_weights(folder, description, dtype, "cpu", Linear)
+            weights = load_weights(folder, description, dtype, "cpu", TorchProjections())
             return TorchDecoder(cache, transformer=Transformer(description, weights), states=states)
         library = native_library()
         packed = load_weights(folder, description, dtype, "cpu", PackedProjections())

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint import weights
-from inference_svc.model.layers import Linear
+from inference_svc.model.layers import TorchProjections
 from tests.support.models.families import MODELS
 from tests.support.models.whole_models import WHOLE, make_whole
 
@@ -50,7 +50,9 @@ def refused(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(weights._Assembly, "_empty", allocated)
     with pytest.raises(UnsupportedModel, match=message):
-        weights.load_weights(folder, load_description(folder), torch.float32, "cpu", Linear)
+        weights.load_weights(
+            folder, load_description(folder), torch.float32, "cpu", TorchProjections()
+        )
 
 
 def test_unknown_keys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

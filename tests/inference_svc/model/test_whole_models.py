@@ -15,7 +15,7 @@ from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.checkpoint.weights import load_weights
-from inference_svc.model.layers import Linear
+from inference_svc.model.layers import TorchProjections
 from tests.support.models.whole_models import WHOLE, make_whole
 
 
@@ -63,7 +63,7 @@ def test_only_the_text_part_is_read(name, whole):
     model, folder = whole(name)
     description = load_description(folder)
     assert description.architecture == model.config.architectures[0]
-    weights = load_weights(folder, description, torch.float32, "cpu", Linear)
+    weights = load_weights(folder, description, torch.float32, "cpu", TorchProjections())
     parts = {name: each.nbytes for name, each in model.named_parameters()}
     text = {name for name in parts if name.startswith(("model.language_model.", "lm_head."))}
     assert parts.keys() - text
@@ -167,4 +167,4 @@ def test_a_tensor_of_no_part_is_refused(whole):
     saved = load_file(folder / "model.safetensors")
     save_file(saved | {"audio_tower.weight": torch.zeros(3)}, folder / "model.safetensors")
     with pytest.raises(UnsupportedModel, match=r"unexpected tensors: audio_tower\.weight"):
-        load_weights(folder, load_description(folder), torch.float32, "cpu", Linear)
+        load_weights(folder, load_description(folder), torch.float32, "cpu", TorchProjections())

@@ -8,28 +8,40 @@ import torch
 from kernels.quantised import Codes, QuantisedRows, WeightFormat, quantise
 from kernels.quantised.reference import int8_inputs, linear
 
-MADE = [each for each in Codes if each is not Codes.UINT4]
+FORMS = [
+    WeightFormat(codes, size, has_offsets=codes is Codes.UINT4)
+    for codes in Codes
+    for size in (0, 32)
+]
 
 
-@pytest.mark.parametrize("codes", MADE, ids=lambda codes: codes.value)
-@pytest.mark.parametrize("group_size", [0, 32], ids=["per output", "groups"])
-def test_codes_are_the_nearest_that_a_group_can_have(codes: Codes, group_size: int) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_codes_are_the_nearest_that_a_group_can_have(form: WeightFormat) -> None:
     weight = torch.randn(5, 80, generator=torch.Generator().manual_seed(1))
-    rows = quantise(weight, WeightFormat(codes, group_size))
-    made = rows.dequantise()
-    scale = rows.scales.repeat_interleave(group_size or 80, dim=1)[:, :80]
-    values = codes.table[codes.table.isfinite()]
-    every = values * scale[:, :, None]
+    rows = quantise(weight, form)
+
+    def spread(groups: torch.Tensor) -> torch.Tensor:
+        return groups.repeat_interleave(form.group_size or 80, dim=1)[:, :80, None]
+
+    values = form.codes.table[form.codes.table.isfinite()]
+    every = values * spread(rows.scales)
+    if rows.offsets is not None:
+        every = every + spread(rows.offsets)
     nearest = (every - weight[:, :, None]).abs().amin(dim=2)
-    torch.testing.assert_close((made - weight).abs(), nearest, rtol=0, atol=1e-6)
+    torch.testing.assert_close((rows.dequantise() - weight).abs(), nearest, rtol=0, atol=1e-6)
 
 
 def test_a_group_of_zeros_is_exact() -> None:
     weight = torch.zeros(2, 64)
     weight[0, :32] = 1e-44
-    for codes in MADE:
-        made = quantise(weight, WeightFormat(codes, 32)).dequantise()
-        assert made.abs().max() <= 1e-44
+    for form in FORMS:
+        assert quantise(weight, form).dequantise().abs().max() <= 1e-44
+
+
+def test_offsets_have_the_range_of_their_group() -> None:
+    form = WeightFormat(Codes.UINT4, 4, has_offsets=True)
+    weight = torch.tensor([[3.0, 4.0, 5.0, 18.0, -7.0, -7.0]])
+    assert quantise(weight, form).dequantise().tolist() == weight.tolist()
 
 
 def test_offsets_are_added_behind_scales() -> None:

@@ -32,7 +32,7 @@ from inference_svc.model.description import (
     Projection,
 )
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.layers import Linear
+from inference_svc.model.layers import Linear, TorchLinear
 from inference_svc.model.operations import Scalar, Table, WeightSpec
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import Transformer
@@ -205,7 +205,7 @@ def make_decoder(name: str, folder: Path, **changes: Any) -> Decoder:
 
 def random_weights(
     decoder: Decoder, dtype: torch.dtype, generator: torch.Generator
-) -> ModelWeights[Linear]:
+) -> ModelWeights[TorchLinear]:
     def random(*shape: int) -> Tensor:
         values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         return values.to(dtype)

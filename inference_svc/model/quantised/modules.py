@@ -1,0 +1,171 @@
+"""Which weights of a decoder a checkpoint has in few bits, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property, partial
+from typing import Any, TypeVar, cast
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.checkpoint.wrapper import Wrapper
+from inference_svc.model.description import (
+    LM_HEAD,
+    Decoder,
+    ExpertsProjection,
+    Projection,
+    layer_path,
+)
+from inference_svc.model.quantised.scheme import Scheme, StoredMatrix
+from kernels.quantised import WeightFormat
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StoredModules:
+    """The modules of a checkpoint with a scheme. `names` maps the names that its tensors have in a
+    model of text alone to their own; without any, the scheme alone decides."""
+
+    scheme: Scheme
+    wrapper: Wrapper
+    names: Mapping[str, str]
+
+    def matrix(
+        self, module: str, out_features: int, in_features: int, num_experts: int = 0
+    ) -> StoredMatrix | None:
+        """Returns the form of a module's weight, None: it is plain. `module` is its path in a model
+        of text alone. Raises UnsupportedModel where the sizes do not fit the scheme.
+
+        Published files leave modules plain that their config does not list, as routers: what is
+        there decides.
+        """
+        stored = self._stored_paths.get(module, module)
+        found = self.scheme.matrix(stored, out_features, in_features, num_experts)
+        if found is None or not self.names:
+            return found
+        ends = [end for end, each in found.tensors.items() if not each.is_optional]
+        is_plain = f"{module}.weight" in self.names or module in self.names
+        is_there = all(tensor_name(module, end) in self.names for end in ends)
+        return found if is_there or not is_plain else None
+
+    def has(self, module: str) -> bool:
+        """Returns whether the checkpoint has tensors of a module."""
+        return module in self._stored_paths
+
+    @cached_property
+    def _stored_paths(self) -> Mapping[str, str]:
+        """The paths of modules as the checkpoint has them."""
+        paths: dict[str, str] = {}
+        for name, stored in self.names.items():
+            end = len(name)
+            while (end := name.rfind(".", 0, end)) > 0:
+                paths[name[:end]] = stored[: len(stored) - (len(name) - end)]
+        return paths
+
+
+def tensor_name(module: str, end: str) -> str:
+    """Returns the name of a module's tensor by its end."""
+    return module + end if end.startswith("_") else f"{module}.{end}"
+
+
+def text_names(stored: Collection[str], wrapper: Wrapper) -> dict[str, str]:
+    """Returns the names of tensors of the text part, as keys, and their own."""
+    found = ((wrapper.text_name(name), name) for name in stored)
+    return {name: own for name, own in found if name is not None}
+
+
+def with_stored_formats(decoder: Decoder, scheme: Scheme, names: Collection[str]) -> Decoder:
+    """Returns the decoder with the formats of a checkpoint whose tensors have these names, as they
+    are stored. Raises UnsupportedModel where the sizes of a module do not fit the scheme, or the
+    formats of one projection's experts differ."""
+    modules = StoredModules(scheme, decoder.wrapper, text_names(names, decoder.wrapper))
+    blocks = tuple(
+        _with_formats(block, partial(layer_path, layer), modules)
+        for layer, block in enumerate(decoder.blocks)
+    )
+    inputs = decoder.layer_inputs
+    if inputs is not None:
+        inputs = _with_formats(inputs, str, modules)
+    head = decoder.head
+    if not head.is_tied:
+        matrix = modules.matrix(LM_HEAD, decoder.vocab_size, decoder.hidden_size)
+        head = replace(head, format=None if matrix is None else matrix.format)
+    return replace(decoder, blocks=blocks, layer_inputs=inputs, head=head, quantisation=scheme)
+
+
+def _with_formats(part: T, path_of: Callable[[str], str], modules: StoredModules) -> T:
+    def formatted(projection: Projection | ExpertsProjection) -> Projection | ExpertsProjection:
+        if isinstance(projection, ExpertsProjection):
+            return replace(projection, format=_format_of_experts(projection, path_of, modules))
+        formats = tuple(
+            _format_of(path_of, (member.module, *member.others), modules, *sizes)
+            for member in projection.stored
+            for sizes in [(member.out_features, projection.in_features)]
+        )
+        return replace(projection, formats=formats) if any(formats) else projection
+
+    return with_projections(part, formatted)
+
+
+def _format_of(
+    path_of: Callable[[str], str],
+    names: Collection[str],
+    modules: StoredModules,
+    out_features: int,
+    in_features: int,
+) -> WeightFormat | None:
+    """Returns the format of the weight of a module with one of these names."""
+    paths = [path_of(name) for name in names]
+    path = next(filter(modules.has, paths), paths[0])
+    matrix = modules.matrix(path, out_features, in_features)
+    return None if matrix is None else matrix.format
+
+
+def _format_of_experts(
+    projection: ExpertsProjection, path_of: Callable[[str], str], modules: StoredModules
+) -> WeightFormat | None:
+    whole = path_of(projection.parameter)
+    in_features = projection.in_features
+    is_whole = modules.matrix(whole, projection.out_features, in_features, projection.num_experts)
+    if is_whole is not None:
+        return is_whole.format
+    formats = set(_formats_apart(projection, path_of, modules))
+    if len(formats) > 1:
+        raise UnsupportedModel(
+            f"the experts of {whole} have weights of {len(formats)} formats: all must have one"
+        )
+    return formats.pop()
+
+
+def _formats_apart(
+    projection: ExpertsProjection, path_of: Callable[[str], str], modules: StoredModules
+) -> Iterator[WeightFormat | None]:
+    """Yields the format of each expert's weights where the checkpoint has these one by one."""
+    for member in projection.members:
+        names = [each.rpartition(".") for each in (member.module, *member.others)]
+        for expert in range(projection.num_experts):
+            apart = [f"{before}.{expert}.{last}" for before, _, last in names]
+            sizes = member.out_features, projection.in_features
+            yield _format_of(path_of, apart, modules, *sizes)
+
+
+def with_projections(
+    part: T,
+    change: Callable[[Projection | ExpertsProjection], Projection | ExpertsProjection],
+) -> T:
+    """Returns a part of a description with each of its projections changed."""
+    assert is_dataclass(part)
+    changed: dict[str, Any] = {}
+    for each in fields(part):
+        value = getattr(part, each.name)
+        if isinstance(value, Projection | ExpertsProjection):
+            changed[each.name] = change(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            changed[each.name] = with_projections(value, change)
+        elif isinstance(value, tuple) and any(isinstance(one, Projection) for one in value):
+            changed[each.name] = tuple(
+                change(one) if isinstance(one, Projection) else one for one in value
+            )
+    new: Any = replace(part, **changed)  # type: ignore[type-var]
+    return part if new == part else cast(T, new)
