@@ -3,6 +3,7 @@
 `python -m inference_svc download [--or-folder] NAME[@REVISION]` downloads a model of the Hugging
 Face Hub, unless its cache has it, and prints its folder. `python -m inference_svc layout`, with the
 flags of a server, prints, as JSON, how that server would describe itself to the store.
+`python -m inference_svc quantize TYPE MODEL OUT` writes a model anew with weights in few bits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 from functools import partial
+from pathlib import Path
 
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
@@ -42,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _download(arguments[1:])
     if arguments[:1] == ["layout"]:
         return _print_layout(arguments[1:])
+    if arguments[:1] == ["quantize"]:
+        return _quantise(arguments[1:])
     try:
         settings = load_settings(InferenceSettings, arguments)
     except InvalidSetting as error:
@@ -71,6 +75,27 @@ def _download(arguments: list[str]) -> int:
         hosts = split_commas(os.environ.get(REDIRECT_HOSTS_VARIABLE, "")) or REDIRECT_HOSTS
         print(download(names[0], say, or_folder=or_folder, redirect_hosts=hosts))
     except (InvalidSetting, UnsupportedModel, OSError) as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _quantise(arguments: list[str]) -> int:
+    if len(arguments) != 3:
+        print("usage: python -m inference_svc quantize TYPE MODEL OUT", file=sys.stderr)
+        return 2
+    codes, model, out = arguments
+
+    def report(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            end = "\n" if done == total else ""
+            print(f"\r{done} of {total} tensors", end=end, file=sys.stderr, flush=True)
+
+    try:
+        from inference_svc.model.quantised.conversion import convert  # imports torch
+
+        check_files(Path(model), has_tokenizer=False)
+        convert(Path(model), Path(out), codes, report)
+    except (UnsupportedModel, OSError) as error:
         return _fail(error, 1)
     return 0
 

@@ -20,7 +20,7 @@ from loadout.cli.adapters import (
     versions,
 )
 from loadout.cli.help import HELP_ALL, HelpCommand
-from loadout.cli.local import demo, download, services, token
+from loadout.cli.local import demo, download, quantize, services, token
 from loadout.cli.server import bench, debug, generate, info, life_cycle, profile, top
 
 
@@ -71,6 +71,7 @@ def root(
 app.command("demo", epilog=demo.DEMO_EXAMPLES)(demo.run_demo)
 app.command("up", epilog=demo.UP_EXAMPLES)(demo.run_up)
 app.command("download", epilog=download.EXAMPLES)(download.download)
+app.command("quantize", epilog=quantize.EXAMPLES)(quantize.quantize)
 app.command("store", add_help_option=False, context_settings=services.PASS_ON)(services.run_store)
 app.command("serve", add_help_option=False, context_settings=services.PASS_ON)(services.run_serve)
 app.command("register", epilog=adapters.REGISTER_EXAMPLES)(adapters.register)

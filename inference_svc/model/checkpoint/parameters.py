@@ -35,6 +35,7 @@ from inference_svc.model.operations import (
 from inference_svc.model.quantised.scheme import Rows
 from inference_svc.model.walk import weights_of
 from kernels.experts import padded_rows
+from kernels.quantised import WeightFormat
 
 
 class Sink(Protocol):
@@ -54,14 +55,15 @@ class Piece:
     it is a part of; None: it is the whole of a parameter that is no projection. With `num_experts`
     it has the parts of so many, which are put one by one; each is [in, out] if it `is_transposed`.
 
-    `module` is the module whose weight [out, in] it is, or "". The checkpoint may have other
-    tensors of the module in its place, as its `Scheme` says.
+    `module` is the module whose weight [out, in] it is, or "", and `format` the format that it is
+    held in. The checkpoint may have other tensors of the module in its place, as its `Scheme` says.
     """
 
     shape: tuple[int, ...]
     put: Callable[[Sink, Any, int], None] | None = None
     num_experts: int = 0
     module: str = ""
+    format: WeightFormat | None = None
     is_transposed: bool = False
 
     @property
@@ -249,27 +251,39 @@ def _linear_forms(projection: Projection, path_of: Callable[[str], str]) -> Iter
     """Yields the tensors by the names of one release of transformers after the other; published
     files have the names of earlier ones."""
     names = [(member.module, *member.others) for member in projection.stored]
-    sizes = [member.out_features for member in projection.stored]
+    stored = projection.stored
+    formats = projection.formats or (None,) * len(stored)
+    sizes = [(each.out_features, form) for each, form in zip(stored, formats, strict=True)]
     for index in reversed(range(max(map(len, names)))):
         paths = [path_of(each[min(index, len(each) - 1)]) for each in names]
         yield _rows_form(paths, sizes, projection)
 
 
-def _rows_form(paths: Sequence[str], sizes: Sequence[int], projection: Projection) -> Form:
-    """Returns the tensors of linear layers whose rows lie below each other."""
+def _rows_form(
+    paths: Sequence[str], sizes: Sequence[tuple[int, WeightFormat | None]], projection: Projection
+) -> Form:
+    """Returns the tensors of linear layers, with these outputs and formats, whose rows lie below
+    each other."""
     form: dict[str, Piece] = {}
     start = 0
-    for path, size in zip(paths, sizes, strict=True):
-        form |= _linear_pieces(path, size, projection.in_features, start, projection.has_bias)
+    for path, (size, held) in zip(paths, sizes, strict=True):
+        form |= _linear_pieces(path, size, projection, start, held)
         start += size
     return form
 
 
-def _linear_pieces(path: str, size: int, in_size: int, start: int, has_bias: bool) -> Form:
-    """Returns the tensors of one linear layer, whose rows begin at `start`."""
-    piece = Piece((size, in_size), partial(_put_rows, start), module=path)
+def _linear_pieces(
+    path: str,
+    size: int,
+    projection: Projection | ExpertsProjection,
+    start: int,
+    held: WeightFormat | None,
+) -> Form:
+    """Returns the tensors of one linear layer of a projection, whose rows begin at `start`."""
+    shape = size, projection.in_features
+    piece = Piece(shape, partial(_put_rows, start), module=path, format=held)
     form = {f"{path}.weight": piece}
-    if has_bias:
+    if projection.has_bias:
         form[f"{path}.bias"] = Piece((size,), partial(_put_bias, start))
     return form
 
@@ -317,9 +331,9 @@ def _apart_form(
         for member in projection.members:
             module = (member.module, *member.others)[name]
             before, _, last = module.rpartition(".")
-            path, sizes = path_of(f"{before}.{expert}.{last}"), member.out_features
-            form |= _linear_pieces(path, sizes, projection.in_features, start, projection.has_bias)
-            start += member.out_features
+            path, size = path_of(f"{before}.{expert}.{last}"), member.out_features
+            form |= _linear_pieces(path, size, projection, start, projection.format)
+            start += size
     return form
 
 
@@ -329,7 +343,7 @@ def _stacked_form(projection: ExpertsProjection, step: int, path_of: Callable[[s
     shape = (num_in, num_out) if projection.is_transposed else (num_out, num_in)
     put = partial(_put_expert, step, projection)
     module, is_transposed = path_of(projection.parameter), projection.is_transposed
-    form = {module: Piece((count, *shape), put, count, module, is_transposed)}
+    form = {module: Piece((count, *shape), put, count, module, projection.format, is_transposed)}
     if projection.has_bias:
         put = partial(_put_expert_bias, step, projection)
         form[path_of(f"{projection.parameter}_bias")] = Piece((count, num_out), put, count)

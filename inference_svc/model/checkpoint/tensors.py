@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,28 +60,39 @@ def opened(tensor: TextTensor, *, reads_parts: bool) -> Iterator[Stored]:
         yield read(tensor.stored_name)
 
 
+def every_tensor(model_dir: Path) -> list[TextTensor]:
+    """Returns all tensors of a folder, other towers' too, by their own names, in the order in which
+    they lie in the files. Raises UnsupportedModel for a file that cannot be read."""
+    return list(_tensors(model_dir, str))
+
+
 def text_tensors(model_dir: Path, wrapper: Wrapper) -> list[TextTensor]:
     """Returns the tensors of the text part, in the order in which they lie in the files. Raises
     UnsupportedModel for a file that cannot be read, and a name that is there twice."""
+    found: dict[str, TextTensor] = {}
+    for tensor in _tensors(model_dir, wrapper.text_name):
+        if tensor.name in found:
+            twice = f"{found[tensor.name].stored_name} and {tensor.stored_name}"
+            raise UnsupportedModel(f"{tensor.name} is there twice, as {twice}")
+        found[tensor.name] = tensor
+    return list(found.values())
+
+
+def _tensors(model_dir: Path, name_of: Callable[[str], str | None]) -> Iterator[TextTensor]:
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, TextTensor] = {}
     for path in weight_files(model_dir):
         try:
             with safe_open(path, framework="pt") as file:
                 for stored in file.offset_keys():
-                    name = wrapper.text_name(stored)
+                    name = name_of(stored)
                     if name is None:
                         continue
-                    if name in found:
-                        twice = f"{found[name].stored_name} and {stored}"
-                        raise UnsupportedModel(f"{name} is there twice, as {twice}")
                     header = file.get_slice(stored)
                     shape = tuple(header.get_shape())
-                    found[name] = TextTensor(name, stored, path, shape, header.get_dtype())
+                    yield TextTensor(name, stored, path, shape, header.get_dtype())
         except (OSError, SafetensorError) as error:
             raise UnsupportedModel(f"{path} cannot be read: {error}") from error
-    return list(found.values())
 
 
 def check_tensors(model_dir: Path, decoder: Decoder) -> list[Source]:

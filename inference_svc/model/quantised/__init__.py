@@ -3,6 +3,7 @@
 scheme   the protocol of a checkpoint's format
 modules  which weights a checkpoint has in few bits, module by module
 chosen   formats that a server chooses for a plain checkpoint
+conversion  writes a plain checkpoint anew, in few bits
 """
 
 from __future__ import annotations

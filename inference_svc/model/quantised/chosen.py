@@ -3,16 +3,17 @@ it reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.description import Decoder, ExpertsProjection, Projection
+from inference_svc.model.description import Block, Decoder, ExpertsProjection, Projection
 from inference_svc.model.quantised.modules import with_projections
 from kernels.quantised import Codes, WeightFormat
 
 GROUP_SIZES = (128, 64, 32)
-"""The sizes of groups of INT4: the largest that divides the inputs is taken."""
+"""The sizes of groups of INT4: the largest that divides the inputs of every layer is taken, since
+other engines take one for a whole checkpoint."""
 SMALLEST_PART = 16
 """Layers with fewer outputs than this part of their inputs stay plain: they are a small part of the
 bytes, and what they make, such as gates and decays, enters everything behind them."""
@@ -33,33 +34,44 @@ def with_chosen_format(decoder: Decoder, codes: str) -> Decoder:
             f"--quantize {codes}: the checkpoint is quantised already ({decoder.quantisation.name})"
             "; leave the setting out, or serve the plain checkpoint"
         )
-    formats = _FORMATS[codes]
+    sizes = {each.in_features for block in decoder.blocks for each in _projections(block)}
+    form = chosen_format(codes, sizes)
 
     def chosen(projection: Projection | ExpertsProjection) -> Projection | ExpertsProjection:
-        found = formats.get(_group_size(projection.in_features, codes))
-        if projection.name in PLAIN or found is None:
+        if projection.name in PLAIN or projection.in_features % (form.group_size or 1):
             return projection
         if isinstance(projection, ExpertsProjection):
-            return replace(projection, format=found)
+            return replace(projection, format=form)
         smallest = projection.in_features // SMALLEST_PART
         stored = projection.stored
-        kept = tuple(found if each.out_features >= smallest else None for each in stored)
+        kept = tuple(form if each.out_features >= smallest else None for each in stored)
         return replace(projection, formats=kept) if any(kept) else projection
 
     blocks = tuple(with_projections(block, chosen) for block in decoder.blocks)
     return replace(decoder, blocks=blocks)
 
 
-def _group_size(in_features: int, codes: str) -> int | None:
-    """Returns the size of groups; None if no group divides the inputs."""
+def chosen_format(codes: str, sizes: Collection[int]) -> WeightFormat:
+    """Returns the format of layers with these numbers of inputs. Raises UnsupportedModel if groups
+    of INT4 divide none of them."""
     if codes != Codes.INT4.value:
-        return 0
-    return next((size for size in GROUP_SIZES if in_features % size == 0), None)
+        return WeightFormat(Codes(codes))
+    grouped = [size for size in sizes if size % GROUP_SIZES[-1] == 0]
+    if not grouped:
+        raise UnsupportedModel(
+            f"int4: no layer has a multiple of {GROUP_SIZES[-1]} inputs, which its groups "
+            "need; choose int8"
+        )
+    found = next(size for size in GROUP_SIZES if all(each % size == 0 for each in grouped))
+    return WeightFormat(Codes.INT4, found, scales="bfloat16")
 
 
-_FORMATS: Mapping[str, Mapping[int | None, WeightFormat]] = {
-    "int4": {size: WeightFormat(Codes.INT4, size, scales="bfloat16") for size in GROUP_SIZES},
-    "int8": {0: WeightFormat(Codes.INT8)},
-    "fp8": {0: WeightFormat(Codes.FP8)},
-}
-"""By the names that users choose, and by the size of groups."""
+def _projections(block: Block) -> list[Projection | ExpertsProjection]:
+    found: list[Projection | ExpertsProjection] = []
+
+    def add(projection: Projection | ExpertsProjection) -> Projection | ExpertsProjection:
+        found.append(projection)
+        return projection
+
+    with_projections(block, add)
+    return [each for each in found if each.name not in PLAIN]

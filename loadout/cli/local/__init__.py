@@ -2,6 +2,7 @@
 
 demo          demo, up
 download      download
+quantize      quantize
 services      store, serve
 token         token
 completion    completion of adapter names in a shell
