@@ -165,9 +165,9 @@ def _check(
 
 
 def _check_tensor(tensor: TextTensor, spec: TensorSpec) -> None:
-    if tensor.shape != spec.shape:
+    if not spec.fits(tensor.shape):
         raise UnsupportedModel(
-            f"{tensor.name} has shape {list(tensor.shape)}, but {list(spec.shape)} by config.json"
+            f"{tensor.name} has shape {list(tensor.shape)}, but {spec.sizes} by config.json"
         )
     if tensor.dtype not in spec.dtypes:
         raise UnsupportedModel(

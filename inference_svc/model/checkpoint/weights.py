@@ -267,7 +267,7 @@ def _put_matrix(
             for end, each in tensors.items()
         }
         for expert in range(piece.num_experts or 1):
-            index = expert if piece.num_experts else slice(None)
+            index = expert if piece.num_experts else ...
             try:
                 rows = matrix.decode({end: each[index] for end, each in stored.items()})
             except UnsupportedModel as error:

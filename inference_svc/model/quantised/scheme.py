@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -16,21 +16,35 @@ Rows: TypeAlias = QuantisedRows | Tensor
 
 class TensorSpec(NamedTuple):
     """The shape of a tensor, and the dtypes that it may have, by their names in safetensors. A file
-    may lack it if it `is_optional`."""
+    may lack it if it `is_optional`. A dimension of -n is of 1 to n: only the file knows it."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
     is_optional: bool = False
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Returns whether a tensor of a file has such a shape. Some writers have [] for [1]."""
+        shape = shape or (1,)
+        return len(shape) == len(self.shape) and all(
+            size == want or 1 <= size <= -want for size, want in zip(shape, self.shape, strict=True)
+        )
+
+    @property
+    def sizes(self) -> str:
+        """The shape for messages, such as "[3, up to 4]"."""
+        sizes = (str(each) if each >= 0 else f"up to {-each}" for each in self.shape)
+        return f"[{', '.join(sizes)}]"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
     """A weight [out, in], or of experts [experts, out, in], that a checkpoint has in few bits.
 
-    `tensors` are by the ends of their names: a module's path, a dot, and "weight_packed". `decode`
-    makes rows of them, of `format`, or plain rows if that is None: this checkpoint's form is not
-    computed with as it is. It raises UnsupportedModel for contents that cannot be meant, naming the
-    tensor's end. Of experts it gets one expert's tensors at a time.
+    `tensors` are by the ends of their names: a module's path, a dot, and "weight_packed". An end
+    that begins with "_" follows the path without a dot. `decode` makes rows of them, of `format`,
+    or plain rows if that is None: this checkpoint's form is not computed with as it is. It raises
+    UnsupportedModel for contents that cannot be meant, naming the tensor's end. Of experts it gets
+    one expert's tensors at a time.
     """
 
     format: WeightFormat | None
