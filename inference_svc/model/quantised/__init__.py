@@ -82,7 +82,7 @@ def _settings_of(config: Mapping[str, Any]) -> Settings | None:
         for key in place:
             part = part.part(key) if part is not None else None
         if part is not None and part.values:
-            found.append(part)
+            found.append(Settings(part.values, f"config.json: {'.'.join(place)}"))
     for other in found[1:]:
         if other.values != found[0].values:
             raise UnsupportedModel(f"{other.where} differs from {found[0].where}; {NEXT_STEP}")

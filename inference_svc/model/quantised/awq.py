@@ -56,12 +56,8 @@ class Awq:
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
         """See `Scheme`."""
-        if module in self._plain:
+        if num_experts or module in self._plain:
             return None
-        if num_experts:
-            raise UnsupportedModel(
-                f"{module}: experts in one tensor are not read from awq; {NEXT_STEP}"
-            )
         size = self._size or in_features
         if in_features % size or out_features % _PER_WORD:
             raise UnsupportedModel(

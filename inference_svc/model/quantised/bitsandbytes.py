@@ -69,12 +69,8 @@ class BitsAndBytes:
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
         """See `Scheme`."""
-        if module in self._plain:
+        if num_experts or module in self._plain:
             return None
-        if num_experts:
-            raise UnsupportedModel(
-                f"{module}: experts in one tensor are not read from bitsandbytes; {NEXT_STEP}"
-            )
         if self._is_int8:
             return StoredMatrix(
                 WeightFormat(Codes.INT8),

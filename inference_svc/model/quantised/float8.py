@@ -19,11 +19,10 @@ from functools import partial
 
 from torch import Tensor
 
-from inference_svc.errors import UnsupportedModel
 from inference_svc.model.quantised.names import kept_plain
 from inference_svc.model.quantised.packing import broken, finite_scales, float8_rows
 from inference_svc.model.quantised.scheme import Rows, StoredMatrix, TensorSpec
-from inference_svc.model.quantised.settings import NEXT_STEP, Settings, words
+from inference_svc.model.quantised.settings import Settings, words
 from kernels.quantised import Codes, WeightFormat
 
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -58,9 +57,8 @@ class Float8:
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
         """See `Scheme`."""
-        if module in self._plain:
+        if num_experts or module in self._plain:
             return None
-        _require_apart(module, num_experts)
         weight = TensorSpec((out_features, in_features), ("F8_E4M3",))
         inputs = {each: TensorSpec((1,), _SCALES, is_optional=True) for each in _INPUT_SCALES}
         if self._block is None:
@@ -93,9 +91,8 @@ class FbgemmFloat8:
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
         """See `Scheme`."""
-        if module in self._plain:
+        if num_experts or module in self._plain:
             return None
-        _require_apart(module, num_experts)
         tensors = {
             "weight": TensorSpec((out_features, in_features), ("F8_E4M3",)),
             "weight_scale": TensorSpec((out_features, 1), _SCALES),
@@ -113,13 +110,6 @@ def _block(settings: Settings) -> tuple[int, int] | None:
     if not is_pair or any(type(each) is not int or not 8 <= each <= 65536 for each in sizes):
         raise settings.refused("weight_block_size", "must be two sizes, such as [128, 128]")
     return sizes[0], sizes[1]
-
-
-def _require_apart(module: str, num_experts: int) -> None:
-    if num_experts:
-        raise UnsupportedModel(
-            f"{module}: experts in one tensor are not read from FP8; {NEXT_STEP}"
-        )
 
 
 def _decode_tensor(tensors: Mapping[str, Tensor]) -> Rows:

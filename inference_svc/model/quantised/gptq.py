@@ -85,12 +85,8 @@ class Gptq:
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
         """See `Scheme`."""
-        if not self._is_quantised(module):
+        if num_experts or not self._is_quantised(module):
             return None
-        if num_experts:
-            raise UnsupportedModel(
-                f"{module}: experts in one tensor are not read from gptq; {NEXT_STEP}"
-            )
         per_word = _WORD_BITS // self._num_bits
         if in_features % per_word:
             raise UnsupportedModel(

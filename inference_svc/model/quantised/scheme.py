@@ -62,7 +62,8 @@ class Scheme(Protocol):
     def matrix(
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
-        """Returns the form of a module's weight. None: the checkpoint has it plain.
+        """Returns the form of a module's weight, of experts that lie in one tensor if there are
+        `num_experts`. None: the checkpoint has it plain, or not in this form.
 
         Raises UnsupportedModel where the sizes do not fit the scheme.
         """

@@ -256,7 +256,7 @@ REFUSED = {
     "quantised": (
         "Llama",
         {"quantization_config": {"bits": 4}},
-        "quantization_config = .*: quantised weights .*, serve the checkpoint that was quantised",
+        "config.json: quantization_config.quant_method = None: supported are .*; serve the plain",
     ),
     "own code": ("Llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     "per layer": ("Llama", {"per_layer_config": {"0": {"hidden_size": 1}}}, "per_layer_config"),
