@@ -93,13 +93,16 @@ class Gptq:
                 f"{module}: {in_features} inputs are no multiple of {per_word}; {NEXT_STEP}"
             )
         num_groups = -(-in_features // self._size) if self._size else 1
+        form = self.format
+        has_half_scales = form is not None and form.scales == "float16"
+        dtypes = ("F16",) if has_half_scales else ("F16", "BF16")
         words_of_zeros = -(-out_features // per_word)
         return StoredMatrix(
-            self.format,
+            form,
             {
                 "qweight": TensorSpec((in_features // per_word, out_features), ("I32",)),
                 "qzeros": TensorSpec((num_groups, words_of_zeros), ("I32",)),
-                "scales": TensorSpec((num_groups, out_features), ("F16", "BF16")),
+                "scales": TensorSpec((num_groups, out_features), dtypes),
                 "g_idx": TensorSpec((in_features,), ("I32", "I64"), not self._has_act_order),
             },
             partial(self._decode, out_features, in_features),
