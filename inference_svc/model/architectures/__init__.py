@@ -116,7 +116,7 @@ def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
         decoder = replace(decoder, head=replace(decoder.head, is_tied=False))
     if scheme is not None:
         decoder = with_stored_formats(decoder, scheme, tensor_names(model_dir))
-    decoder = with_chosen_format(decoder, quantize)
+    decoder = with_chosen_format(decoder, quantize, _dtype_of(values))
     eos_token_ids = read_generation_config(model_dir).get("eos_token_id")
     if eos_token_ids is None:
         eos_token_ids = config.get("eos_token_id")

@@ -17,13 +17,15 @@ other engines take one for a whole checkpoint."""
 SMALLEST_PART = 16
 """Layers with fewer outputs than this part of their inputs stay plain: they are a small part of the
 bytes, and what they make, such as gates and decays, enters everything behind them."""
+_SCALES = ("bfloat16", "float16")
+"""The dtypes of models that scales of groups have, too, as other engines want them."""
 PLAIN = ("router", "shared_gate")
 """Projections that stay plain: they decide which experts compute a token."""
 
 
-def with_chosen_format(decoder: Decoder, codes: str) -> Decoder:
+def with_chosen_format(decoder: Decoder, codes: str, dtype: str) -> Decoder:
     """Returns a decoder whose layers have weights of these codes, "int4", "int8" or "fp8"; or the
-    decoder as it is, "none". The embedding and the head stay plain.
+    decoder as it is, "none". The embedding and the head stay plain. `dtype` is the checkpoint's.
 
     Raises UnsupportedModel for a checkpoint that is quantised already.
     """
@@ -35,7 +37,7 @@ def with_chosen_format(decoder: Decoder, codes: str) -> Decoder:
             "; leave the setting out, or serve the plain checkpoint"
         )
     sizes = {each.in_features for block in decoder.blocks for each in _projections(block)}
-    form = chosen_format(codes, sizes)
+    form = _chosen_format(codes, sizes, dtype)
 
     def chosen(projection: Projection | ExpertsProjection) -> Projection | ExpertsProjection:
         if projection.name in PLAIN or projection.in_features % (form.group_size or 1):
@@ -51,9 +53,9 @@ def with_chosen_format(decoder: Decoder, codes: str) -> Decoder:
     return replace(decoder, blocks=blocks)
 
 
-def chosen_format(codes: str, sizes: Collection[int]) -> WeightFormat:
-    """Returns the format of layers with these numbers of inputs. Raises UnsupportedModel if groups
-    of INT4 divide none of them."""
+def _chosen_format(codes: str, sizes: Collection[int], dtype: str) -> WeightFormat:
+    """Returns the format of layers with these numbers of inputs, of a checkpoint in this dtype.
+    Raises UnsupportedModel if groups of INT4 divide none of them."""
     if codes != Codes.INT4.value:
         return WeightFormat(Codes(codes))
     grouped = [size for size in sizes if size % GROUP_SIZES[-1] == 0]
@@ -63,7 +65,8 @@ def chosen_format(codes: str, sizes: Collection[int]) -> WeightFormat:
             "need; choose int8"
         )
     found = next(size for size in GROUP_SIZES if all(each % size == 0 for each in grouped))
-    return WeightFormat(Codes.INT4, found, scales="bfloat16")
+    scales = dtype if dtype in _SCALES else "float32"
+    return WeightFormat(Codes.INT4, found, scales=scales)
 
 
 def _projections(block: Block) -> list[Projection | ExpertsProjection]:

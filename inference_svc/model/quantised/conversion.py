@@ -30,7 +30,6 @@ SHARD_BYTES = 2 << 30
 BLOCK_ELEMENTS = 1 << 24
 """Elements of a tensor that are quantised at once."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def convert(model_dir: Path, out: Path, codes: str, report: Callable[[int, int], None]) -> None:
@@ -63,7 +62,6 @@ def convert(model_dir: Path, out: Path, codes: str, report: Callable[[int, int],
 def _write(model_dir: Path, folder: Path, codes: str, report: Callable[[int, int], None]) -> None:
     formats = _formats(model_dir, codes)
     tensors = every_tensor(model_dir)
-    scale_dtype = _DTYPES[load_description(model_dir).dtype]
     writer = _Writer(folder)
     ignored: list[str] = []
     for done, tensor in enumerate(tensors):
@@ -77,7 +75,7 @@ def _write(model_dir: Path, folder: Path, codes: str, report: Callable[[int, int
                 ignored += [module] if is_matrix else []
             else:
                 rows = QuantisedRows.cat(list(_quantised(stored, tensor.shape, form)))
-                for end, value in _stored(rows, scale_dtype).items():
+                for end, value in _stored(rows).items():
                     writer.add(f"{module}.{end}", value)
     writer.finish()
     used = set(formats.values())
@@ -114,9 +112,9 @@ def _quantised(stored: Any, shape: tuple[int, ...], form: WeightFormat) -> Itera
         yield quantise(stored[start : start + step], form)
 
 
-def _stored(rows: QuantisedRows, scale_dtype: torch.dtype) -> Mapping[str, Tensor]:
+def _stored(rows: QuantisedRows) -> Mapping[str, Tensor]:
     """Returns the tensors of a weight by the ends of their names."""
-    form, scales = rows.format, rows.scales.to(scale_dtype)
+    form, scales = rows.format, rows.scales
     if form.codes is Codes.FP8:
         return {"weight": rows.codes.view(torch.float8_e4m3fn), "weight_scale": scales}
     num_bits = form.codes.num_bits
