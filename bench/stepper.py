@@ -27,9 +27,10 @@ class Stepper:
         num_requests: int = NUM_REQUESTS,
         arena: int = 0,
         max_len: int = MAX_LEN,
+        quantize: str = "none",
     ) -> None:
         """Builds the engine. `arena` is the bytes for adapters; by default it fits adapters on all
-        linear layers."""
+        linear layers. `quantize` is the type of the base's weights."""
         self._num_requests = num_requests
         self._vocab, self._max_len = prepared.vocab, max_len
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -40,6 +41,7 @@ class Stepper:
             prepared.model_dir,
             prepared.name,
             dtype="bfloat16",
+            quantize=quantize,
             max_sequences=num_requests,
             max_model_len=max_len,
             kv_bytes=kv_bytes(prepared.name, num_requests * max_len),
