@@ -65,8 +65,8 @@ limits:
 
 ## Models that are not served
 
-- Quantised checkpoints (`quantization_config`, or tensors of integers or fp8): serve the checkpoint
-  that was quantised. Weights are read in fp64, fp32, fp16 and bf16.
+- Quantised checkpoints of other schemes than the ones in [base models in few
+  bits](quantisation.md): serve the checkpoint that was quantised.
 - Images and sounds: of models that take them the text part is served, and a message with any part
   but text is refused.
 - Weights in other files than safetensors, such as `pytorch_model.bin`: save the model again with
