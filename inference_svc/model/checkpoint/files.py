@@ -14,6 +14,7 @@ from contract.folders import POINTER
 from inference_svc.errors import UnsupportedModel
 
 CONFIG = "config.json"
+GGUF = ".gguf"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 MAX_HEADER_BYTES = 100_000_000
@@ -28,11 +29,14 @@ pattern."""
 
 def weight_files(model_dir: Path) -> list[Path]:
     """Returns the safetensors of a model's folder, which need not be there: `model.safetensors`, or
-    the shards that `model.safetensors.index.json` names. Raises UnsupportedModel for an index that
-    names none, or anything but safetensors beside it."""
+    the shards that `model.safetensors.index.json` names; or else its one GGUF file. Raises
+    UnsupportedModel for an index that names none, or anything but safetensors beside it."""
     single, index = model_dir / SINGLE, model_dir / INDEX
-    if single.exists() or not index.exists():
+    if single.exists():
         return [single]
+    if not index.exists():
+        found = gguf_files(model_dir)
+        return found if len(found) == 1 else [single]
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()), key=str)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -45,6 +49,11 @@ def weight_files(model_dir: Path) -> list[Path]:
                 f"{index} names a file that is not a safetensors file in its folder: {name!r}"
             )
     return [index.parent / name for name in names]
+
+
+def gguf_files(model_dir: Path) -> list[Path]:
+    """Returns the GGUF files of a folder, by their names; none if it is no folder."""
+    return sorted(model_dir.glob(f"*{GGUF}"))
 
 
 def weight_stamps(model_dir: Path) -> dict[Path, tuple[int, int, int]]:

@@ -1,0 +1,161 @@
+"""The tensors of a GGUF file's model, under the names and with the values that transformers has."""
+
+from __future__ import annotations
+
+import enum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.gguf.blocks import decode
+from inference_svc.model.gguf.families import EMBEDDING, ROPE_FACTORS, Family, family_of
+from inference_svc.model.gguf.file import PLAIN, Header, StoredTensor, read_header
+from inference_svc.model.gguf.metadata import Values
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DECODED_ROWS = 1024
+"""Rows of a table that are dequantised at once."""
+_OPEN_FILES = 2
+
+
+class Change(enum.Enum):
+    """A change of values that the converter makes, and reading takes back."""
+
+    NONE = "none"
+    INTERLEAVED = "interleaved"
+    ADDED_ONE = "added one"
+
+
+class ModelTensor(NamedTuple):
+    """A tensor of the model. `dtype` is by its name in safetensors, or the type of blocks if it
+    `is_matrix` in few bits: then `shape` is [out, bytes of a row], else the shape of its values.
+    `num_heads` are those whose rows are interleaved."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stored: StoredTensor
+    change: Change = Change.NONE
+    num_heads: int = 0
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is the weight of a linear layer. Others are dequantised on reading: tables,
+        of which single rows are read, and norms."""
+        return len(self.stored.shape) == 2 and self.stored.name != EMBEDDING
+
+
+def tensors(path: Path) -> list[ModelTensor]:
+    """Returns the tensors of a file's model, in the order of their bytes. Raises UnsupportedModel
+    for a file that cannot be read, or of another family."""
+    return list(_contents(path).values())
+
+
+def read(path: Path, name: str) -> Tensor:
+    """Reads a tensor by its name in the file; of a matrix in few bits the blocks, uint8 [out, bytes
+    of a row]. Nothing of the file stays mapped.
+
+    Raises UnsupportedModel where the file cannot be read, or a scale of a table is not finite.
+    """
+    tensor = _contents(path)[name]
+    stored = tensor.stored
+    values = _read_bytes(path, stored)
+    if tensor.is_matrix and tensor.dtype not in PLAIN:
+        return _unchanged(values.view(tensor.shape), tensor)
+    if stored.type.name in PLAIN:
+        return _unchanged(values.view(_DTYPES[stored.type.name]).view(stored.shape), tensor)
+    return _unchanged(_decoded(values, stored), tensor)
+
+
+def read_plain(header: Header, stored: StoredTensor) -> Tensor:
+    """Reads a tensor that is no weight. Raises UnsupportedModel unless it is a vector of fp32."""
+    if stored.type.name != "F32" or len(stored.shape) != 1:
+        raise UnsupportedModel(f"{header.path}: the tensor {stored.name} must be a vector of F32")
+    return _read_bytes(header.path, stored).view(torch.float32)
+
+
+def model_tensors(header: Header) -> list[ModelTensor]:
+    """Returns the tensors of a header's model. Raises UnsupportedModel for another family."""
+    family, values = family_of(header), Values(header)
+    return [
+        _model_tensor(family, values, each) for each in header.tensors if each.name != ROPE_FACTORS
+    ]
+
+
+def _model_tensor(family: Family, values: Values, stored: StoredTensor) -> ModelTensor:
+    end = stored.name.rpartition(".")[2]
+    name = f"{family.module_of(stored.name)}.{end}"
+    change, num_heads = Change.NONE, 0
+    if family.adds_one and name.endswith("norm.weight"):
+        change = Change.ADDED_ONE
+    part = stored.name.split(".")[-2]
+    if family.permutes and part in ("attn_q", "attn_k"):
+        change = Change.INTERLEAVED
+        num_heads = values.num_heads(is_of_keys=part == "attn_k")
+        if stored.shape[0] % (2 * num_heads):
+            raise values.fail("attention.head_count", f"does not fit the tensor {stored.name}")
+    tensor = ModelTensor(name, stored.shape, stored.type.name, stored, change, num_heads)
+    if stored.type.name in PLAIN:
+        return tensor
+    if not tensor.is_matrix:
+        return tensor._replace(dtype="F32")
+    return tensor._replace(shape=(stored.shape[0], stored.type.bytes_of(stored.shape[1])))
+
+
+def _contents(path: Path) -> dict[str, ModelTensor]:
+    """Returns the tensors of a file by their names in it."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
+    return _contents_of(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(_OPEN_FILES)
+def _contents_of(path: Path, stamp: tuple[int, int, int]) -> dict[str, ModelTensor]:
+    """Reads a header once for all tensors of a file, until this is written anew: a vocabulary takes
+    a tenth of a second."""
+    return {each.stored.name: each for each in model_tensors(read_header(path))}
+
+
+def _read_bytes(path: Path, stored: StoredTensor) -> Tensor:
+    """Returns uint8 [bytes], copied: pages of a mapping would count as ours."""
+    found = torch.empty(stored.num_bytes, dtype=torch.uint8)
+    array: Any = found.numpy()
+    left = memoryview(array)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(stored.start)
+            while left:
+                count = file.readinto(left)
+                if not count:
+                    raise UnsupportedModel(f"{path} has become shorter while it was read")
+                left = left[count:]
+    except OSError as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
+    return found
+
+
+def _decoded(values: Tensor, stored: StoredTensor) -> Tensor:
+    """Returns fp32 of the tensor's shape."""
+    found = torch.empty(stored.shape)
+    rows = found.view(-1, stored.shape[-1])
+    blocks = values.view(len(rows), -1)
+    for start in range(0, len(rows), _DECODED_ROWS):
+        piece = slice(start, start + _DECODED_ROWS)
+        rows[piece] = decode(blocks[piece], stored.type.name).dequantise()
+    return found
+
+
+def _unchanged(values: Tensor, tensor: ModelTensor) -> Tensor:
+    """Returns the values as they were before the converter changed them."""
+    if tensor.change is Change.ADDED_ONE:
+        return values.float() - 1
+    if tensor.change is Change.INTERLEAVED:
+        pairs = values.unflatten(0, (tensor.num_heads, -1, 2))
+        return pairs.transpose(1, 2).flatten(0, 2)
+    return values
