@@ -13,6 +13,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
 from inference_svc.model.checkpoint.files import check_files
 from inference_svc.model.checkpoint.hub import REDIRECT_HOSTS_VARIABLE, download, find_model
+from inference_svc.model.gguf.expand import expanded
 from servicekit import heap, interpreter_gc
 from servicekit.errors import InvalidSetting
 from servicekit.hub_client import REDIRECT_HOSTS
@@ -102,26 +105,43 @@ def _quantise(arguments: list[str]) -> int:
 
 def _print_layout(arguments: list[str]) -> int:
     try:
-        settings = find_model(load_settings(InferenceSettings, arguments))
-        check_files(settings.model, has_tokenizer=settings.tokenizer)
-        from inference_svc.app import describe_layout  # imports torch
+        with _found_model(load_settings(InferenceSettings, arguments)) as settings:
+            from inference_svc.app import describe_layout  # imports torch
 
-        print(describe_layout(settings))
+            print(describe_layout(settings))
     except (InvalidSetting, UnsupportedModel, OSError) as error:
         return _fail(error, 1)
     return 0
+
+
+@contextmanager
+def _found_model(settings: InferenceSettings) -> Iterator[InferenceSettings]:
+    """Yields the settings with the model's folder, whose files have been looked at; of a GGUF file
+    it is a folder of its own, under the name of the file's. Raises InvalidSetting, UnsupportedModel
+    and OSError."""
+    settings = find_model(settings)
+    names = {"base_model": settings.base_model_names[0]}
+    with expanded(settings.model, has_tokenizer=settings.tokenizer) as folder:
+        if folder != settings.model:
+            settings = settings.model_copy(update={"model": folder, **names})
+        check_files(folder, has_tokenizer=settings.tokenizer)
+        yield settings
 
 
 def _run(settings: InferenceSettings) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         # Read once, when torch loads; the engine's process inherits it.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
-    try:
-        check_ports(settings)
-        settings = find_model(settings)
-        check_files(settings.model, has_tokenizer=settings.tokenizer)
-    except (InvalidSetting, UnsupportedModel, OSError) as error:
-        return _fail(error, 1)
+    with ExitStack() as stack:
+        try:
+            check_ports(settings)
+            settings = stack.enter_context(_found_model(settings))
+        except (InvalidSetting, UnsupportedModel, OSError) as error:
+            return _fail(error, 1)
+        return _serve(settings)
+
+
+def _serve(settings: InferenceSettings) -> int:
     interpreter_gc.pause()
     heap.bound_arenas()
     # Importing torch takes seconds: after the settings are known to be good.

@@ -303,8 +303,14 @@ class InferenceSettings(ServiceSettings):
         if not isinstance(value, str | Path):
             return value
         if Path(value).is_dir():
-            if not (Path(value) / "config.json").is_file():
-                raise ValueError(f"{value} has no config.json: name the folder of a model")
+            is_model = (Path(value) / "config.json").is_file() or any(Path(value).glob("*.gguf"))
+            if not is_model:
+                raise ValueError(
+                    f"{value} has no config.json and no .gguf file: name the folder of a model"
+                )
+        elif Path(value).suffix == ".gguf":
+            if not Path(value).is_file():
+                raise ValueError(f"there is no file {value}")
         else:
             split_hub_name(str(value))
         return value
@@ -362,7 +368,10 @@ def split_hub_name(model: str) -> tuple[str, str | None]:
 
 
 def _name_of(model: Path) -> str:
-    """Returns the name of a model's folder, on the hub if it is one of the hub's cache."""
+    """Returns the name of a model's folder, on the hub if it is one of the hub's cache, or of its
+    file."""
+    if model.is_file():
+        return model.stem
     folder = model.resolve()
     is_cached = folder.parent.name == "snapshots"
     return (is_cached and hub_name(folder.parent.parent.name)) or folder.name

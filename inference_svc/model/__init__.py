@@ -1,6 +1,7 @@
 """The base model: described as data, its weights, and the decoder that computes it in torch.
 
 checkpoint     a model's folder: its files, its tensors, and the decoder's weights
+gguf           GGUF files as models.
 architectures  The families of models: one module each.
 description    A decoder as data: its maths and its shapes.
 quantised      The formats in which checkpoints have weights in few bits, a module each.

@@ -51,6 +51,11 @@ def weight_files(model_dir: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def is_gguf(model: Path) -> bool:
+    """Returns whether a model is named by its GGUF file."""
+    return model.suffix == GGUF and model.is_file()
+
+
 def gguf_files(model_dir: Path) -> list[Path]:
     """Returns the GGUF files of a folder, by their names; none if it is no folder."""
     return sorted(model_dir.glob(f"*{GGUF}"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.checkpoint.files import INDEX, MAX_HEADER_BYTES, SINGLE, weight_files
+from inference_svc.model.checkpoint.files import GGUF, INDEX, MAX_HEADER_BYTES, SINGLE, weight_files
 from inference_svc.model.checkpoint.wrapper import Wrapper
 
 PIECE_BYTES = 1 << 20
@@ -18,7 +18,8 @@ _WEIGHT = ".weight"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's place in a file; `dtype` by its name in safetensors."""
+    """A tensor's place in a file; `dtype` by its name in safetensors, or another where the file has
+    the values in another form."""
 
     path: Path
     dtype: str
@@ -39,9 +40,9 @@ class TowerModule(NamedTuple):
 
 def stored_tensors(model_dir: Path) -> Iterator[tuple[str, StoredTensor]]:
     """Yields the tensors of a model's folder by name. Raises UnsupportedModel for a file that is
-    not of safetensors."""
+    neither of safetensors nor GGUF."""
     for path in weight_files(model_dir):
-        yield from _read(path)
+        yield from _read_gguf(path) if path.suffix == GGUF else _read(path)
 
 
 def tensor_names(model_dir: Path) -> list[str]:
@@ -96,6 +97,16 @@ def tower_modules(model_dir: Path, wrapper: Wrapper) -> tuple[TowerModule, ...]:
             num_out, num_in = tensor.shape
             found.append(TowerModule(wrapper.tower_of(name), names, num_in, num_out))
     return tuple(found)
+
+
+def _read_gguf(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    from inference_svc.model.gguf.tensors import Change, tensors  # imports torch
+
+    for each in tensors(path):
+        stored, dtype = each.stored, each.stored.type.name
+        if each.change is not Change.NONE:
+            dtype = f"{dtype}, {each.change.value}"
+        yield each.name, StoredTensor(path, dtype, stored.shape, stored.start, stored.num_bytes)
 
 
 def _read(path: Path) -> Iterator[tuple[str, StoredTensor]]:

@@ -26,6 +26,7 @@ from inference_svc.model.checkpoint.files import (
     VOCABULARIES,
     check_tokenizer,
     has_vocabulary,
+    is_gguf,
     missing_files,
     weight_files,
 )
@@ -47,7 +48,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def find_model(settings: InferenceSettings) -> InferenceSettings:
     """Returns the settings with the model's folder in place of its name on the hub. Uses no
     network; raises InvalidSetting with the command that downloads it."""
-    if settings.model.is_dir():
+    if settings.model.is_dir() or is_gguf(settings.model):
         return settings
     name = settings.model.as_posix()
     folder = cached_folder(name)

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.checkpoint.files import CONFIG, weight_files
+from inference_svc.model.checkpoint.files import CONFIG, GGUF, weight_files
 from inference_svc.model.checkpoint.parameters import Parameter, Piece, parameters, unused
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.description import Decoder
+from inference_svc.model.gguf import tensors as gguf
 from inference_svc.model.quantised.modules import StoredModules, tensor_name
 from inference_svc.model.quantised.scheme import StoredMatrix, TensorSpec
 
@@ -55,6 +56,9 @@ def opened(tensor: TextTensor, *, reads_parts: bool) -> Iterator[Stored]:
     count as ours until the whole file had been read."""
     from safetensors import safe_open  # models that are made in memory do without
 
+    if tensor.path.suffix == GGUF:
+        yield gguf.GgufRows(tensor.path, tensor.stored_name)
+        return
     with safe_open(tensor.path, framework="pt") as file:
         read = file.get_slice if reads_parts else file.get_tensor
         yield read(tensor.stored_name)
@@ -82,6 +86,10 @@ def _tensors(model_dir: Path, name_of: Callable[[str], str | None]) -> Iterator[
     from safetensors import SafetensorError, safe_open
 
     for path in weight_files(model_dir):
+        if path.suffix == GGUF:
+            for each in gguf.tensors(path):
+                yield TextTensor(each.name, each.stored.name, path, each.shape, each.dtype)
+            continue
         try:
             with safe_open(path, framework="pt") as file:
                 for stored in file.offset_keys():

@@ -20,8 +20,8 @@ from inference_svc.model.gguf.families import (
 )
 from inference_svc.model.gguf.file import PLAIN, Header, StoredTensor
 from inference_svc.model.gguf.metadata import TOKENS, Values, short
-from inference_svc.model.gguf.scheme import GgufScheme
 from inference_svc.model.gguf.tensors import model_tensors, read_plain
+from inference_svc.model.quantised.gguf import GgufScheme
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_LENGTH = 8192
@@ -116,7 +116,7 @@ def _vocab_size(values: Values, stored: Mapping[str, StoredTensor]) -> int:
     where that has none, or not one for each token."""
     embedding = stored.get(EMBEDDING)
     if embedding is None:
-        raise values.missing(EMBEDDING)
+        raise values.fail_of(EMBEDDING, "no place in the file")
     found = embedding.shape[0]
     values.require("vocab_size", found)
     values.check_tokens(found)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.checkpoint.files import CONFIG, GGUF, gguf_files
+from inference_svc.model.checkpoint.files import CONFIG, gguf_files, is_gguf
 from inference_svc.model.checkpoint.generation_config import FILE_NAME as GENERATION_CONFIG
 
 
@@ -38,7 +38,7 @@ def expanded(model: Path, *, has_tokenizer: bool = True) -> Iterator[Path]:
 def gguf_of(model: Path) -> Path | None:
     """Returns the GGUF file that `model` is, or has in place of other files; None if it has others.
     Raises UnsupportedModel for a folder with several."""
-    if model.suffix == GGUF and model.is_file():
+    if is_gguf(model):
         return model
     if (model / CONFIG).exists():
         return None

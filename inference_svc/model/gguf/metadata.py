@@ -52,8 +52,8 @@ class Values:
     def fail(self, name: str, reason: str) -> UnsupportedModel:
         return self._header.unsupported(self._prefix + name, reason)
 
-    def missing(self, tensor: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self._header.path}: there is no tensor {tensor}")
+    def fail_of(self, tensor: str, has: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self._header.path}: the tensor {tensor} has {has}")
 
     def count(self, name: str, default: int | None = None) -> int:
         """Returns a positive integer; of a list, with one for each layer, the one that all are."""

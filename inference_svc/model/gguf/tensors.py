@@ -56,26 +56,46 @@ def tensors(path: Path) -> list[ModelTensor]:
 
 
 def read(path: Path, name: str) -> Tensor:
-    """Reads a tensor by its name in the file; of a matrix in few bits the blocks, uint8 [out, bytes
-    of a row]. Nothing of the file stays mapped.
+    """Reads all of a tensor; see `GgufRows`."""
+    return GgufRows(path, name)[:]
 
-    Raises UnsupportedModel where the file cannot be read, or a scale of a table is not finite.
+
+class GgufRows:
+    """A tensor of a file, by its name there, of which rows are read by indexing it: of a matrix in
+    few bits blocks, uint8 [N, bytes of a row], else values. Nothing of the file stays mapped.
+
+    Indexing raises UnsupportedModel where the file cannot be read, or a scale of a table is not
+    finite.
     """
-    tensor = _contents(path)[name]
-    stored = tensor.stored
-    values = _read_bytes(path, stored)
-    if tensor.is_matrix and tensor.dtype not in PLAIN:
-        return _unchanged(values.view(tensor.shape), tensor)
-    if stored.type.name in PLAIN:
-        return _unchanged(values.view(_DTYPES[stored.type.name]).view(stored.shape), tensor)
-    return _unchanged(_decoded(values, stored), tensor)
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._tensor = path, _contents(path)[name]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        is_range = isinstance(index, slice) and index.step in (None, 1)
+        if not is_range or self._tensor.change is Change.INTERLEAVED:
+            return self._rows(0, self._tensor.shape[0])[index]
+        start, stop, _ = index.indices(self._tensor.shape[0])
+        return self._rows(start, max(start, stop))
+
+    def _rows(self, start: int, stop: int) -> Tensor:
+        tensor, stored = self._tensor, self._tensor.stored
+        shape = (stop - start, *stored.shape[1:])
+        row_bytes = stored.num_bytes // stored.shape[0]
+        first = stored.start + start * row_bytes
+        values = _read_bytes(self._path, first, (stop - start) * row_bytes)
+        if stored.type.name in PLAIN:
+            return _unchanged(values.view(_DTYPES[stored.type.name]).view(shape), tensor)
+        if tensor.is_matrix:
+            return _unchanged(values.view(stop - start, row_bytes), tensor)
+        return _unchanged(_decoded(values, stored._replace(shape=shape)), tensor)
 
 
 def read_plain(header: Header, stored: StoredTensor) -> Tensor:
     """Reads a tensor that is no weight. Raises UnsupportedModel unless it is a vector of fp32."""
     if stored.type.name != "F32" or len(stored.shape) != 1:
         raise UnsupportedModel(f"{header.path}: the tensor {stored.name} must be a vector of F32")
-    return _read_bytes(header.path, stored).view(torch.float32)
+    return _read_bytes(header.path, stored.start, stored.num_bytes).view(torch.float32)
 
 
 def model_tensors(header: Header) -> list[ModelTensor]:
@@ -97,10 +117,12 @@ def _model_tensor(family: Family, values: Values, stored: StoredTensor) -> Model
         change = Change.INTERLEAVED
         num_heads = values.num_heads(is_of_keys=part == "attn_k")
         if stored.shape[0] % (2 * num_heads):
-            raise values.fail("attention.head_count", f"does not fit the tensor {stored.name}")
+            raise values.fail_of(stored.name, f"{stored.shape[0]} rows for {num_heads} heads")
     tensor = ModelTensor(name, stored.shape, stored.type.name, stored, change, num_heads)
     if stored.type.name in PLAIN:
         return tensor
+    if len(stored.shape) != 2:
+        raise values.fail_of(stored.name, f"{stored.type.name}, which only matrices may have")
     if not tensor.is_matrix:
         return tensor._replace(dtype="F32")
     return tensor._replace(shape=(stored.shape[0], stored.type.bytes_of(stored.shape[1])))
@@ -122,14 +144,14 @@ def _contents_of(path: Path, stamp: tuple[int, int, int]) -> dict[str, ModelTens
     return {each.stored.name: each for each in model_tensors(read_header(path))}
 
 
-def _read_bytes(path: Path, stored: StoredTensor) -> Tensor:
+def _read_bytes(path: Path, start: int, num_bytes: int) -> Tensor:
     """Returns uint8 [bytes], copied: pages of a mapping would count as ours."""
-    found = torch.empty(stored.num_bytes, dtype=torch.uint8)
+    found = torch.empty(num_bytes, dtype=torch.uint8)
     array: Any = found.numpy()
     left = memoryview(array)
     try:
         with path.open("rb", buffering=0) as file:
-            file.seek(stored.start)
+            file.seek(start)
             while left:
                 count = file.readinto(left)
                 if not count:

@@ -10,6 +10,7 @@ gptq                4 and 8 bits
 awq                 4 bits with zero points
 float8              FP8 of DeepSeek, Qwen and FBGEMM
 mxfp4               the experts of gpt-oss
+gguf                types of blocks, by module, of a GGUF file
 settings            reads the keys of a quantisation's config
 names               the modules that a list of a config means
 packing             unpacks codes, and checks scales and codes
@@ -25,6 +26,7 @@ from inference_svc.model.quantised.awq import Awq
 from inference_svc.model.quantised.bitsandbytes import BitsAndBytes
 from inference_svc.model.quantised.compressed_tensors import CompressedTensors
 from inference_svc.model.quantised.float8 import FbgemmFloat8, Float8
+from inference_svc.model.quantised.gguf import GgufScheme
 from inference_svc.model.quantised.gptq import Gptq
 from inference_svc.model.quantised.mxfp4 import Mxfp4
 from inference_svc.model.quantised.scheme import Rows, Scheme, StoredMatrix, TensorSpec
@@ -38,6 +40,7 @@ _METHODS: Mapping[str, Callable[[Settings, str], Scheme]] = {
     "compressed-tensors": CompressedTensors,
     "fbgemm_fp8": FbgemmFloat8,
     "fp8": Float8,
+    "gguf": GgufScheme.read,
     "gptq": Gptq,
     "mxfp4": Mxfp4,
     "sparseml": CompressedTensors,  # its name in the first versions

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.gguf.blocks import FORMATS, decode
-from inference_svc.model.gguf.file import TYPES, ElementType, shown
+from inference_svc.model.gguf.file import TYPES, ElementType
 from inference_svc.model.quantised.scheme import Rows, StoredMatrix, TensorSpec
+from inference_svc.model.quantised.settings import Settings
 
 QUANT_METHOD = "gguf"
 """The name in config.json that `expand` writes."""
@@ -31,15 +32,13 @@ class GgufScheme:
     types: Mapping[str, str]
 
     @classmethod
-    def from_config(cls, values: Mapping[str, Any]) -> GgufScheme:
+    def read(cls, settings: Settings, dtype: str) -> GgufScheme:
         """Reads `quantization_config` as `to_config` makes it. Raises UnsupportedModel."""
-        modules = values.get("modules")
-        if not isinstance(modules, Mapping) or not modules.keys() <= FORMATS.keys():
-            raise UnsupportedModel(
-                f"config.json: quantization_config.modules = {shown(modules)}: must map types to "
-                "modules; leave config.json out, the file's own metadata are read then"
-            )
-        return cls({str(path): kind for kind, paths in modules.items() for path in paths})
+        settings.require_known(("quant_method", "modules"))
+        modules = settings.part("modules")
+        if modules is None or not modules.values.keys() <= FORMATS.keys():
+            raise settings.refused("modules", "must map types of blocks to modules")
+        return cls({path: kind for kind in modules.values for path in modules.names(kind)})
 
     def to_config(self) -> dict[str, Any]:
         """Returns `quantization_config` of config.json."""
