@@ -88,7 +88,7 @@ def _tensors(model_dir: Path, name_of: Callable[[str], str | None]) -> Iterator[
     for path in weight_files(model_dir):
         if path.suffix == GGUF:
             for each in gguf.tensors(path):
-                yield TextTensor(each.name, each.stored.name, path, each.shape, each.dtype)
+                yield TextTensor(each.name, each.name, path, each.shape, each.dtype)
             continue
         try:
             with safe_open(path, framework="pt") as file:

@@ -56,12 +56,12 @@ def tensors(path: Path) -> list[ModelTensor]:
 
 
 def read(path: Path, name: str) -> Tensor:
-    """Reads all of a tensor; see `GgufRows`."""
+    """Reads all of a tensor, by its name in the model; see `GgufRows`."""
     return GgufRows(path, name)[:]
 
 
 class GgufRows:
-    """A tensor of a file, by its name there, of which rows are read by indexing it: of a matrix in
+    """A tensor of a file, by its name in the model, of which rows are read by indexing it: of a matrix in
     few bits blocks, uint8 [N, bytes of a row], else values. Nothing of the file stays mapped.
 
     Indexing raises UnsupportedModel where the file cannot be read, or a scale of a table is not
@@ -129,7 +129,7 @@ def _model_tensor(family: Family, values: Values, stored: StoredTensor) -> Model
 
 
 def _contents(path: Path) -> dict[str, ModelTensor]:
-    """Returns the tensors of a file by their names in it."""
+    """Returns the tensors of a file's model by their names."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -141,7 +141,7 @@ def _contents(path: Path) -> dict[str, ModelTensor]:
 def _contents_of(path: Path, stamp: tuple[int, int, int]) -> dict[str, ModelTensor]:
     """Reads a header once for all tensors of a file, until this is written anew: a vocabulary takes
     a tenth of a second."""
-    return {each.stored.name: each for each in model_tensors(read_header(path))}
+    return {each.name: each for each in model_tensors(read_header(path))}
 
 
 def _read_bytes(path: Path, start: int, num_bytes: int) -> Tensor:
