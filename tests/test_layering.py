@@ -341,6 +341,7 @@ def test_kernels_does_not_disturb_transformers() -> None:
 
 
 NAMING_FAMILIES = {
+    "inference_svc.model.gguf": "files name their family in words of their own",
     "inference_svc.model.rope": "kinds of rotation are called by who made them",
 }
 """Modules that may name families, and why."""

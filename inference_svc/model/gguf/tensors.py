@@ -166,7 +166,7 @@ def _decoded(values: Tensor, stored: StoredTensor) -> Tensor:
     """Returns fp32 of the tensor's shape."""
     found = torch.empty(stored.shape)
     rows = found.view(-1, stored.shape[-1])
-    blocks = values.view(len(rows), -1)
+    blocks = values.view(len(rows), stored.type.bytes_of(stored.shape[-1]))
     for start in range(0, len(rows), _DECODED_ROWS):
         piece = slice(start, start + _DECODED_ROWS)
         rows[piece] = decode(blocks[piece], stored.type.name).dequantise()

@@ -16,7 +16,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from loadout.demo.chat.download import Unavailable
+from loadout.demo.chat.download import GGUF_NAME, MODULE, Unavailable, gguf_file
 from loadout.demo.chat.model import model_folder
 from loadout.demo.chat.run import TRAINED_ADAPTERS
 from tests.support.models.zoo import Zoo
@@ -50,6 +50,17 @@ def _folder() -> Path | str:
         return model_folder(CACHE, Console(stderr=True))
     except Unavailable as error:
         return str(error)
+
+
+@cache
+def gguf_path() -> Path:
+    """Returns the model's GGUF file. Skips the test if it cannot be had."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    found = CACHE / MODULE / GGUF_NAME
+    try:
+        return found if found.is_file() else gguf_file(CACHE)
+    except Unavailable as error:
+        pytest.skip(f"SmolLM2 is not there, so no real file is read: {error}")
 
 
 def zoo() -> Zoo:
