@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from adapter_store.api.bounds import REQUESTS as STORE_REQUESTS
 from fuzz.format_2 import SEPARATOR
+from fuzz.gguf import change_gguf
 from fuzz.requests import MODEL_LEN
 from inference_svc.api.grpc.bounds import request_bounds
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -279,6 +280,7 @@ _FORMS: Mapping[str, Change] = {
         change_json,
     ),
     "http": change_json,
+    "gguf": change_gguf,
     "folder": change_entry,
     "pull": change_message(pb.PullAdapterResponse),
     "layout": change_message(pb.RegisterLayoutRequest),
@@ -289,7 +291,7 @@ _FORMS: Mapping[str, Change] = {
 def mutate(target: str, data: bytes, seed: int) -> bytes | None:
     """Returns the input with one part changed, or None if the part has another form."""
     random = Random(seed)
-    if target == "layout":
+    if target in ("layout", "gguf"):
         return _FORMS[target](data, random)
     mode, data = (data[:1], data[1:]) if target == "upload" else (b"", data)
     parts = data.split(SEPARATOR)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import gguf
 import numpy as np
 
 from contract.images.expert_index import INDEX_BYTES
@@ -225,6 +227,80 @@ def extracts() -> Iterator[tuple[str, bytes]]:
     yield "two_more", make_extract(tokenizer, ended).to_bytes()
 
 
+# --- GGUF files ---------------------------------------------------------------------------------
+
+
+def gguf_files() -> Iterator[tuple[str, bytes]]:
+    """Yields files of every family, with all types of blocks, splits and kinds of tokenizers."""
+    letters = [*"abcdef", "\u0120"]
+    words = {
+        "tokens": [*letters, "ab", "<s>", "</s>", "<think>"],
+        "token_type": [1] * 8 + [3, 3, 4],
+        "merges": ["a b"],
+        "bos_token_id": 8,
+        "eos_token_id": 9,
+    }
+    byte_level = {"model": "gpt2", "pre": "qwen2", **words}
+    scored = {**words, "model": "llama", "scores": [-float(each) for each in range(11)]}
+    scored = {**scored, "add_space_prefix": True, "add_bos_token": True, "unknown_token_id": 8}
+    del scored["merges"]
+    yield "llama", _gguf("llama", "Q4_K Q6_K Q8_0", {**byte_level, "pre": "llama-bpe"})
+    yield "scored", _gguf("llama", "Q4_0 Q4_1 Q5_0 Q5_1", scored)
+    yield "qwen2", _gguf("qwen2", "Q5_K F16", byte_level)
+    yield "qwen3", _gguf("qwen3", "BF16 F32", {**byte_level, "pre": "smollm"})
+    yield "gemma2", _gguf("gemma2", "Q8_0", scored)
+    yield "gemma3", _gguf("gemma3", "Q6_K Q4_0", {**scored, "tokens": ["  ", *words["tokens"][1:]]})
+
+
+def _gguf(architecture: str, kinds: str, tokenizer: Mapping[str, Any]) -> bytes:
+    """Returns a model of one layer with one head, whose matrices have these types in turn, and as
+    few rows as are read."""
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32}
+    sizes |= {"feed_forward_length": 32, "attention.head_count": 1, "attention.key_length": 32}
+    if architecture.startswith("gemma"):
+        sizes["attention.sliding_window"] = 8
+    values = {f"{architecture}.{key}": value for key, value in sizes.items()}
+    values[f"{architecture}.attention.layer_norm_rms_epsilon"] = 1e-5
+    values |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    values["tokenizer.chat_template"] = "{{ messages }}"
+    types = [gguf.GGMLQuantizationType[each] for each in kinds.split()]
+    [arch] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.gguf")
+        writer = gguf.GGUFWriter(path, architecture)
+        for key, value in values.items():
+            _ADDERS[type(value)](writer, key, value)
+        for number, tensor in enumerate(gguf.MODEL_TENSORS[arch]):
+            name = gguf.TENSOR_NAMES[tensor].format(bid=0) + ".weight"
+            if "norm" in name:
+                writer.add_tensor(name, np.ones(32, np.float32))
+            elif name == "rope_freqs.weight":
+                writer.add_tensor(name, np.ones(16, np.float32))
+            elif "rot_embd" not in name and "exp" not in name and "gate_inp" not in name:
+                _add_matrix(writer, name, types[number % len(types)])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path.read_bytes()
+
+
+def _add_matrix(writer: gguf.GGUFWriter, name: str, kind: gguf.GGMLQuantizationType) -> None:
+    rows = 11 if name == "token_embd.weight" else 2
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.full((rows, max(1, 32 // size) * num_bytes), 1, np.uint8)
+    writer.add_tensor(name, blocks, raw_dtype=kind)
+
+
+_ADDERS: Mapping[type, Callable[[gguf.GGUFWriter, str, Any], None]] = {
+    bool: gguf.GGUFWriter.add_bool,
+    int: gguf.GGUFWriter.add_uint32,
+    float: gguf.GGUFWriter.add_float32,
+    str: gguf.GGUFWriter.add_string,
+    list: gguf.GGUFWriter.add_array,
+}
+
+
 def http_requests() -> Iterator[tuple[str, bytes]]:
     common = {
         "model": "lora", "n": 2, "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 7,
@@ -307,6 +383,7 @@ SEEDS = {
     "tokenizer": tokenizers,
     "extract": extracts,
     "http": http_requests,
+    "gguf": gguf_files,
     "inference_request": inference_requests,
 }
 

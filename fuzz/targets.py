@@ -33,6 +33,7 @@ from adapter_store.sources import Sources, hub, local, s3
 from contract.adapter_files import CONFIG_FILE, MLX_WEIGHTS_FILE, WEIGHTS_FILE
 from fuzz.folders import LIMITS, fuzz_folder, fuzz_upload
 from fuzz.format_2 import SEPARATOR, fuzz_contents, fuzz_layout, fuzz_pull
+from fuzz.gguf import fuzz_gguf
 from fuzz.http import fuzz_http
 from fuzz.images import fuzz_image
 from fuzz.refusals import refused
@@ -205,14 +206,15 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "tokenizer": fuzz_tokenizer,
     "extract": fuzz_extract,
     "http": fuzz_http,
+    "gguf": fuzz_gguf,
 }
 
 # Percent of a campaign's executions, by the amount of code that a target reaches and by the cost
 # of an execution.
 SHARES: Mapping[str, int] = {
     "header": 4,
-    "header_text": 10,
-    "config": 9,
+    "header_text": 7,
+    "config": 8,
     "mlx_config": 4,
     "index": 4,
     "checkpoint": 1,
@@ -220,9 +222,9 @@ SHARES: Mapping[str, int] = {
     "names": 6,
     "policy": 1,
     "store_request": 6,
-    "inference_request": 9,
+    "inference_request": 8,
     "pull": 6,
-    "contents": 8,
+    "contents": 7,
     "layout": 4,
     "image": 6,
     "folder": 2,
@@ -230,4 +232,5 @@ SHARES: Mapping[str, int] = {
     "tokenizer": 6,
     "extract": 4,
     "http": 5,
+    "gguf": 6,
 }
