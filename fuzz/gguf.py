@@ -6,6 +6,8 @@ import json
 import struct
 import tempfile
 from collections.abc import Iterator
+from functools import cache
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -23,6 +25,7 @@ from inference_svc.model.quantised import read_scheme
 MAX_GROWTH = 16
 """Most bytes of values for a byte of a file: of four bits in fp32, and some for scales."""
 NEAR = (0, 1, 2, 3, 4, 7, 8, 12, 14, 31, 32, 33, 64, 96, 128, 256, 1 << 31, 1 << 32, (1 << 64) - 1)
+_NUMBERS = count()
 _ARRAY, _TEXT = 9, 8
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 
@@ -30,10 +33,14 @@ _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q
 def fuzz_gguf(data: bytes) -> None:
     """Reads a file as a server does that has no other file of the model: it is refused, or its
     tensors are, or they have the shapes that were announced."""
-    with tempfile.TemporaryDirectory(prefix="loadout-fuzz-") as folder, refused(UnsupportedModel):
-        path, small = Path(folder, "a.gguf"), Path(folder, "small")
-        path.write_bytes(data)
-        small.mkdir()
+    folder = _folder()
+    small = folder / "small"
+    for before in (*folder.glob("*.gguf"), *small.iterdir()):
+        before.unlink()
+    # Of another name each time: the reader remembers the last headers.
+    path = folder / f"{next(_NUMBERS)}.gguf"
+    path.write_bytes(data)
+    with refused(UnsupportedModel):
         write_folder(path, small)
         config = json.loads((small / "config.json").read_text(encoding="utf-8"))
         scheme = read_scheme(config)
@@ -46,6 +53,14 @@ def fuzz_gguf(data: bytes) -> None:
                 assert each.dtype not in PLAIN
                 rows = decode(values, each.dtype)
                 assert rows.codes.shape == each.stored.shape
+
+
+@cache
+def _folder() -> Path:
+    """Returns a folder of this process: to remove one takes longer than all else here."""
+    folder = Path(tempfile.mkdtemp(prefix="loadout-fuzz-"))
+    (folder / "small").mkdir()
+    return folder
 
 
 # --- changes that keep the form -----------------------------------------------------------------
@@ -100,12 +115,12 @@ def _fields(data: bytes) -> Iterator[_Field]:
         key = _text_at(data, at)
         [kind] = struct.unpack_from("<I", data, key.end)
         yield from (key, _Field(key.end, key.end + 4, "I"))
-        at, count = key.end + 4, 1
+        at, items = key.end + 4, 1
         if kind == _ARRAY:
-            kind, count = struct.unpack_from("<IQ", data, at)
+            kind, items = struct.unpack_from("<IQ", data, at)
             yield from (_Field(at, at + 4, "I"), _Field(at + 4, at + 12, "Q"))
             at += 12
-        for _ in range(count):
+        for _ in range(items):
             field = _value_at(data, at, kind)
             yield field
             at = field.end

@@ -233,7 +233,7 @@ def extracts() -> Iterator[tuple[str, bytes]]:
 def gguf_files() -> Iterator[tuple[str, bytes]]:
     """Yields files of every family, with all types of blocks, splits and kinds of tokenizers."""
     letters = [*"abcdef", "\u0120"]
-    words = {
+    words: dict[str, Any] = {
         "tokens": [*letters, "ab", "<s>", "</s>", "<think>"],
         "token_type": [1] * 8 + [3, 3, 4],
         "merges": ["a b"],
@@ -259,7 +259,7 @@ def _gguf(architecture: str, kinds: str, tokenizer: Mapping[str, Any]) -> bytes:
     sizes |= {"feed_forward_length": 32, "attention.head_count": 1, "attention.key_length": 32}
     if architecture.startswith("gemma"):
         sizes["attention.sliding_window"] = 8
-    values = {f"{architecture}.{key}": value for key, value in sizes.items()}
+    values: dict[str, Any] = {f"{architecture}.{key}": value for key, value in sizes.items()}
     values[f"{architecture}.attention.layer_norm_rms_epsilon"] = 1e-5
     values |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
     values["tokenizer.chat_template"] = "{{ messages }}"

@@ -79,12 +79,12 @@ class InferenceSettings(ServiceSettings):
     model: Annotated[Path, Metavar("MODEL"), Level.COMMON, BASICS]
     """Folder of the base model as Hugging Face saves it (config.json, safetensors files,
     tokenizer.json), or its name on the Hub, such as Qwen/Qwen3-0.6B or NAME@REVISION for a commit,
-    tag or branch. A model named on the Hub must be in the Hub's cache: run loadout download first;
-    loadout up does so itself."""
+    tag or branch. A GGUF file, or a folder with one, is a model too. A model named on the Hub must
+    be in the Hub's cache: run loadout download first; loadout up does so itself."""
 
     base_model: Annotated[str, Level.COMMON, BASICS] = ""
     """Name that adapters use for the base model. Default: the model's name on the Hub, or the name
-    of its folder."""
+    of its folder or file."""
 
     tokenizer: Annotated[bool, MODEL] = True
     """Load the model's tokenizer. If off, requests and responses contain token ids only; text,

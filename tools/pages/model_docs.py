@@ -38,6 +38,18 @@ warning. We test configs of these published models, with all keys of their autho
 Other sizes of a model, and models trained from it, mostly have the same architecture: look at
 `architectures` in the model's `config.json`.
 
+## GGUF files
+
+You can serve a GGUF file of a Llama, Qwen 2 or 3, or Gemma 2 or 3: name a folder with one `.gguf`
+and no `config.json`, or name the file. Weights keep their few bits. Supported types are `Q4_0`,
+`Q4_1`, `Q5_0`, `Q5_1`, `Q8_0`, `Q4_K`, `Q5_K` and `Q6_K`, so files such as `Q4_K_M`, and `F32`,
+`F16` and `BF16`. The server dequantises an embedding when it loads the model. The tokenizer, the
+chat template and the tokens that end an answer come from the file.
+
+Adapters name the model that they were trained on, which the file does not: set `--base-model`. The
+server refuses, by key and value, metadata and types that it does not compute. Join a model in
+several files first, with llama.cpp's `llama-gguf-split`.
+
 ## Adapters of whole models
 
 In a model of several towers, Loadout computes only the text part. If you train with

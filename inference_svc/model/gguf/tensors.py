@@ -61,8 +61,9 @@ def read(path: Path, name: str) -> Tensor:
 
 
 class GgufRows:
-    """A tensor of a file, by its name in the model, of which rows are read by indexing it: of a matrix in
-    few bits blocks, uint8 [N, bytes of a row], else values. Nothing of the file stays mapped.
+    """A tensor of a file, by its name in the model, of which rows are read by indexing it: of a
+    matrix in few bits blocks, uint8 [N, bytes of a row], else values. Nothing of the file stays
+    mapped.
 
     Indexing raises UnsupportedModel where the file cannot be read, or a scale of a table is not
     finite.

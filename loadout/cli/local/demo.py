@@ -217,7 +217,7 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path) -> None:
     _check_ports(system)
     _check_token(system)
     with _failures_in_words(), sigterm_is_ctrl_c():
-        if system.model and not Path(system.model).is_dir():
+        if system.model and not Path(system.model).exists():
             fetch_model(system.model, or_folder=True)
         with system:
             _serve(system, work_dir, is_demo=is_demo)

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from inference_svc.model.gguf.expand import expanded
+from inference_svc.text.tokenizer import Tokenizer
+from tests.support.models import smollm2
 from tests.support.models.gguf_files import SIZES, llama3_factors, write_gguf
 
 NUM_TOKENS = 60
@@ -125,3 +128,32 @@ def test_logits(name, random_model, load_decoder, relative_rms, tmp_path):
         decoder = load_decoder(folder)
         got = decoder.logits(token_ids, chunk=17)
     assert relative_rms(expected, got) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_real_file(load_decoder, relative_rms):
+    """SmolLM2, in fp32: logits, and the tokens that are chosen by them."""
+    path = smollm2.gguf_path()
+    reference = AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    with expanded(path) as folder:
+        tokenizer = Tokenizer(folder)
+        decoder = load_decoder(folder)
+        for question in smollm2.QUESTIONS[:2]:
+            said = [{"role": "user", "content": question}]
+            text = tokenizer.hf.apply_chat_template(
+                said, tokenize=False, add_generation_prompt=True
+            )
+            prompt = torch.tensor([tokenizer.encode(text)])
+            with torch.no_grad():
+                answer = reference.generate(prompt, max_new_tokens=16, do_sample=False)
+                expected = reference(answer).logits[0]
+            got = decoder.logits(answer[0].tolist(), chunk=100)
+            assert relative_rms(expected, got) <= 1e-4
+            first = prompt.shape[1] - 1
+            assert torch.equal(got[first:-1].argmax(dim=1), answer[0, first + 1 :])
