@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import gguf
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.gguf.blocks import FORMATS, decode
 from inference_svc.model.gguf.file import TYPES
+from inference_svc.model.quantised import read_scheme
 from inference_svc.model.quantised.gguf import GgufScheme
 from tests.support.models.gguf_files import random_blocks, values_of
 
@@ -53,7 +56,8 @@ def test_scales_that_are_not_finite_are_refused(kind: str, value: float) -> None
 
 def test_a_scheme_survives_the_config() -> None:
     scheme = GgufScheme({"a.q_proj": "Q4_K", "a.k_proj": "Q4_K", "a.v_proj": "Q6_K"})
-    assert GgufScheme.from_config(scheme.to_config()) == scheme
+    config = {"quantization_config": scheme.to_config(), "dtype": "bfloat16"}
+    assert read_scheme(json.loads(json.dumps(config))) == scheme
     assert scheme.name == "gguf, Q4_K and Q6_K"
     stored = scheme.matrix("a.v_proj", 3, 512)
     assert stored is not None
@@ -67,7 +71,8 @@ def test_a_scheme_survives_the_config() -> None:
         scheme.matrix("a.q_proj", 3, 384)
 
 
-@pytest.mark.parametrize("modules", [None, [], {"Q2_K": ["a"]}, {"F16": ["a"]}])
+@pytest.mark.parametrize("modules", [None, [], {"Q2_K": ["a"]}, {"Q8_0": [1]}])
 def test_a_config_of_other_types_is_refused(modules: object) -> None:
+    config = {"quantization_config": {"quant_method": "gguf", "modules": modules}}
     with pytest.raises(UnsupportedModel, match=r"quantization_config\.modules"):
-        GgufScheme.from_config({"quant_method": "gguf", "modules": modules})
+        read_scheme(config)
