@@ -4,6 +4,7 @@ async_engines   the front end's engine over any engine, and requests to it
 connections     bare connections to a server's HTTP address
 fake_engine     an engine without a model
 front           a server's HTTP API, by OpenAI's client and a raw one
+gguf_files      GGUF files as llama.cpp's converter writes them, and their weights
 loop            a residency without an engine
 memory_store    images of a small layout, and a store in memory that can misbehave
 results         the results that requests ask for

@@ -4,7 +4,6 @@ cards            the README that PEFT writes beside an adapter, made once
 decoders         our decoders, run over sequences in any chunks
 decayed_sum      a toy of a mixer with a recurrent state, and a model that has it
 families         the configuration of every family, with its special features switched on
-gguf_files       GGUF files as llama.cpp's converter writes them, and their weights
 parity           records an engine's logits, and compares them with an oracle's
 templates        chat templates that never end, or do more than templates may
 quantised        decoders whose weights have formats, and the weights to compare them with

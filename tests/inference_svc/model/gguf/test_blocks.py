@@ -14,7 +14,7 @@ from inference_svc.model.gguf.blocks import FORMATS, decode
 from inference_svc.model.gguf.file import TYPES
 from inference_svc.model.quantised import read_scheme
 from inference_svc.model.quantised.gguf import GgufScheme
-from tests.support.models.gguf_files import random_blocks, values_of
+from tests.support.inference.gguf_files import random_blocks, values_of
 
 SHAPE = (5, 768)
 

@@ -24,7 +24,7 @@ from inference_svc.model.gguf.file import TYPES, Header, StoredTensor, read_head
 from inference_svc.model.gguf.tensors import GgufRows, read, tensors
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
-from tests.support.models.gguf_files import SIZES, apart, llama3_factors, write_gguf
+from tests.support.inference.gguf_files import SIZES, apart, llama3_factors, write_gguf
 
 Random = Callable[..., PreTrainedModel]
 KINDS = {"embed_tokens": "Q8_0", "proj": "Q4_K"}

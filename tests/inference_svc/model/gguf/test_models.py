@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from inference_svc.model.gguf.expand import expanded
 from inference_svc.text.tokenizer import Tokenizer
+from tests.support.inference.gguf_files import SIZES, llama3_factors, write_gguf
 from tests.support.models import smollm2
-from tests.support.models.gguf_files import SIZES, llama3_factors, write_gguf
 
 NUM_TOKENS = 60
 THETA = 500_000.0
