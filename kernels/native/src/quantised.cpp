@@ -1,0 +1,334 @@
+// Products with weights in few bits: out = x @ W^T + bias, with W = table[code] * scale + offset.
+//
+// W lies in panels of PANEL outputs, each contiguous. A panel has its groups in the order of K, each
+// as [scales][offsets][codes]; see quantised_codes.h for the order of codes. Codes are decoded to
+// table[code] in the type of x. Every output is a sum over chunks in the order of K:
+//
+//   sum = offset * sum(x of the chunk) + (scale * sum(x * table[code]) + sum)
+//
+// whatever the number of tokens: a row alone gives the bits that it gives in any batch. Few rows
+// decode codes in registers; many decode a chunk once, into the first cache.
+#include "quantised.h"
+
+#include <array>
+#include <utility>
+
+#include "panels.h"
+#include "quantised_codes.h"
+#include "slice.h"
+
+namespace loadout {
+
+namespace {
+
+// Inputs in a chunk: decoded in float, they take half of a first cache of 32 KiB.
+constexpr int64_t MOST_INPUTS = 128;
+// Rows in an item, whose sums lie in the first cache, too.
+constexpr int64_t MOST_SUMS_ROWS = 96;
+// Sums of inputs in chunks that an item's rows may have.
+constexpr int64_t MOST_INPUT_SUMS = 16384;
+
+// Chunks that are computed side by side, so that few rows have as many sums as the latency of their
+// instructions asks for.
+constexpr int side_by_side(int rows) {
+#if defined(__AVX512F__)
+  return rows == 1 ? 4 : rows == 2 ? 2 : 1;
+#else
+  return 1;
+#endif
+}
+
+// What all tiles of an item share.
+template <typename T>
+struct Item {
+  const QuantisedForm& form;
+  const Chunks& chunks;
+  const T* x;  // of the first row
+  int64_t stride;
+  const float* input_sums;  // [rows, chunks], or null
+  float* sums;              // [rows, PANEL]
+  int64_t fetch;            // bytes from this panel to the one that this thread takes next, or 0
+};
+
+template <int ROWS, int CHUNKS>
+using Partial = VF[CHUNKS][ROWS][tile_vectors(ROWS)];
+
+// Adds the products of `words` words of chunks side by side. x: of the first chunk, `size` inputs
+// before the second's.
+template <int ROWS, int CHUNKS, typename Codes, typename T>
+inline __attribute__((always_inline)) void multiply_words(
+    Partial<ROWS, CHUNKS>& partial, const Codes& codes, const char* const (&at)[CHUNKS],
+    const T* x, int64_t size, int64_t stride, int64_t words, int64_t fetch) {
+  constexpr int VECTORS = tile_vectors(ROWS), STEPS = Codes::SPAN / STEP_OF<T>;
+  constexpr int WORD_BYTES = Codes::WORD_BYTES * PANEL;
+  using Word = decltype(Codes::load(nullptr, 0));
+#pragma GCC unroll 2
+  for (int64_t w = 0; w < words; ++w) {
+    Word word[CHUNKS][VECTORS];
+#pragma GCC unroll 4
+    for (int c = 0; c < CHUNKS; ++c)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) word[c][v] = Codes::load(at[c] + w * WORD_BYTES, v);
+#pragma GCC unroll 8
+    for (int step = 0; step < STEPS; ++step)
+#pragma GCC unroll 4
+      for (int c = 0; c < CHUNKS; ++c) {
+        VF weights[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) weights[v] = codes.decode(word[c][v], step);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+          const VF xr = load_step(x + r * stride + c * size + w * Codes::SPAN, step);
+#pragma GCC unroll 4
+          for (int v = 0; v < VECTORS; ++v)
+            partial[c][r][v] = multiply_step<T>(partial[c][r][v], xr, weights[v]);
+        }
+      }
+    if constexpr (ROWS > MAX_ROWS_UNFETCHED)
+      for (int at_line = 0; at_line < VECTORS * VF_WIDTH * Codes::WORD_BYTES; at_line += LINE_BYTES)
+        _mm_prefetch(at[0] + w * WORD_BYTES + fetch + at_line, _MM_HINT_T1);
+  }
+}
+
+// Adds chunks, the first of which has the given number, to the sums of ROWS rows from `row` on, for
+// the outputs from `part` on. `decoded`: the only chunk's, or null.
+template <typename Codes, typename T, int ROWS, int CHUNKS>
+inline void add_chunks(const Item<T>& item, const Codes& codes, int row, int part, int64_t number,
+                       const Chunk (&chunks)[CHUNKS], const char* decoded) {
+  constexpr int VECTORS = tile_vectors(ROWS);
+  Partial<ROWS, CHUNKS> partial;
+#pragma GCC unroll 4
+  for (int c = 0; c < CHUNKS; ++c)
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) partial[c][r][v] = vzero();
+  const char* at[CHUNKS];
+  for (int c = 0; c < CHUNKS; ++c)
+    at[c] = (decoded ? decoded : chunks[c].codes) + part * Codes::WORD_BYTES;
+  const T* x = item.x + row * item.stride + chunks[0].first;
+  const int64_t size = chunks[0].size, words = size / Codes::SPAN;
+  multiply_words<ROWS, CHUNKS>(partial, codes, at, x, size, item.stride, words,
+                               decoded ? 0 : item.fetch);
+  if constexpr (CHUNKS == 1) {
+    const int64_t done = words * Codes::SPAN;
+    if (done < size) {  // a word that ends beyond the row
+      T padded[ROWS * Codes::SPAN] = {};
+      for (int r = 0; r < ROWS; ++r)
+        std::memcpy(padded + r * Codes::SPAN, x + r * item.stride + done,
+                    (size - done) * sizeof(T));
+      at[0] += words * Codes::WORD_BYTES * PANEL;
+      multiply_words<ROWS, 1>(partial, codes, at, padded, 0, Codes::SPAN, 1, 0);
+    }
+  }
+  for (int c = 0; c < CHUNKS; ++c) {
+    const char* scales = chunks[c].scales;
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+      const int vector = part / VF_WIDTH + v;
+      VF scale = load_scales(scales, item.form.scales, vector);
+      if constexpr (Codes::FACTOR != 1) scale = vmul(scale, vset1(Codes::FACTOR));
+      float* sums = item.sums + row * PANEL + part + v * VF_WIDTH;
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r)
+        vstore(sums + r * PANEL, vfma(scale, partial[c][r][v], vload(sums + r * PANEL)));
+      if (!item.input_sums) continue;
+      const VF offset = load_scales(scales + item.chunks.scale_bytes(), item.form.scales, vector);
+      for (int r = 0; r < ROWS; ++r) {
+        const float sum = item.input_sums[(row + r) * item.chunks.count() + number + c];
+        vstore(sums + r * PANEL, vfma(offset, vset1(sum), vload(sums + r * PANEL)));
+      }
+    }
+  }
+}
+
+// Adds chunks [first, last) of a panel to the sums of ROWS rows from `row` on.
+template <typename Codes, typename T, int ROWS>
+void add_all(const Item<T>& item, int row, const char* panel, int64_t first, int64_t last,
+             const char* decoded) {
+  constexpr int CHUNKS = side_by_side(ROWS), WIDTH = tile_vectors(ROWS) * VF_WIDTH;
+  const Codes codes(item.form.table);
+  for (int part = 0; part < PANEL; part += WIDTH) {
+    int64_t i = first;
+    if constexpr (CHUNKS > 1)
+      for (; i + CHUNKS <= last; i += CHUNKS) {
+        Chunk chunks[CHUNKS];
+        bool are_equal = true;
+        for (int c = 0; c < CHUNKS; ++c) {
+          chunks[c] = item.chunks.find(panel, i + c);
+          are_equal &= chunks[c].size == chunks[0].size;
+        }
+        if (!are_equal || chunks[0].size % Codes::SPAN) break;
+        add_chunks<Codes, T, ROWS, CHUNKS>(item, codes, row, part, i, chunks, nullptr);
+      }
+    for (; i < last; ++i) {
+      const Chunk chunk[1] = {item.chunks.find(panel, i)};
+      add_chunks<Codes, T, ROWS, 1>(item, codes, row, part, i, chunk, decoded);
+    }
+  }
+}
+
+template <typename T>
+using AddAll = void (*)(const Item<T>&, int, const char*, int64_t, int64_t, const char*);
+
+template <typename Codes, typename T, int... ROWS>
+constexpr std::array<AddAll<T>, sizeof...(ROWS)> every_height(
+    std::integer_sequence<int, ROWS...>) {
+  return {add_all<Codes, T, ROWS + 1>...};
+}
+
+// ADD_ALL<Codes, T>[rows - 1]
+template <typename Codes, typename T>
+constexpr auto ADD_ALL = every_height<Codes, T>(std::make_integer_sequence<int, MAX_ROWS>());
+
+// Writes the values of a chunk as `Decoded` reads them.
+template <typename Codes, typename T>
+inline void decode_chunk(const Item<T>& item, const Chunk& chunk, float* to) {
+  constexpr int STEPS = Codes::SPAN / STEP_OF<T>, WORD_BYTES = Codes::WORD_BYTES * PANEL;
+  const Codes codes(item.form.table);
+  const int64_t words = (chunk.size + Codes::SPAN - 1) / Codes::SPAN;
+  for (int64_t w = 0; w < words; ++w) {
+    const char* at = chunk.codes + w * WORD_BYTES;
+#pragma GCC unroll 4
+    for (int v = 0; v < PANEL / VF_WIDTH; ++v) {
+      const auto word = Codes::load(at, v);
+#pragma GCC unroll 8
+      for (int step = 0; step < STEPS; ++step, to += PANEL)
+        vstore(to + v * VF_WIDTH, codes.decode(word, step));
+      to -= STEPS * PANEL;
+    }
+    to += STEPS * PANEL;
+    for (int line = 0; line < WORD_BYTES; line += LINE_BYTES)
+      _mm_prefetch(at + item.fetch + line, _MM_HINT_T1);
+  }
+}
+
+// The sums of `rows` rows by one panel.
+template <typename Codes, typename T>
+void sum_panel(const Item<T>& item, int rows, const char* panel) {
+  const int64_t count = item.chunks.count();
+  if (rows <= MAX_ROWS) {
+    ADD_ALL<Codes, T>[rows - 1](item, 0, panel, 0, count, nullptr);
+    return;
+  }
+  alignas(64) float decoded[MOST_INPUTS / STEP_OF<T> * PANEL];
+  const int tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+  for (int64_t number = 0; number < count; ++number) {
+    decode_chunk<Codes, T>(item, item.chunks.find(panel, number), decoded);
+    for (int i = 0; i < tiles; ++i) {
+      const int row = rows * i / tiles, height = rows * (i + 1) / tiles - row;
+      ADD_ALL<Decoded<Codes, T>, T>[height - 1](item, row, panel, number, number + 1,
+                                                reinterpret_cast<const char*>(decoded));
+    }
+  }
+}
+
+// A thread's part of a product: it computes items, and keeps what it knows of their inputs.
+template <typename Codes, typename T, typename Out>
+class Product {
+ public:
+  Product(const LinearArgs& args, const QuantisedForm& form)
+      : args_(args),
+        form_(form),
+        chunks_(form, args.in_features, MOST_INPUTS, Codes::SPAN, Codes::WORD_BYTES) {}
+
+  int64_t most_rows() const {
+    const int64_t row_bytes = args_.in_features * static_cast<int64_t>(sizeof(T));
+    const int64_t most = std::max<int64_t>(MAX_ROWS, ROW_BLOCK_BYTES / row_bytes);
+    const int64_t of_sums = form_.has_offsets ? MOST_INPUT_SUMS / chunks_.count() : MOST_SUMS_ROWS;
+    return std::min({most, of_sums, MOST_SUMS_ROWS});
+  }
+
+  int64_t panel_bytes() const { return chunks_.panel_bytes(); }
+
+  // Rows [first, last) by one panel of the weights in `args`. `next`: the number of bytes from it to
+  // the one that this thread takes next.
+  void multiply(const LinearArgs& args, int64_t first, int64_t last, int64_t panel, int64_t next) {
+    const T* x = static_cast<const T*>(args.x) + first * args.x_stride;
+    if (form_.has_offsets && (first != first_ || last != last_)) {
+      add_inputs(x, static_cast<int>(last - first));
+      first_ = first, last_ = last;
+    }
+    alignas(64) float sums[MOST_SUMS_ROWS * PANEL];
+    const int rows = static_cast<int>(last - first);
+    std::fill_n(sums, rows * PANEL, 0.0f);
+    const Item<T> item{form_, chunks_, x,   args.x_stride, form_.has_offsets ? input_sums_ : nullptr,
+                       sums,  next};
+    sum_panel<Codes, T>(item, rows, static_cast<const char*>(args.weights) + panel * panel_bytes());
+    store_panel<Out>(args, sums, first, rows, panel * PANEL);
+  }
+
+ private:
+  void add_inputs(const T* x, int rows) {
+    for (int r = 0; r < rows; ++r)
+      for (int64_t i = 0; i < chunks_.count(); ++i) {
+        const Chunk chunk = chunks_.find(nullptr, i);
+        VF sum = vzero();
+        for_vectors(chunk.size, [&](int64_t at, auto lanes) {
+          sum = vadd(sum, vload(x + r * args_.x_stride + chunk.first + at, lanes));
+        });
+        input_sums_[r * chunks_.count() + i] = reduce_add(sum);
+      }
+  }
+
+  const LinearArgs& args_;
+  const QuantisedForm& form_;
+  const Chunks chunks_;
+  int64_t first_ = -1, last_ = -1;
+  float input_sums_[MOST_INPUT_SUMS];
+};
+
+}  // namespace
+
+template <typename Codes, typename T, typename Out>
+void quantised(const QuantisedArgs& args, const Slice& slice) {
+  Product<Codes, T, Out> product(args.linear, args.form);
+  const int64_t tokens = *args.linear.num_tokens, most = product.most_rows();
+  const int64_t blocks = (tokens + most - 1) / most, panels = num_panels(args.linear);
+  const int64_t items = blocks * panels;
+  for (int64_t item = slice.take(), next; item < items; item = next) {
+    next = slice.take();
+    const int64_t block = item / panels, panel = item % panels;
+    const int64_t step = next < items ? next % panels - panel : 0;
+    product.multiply(args.linear, tokens * block / blocks, tokens * (block + 1) / blocks, panel,
+                     step * product.panel_bytes());
+  }
+}
+
+template <typename Codes, typename T, typename Out>
+void quantised_experts(const ExpertsQuantisedArgs& args, const Slice& slice) {
+  const LinearArgs& linear = args.experts.linear;
+  Product<Codes, T, Out> product(linear, args.form);
+  const int64_t panels = num_panels(linear);
+  ExpertItems items(args.experts, product.most_rows());
+  for (ExpertItem item = items.find(slice.take()), next; item.expert >= 0; item = next) {
+    next = items.find(slice.take());
+    LinearArgs own = linear;
+    const int64_t first_panel = item.expert * panels;
+    own.weights = static_cast<const char*>(own.weights) + first_panel * product.panel_bytes();
+    if (own.bias) own.bias += first_panel * PANEL;
+    const int64_t step =
+        next.expert >= 0 ? next.expert * panels + next.panel - first_panel - item.panel : 0;
+    product.multiply(own, item.first, item.last, item.panel, step * product.panel_bytes());
+  }
+}
+
+}  // namespace loadout
+
+#define EXPORT_CODES(NAME, CODES)                                                          \
+  LOADOUT_EXPORT(quantised_##NAME##_float, loadout::QuantisedArgs,                         \
+                 (loadout::quantised<loadout::CODES<float>, float, float>))                \
+  LOADOUT_EXPORT(quantised_##NAME##_bf16, loadout::QuantisedArgs,                          \
+                 (loadout::quantised<loadout::CODES<loadout::bf16>, loadout::bf16,         \
+                                     loadout::bf16>))                                      \
+  LOADOUT_EXPORT(quantised_##NAME##_bf16_float, loadout::QuantisedArgs,                    \
+                 (loadout::quantised<loadout::CODES<loadout::bf16>, loadout::bf16, float>)) \
+  LOADOUT_EXPORT(quantised_experts_##NAME##_float, loadout::ExpertsQuantisedArgs,          \
+                 (loadout::quantised_experts<loadout::CODES<float>, float, float>))        \
+  LOADOUT_EXPORT(quantised_experts_##NAME##_bf16, loadout::ExpertsQuantisedArgs,           \
+                 (loadout::quantised_experts<loadout::CODES<loadout::bf16>, loadout::bf16, \
+                                             loadout::bf16>))
+
+EXPORT_CODES(nibbles, Nibbles)
+EXPORT_CODES(integers, Integers)
+EXPORT_CODES(fp8, Fp8)

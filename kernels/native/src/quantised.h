@@ -1,0 +1,115 @@
+// Products with weights in few bits; see quantised.cpp.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "linear.h"
+#include "simd.h"
+
+namespace loadout {
+
+// How weights are kept; as `kernels/quantised/pack.py` packs them.
+struct QuantisedForm {
+  const float* table;  // value of each code
+  int64_t group_size;  // inputs that share a scale, a multiple of 8
+  int64_t scales;      // the dtype of scales and offsets: 0 float32, 1 bfloat16, 2 float16
+  int64_t has_offsets;
+};
+
+struct QuantisedArgs {
+  LinearArgs linear;
+  QuantisedForm form;
+};
+
+struct ExpertsQuantisedArgs {
+  ExpertsLinearArgs experts;
+  QuantisedForm form;
+};
+
+// Inputs in int8, written by `quantise_inputs` and read by the product that comes next.
+struct Int8Inputs {
+  int8_t* codes;   // [T, words of 4], zero beyond the last input
+  float* scales;   // [T]
+  int32_t* sums;   // [T, chunks]: the sum of each chunk's codes
+};
+
+struct QuantiseInputsArgs {
+  const void* x;  // [T, in_features], rows x_stride elements apart
+  Int8Inputs out;
+  const int32_t* num_tokens;
+  int64_t x_stride;
+  int64_t in_features;
+  int64_t group_size;
+};
+
+struct Int8Args {
+  LinearArgs linear;  // without x
+  QuantisedForm form;
+  Int8Inputs x;
+};
+
+struct ExpertsInt8Args {
+  ExpertsLinearArgs experts;
+  QuantisedForm form;
+  Int8Inputs x;
+};
+
+// Some inputs of one group, of a panel: a product's shortest sums.
+struct Chunk {
+  const char* scales;  // of PANEL outputs; offsets come next
+  const char* codes;
+  int64_t first, size;  // inputs
+};
+
+// Where a panel's chunks lie. Codes lie in words of `span` inputs of one output, `word_bytes` each.
+class Chunks {
+ public:
+  Chunks(const QuantisedForm& form, int64_t in_features, int64_t most, int span, int word_bytes)
+      : in_features_(in_features),
+        group_size_(form.group_size),
+        chunk_size_(std::min(most, form.group_size)),
+        of_group_((form.group_size + most - 1) / most),
+        chunk_bytes_(chunk_size_ / span * word_bytes * PANEL),
+        scale_bytes_(PANEL * (form.scales ? 2 : 4)),
+        header_bytes_(scale_bytes_ * (form.has_offsets ? 2 : 1)) {
+    const int64_t words = (group_size_ + span - 1) / span;
+    group_bytes_ = header_bytes_ + words * word_bytes * PANEL;
+    const int64_t groups = (in_features + group_size_ - 1) / group_size_;
+    panel_bytes_ = groups * group_bytes_;
+    const int64_t last = in_features - (groups - 1) * group_size_;
+    count_ = (groups - 1) * of_group_ + (last + chunk_size_ - 1) / chunk_size_;
+  }
+
+  int64_t count() const { return count_; }
+  int64_t panel_bytes() const { return panel_bytes_; }
+  int64_t scale_bytes() const { return scale_bytes_; }
+
+  Chunk find(const char* panel, int64_t number) const {
+    const int64_t group = number / of_group_, part = number % of_group_;
+    const char* start = panel + group * group_bytes_;
+    const int64_t in_group = part * chunk_size_, first = group * group_size_ + in_group;
+    const int64_t end = std::min((group + 1) * group_size_, in_features_);
+    return {start, start + header_bytes_ + part * chunk_bytes_, first,
+            std::min(chunk_size_, end - first)};
+  }
+
+ private:
+  const int64_t in_features_, group_size_, chunk_size_, of_group_, chunk_bytes_, scale_bytes_,
+      header_bytes_;
+  int64_t group_bytes_, panel_bytes_, count_;
+};
+
+// The v-th vector of a panel's scales or offsets.
+inline VF load_scales(const char* scales, int64_t dtype, int v) {
+  if (dtype == 0) return vload(reinterpret_cast<const float*>(scales) + v * VF_WIDTH);
+  const char* halves = scales + v * VF_WIDTH * 2;
+  if (dtype == 1) return vload(reinterpret_cast<const bf16*>(halves));
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+#else
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+#endif
+}
+
+}  // namespace loadout
