@@ -46,7 +46,7 @@ class _SortPairsArgs(ctypes.Structure):
     )
 
 
-class _ExpertsLinearArgs(ctypes.Structure):
+class ExpertsLinearArgs(ctypes.Structure):
     _fields_ = (
         ("linear", LinearArgs),
         ("starts", ctypes.c_void_p),
@@ -191,7 +191,7 @@ def experts_linear_op(
     assert x.dtype == out.dtype == packed.dtype
     linear = linear_args(x, packed, out)
     linear.out_features = out.shape[1]
-    args = _ExpertsLinearArgs(linear, routing.pairs.starts.data_ptr(), routing.num_experts)
+    args = ExpertsLinearArgs(linear, routing.pairs.starts.data_ptr(), routing.num_experts)
     name = f"linear_experts_{dtype_name(x.dtype)}"
     return NativeOp(name, args, (x, packed, out, routing))
 

@@ -34,18 +34,19 @@ _COMMON_FLAGS = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
 """The variants, best first."""
 
+_AVX2_NEEDS = frozenset({"avx2", "fma", "f16c"})
+_AVX512_NEEDS = _AVX2_NEEDS | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _NEEDS: dict[str, frozenset[str]] = {
-    "avx512_bf16": frozenset(
-        {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
-    ),
-    "avx512": frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"}),
-    "avx2": frozenset({"avx2", "fma", "f16c"}),
+    # All processors with the bf16 instructions have VNNI.
+    "avx512_bf16": _AVX512_NEEDS | {"avx512_bf16", "avx512_vnni"},
+    "avx512": _AVX512_NEEDS,
+    "avx2": _AVX2_NEEDS,
 }
 _COMPILERS = ("g++", "clang++", "c++")
 COMPILE_TIMEOUT_S = 600.0

@@ -13,9 +13,7 @@
 #include <array>
 #include <utility>
 
-#include "panels.h"
 #include "quantised_codes.h"
-#include "slice.h"
 
 namespace loadout {
 
@@ -23,8 +21,14 @@ namespace {
 
 // Inputs in a chunk: decoded in float, they take half of a first cache of 32 KiB.
 constexpr int64_t MOST_INPUTS = 128;
-// Rows in an item, whose sums lie in the first cache, too.
-constexpr int64_t MOST_SUMS_ROWS = 96;
+// Rows in an item.
+constexpr int64_t MOST_ITEM_ROWS = 96;
+// Rows in a tile: as fast as the most that fit, and more of them stay apart in the first cache.
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 8;
+#else
+constexpr int TILE_ROWS = 6;
+#endif
 // Sums of inputs in chunks that an item's rows may have.
 constexpr int64_t MOST_INPUT_SUMS = 16384;
 
@@ -84,9 +88,11 @@ inline __attribute__((always_inline)) void multiply_words(
             partial[c][r][v] = multiply_step<T>(partial[c][r][v], xr, weights[v]);
         }
       }
-    if constexpr (ROWS > MAX_ROWS_UNFETCHED)
-      for (int at_line = 0; at_line < VECTORS * VF_WIDTH * Codes::WORD_BYTES; at_line += LINE_BYTES)
-        _mm_prefetch(at[0] + w * WORD_BYTES + fetch + at_line, _MM_HINT_T1);
+    if (fetch)
+#pragma GCC unroll 4
+      for (int c = 0; c < CHUNKS; ++c)
+        for (int line = 0; line < VECTORS * VF_WIDTH * Codes::WORD_BYTES; line += LINE_BYTES)
+          _mm_prefetch(at[c] + w * WORD_BYTES + fetch + line, _MM_HINT_T1);
   }
 }
 
@@ -94,7 +100,8 @@ inline __attribute__((always_inline)) void multiply_words(
 // the outputs from `part` on. `decoded`: the only chunk's, or null.
 template <typename Codes, typename T, int ROWS, int CHUNKS>
 inline void add_chunks(const Item<T>& item, const Codes& codes, int row, int part, int64_t number,
-                       const Chunk (&chunks)[CHUNKS], const char* decoded) {
+                       const Chunk (&chunks)[CHUNKS], const char* decoded,
+                       int64_t fetch) {
   constexpr int VECTORS = tile_vectors(ROWS);
   Partial<ROWS, CHUNKS> partial;
 #pragma GCC unroll 4
@@ -109,7 +116,7 @@ inline void add_chunks(const Item<T>& item, const Codes& codes, int row, int par
   const T* x = item.x + row * item.stride + chunks[0].first;
   const int64_t size = chunks[0].size, words = size / Codes::SPAN;
   multiply_words<ROWS, CHUNKS>(partial, codes, at, x, size, item.stride, words,
-                               decoded ? 0 : item.fetch);
+                               fetch);
   if constexpr (CHUNKS == 1) {
     const int64_t done = words * Codes::SPAN;
     if (done < size) {  // a word that ends beyond the row
@@ -145,7 +152,7 @@ inline void add_chunks(const Item<T>& item, const Codes& codes, int row, int par
 // Adds chunks [first, last) of a panel to the sums of ROWS rows from `row` on.
 template <typename Codes, typename T, int ROWS>
 void add_all(const Item<T>& item, int row, const char* panel, int64_t first, int64_t last,
-             const char* decoded) {
+             const char* decoded, int64_t fetch) {
   constexpr int CHUNKS = side_by_side(ROWS), WIDTH = tile_vectors(ROWS) * VF_WIDTH;
   const Codes codes(item.form.table);
   for (int part = 0; part < PANEL; part += WIDTH) {
@@ -159,17 +166,17 @@ void add_all(const Item<T>& item, int row, const char* panel, int64_t first, int
           are_equal &= chunks[c].size == chunks[0].size;
         }
         if (!are_equal || chunks[0].size % Codes::SPAN) break;
-        add_chunks<Codes, T, ROWS, CHUNKS>(item, codes, row, part, i, chunks, nullptr);
+        add_chunks<Codes, T, ROWS, CHUNKS>(item, codes, row, part, i, chunks, nullptr, fetch);
       }
     for (; i < last; ++i) {
       const Chunk chunk[1] = {item.chunks.find(panel, i)};
-      add_chunks<Codes, T, ROWS, 1>(item, codes, row, part, i, chunk, decoded);
+      add_chunks<Codes, T, ROWS, 1>(item, codes, row, part, i, chunk, decoded, fetch);
     }
   }
 }
 
 template <typename T>
-using AddAll = void (*)(const Item<T>&, int, const char*, int64_t, int64_t, const char*);
+using AddAll = void (*)(const Item<T>&, int, const char*, int64_t, int64_t, const char*, int64_t);
 
 template <typename Codes, typename T, int... ROWS>
 constexpr std::array<AddAll<T>, sizeof...(ROWS)> every_height(
@@ -179,7 +186,7 @@ constexpr std::array<AddAll<T>, sizeof...(ROWS)> every_height(
 
 // ADD_ALL<Codes, T>[rows - 1]
 template <typename Codes, typename T>
-constexpr auto ADD_ALL = every_height<Codes, T>(std::make_integer_sequence<int, MAX_ROWS>());
+constexpr auto ADD_ALL = every_height<Codes, T>(std::make_integer_sequence<int, TILE_ROWS>());
 
 // Writes the values of a chunk as `Decoded` reads them.
 template <typename Codes, typename T>
@@ -207,19 +214,23 @@ inline void decode_chunk(const Item<T>& item, const Chunk& chunk, float* to) {
 template <typename Codes, typename T>
 void sum_panel(const Item<T>& item, int rows, const char* panel) {
   const int64_t count = item.chunks.count();
-  if (rows <= MAX_ROWS) {
-    ADD_ALL<Codes, T>[rows - 1](item, 0, panel, 0, count, nullptr);
+  const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  const auto add = [&](const auto& add_all, int tile, int64_t first, int64_t last,
+                       const float* decoded, int64_t fetch) {
+    const int row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
+    add_all[height - 1](item, row, panel, first, last, reinterpret_cast<const char*>(decoded),
+                        fetch);
+  };
+  if (rows <= Codes::MOST_DIRECT_ROWS) {
+    for (int i = 0; i < tiles; ++i)
+      add(ADD_ALL<Codes, T>, i, 0, count, nullptr, i == 0 ? item.fetch : 0);
     return;
   }
   alignas(64) float decoded[MOST_INPUTS / STEP_OF<T> * PANEL];
-  const int tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
   for (int64_t number = 0; number < count; ++number) {
     decode_chunk<Codes, T>(item, item.chunks.find(panel, number), decoded);
-    for (int i = 0; i < tiles; ++i) {
-      const int row = rows * i / tiles, height = rows * (i + 1) / tiles - row;
-      ADD_ALL<Decoded<Codes, T>, T>[height - 1](item, row, panel, number, number + 1,
-                                                reinterpret_cast<const char*>(decoded));
-    }
+    for (int i = 0; i < tiles; ++i)
+      add(ADD_ALL<Decoded<Codes, T>, T>, i, number, number + 1, decoded, 0);
   }
 }
 
@@ -235,8 +246,8 @@ class Product {
   int64_t most_rows() const {
     const int64_t row_bytes = args_.in_features * static_cast<int64_t>(sizeof(T));
     const int64_t most = std::max<int64_t>(MAX_ROWS, ROW_BLOCK_BYTES / row_bytes);
-    const int64_t of_sums = form_.has_offsets ? MOST_INPUT_SUMS / chunks_.count() : MOST_SUMS_ROWS;
-    return std::min({most, of_sums, MOST_SUMS_ROWS});
+    const int64_t of_sums = form_.has_offsets ? MOST_INPUT_SUMS / chunks_.count() : MOST_ITEM_ROWS;
+    return std::min({most, of_sums, MOST_ITEM_ROWS});
   }
 
   int64_t panel_bytes() const { return chunks_.panel_bytes(); }
@@ -249,7 +260,7 @@ class Product {
       add_inputs(x, static_cast<int>(last - first));
       first_ = first, last_ = last;
     }
-    alignas(64) float sums[MOST_SUMS_ROWS * PANEL];
+    alignas(64) float sums[MOST_ITEM_ROWS * PANEL];
     const int rows = static_cast<int>(last - first);
     std::fill_n(sums, rows * PANEL, 0.0f);
     const Item<T> item{form_, chunks_, x,   args.x_stride, form_.has_offsets ? input_sums_ : nullptr,
@@ -283,34 +294,13 @@ class Product {
 template <typename Codes, typename T, typename Out>
 void quantised(const QuantisedArgs& args, const Slice& slice) {
   Product<Codes, T, Out> product(args.linear, args.form);
-  const int64_t tokens = *args.linear.num_tokens, most = product.most_rows();
-  const int64_t blocks = (tokens + most - 1) / most, panels = num_panels(args.linear);
-  const int64_t items = blocks * panels;
-  for (int64_t item = slice.take(), next; item < items; item = next) {
-    next = slice.take();
-    const int64_t block = item / panels, panel = item % panels;
-    const int64_t step = next < items ? next % panels - panel : 0;
-    product.multiply(args.linear, tokens * block / blocks, tokens * (block + 1) / blocks, panel,
-                     step * product.panel_bytes());
-  }
+  multiply_items(product, args.linear, slice);
 }
 
 template <typename Codes, typename T, typename Out>
 void quantised_experts(const ExpertsQuantisedArgs& args, const Slice& slice) {
-  const LinearArgs& linear = args.experts.linear;
-  Product<Codes, T, Out> product(linear, args.form);
-  const int64_t panels = num_panels(linear);
-  ExpertItems items(args.experts, product.most_rows());
-  for (ExpertItem item = items.find(slice.take()), next; item.expert >= 0; item = next) {
-    next = items.find(slice.take());
-    LinearArgs own = linear;
-    const int64_t first_panel = item.expert * panels;
-    own.weights = static_cast<const char*>(own.weights) + first_panel * product.panel_bytes();
-    if (own.bias) own.bias += first_panel * PANEL;
-    const int64_t step =
-        next.expert >= 0 ? next.expert * panels + next.panel - first_panel - item.panel : 0;
-    product.multiply(own, item.first, item.last, item.panel, step * product.panel_bytes());
-  }
+  Product<Codes, T, Out> product(args.experts.linear, args.form);
+  multiply_items(product, args.experts, slice);
 }
 
 }  // namespace loadout

@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #include "linear.h"
+#include "panels.h"
 #include "simd.h"
+#include "slice.h"
 
 namespace loadout {
 
@@ -17,21 +19,23 @@ struct QuantisedForm {
   int64_t has_offsets;
 };
 
+// Inputs rounded to int8: written by `quantise_inputs`, and read by the product that comes next.
+struct Int8Inputs {
+  int8_t* codes;  // [T, in_features to whole eights], zero beyond the last input
+  float* scales;  // [T]
+  int32_t* sums;  // [T, chunks]: the sum of each chunk's codes
+};
+
 struct QuantisedArgs {
   LinearArgs linear;
   QuantisedForm form;
+  Int8Inputs inputs;  // only of products of int8, which read them for x
 };
 
 struct ExpertsQuantisedArgs {
   ExpertsLinearArgs experts;
   QuantisedForm form;
-};
-
-// Inputs in int8, written by `quantise_inputs` and read by the product that comes next.
-struct Int8Inputs {
-  int8_t* codes;   // [T, words of 4], zero beyond the last input
-  float* scales;   // [T]
-  int32_t* sums;   // [T, chunks]: the sum of each chunk's codes
+  Int8Inputs inputs;
 };
 
 struct QuantiseInputsArgs {
@@ -41,18 +45,6 @@ struct QuantiseInputsArgs {
   int64_t x_stride;
   int64_t in_features;
   int64_t group_size;
-};
-
-struct Int8Args {
-  LinearArgs linear;  // without x
-  QuantisedForm form;
-  Int8Inputs x;
-};
-
-struct ExpertsInt8Args {
-  ExpertsLinearArgs experts;
-  QuantisedForm form;
-  Int8Inputs x;
 };
 
 // Some inputs of one group, of a panel: a product's shortest sums.
@@ -110,6 +102,40 @@ inline VF load_scales(const char* scales, int64_t dtype, int v) {
 #else
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
 #endif
+}
+
+// Computes all rows by all panels. A product has `most_rows` of an item, `panel_bytes`, and `multiply`,
+// whose arguments are those with the panels' weights, the rows, the panel, and the bytes from it to
+// the one that this thread takes next.
+template <typename Product>
+void multiply_items(Product& product, const LinearArgs& args, const Slice& slice) {
+  const int64_t tokens = *args.num_tokens, most = product.most_rows();
+  const int64_t blocks = (tokens + most - 1) / most, panels = num_panels(args);
+  const int64_t items = blocks * panels;
+  for (int64_t item = slice.take(), next; item < items; item = next) {
+    next = slice.take();
+    const int64_t block = item / panels, panel = item % panels;
+    const int64_t step = next < items ? next % panels - panel : 0;
+    product.multiply(args, tokens * block / blocks, tokens * (block + 1) / blocks, panel,
+                     step * product.panel_bytes());
+  }
+}
+
+// The same of the rows of experts, each by its expert's panels.
+template <typename Product>
+void multiply_items(Product& product, const ExpertsLinearArgs& args, const Slice& slice) {
+  const int64_t panels = num_panels(args.linear);
+  ExpertItems items(args, product.most_rows());
+  for (ExpertItem item = items.find(slice.take()), next; item.expert >= 0; item = next) {
+    next = items.find(slice.take());
+    LinearArgs own = args.linear;
+    const int64_t first_panel = item.expert * panels;
+    own.weights = static_cast<const char*>(own.weights) + first_panel * product.panel_bytes();
+    if (own.bias) own.bias += first_panel * PANEL;
+    const int64_t step =
+        next.expert >= 0 ? next.expert * panels + next.panel - first_panel - item.panel : 0;
+    product.multiply(own, item.first, item.last, item.panel, step * product.panel_bytes());
+  }
 }
 
 }  // namespace loadout

@@ -92,6 +92,7 @@ template <typename T>
 struct Nibbles {
   static constexpr int SPAN = 8, WORD_BYTES = 4;
   static constexpr float FACTOR = 1;
+  static constexpr int MOST_DIRECT_ROWS = HAS_PAIRS<T> ? 1 << 30 : 12;
 
   explicit Nibbles(const float* table) {
 #if defined(__AVX512BF16__)
@@ -142,6 +143,7 @@ struct Nibbles {
 template <typename T>
 struct Bytes {
   static constexpr int SPAN = 2, WORD_BYTES = 2;
+  static constexpr int MOST_DIRECT_ROWS = HAS_PAIRS<T> ? 16 : 12;
 
   static HalfVI load(const char* p, int v) { return load_half(p + v * VF_WIDTH * WORD_BYTES); }
 };
