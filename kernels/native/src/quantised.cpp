@@ -112,7 +112,7 @@ inline void add_chunks(const Item<T>& item, const Codes& codes, int row, int par
       for (int v = 0; v < VECTORS; ++v) partial[c][r][v] = vzero();
   const char* at[CHUNKS];
   for (int c = 0; c < CHUNKS; ++c)
-    at[c] = (decoded ? decoded : chunks[c].codes) + part * Codes::WORD_BYTES;
+    at[c] = (decoded ? decoded : chunks[c].codes) + part * Codes::LANE_BYTES;
   const T* x = item.x + row * item.stride + chunks[0].first;
   const int64_t size = chunks[0].size, words = size / Codes::SPAN;
   multiply_words<ROWS, CHUNKS>(partial, codes, at, x, size, item.stride, words,

@@ -90,7 +90,7 @@ inline VF of_halves(HalfVI x) { return _mm256_cvtph_ps(x); }
 // bits [16 * h + 4 * i, ... + 4), so that a shift brings a pair where the bf16 dot product wants it.
 template <typename T>
 struct Nibbles {
-  static constexpr int SPAN = 8, WORD_BYTES = 4;
+  static constexpr int SPAN = 8, WORD_BYTES = 4, LANE_BYTES = WORD_BYTES;
   static constexpr float FACTOR = 1;
   static constexpr int MOST_DIRECT_ROWS = HAS_PAIRS<T> ? 1 << 30 : 12;
 
@@ -142,7 +142,7 @@ struct Nibbles {
 // Codes of eight bits in words of two inputs: [ceil(K / 2)][PANEL][2] of bytes.
 template <typename T>
 struct Bytes {
-  static constexpr int SPAN = 2, WORD_BYTES = 2;
+  static constexpr int SPAN = 2, WORD_BYTES = 2, LANE_BYTES = WORD_BYTES;
   static constexpr int MOST_DIRECT_ROWS = HAS_PAIRS<T> ? 16 : 12;
 
   static HalfVI load(const char* p, int v) { return load_half(p + v * VF_WIDTH * WORD_BYTES); }
@@ -215,7 +215,8 @@ struct Fp8 : Bytes<T> {
 // What a decoder's steps have been written to, in order: [steps][PANEL] of vectors' lanes.
 template <typename Codes, typename T>
 struct Decoded {
-  static constexpr int SPAN = Codes::SPAN, WORD_BYTES = SPAN / STEP_OF<T> * 4;
+  static constexpr int SPAN = Codes::SPAN, LANE_BYTES = 4;
+  static constexpr int WORD_BYTES = SPAN / STEP_OF<T> * LANE_BYTES;
   static constexpr float FACTOR = Codes::FACTOR;
 
   explicit Decoded(const float*) {}
