@@ -5,6 +5,8 @@ rows       rows of a weight as codes with scales, in which all checkpoint format
 quantise   makes such rows of plain weights, by rounding to nearest
 weight     a weight as it lies in memory for torch and Triton
 cpu        products in torch on the CPU, block by block
+pack       weights in the order in which `src/quantised.cpp` reads them
+native     products in C++: for programs, at fixed addresses, and over tensors
 reference  the definition: dequantise, then multiply
 """
 

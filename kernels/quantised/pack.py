@@ -18,8 +18,6 @@ from kernels.quantised.rows import QuantisedRows
 BLOCK_CODES = 1 << 20
 """Codes that are packed or quantised at once: a block's copies are all that packing takes beside the
 packed."""
-_UNIT = 8
-"""Inputs that a group is a multiple of, which are the longest word's."""
 _NAN = 0x7F
 """The magnitude of FP8's NaN."""
 
@@ -54,10 +52,11 @@ class PackedQuantised:
         format: WeightFormat,
         allocate: Callable[[int], Tensor] = allocate_host,
     ) -> PackedQuantised:
-        """Returns a projection whose weight is zero until its rows are put. The format's groups must
-        be `is_supported`. `allocate` gives zeroed bytes, uint8, on 64 bytes."""
+        """Returns a projection whose weight is zero until its rows are put. `allocate` gives zeroed
+        bytes, uint8, on 64 bytes."""
         assert dtype in (torch.float32, torch.bfloat16)
-        assert is_supported(format)
+        # Groups of inputs in int8 are whole words.
+        assert format.activations is Activations.EXACT or format.group_size % 4 == 0
         num_bytes = packed_bytes(out_features, in_features, format)
         num_panels = -(-out_features // PANEL)
         return PackedQuantised(
@@ -138,14 +137,14 @@ class PackedQuantised:
         size = self.group_size
         num_groups = self.format.num_groups(self.in_features)
         padded = F.pad(codes, (0, num_groups * size - self.in_features))
-        groups = padded.view(len(codes), num_groups, size)
+        span, _ = word_shape(self.format)
+        groups = F.pad(padded.view(len(codes), num_groups, size), (0, -size % span))
         if self.format.codes.num_bits == 4:
             # Input 2 * i + h of a word has bits [16 * h + 4 * i, ... + 4): i is 2 * pair + nibble.
             nibbles = groups.unflatten(2, (-1, 2, 2, 2))  # [..., words, pair, nibble, h]
             both = nibbles[..., 0, :] | nibbles[..., 1, :] << 4
             return both.transpose(3, 4).flatten(3)
-        span, _ = word_shape(self.format)
-        words = F.pad(groups, (0, -size % span)).unflatten(2, (-1, span))
+        words = groups.unflatten(2, (-1, span))
         return words ^ 0x80 if self.format.activations is Activations.INT8 else words
 
     def _scales(self, rows: QuantisedRows) -> Tensor:
@@ -207,11 +206,6 @@ class PackedQuantised:
         return self.weights.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def is_supported(form: WeightFormat) -> bool:
-    """Returns whether weights of this format can be packed, which depends on the size of groups."""
-    return form.group_size % _UNIT == 0
-
-
 def packed_bytes(out_features: int, in_features: int, form: WeightFormat) -> int:
     """Returns the bytes of a packed weight, without its bias."""
     span, word_bytes = word_shape(form)
@@ -229,4 +223,5 @@ def word_shape(form: WeightFormat) -> tuple[int, int]:
 
 
 def _padded(in_features: int) -> int:
-    return -(-in_features // _UNIT) * _UNIT
+    """Returns the inputs of a row to whole words of each kind."""
+    return -(-in_features // 8) * 8

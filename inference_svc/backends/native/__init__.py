@@ -3,6 +3,7 @@
 backend     CPUs with AVX2 or AVX-512, and the memory that the program runs in
 program     the decoder as one program in C++
 ops         each operation in C++, with adapters' operations beside it
+projections packed weights, and the operations that compute with them
 attention   the memory and the operations of attention
 states      where a step's rows find recurrent states
 workspace   the memory of a step's values, which is shared over time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -29,54 +28,25 @@ from inference_svc.backends.native.buffers import BatchPages, StepArrays
 from inference_svc.backends.native.lora import NativeLoraOps
 from inference_svc.backends.native.needs import memory_needs
 from inference_svc.backends.native.program import NativeTransformer
+from inference_svc.backends.native.projections import PackedProjection, PackedProjections
 from inference_svc.backends.native.workspace import Workspace
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.speed_notes import native_notes, thread_notes
 from inference_svc.core import Batch, BatchRow, EngineConfig, ScoredRun, scored_runs, scored_slices
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.weights import ModelWeights
-from inference_svc.model.description import Decoder, WeightPart
+from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import COMPUTED
-from kernels.host_memory import Slab, allocate_host
-from kernels.linear import PackedLinear
+from kernels.host_memory import Slab
 from kernels.lora.plan import LoraContents
 from kernels.native.build import processor_flags
 from kernels.native.library import Library, choose, load
 
 
-@dataclass(frozen=True, slots=True)
-class PackedProjections:
-    """Makes projections that are packed as their rows are read. `allocate` gives zeroed bytes,
-    uint8, on 64 bytes."""
-
-    allocate: Callable[[int], Tensor] = allocate_host
-
-    def empty(
-        self,
-        parts: Sequence[WeightPart],
-        in_features: int,
-        *,
-        has_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> PackedLinear:
-        """Returns one whose rows are zero until they are put."""
-        assert device.type == "cpu"
-        [part] = parts
-        return PackedLinear.empty(
-            part.num_rows, in_features, has_bias=has_bias, dtype=dtype, allocate=self.allocate
-        )
-
-    def of(self, weight: Tensor) -> PackedLinear:
-        """Returns a packed copy of a weight [out, in], bf16 or fp32, because a packed weight cannot
-        be shared."""
-        return PackedLinear.pack(weight, allocate=self.allocate)
-
-
 MakeTransformer: TypeAlias = Callable[
-    [ModelWeights[PackedLinear], KVCaches, RecurrentStates | None], NativeTransformer
+    [ModelWeights[PackedProjection], KVCaches, RecurrentStates | None], NativeTransformer
 ]
 
 
@@ -96,7 +66,7 @@ class NativeBackend(AdapterMemory):
         self,
         decoder: Decoder,
         make_transformer: MakeTransformer,
-        weights: ModelWeights[PackedLinear],
+        weights: ModelWeights[PackedProjection],
         kv_caches: KVCaches,
         reload: Reload,
         arena: Arena,
@@ -115,7 +85,7 @@ class NativeBackend(AdapterMemory):
         self._decoder = decoder
         self._make_transformer = make_transformer
         self._reload = reload
-        self._weights: ModelWeights[PackedLinear] | None = weights
+        self._weights: ModelWeights[PackedProjection] | None = weights
         self.kv_caches: KVCaches | None = kv_caches
         self.transformer: NativeTransformer | None = make_transformer(weights, kv_caches, states)
         self._step = step
@@ -267,7 +237,7 @@ class NativeFactory:
         )
 
         def make(
-            weights: ModelWeights[PackedLinear],
+            weights: ModelWeights[PackedProjection],
             kv_caches: KVCaches,
             states: RecurrentStates | None,
         ) -> NativeTransformer:

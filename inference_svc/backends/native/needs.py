@@ -15,6 +15,7 @@ from inference_svc.model.checkpoint.parameters import parameters, weights_bytes
 from inference_svc.model.description import Decoder
 from kernels.attention.native_memory import AttentionShape
 from kernels.lora.native import NativeLora, NativeLoraPlan
+from kernels.quantised.pack import packed_bytes
 
 SAMPLER_COPIES = 2
 """Copies of the logits in fp32 that choosing tokens takes beside the logits."""
@@ -26,12 +27,24 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     needed_bytes = weights_bytes(decoder, dtype)
     if decoder.head.is_tied:  # packed, the head cannot share the embedding's memory
         needed_bytes += decoder.vocab_size * decoder.hidden_size * dtype.itemsize
+    needed_bytes += _padding_bytes(decoder)
     sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * decoder.vocab_size
     others_bytes = sampler_bytes + table_bytes(config, decoder, config.max_sequences)
     return MemoryNeeds(
         needed_bytes,
         held_bytes(config, decoder) + others_bytes,
         recurrent_bytes=states_bytes(config, decoder),
+    )
+
+
+def _padding_bytes(decoder: Decoder) -> int:
+    """Returns the bytes that packed weights in few bits take beyond their formats'."""
+    return sum(
+        packed_bytes(part.num_rows, each.in_size, part.format)
+        - part.format.num_bytes(part.num_rows, each.in_size)
+        for each in parameters(decoder)
+        for part in each.parts
+        if part.format is not None
     )
 
 

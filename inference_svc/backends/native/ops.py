@@ -15,6 +15,7 @@ from torch import Tensor
 from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.backends.native.attention import NativeAttentions
 from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.backends.native.projections import PackedProjection, experts_ops, project_ops
 from inference_svc.backends.native.states import NativeStates
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Activation, ClampedSwiglu
@@ -60,12 +61,11 @@ from kernels.experts import Pairs
 from kernels.experts.native import (
     PairsBuffer,
     combine_op,
-    experts_linear_op,
     route_op,
     sort_pairs_op,
 )
-from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import NativeOp
+from kernels.quantised.native import Int8Inputs
 from kernels.recurrence.native import (
     StateRows,
     causal_conv_op,
@@ -126,11 +126,13 @@ class AdapterOps(Protocol):
 @dataclass(frozen=True, slots=True)
 class NativeOps:
     """Makes operations over fixed memory: the `step` that they read, and the `logits` that they
-    write, fp32 [N, at least vocab_size]. `routings` has the routing of each layer with experts."""
+    write, fp32 [N, at least vocab_size]. `int8_inputs` is for products of inputs in int8;
+    `routings` has the routing of each layer with experts."""
 
-    weights: ModelWeights[PackedLinear]
+    weights: ModelWeights[PackedProjection]
     step: StepArrays
     logits: Tensor
+    int8_inputs: Int8Inputs
     attention: NativeAttentions
     states: NativeStates | None
     routings: Mapping[int, PairsBuffer]
@@ -246,7 +248,7 @@ class NativeOps:
 
     def project(self, op: Project, at: Tensors) -> Iterator[GroupedOp]:
         x, out, linear = at[op.inputs[0]], at[op.out], self.weights.projections[op.group]
-        yield "", linear_op(x, linear, out, self.count(op.out))
+        yield from _base(project_ops(x, linear, out, self.count(op.out), self.int8_inputs))
         logits_only = op.out.rows is Rows.LOGITS
         ops = self.adapters.add(op.group, x, out, linear.bias, logits_only=logits_only)
         yield from _of_group(op.group, ops)
@@ -325,7 +327,7 @@ class NativeOps:
     def project_experts(self, op: ProjectExperts, at: Tensors) -> Iterator[GroupedOp]:
         routing, linear = self._routing(op), self.weights.projections[op.group]
         x, out = at[op.inputs[0]], at[op.out]
-        yield "", experts_linear_op(x, linear, out, routing)
+        yield from _base(experts_ops(x, linear, out, routing, self.int8_inputs))
         logits_only = op.inputs[1].rows is Rows.LOGITS
         ops = self.adapters.add_experts(op.group, x, out, routing.pairs, logits_only=logits_only)
         yield from _of_group(op.group, ops)
@@ -342,7 +344,8 @@ class NativeOps:
     def of_logits(self, op: Logits, at: Tensors) -> Iterator[GroupedOp]:
         normed, logits, count = at[op.inputs[0]], self.logits, self.step.num_logits
         linear = self.weights.projections[HEAD_KEY]
-        yield "", linear_op(normed, linear, logits[:, : op.out.width], count)
+        own = logits[:, : op.out.width]
+        yield from _base(project_ops(normed, linear, own, count, self.int8_inputs))
         yield from _of_group(LM_HEAD, self.adapters.replace_logits(normed, logits))
         added = self.adapters.add(HEAD, normed, logits, None, logits_only=True)
         yield from _of_group(HEAD, added)
@@ -442,6 +445,10 @@ def is_in(group: str, groups: frozenset[str]) -> bool:
     if group.startswith(WITHOUT):
         return group.removeprefix(WITHOUT) not in groups
     return not group or group in groups
+
+
+def _base(ops: Iterable[NativeOp]) -> Iterator[GroupedOp]:
+    return _of_group("", ops)
 
 
 def _of_group(group: str, ops: Iterable[NativeOp]) -> Iterator[GroupedOp]:

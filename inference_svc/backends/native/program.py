@@ -26,6 +26,7 @@ from inference_svc.backends.native.ops import (
     NativeOps,
     is_in,
 )
+from inference_svc.backends.native.projections import PackedProjection
 from inference_svc.backends.native.states import NativeStates
 from inference_svc.backends.native.workspace import Workspace
 from inference_svc.model.checkpoint.weights import ModelWeights
@@ -34,7 +35,6 @@ from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.walk import Narrowing, operations
 from kernels.experts.native import PairsBuffer
-from kernels.linear import PackedLinear
 from kernels.native.library import Library, Program
 
 MAX_PROGRAMS = 16
@@ -72,7 +72,7 @@ class NativeTransformer:
     def __init__(
         self,
         description: Decoder,
-        weights: ModelWeights[PackedLinear],
+        weights: ModelWeights[PackedProjection],
         kv_caches: KVCaches,
         step: StepArrays,
         workspace: Workspace,
@@ -90,6 +90,7 @@ class NativeTransformer:
             weights,
             step,
             workspace.logits,
+            workspace.int8_inputs,
             NativeAttentions(description, kv_caches, step),
             self.states,
             _routings(description, self._choices),

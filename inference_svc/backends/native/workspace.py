@@ -13,9 +13,11 @@ from torch import Tensor
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import Decoder
 from inference_svc.model.lifetimes import ValueSizes, last_uses
-from inference_svc.model.operations import Op, Value
+from inference_svc.model.operations import Logits, Op, Project, ProjectExperts, Value
 from inference_svc.model.walk import Narrowing, Operations, operations
 from kernels.host_memory import allocate_host
+from kernels.quantised import Activations
+from kernels.quantised.native import Int8Inputs
 
 _ALIGNMENT = 64
 
@@ -61,12 +63,14 @@ class Workspace:
     """Values of steps: of whole ones, which go on with the tokens that get logits behind the mixer
     of the last layer, and of such that have the layers and the head apart.
 
-    `logits` are fp32 [max_logits, vocab_size, and tokens that adapters may add].
+    `logits` are fp32 [max_logits, vocab_size, and tokens that adapters may add]. `int8_inputs` is
+    for the inputs of a product that the format of its weight rounds to INT8.
     """
 
     sizes: ValueSizes
     flat: Tensor
     logits: Tensor
+    int8_inputs: Int8Inputs
 
     @classmethod
     def allocate(
@@ -81,7 +85,8 @@ class Workspace:
         flat = allocate_host(_values_bytes(decoder, sizes))
         vocab_size = decoder.vocab_size + max_added_tokens
         logits = allocate_host(4 * max_logits * vocab_size).view(torch.float32)
-        return cls(sizes, flat, logits.view(max_logits, vocab_size))
+        inputs = Int8Inputs(allocate_host(_int8_bytes(decoder, sizes)))
+        return cls(sizes, flat, logits.view(max_logits, vocab_size), inputs)
 
     def tensors(self, found: Operations, *, is_apart: bool) -> Iterator[Mapping[Value, Tensor]]:
         """Yields the tensors of each operation, [rows, width], but the logits. If the head runs
@@ -97,7 +102,7 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        return self.flat.nbytes + self.logits.nbytes
+        return self.flat.nbytes + self.logits.nbytes + self.int8_inputs.memory.nbytes
 
 
 def workspace_bytes(config: EngineConfig, decoder: Decoder) -> int:
@@ -105,7 +110,23 @@ def workspace_bytes(config: EngineConfig, decoder: Decoder) -> int:
     dtype, max_logits = getattr(torch, config.dtype), config.max_sequences
     sizes = ValueSizes.of(decoder, config.max_batch_tokens, max_logits, dtype)
     vocab_size = decoder.vocab_size + config.max_added_tokens
-    return _values_bytes(decoder, sizes) + 4 * max_logits * vocab_size
+    values_bytes = _values_bytes(decoder, sizes) + _int8_bytes(decoder, sizes)
+    return values_bytes + 4 * max_logits * vocab_size
+
+
+def _int8_bytes(decoder: Decoder, sizes: ValueSizes) -> int:
+    """Returns the most bytes of the inputs of a product that are rounded to INT8."""
+    found = operations(decoder, Narrowing.BEFORE_HEAD)
+    return max(
+        (
+            Int8Inputs.bytes_of(sizes.rows(op.inputs[0]), op.projection.in_features, part.format)
+            for op in (*found.layers, *found.head)
+            if isinstance(op, Project | ProjectExperts | Logits)
+            for part in op.projection.parts
+            if part.format is not None and part.format.activations is Activations.INT8
+        ),
+        default=0,
+    )
 
 
 def _values_bytes(decoder: Decoder, sizes: ValueSizes) -> int:

@@ -14,7 +14,7 @@ namespace loadout {
 // How weights are kept; as `kernels/quantised/pack.py` packs them.
 struct QuantisedForm {
   const float* table;  // value of each code
-  int64_t group_size;  // inputs that share a scale, a multiple of 8
+  int64_t group_size;  // inputs that share a scale; of int8, a multiple of 4
   int64_t scales;      // the dtype of scales and offsets: 0 float32, 1 bfloat16, 2 float16
   int64_t has_offsets;
 };

@@ -11,10 +11,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inference_svc.backends.native.backend import PackedProjections
 from inference_svc.backends.native.buffers import BatchPages, StepArrays
 from inference_svc.backends.native.ops import AdapterOps
 from inference_svc.backends.native.program import NativeTransformer
+from inference_svc.backends.native.projections import PackedProjections
 from inference_svc.backends.native.workspace import Workspace
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.weights import load_weights

@@ -12,7 +12,7 @@ from tests.support.models.quantised import FORMATS, dequantise, with_format
 NUM_TOKENS = 60
 
 
-@pytest.mark.parametrize("path", ["torch"])
+@pytest.mark.parametrize("path", ["torch", "native"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
 def test_logits(
