@@ -16,8 +16,8 @@ from kernels.quantised.quantise import quantise
 from kernels.quantised.rows import QuantisedRows
 
 BLOCK_CODES = 1 << 20
-"""Codes that are packed or quantised at once: a block's copies are all that packing takes beside the
-packed."""
+"""Codes that are packed or quantised at once: a block's copies are all that packing takes beside
+the packed."""
 _NAN = 0x7F
 """The magnitude of FP8's NaN."""
 
@@ -26,9 +26,9 @@ _NAN = 0x7F
 class PackedQuantised:
     """One projection whose weights have few bits, with the interface of `PackedLinear`.
 
-    weights: uint8 [panels, groups, bytes]. A group has the scales of PANEL outputs, their offsets if
-        the format has them, and [words, PANEL] words of codes: of 8 inputs if a code has 4 bits, of
-        2 if it has 8, or of 4 if activations are rounded to INT8. Zero beyond the last output.
+    weights: uint8 [panels, groups, bytes]. A group has the scales of PANEL outputs, their offsets
+        if the format has them, and [words, PANEL] words of codes: of 8 inputs if a code has 4 bits,
+        of 2 if it has 8, or of 4 if activations are rounded to INT8. Zero beyond the last output.
     bias: float32 [out_features].
     table: float32, the value of each code.
     dtype: Of inputs and outputs: float32 or bfloat16.
@@ -49,24 +49,24 @@ class PackedQuantised:
         *,
         has_bias: bool,
         dtype: torch.dtype,
-        format: WeightFormat,
+        form: WeightFormat,
         allocate: Callable[[int], Tensor] = allocate_host,
     ) -> PackedQuantised:
         """Returns a projection whose weight is zero until its rows are put. `allocate` gives zeroed
         bytes, uint8, on 64 bytes."""
         assert dtype in (torch.float32, torch.bfloat16)
         # Groups of inputs in int8 are whole words.
-        assert format.activations is Activations.EXACT or format.group_size % 4 == 0
-        num_bytes = packed_bytes(out_features, in_features, format)
+        assert form.activations is Activations.EXACT or form.group_size % 4 == 0
+        num_bytes = packed_bytes(out_features, in_features, form)
         num_panels = -(-out_features // PANEL)
         return PackedQuantised(
-            allocate(num_bytes).view(num_panels, format.num_groups(in_features), -1),
+            allocate(num_bytes).view(num_panels, form.num_groups(in_features), -1),
             torch.zeros(out_features) if has_bias else None,
-            format.codes.table,
+            form.codes.table,
             in_features,
             out_features,
             dtype,
-            format,
+            form,
         )
 
     @staticmethod
@@ -82,7 +82,7 @@ class PackedQuantised:
             *rows.codes.shape,
             has_bias=bias is not None,
             dtype=dtype,
-            format=rows.format,
+            form=rows.format,
             allocate=allocate,
         )
         packed.put_rows(0, rows)
@@ -91,8 +91,8 @@ class PackedQuantised:
         return packed
 
     def put_rows(self, start: int, rows: QuantisedRows | Tensor) -> None:
-        """Packs rows, on the CPU, as those from `start` on: of this format, or plain ones [N, in] of
-        any float dtype, which are quantised."""
+        """Packs rows, on the CPU, as those from `start` on: of this format, or plain ones [N, in]
+        of any float dtype, which are quantised."""
         block = max(1, BLOCK_CODES // (self.in_features * PANEL)) * PANEL
         while len(rows):
             size = PANEL - start % PANEL if start % PANEL else block
@@ -148,7 +148,7 @@ class PackedQuantised:
         return words ^ 0x80 if self.format.activations is Activations.INT8 else words
 
     def _scales(self, rows: QuantisedRows) -> Tensor:
-        """Returns rows' scales. Of a group with a code that is NaN the scale is: kernels know no such
+        """Returns rows' scales. Where a code of a group is NaN, its scale is: kernels know no such
         code, and all products with the group are NaN in either way."""
         if self.format.codes is not Codes.FP8:
             return rows.scales

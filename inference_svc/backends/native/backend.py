@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import applied_targets
@@ -43,7 +42,6 @@ from kernels.host_memory import Slab
 from kernels.lora.plan import LoraContents
 from kernels.native.build import processor_flags
 from kernels.native.library import Library, choose, load
-
 
 MakeTransformer: TypeAlias = Callable[
     [ModelWeights[PackedProjection], KVCaches, RecurrentStates | None], NativeTransformer

@@ -104,7 +104,7 @@ class PackedProjections:
             in_features,
             has_bias=False,
             dtype=dtype,
-            format=part.format,
+            form=part.format,
             allocate=self.allocate,
         )
 

@@ -258,7 +258,7 @@ void quantise_inputs(const QuantiseInputsArgs& args, const Slice& slice) {
         sum = add_lanes(sum, codes);
         int8_t last[VF_WIDTH];
         store_codes(last, codes);
-        std::memcpy(out + at, last, padded(n));
+        std::memcpy(out + at, last, (n + SPAN - 1) / SPAN * SPAN);
       }
       args.out.sums[row * chunks.count() + i] = sum_lanes(sum);
     }
