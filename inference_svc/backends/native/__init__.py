@@ -1,13 +1,13 @@
 """CPUs with AVX2 or AVX-512: the decoder as one program in C++.
 
-backend     CPUs with AVX2 or AVX-512, and the memory that the program runs in
-program     the decoder as one program in C++
-ops         each operation in C++, with adapters' operations beside it
-projections packed weights, and the operations that compute with them
-attention   the memory and the operations of attention
-states      where a step's rows find recurrent states
-workspace   the memory of a step's values, which is shared over time
-needs       its memory, before any of it is allocated
-buffers     the inputs of that program, at fixed addresses
-lora        the operations that add LoRA in that program
+backend      CPUs with AVX2 or AVX-512, and the memory that the program runs in
+program      the decoder as one program in C++
+ops          each operation in C++, with adapters' operations beside it
+projections  packed weights, and the operations that compute with them
+attention    the memory and the operations of attention
+states       where a step's rows find recurrent states
+workspace    the memory of a step's values, which is shared over time
+needs        its memory, before any of it is allocated
+buffers      the inputs of that program, at fixed addresses
+lora         the operations that add LoRA in that program
 """

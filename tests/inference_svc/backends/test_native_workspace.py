@@ -10,12 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_svc.backends.native.needs import memory_needs
+from inference_svc.backends.native.projections import PackedProjections
 from inference_svc.backends.native.workspace import Workspace, place, workspace_bytes
 from inference_svc.core import EngineConfig
+from inference_svc.model.checkpoint.parameters import parameters
 from inference_svc.model.lifetimes import ValueSizes, last_uses
 from inference_svc.model.operations import Op, Rows, Value
 from inference_svc.model.walk import Narrowing, operations
+from kernels.quantised import WeightFormat
 from tests.support.gpu.models import FEATURES, make_decoder
+from tests.support.models.quantised import FORMATS, with_format
 
 SIZES = ValueSizes(max_tokens=9, max_logits=4, max_pairs=18, dtype=torch.bfloat16)
 
@@ -73,3 +78,39 @@ def test_what_is_said_is_allocated(feature: str, tmp_path: Path) -> None:
             last = max(index for index, op in enumerate(found.layers) if op.out is value)
             places = {at[value].data_ptr() for at in tensors[last:] if value in at}
             assert len(places) == 1, value.name
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(
+    ("feature", "size"),
+    [
+        ("qwen2, biases", "intermediate_size"),
+        ("qwen3 experts, normalised", "moe_intermediate_size"),
+    ],
+)
+def test_weights_in_few_bits_take_what_is_said(
+    feature: str, size: str, form: WeightFormat, tmp_path: Path
+) -> None:
+    decoder = make_decoder(feature, tmp_path, **{size: 64})  # whole panels
+    decoder = with_format(decoder, form)
+    config = EngineConfig(tmp_path, "m", max_batch_tokens=64, max_sequences=8, dtype="float32")
+    taken = 0
+    for each in parameters(decoder):
+        if each.parts:
+            made = PackedProjections().empty(
+                each.parts,
+                each.in_size,
+                has_bias=each.has_bias,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+            )
+            taken += made.num_bytes
+        else:
+            taken += each.num_bytes(torch.float32)
+    if decoder.head.is_tied:
+        taken += 4 * decoder.vocab_size * decoder.hidden_size
+    assert memory_needs(config, decoder).weights_bytes == taken
+    work = Workspace.allocate(decoder, 64, 8, torch.float32)
+    assert workspace_bytes(config, decoder) == work.num_bytes
+    plain = Workspace.allocate(with_format(decoder, FORMATS["int8"]), 64, 8, torch.float32)
+    assert (work.num_bytes > plain.num_bytes) == (form is FORMATS["w8a8"])
