@@ -87,6 +87,9 @@ inline __attribute__((always_inline)) void multiply_words(
           for (int v = 0; v < VECTORS; ++v)
             partial[c][r][v] = multiply_step<T>(partial[c][r][v], xr, weights[v]);
         }
+#if !defined(__AVX512F__)
+        asm volatile("" ::: "memory");  // loads pairs again rather than hold them in registers
+#endif
       }
     if (fetch)
 #pragma GCC unroll 4

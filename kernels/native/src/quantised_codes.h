@@ -16,6 +16,10 @@ template <typename T>
 constexpr bool HAS_PAIRS = false;
 #endif
 
+// The most rows for which codes are decoded in registers, and again by each tile. Where pairs are
+// multiplied, decoding four bits costs other units than multiplying, and so nothing.
+constexpr int FEW_ROWS = VF_WIDTH == 16 ? 12 : 6;
+
 // Inputs in a step.
 template <typename T>
 constexpr int STEP_OF = HAS_PAIRS<T> ? 2 : 1;
@@ -92,7 +96,7 @@ template <typename T>
 struct Nibbles {
   static constexpr int SPAN = 8, WORD_BYTES = 4, LANE_BYTES = WORD_BYTES;
   static constexpr float FACTOR = 1;
-  static constexpr int MOST_DIRECT_ROWS = HAS_PAIRS<T> ? 1 << 30 : 12;
+  static constexpr int MOST_DIRECT_ROWS = HAS_PAIRS<T> ? 1 << 30 : FEW_ROWS;
 
   explicit Nibbles(const float* table) {
 #if defined(__AVX512BF16__)
@@ -143,7 +147,7 @@ struct Nibbles {
 template <typename T>
 struct Bytes {
   static constexpr int SPAN = 2, WORD_BYTES = 2, LANE_BYTES = WORD_BYTES;
-  static constexpr int MOST_DIRECT_ROWS = HAS_PAIRS<T> ? 16 : 12;
+  static constexpr int MOST_DIRECT_ROWS = HAS_PAIRS<T> ? 16 : FEW_ROWS;
 
   static HalfVI load(const char* p, int v) { return load_half(p + v * VF_WIDTH * WORD_BYTES); }
 };
