@@ -18,7 +18,7 @@ constexpr bool HAS_PAIRS = false;
 
 // The most rows for which codes are decoded in registers, and again by each tile. Where pairs are
 // multiplied, decoding four bits costs other units than multiplying, and so nothing.
-constexpr int FEW_ROWS = VF_WIDTH == 16 ? 12 : 6;
+constexpr int FEW_ROWS = VF_WIDTH == 16 ? 12 : 4;
 
 // Inputs in a step.
 template <typename T>
