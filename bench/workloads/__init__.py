@@ -13,7 +13,6 @@ layerwise_prefill  measures the maximum gain of a prefill that starts on layer 0
 many_adapters      W4: more adapters than memory holds, by the S-LoRA generator of requests
 prefix_cache       W5: measures the prefill that the prefix cache saves
 pushes             W6: the time from a trainer's push to the last replica's first new token
-quantised          compares steps with base weights in few bits with bf16
 real_model         SmolLM2-135M-Instruct, its trained adapters, and prompts that people could send
 throughput         W1: measures tokens per second, ours and the peers'
 trace              the S-LoRA generator of requests

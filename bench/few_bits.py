@@ -1,6 +1,6 @@
 """Measures steps with base weights in few bits against bf16, in turns on one machine.
 
-    python -m bench.workloads.quantised [--model bench-1b] [--requests 1 4 16] [--adapters]
+    python -m bench.few_bits [--model bench-1b] [--requests 1 4 16] [--adapters]
         [--types int4 int8 fp8] [--rounds 20] [--out FILE]
 
 An engine of each type decodes the same requests; every round times one step of each, so that what
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--prompts", action="store_true", help="measure prompts, too")
-    parser.add_argument("--out", type=Path, default=FOLDER / "quantised.json")
+    parser.add_argument("--out", type=Path, default=FOLDER / "few_bits.json")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     rate, rows = read_rate(9), []
@@ -110,7 +110,7 @@ def main() -> None:
         speed = [(kind, 1e3 * s, seconds[PLAIN] / s) for kind, s in seconds.items()]
         show(f"Prompts of {PROMPT_TOKENS} tokens", ("type", "ms", "speed by bf16's"), speed)
         result["prompt_seconds"] = seconds
-    write(options.out, "quantised", result)
+    write(options.out, "few bits", result)
 
 
 if __name__ == "__main__":
