@@ -202,6 +202,7 @@ class Product {
     alignas(64) float sums[TILE_ROWS * PANEL];
     const char* weights = static_cast<const char*>(args.weights) + panel * panel_bytes();
     const int64_t rows = last - first, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    if (rows <= MAX_ROWS_UNFETCHED) next = 0;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t row = first + rows * i / tiles;
       const int height = static_cast<int>(first + rows * (i + 1) / tiles - row);
