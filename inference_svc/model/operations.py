@@ -322,15 +322,15 @@ class Combine(Op):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logits(Op):
-    """Computes the logits of the last norm. A tied head shares the table's memory if a backend
-    can."""
+    """Computes the logits of the last norm. A tied head without a format of its own shares the
+    table's memory if a backend can."""
 
     head: Head
     projection: Projection
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
-        return () if self.head.is_tied else (self.projection,)
+        return () if self.head.is_shared else (self.projection,)
 
 
 class Listing(Protocol):

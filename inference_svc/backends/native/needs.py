@@ -25,7 +25,7 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     """Returns the bytes of weights, and of the memory of steps."""
     dtype = getattr(torch, config.dtype)
     needed_bytes = weights_bytes(decoder, dtype)
-    if decoder.head.is_tied:  # packed, the head cannot share the embedding's memory
+    if decoder.head.is_shared:  # packed, the head cannot share the embedding's memory
         needed_bytes += decoder.vocab_size * decoder.hidden_size * dtype.itemsize
     needed_bytes += _padding_bytes(decoder)
     sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * decoder.vocab_size

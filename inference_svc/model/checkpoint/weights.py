@@ -231,7 +231,7 @@ class _Assembly(Generic[P]):
         """Returns the weights; every tensor must have been added."""
         assert not self._reading
         made = self._made
-        if self._decoder.head.is_tied:
+        if self._decoder.head.is_shared:
             head = self._projections.of(made[Role.TABLE][EMBEDDING_KEY])
             made[Role.PROJECTION][HEAD_KEY] = head
             if not isinstance(head, Linear):

@@ -91,12 +91,18 @@ class LayerInputs:
 @dataclass(frozen=True, slots=True)
 class Head:
     """Logits: the embedding's weight if tied, else `lm_head`'s; times `scale`, bounded by
-    `softcap` as attention's scores. `format` is of the weight of `lm_head`."""
+    `softcap` as attention's scores. `format` is of the head's weight: a tied head may
+    have few bits, and the embedding not."""
 
     is_tied: bool
     scale: float = 1.0
     softcap: float | None = None
     format: WeightFormat | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its weight is the embedding's table."""
+        return self.is_tied and self.format is None
 
 
 @dataclass(frozen=True)

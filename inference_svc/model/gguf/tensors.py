@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.description import LM_HEAD
 from inference_svc.model.gguf.blocks import decode
-from inference_svc.model.gguf.families import EMBEDDING, ROPE_FACTORS, Family, family_of
+from inference_svc.model.gguf.families import EMBEDDING, HEAD, ROPE_FACTORS, Family, family_of
 from inference_svc.model.gguf.file import PLAIN, Header, StoredTensor, read_header
 from inference_svc.model.gguf.metadata import Values
 
@@ -33,7 +34,8 @@ class Change(enum.Enum):
 class ModelTensor(NamedTuple):
     """A tensor of the model. `dtype` is by its name in safetensors, or the type of blocks if it
     `is_matrix` in few bits: then `shape` is [out, bytes of a row], else the shape of its values.
-    `num_heads` are those whose rows are interleaved."""
+    `num_heads` are those whose rows are interleaved. If it `is_tied_head`, it is the embedding once
+    more, as the head computes with it."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,12 +43,14 @@ class ModelTensor(NamedTuple):
     stored: StoredTensor
     change: Change = Change.NONE
     num_heads: int = 0
+    is_tied_head: bool = False
 
     @property
     def is_matrix(self) -> bool:
         """Whether it is the weight of a linear layer. Others are dequantised on reading: tables,
         of which single rows are read, and norms."""
-        return len(self.stored.shape) == 2 and self.stored.name != EMBEDDING
+        is_table = self.stored.name == EMBEDDING and not self.is_tied_head
+        return len(self.stored.shape) == 2 and not is_table
 
 
 def tensors(path: Path) -> list[ModelTensor]:
@@ -102,9 +106,18 @@ def read_plain(header: Header, stored: StoredTensor) -> Tensor:
 def model_tensors(header: Header) -> list[ModelTensor]:
     """Returns the tensors of a header's model. Raises UnsupportedModel for another family."""
     family, values = family_of(header), Values(header)
-    return [
-        _model_tensor(family, values, each) for each in header.tensors if each.name != ROPE_FACTORS
-    ]
+    stored = {each.name: each for each in header.tensors if each.name != ROPE_FACTORS}
+    found = [_model_tensor(family, values, each) for each in stored.values()]
+    table = stored.get(EMBEDDING)
+    if table is not None and HEAD not in stored and table.type.name not in PLAIN:
+        found.append(_tied_head(table))
+    return found
+
+
+def _tied_head(table: StoredTensor) -> ModelTensor:
+    """Returns the head of a file whose embedding is in few bits, and the head, too."""
+    shape = table.shape[0], table.type.bytes_of(table.shape[1])
+    return ModelTensor(f"{LM_HEAD}.weight", shape, table.type.name, table, is_tied_head=True)
 
 
 def _model_tensor(family: Family, values: Values, stored: StoredTensor) -> ModelTensor:

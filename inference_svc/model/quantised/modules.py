@@ -88,7 +88,7 @@ def with_stored_formats(decoder: Decoder, scheme: Scheme, names: Collection[str]
     if inputs is not None:
         inputs = _with_formats(inputs, str, modules)
     head = decoder.head
-    if not head.is_tied:
+    if not head.is_tied or modules.has(LM_HEAD):
         matrix = modules.matrix(LM_HEAD, decoder.vocab_size, decoder.hidden_size)
         head = replace(head, format=None if matrix is None else matrix.format)
     return replace(decoder, blocks=blocks, layer_inputs=inputs, head=head, quantisation=scheme)
