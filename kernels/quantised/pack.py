@@ -108,16 +108,27 @@ class PackedQuantised:
         assert rows.codes.shape[1] == self.in_features
         scales, offsets, codes = self._views()
         made = self._words(rows.codes)
-        done = 0
-        while done < len(rows):
-            panel, lane = divmod(start + done, PANEL)
-            count = min(PANEL - lane, len(rows) - done)
-            part, lanes = slice(done, done + count), slice(lane, lane + count)
-            codes[panel, :, :, lanes] = made[part].permute(1, 2, 0, 3)
-            scales[panel, :, lanes] = self._scales(rows[part]).t()
+        word_dtype = made.dtype
+        codes = codes.flatten(3).view(word_dtype)  # [panels, groups, words, PANEL]
+        panel, lane = divmod(start, PANEL)
+        if lane or len(rows) < PANEL:
+            parts = [(0, panel, lane, len(rows))]
+        else:
+            whole = len(rows) // PANEL
+            panels = slice(panel, panel + whole)
+            first = slice(0, whole * PANEL)
+            codes[panels] = made[first].unflatten(0, (whole, PANEL)).permute(0, 2, 3, 1)
+            scales[panels] = self._scales(rows[first]).unflatten(0, (whole, PANEL)).mT
             if offsets is not None and rows.offsets is not None:
-                offsets[panel, :, lanes] = rows.offsets[part].t()
-            done += count
+                offsets[panels] = rows.offsets[first].unflatten(0, (whole, PANEL)).mT
+            parts = [(first.stop, panel + whole, 0, len(rows) - first.stop)]
+        for done, panel, lane, count in parts:
+            part, lanes = slice(done, done + count), slice(lane, lane + count)
+            if count:
+                codes[panel, :, :, lanes] = made[part].permute(1, 2, 0)
+                scales[panel, :, lanes] = self._scales(rows[part]).t()
+                if offsets is not None and rows.offsets is not None:
+                    offsets[panel, :, lanes] = rows.offsets[part].t()
 
     def _views(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns the weights' scales and offsets, [panels, groups, PANEL], and codes, uint8
@@ -133,19 +144,20 @@ class PackedQuantised:
         return scales, offsets, codes.unflatten(2, (-1, PANEL, word_shape(self.format)[1]))
 
     def _words(self, codes: Tensor) -> Tensor:
-        """Returns codes [N, in] as words, uint8 [N, groups, words, bytes of a word]."""
+        """Returns codes [N, in] as words [N, groups, words], each an integer of its bytes."""
         size = self.group_size
         num_groups = self.format.num_groups(self.in_features)
-        padded = F.pad(codes, (0, num_groups * size - self.in_features))
-        span, _ = word_shape(self.format)
-        groups = F.pad(padded.view(len(codes), num_groups, size), (0, -size % span))
+        span, word_bytes = word_shape(self.format)
+        if padding := num_groups * size - self.in_features:
+            codes = F.pad(codes, (0, padding))
+        groups = codes.unflatten(1, (num_groups, size))
+        if size % span:
+            groups = F.pad(groups, (0, -size % span))
         if self.format.codes.num_bits == 4:
-            # Input 2 * i + h of a word has bits [16 * h + 4 * i, ... + 4): i is 2 * pair + nibble.
-            nibbles = groups.unflatten(2, (-1, 2, 2, 2))  # [..., words, pair, nibble, h]
-            both = nibbles[..., 0, :] | nibbles[..., 1, :] << 4
-            return both.transpose(3, 4).flatten(3)
-        words = groups.unflatten(2, (-1, span))
-        return words ^ 0x80 if self.format.activations is Activations.INT8 else words
+            return _nibbles(groups.contiguous().view(torch.int64))
+        if self.format.activations is Activations.INT8:
+            groups = groups ^ 0x80
+        return groups.contiguous().view({2: torch.int16, 4: torch.int32}[word_bytes])
 
     def _scales(self, rows: QuantisedRows) -> Tensor:
         """Returns rows' scales. Where a code of a group is NaN, its scale is: kernels know no such
@@ -204,6 +216,15 @@ class PackedQuantised:
     @property
     def num_bytes(self) -> int:
         return self.weights.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def _nibbles(inputs: Tensor) -> Tensor:
+    """Returns eight codes in the bytes of an int64 as a word, int32: input 2 * i + h has bits
+    [16 * h + 4 * i, ... + 4)."""
+    pairs = inputs | inputs >> 12  # byte 2 * i is where byte 2 * i + 2 of the next pair was
+    even = pairs & 0xFF | pairs >> 24 & 0xFF00
+    odd = pairs >> 8 & 0xFF | pairs >> 32 & 0xFF00
+    return (even | odd << 16).to(torch.int32)
 
 
 def packed_bytes(out_features: int, in_features: int, form: WeightFormat) -> int:

@@ -46,14 +46,14 @@ def quantise(weight: Tensor, form: WeightFormat) -> QuantisedRows:
 
 def nearest_codes(values: Tensor, codes: Codes) -> Tensor:
     """Returns the code, uint8, whose value is the nearest to each of fp32 `values`; of two that are
-    as near, the even one, as rounding does it, or of NF4 and FP4 the lower."""
+    as near, the even one, as rounding does it, or of NF4 and FP4 the lower. Overwrites `values`."""
     if codes is Codes.INT8:
-        return values.round().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
+        return values.round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
     if codes is Codes.FP8:
-        return values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        return values.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     if codes in (Codes.INT4, Codes.UINT4):
         first = int(codes.table[0])
-        return (values.round() - first).clamp_(0, 15).to(torch.uint8)
+        return values.round_().sub_(first).clamp_(0, 15).to(torch.uint8)
     table, order = codes.table.sort(stable=True)
     middles = (table[1:] + table[:-1]) / 2
     return order.to(torch.uint8)[torch.bucketize(values, middles)]
