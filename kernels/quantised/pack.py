@@ -15,7 +15,7 @@ from kernels.quantised.formats import Activations, Codes, WeightFormat
 from kernels.quantised.quantise import quantise
 from kernels.quantised.rows import QuantisedRows
 
-BLOCK_CODES = 1 << 20
+BLOCK_CODES = 1 << 18
 """Codes that are packed or quantised at once: a block's copies are all that packing takes beside
 the packed."""
 _NAN = 0x7F

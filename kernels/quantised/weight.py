@@ -12,7 +12,7 @@ from kernels.quantised.formats import WeightFormat
 from kernels.quantised.quantise import quantise
 from kernels.quantised.rows import QuantisedRows
 
-BLOCK_ELEMENTS = 1 << 22
+BLOCK_ELEMENTS = 1 << 20
 """Elements of a weight that are quantised or dequantised at once: the copies of that many are all
 the memory that it takes."""
 COPY_BYTES = 24

@@ -24,6 +24,8 @@ from tests.support.pairs import by_path
 TOLERANCE, TOLERANCE_OF_STATES = 0.03, 0.02
 """States are allocated as they are counted; the weights of native kernels may take a huge page more
 for each 64 MiB."""
+COPIES_BYTES = 40 << 20
+"""Copies of rows that are quantised at once, and a part of a huge page for each 64 MiB."""
 TEXT: dict[str, Any] = {
     "vocab_size": 16_000,
     "hidden_size": 1024,
@@ -108,8 +110,9 @@ config = EngineConfig(
     Path(sys.argv[1]), "whole", dtype="bfloat16", max_model_len=16, max_sequences=4,
     max_batch_tokens=16, max_prefill_chunk=16, kv_bytes=2 << 20, arena_bytes=1 << 20, max_loras=1,
     max_lora_rank=1, num_threads=1, native_kernels=sys.argv[2] == "native", num_stored_states=8,
+    quantize=sys.argv[3],
 )
-decoder = load_description(config.model_dir).for_length(config.max_model_len)
+decoder = load_description(config.model_dir, config.quantize).for_length(config.max_model_len)
 [budget] = plan_budgets(
     config, select_backend(config, decoder).memory_needs(config, decoder), None
 )
@@ -150,16 +153,8 @@ built.puller.close()
 @pytest.mark.parametrize(("saved", "path"), by_path(WHOLE), indirect=["saved"])
 def test_loading_takes_what_was_said(saved: Saved, path: str, tmp_path: Path) -> None:
     """No second copy of anything, however a backend packs it, and nothing of the other towers."""
-    native_library()
-    program = tmp_path / "measure.py"
-    program.write_text(MEASURE)
-    done = forks.run(str(program), str(saved.folder), path)
-    assert done.returncode == 0, done.stderr
-    kernels, said, own_bytes, all_bytes = json.loads(done.stdout)
-    assert kernels.startswith(path)
+    said, own_bytes, all_bytes = measured(saved, path, "none", tmp_path)
     said_bytes, states_bytes = sum(said.values()), said["recurrent_states"]
-    if path == "torch":
-        said_bytes -= said["workspace"]  # no step has run
     tolerance = TOLERANCE_OF_STATES if states_bytes else TOLERANCE
     assert min(saved.text_bytes, saved.other_bytes) > 8 * tolerance * said_bytes
     assert said["weights"] > 0.95 * (said_bytes - states_bytes)
@@ -168,3 +163,31 @@ def test_loading_takes_what_was_said(saved: Saved, path: str, tmp_path: Path) ->
     # A tensor of a file that is read, and, of a model with states, one that is hashed meanwhile.
     num_tensors = 2 if states_bytes else 1
     assert all_bytes <= (1 + tolerance) * said_bytes + num_tensors * saved.largest_bytes
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("path", ["native", "torch"])
+@pytest.mark.parametrize("saved", ["Gemma3"], indirect=True)
+def test_quantising_takes_what_was_said(saved: Saved, path: str, tmp_path: Path) -> None:
+    """The plain weights are never there as a whole; rows of one are copied while it is
+    quantised."""
+    said, own_bytes, _ = measured(saved, path, "int4", tmp_path)
+    said_bytes = sum(said.values())
+    assert said_bytes < 0.6 * saved.text_bytes
+    assert own_bytes <= said_bytes + COPIES_BYTES
+
+
+def measured(
+    saved: Saved, path: str, quantize: str, tmp_path: Path
+) -> tuple[dict[str, int], int, int]:
+    """Returns what was said, and the peaks of the process's own memory and of all."""
+    native_library()
+    program = tmp_path / "measure.py"
+    program.write_text(MEASURE)
+    done = forks.run(str(program), str(saved.folder), path, quantize)
+    assert done.returncode == 0, done.stderr
+    kernels, said, own_bytes, all_bytes = json.loads(done.stdout)
+    assert kernels.startswith(path)
+    if path == "torch":
+        del said["workspace"]  # no step has run
+    return said, own_bytes, all_bytes
