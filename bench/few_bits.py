@@ -3,8 +3,8 @@
     python -m bench.few_bits [--model bench-1b] [--requests 1 4 16] [--adapters]
         [--types int4 int8 fp8] [--rounds 20] [--out FILE]
 
-An engine of each type decodes the same requests; every round times one step of each, so that what
-the machine does meanwhile meets all alike. The byte floor is the time of reading all weights of a
+An engine of each type decodes the same requests; every round times one step of each, so that other
+work on the machine slows all of them alike. The byte floor is the time of reading all weights of a
 step once, at the rate of reads from memory. Prompts are of 1,024 tokens.
 """
 

@@ -78,7 +78,8 @@ class _Reader:
             raise refused(
                 record,
                 "SHAPE_INVALID",
-                f"shape {list(record.shape)} is no weight's that can be kept"
+                f"shape {list(record.shape)} is not of a matrix or vector, which alone can replace "
+                f"the base's"
                 f"{convolution_hint(key, record, 'modules_to_save')}",
             )
         is_vocabulary = key.module.rpartition(".")[2] in VOCABULARIES

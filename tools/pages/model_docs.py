@@ -60,7 +60,10 @@ other towers, in vain for requests of text. To train only the text part with PEF
 target_modules = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 ```
 
-## Models with recurrent layers
+For Qwen 3.5 and 3.6 add the projections of the gated delta net, which three of four layers have:
+`|in_proj_qkv|in_proj_z|in_proj_a|in_proj_b|out_proj`.
+
+## Hybrids: models with recurrent layers
 
 Three of four layers of Qwen 3.5 and 3 Next, and most layers of LFM 2, keep a state of fixed size
 per request, in fp32. You can ask these models for everything that you can ask others for. Their
@@ -72,8 +75,15 @@ limits:
   page, and tokens after that are computed again. States are stored every `--state-interval-tokens`,
   and at the end of each prompt's last full page. With `--stored-states 0` each of several answers
   (`n`) computes the prompt.
-- **Adapters** change every projection, but not the convolutions (`conv1d`, `conv.conv`) and the
-  decays (`A_log`, `dt_bias`).
+- **Adapters** change every projection, and norms may be replaced (`modules_to_save`); not the
+  convolutions (`conv1d`, `conv.conv`) and the decays (`A_log`, `dt_bias`). Train with
+  `target_modules="all-linear"`, or with these names of recurrent layers:
+
+| models | projections of recurrent layers |
+|---|---|
+| Qwen 3.5 and 3.6 | `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, `out_proj` |
+| Qwen 3 Next | `in_proj_qkvz`, `in_proj_ba`, `out_proj` |
+| LFM 2 and its mixtures | `conv.in_proj`, `conv.out_proj` |
 
 ## Models that are not served
 

@@ -18,7 +18,7 @@ from loadout.cli.local import demo
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
 COMMANDS = (
-    *("demo", "up", "download", "store", "serve"),
+    *("demo", "up", "download", "quantize", "store", "serve"),
     *(
         "register",
         "adapters",
