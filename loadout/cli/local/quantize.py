@@ -39,7 +39,7 @@ def quantize(
         typer.Option(help="Type of the weights. int4: in groups of up to 128."),
     ] = WeightType.INT4,
 ) -> None:
-    """Write a model anew with the weights of its layers in fewer bits.
+    """Write a model anew, with weights in few bits.
 
     The result is a compressed-tensors checkpoint, which Loadout, vLLM and transformers open.
     Weights are rounded to the nearest value; embedding, head, norms and routers stay as they are.
