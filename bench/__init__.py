@@ -13,9 +13,9 @@ scrape            measures a scrape of /metrics with many adapters, from both se
 services          runs both services as real processes, as `loadout up` does, with methods for
                   benchmarks
 step_breakdown    divides the time of a decode step into its parts, with the floor
-stepper           the engine of `bench.step_breakdown`, whose steps the caller's thread runs one by
-                  one
+stepper           an engine whose steps the caller's thread runs one by one
 turns             compares the speed of two checkouts in turns
+gguf              GGUF files, and llama.cpp on the same files as ours
 gpu_model         a step on a GPU, without a GPU: its launches, bytes and time on the host
 gpu_run           the GPU run
 kernels           native kernels by themselves, and the bounds of this machine

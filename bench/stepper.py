@@ -1,9 +1,10 @@
-"""The engine of `bench.step_breakdown`, whose steps the caller's thread runs one by one."""
+"""An engine whose steps the caller's thread runs one by one."""
 
 from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from bench.kernels.roofline import THREADS
@@ -35,8 +36,8 @@ class Stepper:
         self._vocab, self._max_len = prepared.vocab, max_len
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         store = MemoryStore()
-        folders = list(prepared.adapters.values())[:num_adapters]
-        digests = self._digests = [store.register(folder) for folder in folders]
+        names = list(prepared.adapters)[:num_adapters]
+        self.digests = {name: store.register(prepared.adapters[name]) for name in names}
         config = EngineConfig(
             prepared.model_dir,
             prepared.name,
@@ -55,24 +56,37 @@ class Stepper:
         self.built: BuiltEngine = build_engine(config, store, self._inbox.put)
         self.built.place_threads()
         self._inbox.put(LayoutAccepted(store.accept_layout(self.built.layout)))
-        for digest in digests:  # now, and not in the pull threads during steps
+        for digest in self.digests.values():  # now, and not in the pull threads during steps
             store.compile(digest)
         self.restart()
 
     def restart(self, *, uses_adapters: bool = True) -> None:
         """Starts again with requests of the adapters in turn, or of the base model, and steps until
         all of them decode."""
+        digests = list(self.digests.values()) if uses_adapters and self.digests else [""]
+        found = prompts(self._num_requests, NUM_IN, self._vocab)
+        self.start([(each, digests[i % len(digests)]) for i, each in enumerate(found)])
+
+    def start(self, asks: Sequence[tuple[list[int], str]]) -> None:
+        """Starts again with requests of prompts and adapters, by digest or "" for the base model,
+        and steps until all of them decode."""
         self._cancel_all()
         sampling = SamplingParams(max_tokens=self._max_len, temperature=0.0, ignore_eos=True)
-        digests = self._digests if uses_adapters and self._digests else [""]
-        for index, prompt in enumerate(prompts(self._num_requests, NUM_IN, self._vocab)):
-            digest, now_s = digests[index % len(digests)], time.monotonic()
-            name = f"{index} at {now_s}"
+        now_s = time.monotonic()
+        self._names = [f"{index} at {now_s}" for index in range(len(asks))]
+        for name, (prompt, digest) in zip(self._names, asks, strict=True):
             self._inbox.put(Submit(Request(name, tuple(prompt), sampling, digest, arrival_s=now_s)))
         while not self._all_decode():
             self.step()
         for _ in range(WARM_UP_STEPS):
             self.step()
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """The tokens of each request of `start` until now."""
+        running = self.built.engine.scheduler.running
+        found = {each.request.request_id: each.token_ids[each.num_prompt :] for each in running}
+        return [found[name] for name in self._names]
 
     def step(self) -> None:
         messages = []
@@ -105,7 +119,7 @@ class Stepper:
 
     def _all_decode(self) -> bool:
         running = self.built.engine.scheduler.running
-        return len(running) == self._num_requests and all(s.num_output > 0 for s in running)
+        return len(running) == len(self._names) and all(s.num_output > 0 for s in running)
 
     def close(self) -> None:
         self.built.puller.close()

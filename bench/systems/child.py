@@ -68,12 +68,17 @@ KINDS = {
 WITHOUT_ADAPTERS = {"vllm-tuned-no-lora", "llama-cpp"}
 """Systems that run only the base model here."""
 
+STEP_KINDS = {"ours": SystemKind("ours_steps"), "llama-cpp": KINDS["llama-cpp"]}
+"""The systems whose decode steps can be timed one by one."""
+
 
 class Child(Worker):
     """One system in its process, whose output goes to `log_path`. Methods raise WorkerFailed."""
 
+    kinds = KINDS
+
     def __init__(self, name: str, spec: Spec, log_path: Path) -> None:
-        kind = KINDS[name]
+        kind = self.kinds[name]
         variables = os.environ | {
             "OMP_NUM_THREADS": str(spec.num_threads),
             "HF_HUB_OFFLINE": "1",
@@ -99,3 +104,27 @@ class Child(Worker):
         done = Done(**self.ask("run", job=encode_job(job)))
         self.wait_for_rest()
         return done
+
+
+class StepChild(Child):
+    """One system whose steps are timed, in its process."""
+
+    kinds = STEP_KINDS
+
+    def start(self, job: Job) -> None:
+        self.ask("start", job=encode_job(job))
+
+    def step(self, count: int) -> list[float]:
+        """Returns the seconds of steps, when the system is idle again."""
+        seconds: list[float] = self.ask("step", count=count)
+        self.wait_for_rest()
+        return seconds
+
+    def outputs(self) -> list[list[int]]:
+        found: list[list[int]] = self.ask("outputs")
+        return found
+
+    def choices(self, job: Job, outputs: list[list[int]]) -> list[list[int]]:
+        """Returns llama.cpp's choices in each place of another system's outputs."""
+        found: list[list[int]] = self.ask("choices", job=encode_job(job), outputs=outputs)
+        return found

@@ -1,7 +1,8 @@
 """llama.cpp in this process, in its own environment (see `bench.peers.install`).
 
 It computes all requests in one batch, a prompt's tokens or one token of each per step, as its
-server does, through the functions of its C library.
+server does, through the functions of its C library. An adapter applies to a whole batch, so requests
+of different adapters are computed one adapter after the other, which its server does, too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import llama_cpp
 import numpy as np
@@ -18,6 +21,16 @@ from bench.systems.protocol import Ask, Done, Job, Spec
 
 BATCH_TOKENS = 512
 """llama.cpp's own default of tokens in one step."""
+WARM_UP_STEPS = 8
+
+
+class Entry(NamedTuple):
+    """A token to compute, and whether the next one is wanted."""
+
+    token: int
+    position: int
+    sequence: int
+    is_wanted: bool
 
 
 @dataclass(slots=True)
@@ -41,12 +54,15 @@ class Track:
 
 
 class LlamaCppSystem:
-    """llama.cpp with the GGUF file that the model's folder was made of."""
+    """llama.cpp with a GGUF file: the option `gguf`, or the one that the model's folder was made
+    of. The option `loras` has files of adapters by name."""
 
     def load(self, spec: Spec) -> dict[str, str]:
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
-        path = next(Path(spec.model_dir).with_name("gguf").glob("*.gguf"))
+        path = spec.options.get("gguf") or next(
+            Path(spec.model_dir).with_name("gguf").glob("*.gguf")
+        )
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -62,8 +78,18 @@ class LlamaCppSystem:
             llama_cpp.llama_model_get_vocab(self._model)
         )
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self._adapters = {
+            name: self._load_adapter(file) for name, file in spec.options.get("loras", {}).items()
+        }
+        self._tracks: list[Track] = []
         info = llama_cpp.llama_print_system_info().decode()
         return {"llama_cpp_python": llama_cpp.__version__, "kernels": info}
+
+    def _load_adapter(self, file: str) -> llama_cpp.llama_adapter_lora_p:
+        adapter = llama_cpp.llama_adapter_lora_init(self._model, file.encode())
+        if not adapter:
+            raise RuntimeError(f"llama.cpp cannot load the adapter {file}")
+        return adapter
 
     def register(self, name: str, folder: str) -> None:
         raise NotImplementedError("this comparison is of the base model")
@@ -72,41 +98,94 @@ class LlamaCppSystem:
         assert not names, "this comparison is of the base model"
 
     def run(self, job: Job) -> Done:
-        assert not any(ask.adapter for ask in job.asks)
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
-        tracks = [Track(ask, number) for number, ask in enumerate(job.asks)]
+        self._begin(job)
         began_s = time.perf_counter()
-        while waiting := [track for track in tracks if not track.is_done]:
+        while waiting := [track for track in self._tracks if not track.is_done]:
             self._step(waiting)
         seconds = time.perf_counter() - began_s
-        return Done(seconds, sum(len(track.tokens) for track in tracks))
+        return Done(seconds, sum(len(track.tokens) for track in self._tracks))
+
+    def start(self, job: Job) -> None:
+        self._begin(job)
+        while not all(track.tokens for track in self._tracks):
+            self._step(self._tracks)
+        self.step(WARM_UP_STEPS)
+
+    def step(self, count: int) -> list[float]:
+        moments = [time.perf_counter()]
+        for _ in range(count):
+            self._step(self._tracks)
+            moments.append(time.perf_counter())
+        return [after - before for before, after in pairwise(moments)]
+
+    def outputs(self) -> list[list[int]]:
+        return [track.tokens for track in self._tracks]
+
+    def choices(self, job: Job, outputs: list[list[int]]) -> list[list[int]]:
+        """Returns the token that follows in each place of each output, by the highest logit, after
+        the prompt and the tokens of the output before it."""
+        self._begin(job)
+        found = []
+        for number, (ask, output) in enumerate(zip(job.asks, outputs, strict=True)):
+            self._apply(ask.adapter)
+            known = [*ask.prompt, *output[:-1]]
+            first = len(ask.prompt) - 1
+            entries = [Entry(t, place, number, place >= first) for place, t in enumerate(known)]
+            found.append(self._decode(entries))
+        return found
+
+    def _begin(self, job: Job) -> None:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        self._tracks = [Track(ask, number) for number, ask in enumerate(job.asks)]
 
     def _step(self, tracks: list[Track]) -> None:
+        """Computes a batch for each adapter in use."""
+        for adapter in dict.fromkeys(track.ask.adapter for track in tracks):
+            self._apply(adapter)
+            self._compute([track for track in tracks if track.ask.adapter == adapter])
+
+    def _apply(self, name: str) -> None:
+        """Applies an adapter, or none for "", to the next batches."""
+        count = 1 if name else 0
+        adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)()
+        if name:
+            adapters[0] = self._adapters[name]
+        scales = (ctypes.c_float * 1)(1.0)
+        if llama_cpp.llama_set_adapters_lora(self._context, adapters, count, scales):
+            raise RuntimeError(f"llama.cpp does not apply the adapter {name}")
+
+    def _compute(self, tracks: list[Track]) -> None:
         """Computes one batch: first a token of each sequence that generates, then prompts."""
-        batch, count = self._batch, 0
-        sampled: list[tuple[int, Track]] = []
+        entries: list[Entry] = []
+        sampled: list[Track] = []
         for track in sorted(tracks, key=lambda track: not track.tokens):
-            tokens = track.next_tokens(BATCH_TOKENS - count)
-            for token in tokens:
-                batch.token[count] = token
-                batch.pos[count] = track.position
-                batch.n_seq_id[count] = 1
-                batch.seq_id[count][0] = track.number
+            for token in track.next_tokens(BATCH_TOKENS - len(entries)):
+                is_last = track.position + 1 == len(track.ask.prompt) + len(track.tokens)
+                entries.append(Entry(token, track.position, track.number, is_last))
                 track.position += 1
-                is_last = track.position == len(track.ask.prompt) + len(track.tokens)
-                batch.logits[count] = is_last
                 if is_last:
-                    sampled.append((count, track))
-                count += 1
-        batch.n_tokens = count
+                    sampled.append(track)
+        for track, token in zip(sampled, self._decode(entries), strict=True):
+            track.tokens.append(token)
+
+    def _decode(self, entries: list[Entry]) -> list[int]:
+        """Returns the tokens with the highest logits after the entries that want them."""
+        batch = self._batch
+        for index, entry in enumerate(entries):
+            batch.token[index] = entry.token
+            batch.pos[index] = entry.position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = entry.sequence
+            batch.logits[index] = entry.is_wanted
+        batch.n_tokens = len(entries)
         if code := llama_cpp.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode returned {code}")
-        for index, track in sampled:
-            logits = llama_cpp.llama_get_logits_ith(self._context, index)
-            row = np.ctypeslib.as_array(
-                ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (self._vocab_size,)
-            )
-            track.tokens.append(int(row.argmax()))
+        return [self._best(index) for index, entry in enumerate(entries) if entry.is_wanted]
+
+    def _best(self, index: int) -> int:
+        logits = llama_cpp.llama_get_logits_ith(self._context, index)
+        pointer = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
+        return int(np.ctypeslib.as_array(pointer, (self._vocab_size,)).argmax())
 
     def close(self) -> None:
         llama_cpp.llama_batch_free(self._batch)

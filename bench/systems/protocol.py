@@ -70,6 +70,29 @@ class System(Protocol):
     def close(self) -> None: ...
 
 
+class StepSystem(Protocol):
+    """A system in a child process whose decode steps are timed one by one."""
+
+    def load(self, spec: Spec) -> dict[str, str]:
+        """Loads the model and all adapters. Returns versions and the kernels in use."""
+        ...
+
+    def start(self, job: Job) -> None:
+        """Computes all prompts, and some steps to warm up, in place of the job before. Requests
+        then decode without an end."""
+        ...
+
+    def step(self, count: int) -> list[float]:
+        """Computes steps, each with one token of every request. Returns their seconds."""
+        ...
+
+    def outputs(self) -> list[list[int]]:
+        """Returns the tokens of each request until now."""
+        ...
+
+    def close(self) -> None: ...
+
+
 def encode_spec(spec: Spec) -> dict[str, Any]:
     return asdict(spec)
 

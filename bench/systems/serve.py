@@ -1,7 +1,7 @@
 """The child's side: one system, which reads messages from standard input and answers on standard
 output.
 
-python -m bench.systems.serve ours|ours_grpc|vllm|peft|llama_cpp
+python -m bench.systems.serve ours|ours_grpc|ours_steps|vllm|peft|llama_cpp
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TextIO
 
-from bench.systems.protocol import Spec, System, decode_job
+from bench.systems.protocol import Spec, decode_job
 
 
-def answer(system: System, message: dict[str, Any]) -> Any:
-    """Returns the reply to one message. Raises the system's errors."""
+def answer(system: Any, message: dict[str, Any]) -> Any:
+    """Returns the reply of a `System` or `StepSystem` to a message. Raises the system's errors."""
     action = message["action"]
     if action == "load":
         return system.load(Spec(**message["spec"]))
@@ -28,6 +28,14 @@ def answer(system: System, message: dict[str, Any]) -> Any:
         return system.set_resident(message["names"])
     if action == "register":
         return system.register(message["name"], message["folder"])
+    if action == "start":
+        return system.start(decode_job(message["job"]))
+    if action == "step":
+        return system.step(message["count"])
+    if action == "outputs":
+        return system.outputs()
+    if action == "choices":
+        return system.choices(decode_job(message["job"]), message["outputs"])
     assert action == "run", action
     return asdict(system.run(decode_job(message["job"])))
 

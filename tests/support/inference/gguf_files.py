@@ -1,6 +1,6 @@
 """Small GGUF files as llama.cpp's converter writes them, and what their models' weights are.
 
-The names of tensors and the layouts of blocks are those of the package `gguf`.
+`bench.gguf.files` writes them. The layouts of blocks are the package `gguf`'s.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from gguf.quants import dequantize
 from transformers import PreTrainedModel
+
+from bench.gguf.files import ModelFile, interleaved
 
 SIZES = {
     "hidden_size": 256,
@@ -52,12 +54,6 @@ def values_of(blocks: np.ndarray, kind: str) -> torch.Tensor:
     return torch.from_numpy(dequantize(blocks, gguf.GGMLQuantizationType[kind]))
 
 
-def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows [outputs, ...] as the converter stores q and k of llama."""
-    halves = weight.unflatten(0, (num_heads, 2, -1))
-    return halves.transpose(1, 2).flatten(0, 2)
-
-
 def apart(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rows as before `interleaved`."""
     order = interleaved(torch.arange(len(weight)), num_heads)
@@ -80,92 +76,40 @@ def write_gguf(
     others are in fp32. `metadata` has further values, those of the architecture with a dot first,
     and `extra` further tensors.
     """
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in {**_metadata(model.config), **metadata}.items():
-        _add(writer, f"{architecture}{key}" if key.startswith(".") else key, value)
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    file = ModelFile(path, architecture, model.config, metadata)
     state = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     for number, (name, value) in enumerate(state.items()):
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored, name
         module = name.rpartition(".")[0]
         kind = next((kinds[end] for end in kinds if module.endswith(end)), "F32")
         kind = kind if value.ndim == 2 else "F32"
-        heads = _heads(name, model.config) if architecture == "llama" else 0
-        _write_tensor(writer, stored, value, kind, heads, number, architecture)
+        adds_one = architecture.startswith("gemma") and name.endswith("norm.weight")
+        _add_tensor(file, name, value, kind, number, adds_one=adds_one)
     for name, values in extra.items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        file.writer.add_tensor(name, values)
+    file.write()
 
 
-def _write_tensor(
-    writer: gguf.GGUFWriter,
-    name: str,
-    value: torch.Tensor,
-    kind: str,
-    heads: int,
-    seed: int,
-    architecture: str,
+def _add_tensor(
+    file: ModelFile, name: str, value: torch.Tensor, kind: str, seed: int, *, adds_one: bool
 ) -> None:
+    heads = file.num_interleaved_heads(name)
     if kind in _SCALES:
         blocks = random_blocks(kind, (value.shape[0], value.shape[1]), seed)
         values = values_of(blocks, kind)
         value.copy_(apart(values, heads) if heads else values)
-        writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+        file.add(name, blocks, kind)
         return
     if kind == "F16":
         value.copy_(value.half())
     stored = value
     if heads:
         stored = interleaved(value, heads)
-    elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+    elif adds_one:
         stored = value + 1
         value.copy_(stored - 1)  # rounded
-    writer.add_tensor(name, stored.numpy().astype(np.float16 if kind == "F16" else np.float32))
-
-
-def _heads(name: str, config: Any) -> int:
-    if ".q_proj." in name:
-        return int(config.num_attention_heads)
-    return int(config.num_key_value_heads) if ".k_proj." in name else 0
-
-
-def _metadata(config: Any) -> dict[str, Any]:
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    return {
-        ".block_count": config.num_hidden_layers,
-        ".context_length": config.max_position_embeddings,
-        ".embedding_length": config.hidden_size,
-        ".feed_forward_length": config.intermediate_size,
-        ".attention.head_count": config.num_attention_heads,
-        ".attention.head_count_kv": config.num_key_value_heads,
-        ".attention.key_length": head_dim,
-        ".attention.value_length": head_dim,
-        ".attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "general.file_type": 15,
-        "general.quantization_version": 2,
-    }
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
+    file.add(name, stored.numpy().astype(np.float16 if kind == "F16" else np.float32))
 
 
 def llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray:
