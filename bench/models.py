@@ -286,11 +286,11 @@ def make_adapter(
 ) -> None:
     """Makes a PEFT adapter over all linear layers of the decoder, or over `targets`, with alpha
     2 * rank, bf16 files, and `num_added` tokens after the vocabulary. Other options go to its
-    config."""
+    config, and may replace alpha."""
     torch.manual_seed(seed)
+    options = {"lora_alpha": 2 * rank} | options
     config = LoraConfig(
         r=rank,
-        lora_alpha=2 * rank,
         target_modules=sorted({each for each, *_ in projections(name)})
         if targets is None
         else list(targets),

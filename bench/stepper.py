@@ -29,6 +29,7 @@ class Stepper:
         arena: int = 0,
         max_len: int = MAX_LEN,
         quantize: str = "none",
+        num_threads: int = THREADS,
     ) -> None:
         """Builds the engine. `arena` is the bytes for adapters; by default it fits adapters on all
         linear layers. `quantize` is the type of the base's weights."""
@@ -51,7 +52,7 @@ class Stepper:
             max_lora_rank=RANK,
             adapter_wait_s=600.0,
             prefix_cache=False,
-            num_threads=THREADS,
+            num_threads=num_threads,
         )
         self.built: BuiltEngine = build_engine(config, store, self._inbox.put)
         self.built.place_threads()

@@ -110,8 +110,8 @@ def write_model(prepared: Prepared, path: Path) -> None:
 
 
 def write_adapter(folder: Path, config: Any, path: Path, kind: str = ADAPTER_KIND) -> None:
-    """Writes a PEFT adapter of a Llama as a LoRA file. `config` is the model's, and `kind` is F16
-    or F32. Raises KeyError for a tensor that is no A or B of a weight."""
+    """Writes a plain PEFT adapter of a Llama as a LoRA file. `config` is the model's, and `kind` is
+    F16 or F32. Raises KeyError for a tensor that is no A or B of a weight."""
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     names = tensor_names(ARCHITECTURE, config)
     alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]

@@ -1,6 +1,6 @@
 """Servers under measurement, ours and the peers, all with the same few messages.
 
-child       the systems to measure, and the parent's side of each system's process in its environment
+child       the systems to measure, and the parent's side of each system's process
 llama_cpp   llama.cpp in this process, in its own environment (see `bench.peers.install`)
 ours        our engine in a thread of this process, over a store in memory
 ours_grpc   our system as in use

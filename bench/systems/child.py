@@ -68,8 +68,15 @@ KINDS = {
 WITHOUT_ADAPTERS = {"vllm-tuned-no-lora", "llama-cpp"}
 """Systems that run only the base model here."""
 
-STEP_KINDS = {"ours": SystemKind("ours_steps"), "llama-cpp": KINDS["llama-cpp"]}
-"""The systems whose decode steps can be timed one by one."""
+STEP_KINDS = {
+    "ours": SystemKind("ours_steps"),
+    "llama-cpp": KINDS["llama-cpp"],
+    "llama-cpp contexts": SystemKind(
+        "llama_cpp", _in_environment("llama-cpp"), options={"has_contexts": True}
+    ),
+}
+"""The systems whose decode steps can be timed one by one. llama.cpp changes adapters in one
+context, or has a context for each."""
 
 
 class Child(Worker):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from bench.machine import best_kernels
 from bench.models import Prepared
 from bench.stepper import Stepper
-from bench.systems.protocol import Job, Spec
+from bench.systems.protocol import CLOCKS, Job, Spec
 from inference_svc.model.gguf.expand import expanded
 
 
@@ -32,7 +31,9 @@ class OursStepsSystem:
             num_adapters=len(adapters),
             num_requests=spec.max_sequences,
             max_len=spec.max_len,
+            num_threads=spec.num_threads,
         )
+        self._clock = CLOCKS[spec.options.get("clock", "wall")]
         self._stack.callback(self._stepper.close)
         return {"torch": torch.__version__, "kernels": best_kernels()}
 
@@ -41,10 +42,10 @@ class OursStepsSystem:
         self._stepper.start([(ask.prompt, digests[ask.adapter]) for ask in job.asks])
 
     def step(self, count: int) -> list[float]:
-        moments = [time.perf_counter()]
+        moments = [self._clock()]
         for _ in range(count):
             self._stepper.step()
-            moments.append(time.perf_counter())
+            moments.append(self._clock())
         return [after - before for before, after in pairwise(moments)]
 
     def outputs(self) -> list[list[int]]:

@@ -5,8 +5,13 @@ This module imports only the standard library, because peers' environments impor
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
+
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+"""Clocks of steps by the option `clock`. Processor time of one thread is nearly the same beside
+other work; several threads wait for each other, and may spend some of it on that."""
 
 
 @dataclass(frozen=True, slots=True)
