@@ -45,8 +45,9 @@ class Setup:
     adapter_bytes: int
 
 
-def make_setup(rank: int) -> Setup:
+def make_setup(rank: int, *, is_float8: bool = False) -> Setup:
     """Places adapters one after the other in an arena, as in their images."""
+    dtype = torch.float8_e4m3fn if is_float8 else torch.bfloat16
     groups: list[LoraGroup] = []
     entries: list[list[TableEntry]] = [[] for _ in range(NUM_ADAPTERS)]
     granule, target = 0, 0
@@ -59,15 +60,20 @@ def make_setup(rank: int) -> Setup:
     for adapter in entries:
         for group in groups:
             for index, width in zip(group.targets, group.out_features, strict=True):
-                a = -(-rank * group.in_features * 2 // GRANULE_BYTES)
-                b = -(-rank * width * 2 // GRANULE_BYTES)
+                a = -(-rank * group.in_features * dtype.itemsize // GRANULE_BYTES)
+                b = -(-rank * width * dtype.itemsize // GRANULE_BYTES)
                 adapter.append(
                     TableEntry(index, granule, granule + a, rank, group.in_features, width)
                 )
                 granule += a + b
     arena = allocate_host(granule * GRANULE_BYTES).view(torch.bfloat16)
-    arena.normal_(std=0.02)
-    table = LoraTable.create(NUM_ADAPTERS, target, arena, "cpu", max_rank=max(rank, 64))
+    if is_float8:
+        arena.view(dtype).copy_(torch.randn(arena.nbytes) * 20)
+    else:
+        arena.normal_(std=0.02)
+    table = LoraTable.create(
+        NUM_ADAPTERS, target, arena, "cpu", max_rank=max(rank, 64), lora_dtype=dtype
+    )
     for slot, adapter in enumerate(entries):
         table.set_row(slot, adapter)
     return Setup(table, groups, granule * GRANULE_BYTES // NUM_ADAPTERS)
@@ -117,18 +123,19 @@ def best_seconds(run: Callable[[], None], budget_s: float = 1.0) -> float:
 
 def main() -> None:
     for rank in (16, 64):
-        setup = make_setup(rank)
+        setup, of_float8 = make_setup(rank), make_setup(rank, is_float8=True)
         print(f"rank {rank}, {setup.adapter_bytes / 1e6:.1f} MB per adapter")
-        print(f"{'':22}{'native ms':>10}{'GB/s':>7}{'TFLOP/s':>9}{'torch ms':>10}")
+        print(f"{'':22}{'native ms':>10}{'GB/s':>7}{'TFLOP/s':>9}{'torch ms':>10}{'float8 ms':>11}")
         for name, (rows, lengths) in CASES.items():
             slots = list(rows)
             ours = best_seconds(native_program(setup, slots, lengths).run)
             theirs = best_seconds(torch_path(setup, slots, lengths))
+            small = best_seconds(native_program(of_float8, slots, lengths).run)
             read = len(set(slots)) * setup.adapter_bytes
             flops = sum(lengths) * setup.adapter_bytes  # 2 per bf16 of 2 bytes
             print(
                 f"{name:22}{ours * 1e3:10.2f}{read / ours / 1e9:7.1f}{flops / ours / 1e12:9.3f}"
-                f"{theirs * 1e3:10.2f}"
+                f"{theirs * 1e3:10.2f}{small * 1e3:11.2f}"
             )
 
 

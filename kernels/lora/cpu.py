@@ -115,13 +115,11 @@ def gather(token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, target: in
     segments, short = _segments(table.arena.dtype, table, plan, group)
     for start, end, present in segments:
         ids = token_ids[start:end]
-        shrunk.segments.extend(
-            (slice(start, end), k, w, w.a.index_select(0, ids)) for k, w in present
-        )
+        shrunk.segments.extend((slice(start, end), k, w, w.rows_of_a(ids)) for k, w in present)
     for start, end, present in short:
         ids = token_ids[start:end]
         for k, w in present:
-            y = w.a.index_select(0, ids)
+            y = w.rows_of_a(ids)
             shrunk.rows.extend((start + i, k, w, y[i]) for i in range(end - start))
     return shrunk
 
@@ -186,7 +184,7 @@ def _mixed(
         for slot in table.part_slots(segment.slot):
             w = table.weights(slot, segment.expert).get(target)
             if w is not None:
-                yield k, w, rows.mm(w.a_t) if rows.dim() == 2 else w.a.index_select(0, rows)
+                yield k, w, rows.mm(w.a_t) if rows.dim() == 2 else w.rows_of_a(rows)
 
 
 def _add_mix(

@@ -310,7 +310,8 @@ class NativeLora:
     @property
     def _suffix(self) -> str:
         experts = "_experts" if self.plan.has_experts else ""
-        return f"{experts}_{dtype_name(self.table.arena.dtype)}"
+        float8 = "_float8" if self.table.is_float8 else ""
+        return f"{experts}{float8}_{dtype_name(self.table.arena.dtype)}"
 
     def _args(self, group: LoraGroup) -> _LoraArgs:
         table, num_targets = self.table, len(group.targets)

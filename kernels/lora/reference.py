@@ -6,6 +6,9 @@ only the kernels' inputs: the arena, the table's rows and the plan's tokens.
 For a token whose slot is a mix, the parts first replace the base's outputs, if one of them does so.
 Then each part adds its products, one after the other, in fp32. The sum is rounded once, at the end.
 
+A and B are of the arena's dtype, or float8 (`table.lora_dtype`), whose values every implementation
+converts exactly: their scales are in the table.
+
 `add_lora` is `shrink`, then `expand`; `add_lora_embedding` is `gather`, then `expand`. If devices
 share A's rank, each has a part of the shrunk rows, and `expand` reads all parts, one after the
 other.
@@ -136,7 +139,8 @@ def shrink(
     for t, slot, expert in _tokens(plan):
         for k, target in enumerate(group.targets):
             a = _place_of_a(arena, table, slot, expert, target)
-            y[t, k, : a.rank] = a.matrix(arena, group.in_features).float() @ x[t].float()
+            values = a.matrix(arena, group.in_features, table.lora_dtype)
+            y[t, k, : a.rank] = values.float() @ x[t].float()
     return y
 
 
@@ -150,7 +154,8 @@ def gather(
     for t, slot, expert in _tokens(plan):
         a = _place_of_a(arena, table, slot, expert, target)
         num_rows = int(token_ids[t]) + 1
-        y[t, 0, : a.rank] = a.matrix(arena, num_rows, transposed=True)[-1].float()
+        rows = a.matrix(arena, num_rows, table.lora_dtype, transposed=True)
+        y[t, 0, : a.rank] = rows[-1].float()
     return y
 
 
@@ -204,7 +209,8 @@ def _add_products(
     for t, slot, expert in _tokens(plan):
         for k, (target, columns) in enumerate(_columns(group)):
             b = _place_of_b(arena, table, slot, expert, target)
-            products = y[t, k, : b.rank] @ b.matrix(arena, group.out_features[k]).float()
+            values = b.matrix(arena, group.out_features[k], table.lora_dtype)
+            products = y[t, k, : b.rank] @ values.float()
             vectors = _vectors(arena, table, slot, target, columns)
             added = b.scale * products if vectors is None else vectors.of_added(products, b.scale)
             out[t, columns] += added

@@ -58,7 +58,8 @@ class TableEntry:
     A is `[a_rank, in_features]` row-major at byte `a_granule * 256` of the arena (an embedding's A
     is `[in_features, a_rank]`, one row per token id); B is `[rank, out_features]` at
     `b_granule * 256`. None: A's rank is B's. Of `num_experts` experts these are segments that begin
-    with an index, each expert's matrices are of such shapes, and the ranks are the highest.
+    with an index, each expert's matrices are of such shapes, and the ranks are the highest. The
+    products with both are multiplied by `scale`.
     """
 
     target: int

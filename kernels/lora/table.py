@@ -8,6 +8,9 @@ the target. The ranks differ if devices share the first product: each has a part
 the whole of B's. Another row has the base's weights that the adapter replaces (see ReplacedWeight).
 The table's memory never moves, so a captured graph sees every later write.
 
+A and B are of the arena's dtype or, of all adapters, float8 (E4M3): then the scale is the product
+of the factors of both, and the sum that it multiplies is of the values without them.
+
 For a target that is a mixture of experts, A and B are segments of an image. Each begins with an
 index, int32 `[experts, 4]`: the granule of the expert's matrix within the segment, its rank (0: the
 adapter lacks the expert), the bits of an fp32 scale, and 0. The scale in B's index multiplies the
@@ -36,7 +39,7 @@ from .rows import (
     TableEntry,
     TableRow,
 )
-from .views import Place, TargetWeights, vectors_at
+from .views import Float8Weights, Place, PlainWeights, TargetWeights, vectors_at
 
 NUM_FIELDS = 8
 """Numbers of a target in a row: granules of A and B, ranks of A and B, bits of the scale, and the
@@ -80,7 +83,7 @@ class LoraTable:
     NUM_WEIGHT_FIELDS, num_weights]`; one row of each is one copy. `adapters[slot]` has the same for
     the host. `rank_parts` is the number of devices that share A's rank: this one has the whole
     rank, or a part that is rounded up. With 1 the ranks of A and B are equal, and expand reads
-    shrink's result.
+    shrink's result. `lora_dtype` is the type of A and B.
 
     After the adapters come `num_mixes` mixes of MAX_PARTS rows each. A mix is a sum of adapters.
     Its slot is its first row. Its rows are copies of its adapters' rows, in order, with their
@@ -93,6 +96,7 @@ class LoraTable:
     max_rank: int
     rank_parts: int
     num_mixes: int
+    lora_dtype: torch.dtype
     arena: torch.Tensor
     rows: torch.Tensor
     weight_rows: torch.Tensor
@@ -113,6 +117,7 @@ class LoraTable:
         rank_parts: int = 1,
         num_weights: int = 0,
         num_mixes: int = 0,
+        lora_dtype: torch.dtype | None = None,
     ) -> LoraTable:
         """Creates an empty table.
 
@@ -126,7 +131,10 @@ class LoraTable:
             rank_parts: Devices that share A's rank.
             num_weights: Base weights that adapters may replace.
             num_mixes: Most sums of adapters.
+            lora_dtype: The type of A and B: the layout's, or torch.float8_e4m3fn.
         """
+        lora_dtype = lora_dtype or arena.dtype
+        assert lora_dtype in (arena.dtype, torch.float8_e4m3fn)
         assert arena.dim() == 1, "the arena is one flat tensor"
         assert arena.is_contiguous()
         # Vector loads need it; torch aligns CUDA memory to 512 bytes and CPU memory to 64.
@@ -143,6 +151,7 @@ class LoraTable:
             max_rank,
             rank_parts,
             num_mixes,
+            lora_dtype,
             arena,
             rows,
             weight_rows,
@@ -172,6 +181,11 @@ class LoraTable:
     @property
     def scales(self) -> torch.Tensor:
         return self.rows[:, 4].view(torch.float32)
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether A and B are float8."""
+        return self.lora_dtype != self.arena.dtype
 
     @property
     def num_weights(self) -> int:
@@ -258,7 +272,7 @@ class LoraTable:
             num_bytes = np.where(
                 adapter.num_experts > 0,
                 adapter.num_experts * INDEX_BYTES,
-                ranks * features * self.arena.itemsize,
+                ranks * features * self.lora_dtype.itemsize,
             )
             outside = (granules < 0) | (granules * GRANULE_BYTES + num_bytes > size)
             assert not outside.any(), f"granule {granules[outside][0]} leaves the arena"
@@ -308,15 +322,12 @@ class LoraTable:
             if b.rank == 0:
                 return None
         num_in, num_out = int(adapter.in_features[index]), int(adapter.out_features[index])
-        a_values = a.matrix(self.arena, num_in, transposed=bool(adapter.is_embedding[index]))
-        b_values = b.matrix(self.arena, num_out)
+        is_embedding, dtype = bool(adapter.is_embedding[index]), self.lora_dtype
+        a_values = a.matrix(self.arena, num_in, dtype, transposed=is_embedding)
+        b_values = b.matrix(self.arena, num_out, dtype)
         scale = float(adapter.scales[index]) * b.scale
-        vectors = OutputVectors(*adapter.vectors[index].tolist())
-        return TargetWeights(
-            a=a_values,
-            a_t=a_values.t(),
-            b=b_values,
-            b_t=b_values.t(),
-            scale=scale,
-            vectors=vectors_at(self.arena, vectors, num_out),
-        )
+        granules = OutputVectors(*adapter.vectors[index].tolist())
+        vectors = vectors_at(self.arena, granules, num_out)
+        if self.is_float8:
+            return Float8Weights(a_values, b_values, self.arena.dtype, scale, vectors)
+        return PlainWeights(a_values, a_values.t(), b_values, b_values.t(), scale, vectors)

@@ -40,8 +40,10 @@ def load_tokens(order, start, count, BLOCK_M: tl.constexpr):
 def load_place(
     arena, rows, slot, expert, target,
     SIDE: tl.constexpr, TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, EXPERTS: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Element offset, rank and scale of A or B of `target` in `slot`. Only B has a scale.
+    """Where A or B of `target` in `slot` begins, its rank and scale. Only B has a scale. Values are
+    of the arena's type, or bytes of float8.
 
     Multiplying the granule by a constant is what proves to the compiler that they are aligned.
     """
@@ -59,7 +61,20 @@ def load_place(
         if SIDE == B:
             bits = tl.load(p_index + 2, mask=is_there, other=0)
             scale *= bits.to(tl.float32, bitcast=True)
-    return offset, rank, scale
+    p_values = arena + offset
+    if FLOAT8:
+        p_values = p_values.to(tl.pointer_type(tl.uint8))
+    return p_values, rank, scale
+
+
+@triton.jit
+def load_values(p_block, mask, dtype):
+    """A block of A or B in the arena's type `dtype`, which has the value of every float8."""
+    if p_block.dtype.element_ty == tl.uint8:
+        b_values = tl.load(p_block, mask=mask, other=0)
+        return b_values.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        return tl.load(p_block, mask=mask, other=0.0)
 
 
 @triton.jit

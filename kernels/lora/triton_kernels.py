@@ -9,7 +9,7 @@ Shrink has A's rank, expand B's rank; y between them has as many numbers per tok
 the first product, A has a part of the ranks, and expand reads the parts of all devices, one after
 the other. `gather` then writes y of an embedding; if A is whole, expand itself looks up its rows.
 With EXPERTS, targets are mixtures and items name an expert: A and B are segments that begin with an
-index.
+index. With FLOAT8, A and B are float8; they are converted in registers.
 
 With PARTS > 1, a slot from FIRST_MIX on is the first row of a mix; PARTS is 1 in steps without
 mixes. Both kernels walk the rows of its parts; absent parts have rank 0. The parts first replace
@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from .plan import ITEM_NOTHING, ITEM_ROWS, ITEM_TILE, ROWS_TOKENS, TILE_TOKENS
-from .triton_items import A, B, load_item, load_place, load_tokens, num_parts
+from .triton_items import A, B, load_item, load_place, load_tokens, load_values, num_parts
 from .triton_outputs import has_base_bias, load_base, plus_product, product
 
 NOTHING = tl.constexpr(ITEM_NOTHING)
@@ -44,7 +44,7 @@ VARYING = ("first_target", "num_tokens", "num_pairs", "num_items", "num_blocks")
 
 @triton.jit
 def shrink_part(
-    p_y, p_x, p_a, rank, first_k, m_m,
+    p_y, p_x, p_a, rank, first_k, m_m, dtype,
     IN: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def shrink_part(
                 b_x = tl.load(p_block, mask=m_m[:, None] & m_k[None, :], other=0.0)
                 # [BLOCK_R, BLOCK_K]
                 p_block = p_a + o_r.to(tl.int64)[:, None] * IN + o_k[None, :]
-                b_a = tl.load(p_block, mask=m_r[:, None] & m_k[None, :], other=0.0)
+                b_a = load_values(p_block, m_r[:, None] & m_k[None, :], dtype)
                 b_sum = tl.dot(b_x, tl.trans(b_a), b_sum, input_precision=PRECISION)
             b_y += b_sum
         tl.store(p_y[:, None] + o_r[None, :], b_y, mask=m_m[:, None])
@@ -77,19 +77,20 @@ def shrink_item(
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
     IN: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    EXPERTS: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr,
+    EXPERTS: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    FIRST_MIX: tl.constexpr,
 ):  # fmt: skip
     """Shrinks an item's tokens, for each part of a mix, over the chunks of split i_s."""
     b_token, m_m = load_tokens(order, start, count, BLOCK_M)
     p_x = x + b_token * x_stride
     for i_p in range(num_parts(slot, PARTS, FIRST_MIX)):
-        a_offset, rank, _ = load_place(
-            arena, rows, slot + i_p, expert, target, A, TABLE_TARGETS, GRANULE, EXPERTS
+        p_a, rank, _ = load_place(
+            arena, rows, slot + i_p, expert, target, A, TABLE_TARGETS, GRANULE, EXPERTS, FLOAT8
         )
         first_row = (i_s.to(tl.int64) * PARTS + i_p) * num_tokens
         p_y = y + ((first_row + b_token) * K + i_k) * Y_RANK
         shrink_part(  # of rank 0 nothing is computed
-            p_y, p_x, arena + a_offset, rank, i_s * (NUM_CHUNKS * CHUNK), m_m,
+            p_y, p_x, p_a, rank, i_s * (NUM_CHUNKS * CHUNK), m_m, arena.dtype.element_ty,
             IN, CHUNK, NUM_CHUNKS, BLOCK_M, BLOCK_K, BLOCK_R, PRECISION,
         )  # fmt: skip
 
@@ -101,8 +102,8 @@ def shrink_kernel(
     IN: tl.constexpr, Y_RANK: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     TILE_BLOCK_K: tl.constexpr, TILE_BLOCK_R: tl.constexpr,
-    HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr,
-    PARTS: tl.constexpr, FIRST_MIX: tl.constexpr,
+    HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, FLOAT8: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr,
 ):  # fmt: skip
     """y[s, p, t, k, :R] = x[t] @ A_k.T over the chunks of split s, in fp32.
 
@@ -124,13 +125,13 @@ def shrink_kernel(
         shrink_item(
             y, x, order, arena, rows, start, count, slot, expert, target, i_k, i_s, num_tokens,
             x_stride, TABLE_TARGETS, GRANULE, K, Y_RANK, IN, CHUNK, NUM_CHUNKS,
-            ROWS_SIZE, BLOCK_K, BLOCK_R, EXPERTS, PRECISION, PARTS, FIRST_MIX,
+            ROWS_SIZE, BLOCK_K, BLOCK_R, EXPERTS, FLOAT8, PRECISION, PARTS, FIRST_MIX,
         )  # fmt: skip
     elif HAS_TILES:
         shrink_item(
             y, x, order, arena, rows, start, count, slot, expert, target, i_k, i_s, num_tokens,
             x_stride, TABLE_TARGETS, GRANULE, K, Y_RANK, IN, CHUNK, NUM_CHUNKS,
-            TILE_SIZE, TILE_BLOCK_K, TILE_BLOCK_R, EXPERTS, PRECISION, PARTS, FIRST_MIX,
+            TILE_SIZE, TILE_BLOCK_K, TILE_BLOCK_R, EXPERTS, FLOAT8, PRECISION, PARTS, FIRST_MIX,
         )  # fmt: skip
 
 
@@ -138,7 +139,7 @@ def shrink_kernel(
 def gather_kernel(
     y, token_ids, arena, rows, items, order, first_target,
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, Y_RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """y[0, t, 0, :R] = A[token_ids[t]], of an embedding, in fp32.
 
@@ -147,8 +148,8 @@ def gather_kernel(
     start, count, slot, kind, expert = load_item(items, False)
     if kind == NOTHING:
         return
-    a_offset, rank, _ = load_place(
-        arena, rows, slot, expert, first_target, A, TABLE_TARGETS, GRANULE, False
+    p_a, rank, _ = load_place(
+        arena, rows, slot, expert, first_target, A, TABLE_TARGETS, GRANULE, False, FLOAT8
     )
     b_token, m_m = load_tokens(order, start, count, BLOCK_M)
     # [BLOCK_M]
@@ -157,8 +158,9 @@ def gather_kernel(
     while i_r * BLOCK_R < rank:
         o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
         # [BLOCK_M, BLOCK_R]
-        p_block = arena + a_offset + b_id[:, None] * rank + o_r[None, :]
-        b_y = tl.load(p_block, mask=m_m[:, None] & (o_r < rank)[None, :], other=0.0)
+        p_block = p_a + b_id[:, None] * rank + o_r[None, :]
+        m_y = m_m[:, None] & (o_r < rank)[None, :]
+        b_y = load_values(p_block, m_y, arena.dtype.element_ty)
         p_block = y + b_token[:, None] * Y_RANK + o_r[None, :]
         tl.store(p_block, b_y.to(tl.float32), mask=m_m[:, None])
         i_r += 1
@@ -178,7 +180,7 @@ def load_ranks(
     y, split_stride, token_ids, arena, rows, b_token, m_m, slot, expert, target, first_row, i_k,
     rank, o_r,
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
-    SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
+    SPLITS: tl.constexpr, EXPERTS: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """The shrunk rows of an item's tokens and one row of the table, [BLOCK_M, BLOCK_R]."""
     if token_ids is None:
@@ -187,29 +189,30 @@ def load_ranks(
         m_y = m_m[:, None] & (o_r < (rank + 15) // 16 * 16)[None, :]
         b_y = load_shrunk(p_y[:, None] + o_r[None, :], split_stride, m_y, SPLITS)
     else:
-        a_offset, _, _ = load_place(
-            arena, rows, slot, expert, target, A, TABLE_TARGETS, GRANULE, EXPERTS
+        p_a, _, _ = load_place(
+            arena, rows, slot, expert, target, A, TABLE_TARGETS, GRANULE, EXPERTS, FLOAT8
         )
         b_id = tl.load(token_ids + b_token, mask=m_m, other=0).to(tl.int64)
-        p_block = arena + a_offset + b_id[:, None] * rank + o_r[None, :]
-        b_y = tl.load(p_block, mask=m_m[:, None] & (o_r < rank)[None, :], other=0.0)
+        p_block = p_a + b_id[:, None] * rank + o_r[None, :]
+        m_y = m_m[:, None] & (o_r < rank)[None, :]
+        b_y = load_values(p_block, m_y, arena.dtype.element_ty)
     return b_y
 
 
 @triton.jit
-def load_b(arena, b_offset, rank, o_r, o_n, width):
+def load_b(p_b, rank, o_r, o_n, width, dtype):
     """A block of B, [BLOCK_R, BLOCK_N]."""
-    p_block = arena + b_offset + o_r.to(tl.int64)[:, None] * width + o_n[None, :]
-    return tl.load(p_block, mask=(o_r < rank)[:, None] & (o_n < width)[None, :], other=0.0)
+    p_block = p_b + o_r.to(tl.int64)[:, None] * width + o_n[None, :]
+    return load_values(p_block, (o_r < rank)[:, None] & (o_n < width)[None, :], dtype)
 
 
 @triton.jit
 def expand_part(
     y, split_stride, token_ids, arena, rows, b_token, m_m, slot, expert, target, first_row, i_k,
-    b_offset, rank, o_n, width,
+    p_b, rank, o_n, width,
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    EXPERTS: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Returns y @ B of an item's tokens and one row of the table, [BLOCK_M, BLOCK_N]."""
     b_sum = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -218,9 +221,9 @@ def expand_part(
         o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
         b_y = load_ranks(
             y, split_stride, token_ids, arena, rows, b_token, m_m, slot, expert, target, first_row,
-            i_k, rank, o_r, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, EXPERTS,
+            i_k, rank, o_r, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, EXPERTS, FLOAT8,
         )  # fmt: skip
-        b_b = load_b(arena, b_offset, rank, o_r, o_n, width)
+        b_b = load_b(p_b, rank, o_r, o_n, width, arena.dtype.element_ty)
         b_sum = tl.dot(b_y.to(b_b.dtype), b_b, b_sum, input_precision=PRECISION)
         i_r += 1
     return b_sum
@@ -229,11 +232,11 @@ def expand_part(
 @triton.jit
 def expand_item(
     out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, order, start, count, slot,
-    expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset, first_n, end_n, width,
+    expert, target, part_rows, i_k, parts, p_b, rank, scale, offset, first_n, end_n, width,
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    EXPERTS: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr, PARTS: tl.constexpr,
-    WALK: tl.constexpr, BESIDE: tl.constexpr, ROUNDS: tl.constexpr,
+    EXPERTS: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr,
+    PARTS: tl.constexpr, WALK: tl.constexpr, BESIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Changes columns [first_n, end_n) of an item's outputs. They are one block of BLOCK_N columns,
     or several with WALK. The first part's B and scale are given."""
@@ -245,12 +248,12 @@ def expand_item(
         o_r = tl.arange(0, BLOCK_R)
         b_y = load_ranks(
             y, split_stride, token_ids, arena, rows, b_token, m_m, slot, expert, target, 0, i_k,
-            rank, o_r, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, EXPERTS,
+            rank, o_r, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, EXPERTS, FLOAT8,
         ).to(arena.dtype.element_ty)  # fmt: skip
         for block_n in range(first_n, end_n, BLOCK_N):
             o_n = block_n + tl.arange(0, BLOCK_N)
             m_out = m_m[:, None] & (o_n < width)[None, :]
-            b_b = load_b(arena, b_offset, rank, o_r, o_n, width)
+            b_b = load_b(p_b, rank, o_r, o_n, width, arena.dtype.element_ty)
             if BESIDE:
                 b_out = scale * tl.dot(b_y, b_b, input_precision=PRECISION)
             else:
@@ -263,28 +266,28 @@ def expand_item(
         o_n = first_n + tl.arange(0, BLOCK_N)
         expand_block(
             p_rows + o_n[None, :], y, split_stride, token_ids, base_bias, arena, rows,
-            b_token, m_m, slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale,
+            b_token, m_m, slot, expert, target, part_rows, i_k, parts, p_b, rank, scale,
             offset, o_n, width, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS,
-            BLOCK_M, BLOCK_N, BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS, BESIDE, ROUNDS,
+            BLOCK_M, BLOCK_N, BLOCK_R, EXPERTS, FLOAT8, PRECISION, VECTORS, PARTS, BESIDE, ROUNDS,
         )  # fmt: skip
 
 
 @triton.jit
 def expand_block(
     p_block, y, split_stride, token_ids, base_bias, arena, rows, b_token, m_m, slot, expert, target,
-    part_rows, i_k, parts, b_offset, rank, scale, offset, o_n, width,
+    part_rows, i_k, parts, p_b, rank, scale, offset, o_n, width,
     TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr, K: tl.constexpr, Y_RANK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    EXPERTS: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr, PARTS: tl.constexpr,
-    BESIDE: tl.constexpr, ROUNDS: tl.constexpr,
+    EXPERTS: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr, VECTORS: tl.constexpr,
+    PARTS: tl.constexpr, BESIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Changes a block of columns of an item's outputs, [BLOCK_M, BLOCK_N], by adapters of any rank
     and kind. Outputs are read as late as they can be: they take registers."""
     m_n = o_n < width
     b_sum = expand_part(
         y, split_stride, token_ids, arena, rows, b_token, m_m, slot, expert, target,
-        0, i_k, b_offset, rank, o_n, width,
-        TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R, EXPERTS, PRECISION,
+        0, i_k, p_b, rank, o_n, width, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS,
+        BLOCK_M, BLOCK_N, BLOCK_R, EXPERTS, FLOAT8, PRECISION,
     )  # fmt: skip
     m_out = m_m[:, None] & m_n[None, :]
     dtype = p_block.dtype.element_ty
@@ -305,14 +308,14 @@ def expand_block(
     b_out = plus_product(b_out, b_sum, scale, b_bias, VECTORS, ROUNDS)
     if PARTS > 1:
         for i_p in range(1, parts):
-            b_offset, rank, scale = load_place(
-                arena, rows, slot + i_p, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS
+            p_b, rank, scale = load_place(
+                arena, rows, slot + i_p, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS, FLOAT8
             )
             b_sum = expand_part(
                 y, split_stride, token_ids, arena, rows, b_token, m_m, slot + i_p, expert, target,
-                i_p * part_rows, i_k, b_offset, rank, o_n, width,
+                i_p * part_rows, i_k, p_b, rank, o_n, width,
                 TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R,
-                EXPERTS, PRECISION,
+                EXPERTS, FLOAT8, PRECISION,
             )  # fmt: skip
             b_sum, b_bias = product(
                 b_sum, scale, arena, rows, slot + i_p, target, base_bias, offset, o_n, m_n, dtype,
@@ -357,7 +360,7 @@ def expand_kernel(
     OUT_OFFSETS: tl.constexpr, OUT_FEATURES: tl.constexpr,
     Y_RANK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILE_BLOCK_R: tl.constexpr,
-    HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, VECTORS: tl.constexpr,
+    HAS_TILES: tl.constexpr, EXPERTS: tl.constexpr, FLOAT8: tl.constexpr, VECTORS: tl.constexpr,
     PRECISION: tl.constexpr, PARTS: tl.constexpr, FIRST_MIX: tl.constexpr, WALK: tl.constexpr,
     BESIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
@@ -379,8 +382,8 @@ def expand_kernel(
         num_blocks, TARGET_STEPS, OUT_OFFSETS, OUT_FEATURES, BLOCK_N
     )
     target = first_target + step
-    b_offset, rank, scale = load_place(
-        arena, rows, slot, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS
+    p_b, rank, scale = load_place(
+        arena, rows, slot, expert, target, B, TABLE_TARGETS, GRANULE, EXPERTS, FLOAT8
     )
     parts = num_parts(slot, PARTS, FIRST_MIX)
     if PARTS == 1 and not BESIDE:
@@ -394,17 +397,18 @@ def expand_kernel(
     if kind == ROWS:
         expand_item(
             out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, order, start,
-            count, slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset,
+            count, slot, expert, target, part_rows, i_k, parts, p_b, rank, scale, offset,
             first_n, end_n, width, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS,
-            ROWS_SIZE, BLOCK_N, BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS, WALK, BESIDE, ROUNDS,
+            ROWS_SIZE, BLOCK_N, BLOCK_R, EXPERTS, FLOAT8, PRECISION, VECTORS, PARTS, WALK, BESIDE,
+            ROUNDS,
         )  # fmt: skip
     elif HAS_TILES:
         expand_item(
             out, out_stride, y, split_stride, token_ids, base_bias, arena, rows, order, start,
-            count, slot, expert, target, part_rows, i_k, parts, b_offset, rank, scale, offset,
+            count, slot, expert, target, part_rows, i_k, parts, p_b, rank, scale, offset,
             first_n, end_n, width, TABLE_TARGETS, GRANULE, K, Y_RANK, SPLITS,
-            TILE_SIZE, BLOCK_N, TILE_BLOCK_R, EXPERTS, PRECISION, VECTORS, PARTS, False, BESIDE,
-            ROUNDS,
+            TILE_SIZE, BLOCK_N, TILE_BLOCK_R, EXPERTS, FLOAT8, PRECISION, VECTORS, PARTS, False,
+            BESIDE, ROUNDS,
         )  # fmt: skip
 
 

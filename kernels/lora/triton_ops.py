@@ -128,6 +128,7 @@ def gather(
         Y_RANK=_y_rank(table),
         BLOCK_M=TILE_TOKENS if plan.has_tiles else ROWS_TOKENS,
         BLOCK_R=tuned["tile_block_r"],
+        FLOAT8=table.is_float8,
         num_warps=tuned["num_warps"],
     )
     return y
@@ -234,6 +235,7 @@ def _common(
         "GRANULE": GRANULE_BYTES // arena.itemsize,
         "HAS_TILES": plan.has_tiles,
         "EXPERTS": plan.has_experts,
+        "FLOAT8": table.is_float8,
         "PARTS": _num_parts(plan),
         "FIRST_MIX": table.max_loras if plan.has_mixes else 0,
         "BLOCK_R": tuned["block_r"],

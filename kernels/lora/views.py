@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -36,12 +36,19 @@ class Place(NamedTuple):
         return Place(self.granule + int(granule), int(rank), float(scale_bits.view(torch.float32)))
 
     def matrix(
-        self, arena: torch.Tensor, num_features: int, *, transposed: bool = False
+        self,
+        arena: torch.Tensor,
+        num_features: int,
+        dtype: torch.dtype | None = None,
+        *,
+        transposed: bool = False,
     ) -> torch.Tensor:
-        """Returns a view of its values, `[rank, num_features]` or the transpose."""
-        start = self.granule * (GRANULE_BYTES // arena.itemsize)
+        """Returns a view of its values, `[rank, num_features]` or the transpose, in `dtype`, or the
+        arena's."""
         shape = (num_features, self.rank) if transposed else (self.rank, num_features)
-        return arena[start : start + self.rank * num_features].view(shape)
+        values = vector_at(arena, self.granule, self.rank * num_features, dtype)
+        assert values is not None
+        return values.view(shape)
 
 
 class VectorValues(NamedTuple):
@@ -69,7 +76,7 @@ class VectorValues(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TargetWeights:
+class PlainWeights:
     """Views into the arena, made when first used: `a` is `[a_rank, in]`, for an embedding
     `[vocab, a_rank]`; `b` is `[b_rank, out]`."""
 
@@ -79,6 +86,46 @@ class TargetWeights:
     b_t: torch.Tensor
     scale: float
     vectors: VectorValues | None = None
+
+    def rows_of_a(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns rows of an embedding's A, `[len(ids), a_rank]`."""
+        return self.a.index_select(0, ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Weights:
+    """The same of an adapter whose A and B are float8: each use converts the values to `dtype`,
+    which loses nothing. They would take twice the arena's memory if they were kept."""
+
+    a_values: torch.Tensor
+    b_values: torch.Tensor
+    dtype: torch.dtype
+    scale: float
+    vectors: VectorValues | None = None
+
+    @property
+    def a(self) -> torch.Tensor:
+        return self.a_values.to(self.dtype)
+
+    @property
+    def a_t(self) -> torch.Tensor:
+        return self.a.t()
+
+    @property
+    def b(self) -> torch.Tensor:
+        return self.b_values.to(self.dtype)
+
+    @property
+    def b_t(self) -> torch.Tensor:
+        return self.b.t()
+
+    def rows_of_a(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns rows of an embedding's A, `[len(ids), a_rank]`."""
+        rows = self.a_values.view(torch.uint8).index_select(0, ids)
+        return rows.view(self.a_values.dtype).to(self.dtype)
+
+
+TargetWeights: TypeAlias = PlainWeights | Float8Weights
 
 
 def vectors_at(arena: torch.Tensor, vectors: OutputVectors, size: int) -> VectorValues | None:

@@ -1,9 +1,11 @@
 // Dot products of some tokens with some rows of a matrix. The lanes of a chunk are summed apart, chunk
 // after chunk, then added as a tree: the same terms in the same order however many there are at once.
+// The matrix is of the tokens' type T, or of another that `load` converts to it.
 #pragma once
 
 #include <cstring>
 
+#include "float8.h"
 #include "simd.h"
 
 namespace loadout {
@@ -15,7 +17,10 @@ template <>
 struct Dot<float> {
   using Chunk = VF;
   static constexpr int SIZE = VF_WIDTH;
-  static Chunk load(const float* p) { return vload(p); }
+  template <typename W>
+  static Chunk load(const W* p) {
+    return vload(p);
+  }
   static VF add(VF sum, Chunk x, Chunk a) { return vfma(x, a, sum); }
 };
 
@@ -24,7 +29,10 @@ template <>
 struct Dot<bf16> {
   using Chunk = __m512i;
   static constexpr int SIZE = 32;
-  static Chunk load(const bf16* p) { return _mm512_loadu_si512(p); }
+  template <typename W>
+  static Chunk load(const W* p) {
+    return load_bf16(p);
+  }
   static VF add(VF sum, Chunk x, Chunk a) {
     return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)a);
   }
@@ -36,9 +44,11 @@ struct Dot<bf16> {
     VF low, high;
   };
   static constexpr int SIZE = 2 * VF_WIDTH;
-  static Chunk load(const bf16* p) {
-    const VI pairs = vbits(p);
-    return {even(pairs), odd(pairs)};
+  template <typename W>
+  static Chunk load(const W* p) {
+    Chunk chunk;
+    load_pairs(p, &chunk.low, &chunk.high);
+    return chunk;
   }
   static VF add(VF sum, Chunk x, Chunk a) {
     return vfma(x.high, a.high, vfma(x.low, a.low, sum));
@@ -46,10 +56,10 @@ struct Dot<bf16> {
 };
 #endif
 
-template <typename T>
-typename Dot<T>::Chunk load_tail(const T* p, int n) {
-  T lanes[Dot<T>::SIZE] = {};
-  std::memcpy(lanes, p, n * sizeof(T));
+template <typename T, typename W>
+typename Dot<T>::Chunk load_tail(const W* p, int n) {
+  W lanes[Dot<T>::SIZE] = {};
+  std::memcpy(lanes, p, n * sizeof(W));
   return Dot<T>::load(lanes);
 }
 
@@ -87,9 +97,9 @@ inline void store_sums(const VF (&sums)[R], T* y) {
   vstore(y, widened(one), R);
 }
 
-// sums[m][r] += x[m] . a[r] over one chunk.
-template <typename T, int M, int R, typename Load>
-inline void dot_chunk(const T* const* x, const T* a, int64_t in, int64_t i, VF (&sums)[M][R],
+// sums[m][r] += x[m] . a[r] over one chunk, of which `load` reads what there is.
+template <typename T, typename W, int M, int R, typename Load>
+inline void dot_chunk(const T* const* x, const W* a, int64_t in, int64_t i, VF (&sums)[M][R],
                       Load load) {
   typename Dot<T>::Chunk chunks[M];
   LOADOUT_UNROLL for (int m = 0; m < M; ++m) chunks[m] = load(x[m] + i);

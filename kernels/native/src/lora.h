@@ -12,12 +12,15 @@
 // expand reads as many as B has. Where devices share the first product A has a part of the ranks,
 // and what the devices have written, one part after the other, is what expand reads.
 //
+// A and B are of a type W: the model's, T, or float8, which is converted in registers.
+//
 // With EXPERTS targets are mixtures: A and B are segments of an image, which begin with an index,
 // and the plan's tokens are pairs of a token and an expert.
 #pragma once
 
 #include <algorithm>
 
+#include "float8.h"
 #include "simd.h"
 #include "slice.h"
 
@@ -73,10 +76,11 @@ struct LoraIndex {
 
 enum class LoraSide { A, B };
 
-// A or B of one target of one adapter. Rank 0: there is nothing of it here. Only B has a scale.
-template <typename T>
+// A or B of one target of one adapter, of the model's type or float8. Rank 0: there is nothing of it
+// here. Only B has a scale.
+template <typename W>
 struct LoraPlace {
-  const T* values = nullptr;
+  const W* values = nullptr;
   int rank = 0;
   float scale = 0;
 
@@ -96,7 +100,7 @@ struct LoraPlace {
       place.rank = index.rank;
       if constexpr (SIDE == LoraSide::B) place.scale *= from_bits(index.scale_bits);
     }
-    place.values = reinterpret_cast<const T*>(values);
+    place.values = reinterpret_cast<const W*>(values);
     return place;
   }
 
@@ -141,22 +145,22 @@ T* y_of(const LoraArgs& args, const LoraItem& item, int64_t k) {
 }
 
 // What a thread takes at once: one target of one item, in part (ranks of A or columns of B).
-template <typename T>
+template <typename T, typename W>
 struct LoraPart {
   const LoraItem* item = nullptr;  // null: no work is left
   int64_t k = 0;
-  LoraPlace<T> place;
+  LoraPlace<W> place;
   LoraVectors<T> vectors;  // of expand
   int64_t begin = 0, end = 0;
 };
 
 // Calls run(part, next) for each part that this thread takes. One is taken ahead, so that its
 // weights are under way when it begins.
-template <typename T, typename Take, typename Run>
+template <typename T, typename W, typename Take, typename Run>
 void for_lora_parts(Take take, Run run) {
-  LoraPart<T> part = take();
+  LoraPart<T, W> part = take();
   while (part.item) {
-    const LoraPart<T> next = take();
+    const LoraPart<T, W> next = take();
     run(part, next);
     part = next;
   }

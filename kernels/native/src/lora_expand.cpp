@@ -21,7 +21,8 @@ template <typename T>
 struct Axpy {
   using Vector = VF;
   static constexpr int STEP = 1;
-  static void load(const T* b, int64_t, int, Vector* out) {
+  template <typename W>
+  static void load(const W* b, int64_t, int, Vector* out) {
     LOADOUT_UNROLL for (int v = 0; v < VECTORS; ++v) out[v] = vload(b + v * VF_WIDTH);
   }
   static Vector number(const T* y) { return vset1(to_float(*y)); }
@@ -34,11 +35,12 @@ template <>
 struct Axpy<bf16> {
   using Vector = __m512i;  // two ranks of each of 16 columns
   static constexpr int STEP = 2;
-  static void load(const bf16* b, int64_t width, int ranks, Vector* out) {
+  template <typename W>
+  static void load(const W* b, int64_t width, int ranks, Vector* out) {
     LOADOUT_UNROLL for (int v = 0; v < VECTORS; v += 2) {
-      const bf16* p = b + v * VF_WIDTH;
-      const __m512i even = _mm512_loadu_si512(p);
-      const __m512i odd = ranks > 1 ? _mm512_loadu_si512(p + width) : _mm512_setzero_si512();
+      const W* p = b + v * VF_WIDTH;
+      const __m512i even = load_bf16(p);
+      const __m512i odd = ranks > 1 ? load_bf16(p + width) : _mm512_setzero_si512();
       out[v] = _mm512_unpacklo_epi16(even, odd);
       out[v + 1] = _mm512_unpackhi_epi16(even, odd);
     }
@@ -65,9 +67,9 @@ struct Axpy<bf16> {
 #endif
 
 // Some columns of B, all ranks.
-template <typename T>
+template <typename T, typename W>
 struct Columns {
-  const T* b;
+  const W* b;
   int64_t width;
   int rank;
 
@@ -75,17 +77,17 @@ struct Columns {
   void prefetch(int r) const {
     LOADOUT_UNROLL for (int s = 0; s < Axpy<T>::STEP; ++s)
       if (r + s < rank)
-        LOADOUT_UNROLL for (int i = 0; i < COLUMNS; i += LINE_BYTES / sizeof(T))
+        LOADOUT_UNROLL for (int i = 0; i < COLUMNS; i += LINE_BYTES / sizeof(W))
           _mm_prefetch(b + (r + s) * width + i, _MM_HINT_T1);
   }
   // Ranks r .. r + STEP of COLUMNS columns, of which n are there. Inline, by name: what a call
   // returns lies in memory, and a block of columns took 100 ns more.
   __attribute__((always_inline)) void load(int r, int n, typename Axpy<T>::Vector* out) const {
-    const T* p = b + r * width;
+    const W* p = b + r * width;
     if (n == COLUMNS) return Axpy<T>::load(p, width, rank - r, out);
-    T lanes[2][COLUMNS] = {};
+    W lanes[2][COLUMNS] = {};
     for (int s = 0; s < std::min(rank - r, Axpy<T>::STEP); ++s)
-      std::memcpy(lanes[s], p + s * width, n * sizeof(T));
+      std::memcpy(lanes[s], p + s * width, n * sizeof(W));
     Axpy<T>::load(lanes[0], COLUMNS, rank - r, out);
   }
 };
@@ -114,9 +116,9 @@ struct Outputs {
 
 // out[m][0 : n] += scale * (y[m] @ B) for M tokens. `packed` is B as `load` makes it, or null.
 // `outputs` is for adapters that HAVE vectors: others are compiled without.
-template <typename T, typename Out, bool HAVE, int M>
-void axpy_block(Out* const* out, const T* y, int step, float factor, const Columns<T>& columns,
-                const Columns<T>& next, const typename Axpy<T>::Vector (*packed)[VECTORS], int n,
+template <typename T, typename W, typename Out, bool HAVE, int M>
+void axpy_block(Out* const* out, const T* y, int step, float factor, const Columns<T, W>& columns,
+                const Columns<T, W>& next, const typename Axpy<T>::Vector (*packed)[VECTORS], int n,
                 const Outputs<T>* outputs) {
   using X = Axpy<T>;
   VF sums[M][VECTORS];
@@ -161,18 +163,18 @@ void axpy_block(Out* const* out, const T* y, int step, float factor, const Colum
   }
 }
 
-template <typename T, typename Out, bool HAVE, int M, typename... Args>
+template <typename T, typename W, typename Out, bool HAVE, int M, typename... Args>
 void axpy_rows(int count, Args... args) {
   if constexpr (M > 1)
-    if (count < M) return axpy_rows<T, Out, HAVE, M - 1>(count, args...);
-  axpy_block<T, Out, HAVE, M>(args...);
+    if (count < M) return axpy_rows<T, W, Out, HAVE, M - 1>(count, args...);
+  axpy_block<T, W, Out, HAVE, M>(args...);
 }
 
 // The same for up to MAX_ROWS tokens; `outputs` is null without vectors.
-template <typename T, typename Out, typename... Args>
+template <typename T, typename W, typename Out, typename... Args>
 void axpy(const Outputs<T>* outputs, int count, Args... args) {
-  if (outputs) return axpy_rows<T, Out, true, MAX_ROWS>(count, args..., outputs);
-  axpy_rows<T, Out, false, MAX_ROWS>(count, args..., outputs);
+  if (outputs) return axpy_rows<T, W, Out, true, MAX_ROWS>(count, args..., outputs);
+  axpy_rows<T, W, Out, false, MAX_ROWS>(count, args..., outputs);
 }
 
 template <typename T>
@@ -182,8 +184,8 @@ Outputs<T> outputs_of(const LoraArgs& args, const LoraVectors<T>& all, int64_t k
           args.base_bias ? args.base_bias + args.columns[k] + column : nullptr};
 }
 
-template <typename T, typename Out>
-void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T>& next) {
+template <typename T, typename W, typename Out>
+void expand_part(const LoraArgs& args, const LoraPart<T, W>& part, const LoraPart<T, W>& next) {
   using X = Axpy<T>;
   alignas(64) typename X::Vector packed[MAX_PACKED_RANK / X::STEP][VECTORS];
   const LoraItem& item = *part.item;
@@ -191,12 +193,12 @@ void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T
   const int32_t* tokens = args.plan.tokens + item.first;
   const int64_t width = args.widths[part.k];
   const bool packs = item.count > MAX_ROWS && rank <= MAX_PACKED_RANK;
-  const int64_t block_bytes = std::max(rank, 1) * COLUMNS * sizeof(T);
+  const int64_t block_bytes = std::max(rank, 1) * COLUMNS * sizeof(W);
   const int64_t ahead = std::max<int64_t>(AHEAD_BYTES / block_bytes, 1) * COLUMNS;
   for (int64_t column = part.begin; column < part.end; column += COLUMNS) {
     const int n = static_cast<int>(std::min<int64_t>(COLUMNS, part.end - column));
-    const Columns<T> columns{part.place.values + column, width, rank};
-    Columns<T> soon{columns.b + ahead, width, rank};
+    const Columns<T, W> columns{part.place.values + column, width, rank};
+    Columns<T, W> soon{columns.b + ahead, width, rank};
     if (column + ahead >= part.end && next.item) {
       const int64_t first = next.begin + std::max<int64_t>(column + ahead - part.end, 0);
       soon = {next.place.values + first, args.widths[next.k], next.place.rank};
@@ -214,22 +216,22 @@ void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T
       const int m = std::min(MAX_ROWS, item.count - t);
       for (int i = 0; i < m; ++i) rows[i] = first + tokens[t + i] * args.out_stride;
       const T* y = y_of<T>(args, item, part.k) + static_cast<int64_t>(t) * step;
-      axpy<T, Out>(part.vectors ? &outputs : nullptr, m, rows, y, step, part.place.scale, columns,
-                   soon, packs ? packed : nullptr, n);
+      axpy<T, W, Out>(part.vectors ? &outputs : nullptr, m, rows, y, step, part.place.scale,
+                      columns, soon, packs ? packed : nullptr, n);
     }
   }
 }
 
 // The same for an item with items that follow it: what stands in for the base's outputs, and then
 // what all of them add, in fp32, in order, rounded once.
-template <typename T, typename Out, bool EXPERTS>
-void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
+template <typename T, typename W, typename Out, bool EXPERTS>
+void expand_mix(const LoraArgs& args, const LoraPart<T, W>& part) {
   using X = Axpy<T>;
   const LoraItem& item = *part.item;
   const int32_t* tokens = args.plan.tokens + item.first;
   const auto columns_of = [&](int p, int64_t column) {
-    const auto place = LoraPlace<T>::template of<LoraSide::B, EXPERTS>(args, (&item)[p], part.k);
-    return Columns<T>{place.values + column, args.widths[part.k], place.rank};
+    const auto place = LoraPlace<W>::template of<LoraSide::B, EXPERTS>(args, (&item)[p], part.k);
+    return Columns<T, W>{place.values + column, args.widths[part.k], place.rank};
   };
   for (int64_t column = part.begin; column < part.end; column += COLUMNS) {
     const int n = static_cast<int>(std::min<int64_t>(COLUMNS, part.end - column));
@@ -259,7 +261,7 @@ void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
       }
       for (int p = 0; p <= item.followers; ++p) {
         const LoraItem& each = (&item)[p];
-        const auto place = LoraPlace<T>::template of<LoraSide::B, EXPERTS>(args, each, part.k);
+        const auto place = LoraPlace<W>::template of<LoraSide::B, EXPERTS>(args, each, part.k);
         const auto outputs = outputs_of_part(p);
         if (place.rank == 0 && !outputs.vectors) continue;
         const int step = y_step(place.rank);
@@ -268,8 +270,8 @@ void expand_mix(const LoraArgs& args, const LoraPart<T>& part) {
         const auto soon =
             p < item.followers ? columns_of(p + 1, column) : columns_of(0, column + COLUMNS);
         const typename X::Vector(*packed)[VECTORS] = nullptr;
-        axpy<T, float>(outputs.vectors ? &outputs : nullptr, m, rows, y, step, place.scale,
-                       columns_of(p, column), soon, packed, n);
+        axpy<T, W, float>(outputs.vectors ? &outputs : nullptr, m, rows, y, step, place.scale,
+                          columns_of(p, column), soon, packed, n);
       }
       for (int i = 0; i < m; ++i) {
         Out* out = first + tokens[t + i] * args.out_stride;
@@ -288,7 +290,7 @@ inline int64_t part_size(int64_t total, int num_threads, int64_t least, int64_t 
 }  // namespace
 
 // out += scale * y @ B of every item and target.
-template <typename T, typename Out, bool EXPERTS>
+template <typename T, typename W, typename Out, bool EXPERTS>
 void lora_expand(const LoraArgs& args, const Slice& slice) {
   const int64_t num_items = *args.plan.num_items;
   int64_t total = 0;
@@ -297,13 +299,13 @@ void lora_expand(const LoraArgs& args, const Slice& slice) {
   int64_t splits = 0;  // of one item
   for (int64_t k = 0; k < args.num_targets; ++k) splits += (args.widths[k] + size - 1) / size;
   const auto take = [&] {
-    LoraPart<T> part;
+    LoraPart<T, W> part;
     for (int64_t i; (i = slice.take()) < num_items * splits;) {
       const LoraItem& item = args.plan.items[i / splits];
       int64_t index = i % splits;
       for (part.k = 0; index * size >= args.widths[part.k]; ++part.k)
         index -= (args.widths[part.k] + size - 1) / size;
-      part.place = LoraPlace<T>::template of<LoraSide::B, EXPERTS>(args, item, part.k);
+      part.place = LoraPlace<W>::template of<LoraSide::B, EXPERTS>(args, item, part.k);
       part.vectors = LoraVectors<T>::of(args, item, part.k);
       if (item.followers < 0) continue;  // it is summed with one before it
       const bool is_mix = item.followers > 0;
@@ -315,22 +317,36 @@ void lora_expand(const LoraArgs& args, const Slice& slice) {
     }
     return part;
   };
-  for_lora_parts<T>(take, [&](const LoraPart<T>& part, const LoraPart<T>& next) {
-    if (part.item->followers > 0) return expand_mix<T, Out, EXPERTS>(args, part);
-    expand_part<T, Out>(args, part, next);
+  using Part = LoraPart<T, W>;
+  for_lora_parts<T, W>(take, [&](const Part& part, const Part& next) {
+    if (part.item->followers > 0) return expand_mix<T, W, Out, EXPERTS>(args, part);
+    expand_part<T, W, Out>(args, part, next);
   });
 }
 
 }  // namespace loadout
 
-LOADOUT_EXPORT(lora_expand_float, loadout::LoraArgs, (loadout::lora_expand<float, float, false>))
+LOADOUT_EXPORT(lora_expand_float, loadout::LoraArgs,
+               (loadout::lora_expand<float, float, float, false>))
 LOADOUT_EXPORT(lora_expand_bf16, loadout::LoraArgs,
-               (loadout::lora_expand<loadout::bf16, loadout::bf16, false>))
+               (loadout::lora_expand<loadout::bf16, loadout::bf16, loadout::bf16, false>))
 LOADOUT_EXPORT(lora_expand_bf16_to_float, loadout::LoraArgs,
-               (loadout::lora_expand<loadout::bf16, float, false>))
+               (loadout::lora_expand<loadout::bf16, loadout::bf16, float, false>))
 LOADOUT_EXPORT(lora_expand_experts_float, loadout::LoraArgs,
-               (loadout::lora_expand<float, float, true>))
+               (loadout::lora_expand<float, float, float, true>))
 LOADOUT_EXPORT(lora_expand_experts_bf16, loadout::LoraArgs,
-               (loadout::lora_expand<loadout::bf16, loadout::bf16, true>))
+               (loadout::lora_expand<loadout::bf16, loadout::bf16, loadout::bf16, true>))
 LOADOUT_EXPORT(lora_expand_experts_bf16_to_float, loadout::LoraArgs,
-               (loadout::lora_expand<loadout::bf16, float, true>))
+               (loadout::lora_expand<loadout::bf16, loadout::bf16, float, true>))
+LOADOUT_EXPORT(lora_expand_float8_float, loadout::LoraArgs,
+               (loadout::lora_expand<float, loadout::e4m3, float, false>))
+LOADOUT_EXPORT(lora_expand_float8_bf16, loadout::LoraArgs,
+               (loadout::lora_expand<loadout::bf16, loadout::e4m3, loadout::bf16, false>))
+LOADOUT_EXPORT(lora_expand_float8_bf16_to_float, loadout::LoraArgs,
+               (loadout::lora_expand<loadout::bf16, loadout::e4m3, float, false>))
+LOADOUT_EXPORT(lora_expand_experts_float8_float, loadout::LoraArgs,
+               (loadout::lora_expand<float, loadout::e4m3, float, true>))
+LOADOUT_EXPORT(lora_expand_experts_float8_bf16, loadout::LoraArgs,
+               (loadout::lora_expand<loadout::bf16, loadout::e4m3, loadout::bf16, true>))
+LOADOUT_EXPORT(lora_expand_experts_float8_bf16_to_float, loadout::LoraArgs,
+               (loadout::lora_expand<loadout::bf16, loadout::e4m3, float, true>))

@@ -120,9 +120,9 @@ void replace_tile(const T* const* x, const T* rows, int64_t size, Out* const* ou
   LOADOUT_UNROLL for (int m = 0; m < M; ++m)
     LOADOUT_UNROLL for (int r = 0; r < R; ++r) sums[m][r] = vzero();
   int64_t i = 0;
-  for (; i + SIZE <= size; i += SIZE) dot_chunk<T>(x, rows, size, i, sums, Dot<T>::load);
+  for (; i + SIZE <= size; i += SIZE) dot_chunk<T>(x, rows, size, i, sums, Dot<T>::template load<T>);
   if (const int n = static_cast<int>(size - i))
-    dot_chunk<T>(x, rows, size, i, sums, [n](const T* p) { return load_tail(p, n); });
+    dot_chunk<T>(x, rows, size, i, sums, [n](const T* p) { return load_tail<T>(p, n); });
   LOADOUT_UNROLL for (int m = 0; m < M; ++m) {
     float numbers[VF_WIDTH];
     store_sums(sums[m], numbers);

@@ -85,6 +85,7 @@ def compile_launches(
     row_lengths: list[int],
     first_target: int = 1,
     has_experts: bool = False,
+    is_float8: bool = False,
 ) -> dict[str, Any]:
     """What add_lora, add_lora_embedding and gather launch for such a step on sm_`capability`,
     compiled; with experts, what add_lora launches for a mixture's."""
@@ -92,7 +93,8 @@ def compile_launches(
 
     driver.set_active(NoDevice(capability))
     arena = torch.zeros(1024, dtype=dtype)
-    table = LoraTable.create(4, 224, arena, "cpu", max_rank=64)
+    lora_dtype = torch.float8_e4m3fn if is_float8 else dtype
+    table = LoraTable.create(4, 224, arena, "cpu", max_rank=64, lora_dtype=lora_dtype)
     rows = [0] * len(row_lengths)
     plan = LoraPlan.build(rows, row_lengths, table, "cpu", rows if has_experts else None)
     offsets = tuple(sum(out_features[:k]) for k in range(len(out_features)))

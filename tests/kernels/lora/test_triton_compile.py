@@ -84,3 +84,15 @@ def test_layers_and_decode_steps_share_one_compilation(compiler):
     args = (80, torch.bfloat16, 1024, (1024, 256, 256))
     num = compiler.call("count_compilations", *args, first_targets=[1, 7, 16], steps=steps)
     assert num == 2, "one shrink and one expand"
+
+
+@pytest.mark.parametrize("lengths", [TOKENS, TILES], ids=["rows", "tiles"])
+def test_float8_loads_vectors_and_is_converted_by_the_processor(compiler, lengths):
+    args = (90, torch.bfloat16, 4096, (4096, 1024, 1024), lengths)
+    ptx = compiler.call("compile_ptx", *args, is_float8=True)
+    size = "block_r" if lengths is TOKENS else "tile_block_r"
+    depth = "chunk" if lengths is TOKENS else "tile_block_k"
+    assert vector_bytes(ptx["shrink"]) >= SHRINK[size] * SHRINK[depth]
+    for name in ("shrink", "expand"):
+        assert not re.search(r"ld\.global(?:\.\w+)*\.[bu]8", ptx[name]), "bytes are read in vectors"
+        assert "cvt.rn.f16x2.e4m3x2" in ptx[name], name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernels.lora import LoraGroup, LoraPlan, LoraTable, TableEntry, reference
-from tests.support.kernels.packing import Packing
+from tests.support.kernels.packing import Packing, to_float8
 
 RANKS = (1, 3, 8, 16, 33, 64)
 NUM_SLOTS = 36
@@ -54,7 +54,12 @@ class Adapters:
 
 
 def build_adapters(
-    dtype: torch.dtype, in_features: int, out_features: Sequence[int], vocab: int
+    dtype: torch.dtype,
+    in_features: int,
+    out_features: Sequence[int],
+    vocab: int,
+    *,
+    is_float8: bool = False,
 ) -> Adapters:
     generator = torch.Generator().manual_seed(0)
     packing = Packing(dtype)
@@ -75,6 +80,10 @@ def build_adapters(
             a = (torch.randn(shape, generator=generator) * spread).to(dtype)
             b = (torch.randn(rank, width, generator=generator) * rank**-0.5).to(dtype)
             scale = 1.0 if slot % 2 else 0.75
+            if is_float8:
+                a, a_scale = to_float8(a)
+                b, b_scale = to_float8(b)
+                scale *= a_scale * b_scale
             dense[slot, target] = (a, b, scale)
             entries.append(
                 TableEntry(target, place(a), place(b), rank, num_in, width, scale, is_embedding)
@@ -82,7 +91,14 @@ def build_adapters(
         rows.append(entries)
 
     num_targets = 1 + len(out_features)
-    table = LoraTable.create(NUM_SLOTS, num_targets, packing.arena(), "cpu", max_rank=max(RANKS))
+    table = LoraTable.create(
+        NUM_SLOTS,
+        num_targets,
+        packing.arena(),
+        "cpu",
+        max_rank=max(RANKS),
+        lora_dtype=torch.float8_e4m3fn if is_float8 else dtype,
+    )
     for slot, entries in enumerate(rows):
         table.set_row(slot, entries)
     offsets = [sum(out_features[:k]) for k in range(len(out_features))]

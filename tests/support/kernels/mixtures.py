@@ -45,12 +45,19 @@ class Mixture:
 
 
 def mixture(
-    ranks: Ranks, dtype: torch.dtype, *, shares_a: bool = False, part: int = 0, num_parts: int = 1
+    ranks: Ranks,
+    dtype: torch.dtype,
+    *,
+    shares_a: bool = False,
+    part: int = 0,
+    num_parts: int = 1,
+    is_float8: bool = False,
 ) -> Mixture:
     """Adapters of these ranks; `shares_a`: experts of one rank share an A, which lies there once.
     Of A there is a part of the ranks."""
     generator = torch.Generator().manual_seed(0)
     packing, dense = Packing(dtype), {}
+    factor = 0.75 * 2.0**-12 if is_float8 else 0.75
     rows: list[list[TableEntry]] = []
     for slot, of_slot in enumerate(ranks):
         entries = []
@@ -60,11 +67,13 @@ def mixture(
             for expert, rank in enumerate(of_slot):
                 a = (torch.randn(rank, IN, generator=generator) * IN**-0.5).to(dtype)
                 b = (torch.randn(rank, width, generator=generator)).to(dtype)
+                if is_float8:  # one scale is of all experts
+                    a, b = (each.float().mul(64).to(torch.float8_e4m3fn) for each in (a, b))
                 if shares_a:
                     a = known.setdefault(rank, a)
                 pairs.append((a, b) if rank else None)
                 if rank:
-                    dense[slot, target, expert] = (a, b, 0.75 * (1 + expert))
+                    dense[slot, target, expert] = (a, b, factor * (1 + expert))
             cut: dict[int, torch.Tensor] = {}
             for a, _ in filter(None, pairs):
                 cut.setdefault(id(a), a[rank_part(len(a), part, num_parts)])
@@ -74,15 +83,20 @@ def mixture(
             scales = [1.0 + expert for expert in range(len(pairs))]
             entry = TableEntry(
                 *(target, packing.place_experts(of_a, [1.0] * len(pairs))),
-                *(packing.place_experts(of_b, scales), max(of_slot), IN, width, 0.75),
+                *(packing.place_experts(of_b, scales), max(of_slot), IN, width, factor),
                 a_rank=max((len(a) for a in of_a if a is not None), default=0),
                 num_experts=len(pairs),
             )
             entries.append(entry)
         rows.append(entries[: 1 + slot % 2])  # adapters that lack a target, too
-    arena = packing.arena()
     table = LoraTable.create(
-        *(len(ranks), 1 + len(OUT), arena, "cpu", MAX_RANK), rank_parts=num_parts
+        len(ranks),
+        1 + len(OUT),
+        packing.arena(),
+        "cpu",
+        MAX_RANK,
+        rank_parts=num_parts,
+        lora_dtype=torch.float8_e4m3fn if is_float8 else dtype,
     )
     for slot, entries in enumerate(rows):
         table.set_row(slot, entries)

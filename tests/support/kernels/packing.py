@@ -13,6 +13,12 @@ FIRST_GRANULE = 3
 """Those before belong to nobody."""
 
 
+def to_float8(values: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Returns the values as E4M3 of the whole range, and the factor that they have lost."""
+    scale = 2.0 ** math.ceil(math.log2(values.abs().max().item() / 448))
+    return (values.float() / scale).to(torch.float8_e4m3fn), scale
+
+
 class Packing:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -20,15 +26,18 @@ class Packing:
         self._parts: list[tuple[int, torch.Tensor]] = []
 
     def place(self, matrix: torch.Tensor) -> int:
-        """Returns the granule at which the matrix starts."""
+        """Returns the granule at which the matrix starts. Float8 stays float8."""
+        if matrix.dtype == torch.float8_e4m3fn:
+            return self.place_as_it_is(matrix)
         return self.place_as_it_is(matrix.to(self.dtype))
 
     def place_as_it_is(self, values: torch.Tensor) -> int:
         """Does what `place` does, for values of a dtype of their own."""
         start = self._granule
         padded = values.flatten()
-        if padded.nbytes % self.dtype.itemsize:
-            padded = torch.cat((padded, padded[:1]))
+        missing = -padded.nbytes % self.dtype.itemsize // padded.itemsize
+        if missing:
+            padded = torch.cat((padded, padded.new_zeros(missing)))
         self._parts.append((start, padded.view(self.dtype)))
         self._granule += math.ceil(values.nbytes / GRANULE_BYTES)
         return start
