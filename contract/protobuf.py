@@ -59,6 +59,9 @@ def write_layout(layout: Layout, image_formats: Sequence[int]) -> pb.ModelLayout
         dtype=DATA_TYPE_NUMBERS[layout.dtype],
         targets=map(write_target, layout.targets),
         image_formats=image_formats,
+        adapter_dtype=None
+        if layout.adapter_dtype is None
+        else DATA_TYPE_NUMBERS[layout.adapter_dtype],
     )
 
 
@@ -115,6 +118,9 @@ def read_layout(message: pb.ModelLayout) -> Layout:
         dtype=_known(DATA_TYPES, message.dtype, "layout.dtype"),
         image_format=0,
         targets=tuple(_read_target(i, target) for i, target in enumerate(message.targets)),
+        adapter_dtype=_known(DATA_TYPES, message.adapter_dtype, "layout.adapter_dtype")
+        if message.adapter_dtype
+        else None,
     )
 
 

@@ -110,7 +110,7 @@ def describe_layout(config: InferenceSettings) -> str:
     decoder = load_description(config.model, config.quantize)
     config = resolve_model(config, _model_facts(decoder))
     dtype = getattr(torch, config.dtype)
-    layout = build_layout(decoder, config.base_model_names[0], dtype)
+    layout = build_layout(decoder, config.base_model_names[0], dtype, config.adapter_dtype)
     with hashing_base(config.model, decoder, usable_cpus()) as base:
         layout = layout.with_base(base())
     layout = layout.with_towers(tower_modules(config.model, decoder.wrapper))
@@ -182,6 +182,7 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
         aliases=config.base_model_names[1:],
         architecture=decoder.architecture,
         dtype=config.dtype,
+        adapter_dtype=config.dtype if config.adapter_dtype == "auto" else "float8_e4m3fn",
         device=config.device,
         vocab_size=decoder.vocab_size,
         eos_token_ids=decoder.eos_token_ids,

@@ -28,6 +28,7 @@ STATE_INTERVAL_TOKENS = 512
 Qwen3.5 has the bytes of keys and values of 1,600 to 2,400 tokens: stored more often, states would
 displace many more pages than tokens they save."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_BYTES = 1
 EVERY_TARGET = "all"
 
 
@@ -238,7 +239,8 @@ def stored_within(
 def _cpu_adapter_memory(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> int:
     """Returns the default memory for adapters: of a mixture of experts space for one that changes
     all of them, within a part of the machine's free memory."""
-    largest = settings.max_rank * model.expert_elements_per_rank * ITEM_BYTES[settings.dtype]
+    item_bytes = FP8_BYTES if settings.adapter_dtype == "fp8" else ITEM_BYTES[settings.dtype]
+    largest = settings.max_rank * model.expert_elements_per_rank * item_bytes
     left_bytes = settings.memory_limit or machine.host_free_bytes
     if left_bytes is not None:
         largest = min(largest, left_bytes // CPU_ADAPTER_SHARE)
@@ -256,6 +258,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         base_model=settings.base_model_names[0],
         dtype=settings.dtype,
         quantize=settings.quantize,
+        adapter_dtype=settings.adapter_dtype,
         device=settings.device,
         max_model_len=settings.max_model_len,
         max_sequences=settings.max_sequences,

@@ -399,7 +399,8 @@ def padding_pages(device: str) -> int:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """`dtype` and `device` are resolved ("float32", "cpu"); sizes in bytes. `quantize` is the type
-    in which plain weights of layers are held ("int4"); "none": in `dtype`.
+    in which plain weights of layers are held ("int4"); "none": in `dtype`. `adapter_dtype` is the
+    type of adapters' A and B, "fp8"; "auto": `dtype`.
 
     `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only). `lora_targets`:
     the modules that adapters may change, by last components of targets' names; none: all.
@@ -417,6 +418,7 @@ class EngineConfig:
     base_model: str
     dtype: str = "float32"
     quantize: str = "none"
+    adapter_dtype: str = "auto"
     device: str = "cpu"
     max_model_len: int = 2048
     max_sequences: int = 64

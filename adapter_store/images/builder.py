@@ -30,8 +30,9 @@ from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan.announcement import content_of
 from adapter_store.images.plan.layout import LayoutCache, no_layout
 from adapter_store.images.plan.plan import ImagePlan, plan_image
+from adapter_store.images.plan.scales import measured
 from adapter_store.images.tiers.disk_tier import DiskTier, Removal
-from adapter_store.images.tiers.file import open_image, read_parts, write_image
+from adapter_store.images.tiers.file import open_image, read_header, read_parts, write_image
 from adapter_store.images.tiers.shared_tier import Claim, SharedTier
 from adapter_store.images.worker_pool import YieldPoint
 from adapter_store.metrics.registry import Metrics
@@ -279,8 +280,10 @@ class ImageBuilder:
             try:
                 with open_image(path) as file:
                     known = self._disk.is_verified(build.key, file.fileno())
-                    plan, buffer = build.plan, image.buffer
-                    image.extend(read_parts(file, plan, buffer, path.name, is_verified=known))
+                    recorded = read_header(file, build.plan, path.name)
+                    image.set_plan(recorded.plan)
+                    parts = read_parts(file, recorded, image.buffer, path.name, is_verified=known)
+                    image.extend(parts)
                     if not known:
                         self._disk.set_verified(build.key, file.fileno())
                 is_read = True
@@ -304,10 +307,12 @@ class ImageBuilder:
                 if stream is not None:
                     with closing(stream):
                         name = f"shared image of {build.key.digest}"
-                        parts = read_parts(
-                            stream, build.plan, image.buffer, name, num_final=len(image.parts)
-                        )
                         try:
+                            recorded = read_header(stream, build.plan, name)
+                            image.set_plan(recorded.plan)
+                            parts = read_parts(
+                                stream, recorded, image.buffer, name, num_final=len(image.parts)
+                            )
                             image.extend(parts)
                             return True
                         except CorruptData as error:
@@ -339,9 +344,11 @@ class ImageBuilder:
             build.compiling = self._threads.submit(
                 self._set_verdict, build.key, ImageState.COMPILING, content=build.content
             )
+        if not image.plan.has_scales:
+            image.set_plan(measured(build.checkpoint, build.plan))
         parts = compile_parts(
             build.checkpoint,
-            build.plan,
+            image.plan,
             image.buffer,
             num_final=len(image.parts),
             threads=self._threads,

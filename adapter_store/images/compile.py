@@ -30,10 +30,11 @@ from adapter_store.checkpoint.weights import Matrix
 from adapter_store.core import ImagePart
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.plan.plan import ImagePlan, plan_image
+from adapter_store.images.plan.scales import measured
 from adapter_store.images.plan.sources import Piece, SegmentSource, Selection
 from adapter_store.images.tiers.buffers import allocate_buffer
 from contract.images.dtypes import DataType
-from contract.images.header import Segment
+from contract.images.header import Segment, trailer_sha256
 from contract.images.layouts import Layout
 
 CHUNK_BYTES = 1 << 20
@@ -65,17 +66,13 @@ class Image:
 
     @property
     def sha256(self) -> bytes:
-        """The trailer's hash: sha256 of the parts' sha256 values, concatenated in order."""
-        return trailer_sha256(self.parts)
-
-
-def trailer_sha256(parts: tuple[ImagePart, ...]) -> bytes:
-    return hashlib.sha256(b"".join(part.sha256 for part in parts)).digest()
+        """The trailer's hash."""
+        return trailer_sha256((part.sha256 for part in self.parts), self.plan.segments)
 
 
 def compile_image(checkpoint: Checkpoint, layout: Layout) -> Image:
-    """Plans and compiles. Raises as `plan_image` and `compile_parts`."""
-    plan = plan_image(checkpoint, layout)
+    """Plans and compiles. Raises as `plan_image`, `measured` and `compile_parts`."""
+    plan = measured(checkpoint, plan_image(checkpoint, layout))
     buffer = allocate_buffer(plan.total_bytes)
     parts = tuple(compile_parts(checkpoint, plan, buffer))
     return Image(plan.without_sources(), buffer, parts)
@@ -89,9 +86,9 @@ def compile_parts(
     num_final: int = 0,
     threads: Executor | None = None,
 ) -> Generator[ImagePart]:
-    """Fills `buffer` (uint8 [plan.total_bytes]) as `plan`, which has its sources, says, and yields
-    each part, in order, once its bytes are final. The first `num_final` parts are final already:
-    they are not written and not yielded.
+    """Fills `buffer` (uint8 [plan.total_bytes]) as `plan`, which has its sources and scales, says,
+    and yields each part, in order, once its bytes are final. The first `num_final` parts are final
+    already: they are not written and not yielded.
 
     With `threads`, several are filled and hashed concurrently. The image is valid only when
     the generator ends without an error: a blob's bytes are compared with its digest at the very
@@ -102,6 +99,7 @@ def compile_parts(
             folding the scale and casting to the layout's dtype.
         CorruptData: the source differs from its digest, or got shorter.
     """
+    assert plan.has_scales
     hashes: dict[str, bytes] | None = None
     if not checkpoint.is_verified:
         if _reads_all_once(checkpoint, plan.sources):
@@ -371,9 +369,7 @@ def _compile_run(data: NDArray[np.uint8], run: Sequence[_Rows], dtype: torch.dty
     if values.dtype is not dtype:
         cast = torch.from_numpy(_cast_bytes.take(values.numel() * dtype.itemsize)).view(dtype)
         values = cast.copy_(values)
-    # One pass: a sum is finite only if all values are. It may overflow by itself, or, for halves,
-    # be rounded to infinity: only then check each value.
-    if not math.isfinite(values.sum().item()):
+    if not _are_finite(values):
         for rows, piece in zip(run, values.split(sizes), strict=True):
             _check_finite(rows, piece)
     integers = values.view(torch.uint8).numpy().view(_INTEGERS[dtype.itemsize])
@@ -381,6 +377,14 @@ def _compile_run(data: NDArray[np.uint8], run: Sequence[_Rows], dtype: torch.dty
     for rows in run:
         _place(rows, integers[position : position + rows.num_values])
         position += rows.num_values
+
+
+def _are_finite(values: torch.Tensor) -> bool:
+    """Returns whether all values are finite; also False if their sum is not, which may overflow by
+    itself or, for halves, be rounded to infinity. One pass."""
+    if values.dtype == torch.float8_e4m3fn:  # no sums, and no infinity
+        return int((values.view(torch.uint8) & 0x7F).max()) < 0x7F
+    return math.isfinite(values.sum().item())
 
 
 def _kept(rows: _Rows, values: Any, columns: Selection) -> Any:
@@ -392,8 +396,9 @@ def _kept(rows: _Rows, values: Any, columns: Selection) -> Any:
 
 
 def _check_finite(rows: _Rows, values: torch.Tensor) -> None:
+    wide = values.float()
     if all(
-        torch.isfinite(_kept(rows, values, output.columns)).all() for output in rows.source.outputs
+        torch.isfinite(_kept(rows, wide, output.columns)).all() for output in rows.source.outputs
     ):
         return
     key = rows.source.matrix.record.key

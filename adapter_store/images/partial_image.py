@@ -29,6 +29,12 @@ class PartialImage:
         self._loop = asyncio.get_running_loop()
         self._waiters: list[asyncio.Future[None]] = []
 
+    def set_plan(self, plan: ImagePlan) -> None:
+        """Replaces the plan by the same with scales. Called by the filling thread."""
+        assert plan.has_scales
+        self.plan = plan
+        self._loop.call_soon_threadsafe(self._wake)
+
     def append(self, part: ImagePart) -> None:
         """Adds the next part, which is final. Called by the filling thread."""
         assert part.index == len(self.parts)
@@ -56,6 +62,12 @@ class PartialImage:
         self._failure = failure
         self._wake()
 
+    async def wait_plan(self) -> ImagePlan:
+        """Returns the plan once it has scales. Raises the failure of the image."""
+        while not self.plan.has_scales:
+            await self._wait()
+        return self.plan
+
     async def wait_part(self, index: int) -> ImagePart | None:
         """Returns part `index` once it is final; None after the last, once the image is checked.
 
@@ -66,11 +78,15 @@ class PartialImage:
                 return self.parts[index]
             if self._is_complete:
                 return None
-            if self._failure is not None:
-                raise self._failure
-            waiter = self._loop.create_future()
-            self._waiters.append(waiter)
-            await waiter
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Returns when something has changed. Raises the failure of the image."""
+        if self._failure is not None:
+            raise self._failure
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        await waiter
 
     async def wait_complete(self) -> Image:
         """Returns the image when it is complete. Raises its failure."""

@@ -104,12 +104,13 @@ class Pulls:
         try:
             async with self._hold(key, tenants, account) as (image, rate):
                 self._use_layout(key.layout_id)
-                start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
+                plan = await image.wait_plan()
+                start = start_offset(offset, image_id, plan.image_id, plan.total_bytes)
                 self._metrics.pull_wait_seconds.observe(time.monotonic() - start_s)
                 phases.enter("stream")
-                yield image.plan.header(start)
+                yield plan.header(start)
                 data = image.buffer.numpy().data
-                for index in itertools.count(first_part(image.plan.parts, start)):
+                for index in itertools.count(first_part(plan.parts, start)):
                     part = await image.wait_part(index)
                     if part is None:
                         break

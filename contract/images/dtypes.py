@@ -31,6 +31,11 @@ class DataType(enum.Enum):
         return self in (DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16)
 
 
+FLOAT8 = DataType.FLOAT8_E4M3
+"""The type of an adapter's A and B in images whose segments have scales."""
+FLOAT8_FORMAT = 3
+"""The first image format that has it. Formats 2 and 3 differ in nothing else."""
+
 _ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4}
 _TORCH_NAMES = {
     "F32": "float32",

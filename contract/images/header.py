@@ -3,14 +3,21 @@ trailer."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from contract.images.dtypes import DataType
+import numpy as np
+
+from contract.images.dtypes import FLOAT8, DataType
 from contract.images.segment_kinds import SegmentKind
 
 GRANULE_BYTES = 256
 """Segments start on multiples of this, and images end there."""
+MIN_SCALE, MAX_SCALE = 2.0**-40, 2.0**60
+"""Bounds of a float8 segment's scale. A product of two is a normal fp32 number, and so is a bias
+divided by it."""
 
 
 def align(num_bytes: int) -> int:
@@ -25,8 +32,9 @@ class InvalidImage(ValueError):
 class Segment(NamedTuple):
     """One matrix or vector in an image, of the layout's target with this index: `offset` and
     `length_bytes` in bytes, offset a multiple of 256. Values are multiplied by `scale`, which is 1
-    but for float8. The wire's format 1 leaves out dtype and shape, which follow from the layout;
-    the dtype of a later release is None, too."""
+    but for float8, and for a bias beside float8: there it is the product of A's and B's, so that
+    one factor is the whole target's. The wire's format 1 leaves out dtype and shape, which follow
+    from the layout; the dtype of a later release is None, too."""
 
     target: int
     kind: SegmentKind
@@ -77,9 +85,19 @@ class LayerEnd:
 
 @dataclass(frozen=True, slots=True)
 class ImageTrailer:
-    """Ends an image; `sha256` is of the parts' sha256 values, concatenated in order."""
+    """Ends an image; see `trailer_sha256`."""
 
     sha256: bytes
+
+
+def trailer_sha256(part_hashes: Iterable[bytes], segments: Iterable[Segment]) -> bytes:
+    """Returns the hash that ends an image.
+
+    It is the sha256 of the parts' sha256 values, concatenated in order; of an image with float8
+    segments the scales of these come first, as little-endian fp32 in order.
+    """
+    scales = [segment.scale for segment in segments if segment.dtype is FLOAT8]
+    return hashlib.sha256(np.array(scales, "<f4").tobytes() + b"".join(part_hashes)).digest()
 
 
 PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer

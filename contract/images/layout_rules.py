@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from contract.images.dtypes import FLOAT8, FLOAT8_FORMAT
 from contract.images.layouts import InvalidLayout, Layout, runs
 from contract.images.targets import HASHED_ROWS, OtherName, Target, TargetKind
 
@@ -38,8 +39,9 @@ def validate(layout: Layout) -> None:
     _require(
         layout.dtype.is_computable,
         "dtype",
-        f"{layout.dtype.value} is not a type that models compute in; float8 is not compiled yet",
+        f"{layout.dtype.value} is not a type that models compute in",
     )
+    _validate_adapter_dtype(layout)
     _require(0 < len(layout.targets) <= MAX_TARGETS, "targets", f"needs 1 to {MAX_TARGETS}")
     seen: dict[str, int] = {}
     for index, target in enumerate(layout.targets):
@@ -55,6 +57,16 @@ def validate(layout: Layout) -> None:
     _validate_ties(layout, seen)
     num_hashes = sum(len(target.base_hashes) for target in layout.targets)
     _require(num_hashes <= MAX_ALL_HASHES, "targets", f"more than {MAX_ALL_HASHES} base_hashes")
+
+
+def _validate_adapter_dtype(layout: Layout) -> None:
+    dtype, field = layout.adapter_dtype, "adapter_dtype"
+    if dtype is None:
+        return
+    is_known = dtype is FLOAT8
+    _require(is_known, field, f"{dtype.value} is not {FLOAT8.value}; leave it out for dtype's")
+    is_new = layout.image_format >= FLOAT8_FORMAT
+    _require(is_new, field, f"{dtype.value} needs image format {FLOAT8_FORMAT} or later")
 
 
 def _validate_target(target: Target, field: str) -> None:

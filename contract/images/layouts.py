@@ -26,6 +26,13 @@ class Layout:
     dtype: DataType
     image_format: int
     targets: tuple[Target, ...]
+    adapter_dtype: DataType | None = None
+    """The type of A and B in images, if it is not `dtype`: float8, from format 3 on."""
+
+    @property
+    def lora_dtype(self) -> DataType:
+        """The type of A and B in images."""
+        return self.adapter_dtype or self.dtype
 
 
 def runs(layout: Layout) -> Iterator[tuple[int, int]]:

@@ -9,9 +9,9 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from contract.images.dtypes import DataType
+from contract.images.dtypes import FLOAT8, DataType
 from contract.images.expert_index import INDEX_BYTES, index_bytes, read_ranks
-from contract.images.header import ImageHeader, InvalidImage, Segment, align
+from contract.images.header import MAX_SCALE, MIN_SCALE, ImageHeader, InvalidImage, Segment, align
 from contract.images.layouts import Layout
 from contract.images.segment_kinds import LORA_KINDS, SHARED_KINDS, SegmentKind
 from contract.images.targets import Held, Target, TargetKind
@@ -55,7 +55,9 @@ def validate(header: ImageHeader, layout: Layout) -> None:
         raise InvalidImage("the image has no segments")
     _check_order(header.segments, layout)
     for index, found in groupby(header.segments, lambda segment: segment.target):
-        _check_contents(layout.targets[index], list(found))
+        own = list(found)
+        _check_contents(layout.targets[index], own)
+        _check_bias_scale(own)
     for segment in header.segments:
         _check_form(segment, layout)
     _check_places(header)
@@ -104,20 +106,22 @@ def _have_one_rank(target: Target, own: Sequence[Segment]) -> bool:
 def _check_form(segment: Segment, layout: Layout) -> None:
     """Requires the values of the segment's target."""
     target = layout.targets[segment.target]
-    dtype, shape = form_of(segment, target, layout.dtype)
+    dtype, shape = form_of(segment, target, layout.dtype, layout.lora_dtype)
     if target.kind is TargetKind.EXPERTS:  # its index has its contents: see `check_experts`
         is_whole = segment.length_bytes >= index_bytes(shape[0])
     else:
         is_whole = segment.length_bytes == math.prod(shape) * dtype.itemsize
         is_whole &= segment.kind not in LORA_KINDS or segment.rank > 0
     if layout.image_format > 1:
-        is_whole &= (segment.dtype, segment.scale) == (dtype, 1.0)
+        is_whole &= segment.dtype is dtype and has_valid_scale(segment)
         is_whole &= tuple(segment.shape) == shape
     if not is_whole:
         raise InvalidImage(f"segment at byte {segment.offset} is misplaced")
 
 
-def form_of(segment: Segment, target: Target, dtype: DataType) -> tuple[DataType, tuple[int, ...]]:
+def form_of(
+    segment: Segment, target: Target, dtype: DataType, lora_dtype: DataType
+) -> tuple[DataType, tuple[int, ...]]:
     """Returns the type and the shape of a segment's values.
 
     Args:
@@ -125,7 +129,10 @@ def form_of(segment: Segment, target: Target, dtype: DataType) -> tuple[DataType
             there are, its shape.
         target: The segment's target.
         dtype: The layout's type.
+        lora_dtype: The layout's type of A and B.
     """
+    if segment.kind in LORA_KINDS:
+        dtype = lora_dtype
     kind, shape = segment.kind, segment.shape
     num_in, num_out = target.num_in, target.num_out
     if not target.out_features and shape:  # the adapter's own
@@ -147,6 +154,30 @@ def form_of(segment: Segment, target: Target, dtype: DataType) -> tuple[DataType
             num_rows = shape[0] if shape else 0
         form = (num_rows,) if kind is SegmentKind.ROW_IDS else (num_rows, features)
     return _FIXED_DTYPES.get(kind, dtype), form
+
+
+def has_valid_scale(segment: Segment) -> bool:
+    """Returns whether the segment's scale is one that its type may have. That of a bias depends on
+    other segments."""
+    if segment.dtype is FLOAT8:
+        return MIN_SCALE <= segment.scale <= MAX_SCALE
+    return segment.scale == 1.0 or segment.kind is SegmentKind.BIAS
+
+
+def scale_of_target(own: Iterable[Segment]) -> float:
+    """Returns the factor of a target's products: of A's values and B's."""
+    return math.prod(segment.scale for segment in own if segment.kind in LORA_KINDS)
+
+
+def _check_bias_scale(own: Sequence[Segment]) -> None:
+    expected = scale_of_target(own)
+    for segment in own:
+        is_bias = segment.kind is SegmentKind.BIAS
+        if is_bias and np.float32(segment.scale) != np.float32(expected):
+            raise InvalidImage(
+                f"the bias at byte {segment.offset} has scale {segment.scale:g}, and A and B have "
+                f"{expected:g}"
+            )
 
 
 def _check_places(header: ImageHeader) -> None:
@@ -180,7 +211,7 @@ def _is_same(segment: Segment, earlier: Segment | None) -> bool:
 def check_experts(
     segments: Sequence[Segment],
     targets: Sequence[Target],
-    dtype: DataType,
+    lora_dtype: DataType,
     read: Callable[[int, int], bytes],
 ) -> None:
     """Checks the indices of experts.
@@ -188,7 +219,7 @@ def check_experts(
     Args:
         segments: Segments of a valid image.
         targets: The targets that the segments count.
-        dtype: The layout's type.
+        lora_dtype: The layout's type of A and B.
         read: Returns bytes of the image, by offset and length.
 
     Raises:
@@ -198,7 +229,7 @@ def check_experts(
         target = targets[a.target]
         if target.kind is not TargetKind.EXPERTS or a.kind is not _A:
             continue
-        of_a, of_b = _ranks_of((a, b), target, dtype, read)
+        of_a, of_b = _ranks_of((a, b), target, lora_dtype, read)
         if target.rank_part is None and not (of_a == of_b).all():
             raise InvalidImage(f"A and B of experts at byte {a.offset} differ in rank")
 
@@ -206,10 +237,10 @@ def check_experts(
 def _ranks_of(
     pair: tuple[Segment, Segment],
     target: Target,
-    dtype: DataType,
+    lora_dtype: DataType,
     read: Callable[[int, int], bytes],
 ) -> Iterator[np.ndarray]:
     for segment in pair:
-        _, (num_experts, num_features) = form_of(segment, target, dtype)
+        _, (num_experts, num_features) = form_of(segment, target, lora_dtype, lora_dtype)
         content = read(segment.offset, num_experts * INDEX_BYTES)
-        yield read_ranks(content, segment, num_experts, num_features * dtype.itemsize)
+        yield read_ranks(content, segment, num_experts, num_features * lora_dtype.itemsize)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from contract.images import rules
-from contract.images.dtypes import DataType
+from contract.images.dtypes import FLOAT8, FLOAT8_FORMAT, DataType
 from contract.images.expert_index import index_bytes
 from contract.images.header import ImageHeader, InvalidImage, Segment, align
 from contract.images.layouts import Layout
@@ -35,9 +35,9 @@ from kernels.lora.plan import LoraContents
 
 IMAGE_FORMATS = (1, 2)
 """Image formats that this service reads."""
-
-FLOAT8 = DataType.FLOAT8_E4M3
-"""A type of values that the contract has for segments, and that no store compiles yet."""
+FLOAT8_FORMATS = (FLOAT8_FORMAT,)
+"""The same of a server whose adapters are float8: a store that does not know these must refuse its
+layout, and not pass over their type."""
 
 EMBEDDING, HEAD = "embed", "head"
 """Groups."""
@@ -62,6 +62,8 @@ class ModelLayout:
     targets: tuple[Target, ...]
     vectors: tuple[Target, ...] = ()
     unused: tuple[Target, ...] = ()
+    adapter_dtype: DataType | None = None
+    """The type of A and B, if it is not the model's."""
     weights: tuple[int, ...] = field(init=False)
     """Indices into `all_targets` of targets for which adapters may replace the base's weight: the
     embedding, the head, norms; in the order in which the table of resident adapters counts them."""
@@ -75,6 +77,17 @@ class ModelLayout:
     def data_type(self) -> DataType:
         """The dtype, as the contract names it."""
         return next(each for each in DataType if getattr(torch, each.torch_name) is self.dtype)
+
+    @property
+    def lora_data_type(self) -> DataType:
+        """The type of A and B, as the contract names it."""
+        return self.adapter_dtype or self.data_type
+
+    @property
+    def lora_dtype(self) -> torch.dtype:
+        """The type of A and B."""
+        found: torch.dtype = getattr(torch, self.lora_data_type.torch_name)
+        return found
 
     @property
     def all_targets(self) -> tuple[Target, ...]:
@@ -183,7 +196,7 @@ class ModelLayout:
                 continue
             cuts.append(end)
             for features in (target.in_features, target.out_features):
-                matrix_bytes = align(rank * features * self.dtype.itemsize)
+                matrix_bytes = align(rank * features * self.lora_dtype.itemsize)
                 if target.kind is TargetKind.EXPERTS:
                     end += index_bytes(target.experts)
                 end += target.experts * matrix_bytes
@@ -203,6 +216,7 @@ class ModelLayout:
             dtype=self.data_type,
             image_format=image_format,
             targets=tuple(found[index] for index in order),
+            adapter_dtype=self.adapter_dtype,
         ), order
 
     def read_header(self, header: ImageHeader) -> ImageHeader:
@@ -214,9 +228,11 @@ class ModelLayout:
         """
         if header.image_format not in self.image_formats:
             raise CorruptImage(f"image format {header.image_format} is not one we read")
-        if any(segment.dtype is FLOAT8 for segment in header.segments):
+        is_float8 = any(segment.dtype is FLOAT8 for segment in header.segments)
+        if is_float8 and self.adapter_dtype is not FLOAT8:
             raise AdapterUnusable(
-                f"it has values in {FLOAT8.torch_name}, which this server does not apply",
+                f"it has values in {FLOAT8.torch_name}, which this server does not apply without "
+                "--adapter-dtype fp8",
                 subject="adapter",
             )
         layout, order = self.announced(header.image_format)
@@ -289,7 +305,7 @@ class ModelLayout:
         """Checks the indices of experts that an image, as `read_header` returned it, has. Raises
         CorruptImage."""
         try:
-            rules.check_experts(header.segments, self.all_targets, self.data_type, read)
+            rules.check_experts(header.segments, self.all_targets, self.lora_data_type, read)
         except InvalidImage as error:
             raise CorruptImage(str(error)) from error
 
@@ -349,7 +365,7 @@ class ModelLayout:
     def form_of(self, segment: Segment) -> tuple[torch.dtype, tuple[int, ...]]:
         """Returns the dtype and the shape of a segment's values."""
         target = self.all_targets[segment.target]
-        dtype, shape = rules.form_of(segment, target, self.data_type)
+        dtype, shape = rules.form_of(segment, target, self.data_type, self.lora_data_type)
         return getattr(torch, dtype.torch_name), shape
 
 

@@ -8,8 +8,17 @@ from functools import lru_cache
 
 import torch
 
+from contract.images.dtypes import FLOAT8
 from contract.images.targets import OtherName, Target, TargetKind
-from inference_svc.adapters.layout import EMBEDDING, HEAD, IMAGE_FORMATS, SAMPLED, TEXT, ModelLayout
+from inference_svc.adapters.layout import (
+    EMBEDDING,
+    FLOAT8_FORMATS,
+    HEAD,
+    IMAGE_FORMATS,
+    SAMPLED,
+    TEXT,
+    ModelLayout,
+)
 from inference_svc.core import EngineConfig
 from inference_svc.model.checkpoint.parameters import vectors
 from inference_svc.model.description import (
@@ -28,12 +37,15 @@ from kernels.lora import LoraGroup
 def layout_of(config: EngineConfig, decoder: Decoder) -> ModelLayout:
     """Returns the layout that an engine with this config announces."""
     dtype = getattr(torch, config.dtype)
-    return build_layout(decoder, config.base_model, dtype)
+    return build_layout(decoder, config.base_model, dtype, config.adapter_dtype)
 
 
 @lru_cache(maxsize=4)
-def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> ModelLayout:
-    """Returns the targets of a decoder, by the names of Hugging Face's modules."""
+def build_layout(
+    decoder: Decoder, base_model: str, dtype: torch.dtype, adapter_dtype: str = "auto"
+) -> ModelLayout:
+    """Returns the targets of a decoder, by the names of Hugging Face's modules. `adapter_dtype` is
+    the type of A and B, "fp8"; "auto": `dtype`."""
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
     targets = [
@@ -61,7 +73,16 @@ def build_layout(decoder: Decoder, base_model: str, dtype: torch.dtype) -> Model
         for vector in vectors(decoder)
     )
     config = decoder.config_sha256
-    return ModelLayout(base_model, config, dtype, IMAGE_FORMATS, tuple(targets), more)
+    is_float8 = adapter_dtype == "fp8"
+    return ModelLayout(
+        base_model,
+        config,
+        dtype,
+        FLOAT8_FORMATS if is_float8 else IMAGE_FORMATS,
+        tuple(targets),
+        more,
+        adapter_dtype=FLOAT8 if is_float8 else None,
+    )
 
 
 def _targets_of(projection: Projection, layer: int | None) -> Iterator[Target]:

@@ -61,6 +61,7 @@ class ServerFacts:
     experts: ExpertLayers | None = None
     num_threads: int = 0
     speed_notes: tuple[str, ...] = ()
+    adapter_dtype: str = ""
 
     @property
     def expert_token_bytes(self) -> int:

@@ -83,6 +83,7 @@ class Arena:
             self.streams.compute,
             num_mixes=num_mixes,
             num_weights=len(layout.weights),
+            lora_dtype=layout.lora_dtype,
         )
         allocate_slab = allocate_host if device.type == "cpu" else allocate_pinned
         self.slab = allocate_slab(host_bytes) if host_bytes else None
@@ -167,6 +168,7 @@ class Arena:
         matrices = np.array([kind in LORA_KINDS for kind in kinds], dtype=np.bool_)
         first = np.flatnonzero(matrices)[::2]  # each A is followed by its B
         columns = np.array([segments[index].target for index in first], dtype=np.int64)
+        scales = np.array([segment.scale for segment in segments], dtype=np.float32)
         row = TableRow(
             columns,
             granules[first],
@@ -175,7 +177,7 @@ class Arena:
             ranks[first + 1],
             self._in_features[columns],
             self._out_features[columns],
-            np.ones(len(columns), dtype=np.float32),
+            scales[first] * scales[first + 1],
             self._is_embedding[columns],
             self._num_experts[columns],
             np.full((len(columns), len(NO_VECTORS)), ABSENT, dtype=np.int64),

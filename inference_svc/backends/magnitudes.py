@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from contract.images.header import GRANULE_BYTES, Segment
-from contract.images.segment_kinds import SegmentKind
+from contract.images.segment_kinds import LORA_KINDS, SegmentKind
 from contract.images.targets import TargetKind
 from inference_svc.adapters.memory.extents import locate
 from inference_svc.adapters.memory.resident import Resident
@@ -109,16 +109,19 @@ class Magnitudes:
         offsets = np.array([segment.offset for segment in segments], dtype=np.int64)
         granules = (locate(resident.extents, offsets) // GRANULE_BYTES).tolist()
         of_target: dict[int, Contents] = {}
+        scales: defaultdict[int, float] = defaultdict(lambda: 1.0)
         for segment, granule in zip(segments, granules, strict=True):
             of_target.setdefault(segment.target, {})[segment.kind] = self._view(segment, granule)
+            if segment.kind in LORA_KINDS:
+                scales[segment.target] *= segment.scale
         ratios: list[tuple[str, Tensor]] = []
         for target, own in of_target.items():
             if SegmentKind.MAGNITUDE not in own:
                 continue
             if self._arena.layout.targets[target].kind is TargetKind.EMBEDDING:
-                norms = yield from self._embedding_norms(own)
+                norms = yield from self._embedding_norms(own, scales[target])
             else:
-                norms = yield from self._norms(target, own)
+                norms = yield from self._norms(target, own, scales[target])
             ratios.append(
                 (self._arena.layout.targets[target].name, own[SegmentKind.MAGNITUDE].div_(norms))
             )
@@ -127,8 +130,8 @@ class Magnitudes:
             name for (name, _), each in zip(ratios, sums, strict=True) if not math.isfinite(each)
         ]
 
-    def _norms(self, target: int, own: Contents) -> Generator[int, None, Tensor]:
-        """Computes the norms of all outputs, [out]."""
+    def _norms(self, target: int, own: Contents, scale: float) -> Generator[int, None, Tensor]:
+        """Computes the norms of all outputs, [out]. `scale` is the factor of A's and B's values."""
         projection, first = self._places[target]
         a, b = own[SegmentKind.A].float(), own[SegmentKind.B].float()
         norms = own[SegmentKind.MAGNITUDE].new_empty(b.shape[1])
@@ -136,7 +139,7 @@ class Magnitudes:
         for start in range(0, len(norms), num_rows):
             end = min(start + num_rows, len(norms))
             whole = self._base_rows(projection, first, own, start, end)
-            whole.addmm_(b[:, start:end].t(), a)
+            whole.addmm_(b[:, start:end].t(), a, alpha=scale)
             torch.linalg.vector_norm(whole, dim=1, out=norms[start:end])
             yield whole.numel()
         return norms
@@ -155,7 +158,7 @@ class Magnitudes:
         rows = projection.rows(first + start, first + end).to(torch.float32, copy=True)
         return _with_rows(rows, own, start, end)
 
-    def _embedding_norms(self, own: Contents) -> Generator[int, None, Tensor]:
+    def _embedding_norms(self, own: Contents, scale: float) -> Generator[int, None, Tensor]:
         """Computes the norms of all features over the vocabulary, [features]."""
         embedding = own.get(SegmentKind.FULL, self._weights.embedding)
         a, b = own[SegmentKind.A], own[SegmentKind.B].float()
@@ -164,7 +167,8 @@ class Magnitudes:
         for start in range(0, len(embedding), num_rows):
             end = min(start + num_rows, len(embedding))
             rows = embedding[start:end].to(torch.float32, copy=True)
-            whole = _with_rows(rows, own, start, end).addmm_(a[start:end].float(), b)
+            whole = _with_rows(rows, own, start, end)
+            whole.addmm_(a[start:end].float(), b, alpha=scale)
             squares += whole.square_().sum(dim=0)
             yield whole.numel()
         return squares.sqrt_()

@@ -119,6 +119,8 @@ class _OwnBytes(NamedTuple):
             return 0
         widest, rank = max(group.out_features), self.config.max_lora_rank
         shrunk = 4 * num_rows * MAX_PARTS * len(group.targets) * rank
+        if self.config.adapter_dtype != "auto":  # A or B in the model's dtype
+            shrunk += self.item_bytes * rank * max(widest, group.in_features)
         return (
             shrunk + OUTPUT_COPIES * 4 * num_rows * widest + 4 * rank * (widest + group.in_features)
         )

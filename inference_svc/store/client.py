@@ -20,11 +20,18 @@ from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, PullMe
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pulls.image_source import PullStream
 from inference_svc.config import InferenceSettings
-from inference_svc.errors import AdapterNotFound, CorruptImage, StoreUnavailable, notes_of
+from inference_svc.errors import (
+    AdapterNotFound,
+    AdapterUnusable,
+    CorruptImage,
+    StoreUnavailable,
+    notes_of,
+)
 from inference_svc.store.channel_pool import ChannelPool, PooledChannel
 from inference_svc.store.convert import (
     from_registration,
     is_about,
+    knows_no_float8,
     knows_no_vectors,
     to_error,
     to_event,
@@ -236,7 +243,13 @@ class ReplicaSession:
         """Raises AdapterUnusable when we share no image format."""
         try:
             response = await self._call("RegisterLayout", from_registration(layout, announcement))
-        except InvalidArgument as error:
+        except (InvalidArgument, AdapterUnusable) as error:
+            if layout.adapter_dtype is not None and knows_no_float8(error):
+                raise AdapterUnusable(
+                    f"the store is of a release that has no float8 adapters: upgrade it, or leave "
+                    f"out --adapter-dtype fp8 ({error.message})",
+                    subject="adapter_dtype",
+                ) from error
             if not (layout.vectors and knows_no_vectors(error)):
                 raise
             request = from_registration(layout, announcement, to_earlier=True)

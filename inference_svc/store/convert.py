@@ -104,7 +104,12 @@ def is_about(error: grpc.RpcError, subject: str) -> bool:
     return status is not None and any(subject.encode() in detail.value for detail in status.details)
 
 
-def knows_no_vectors(error: InvalidArgument) -> bool:
+def knows_no_float8(error: ServiceError) -> bool:
+    """Returns whether a store refuses a layout because it is of a release before image format 3."""
+    return error.message.startswith("layout.image_formats: ") or knows_no_vectors(error)
+
+
+def knows_no_vectors(error: ServiceError) -> bool:
     """Returns whether a store refuses a layout because it is of a release before image format 2."""
     return error.message.endswith(f".kind: {pb.TARGET_KIND_VECTOR} is not known")
 

@@ -113,3 +113,6 @@ class ServerInfo:
     """Why the machine computes more slowly than it could, and which setting helps."""
     recurrent_states: RecurrentStates | None = None
     """None: the model has no recurrent layers, or the server is too old to report them."""
+    adapter_dtype: str = ""
+    """The type of adapters' A and B in memory: `dtype`, or "float8_e4m3fn"; "": the server is too
+    old to report it."""

@@ -43,6 +43,7 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
     registered: list[tuple[pb.RegisterAdapterRequest, dict[str, str]]] = field(default_factory=list)
     refusal: status_pb2.Status | None = None
     knows_vectors: bool = True
+    image_formats: tuple[int, ...] = (1, 2, 3)
 
     async def _check(self, method: str, context: Any) -> None:
         if method in self.refuse:
@@ -90,6 +91,11 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
             index = kinds.index(pb.TARGET_KIND_VECTOR)
             text = f"layout.targets[{index}].kind: {pb.TARGET_KIND_VECTOR} is not known"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        asked = sorted(request.layout.image_formats)
+        if not set(asked) & set(self.image_formats):
+            known = list(self.image_formats)
+            text = f"layout.image_formats: {asked} has none of this store's {known}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         self.layouts.append(request.layout)
         self.announcements.append(request.announcement)
         return pb.RegisterLayoutResponse(

@@ -14,7 +14,6 @@ from adapter_store.api.convert import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.plan.layout import layout_id
-from adapter_store.images.plan.plan import IMAGE_FORMATS
 from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessage
 from contract.images.layouts import Layout
 from inference_svc.adapters.layout import ModelLayout
@@ -100,7 +99,7 @@ class CompilingStore:
 
     def register_layout(self, layout: ModelLayout) -> str:
         announced = store_convert.from_layout(from_layout(layout))
-        self.layout = replace(announced, image_format=IMAGE_FORMATS[-1])
+        self.layout = replace(announced, image_format=layout.image_formats[-1])
         self.layout_id = layout_id(self.layout)
         return self.layout_id
 

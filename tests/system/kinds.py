@@ -4,12 +4,14 @@ oracle."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 
 from inference_svc.api.generate_call import activation_of
 from inference_svc.core import Part, Sum
@@ -106,14 +108,37 @@ class Kinds(Zoo):
         running.submit(name, prompt, digest, activation=activation, **options)
 
 
-def make_kinds(kind: str, folder: Path) -> Kinds:
+def to_float8(model: Any) -> None:
+    """Rounds A and B, with the adapter's scale, to values that float8 images have."""
+    for layer in (each for each in model.modules() if isinstance(each, LoraLayer)):
+        for scales, stores in (
+            (dict.fromkeys(layer.scaling, 1.0), (layer.lora_A, layer.lora_embedding_A)),
+            (layer.scaling, (layer.lora_B, layer.lora_embedding_B)),
+        ):
+            for store in stores:
+                for name, part in store.items():
+                    values = getattr(part, "weight", part)
+                    values.copy_(_rounded(values * scales[name]) / scales[name])
+
+
+def _rounded(values: torch.Tensor) -> torch.Tensor:
+    scale = 2.0 ** math.ceil(math.log2(values.abs().max().item() / 448))
+    return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def shake_to_float8(model: Any) -> None:
+    shake(model)
+    to_float8(model)
+
+
+def make_kinds(kind: str, folder: Path, train: Callable[[Any], None] = shake) -> Kinds:
     """Makes adapters of all kinds that the model may have; biases are Qwen 3's."""
     base, references, dirs = make_model(kind, folder / "model"), {}, {}
     for specs in (PLAIN, *((spec,) for spec in (*OWN, *(UNTIED if kind == "qwen3" else ())))):
         has_tokens = specs[0].name == TOKENS
         model = _with_tokens(base) if has_tokens else copy.deepcopy(base)
         made = folder / "adapters" / specs[0].name
-        reference = adapted(model, kind, made, specs, shake, save_embedding_layers=has_tokens)
+        reference = adapted(model, kind, made, specs, train, save_embedding_layers=has_tokens)
         for spec in specs:
             references[spec.name], dirs[spec.name] = reference, made / spec.name
     adapters, weights = map(list, zip(*PARTS, strict=True))

@@ -162,7 +162,8 @@ STORE_FIELDS: Sequence[Line] = (
         "test_resume_at_any_offset_of_the_same_image",
     ),
     line(
-        "RegisterLayout.layout.{base_model,config_sha256,dtype,image_formats} "
+        "RegisterLayout.layout.{base_model,config_sha256,dtype,adapter_dtype,"
+        "image_formats} "
         "RegisterLayout.layout.targets.{name,layer,group,kind,in_features,out_features,space,held}",
         "the properties of a model and of its targets, recorded with the layout",
         ROW,

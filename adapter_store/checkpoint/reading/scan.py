@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -115,12 +115,28 @@ def _scan_run(files: Mapping[str, OpenFile], run: list[TensorRecord]) -> dict[st
     return found
 
 
-def _scan_one(file: OpenFile, record: TensorRecord) -> Scanned:
+def read_largest(file: OpenFile, record: TensorRecord) -> float:
+    """Returns the largest magnitude in a tensor: infinite, or NaN, if a value is not finite. Raises
+    CorruptData if the file got shorter."""
+    return max(
+        (largest_of(chunk, record.dtype) for chunk in _chunks(file, record)),
+        default=0.0,
+        key=_nan_first,
+    )
+
+
+def _chunks(file: OpenFile, record: TensorRecord) -> Iterator[NDArray[np.uint8]]:
+    """Yields the tensor's bytes, each chunk in the place of the one before."""
     buffer = _scratch.take(min(CHUNK_BYTES, record.length_bytes))
-    sha256, largest = hashlib.sha256(), 0.0
     for start in range(0, record.length_bytes, CHUNK_BYTES):
         chunk = buffer[: min(CHUNK_BYTES, record.length_bytes - start)]
         file.read_into(record.offset + start, chunk.data)
+        yield chunk
+
+
+def _scan_one(file: OpenFile, record: TensorRecord) -> Scanned:
+    sha256, largest = hashlib.sha256(), 0.0
+    for chunk in _chunks(file, record):
         sha256.update(chunk.data)
         found = largest_of(chunk, record.dtype)
         if not math.isfinite(found):

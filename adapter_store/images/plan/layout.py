@@ -61,6 +61,8 @@ def to_text(layout: Layout) -> str:
         "dtype": layout.dtype.value,
         "image_format": layout.image_format,
     }
+    if layout.adapter_dtype is not None:
+        fields["adapter_dtype"] = layout.adapter_dtype.value
     if layout.image_format == 1:
         fields |= {"base_model": layout.base_model, "aliases": []}
     head = canonical_json(fields)
@@ -119,6 +121,7 @@ def from_text(text: str) -> Layout:
         dtype=DataType(data["dtype"]),
         image_format=data["image_format"],
         targets=tuple(_read_targets(text, start.end())),
+        adapter_dtype=_data_type(data.get("adapter_dtype")),
     )
 
 
@@ -140,8 +143,7 @@ def _read_target(fields: dict[str, Any]) -> Target:
     found["held"] = Held(fields.get("held", Held.HERE.value))
     hashes = bytes.fromhex(fields.get("base_hashes", ""))
     found["base_hashes"] = tuple(hashes[at : at + 32] for at in range(0, len(hashes), 32))
-    dtype = fields.get("base_dtype")
-    found["base_dtype"] = None if dtype is None else DataType(dtype)
+    found["base_dtype"] = _data_type(fields.get("base_dtype"))
     found["other_names"] = tuple(map(_read_other_name, fields.get("other_names", ())))
     return Target(**found)
 
@@ -150,6 +152,10 @@ def _read_other_name(fields: dict[str, Any]) -> OtherName:
     sizes = tuple(fields.get("block_sizes", ()))
     outputs = _pair(fields.get("outputs"))
     return OtherName(**{**fields, "outputs": outputs, "block_sizes": sizes})
+
+
+def _data_type(value: str | None) -> DataType | None:
+    return None if value is None else DataType(value)
 
 
 def _pair(value: list[int] | None) -> tuple[int, int] | None:

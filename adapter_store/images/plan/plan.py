@@ -8,6 +8,7 @@ layer each, up to the next part's start; a run without segments has no part. The
 multiple of 256; it may be empty.
 
 Image format 1 has A and B of matrices and embeddings only. Its bytes are the same as in format 2.
+Format 3 is format 2, and A and B may be float8, with a scale for each segment.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from adapter_store.images.plan.layout import layout_id
 from adapter_store.images.plan.sources import SegmentSource, segment_sources
 from adapter_store.images.plan.uses import Use
 from contract.images import rules
-from contract.images.dtypes import DataType
+from contract.images.dtypes import FLOAT8, DataType
 from contract.images.header import ImageHeader, Segment, align
 from contract.images.layouts import Layout, runs
 from contract.images.segment_kinds import SegmentKind
@@ -33,7 +34,7 @@ from contract.images.targets import Held
 
 _ALL = Kept(is_whole=True)
 _SUFFIXES = {kind: kind.value.upper() for kind in SegmentKind}
-IMAGE_FORMATS = (1, 2)
+IMAGE_FORMATS = (1, 2, 3)
 """The formats that this store can compile, oldest first."""
 
 COMPILER_REVISION = 1
@@ -67,12 +68,15 @@ class ImagePlan:
     """Rows that the adapter has behind the base's vocabulary, here or elsewhere."""
     unused: tuple[tuple[str, str], ...] = ()
     """The adapter's contents that no request passes through: the target's space, and the module."""
+    has_scales: bool = True
+    """Whether the scales of the segments are known. Those of float8 follow from values: see
+    `scales`."""
 
     def without_sources(self) -> ImagePlan:
         return replace(self, sources=())
 
     def header(self, offset: int = 0) -> ImageHeader:
-        """Returns the first message of a pull that starts at `offset`."""
+        """Returns the first message of a pull that starts at `offset`; of a plan with scales."""
         return ImageHeader(
             self.image_id,
             self.digest,
@@ -143,6 +147,7 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
         sources=tuple(sources),
         added_tokens=count_added_tokens(all_uses),
         unused=tuple(_unused(all_uses)),
+        has_scales=all(segment.dtype is not FLOAT8 for segment in segments),
     )
     rules.validate(plan.header(), layout)
     return plan
@@ -186,7 +191,7 @@ def _sources_of(checkpoint: Checkpoint, use: Use, layout: Layout) -> Iterator[Se
     kept = _ALL
     if isinstance(use.changes, Replacement):
         kept = kept_rows(checkpoint, use.changes, use.target)
-    return segment_sources(use, layout.dtype, kept)
+    return segment_sources(use, layout, kept)
 
 
 def image_id(digest: str, layout_id: str, image_format: int) -> str:

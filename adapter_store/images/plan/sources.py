@@ -10,10 +10,11 @@ The order of a target's segments, and their forms:
     ROWS       [rows, features]
     FULL       as the base's weight: [out, in], of an embedding [vocabulary, features], [out]
 
-All are row-major in the layout's dtype where none is given, and cut to the layout's slices; A to
-its part of the rank. A and B of experts begin with an index, int32 [experts held, 4]: granule of
-the expert's matrix within the segment, rank, bits of the scale (float32 1), 0. Each matrix begins
-on 256 bytes; those with the same bytes lie there once. An expert that the adapter lacks has rank 0.
+All are row-major in the layout's dtype where none is given, A and B in its adapter_dtype, and cut
+to the layout's slices; A to its part of the rank. A and B of experts begin with an index, int32
+[experts held, 4]: granule of the expert's matrix within the segment, rank, bits of the scale
+(float32 1), 0. Each matrix begins on 256 bytes; those with the same bytes lie there once. An expert
+that the adapter lacks has rank 0.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from adapter_store.images.plan.fit import pairs_of
 from adapter_store.images.plan.uses import Use
 from contract.images.dtypes import DataType
 from contract.images.expert_index import ExpertIndex
+from contract.images.layouts import Layout
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import Target, TargetKind
 
@@ -81,16 +83,16 @@ class SegmentSource(NamedTuple):
         return self.dtype, self.prefix, *(piece.identity for piece in self.pieces)
 
 
-def segment_sources(use: Use, dtype: DataType, kept: Kept) -> Iterator[SegmentSource]:
+def segment_sources(use: Use, layout: Layout, kept: Kept) -> Iterator[SegmentSource]:
     """Returns the segments of a target that this server holds. `kept` says which rows of the base's
     own weights the adapter changes."""
     changes = use.changes
     if isinstance(changes, TargetWeights):
-        return _lora(use, changes, dtype)
+        return _lora(use, changes, layout.lora_dtype)
     if isinstance(changes, ExpertWeights):
-        return _experts(use, changes, dtype)
+        return _experts(use, changes, layout.lora_dtype)
     assert isinstance(changes, Replacement)
-    return _replacement(use.target, changes, dtype, kept)
+    return _replacement(use.target, changes, layout.dtype, kept)
 
 
 def outputs_of(use: Use, num_outputs: int) -> Selection:

@@ -3,7 +3,8 @@
 The data section is the image, starting on byte 4096 * n (the header is padded with spaces). Gaps
 between segments are U8 tensors `_pad.N`. `__metadata__` names the image and the sha256 of every
 part, so a file is checked in one pass: hash the parts, rebuild the header, compare. Next to the
-file is `<name>.sha256` for `sha256sum -c`.
+file is `<name>.sha256` for `sha256sum -c`. Of float8 segments, `__metadata__` has the scales, in
+their order, as little-endian fp32 in hex, after the sha256 of these bytes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from adapter_store.blobs.fsync import sync_folder, write_atomically
@@ -25,8 +27,11 @@ from adapter_store.core import ImagePart
 from adapter_store.errors import CorruptData
 from adapter_store.images.compile import Image
 from adapter_store.images.plan.plan import ImagePlan
+from adapter_store.images.plan.scales import with_scales
 from adapter_store.images.tiers.buffers import allocate_buffer
+from contract.images.dtypes import FLOAT8
 from contract.images.header import Segment
+from contract.images.rules import has_valid_scale
 
 DATA_ALIGNMENT = 4096
 _LENGTH_BYTES = 8
@@ -66,32 +71,47 @@ class LocalImage(io.FileIO):
         self.size_bytes = os.fstat(self.fileno()).st_size
 
 
-def read_parts(
-    stream: ImageStream,
-    plan: ImagePlan,
-    buffer: torch.Tensor,
-    name: str,
-    *,
-    num_final: int = 0,
-    is_verified: bool = False,
-) -> Iterator[ImagePart]:
-    """Fills `buffer` (uint8 [plan.total_bytes]) and yields each part once its bytes are checked.
-    The first `num_final` parts are final already: they are not written and not yielded. The parts
-    of a stream that `is_verified` are not hashed again.
+class Recorded(NamedTuple):
+    """What an image file's header has: the plan, with the scales of its segments, and the parts."""
 
-    Raises CorruptData if the stream is not, byte for byte, the image of this plan; the parts
-    yielded before are valid nevertheless.
+    plan: ImagePlan
+    parts: tuple[ImagePart, ...]
+
+
+def read_header(stream: ImageStream, plan: ImagePlan, name: str) -> Recorded:
+    """Reads the header of an image file, with the scales if `plan` has none.
+
+    Raises CorruptData if it is not the header of the image of this plan.
     """
     header = bytearray(_header_bytes(plan))
     expected_bytes = len(header) + plan.total_bytes
     if stream.size_bytes != expected_bytes:
         raise _corrupt(name, f"{stream.size_bytes} bytes, not {expected_bytes}")
     _fill(stream, memoryview(header), name)
-    parts = _recorded_parts(header, plan)
-    if parts is None or header != _header(plan, parts):
+    recorded = _recorded(header, plan)
+    if recorded is None or header != _header(*recorded):
         raise _corrupt(name, "its header does not agree with its plan")
+    return recorded
+
+
+def read_parts(
+    stream: ImageStream,
+    recorded: Recorded,
+    buffer: torch.Tensor,
+    name: str,
+    *,
+    num_final: int = 0,
+    is_verified: bool = False,
+) -> Iterator[ImagePart]:
+    """Fills `buffer` (uint8 [total_bytes]) after `read_header`, and yields each part once its bytes
+    are checked. The first `num_final` parts are final already: they are not written and not
+    yielded. The parts of a stream that `is_verified` are not hashed again.
+
+    Raises CorruptData if the stream is not, byte for byte, the recorded image; the parts yielded
+    before are valid nevertheless.
+    """
     data = buffer.numpy().data
-    for part in parts:
+    for part in recorded.parts:
         if part.index < num_final:
             _fill(stream, memoryview(bytearray(part.end - part.start)), name)
             continue
@@ -113,7 +133,9 @@ def read_image(path: Path, plan: ImagePlan, buffer: torch.Tensor | None = None) 
     if buffer is None:
         buffer = allocate_buffer(plan.total_bytes)
     with open_image(path) as file:
-        return Image(plan, buffer, tuple(read_parts(file, plan, buffer, path.name)))
+        recorded = read_header(file, plan, path.name)
+        parts = tuple(read_parts(file, recorded, buffer, path.name))
+        return Image(recorded.plan, buffer, parts)
 
 
 def remove_image(path: Path) -> None:
@@ -139,6 +161,9 @@ def _header(plan: ImagePlan, parts: tuple[ImagePart, ...]) -> bytes:
             "loadout.parts": " ".join(f"{p.start}-{p.end}:{p.sha256.hex()}" for p in parts),
         }
     }
+    scales = _scales_of(plan)
+    if scales:
+        fields["__metadata__"]["loadout.scales"] = _scales_text(scales)
     position = 0
     pads = 0
     for name, segment in zip(plan.names, plan.segments, strict=True):
@@ -200,15 +225,33 @@ def _header_bytes(plan: ImagePlan) -> int:
     return len(_header(plan, tuple(parts)))
 
 
-def _recorded_parts(header: bytearray, plan: ImagePlan) -> tuple[ImagePart, ...] | None:
-    """Returns the plan's parts with the header's hashes; None if it has no such hashes."""
+def _scales_of(plan: ImagePlan) -> list[float]:
+    """Returns the scales of the float8 segments, in order."""
+    return [segment.scale for segment in plan.segments if segment.dtype is FLOAT8]
+
+
+def _scales_text(scales: Sequence[float]) -> str:
+    data = np.array(scales, "<f4").tobytes()
+    return f"{hashlib.sha256(data).hexdigest()}:{data.hex()}"
+
+
+def _recorded(header: bytearray, plan: ImagePlan) -> Recorded | None:
+    """Returns the plan with the header's scales, and its parts with the header's hashes; None if it
+    has no such hashes or scales."""
     try:
-        recorded = json.loads(header[_LENGTH_BYTES:])["__metadata__"]["loadout.parts"].split()
-        hashes = [bytes.fromhex(entry.rpartition(":")[2]) for entry in recorded]
+        metadata = json.loads(header[_LENGTH_BYTES:])["__metadata__"]
+        hashes = [
+            bytes.fromhex(entry.rpartition(":")[2]) for entry in metadata["loadout.parts"].split()
+        ]
         ranges = zip(plan.parts, hashes, strict=True)
-        return tuple(ImagePart(i, *span, sha256) for i, (span, sha256) in enumerate(ranges))
+        parts = tuple(ImagePart(i, *span, sha256) for i, (span, sha256) in enumerate(ranges))
+        if not plan.has_scales:
+            scales = metadata["loadout.scales"].rpartition(":")[2]
+            plan = with_scales(plan, np.frombuffer(bytes.fromhex(scales), "<f4").tolist())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
+    is_valid = all(map(has_valid_scale, plan.segments))  # the sha256 is compared with the header
+    return Recorded(plan, parts) if is_valid else None
 
 
 def _corrupt(name: str, detail: str) -> CorruptData:

@@ -18,7 +18,14 @@ import sys
 import threading
 from collections.abc import Callable
 
-from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
+from contract.images.header import (
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    PullMessage,
+    trailer_sha256,
+)
 from inference_svc.adapters.pulls.image_source import AdapterStore
 from inference_svc.adapters.pulls.pace import PullPace
 from inference_svc.adapters.pulls.pull import (
@@ -254,7 +261,7 @@ def _end_part(progress: Progress, end: LayerEnd, position: int, sha256: bytes) -
 
 def _check_trailer(progress: Progress, trailer: PullMessage, position: int) -> None:
     assert progress.header is not None
-    total = hashlib.sha256(b"".join(progress.part_hashes)).digest()
+    total = trailer_sha256(progress.part_hashes, progress.header.segments)
     if not isinstance(trailer, ImageTrailer) or trailer.sha256 != total:
         progress.restart()
         raise CorruptImage("the image fails its trailer's sha256")

@@ -153,6 +153,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             base_model=facts.base_model,
             architecture=facts.architecture,
             dtype=facts.dtype,
+            adapter_dtype=facts.adapter_dtype,
             device=facts.device,
             layout_id=self._service.layout_id,
             limits=pb.ServerLimits(

@@ -356,6 +356,8 @@ class CudaBackend(AdapterMemory):
         torch.argmax(logits, dim=-1, out=self.results.argmax[: len(logits)])
 
 
+FLOAT8_CAPABILITY = (8, 9)
+"""The first compute capability whose processors convert float8."""
 LACKING = names("attention.head_dim>512")
 
 
@@ -369,7 +371,13 @@ class CudaFactory:
     profiler_device = "cuda"
 
     def supports(self, config: EngineConfig) -> bool:
-        return torch.device(config.device).type == "cuda"
+        is_ours = torch.device(config.device).type == "cuda"
+        if is_ours and config.adapter_dtype == "fp8":
+            device = config.device
+            check_float8(
+                torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+            )
+        return is_ours
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
         name = torch.cuda.get_device_name(config.device)
@@ -421,6 +429,16 @@ class CudaFactory:
         )
         backend.warm_up()
         return backend
+
+
+def check_float8(name: str, capability: tuple[int, int]) -> None:
+    """Raises ValueError if a device of this name and compute capability does not convert float8."""
+    if capability < FLOAT8_CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (FLOAT8_CAPABILITY, capability))
+        raise ValueError(
+            f"--adapter-dtype fp8 needs compute capability {needed} or later, and {name} has "
+            f"{found}: leave it out"
+        )
 
 
 def _trimmed_bytes(backend: CudaBackend) -> int:

@@ -232,6 +232,7 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         num_threads=message.num_threads,
         speed_notes=tuple(message.speed_notes),
         recurrent_states=_recurrent_states(message),
+        adapter_dtype=message.adapter_dtype,
     )
 
 

@@ -75,7 +75,7 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
         *(("speed", note) for note in server.speed_notes),
         ("layout", server.layout_id or "not yet accepted by the store"),
         ("tokens per sequence", str(limits.max_model_len)),
-        ("adapters", f"{limits.max_loras} of rank {limits.max_lora_rank} or less"),
+        ("adapters", _adapters(server)),
         ("targets", ", ".join(limits.lora_targets) or "all"),
         ("sequences", f"{limits.max_sequences} running, {limits.max_queue} queued"),
         ("tokens per batch", str(limits.max_batch_tokens)),
@@ -99,6 +99,13 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
         rows.append((f"memory {use.name}", text))
     rows += [(f"version {name}", version) for name, version in server.versions.items()]
     return rows
+
+
+def _adapters(server: ServerInfo) -> str:
+    limits = server.limits
+    text = f"{limits.max_loras} of rank {limits.max_lora_rank} or less"
+    is_other = server.adapter_dtype not in ("", server.dtype)
+    return f"{text}, A and B in {server.adapter_dtype}" if is_other else text
 
 
 def _store_rows(store: StoreStatus | LoadoutError) -> list[tuple[str, str]]:

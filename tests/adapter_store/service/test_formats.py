@@ -12,7 +12,8 @@ import torch
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import compile_image
 from adapter_store.images.plan.layout import layout_id
-from contract.images.dtypes import DataType
+from contract.images.dtypes import FLOAT8, DataType
+from contract.protobuf import read_header
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.store.format_2 import GATE_UP, HIDDEN, INNER, QKV, change, layout_of
 from tests.support.store.messages import layout_message
@@ -196,7 +197,40 @@ def test_what_is_said_of_the_base_needs_format_2_as_well(client, refused):
     client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
 
 
-def test_a_layout_of_float8_is_reserved_and_refused_by_name(client, refused):
+def test_a_float8_image_is_pulled_with_its_scales(serve, fused):
+    """Compiled, and, by the next process, read from the disk."""
+    layout = dataclasses.replace(layout_of(), image_format=3, adapter_dtype=FLOAT8)
+    store = serve()
+    digest = store.client.register("a", fused, base_model="org/base").adapter.digest
+    expected = compile_image(open_checkpoint(fused), layout)
+    for _ in range(2):
+        answer = store.client.stub.RegisterLayout(
+            pb.RegisterLayoutRequest(layout=layout_message(layout))
+        )
+        assert answer.image_format == 3
+        assert answer.layout_id == layout_id(layout)
+        pulled = store.client.pull(digest, answer.layout_id)
+        assert pulled.data == bytes(expected.buffer.numpy().data)
+        assert read_header(pulled.header).segments == expected.plan.segments
+        assert {s.dtype for s in pulled.header.segments} == {pb.DATA_TYPE_FLOAT8_E4M3}
+        assert all(s.scale not in (0.0, 1.0) for s in pulled.header.segments)
+        assert pulled.is_whole
+        store.idle()
+        store.stop()
+        store = serve()
+
+
+def test_float8_adapters_need_a_server_and_a_store_of_format_3(client, refused):
+    message = layout_message(dataclasses.replace(layout_of(), image_format=3, adapter_dtype=FLOAT8))
+    message.image_formats[:] = [1, 2]
+    with refused("INVALID_ARGUMENT", "layout.adapter_dtype: F8_E4M3 needs image format 3"):
+        client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
+    message.image_formats[:] = [4]  # as format 3 is to a store of an earlier release
+    with refused("FAILED_PRECONDITION", "layout.image_formats: [4] has none of this store's"):
+        client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
+
+
+def test_no_layout_computes_in_float8(client, refused):
     message = layout_message(layout_of())
     message.dtype = pb.DATA_TYPE_FLOAT8_E4M3
     with refused("INVALID_ARGUMENT", "layout.dtype: F8_E4M3 is not a type that models compute in"):

@@ -8,7 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
+from contract.images.dtypes import FLOAT8
 from contract.images.targets import Target, TargetKind
+from inference_svc.adapters.layout import FLOAT8_FORMATS
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store import client as store_client
 from inference_svc.store import watch as store_watch
@@ -131,6 +133,31 @@ def test_a_store_of_before_format_2_gets_a_layout_that_it_knows(engine: Any) -> 
         async with Watched(address, layout):
             await until_async(lambda: store.refused["RegisterLayout"] > 1)
         assert store.layouts == [old]
+
+    serve(body)
+
+
+@pytest.mark.parametrize("knows_vectors", [True, False], ids=["0.3.0", "0.2.0"])
+def test_a_store_that_has_no_float8_adapters_refuses_their_server_by_name(
+    engine: Any, caplog: pytest.LogCaptureFixture, knows_vectors: bool
+) -> None:
+    norm = Target("model.norm", None, "norm", TargetKind.VECTOR, 0, 8)
+    layout = replace(
+        engine.layout, vectors=(norm,), image_formats=FLOAT8_FORMATS, adapter_dtype=FLOAT8
+    )
+
+    async def body(store: TinyStore, address: str) -> None:
+        store.image_formats, store.knows_vectors = (1, 2), knows_vectors
+        async with Watched(address, layout) as watched:
+            words = "the store is of a release that has no float8 adapters: upgrade it, or leave"
+            await until_async(lambda: any(words in each for each in caplog.messages))
+            assert not watched.layout_ids
+            assert not store.layouts
+            store.image_formats, store.knows_vectors = (1, 2, 3), True  # it is upgraded
+            await until_async(lambda: watched.layout_ids == [LAYOUT])
+        (layout_of_float8,) = store.layouts
+        assert layout_of_float8.adapter_dtype == pb.DATA_TYPE_FLOAT8_E4M3
+        assert list(layout_of_float8.image_formats) == [3]
 
     serve(body)
 

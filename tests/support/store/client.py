@@ -10,7 +10,9 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from contract.images.header import trailer_sha256
 from contract.images.layouts import Layout
+from contract.protobuf import read_header
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from tests.support.store.messages import layout_message
@@ -116,7 +118,7 @@ class Client:
                 part_start = position
             else:
                 if pulled.header.offset == 0:
-                    whole = hashlib.sha256(b"".join(hashes)).digest()
+                    whole = trailer_sha256(hashes, read_header(pulled.header).segments)
                     assert response.trailer.sha256 == whole
                 assert position == pulled.header.total_bytes
                 pulled.is_whole = True
