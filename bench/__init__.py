@@ -4,6 +4,7 @@ engine            runs our engine in the benchmark's process, driven by messages
 engine_transport  compares the engine in a thread of the gRPC server with the engine in its own
                   process
 few_bits          compares steps with base weights in few bits with bf16
+float8_adapters   the cost of float8 adapters in accuracy, and how many more of them are resident
 machine           describes the machine of a result, and our kernels on it
 models            the benchmarks' models and adapters
 plots             draws one plot for each workload, from its summary

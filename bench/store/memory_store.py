@@ -16,8 +16,14 @@ from adapter_store.api import convert as of_store
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.plan.layout import layout_id
-from adapter_store.images.plan.plan import IMAGE_FORMATS
-from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
+from contract.images.header import (
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    PullMessage,
+    trailer_sha256,
+)
 from contract.images.layouts import Layout
 from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.layout import ModelLayout
@@ -76,12 +82,12 @@ class MemoryStream:
                 end = min(start + CHUNK_BYTES, part.end)
                 yield ImageChunk(start, stored.bytes_of(start, end))
             yield LayerEnd(part.index, part.end, sha256)
-        yield ImageTrailer(hashlib.sha256(b"".join(stored.hashes)).digest())
+        yield ImageTrailer(trailer_sha256(stored.hashes, stored.header.segments))
 
 
 def store_layout(layout: ModelLayout) -> Layout:
     """Converts an engine's layout to the adapter store's, in the newest image format."""
-    return replace(of_store.from_layout(from_layout(layout)), image_format=IMAGE_FORMATS[-1])
+    return replace(of_store.from_layout(from_layout(layout)), image_format=layout.image_formats[-1])
 
 
 def image_header(image: Image) -> ImageHeader:
