@@ -52,8 +52,9 @@ class Sink(Protocol):
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A tensor of the checkpoint: its shape, and the writer that puts it into the projection that
-    it is a part of; None: it is the whole of a parameter that is no projection. With `num_experts`
-    it has the parts of so many, which are put one by one; each is [in, out] if it `is_transposed`.
+    it is a part of, given the number of the first row; None: it is the whole of a parameter that is
+    no projection. With `num_experts` it has the parts of so many, which are put one by one, given
+    the number of the expert; each is [in, out] if it `is_transposed`.
 
     `module` is the module whose weight [out, in] it is, or "", and `format` the format that it is
     held in. The checkpoint may have other tensors of the module in its place, as its `Scheme` says.
@@ -288,12 +289,12 @@ def _linear_pieces(
     return form
 
 
-def _put_rows(start: int, sink: Sink, rows: Rows, expert: int) -> None:
-    sink.put_rows(start, rows)
+def _put_rows(start: int, sink: Sink, rows: Rows, first: int) -> None:
+    sink.put_rows(start + first, rows)
 
 
-def _put_bias(start: int, sink: Sink, values: Tensor, expert: int) -> None:
-    sink.put_bias(start, values)
+def _put_bias(start: int, sink: Sink, values: Tensor, first: int) -> None:
+    sink.put_bias(start + first, values)
 
 
 def _stacked_parameter(projection: ExpertsProjection, layer: int | None) -> Parameter:

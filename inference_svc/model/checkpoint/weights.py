@@ -1,4 +1,4 @@
-"""Reads a model directory's safetensors into the decoder's buffers, in one pass.
+"""Reads a model directory's safetensors, or GGUF file, into the decoder's buffers, in one pass.
 
 Each tensor is read once, in the order of its file, and goes to its place at once: into the form
 that a backend computes with, of a projection too. There is no second copy of anything.
@@ -6,8 +6,9 @@ that a backend computes with, of a projection too. There is no second copy of an
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,9 @@ from inference_svc.model.quantised.scheme import Rows, StoredMatrix
 from inference_svc.model.walk import operations, weights_of
 from kernels.attention import HeadNorms
 from kernels.elementwise import NormWeight
+
+BLOCK_ELEMENTS = 1 << 24
+"""The most elements of a matrix that are read at once: 64 MiB in fp32."""
 
 
 class Packed(Protocol):
@@ -244,35 +248,52 @@ class _Assembly(Generic[P]):
 
 
 def _put_plain(made: Any, piece: Piece, tensor: TextTensor) -> None:
-    """Reads a tensor, of experts one by one: all of it may be gigabytes."""
+    """Reads a tensor, a matrix by ranges of rows and experts one by one: all of it may be
+    gigabytes."""
     with opened(tensor, reads_parts=piece.num_experts > 0) as stored:
-        if piece.put is None:
-            made.copy_(stored[:].view_as(made))
-        elif not piece.num_experts:
-            piece.put(made, stored[:], 0)
-        else:
+        if piece.num_experts and piece.put is not None:
             for expert in range(piece.num_experts):
                 values = stored[expert]
                 piece.put(made, values.t() if piece.is_transposed else values, expert)
+        elif piece.put is not None:
+            for rows in _row_ranges(piece.shape):
+                piece.put(made, stored[rows], rows.start)
+        elif piece.shape == made.shape:
+            for rows in _row_ranges(piece.shape):
+                made[rows].copy_(stored[rows])
+        else:
+            made.copy_(stored[:].view_as(made))
+
+
+def _row_ranges(shape: Sequence[int]) -> Iterator[slice]:
+    """Yields ranges of the first dimension, in order, of at most BLOCK_ELEMENTS."""
+    step = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], step):
+        yield slice(start, min(start + step, shape[0]))
 
 
 def _put_matrix(
     made: Any, piece: Piece, matrix: StoredMatrix, tensors: Mapping[str, TextTensor]
 ) -> None:
-    """Reads the tensors of a quantised weight."""
+    """Reads the tensors of a quantised weight, by ranges of rows where these can be decoded
+    alone, and experts one by one."""
     assert piece.put is not None
+    parts: Iterable[tuple[int, Any]] = [(0, ...)]
+    if piece.num_experts:
+        parts = enumerate(range(piece.num_experts))
+    elif matrix.is_by_rows:
+        parts = ((rows.start, rows) for rows in _row_ranges(piece.shape))
     with ExitStack() as stack:
         stored = {
             end: stack.enter_context(opened(each, reads_parts=piece.num_experts > 0))
             for end, each in tensors.items()
         }
-        for expert in range(piece.num_experts or 1):
-            index = expert if piece.num_experts else ...
+        for place, index in parts:
             try:
                 rows = matrix.decode({end: each[index] for end, each in stored.items()})
             except UnsupportedModel as error:
                 raise UnsupportedModel(f"{piece.module}: {error}") from None
-            piece.put(made, rows, expert)
+            piece.put(made, rows, place)
 
 
 def ones(norm: Norm, dtype: torch.dtype, device: torch.device) -> NormWeight:

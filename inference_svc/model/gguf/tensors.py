@@ -34,15 +34,15 @@ class Change(enum.Enum):
 class ModelTensor(NamedTuple):
     """A tensor of the model. `dtype` is by its name in safetensors, or the type of blocks if it
     `is_matrix` in few bits: then `shape` is [out, bytes of a row], else the shape of its values.
-    `num_heads` are those whose rows are interleaved. If it `is_tied_head`, it is the embedding once
-    more, as the head computes with it."""
+    `head_size` rows are interleaved with each other; 0: none. If it `is_tied_head`, it is the
+    embedding once more, as the head computes with it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     stored: StoredTensor
     change: Change = Change.NONE
-    num_heads: int = 0
+    head_size: int = 0
     is_tied_head: bool = False
 
     @property
@@ -77,11 +77,15 @@ class GgufRows:
         self._path, self._tensor = path, _contents(path)[name]
 
     def __getitem__(self, index: Any) -> Tensor:
-        is_range = isinstance(index, slice) and index.step in (None, 1)
-        if not is_range or self._tensor.change is Change.INTERLEAVED:
-            return self._rows(0, self._tensor.shape[0])[index]
-        start, stop, _ = index.indices(self._tensor.shape[0])
-        return self._rows(start, max(start, stop))
+        num_rows = self._tensor.shape[0]
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            return self._rows(0, num_rows)[index]
+        start, stop, _ = index.indices(num_rows)
+        stop = max(start, stop)
+        # Rows of a head are interleaved with each other.
+        size = self._tensor.head_size or 1
+        first, end = start // size * size, -(-stop // size) * size
+        return self._rows(first, end)[start - first : stop - first]
 
     def _rows(self, start: int, stop: int) -> Tensor:
         tensor, stored = self._tensor, self._tensor.stored
@@ -123,7 +127,7 @@ def _tied_head(table: StoredTensor) -> ModelTensor:
 def _model_tensor(family: Family, values: Values, stored: StoredTensor) -> ModelTensor:
     end = stored.name.rpartition(".")[2]
     name = f"{family.module_of(stored.name)}.{end}"
-    change, num_heads = Change.NONE, 0
+    change, head_size = Change.NONE, 0
     if family.adds_one and name.endswith("norm.weight"):
         change = Change.ADDED_ONE
     part = stored.name.split(".")[-2]
@@ -132,7 +136,8 @@ def _model_tensor(family: Family, values: Values, stored: StoredTensor) -> Model
         num_heads = values.num_heads(is_of_keys=part == "attn_k")
         if stored.shape[0] % (2 * num_heads):
             raise values.fail_of(stored.name, f"{stored.shape[0]} rows for {num_heads} heads")
-    tensor = ModelTensor(name, stored.shape, stored.type.name, stored, change, num_heads)
+        head_size = stored.shape[0] // num_heads
+    tensor = ModelTensor(name, stored.shape, stored.type.name, stored, change, head_size)
     if stored.type.name in PLAIN:
         return tensor
     if len(stored.shape) != 2:
@@ -192,6 +197,6 @@ def _unchanged(values: Tensor, tensor: ModelTensor) -> Tensor:
     if tensor.change is Change.ADDED_ONE:
         return values.float() - 1
     if tensor.change is Change.INTERLEAVED:
-        pairs = values.unflatten(0, (tensor.num_heads, -1, 2))
+        pairs = values.unflatten(0, (-1, tensor.head_size // 2, 2))
         return pairs.transpose(1, 2).flatten(0, 2)
     return values

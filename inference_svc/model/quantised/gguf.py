@@ -71,7 +71,9 @@ class GgufScheme:
                 f"{stored.block}"
             )
         spec = TensorSpec((out_features, stored.bytes_of(in_features)), (kind,))
-        return StoredMatrix(FORMATS[kind].format, {_END: spec}, partial(_rows, kind))
+        return StoredMatrix(
+            FORMATS[kind].format, {_END: spec}, partial(_rows, kind), is_by_rows=True
+        )
 
 
 def _rows(kind: str, tensors: Mapping[str, Tensor]) -> Rows:

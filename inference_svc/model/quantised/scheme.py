@@ -44,12 +44,14 @@ class StoredMatrix:
     that begins with "_" follows the path without a dot. `decode` makes rows of them, of `format`,
     or plain rows if that is None: this checkpoint's form is not computed with as it is. It raises
     UnsupportedModel for contents that cannot be meant, naming the tensor's end. Of experts it gets
-    one expert's tensors at a time.
+    one expert's tensors at a time. If it `is_by_rows`, it may get the same rows of each tensor, and
+    makes these rows of the weight.
     """
 
     format: WeightFormat | None
     tensors: Mapping[str, TensorSpec]
     decode: Callable[[Mapping[str, Tensor]], Rows]
+    is_by_rows: bool = False
 
 
 class Scheme(Protocol):

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.weights import ModelWeights, load_weights
+from inference_svc.model.gguf.expand import expanded
 from inference_svc.model.layers import TorchProjections
+from tests.support.inference.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -203,7 +205,9 @@ from pathlib import Path
 from typing import Any
 from inference_svc.model.architectures import load_description
 from inference_svc.model.layers import TorchProjections
+from inference_svc.model.checkpoint import weights as weights_module
 from inference_svc.model.checkpoint.weights import load_weights
+weights_module.BLOCK_ELEMENTS = 1 << 20
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
@@ -218,6 +222,15 @@ for name in sys.argv[2:]:
     print(peak() - before, weights.num_bytes)
     del weights
 """
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_rows_are_read_in_blocks(size, model_dir, monkeypatch):
+    """Of tables, projections and biases."""
+    whole = tensors(load(model_dir))
+    monkeypatch.setattr("inference_svc.model.checkpoint.weights.BLOCK_ELEMENTS", size)
+    for one, other in zip(whole, tensors(load(model_dir)), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.processes
@@ -239,3 +252,27 @@ def test_no_second_copy_in_memory(random_model, save_model):
         grown, num_bytes = map(int, line.split())
         assert num_bytes > 5 * largest * size
         assert num_bytes * 0.9 < grown < num_bytes + 1.5 * largest
+
+
+@pytest.mark.processes
+def test_blocks_of_a_gguf_file_are_dequantised_little_by_little(random_model, tmp_path):
+    """The table would take 123 MB in fp32."""
+    model = random_model(
+        "Llama",
+        vocab_size=120_000,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    write_gguf(tmp_path / "model.gguf", "llama", model, {"embed_tokens": "Q6_K"}, {})
+    with expanded(tmp_path, has_tokenizer=False) as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(folder), "bfloat16"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    grown, num_bytes = map(int, done.stdout.split())
+    assert num_bytes > 2 * 120_000 * 256
+    assert num_bytes * 0.9 < grown < num_bytes + 40_000_000
