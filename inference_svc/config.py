@@ -43,6 +43,8 @@ from servicekit.telemetry.redact import redact
 MIB = 1 << 20
 _PART = r"\w(?:\w|[.-](?=\w)){0,95}"
 _HUB_NAME = re.compile(rf"({_PART}/{_PART})(?:@({_PART}(?:/{_PART}){{0,3}}))?", re.ASCII)
+_GGUF_TYPE = re.compile(r"(?<=.)[.-](?:[it]?q[0-9]\w*|b?f16|f32)$", re.IGNORECASE)
+"""The end of a GGUF file's name that says the type of its weights, such as "-Q4_K_M"."""
 NO_MODEL = (
     "{} is neither a folder nor a model's name on the hub, such as Qwen/Qwen3-0.6B, "
     "or with a revision Qwen/Qwen3-0.6B@main"
@@ -374,9 +376,9 @@ def split_hub_name(model: str) -> tuple[str, str | None]:
 
 def _name_of(model: Path) -> str:
     """Returns the name of a model's folder, on the hub if it is one of the hub's cache, or of its
-    file."""
+    file, without the type of its weights."""
     if model.is_file():
-        return model.stem
+        return _GGUF_TYPE.sub("", model.stem)
     folder = model.resolve()
     is_cached = folder.parent.name == "snapshots"
     return (is_cached and hub_name(folder.parent.parent.name)) or folder.name

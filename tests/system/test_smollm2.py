@@ -72,10 +72,11 @@ def test_answers_show_what_the_adapters_learned() -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    """The GGUF file, as the demo serves it."""
     flags = ("--http", "127.0.0.1:0", "--dtype", "float32", "--kv-memory", "64MiB")
     flags += ("--adapter-memory", "32MiB")
     folder = tmp_path_factory.mktemp("smollm2")
-    with Services(smollm2.zoo(), folder, inference_flags=flags) as made:
+    with Services(smollm2.gguf_zoo(), folder, inference_flags=flags) as made:
         for name, path in smollm2.ADAPTERS.items():
             made.client.register(name, path, base_model="llama")
         yield made
@@ -137,7 +138,7 @@ def test_letters_of_several_tokens_are_streamed_whole(text: str, served: Service
 def test_the_chat_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "loadout").symlink_to(smollm2.folder().parent)
+    (tmp_path / "loadout").symlink_to(smollm2.gguf_path().parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with forks.forked_system():
         flags = ["--question", "What is the capital of France?", "--work-dir", str(tmp_path / "w")]
@@ -154,11 +155,11 @@ def test_the_adapters_can_be_trained_again(tmp_path: Path) -> None:
     program = ROOT / "examples" / "smollm2" / "train.py"
     trial = ["--questions", "4", "--steps", "2"]
     subprocess.run(
-        [sys.executable, str(program), str(smollm2.folder()), "--out", str(tmp_path), *trial],
+        [sys.executable, str(program), str(smollm2.gguf_path()), "--out", str(tmp_path), *trial],
         check=True,
     )
     for name, shipped in smollm2.ADAPTERS.items():
-        assert main(["check", str(tmp_path / name), "--model", str(smollm2.folder())]) == 0
+        assert main(["check", str(tmp_path / name), "--model", str(smollm2.gguf_path())]) == 0
         ours, theirs = (
             safetensors.torch.load_file(folder / "adapter_model.safetensors")
             for folder in (tmp_path / name, shipped)

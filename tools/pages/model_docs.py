@@ -46,8 +46,11 @@ and no `config.json`, or name the file. Weights keep their few bits. Supported t
 `F16` and `BF16`. The server dequantises an embedding when it loads the model. The tokenizer, the
 chat template and the tokens that end an answer come from the file.
 
-Adapters name the model that they were trained on, which the file does not: set `--base-model`. The
-server refuses, by key and value, metadata and types that it does not compute. Join a model in
+Adapters name the model that they were trained on. A server of `Qwen3-0.6B-Q4_K_M.gguf` is named
+`Qwen3-0.6B`, so that adapters of `Qwen/Qwen3-0.6B` find it; a server of a folder is named as the
+folder. If neither is the model's name, set `--base-model`.
+
+The server refuses, by key and value, metadata and types that it does not compute. Join a model in
 several files first, with llama.cpp's `llama-gguf-split`.
 
 ## Adapters of whole models

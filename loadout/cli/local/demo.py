@@ -22,7 +22,7 @@ from loadout.cli.output import CommandFailed, table_console
 from loadout.cli.signals import sigterm_is_ctrl_c
 from loadout.client import Client
 from loadout.demo.adapters import MODEL, register_all
-from loadout.demo.chat.download import Unavailable
+from loadout.demo.chat.model import Unavailable
 from loadout.demo.chat.run import QUESTIONS, TRAINED_ADAPTERS, run_chat
 from loadout.demo.given import INFERENCE_PREFIX, Given
 from loadout.demo.jobs import BASE_MODEL, prompt

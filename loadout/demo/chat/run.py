@@ -13,7 +13,7 @@ from rich.console import Console
 
 from loadout.client import Client
 from loadout.demo.chat.ask import Answer
-from loadout.demo.chat.model import BASE_MODEL, model_folder
+from loadout.demo.chat.model import BASE_MODEL, model_file
 from loadout.demo.chat.view import show
 from loadout.demo.system import System, SystemSettings, temporary_work_dir
 
@@ -40,10 +40,10 @@ def run_chat(
         Unavailable: The model cannot be had here.
         ProcessFailed: A service did not start, or failed.
         LoadoutError: A call failed.
-        OSError: The model's folder cannot be written.
+        OSError: The model's file cannot be written.
     """
     started_s = time.monotonic()
-    model = model_folder(cache, console)
+    model = model_file(cache)
     folder = work_dir or temporary_work_dir()
     folder.mkdir(parents=True, exist_ok=True)
     names = sorted(path.parent.name for path in adapters.glob("*/adapter_config.json"))

