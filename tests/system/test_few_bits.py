@@ -1,0 +1,144 @@
+"""Base models in few bits through both real services: the tokens of transformers and PEFT with the
+weights that the bits mean, for the base model and three adapters in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from loadout.types import Completion
+from tests.support.inference.gguf_files import SIZES, write_gguf
+from tests.support.models.parity import prompts
+from tests.support.models.saved_weights import pack
+from tests.support.models.zoo import ALL, AdapterSpec, Zoo, adapted, make_model
+from tests.support.native import native_library
+from tests.support.wait import until
+from tests.system.services import Services
+
+NUM_TOKENS = 24
+SPECS = (
+    AdapterSpec("plain", 8, ALL),
+    AdapterSpec("scaled", 3, ["k_proj", "gate_proj", "lm_head"], {"use_rslora": True}),
+    AdapterSpec("dora", 4, ["q_proj", "down_proj"], {"use_dora": True}),
+)
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+KINDS = {"embed_tokens": "Q8_0", "v_proj": "Q6_K", "down_proj": "Q6_K", "proj": "Q4_K"}
+"""As the files of the type Q4_K_M."""
+
+
+def make_gguf(folder: Path) -> tuple[Path, Any]:
+    """Returns a GGUF file, and the model that it means."""
+    sizes = {**SIZES, "vocab_size": 128, "tie_word_embeddings": True}
+    model = make_model("llama", folder / "plain", **PLAIN_ROPE, **sizes)
+    path = folder / "llama-Q4_K_M.gguf"
+    with torch.no_grad():
+        write_gguf(path, "llama", model, KINDS, {})
+    return path, model
+
+
+def make_packed(form: str, folder: Path) -> tuple[Path, Any]:
+    """Returns a folder with packed weights, and the model that they mean."""
+    model = make_model("llama", folder / "model", tie_word_embeddings=False)
+    model.load_state_dict(load_file(pack(folder / "model", form) / "model.safetensors"))
+    return folder / "model", model
+
+
+def shake_magnitudes(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_magnitude_vector" in name:
+            parameter.mul_(torch.empty_like(parameter).uniform_(0.7, 1.3))
+
+
+@pytest.fixture(scope="module")
+def zoo_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Zoo]:
+    """Models by format, each made once."""
+    made: dict[str, Zoo] = {}
+
+    def zoo(form: str) -> Zoo:
+        if form not in made:
+            folder = tmp_path_factory.mktemp(form)
+            path, model = make_gguf(folder) if form == "gguf" else make_packed(form, folder)
+            reference = adapted(model, "llama", folder / "adapters", SPECS, shake_magnitudes)
+            adapters = {spec.name: folder / "adapters" / spec.name for spec in SPECS}
+            made[form] = Zoo("llama", path, reference, adapters)
+        return made[form]
+
+    return zoo
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [*((each, "float32") for each in ("gguf", "int4", "nf4", "fp8")), ("gguf", "bfloat16")],
+)
+@pytest.mark.parametrize("path", ["native", "torch"])
+def test_a_mixed_batch(
+    form: str,
+    dtype: str,
+    path: str,
+    zoo_of: Callable[[str], Zoo],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if path == "native":
+        native_library()
+    monkeypatch.setenv("LOADOUT_INFERENCE_NATIVE_KERNELS", str(path == "native").lower())
+    zoo = zoo_of(form)
+    names = ("", *zoo.adapter_dirs)
+    asked = dict(zip(names, prompts(len(names), seed=5), strict=True))
+    with Services(zoo, tmp_path, inference_flags=("--no-tokenizer", "--dtype", dtype)) as services:
+        assert services.client.server_info().kernels.startswith(path)
+        answers = answers_of(services, asked)
+        services.check_exit_codes()
+    check = check_tokens if dtype == "float32" else check_log_probabilities
+    for name, answer in answers.items():
+        check(zoo, name, asked[name], answer)
+
+
+def answers_of(services: Services, asked: dict[str, list[int]]) -> dict[str, Completion]:
+    """Has all prompts answered in one batch: they wait in a server that pauses."""
+    client = services.client
+    for name in services.zoo.adapter_dirs:
+        client.register(name, services.source(name))
+        client.load(name)
+    client.pause()
+
+    def ask(name: str) -> Completion:
+        return client.complete(
+            asked[name],
+            adapter=name,
+            max_tokens=NUM_TOKENS,
+            temperature=0.0,
+            ignore_eos=True,
+            logprobs=1,
+        )
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        futures = {name: pool.submit(ask, name) for name in asked}
+        until(lambda: client.pause() == len(asked))
+        client.resume()
+        return {name: future.result() for name, future in futures.items()}
+
+
+def check_tokens(zoo: Zoo, name: str, prompt: list[int], answer: Completion) -> None:
+    tokens = list(answer.token_ids)
+    assert tokens == zoo.greedy(name, prompt, NUM_TOKENS, guess=tokens), name or "base"
+
+
+def check_log_probabilities(zoo: Zoo, name: str, prompt: list[int], answer: Completion) -> None:
+    """They are as near to those in fp32 as the oracle's are in bf16."""
+    tokens = torch.tensor(answer.token_ids)
+    given = [*prompt, *answer.token_ids[:-1]]
+    exact, rounded = (
+        zoo.logits(name, given, dtype)[len(prompt) - 1 :].log_softmax(dim=-1)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    ours = torch.tensor([each.chosen.logprob for each in answer.logprobs])
+    expected, theirs = (each.gather(1, tokens[:, None])[:, 0] for each in (exact, rounded))
+    assert (ours - expected).abs().mean() <= 1.5 * (theirs - expected).abs().mean() + 1e-3
+    assert (ours - expected).abs().mean() < 0.1
