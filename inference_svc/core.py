@@ -400,7 +400,7 @@ def padding_pages(device: str) -> int:
 class EngineConfig:
     """`dtype` and `device` are resolved ("float32", "cpu"); sizes in bytes. `quantize` is the type
     in which plain weights of layers are held ("int4"); "none": in `dtype`. `adapter_dtype` is the
-    type of adapters' A and B, "fp8"; "auto": `dtype`.
+    type of adapters' A and B, and `kv_dtype` of keys and values, "fp8"; "auto": `dtype`.
 
     `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only). `lora_targets`:
     the modules that adapters may change, by last components of targets' names; none: all.
@@ -419,6 +419,7 @@ class EngineConfig:
     dtype: str = "float32"
     quantize: str = "none"
     adapter_dtype: str = "auto"
+    kv_dtype: str = "auto"
     device: str = "cpu"
     max_model_len: int = 2048
     max_sequences: int = 64

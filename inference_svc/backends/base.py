@@ -19,7 +19,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import weight_stamps
 from inference_svc.model.checkpoint.weights import ModelWeights, Projections, load_weights
 from inference_svc.model.description import Decoder
-from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
+from inference_svc.model.kv_caches import KVCaches, kv_page_bytes, stored_dtype
 from inference_svc.model.recurrent_states import RecurrentStates, num_slots, slot_bytes
 from inference_svc.results.routed_experts import ExpertsOption
 from kernels.lora.plan import LoraContents
@@ -302,8 +302,8 @@ def table_bytes(config: EngineConfig, decoder: Decoder, num_mixes: int) -> int:
 
 def num_kv_pages(config: EngineConfig, decoder: Decoder) -> int:
     """Returns how many pages `kv_bytes` hold."""
-    dtype = getattr(torch, config.dtype)
-    return config.kv_bytes // kv_page_bytes(decoder, config.page_size, dtype)
+    stored = stored_dtype(config.kv_dtype, getattr(torch, config.dtype))
+    return config.kv_bytes // kv_page_bytes(decoder, config.page_size, stored)
 
 
 def allocate_kv_caches(
@@ -312,7 +312,8 @@ def allocate_kv_caches(
     """Allocates as many pages as `kv_bytes` hold. Raises ValueError if the pages that sequences may
     own do not hold one of `max_model_len`."""
     dtype = getattr(torch, config.dtype)
-    num_bytes = kv_page_bytes(decoder, config.page_size, dtype)
+    stored = stored_dtype(config.kv_dtype, dtype)
+    num_bytes = kv_page_bytes(decoder, config.page_size, stored)
     num_pages = num_kv_pages(config, decoder)
     num_padding = padding_pages(config.device)
     num_tokens = max(0, num_pages - num_padding) * config.page_size
@@ -327,6 +328,7 @@ def allocate_kv_caches(
         num_pages=num_pages,
         page_size=config.page_size,
         dtype=dtype,
+        stored=stored,
         device=torch.device(config.device),
         prefers_tiles=prefers_tiles,
     )

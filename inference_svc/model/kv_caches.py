@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from inference_svc.model.description import Decoder, KVPlace
-from kernels.attention import KVCache, can_tile, page_bytes
+from kernels.attention import FP8, KVCache, can_tile, page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,12 @@ class KVCaches:
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
+        stored: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         prefers_tiles: bool = False,
     ) -> KVCaches:
-        """`prefers_tiles`: caches are tiled whose shape can be."""
+        """`stored` is as in `KVCache.allocate`. `prefers_tiles`: caches are tiled whose shape can
+        be."""
         num_layers = _layers_by_shape(decoder)
         caches = (
             KVCache.allocate(
@@ -40,6 +42,7 @@ class KVCaches:
                 num_pages=num_pages,
                 page_size=page_size,
                 dtype=dtype,
+                stored=stored,
                 device=device,
                 is_tiled=prefers_tiles and can_tile(page_size, shape.head_dim, dtype),
             )
@@ -65,12 +68,18 @@ class KVCaches:
         return sum(cache.num_bytes for cache in self.caches)
 
 
-def kv_page_bytes(decoder: Decoder, page_size: int, dtype: torch.dtype) -> int:
-    """Returns the size of a page of all layers."""
+def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which keys and values are held: of the setting `kv_dtype`, "auto" or
+    "fp8", for a model that computes in `dtype`."""
+    return FP8 if kv_dtype == "fp8" else dtype
+
+
+def kv_page_bytes(decoder: Decoder, page_size: int, stored: torch.dtype) -> int:
+    """Returns the size of a page of all layers, of keys and values held as `stored`."""
     num_layers = _layers_by_shape(decoder)
     return sum(
         page_bytes(
-            **shape._asdict(), num_layers=num_layers[index], page_size=page_size, dtype=dtype
+            **shape._asdict(), num_layers=num_layers[index], page_size=page_size, stored=stored
         )
         for index, shape in enumerate(decoder.kv_shapes)
     )

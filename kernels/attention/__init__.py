@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from kernels.attention import cpu, reference
-from kernels.attention.kv_cache import KVCache, can_tile, page_bytes
+from kernels.attention.kv_cache import FP8, KVCache, can_tile, page_bytes
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.reference import NO_NORMS, HeadNorms
 from kernels.dispatch import uses_triton
 from kernels.elementwise.addend import Addend
 
 __all__ = [
+    "FP8",
     "NO_NORMS",
     "AttentionPlan",
     "HeadNorms",

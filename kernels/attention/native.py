@@ -1,7 +1,7 @@
 """Attention in C++ (`attention*.cpp` and `rotary.cpp` in `kernels/native/src`), for programs.
 
 Every array of a step lies at a fixed address, and its contents and the counts are read when the
-program runs. Tensors are float32 or bfloat16, of the cache's dtype.
+program runs. Tensors are float32 or bfloat16, of the cache's dtype; the cache may hold FP8.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class _KvLayer(ctypes.Structure):
         ("page_size", ctypes.c_int64),
         ("num_kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
+        ("head_bytes", ctypes.c_int64),
         ("is_tiled", ctypes.c_int64),
     )
 
@@ -243,7 +244,7 @@ def rope_and_store_op(
         is_interleaved: As in `reference.rotate`.
         q_scale: [T] of qkv's dtype. None: 1.
     """
-    assert qkv.dtype == cache.data.dtype
+    assert qkv.dtype == cache.dtype
     for each in (cos, q_scale):
         assert each is None or each.dtype == qkv.dtype
     assert qkv.stride(1) == 1
@@ -271,7 +272,7 @@ def rope_and_store_op(
         norms.eps,
     )
     keep = (qkv, cache, cos, sin, rows, norms, q_scale)
-    return NativeOp("rope_and_store_" + dtype_name(qkv.dtype), args, keep)
+    return NativeOp("rope_and_store_" + _types_name(cache), args, keep)
 
 
 def _head_norm(
@@ -347,7 +348,7 @@ class NativeAttention:
         q and out: [T, at least num_heads * head_dim] with unit stride in the last dimension; the
         heads lie at the start of each row. sinks: float32 [num_heads].
         """
-        assert q.dtype == out.dtype == self.cache.data.dtype
+        assert q.dtype == out.dtype == self.cache.dtype
         assert q.stride(1) == out.stride(1) == 1
         scratch, shape = self.scratch, self.scratch.shape
         if sinks is not None:
@@ -375,7 +376,7 @@ class NativeAttention:
             scale,
             softcap or 0.0,
         )
-        return NativeOp("attend_" + dtype_name(q.dtype), args, (self, q, out, sinks))
+        return NativeOp("attend_" + _types_name(self.cache), args, (self, q, out, sinks))
 
     @property
     def num_bytes(self) -> int:
@@ -422,13 +423,18 @@ def attend(
     return out
 
 
+def _types_name(cache: KVCache) -> str:
+    """Returns the ending of the names of operations on a cache: of its storage and its dtype."""
+    return ("" if cache.scales is None else "fp8_") + dtype_name(cache.dtype)
+
+
 def _kv_layer(cache: KVCache, layer: int) -> _KvLayer:
-    assert cache.data.is_contiguous()
     assert cache.data.device.type == "cpu"
     return _KvLayer(
         cache.data[layer].data_ptr(),
         cache.page_size,
         cache.num_kv_heads,
         cache.head_dim,
+        cache.head_bytes,
         cache.is_tiled,
     )

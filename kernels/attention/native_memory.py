@@ -38,7 +38,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, cache: KVCache, num_heads: int) -> AttentionShape:
-        return cls(num_heads, cache.num_kv_heads, cache.head_dim, cache.data.itemsize)
+        return cls(num_heads, cache.num_kv_heads, cache.head_dim, cache.dtype.itemsize)
 
     @property
     def group(self) -> int:
@@ -69,7 +69,9 @@ class AttentionShape:
         state_bytes = 4 * (rows * (self._width + 16) + rows + 16)
         tile_bytes = (rows + 2 * _BLOCK_CELLS) * self._width * self.item_bytes
         block_bytes = _MAX_PRODUCT_ROWS * _BLOCK_CELLS * (4 + self.item_bytes)
-        return -(-(2 * state_bytes + tile_bytes + block_bytes + 7 * 64) // 64) * 64
+        scale_bytes = 2 * _BLOCK_CELLS * 4
+        num_bytes = 2 * state_bytes + tile_bytes + block_bytes + scale_bytes
+        return -(-(num_bytes + 9 * 64) // 64) * 64
 
     @property
     def _width(self) -> int:

@@ -43,7 +43,8 @@ def attend(
 
     The sum is over the positions j <= p of t's own sequence, where p is t's position. With a
     sliding `window`, j > p - window as well. group = num_heads / num_kv_heads. score(q, k) = scale
-    * q . k; with a cap (Bello et al., 2016), softcap * tanh(scale * q . k / softcap).
+    * q . k; with a cap (Bello et al., 2016), softcap * tanh(scale * q . k / softcap). K and V are
+    the cache's, codes in FP8 times their scales.
 
     With `sinks` (GPT-OSS) the softmax of head h has one more score, sinks[h]. It is neither scaled
     nor capped and has no value: if all other scores are far below it, out is nearly zero.
@@ -71,9 +72,11 @@ def attend(
             first = 0 if window is None else max(0, position - window + 1)
             seen = torch.arange(first, position + 1, device=q.device)
             pages = plan.page_table[table_rows[row], seen // plan.page_size].long()
-            k, v = cache.gather(layer, pages * plan.page_size + seen % plan.page_size)
-            k = k.float().repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
-            v = v.float().repeat_interleave(group, dim=1)
+            cells = pages * plan.page_size + seen % plan.page_size
+            k, v = (
+                side.repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
+                for side in cache.gather(layer, cells, torch.float32)
+            )
             scores = scale * torch.einsum("hd,jhd->hj", q[token].float(), k)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)

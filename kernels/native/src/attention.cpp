@@ -6,10 +6,15 @@
 // and memory is read fastest in long pieces. What a query gets depends on its own sequence alone,
 // bit for bit: cells are taken in blocks and parts at fixed positions, and the parts are merged in
 // order, whoever computed them.
+//
+// Keys and values in FP8 are widened block by block, without their scales: a key's multiplies its
+// scores, a value's its weights.
 #include <algorithm>
+#include <type_traits>
 
 #include "attention_products.h"
 #include "attention_state.h"
+#include "fp8.h"
 #include "slice.h"
 
 namespace loadout {
@@ -41,10 +46,11 @@ namespace {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// One item, block by block.
-template <typename T>
+// One item, block by block. The cache holds C: T, or FP8.
+template <typename T, typename C>
 struct Attention {
   static constexpr int P = Pair<T>::SIZE;
+  static constexpr bool IS_FP8 = std::is_same_v<C, e4m3>;
   const AttendArgs& args;
   Scratch<T>& scratch;
   const AttentionItem& item;
@@ -165,6 +171,11 @@ struct Attention {
     T* p = scratch.p + i * BLOCK;
     VF x[N];
     LOADOUT_UNROLL for (int j = 0; j < N; ++j) x[j] = vmul(vload(s + j * VF_WIDTH), scale);
+    if constexpr (IS_FP8) {
+      LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
+        x[j] = vmul(x[j], vload(scratch.key_scales + j * VF_WIDTH));
+      }
+    }
     if (args.softcap) {
       const VF cap = vset1(args.softcap * LOG2_E);
       for (int j = 0; j < N; ++j) x[j] = vmul(vtanh(x[j]), cap);
@@ -184,6 +195,7 @@ struct Attention {
     LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
       x[j] = vexp2(vsub(x[j], largest));
       sum = vadd(sum, x[j]);
+      if constexpr (IS_FP8) x[j] = vmul(x[j], vload(scratch.value_scales + j * VF_WIDTH));
       vstore(p + j * VF_WIDTH, x[j]);
     }
     vstore(state.weights + row * VF_WIDTH, sum);
@@ -191,10 +203,56 @@ struct Attention {
   }
 
   void locate(Cells<T>& cells, int64_t kv_head) {
-    if (args.cache.is_tiled) {
-      locate_tiles(cells, kv_head);
-    } else {
+    if constexpr (IS_FP8) copy_scales(cells, kv_head);
+    if (!args.cache.is_tiled) {
       pack_rows(cells, kv_head);
+    } else if constexpr (IS_FP8) {
+      widen_tiles(cells, kv_head);
+    } else {
+      locate_tiles(cells, kv_head);
+    }
+  }
+
+  // Those of cells where nobody looks, which may hold anything, are 0.
+  void copy_scales(const Cells<T>& cells, int64_t kv_head) {
+    const KvLayer& cache = args.cache;
+    const int64_t first = std::max<int64_t>(item.first_cell, cells.begin);
+    const int64_t end = std::min<int64_t>(item.end_cell, cells.end);
+    std::fill_n(scratch.key_scales, BLOCK, 0.0f);
+    std::fill_n(scratch.value_scales, BLOCK, 0.0f);
+    for (int64_t cell = first, count; cell < end; cell += count) {
+      const int64_t offset = cell % cache.page_size;
+      count = std::min(end - cell, cache.page_size - offset);
+      const float* scales = cache.scales(pages[cell / cache.page_size], kv_head) + offset;
+      std::memcpy(scratch.key_scales + cell - cells.begin, scales, count * sizeof(float));
+      std::memcpy(scratch.value_scales + cell - cells.begin, scales + cache.page_size,
+                  count * sizeof(float));
+    }
+  }
+
+  void widen_tiles(Cells<T>& cells, int64_t kv_head) {
+    const KvLayer& cache = args.cache;
+    for (int64_t tile = 0; cells.begin + tile * TILE < cells.end; ++tile) {
+      const int64_t cell = cells.begin + tile * TILE;
+      const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
+      const C* keys = cache.keys<C>(page, kv_head) + offset * P;
+      T* to = scratch.keys + tile * TILE * P;
+      for (int64_t d = 0; d < cache.head_dim; d += P) {
+        widen_codes(to + d * BLOCK, keys + d * cache.page_size, TILE * P);
+      }
+      const C* values = cache.values<C>(page, kv_head) + cache.value_at<P>(offset);
+      widen_codes(scratch.values + tile * TILE * width(), values, TILE * width());
+    }
+    use_scratch(cells);
+  }
+
+  // The block lies in the scratch memory.
+  void use_scratch(Cells<T>& cells) const {
+    cells.key_stride = BLOCK * P;
+    cells.value_stride = width() * P;
+    for (int j = 0; j < BLOCK_VECTORS; ++j) cells.keys[j] = scratch.keys + j * VF_WIDTH * P;
+    for (int tile = 0; tile < BLOCK_TILES; ++tile) {
+      cells.values[tile] = scratch.values + tile * TILE * width();
     }
   }
 
@@ -205,11 +263,11 @@ struct Attention {
     for (int64_t tile = 0; cells.begin + tile * TILE < cells.end; ++tile) {
       const int64_t cell = cells.begin + tile * TILE;
       const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
-      const T* keys = cache.keys<T>(page, kv_head) + offset * P;
+      const T* keys = cache.keys<C>(page, kv_head) + offset * P;
       for (int j = 0; j < TILE_VECTORS; ++j) {
         cells.keys[tile * TILE_VECTORS + j] = keys + j * VF_WIDTH * P;
       }
-      const T* values = cache.values<T>(page, kv_head) + cache.value_at<T>(offset);
+      const T* values = cache.values<C>(page, kv_head) + cache.value_at<P>(offset);
       const bool is_whole = cell >= item.first_cell && cell + TILE <= item.end_cell;
       cells.values[tile] = is_whole ? values : copy_seen(values, tile, cell);
     }
@@ -238,8 +296,6 @@ struct Attention {
   // Pages in rows: the block is copied into tiles.
   void pack_rows(Cells<T>& cells, int64_t kv_head) {
     const KvLayer& cache = args.cache;
-    cells.key_stride = BLOCK * P;
-    cells.value_stride = width() * P;
     const int64_t num_tiles = (cells.end - cells.begin + TILE - 1) / TILE;
     std::fill_n(scratch.keys, BLOCK * width(), T{});
     std::fill_n(scratch.values, num_tiles * TILE * width(), T{});
@@ -247,16 +303,21 @@ struct Attention {
          c < cells.end - cells.begin; ++c) {
       const int64_t cell = cells.begin + c;
       const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
-      const T* k = cache.keys<T>(page, kv_head) + offset * cache.head_dim;
-      const T* v = cache.values<T>(page, kv_head) + offset * cache.head_dim;
+      const C* k = cache.keys<C>(page, kv_head) + offset * cache.head_dim;
+      const C* v = cache.values<C>(page, kv_head) + offset * cache.head_dim;
       for (int64_t d = 0; d < cache.head_dim; ++d) {
-        scratch.keys[(d / P * BLOCK + c) * P + d % P] = k[d];
-        scratch.values[(c / P * width() + d) * P + c % P] = v[d];
+        scratch.keys[(d / P * BLOCK + c) * P + d % P] = widened(k[d]);
+        scratch.values[(c / P * width() + d) * P + c % P] = widened(v[d]);
       }
     }
-    for (int j = 0; j < BLOCK_VECTORS; ++j) cells.keys[j] = scratch.keys + j * VF_WIDTH * P;
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      cells.values[tile] = scratch.values + tile * TILE * width();
+    use_scratch(cells);
+  }
+
+  static T widened(C element) {
+    if constexpr (IS_FP8) {
+      return from_float<T>(to_float(element));
+    } else {
+      return element;
     }
   }
 
@@ -283,16 +344,23 @@ struct Attention {
 
   void prefetch(const int32_t* pages, int64_t begin, int64_t end, int64_t kv_head) const {
     const KvLayer& cache = args.cache;
-    constexpr int64_t LINE = 64 / sizeof(T);
+    constexpr int64_t LINE = 64 / sizeof(C);
+    const int64_t pairs_of_line = std::max<int64_t>(1, LINE / (cache.page_size * P));
+    const auto fetch = [](const auto* at) {
+      _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+    };
     for (int64_t cell = begin; cell < end; cell += TILE) {
       const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
-      const T* keys = cache.keys<T>(page, kv_head) + offset * P;
-      const T* values = cache.values<T>(page, kv_head) + cache.value_at<T>(offset);
-      for (int64_t d = 0; d < cache.head_dim; d += P) {
-        _mm_prefetch(reinterpret_cast<const char*>(keys + d * cache.page_size), _MM_HINT_T0);
+      const C* keys = cache.keys<C>(page, kv_head) + offset * P;
+      const C* values = cache.values<C>(page, kv_head) + cache.value_at<P>(offset);
+      for (int64_t d = 0; d < cache.head_dim; d += P * pairs_of_line) {
+        fetch(keys + d * cache.page_size);
       }
-      for (int64_t at = 0; at < TILE * cache.head_dim; at += LINE) {
-        _mm_prefetch(reinterpret_cast<const char*>(values + at), _MM_HINT_T0);
+      for (int64_t at = 0; at < TILE * cache.head_dim; at += LINE) fetch(values + at);
+      if constexpr (IS_FP8) {
+        const float* scales = cache.scales(page, kv_head) + offset;
+        fetch(scales);
+        fetch(scales + cache.page_size);
       }
     }
   }
@@ -348,7 +416,7 @@ struct Attention {
 
 }  // namespace
 
-template <typename T>
+template <typename T, typename C>
 void attend(const AttendArgs& args, const Slice& slice) {
   if (slice.thread >= args.max_threads) return;
   const int64_t width = round_up(args.cache.head_dim, TILE);
@@ -357,11 +425,14 @@ void attend(const AttendArgs& args, const Slice& slice) {
   for (int64_t i; (i = slice.take()) < num_items;) {
     const int64_t next = slice.counter->load(std::memory_order_relaxed);
     const AttentionItem* following = next < num_items ? &args.items[next] : nullptr;
-    Attention<T>(args, scratch, args.items[i], following).run();
+    Attention<T, C>(args, scratch, args.items[i], following).run();
   }
 }
 
 }  // namespace loadout
 
-LOADOUT_EXPORT(attend_float, loadout::AttendArgs, loadout::attend<float>)
-LOADOUT_EXPORT(attend_bf16, loadout::AttendArgs, loadout::attend<loadout::bf16>)
+LOADOUT_EXPORT(attend_float, loadout::AttendArgs, (loadout::attend<float, float>))
+LOADOUT_EXPORT(attend_bf16, loadout::AttendArgs, (loadout::attend<loadout::bf16, loadout::bf16>))
+LOADOUT_EXPORT(attend_fp8_float, loadout::AttendArgs, (loadout::attend<float, loadout::e4m3>))
+LOADOUT_EXPORT(attend_fp8_bf16, loadout::AttendArgs,
+               (loadout::attend<loadout::bf16, loadout::e4m3>))

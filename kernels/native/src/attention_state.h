@@ -49,11 +49,13 @@ struct State {
 // One thread's memory.
 template <typename T>
 struct Scratch {
-  T* q;       // [block_rows, width]
-  T* p;       // [MAX_ROWS, BLOCK]
-  float* s;   // [MAX_ROWS, BLOCK]
-  T* keys;    // [width / P, BLOCK, P]
-  T* values;  // [BLOCK / P, width, P]
+  T* q;                 // [block_rows, width]
+  T* p;                 // [MAX_ROWS, BLOCK]
+  float* s;             // [MAX_ROWS, BLOCK]
+  T* keys;              // [width / P, BLOCK, P]
+  T* values;            // [BLOCK / P, width, P]
+  float* key_scales;    // [BLOCK]
+  float* value_scales;  // [BLOCK]
   State total, part;
 
   Scratch(char* memory, int64_t rows, int64_t width)
@@ -62,6 +64,8 @@ struct Scratch {
         s(carve<float>(memory, MAX_ROWS<T> * BLOCK)),
         keys(carve<T>(memory, BLOCK * width)),
         values(carve<T>(memory, BLOCK * width)),
+        key_scales(carve<float>(memory, BLOCK)),
+        value_scales(carve<float>(memory, BLOCK)),
         total(carve<float>(memory, State::size(rows, width)), rows, width),
         part(carve<float>(memory, State::size(rows, width)), rows, width) {}
 

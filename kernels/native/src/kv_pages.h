@@ -5,35 +5,42 @@
 
 namespace loadout {
 
-// One layer of the cache.
+// One layer of the cache. C is the type of what it holds: the one that attention computes in, or
+// FP8. P elements of that one lie in a pair.
 struct KvLayer {
-  void* data;  // [num_pages, num_kv_heads, 2 (keys, values), page_size * head_dim]
+  // [num_pages, num_kv_heads, head_bytes]: 2 (keys, values), page_size * head_dim; behind codes of
+  // FP8 their scales, of float: 2, page_size.
+  void* data;
   int64_t page_size;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t head_bytes;
   int64_t is_tiled;
 
-  template <typename T>
-  T* keys(int64_t page, int64_t kv_head) const {
-    return static_cast<T*>(data) + (page * num_kv_heads + kv_head) * 2 * page_size * head_dim;
+  template <typename C>
+  C* keys(int64_t page, int64_t kv_head) const {
+    char* head = static_cast<char*>(data) + (page * num_kv_heads + kv_head) * head_bytes;
+    return reinterpret_cast<C*>(head);
   }
-  template <typename T>
-  T* values(int64_t page, int64_t kv_head) const {
-    return keys<T>(page, kv_head) + page_size * head_dim;
+  template <typename C>
+  C* values(int64_t page, int64_t kv_head) const {
+    return keys<C>(page, kv_head) + page_size * head_dim;
+  }
+  // Of keys; those of values come page_size later.
+  float* scales(int64_t page, int64_t kv_head) const {
+    return reinterpret_cast<float*>(keys<char>(page, kv_head) + 2 * page_size * head_dim);
   }
 
-  // Element `dim` of the key at `offset` in a page; consecutive dims of one pair are neighbours.
-  template <typename T>
-  int64_t key_at(int64_t offset, int64_t dim) const {
-    constexpr int P = Pair<T>::SIZE;
-    if (!is_tiled) return offset * head_dim + dim;
-    return (dim / P * page_size + offset) * P + dim % P;
+  // Element 0 of the key at `offset` in a page. In tiles pairs of the others lie page_size pairs
+  // apart, in rows side by side.
+  template <int P>
+  int64_t key_at(int64_t offset) const {
+    return offset * (is_tiled ? P : head_dim);
   }
   // Element 0 of the value at `offset` in a page. In tiles the others lie a pair apart, in rows
   // side by side.
-  template <typename T>
+  template <int P>
   int64_t value_at(int64_t offset) const {
-    constexpr int P = Pair<T>::SIZE;
     return is_tiled ? offset / P * P * head_dim + offset % P : offset * head_dim;
   }
 };

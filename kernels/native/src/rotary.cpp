@@ -1,7 +1,9 @@
 // Rotary position embedding, and the way of a step's keys and values into the cache.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
+#include "fp8.h"
 #include "kv_pages.h"
 #include "slice.h"
 
@@ -114,23 +116,33 @@ void rotate_neighbours(T* x, const T* cos, const T* sin, int64_t half) {
   }
 }
 
-template <typename T>
-void store_cell(const KvLayer& cache, int64_t cell, int64_t kv_head, const T* k, const T* v) {
-  constexpr int P = Pair<T>::SIZE;
+template <int P, typename C>
+void store_cell(const KvLayer& cache, int64_t cell, int64_t kv_head, const C* k, const C* v) {
   const int64_t page = cell / cache.page_size, offset = cell % cache.page_size;
   const int64_t size = cache.head_dim;
-  T* keys = cache.keys<T>(page, kv_head) + cache.key_at<T>(offset, 0);
-  T* values = cache.values<T>(page, kv_head) + cache.value_at<T>(offset);
+  C* keys = cache.keys<C>(page, kv_head) + cache.key_at<P>(offset);
+  C* values = cache.values<C>(page, kv_head) + cache.value_at<P>(offset);
   if (!cache.is_tiled) {
-    std::memcpy(keys, k, size * sizeof(T));
-    std::memcpy(values, v, size * sizeof(T));
+    std::memcpy(keys, k, size * sizeof(C));
+    std::memcpy(values, v, size * sizeof(C));
     return;
   }
   for (int64_t i = 0; i < size; i += P) {
-    std::memcpy(keys + i * cache.page_size, k + i, P * sizeof(T));
+    std::memcpy(keys + i * cache.page_size, k + i, P * sizeof(C));
   }
   // Each element by itself: its neighbour belongs to a cell that another thread may be writing.
   for (int64_t i = 0; i < size; ++i) values[i * P] = v[i];
+}
+
+// Keys and values become `codes`, [2, head_dim], with a scale each.
+template <typename T>
+void store_fp8(const KvLayer& cache, int64_t cell, int64_t kv_head, const T* k, const T* v,
+               e4m3* codes) {
+  const int64_t size = cache.head_dim;
+  float* scales = cache.scales(cell / cache.page_size, kv_head) + cell % cache.page_size;
+  scales[0] = to_codes(codes, k, size);
+  scales[cache.page_size] = to_codes(codes + size, v, size);
+  store_cell<Pair<T>::SIZE>(cache, cell, kv_head, codes, codes + size);
 }
 
 // scale[t] = 1 + beta ln(1 + floor(positions[t] / length)), rounded to what queries are.
@@ -166,11 +178,12 @@ void rotate_heads(const RopeAndStoreArgs& args, T* heads, int64_t t) {
   }
 }
 
-template <typename T>
+template <typename T, typename C>
 void rope_and_store(const RopeAndStoreArgs& args, const Slice& slice) {
   const int64_t size = args.cache.head_dim;
   const int64_t q_size = args.num_heads * size, kv_size = args.num_keys * size;
   std::vector<T> copied(args.has_values ? 0 : kv_size);
+  std::vector<e4m3> codes(std::is_same_v<C, e4m3> ? 2 * size : 0);
   const auto mine = slice.range(*args.num_tokens);
   for (int64_t t = mine.begin; t < mine.end; ++t) {
     T* heads = static_cast<T*>(args.qkv) + t * args.row_stride;
@@ -192,7 +205,11 @@ void rope_and_store(const RopeAndStoreArgs& args, const Slice& slice) {
       });
     }
     for (int64_t h = 0; h < args.num_keys; ++h) {
-      store_cell(args.cache, args.cells[t], h, k + h * size, v + h * size);
+      if constexpr (std::is_same_v<C, e4m3>) {
+        store_fp8(args.cache, args.cells[t], h, k + h * size, v + h * size, codes.data());
+      } else {
+        store_cell<Pair<T>::SIZE>(args.cache, args.cells[t], h, k + h * size, v + h * size);
+      }
     }
   }
 }
@@ -203,6 +220,11 @@ LOADOUT_EXPORT(rotary_angles_float, loadout::RotaryAnglesArgs, loadout::rotary_a
 LOADOUT_EXPORT(rotary_angles_bf16, loadout::RotaryAnglesArgs, loadout::rotary_angles<loadout::bf16>)
 LOADOUT_EXPORT(query_growth_float, loadout::QueryGrowthArgs, loadout::query_growth<float>)
 LOADOUT_EXPORT(query_growth_bf16, loadout::QueryGrowthArgs, loadout::query_growth<loadout::bf16>)
-LOADOUT_EXPORT(rope_and_store_float, loadout::RopeAndStoreArgs, loadout::rope_and_store<float>)
+LOADOUT_EXPORT(rope_and_store_float, loadout::RopeAndStoreArgs,
+               (loadout::rope_and_store<float, float>))
 LOADOUT_EXPORT(rope_and_store_bf16, loadout::RopeAndStoreArgs,
-               loadout::rope_and_store<loadout::bf16>)
+               (loadout::rope_and_store<loadout::bf16, loadout::bf16>))
+LOADOUT_EXPORT(rope_and_store_fp8_float, loadout::RopeAndStoreArgs,
+               (loadout::rope_and_store<float, loadout::e4m3>))
+LOADOUT_EXPORT(rope_and_store_fp8_bf16, loadout::RopeAndStoreArgs,
+               (loadout::rope_and_store<loadout::bf16, loadout::e4m3>))

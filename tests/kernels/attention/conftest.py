@@ -45,6 +45,7 @@ def make_case() -> Callable[..., Case]:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         is_tiled: bool = False,
+        stored: torch.dtype | None = None,
     ) -> Case:
         torch.manual_seed(seed)
         contexts = [first + count for first, count in rows]
@@ -57,8 +58,11 @@ def make_case() -> Callable[..., Case]:
             head_dim=head_dim,
             dtype=dtype,
             is_tiled=is_tiled,
+            stored=stored,
         )
         cache.data.fill_(float("nan"))
+        if cache.scales is not None:
+            cache.scales.fill_(float("nan"))
         pages = torch.randperm(cache.num_pages)[: sum(counts)].split(counts)
         plan = AttentionPlan.build(*zip(*rows, strict=True), [p.tolist() for p in pages], page_size)
         for context, own in zip(contexts, pages, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention import KVCache, attend, cpu, page_bytes, reference
+from kernels.attention import FP8, KVCache, attend, cpu, page_bytes, reference
 
 WORKLOADS = {
     "decode-one": [(0, 1)],
@@ -161,10 +161,14 @@ def test_a_window_reads_only_what_it_sees(make_case):
 
 def test_page_bytes_is_what_the_cache_takes():
     shape = {"num_layers": 3, "page_size": 5, "num_kv_heads": 2, "head_dim": 6}
-    for dtype in (torch.float32, torch.bfloat16):
-        cache = KVCache.allocate(num_pages=7, dtype=dtype, **shape)
+    for dtype, stored in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, FP8),
+    ):
+        cache = KVCache.allocate(num_pages=7, dtype=dtype, stored=stored, **shape)
         assert cache.num_pages == 7
-        assert cache.num_bytes == 7 * page_bytes(dtype=dtype, **shape)
+        assert cache.num_bytes == 7 * page_bytes(stored=stored, **shape)
         assert cache.num_bytes == cache.data.untyped_storage().nbytes()
 
 
