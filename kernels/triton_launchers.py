@@ -43,6 +43,7 @@ INTEGERS = {*attention.VARYING, *experts.VARYING, *lora.VARYING, *recurrence.VAR
 INTEGERS |= {*replaced.VARYING, "vocab_size"}
 NUMBERS = {"eps", "scale", "delta_scale", "sum_scale", "scaling", "offset", "alpha", "limit"}
 ADDEND = {"addend", "slots"}
+SCALES = {"scales"}
 MAYBE_NONE: dict[str, list[set[str]]] = {
     "add_rms_norm_kernel": [
         *(set(), {"rows"}, {"delta", "rows"}),
@@ -50,16 +51,18 @@ MAYBE_NONE: dict[str, list[set[str]]] = {
     ],
     "combine_experts_kernel": [set(), {"shared_logits"}, {"shared", "shared_logits"}],
     "combine_kernel": [set(), {"sinks"}],
+    "decode_kernel": [set(), SCALES],
     "count_pairs_kernel": [set(), {"order"}],
     "expand_kernel": [{"token_ids"}, {"token_ids", "base_bias"}, {"y", "base_bias"}],
     "experts_linear_kernel": [set(), {"bias"}, {"rows"}, {"bias", "rows"}],
     "place_pairs_kernel": [set(), {"order"}],
-    "prefill_kernel": [set(), {"sinks"}],
+    "prefill_kernel": [set(), {"sinks"}, SCALES, {"sinks", *SCALES}],
     "rank_pairs_kernel": [set(), {"order"}, {"starts", "rows", "order"}],
     "route_kernel": [set(), {"bias"}, {"expert_scales"}, {"bias", "expert_scales"}],
     "store_kernel": [
-        absent | addend
+        absent | addend | scales
         for addend in (set(), ADDEND)
+        for scales in (set(), SCALES)
         for absent in (
             {"q_scale"},
             {"v_norm", "q_scale"},

@@ -2,22 +2,23 @@
 
     python -m bench.kernels.attention [--threads 2] [--repeats 20]
 
-A time is the minimum of the repetitions, for all layers of one step. Between two repetitions of
-ours, the processor's caches are overwritten, as a step's weights would do.
+A time is the minimum of the repetitions, for all layers of one step; with keys and values in bf16
+and in FP8, in turns. Between two repetitions of ours, the processor's caches are overwritten, as a
+step's weights would do.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bench.models import decoder
-from kernels.attention import AttentionPlan, KVCache, attend
+from kernels.attention import FP8, AttentionPlan, KVCache, attend
 from kernels.attention.native import NativeAttention, StepRows
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from kernels.native.library import Library, load
@@ -67,6 +68,8 @@ WORK = [
     Work("200m decode 1 x 4000", BENCH_200M, [(3999, 1)]),
     Work("1b decode 16 x 80", BENCH_1B, [(79, 1)] * 16),
     Work("1b decode 4 x 2000", BENCH_1B, [(1999, 1)] * 4),
+    Work("1b decode 1 x 16000", BENCH_1B, [(15999, 1)]),
+    Work("1b decode 16 x 4000", BENCH_1B, [(3999, 1)] * 16),
     Work("200m prompts 16 x 64", BENCH_200M, [(0, 64)] * 16),
     Work("200m prompt 512", BENCH_200M, [(0, 512)]),
     Work("200m prompt 2048", BENCH_200M, [(0, 2048)]),
@@ -74,56 +77,75 @@ WORK = [
 ]
 
 
-def least_seconds(run: Callable[[], object], repeats: int, evict: Tensor | None = None) -> float:
-    seconds = []
+def least_seconds(
+    runs: Sequence[Callable[[], object]], repeats: int, evict: Tensor | None = None
+) -> list[float]:
+    """Returns the least time of each of `runs`, which take turns."""
+    seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
-        if evict is not None:
-            evict.add_(1)
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+        for run, own in zip(runs, seconds, strict=True):
+            if evict is not None:
+                evict.add_(1)
+            start = time.perf_counter()
+            run()
+            own.append(time.perf_counter() - start)
+    return [min(own) for own in seconds]
 
 
-def measure(library: Library, work: Work, repeats: int) -> tuple[float, float]:
-    """Returns the seconds of one step's attention, ours and torch's."""
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """The times of one step's attention: ours with keys and values in bf16 and in FP8, torch's."""
+
+    ours: float
+    fp8: float
+    torch: float
+
+
+def measure(library: Library, work: Work, repeats: int) -> Seconds:
     s = work.shape
     contexts = [first + count for first, count in work.rows]
     counts = [-(-context // PAGE_SIZE) for context in contexts]
     pages = [part.tolist() for part in torch.randperm(sum(counts)).split(counts)]
     firsts, num_queries = zip(*work.rows, strict=True)
     plan = AttentionPlan.build(firsts, num_queries, pages, PAGE_SIZE)
-    caches = [
-        KVCache.allocate(
-            num_layers=s.num_layers,
-            num_pages=sum(counts),
-            page_size=PAGE_SIZE,
-            num_kv_heads=s.num_kv_heads,
-            head_dim=s.head_dim,
-            dtype=torch.bfloat16,
-            is_tiled=is_tiled,
-        )
-        for is_tiled in (True, False)
-    ]
-    for cache in caches:
-        cache.data.normal_()
     q = torch.randn(len(plan.cells), s.num_heads * s.head_dim).bfloat16()
-    out, scale = torch.empty_like(q), s.head_dim**-0.5
-    scratch = AttentionScratch(AttentionShape.of(caches[0], s.num_heads))
-    ours = NativeAttention(caches[0], StepRows.of(plan), scratch)
-    layers = [ours.attend_op(q, out, layer, scale=scale) for layer in range(s.num_layers)]
-    program = library.program([ours.items_op(), *layers])
+    scale = s.head_dim**-0.5
+    programs = []
+    for stored in (torch.bfloat16, FP8):
+        cache = _cache(s, sum(counts), stored, is_tiled=True)
+        scratch = AttentionScratch(AttentionShape.of(cache, s.num_heads))
+        ours, out = NativeAttention(cache, StepRows.of(plan), scratch), torch.empty_like(q)
+        layers = [ours.attend_op(q, out, layer, scale=scale) for layer in range(s.num_layers)]
+        programs.append(library.program([ours.items_op(), *layers]).run)
+    in_rows = _cache(s, sum(counts), torch.bfloat16, is_tiled=False)
 
     def by_torch() -> None:
         for layer in range(s.num_layers):
-            attend(q.unflatten(1, (s.num_heads, -1)), caches[1], layer, plan, scale=scale)
+            attend(q.unflatten(1, (s.num_heads, -1)), in_rows, layer, plan, scale=scale)
 
     evict = torch.zeros(EVICTED_BYTES, dtype=torch.uint8)
     by_torch()
-    return (
-        least_seconds(program.run, repeats, evict),
-        least_seconds(by_torch, max(1, repeats // 5)),
+    plain, fp8 = least_seconds(programs, repeats, evict)
+    return Seconds(plain, fp8, *least_seconds([by_torch], max(1, repeats // 5)))
+
+
+def _cache(shape: Shape, num_pages: int, stored: torch.dtype, *, is_tiled: bool) -> KVCache:
+    cache = KVCache.allocate(
+        num_layers=shape.num_layers,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=torch.bfloat16,
+        stored=stored,
+        is_tiled=is_tiled,
     )
+    if cache.scales is None:
+        cache.data.copy_(torch.randn(cache.data.shape))
+    else:
+        cache.data.random_(0x7F)
+        cache.scales.fill_(1 / 448)
+    return cache
 
 
 def main() -> None:
@@ -137,10 +159,11 @@ def main() -> None:
         raise SystemExit("there are no native kernels to compare")
     print(f"{library.variant}, {options.threads} threads, bf16; ms per step")
     for work in WORK:
-        ours, by_torch = measure(library, work, options.repeats)
+        took = measure(library, work, options.repeats)
         print(
-            f"{work.name:24} ours {ours * 1e3:8.2f}   torch {by_torch * 1e3:8.2f}   "
-            f"{work.kv_bytes / ours / 1e9:6.1f} GB/s {work.operations / ours / 1e9:6.0f} GFLOP/s",
+            f"{work.name:24} ours {took.ours * 1e3:8.2f}   FP8 {took.fp8 * 1e3:8.2f}   "
+            f"torch {took.torch * 1e3:8.2f}   {work.kv_bytes / took.ours / 1e9:6.1f} GB/s "
+            f"{work.operations / took.ours / 1e9:6.0f} GFLOP/s",
             flush=True,
         )
 

@@ -57,19 +57,20 @@ def to_fp8(vectors: Tensor) -> tuple[Tensor, Tensor]:
     other vector. That of a vector with NaN or an infinity is neither a number nor finite.
 
     Returns:
-        Codes as `vectors`, and scales, float32 `[...]`: vectors are about codes * scales.
+        Codes, uint8, shaped as `vectors`, and scales, float32 `[...]`.
     """
     wide = vectors.float()
     scales = (wide.abs().amax(-1) / LARGEST_FP8).clamp_(min=_TINY)
-    return (wide / scales[..., None]).clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8), scales
+    rounded = (wide / scales[..., None]).clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+    return rounded.view(torch.uint8), scales
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """`data` is `[num_layers, num_pages, num_kv_heads, 2 (keys, values), page_size * head_dim]`, of
-    `dtype`, in which attention computes, or of FP8. `scales`, float32 `[num_layers, num_pages,
-    num_kv_heads, 2, page_size]`, are those of FP8; None: there are none. Both are views of one
-    memory.
+    `dtype`, in which attention computes, or codes of FP8, uint8. `scales`, float32 `[num_layers,
+    num_pages, num_kv_heads, 2, page_size]`, are those of FP8; None: there are none. Both are views
+    of one memory.
 
     Every page is usable; a cell's content is meaningless until it is written.
     """
@@ -115,7 +116,8 @@ class KVCache:
         else:
             memory = torch.zeros(shape, dtype=torch.uint8, device=device)
         code_bytes = 2 * side_size * stored.itemsize
-        data = memory[..., :code_bytes].view(stored).unflatten(-1, (2, side_size))
+        elements = torch.uint8 if stored == FP8 else dtype
+        data = memory[..., :code_bytes].view(elements).unflatten(-1, (2, side_size))
         scales = None
         if stored == FP8:
             scales = memory[..., code_bytes:].view(torch.float32).unflatten(-1, (2, page_size))
@@ -139,6 +141,10 @@ class KVCache:
         scale_bytes = 0 if self.scales is None else self.scales.nbytes
         return self.data.nbytes + scale_bytes
 
+    def scales_of(self, layer: int) -> Tensor | None:
+        """Returns a layer of `scales`."""
+        return None if self.scales is None else self.scales[layer]
+
     def write(self, layer: int, cells: Tensor, kv: Tensor) -> None:
         """Writes `kv[t]` to cell `cells[t]`.
 
@@ -154,8 +160,7 @@ class KVCache:
             return
         pages, offsets = cells // self.page_size, cells % self.page_size
         if self.scales is not None:
-            codes, scales = to_fp8(pairs)
-            pairs = codes.view(torch.uint8)
+            pairs, scales = to_fp8(pairs)
             self.scales[layer].permute(0, 3, 2, 1)[pages, offsets] = scales
         if not self.is_tiled:
             self._rows(layer)[pages, offsets] = pairs
@@ -216,21 +221,16 @@ class KVCache:
         starts = cells // self.page_size * page_vectors + cells % self.page_size
         return starts[..., None, None] + (sides + heads)
 
-    def _elements(self, layer: int) -> Tensor:
-        """The layer of `data`, as bytes if it is FP8, which torch does not index everywhere."""
-        data = self.data[layer]
-        return data if self.scales is None else data.view(torch.uint8)
-
     def _rows(self, layer: int) -> Tensor:
-        """In rows, FP8: `[num_pages, page_size, 2, num_kv_heads, head_dim]`, a view of the layer."""
-        vectors = self._elements(layer).unflatten(-1, (self.page_size, self.head_dim))
+        """In rows, FP8: `[num_pages, page_size, 2, num_kv_heads, head_dim]`, a view."""
+        vectors = self.data[layer].unflatten(-1, (self.page_size, self.head_dim))
         return vectors.permute(0, 3, 2, 1, 4)
 
     def _tiles(self, layer: int) -> tuple[Tensor, Tensor]:
         """Tiled: keys `[num_pages, page_size, num_kv_heads, head_dim / P, P]` and values
         `[num_pages, page_size / P, P, num_kv_heads, head_dim]`, views of the layer."""
         pair = 2 if self.dtype == torch.bfloat16 else 1
-        keys, values = self._elements(layer).unbind(2)
+        keys, values = self.data[layer].unbind(2)
         keys = keys.unflatten(-1, (self.head_dim // pair, self.page_size, pair))
         values = values.unflatten(-1, (self.page_size // pair, self.head_dim, pair))
         return keys.permute(0, 3, 1, 2, 4), values.permute(0, 2, 4, 1, 3)

@@ -84,3 +84,42 @@ def store_parts(
     tl.store(p + o_2[None, :], b_x2.to(dtype), mask=m_block)
     if 2 * HALF < D:
         tl.store(p + o_3[None, :], b_x3.to(dtype), mask=m_rest)
+
+
+@triton.jit
+def store_codes(
+    p, p_scale, b_x1, b_x2, b_x3, o_1, o_2, o_3, m_t, m_block, m_rest, dtype,
+    D: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Writes the parts of heads, rounded to `dtype`, as codes of FP8 to where `p`, [tokens, 1],
+    begins, and each head's scale to `p_scale`, [tokens]: see `kv_cache.to_fp8`."""
+    b_x1 = b_x1.to(dtype).to(tl.float32)
+    b_x2 = b_x2.to(dtype).to(tl.float32)
+    b_x3 = b_x3.to(dtype).to(tl.float32)
+    b_largest = tl.maximum(tl.max(tl.abs(b_x1), axis=1), tl.max(tl.abs(b_x2), axis=1))
+    b_largest = tl.maximum(b_largest, tl.max(tl.abs(b_x3), axis=1))
+    b_scale = tl.maximum(tl.div_rn(b_largest, 448.0), 1.1754943508222875e-38)
+    # Maxima leave out NaN.
+    b_fault = tl.sum(b_x1 * 0.0, axis=1) + tl.sum(b_x2 * 0.0, axis=1) + tl.sum(b_x3 * 0.0, axis=1)
+    b_scale += b_fault
+    tl.store(p_scale, b_scale, mask=m_t)
+    tl.store(p + o_1[None, :], codes_of(b_x1, b_scale), mask=m_block)
+    tl.store(p + o_2[None, :], codes_of(b_x2, b_scale), mask=m_block)
+    if 2 * HALF < D:
+        tl.store(p + o_3[None, :], codes_of(b_x3, b_scale), mask=m_rest)
+
+
+@triton.jit
+def codes_of(b_x, b_scale):
+    """x / scale of heads [tokens, n], rounded to codes of FP8, to the nearest and ties to even.
+    Written in whole numbers: devices before 8.9 have no conversion to FP8."""
+    b_y = tl.div_rn(b_x, tl.broadcast_to(b_scale[:, None], b_x.shape))
+    b_bits = b_y.to(tl.uint32, bitcast=True)
+    b_size = b_bits & 0x7FFFFFFF
+    b_normal = ((b_size + 0x7FFFF + ((b_size >> 20) & 1)) >> 20) - (120 << 3)
+    # The last place of numbers above 2^14 is 2^-9, as that of the smallest codes.
+    b_shifted = b_size.to(tl.float32, bitcast=True) + 16384.0
+    b_small = b_shifted.to(tl.uint32, bitcast=True) - 0x46800000
+    b_code = tl.where(b_size < 0x3C800000, b_small, b_normal)
+    b_code = tl.minimum(b_code, 0x7E)
+    return (b_code | ((b_bits >> 24) & 0x80)).to(tl.uint8)

@@ -8,6 +8,9 @@ A row's numbers do not depend on the batch: how its context is cut into segments
 own length, and `combine` adds them in their order. Whose segments a program takes does depend on
 it, so that a long row's are spread over the device instead of holding up all others.
 
+A cache in FP8 is passed as the bytes of its codes, `kv`, and as `scales`, in the same memory; else
+these are None.
+
 Names: p_ pointer, o_ offsets, m_ mask, b_ block, i_ index. Sizes: T tokens, R rows, G query heads
 that share a key head, D head_dim, S segments of all rows.
 """
@@ -17,12 +20,14 @@ that share a key head, D head_dim, S segments of all rows.
 import triton
 import triton.language as tl
 
-from kernels.attention.triton_heads import normalised, prepared, store_parts
+from kernels.attention.triton_heads import normalised, prepared, store_codes, store_parts
 from kernels.elementwise.triton_kernels import plus_addend
 
 # Their values change from step to step: none is worth a compilation.
 VARYING = ("num_rows", "num_tokens", "tokens_each")
 LOG2_E = tl.constexpr(1.4426950408889634)
+SCALE_BYTES = tl.constexpr(4)
+WIDENED_SHARE = tl.constexpr(256.0)
 
 
 @triton.jit
@@ -68,7 +73,7 @@ def rotary_angles_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def store_kernel(
-    qkv, kv, cells, cos, sin, q_norm, k_norm, v_norm, q_scale, addend, slots, num_tokens,
+    qkv, kv, scales, cells, cos, sin, q_norm, k_norm, v_norm, q_scale, addend, slots, num_tokens,
     tokens_each, eps, qkv_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
@@ -79,9 +84,9 @@ def store_kernel(
     """Norms and rotates q in place; norms and rotates k, norms v, and puts k and v into their
     cells.
 
-    qkv: [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * D], or, VALUES_ARE_KEYS, without v; kv: one layer of
-    the cache; cells int64 [T]; cos, sin: [T, 2 * HALF], or None; q_norm, k_norm, v_norm: [D], or
-    None, or, OF_TOKENS, [T, D]; q_scale: [T], or None. addend: as qkv, its rows as far
+    qkv: [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * D], or, VALUES_ARE_KEYS, without v; kv, scales: one
+    layer of the cache; cells int64 [T]; cos, sin: [T, 2 * HALF], or None; q_norm, k_norm, v_norm:
+    [D], or None, or, OF_TOKENS, [T, D]; q_scale: [T], or None. addend: as qkv, its rows as far
     apart, and slots: [T], or None: added before anything else. A head is two parts that turn with
     each other, HALF each, and what does not turn. Grid: (programs of `tokens_each` tokens, heads of
     q, k and v; of q alone: nothing is stored).
@@ -147,7 +152,16 @@ def store_kernel(
             o_cell = (b_cell // PAGE_SIZE) * page_stride + (b_cell % PAGE_SIZE) * D
             o_cell += (i_kv % NUM_KV_HEADS) * head_stride + i_side * side_stride
             p_kv = kv + o_cell[:, None]
-            store_parts(p_kv, b_x1, b_x2, b_x3, o_1, o_2, o_3, m_block, m_rest, D, HALF)
+            if scales is None:
+                store_parts(p_kv, b_x1, b_x2, b_x3, o_1, o_2, o_3, m_block, m_rest, D, HALF)
+            else:
+                o_scale = (b_cell // PAGE_SIZE) * (page_stride // SCALE_BYTES)
+                o_scale += (i_kv % NUM_KV_HEADS) * (head_stride // SCALE_BYTES)
+                p_scale = scales + o_scale + i_side * PAGE_SIZE + b_cell % PAGE_SIZE
+                store_codes(
+                    p_kv, p_scale, b_x1, b_x2, b_x3, o_1, o_2, o_3, m_t, m_block, m_rest,
+                    dtype, D, HALF,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -165,12 +179,35 @@ def load_pair(
 
 
 @triton.jit
+def load_scales(p_scales, p_pages, o_n, m_n, page_stride, PAGE_SIZE: tl.constexpr):
+    """The scales of keys and values [BLOCK_N] of the positions `o_n` of one row and key head."""
+    b_page = tl.load(p_pages + o_n // PAGE_SIZE, mask=m_n, other=0).to(tl.int64)
+    p_key = p_scales + b_page * (page_stride // SCALE_BYTES) + o_n % PAGE_SIZE
+    b_ks = tl.load(p_key, mask=m_n, other=0.0)
+    b_vs = tl.load(p_key + PAGE_SIZE, mask=m_n, other=0.0)
+    return b_ks * WIDENED_SHARE, b_vs * WIDENED_SHARE
+
+
+@triton.jit
+def widened(b_codes, dtype: tl.constexpr):
+    """Codes of FP8 in a wider dtype, exactly, over WIDENED_SHARE: the bits of half precision of a
+    number 2^8 smaller. Devices before 8.9 have no conversion from FP8. The codes of NaN are numbers
+    here: a vector with NaN has NaN for its scale."""
+    b_code = b_codes.to(tl.uint16)
+    b_bits = ((b_code & 0x80) << 8) | ((b_code & 0x7F) << 7)
+    return b_bits.to(tl.float16, bitcast=True).to(dtype)
+
+
+@triton.jit
 def attended(
-    b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale,
+    b_acc, b_max, b_sum, b_q, b_k, b_v, b_ks, b_vs, m_seen, scale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One more block of keys and values in a running softmax (base 2). SOFTCAP 0: none."""
+    """One more block of keys and values in a running softmax (base 2), and their scales, or None.
+    SOFTCAP 0: none."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if b_ks is not None:
+        b_s *= b_ks[None, :]
     if SOFTCAP > 0:
         # tanh(x) = 1 - 2 / (1 + e^(2x))
         b_tanh = 1.0 - 2.0 / (1.0 + tl.exp(b_s * (2.0 * scale / SOFTCAP)))
@@ -185,14 +222,16 @@ def attended(
     b_keep = tl.exp2(b_max - b_base)
     b_sum = b_sum * b_keep + tl.sum(b_p, axis=1)
     b_acc = b_acc * b_keep[:, None]
+    if b_vs is not None:
+        b_p *= b_vs[None, :]
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
     return b_acc, b_new, b_sum
 
 
 @triton.jit(do_not_specialize=VARYING)
 def decode_kernel(
-    parts, lses, q, kv, query_starts, context_lengths, table_rows, page_table, segment_starts,
-    num_rows, scale, q_stride, table_stride, page_stride, head_stride, side_stride,
+    parts, lses, q, kv, scales, query_starts, context_lengths, table_rows, page_table,
+    segment_starts, num_rows, scale, q_stride, table_stride, page_stride, head_stride, side_stride,
     NUM_KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -241,8 +280,15 @@ def decode_kernel(
             b_k, b_v = load_pair(
                 p_kv, p_pages, o_n, m_n, o_d, m_d, page_stride, side_stride, PAGE_SIZE, D
             )  # fmt: skip
+            b_ks = None
+            b_vs = None
+            if scales is not None:
+                p_scales = scales + i_h * (head_stride // SCALE_BYTES)
+                b_ks, b_vs = load_scales(p_scales, p_pages, o_n, m_n, page_stride, PAGE_SIZE)
+                b_k, b_v = widened(b_k, b_q.dtype), widened(b_v, b_q.dtype)
             b_acc, b_max, b_sum = attended(
-                b_acc, b_max, b_sum, b_q, b_k, b_v, m_n[None, :], scale, SOFTCAP, PRECISION
+                b_acc, b_max, b_sum, b_q, b_k, b_v, b_ks, b_vs, m_n[None, :], scale,
+                SOFTCAP, PRECISION,
             )  # fmt: skip
         # A segment without positions, before the window or behind the last block, has the weight 0.
         b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
@@ -296,11 +342,14 @@ def combine_kernel(
 
 @triton.jit
 def attend_block(
-    b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr
-):
+    b_acc, b_max, b_sum, b_q, b_k, b_v, b_ks, b_vs, m_seen, scale,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Does the same as `attended`, without soft caps. A block gives the same bits with a mask that
     leaves out nothing and without one."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if b_ks is not None:
+        b_s *= b_ks[None, :]
     if MASKED:
         b_s = tl.where(m_seen, b_s, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * (scale * LOG2_E))
@@ -312,14 +361,16 @@ def attend_block(
     b_keep = tl.exp2(b_max - b_base)
     b_sum = b_sum * b_keep + tl.sum(b_p, axis=1)
     b_acc = b_acc * b_keep[:, None]
+    if b_vs is not None:
+        b_p *= b_vs[None, :]
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
     return b_acc, b_new, b_sum
 
 
 @triton.jit
 def attend_blocks(
-    b_acc, b_max, b_sum, b_q, p_kv, p_pages, b_position, begin, end, scale, page_stride,
-    side_stride,
+    b_acc, b_max, b_sum, b_q, p_kv, p_scales, p_pages, b_position, begin, end, scale,
+    page_stride, side_stride,
     PAGE_SIZE: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -331,24 +382,29 @@ def attend_blocks(
         b_k, b_v = load_pair(
             p_kv, p_pages, o_n, o_n < end, o_d, o_d < D, page_stride, side_stride, PAGE_SIZE, D
         )  # fmt: skip
+        b_ks = None
+        b_vs = None
+        if p_scales is not None:
+            b_ks, b_vs = load_scales(p_scales, p_pages, o_n, o_n < end, page_stride, PAGE_SIZE)
+            b_k, b_v = widened(b_k, b_q.dtype), widened(b_v, b_q.dtype)
         # No query of the row stands behind its context: this leaves out what lies there, too.
         m_seen = o_n[None, :] <= b_position[:, None]
         if WINDOW > 0:
             m_seen = m_seen & (o_n[None, :] > b_position[:, None] - WINDOW)
         if SOFTCAP > 0 or b_q.dtype == tl.float32:  # which are never whole: see `prefill_kernel`
             b_acc, b_max, b_sum = attended(
-                b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, SOFTCAP, PRECISION
+                b_acc, b_max, b_sum, b_q, b_k, b_v, b_ks, b_vs, m_seen, scale, SOFTCAP, PRECISION
             )  # fmt: skip
         else:
             b_acc, b_max, b_sum = attend_block(
-                b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, True, PRECISION
+                b_acc, b_max, b_sum, b_q, b_k, b_v, b_ks, b_vs, m_seen, scale, True, PRECISION
             )  # fmt: skip
     return b_acc, b_max, b_sum
 
 
 @triton.jit
 def attend_whole_blocks(
-    b_acc, b_max, b_sum, b_q, p_kv, p_pages, begin, end, scale, page_stride, side_stride,
+    b_acc, b_max, b_sum, b_q, p_kv, p_scales, p_pages, begin, end, scale, page_stride, side_stride,
     PAGE_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -364,15 +420,20 @@ def attend_whole_blocks(
             m_d = (o_d < D)[None, :]
             b_k = tl.load(p_k, mask=m_d, other=0.0)
             b_v = tl.load(p_k + side_stride, mask=m_d, other=0.0)
+        b_ks = None
+        b_vs = None
+        if p_scales is not None:
+            b_ks, b_vs = load_scales(p_scales, p_pages, o_n, o_n < end, page_stride, PAGE_SIZE)
+            b_k, b_v = widened(b_k, b_q.dtype), widened(b_v, b_q.dtype)
         b_acc, b_max, b_sum = attend_block(
-            b_acc, b_max, b_sum, b_q, b_k, b_v, None, scale, False, PRECISION
+            b_acc, b_max, b_sum, b_q, b_k, b_v, b_ks, b_vs, None, scale, False, PRECISION
         )  # fmt: skip
     return b_acc, b_max, b_sum
 
 
 @triton.jit
 def prefill_kernel(
-    out, q, kv, sinks, tiles, query_starts, context_lengths, table_rows, page_table, scale,
+    out, q, kv, scales, sinks, tiles, query_starts, context_lengths, table_rows, page_table, scale,
     q_stride, table_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PARTS: tl.constexpr,
@@ -405,6 +466,9 @@ def prefill_kernel(
     b_q = tl.load(p_q, mask=m_q, other=0.0)
     p_pages = page_table + tl.load(table_rows + i_r).to(tl.int64) * table_stride
     p_kv = kv + (i_h // G) * head_stride
+    p_scales = None
+    if scales is not None:
+        p_scales = scales + (i_h // G) * (head_stride // SCALE_BYTES)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -416,11 +480,11 @@ def prefill_kernel(
         # Soft caps are not in it; and in fp32 it would spill.
         begin = (first_position + 1) // BLOCK_N * BLOCK_N
         b_acc, b_max, b_sum = attend_whole_blocks(
-            b_acc, b_max, b_sum, b_q, p_kv, p_pages, 0, begin, scale, page_stride, side_stride,
-            PAGE_SIZE, D, BLOCK_D, BLOCK_N, PRECISION,
+            b_acc, b_max, b_sum, b_q, p_kv, p_scales, p_pages, 0, begin, scale, page_stride,
+            side_stride, PAGE_SIZE, D, BLOCK_D, BLOCK_N, PRECISION,
         )  # fmt: skip
     b_acc, b_max, b_sum = attend_blocks(
-        b_acc, b_max, b_sum, b_q, p_kv, p_pages, b_position, begin,
+        b_acc, b_max, b_sum, b_q, p_kv, p_scales, p_pages, b_position, begin,
         tl.minimum(first_position + BLOCK_M, context), scale, page_stride, side_stride,
         PAGE_SIZE, D, WINDOW, SOFTCAP, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip

@@ -85,6 +85,7 @@ def rotate_and_store(
     kernels.store_kernel[(-(-num_tokens // tokens_each), num_computed)](
         qkv,
         kv,
+        cache.scales_of(layer),
         cells,
         cos,
         sin,
@@ -201,6 +202,7 @@ def _decode(
         lses,
         q,
         kv,
+        cache.scales_of(layer),
         plan.query_starts,
         plan.context_lengths,
         plan.table_rows,
@@ -263,6 +265,7 @@ def _prefill(
         out,
         q,
         kv,
+        cache.scales_of(layer),
         sinks,
         plan.tiles,
         plan.query_starts,

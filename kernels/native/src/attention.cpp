@@ -51,6 +51,12 @@ template <typename T, typename C>
 struct Attention {
   static constexpr int P = Pair<T>::SIZE;
   static constexpr bool IS_FP8 = std::is_same_v<C, e4m3>;
+  // Cells of one key head.
+  struct Range {
+    const int32_t* pages;
+    int64_t begin, end, kv_head;
+  };
+
   const AttendArgs& args;
   Scratch<T>& scratch;
   const AttentionItem& item;
@@ -103,8 +109,7 @@ struct Attention {
     for (cells.begin = begin; cells.begin < end; cells.begin = cells.end) {
       cells.end = std::min<int64_t>(cells.begin / BLOCK * BLOCK + BLOCK, end);
       for (int64_t head = 0; head < item.num_heads; ++head) {
-        prefetch_after(cells, head, end);
-        locate(cells, item.first_head + head);
+        locate(cells, item.first_head + head, after(cells, head, end));
         compute_head(cells, head * head_rows, state);
       }
     }
@@ -202,12 +207,12 @@ struct Attention {
     return first_lane(shrink);
   }
 
-  void locate(Cells<T>& cells, int64_t kv_head) {
+  void locate(Cells<T>& cells, int64_t kv_head, const Range& next) {
     if constexpr (IS_FP8) copy_scales(cells, kv_head);
     if (!args.cache.is_tiled) {
       pack_rows(cells, kv_head);
     } else if constexpr (IS_FP8) {
-      widen_tiles(cells, kv_head);
+      widen_tiles(cells, kv_head, next);
     } else {
       locate_tiles(cells, kv_head);
     }
@@ -230,7 +235,8 @@ struct Attention {
     }
   }
 
-  void widen_tiles(Cells<T>& cells, int64_t kv_head) {
+  // What comes next is asked for tile by tile: it takes about as long to come as these to widen.
+  void widen_tiles(Cells<T>& cells, int64_t kv_head, const Range& next) {
     const KvLayer& cache = args.cache;
     for (int64_t tile = 0; cells.begin + tile * TILE < cells.end; ++tile) {
       const int64_t cell = cells.begin + tile * TILE;
@@ -242,6 +248,8 @@ struct Attention {
       }
       const C* values = cache.values<C>(page, kv_head) + cache.value_at<P>(offset);
       widen_codes(scratch.values + tile * TILE * width(), values, TILE * width());
+      const int64_t at = next.begin + tile * TILE;
+      prefetch(next, at, std::min(at + TILE, next.end));
     }
     use_scratch(cells);
   }
@@ -321,47 +329,41 @@ struct Attention {
     }
   }
 
-  // Asks for what comes after key head `head` of these cells: the next head, the next block, or
-  // the beginning of the following item. All at once, which is measured to be faster than little
-  // by little: most of the wait is for addresses, and they are translated side by side.
-  void prefetch_after(const Cells<T>& cells, int64_t head, int64_t end) const {
-    if (!args.cache.is_tiled) return;
-    if (head + 1 < item.num_heads) {
-      prefetch(pages, cells.begin, cells.end, item.first_head + head + 1);
-    } else if (cells.end < end) {
-      prefetch(pages, cells.end, std::min<int64_t>(cells.end + BLOCK, end), item.first_head);
-    } else if (following) {
-      const AttentionItem& next = *following;
-      const int64_t begin = start_of(next, next.first_part);
-      prefetch(pages_of(next), begin, std::min<int64_t>(begin / BLOCK * BLOCK + BLOCK, next.end_cell),
-               next.first_head);
-    }
+  // What comes after key head `head` of these cells: the next head, the next block, or the
+  // beginning of the following item.
+  Range after(const Cells<T>& cells, int64_t head, int64_t end) const {
+    const auto block = [](int64_t begin, int64_t end) {
+      return std::min<int64_t>(begin / BLOCK * BLOCK + BLOCK, end);
+    };
+    if (head + 1 < item.num_heads) return {pages, cells.begin, cells.end, item.first_head + head + 1};
+    if (cells.end < end) return {pages, cells.end, block(cells.end, end), item.first_head};
+    if (!following) return {pages, 0, 0, 0};
+    const int64_t begin = start_of(*following, following->first_part);
+    return {pages_of(*following), begin, block(begin, following->end_cell), following->first_head};
   }
 
   static int64_t start_of(const AttentionItem& item, int64_t part) {
     return std::max<int64_t>(part * item.part_cells, item.first_cell / TILE * TILE);
   }
 
-  void prefetch(const int32_t* pages, int64_t begin, int64_t end, int64_t kv_head) const {
+  // Asks for cells [begin, end) of a range: into the second cache, because the first one is full of
+  // widened cells. Plain tiles, which are twice as long, come in time without.
+  void prefetch(const Range& range, int64_t begin, int64_t end) const {
     const KvLayer& cache = args.cache;
     constexpr int64_t LINE = 64 / sizeof(C);
     const int64_t pairs_of_line = std::max<int64_t>(1, LINE / (cache.page_size * P));
-    const auto fetch = [](const auto* at) {
-      _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
-    };
+    const auto fetch = [](const auto* at) { asm volatile("prefetcht1 %0" : : "m"(*at)); };
     for (int64_t cell = begin; cell < end; cell += TILE) {
-      const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
-      const C* keys = cache.keys<C>(page, kv_head) + offset * P;
-      const C* values = cache.values<C>(page, kv_head) + cache.value_at<P>(offset);
+      const int64_t page = range.pages[cell / cache.page_size], offset = cell % cache.page_size;
+      const C* keys = cache.keys<C>(page, range.kv_head) + offset * P;
+      const C* values = cache.values<C>(page, range.kv_head) + cache.value_at<P>(offset);
       for (int64_t d = 0; d < cache.head_dim; d += P * pairs_of_line) {
         fetch(keys + d * cache.page_size);
       }
       for (int64_t at = 0; at < TILE * cache.head_dim; at += LINE) fetch(values + at);
-      if constexpr (IS_FP8) {
-        const float* scales = cache.scales(page, kv_head) + offset;
-        fetch(scales);
-        fetch(scales + cache.page_size);
-      }
+      const float* scales = cache.scales(page, range.kv_head) + offset;
+      fetch(scales);
+      fetch(scales + cache.page_size);
     }
   }
 

@@ -12,44 +12,50 @@ struct e4m3 {
   uint8_t bits;
 };
 
-// Codes become bf16 as whole numbers do: the code's magnitude moves to where bf16 has its own, and
-// the difference of the two exponents' offsets is added. Codes below 8 have no leading one: their
-// values are looked up, because arithmetic with numbers that small is slow, or takes them for zero.
-// The codes of NaN become 480: a vector with NaN has NaN for its scale.
+// Codes become bf16 as their bits do: sign and magnitude move to where bf16 has its own, and the
+// difference of the two exponents' offsets is added. Codes below 8 have no leading one: their values
+// are looked up, because arithmetic with numbers that small is slow, or takes them for zero. The
+// codes of NaN become 480: a vector with NaN has NaN for its scale.
+constexpr int16_t E4M3_PLACES = static_cast<int16_t>(0x87f0);
+constexpr int16_t E4M3_EXPONENT = 0x0780;
 constexpr int16_t E4M3_OFFSET = (127 - 7) << 7;
+constexpr int16_t SIGN = static_cast<int16_t>(0x8000);
 
 // 16 codes, as bf16.
 inline __m256i widened_codes(__m128i codes) {
-  const __m256i code = _mm256_cvtepu8_epi16(codes);
-  const __m256i magnitude = _mm256_and_si256(code, _mm256_set1_epi16(0x7f));
-  const __m256i normal =
-      _mm256_add_epi16(_mm256_slli_epi16(magnitude, 4), _mm256_set1_epi16(E4M3_OFFSET));
-  // m / 512 for m in [0, 8): the lower bytes, then the upper ones.
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(
-      0, 0, 0, 0x40, char(0x80), char(0xa0), char(0xc0), char(0xe0), 0, 0x3b, 0x3b, 0x3b, 0x3b,
-      0x3b, 0x3b, 0x3b));
-  const __m256i both = _mm256_or_si256(magnitude, _mm256_slli_epi16(magnitude, 8));
-  const __m256i place = _mm256_add_epi16(both, _mm256_set1_epi16(0x0800));
-  const __m256i small = _mm256_shuffle_epi8(table, place);
-  const __m256i is_small = _mm256_cmpgt_epi16(_mm256_set1_epi16(8), magnitude);
-  const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(code, magnitude), 8);
-  return _mm256_or_si256(_mm256_blendv_epi8(normal, small, is_small), sign);
+  const __m256i code = _mm256_cvtepi8_epi16(codes);
+  const __m256i placed =
+      _mm256_and_si256(_mm256_slli_epi16(code, 4), _mm256_set1_epi16(E4M3_PLACES));
+  const __m256i normal = _mm256_add_epi16(placed, _mm256_set1_epi16(E4M3_OFFSET));
+  // For m in [0, 8) the lower bytes of m / 512, then the upper ones.
+  const __m256i table = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 0, char(0x80), char(0xc0), 0, 0x20, 0x40, 0x60,  //
+                    0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c));
+  const __m256i m = _mm256_and_si256(code, _mm256_set1_epi16(7));
+  const __m256i both = _mm256_or_si256(m, _mm256_slli_epi16(m, 8));
+  const __m256i place = _mm256_or_si256(both, _mm256_set1_epi16(0x0800));
+  const __m256i sign = _mm256_and_si256(code, _mm256_set1_epi16(SIGN));
+  const __m256i small = _mm256_or_si256(_mm256_shuffle_epi8(table, place), sign);
+  const __m256i exponent = _mm256_and_si256(placed, _mm256_set1_epi16(E4M3_EXPONENT));
+  const __m256i is_small = _mm256_cmpeq_epi16(exponent, _mm256_setzero_si256());
+  return _mm256_blendv_epi8(normal, small, is_small);
 }
 
 #if defined(__AVX512BW__)
 
 // 32 codes, as bf16.
 inline __m512i widened_codes(__m256i codes) {
+  const __m512i code = _mm512_cvtepi8_epi16(codes);
+  const __m512i placed =
+      _mm512_and_si512(_mm512_slli_epi16(code, 4), _mm512_set1_epi16(E4M3_PLACES));
+  const __m512i normal = _mm512_add_epi16(placed, _mm512_set1_epi16(E4M3_OFFSET));
   const __m512i table = _mm512_castsi128_si512(
       _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
-  const __m512i code = _mm512_cvtepu8_epi16(codes);
-  const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
-  const __m512i normal =
-      _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(E4M3_OFFSET));
-  const __mmask32 is_small = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8));
-  const __m512i value = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, table);
-  const __m512i sign = _mm512_slli_epi16(_mm512_xor_si512(code, magnitude), 8);
-  return _mm512_or_si512(value, sign);
+  const __mmask32 is_small = _mm512_testn_epi16_mask(placed, _mm512_set1_epi16(E4M3_EXPONENT));
+  const __m512i value = _mm512_mask_permutexvar_epi16(normal, is_small, code, table);
+  constexpr int OR_OF_FIRST_AND_BOTH_OTHERS = 0xf8;
+  return _mm512_ternarylogic_epi64(value, code, _mm512_set1_epi16(SIGN),
+                                   OR_OF_FIRST_AND_BOTH_OTHERS);
 }
 
 #endif

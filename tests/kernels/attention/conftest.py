@@ -60,8 +60,10 @@ def make_case() -> Callable[..., Case]:
             is_tiled=is_tiled,
             stored=stored,
         )
-        cache.data.fill_(float("nan"))
-        if cache.scales is not None:
+        if cache.scales is None:
+            cache.data.fill_(float("nan"))
+        else:
+            cache.data.fill_(0x7F)
             cache.scales.fill_(float("nan"))
         pages = torch.randperm(cache.num_pages)[: sum(counts)].split(counts)
         plan = AttentionPlan.build(*zip(*rows, strict=True), [p.tolist() for p in pages], page_size)

@@ -30,6 +30,15 @@ def rotate_and_store(
     return qkv, cache.data
 
 
+def store_fp8(
+    qkv: torch.Tensor, cache: KVCache, *args: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new codes and scales of the cache."""
+    triton_ops.rotate_and_store(qkv, cache, *args, **options)
+    assert cache.scales is not None
+    return cache.data, cache.scales
+
+
 @contextmanager
 def tuned(constants_of: dict[str, dict[str, int]]) -> Iterator[None]:
     with ExitStack() as stack:
@@ -43,15 +52,20 @@ def rotary_angles(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compile_ptx(
-    capability: int, dtype: torch.dtype, rows: list[tuple[int, int]], **options: Any
+    capability: int,
+    dtype: torch.dtype,
+    rows: list[tuple[int, int]],
+    stored: torch.dtype | None = None,
+    **options: Any,
 ) -> dict[str, str]:
     """The PTX of a step of `rows` (first position, queries) of a model of the Llama-3-8B shape, by
-    name of the kernel; raises where a kernel does not compile. `options` are of `attend`."""
+    name of the kernel; raises where a kernel does not compile. `stored` is of the cache, `options`
+    are of `attend`."""
     from triton.runtime import driver
 
     driver.set_active(NoDevice(capability))
     shape = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 8, "head_dim": 128}
-    cache = KVCache.allocate(**shape, dtype=dtype)
+    cache = KVCache.allocate(**shape, dtype=dtype, stored=stored)
     pages = [[0] * (1 + (first + count) // 16) for first, count in rows]
     plan = AttentionPlan.build(*zip(*rows, strict=True), pages, 16)
     names = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
@@ -72,4 +86,6 @@ def compile_ptx(
     }
 
 
-OPERATIONS = {f.__name__: f for f in (attend, rotary_angles, rotate_and_store, compile_ptx)}
+OPERATIONS = {
+    f.__name__: f for f in (attend, rotary_angles, rotate_and_store, store_fp8, compile_ptx)
+}
