@@ -106,6 +106,7 @@ class _Service:
         base_model=BASE_MODEL,
         architecture="llama",
         dtype="float32",
+        kv_dtype="float32",
         device="cpu",
         vocab_size=VOCABULARY,
         max_model_len=MODEL_LEN,

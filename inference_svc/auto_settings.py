@@ -29,6 +29,8 @@ Qwen3.5 has the bytes of keys and values of 1,600 to 2,400 tokens: stored more o
 displace many more pages than tokens they save."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_BYTES = 1
+KV_SCALE_BYTES = 4
+"""Of a key or value in FP8, whose elements have one byte."""
 EVERY_TARGET = "all"
 
 
@@ -53,15 +55,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts of the model's config; `kv_elements_per_token` are keys and values, `lora_targets` the
-    last components of the names of modules that adapters may change, `fused_targets` of modules
-    that compute several of these. `expert_elements_per_rank` are values of A and B, of all experts.
-    `state_bytes` has a sequence's recurrent state, 0 for a model without recurrent layers. Models
-    with further tables of tokens have no place for tokens that adapters add."""
+    """Facts of the model's config; `kv_elements_per_token` are keys and values of all layers, which
+    have `kv_vectors_per_token` heads. `lora_targets` are the last components of the names of
+    modules that adapters may change, `fused_targets` of modules that compute several of these.
+    `expert_elements_per_rank` are values of A and B, of all experts. `state_bytes` has a sequence's
+    recurrent state, 0 for a model without recurrent layers. Models with further tables of tokens
+    have no place for tokens that adapters add."""
 
     dtype: str
     max_position_embeddings: int
     kv_elements_per_token: int
+    kv_vectors_per_token: int
     lora_targets: tuple[str, ...] = ()
     fused_targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     may_add_tokens: bool = True
@@ -104,14 +108,13 @@ def resolve(
     if device == "cpu" and settings.host_memory_limit is not None:
         raise InvalidSetting("host-memory-limit: on a CPU, set memory-limit: it covers all memory")
     settings = resolve_model(settings, model).model_copy(update={"device": device})
-    dtype = settings.dtype
     _check_length(settings, model)
     if device == "cpu":
         sizes = _cpu_sizes(settings, machine, model)
     else:
         assert fit_device is not None, "a device's sizes are to be chosen"
         sizes = fit_device(settings, machine)
-    page_bytes = settings.page_size * model.kv_elements_per_token * ITEM_BYTES[dtype]
+    page_bytes = settings.page_size * _kv_token_bytes(settings, model)
     num_pages = max(0, sizes.kv_memory // page_bytes - padding_pages(device))
     return settings.model_copy(
         update={
@@ -194,7 +197,7 @@ def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts)
     fitting = running_within(share_bytes, model.state_bytes, most)
     max_sequences = settings.max_sequences or fitting
     kv_memory = settings.kv_memory or CPU_KV_MEMORY
-    kv_tokens = kv_memory // (model.kv_elements_per_token * ITEM_BYTES[settings.dtype])
+    kv_tokens = kv_memory // _kv_token_bytes(settings, model)
     return Sizes(
         adapter_memory=settings.adapter_memory or _cpu_adapter_memory(settings, machine, model),
         host_memory=settings.host_memory or 0,
@@ -209,6 +212,13 @@ def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts)
             max_sequences=max_sequences,
         ),
     )
+
+
+def _kv_token_bytes(settings: InferenceSettings, model: ModelFacts) -> int:
+    """Returns the size of a token's keys and values; the dtype is decided."""
+    if settings.kv_dtype == "fp8":
+        return model.kv_elements_per_token + KV_SCALE_BYTES * model.kv_vectors_per_token
+    return model.kv_elements_per_token * ITEM_BYTES[settings.dtype]
 
 
 def running_within(num_bytes: int, state_bytes: int, most: int) -> int:
@@ -259,6 +269,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         dtype=settings.dtype,
         quantize=settings.quantize,
         adapter_dtype=settings.adapter_dtype,
+        kv_dtype=settings.kv_dtype,
         device=settings.device,
         max_model_len=settings.max_model_len,
         max_sequences=settings.max_sequences,

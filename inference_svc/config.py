@@ -104,6 +104,10 @@ class InferenceSettings(ServiceSettings):
     """Hold the weights of the model's layers in this type, and quantise them while they are read.
     int4: in groups of up to 128. Leave it out for a checkpoint that is quantised already."""
 
+    kv_dtype: Annotated[Literal["auto", "fp8"], Level.COMMON, MODEL] = "auto"
+    """Data type of keys and values. auto: as --dtype. fp8: E4M3 with a scale for each token and key
+    head, about half the memory of bfloat16; answers may differ slightly."""
+
     max_model_len: Annotated[OptionalCount, Level.COMMON, MODEL] = 0
     """Maximum length of prompt and output together, in tokens. 0: the length in the model's config,
     or as many tokens as --kv-memory holds if that is less."""

@@ -27,7 +27,7 @@ from inference_svc.engine.memory_budget import Budget, human, plan_budgets, rout
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder
-from inference_svc.model.kv_caches import kv_page_bytes
+from inference_svc.model.kv_caches import kv_page_bytes, stored_dtype
 from inference_svc.model.recurrent_states import slot_bytes
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
@@ -72,7 +72,8 @@ class Plan:
     @property
     def page_bytes(self) -> int:
         """Size of the keys and values of `page_size` tokens."""
-        return kv_page_bytes(self.decoder, self.config.page_size, self.layout.dtype)
+        stored = stored_dtype(self.config.kv_dtype, self.layout.dtype)
+        return kv_page_bytes(self.decoder, self.config.page_size, stored)
 
     @property
     def kv_tokens(self) -> int:

@@ -77,7 +77,12 @@ WORK = [
 ]
 
 
-def least_seconds(
+def least_seconds(run: Callable[[], object], repeats: int, evict: Tensor | None = None) -> float:
+    """Returns the least time of `run`. `evict` is written between two repetitions."""
+    return least_in_turns([run], repeats, evict)[0]
+
+
+def least_in_turns(
     runs: Sequence[Callable[[], object]], repeats: int, evict: Tensor | None = None
 ) -> list[float]:
     """Returns the least time of each of `runs`, which take turns."""
@@ -125,8 +130,8 @@ def measure(library: Library, work: Work, repeats: int) -> Seconds:
 
     evict = torch.zeros(EVICTED_BYTES, dtype=torch.uint8)
     by_torch()
-    plain, fp8 = least_seconds(programs, repeats, evict)
-    return Seconds(plain, fp8, *least_seconds([by_torch], max(1, repeats // 5)))
+    plain, fp8 = least_in_turns(programs, repeats, evict)
+    return Seconds(plain, fp8, least_seconds(by_torch, max(1, repeats // 5)))
 
 
 def _cache(shape: Shape, num_pages: int, stored: torch.dtype, *, is_tiled: bool) -> KVCache:

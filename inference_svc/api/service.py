@@ -43,6 +43,7 @@ class ServerFacts:
     base_model: str
     architecture: str
     dtype: str
+    kv_dtype: str
     device: str
     vocab_size: int
     max_model_len: int

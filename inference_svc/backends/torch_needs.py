@@ -51,6 +51,9 @@ PAIR_BYTES = 64
 """A pair's part of a mixture's routing."""
 ROUTE_COPIES = 6
 """Copies of a router's logits in fp32 that choosing experts takes."""
+WIDENED_BYTES, ROUNDED_BYTES = 9, 13
+"""An element of keys and values in FP8 that is read: its code, in fp32, times its scale; and one
+that is written: in fp32, its magnitude, over the scale, its code."""
 SCORE_COPIES = 3
 """Copies of attention's scores in fp32, where they are bounded or have sinks."""
 CLAMPED_COPIES = 6
@@ -132,6 +135,8 @@ def _attention_bytes(attention: Attention, config: EngineConfig, item_bytes: int
     num_cells = min(config.max_model_len, (attention.window or config.max_model_len))
     num_queries = min(config.max_prefill_chunk, config.max_batch_tokens)
     num_cells = min(config.max_model_len, num_cells + num_queries)
+    if config.kv_dtype == "fp8":
+        item_bytes += WIDENED_BYTES
     num_bytes = num_cells * 2 * attention.kv_size * item_bytes + num_queries * num_cells
     if attention.softcap is not None or attention.sinks:
         num_bytes += SCORE_COPIES * 4 * attention.num_heads * num_queries * num_cells
@@ -144,7 +149,8 @@ def _nothing(op: Op, own: _OwnBytes) -> int:
 
 
 def _of_rotation(op: RotateAndStore, own: _OwnBytes) -> int:
-    return own.elements(op) * (2 * own.item_bytes + 4)
+    rounded_bytes = ROUNDED_BYTES if own.config.kv_dtype == "fp8" else 0
+    return own.elements(op) * (2 * own.item_bytes + 4 + rounded_bytes)
 
 
 def _of_attention(op: Attend, own: _OwnBytes) -> int:

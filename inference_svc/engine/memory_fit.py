@@ -26,7 +26,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.core import EngineConfig, padding_pages
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.description import Decoder
-from inference_svc.model.kv_caches import kv_page_bytes
+from inference_svc.model.kv_caches import kv_page_bytes, stored_dtype
 from inference_svc.model.recurrent_states import slot_bytes
 
 logger = logging.getLogger(__name__)
@@ -95,13 +95,12 @@ class _Fit:
         if not settings.max_sequences:
             most = running_within(left_bytes // RUNNING_SHARE, state_bytes, sizes.max_sequences)
             sizes = replace(sizes, max_sequences=most)
-        page_bytes = kv_page_bytes(self.decoder, settings.page_size, self._layout.dtype)
         kv_bytes = left_bytes if settings.kv_memory is None else int(settings.kv_memory)
         stored = stored_within(
             left_bytes // STORED_SHARE,
             state_bytes,
             settings,
-            kv_tokens=kv_bytes // page_bytes * settings.page_size,
+            kv_tokens=kv_bytes // self._page_bytes * settings.page_size,
             max_sequences=sizes.max_sequences,
         )
         return replace(sizes, stored_states=stored)
@@ -166,7 +165,12 @@ class _Fit:
         settings, longest = self.settings, self.decoder.max_position_embeddings
         num_tokens = settings.max_model_len or min(MIN_KV_TOKENS, longest)
         num_pages = -(-num_tokens // settings.page_size) + padding_pages(settings.device)
-        return num_pages * kv_page_bytes(self.decoder, settings.page_size, self._layout.dtype)
+        return num_pages * self._page_bytes
+
+    @property
+    def _page_bytes(self) -> int:
+        stored = stored_dtype(self.settings.kv_dtype, self._layout.dtype)
+        return kv_page_bytes(self.decoder, self.settings.page_size, stored)
 
     def budget(self, sizes: Sizes) -> Budget:
         """Returns the device's."""

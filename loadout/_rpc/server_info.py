@@ -116,3 +116,5 @@ class ServerInfo:
     adapter_dtype: str = ""
     """The type of adapters' A and B in memory: `dtype`, or "float8_e4m3fn"; "": the server is too
     old to report it."""
+    kv_dtype: str = ""
+    """The type of keys and values, `dtype` or "fp8"; "": the server is too old to report it."""

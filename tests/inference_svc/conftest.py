@@ -75,7 +75,7 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
                     **settings,
                 ),
                 Machine(has_cuda=False),
-                ModelFacts("float32", MAX_MODEL_LEN, 1024),
+                ModelFacts("float32", MAX_MODEL_LEN, 1024, 16),
             )
             server = InferenceServer(config)
             facts = facts_of(config, tokenizers[kind])

@@ -19,6 +19,7 @@ MODEL = ModelFacts(
     "bfloat16",
     max_position_embeddings=4096,
     kv_elements_per_token=1024,
+    kv_vectors_per_token=16,
     lora_targets=TARGETS,
     fused_targets={"qkv_proj": ("q_proj", "k_proj", "v_proj")},
 )

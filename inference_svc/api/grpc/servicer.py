@@ -154,6 +154,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             architecture=facts.architecture,
             dtype=facts.dtype,
             adapter_dtype=facts.adapter_dtype,
+            kv_dtype=facts.kv_dtype,
             device=facts.device,
             layout_id=self._service.layout_id,
             limits=pb.ServerLimits(

@@ -211,6 +211,11 @@ class Decoder:
         """Keys and values of all layers that have their own."""
         return sum(2 * each.kv_size for each in self.attentions if each.kv_layer is None)
 
+    @property
+    def kv_vectors_per_token(self) -> int:
+        """Heads of keys and of values of all layers that have their own."""
+        return sum(2 * each.num_kv_heads for each in self.attentions if each.kv_layer is None)
+
     def for_length(self, max_model_len: int) -> Decoder:
         """Returns the decoder for sequences up to this length, by which some rotations are
         chosen."""

@@ -233,6 +233,7 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         speed_notes=tuple(message.speed_notes),
         recurrent_states=_recurrent_states(message),
         adapter_dtype=message.adapter_dtype,
+        kv_dtype=message.kv_dtype,
     )
 
 

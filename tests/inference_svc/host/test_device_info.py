@@ -82,7 +82,7 @@ def test_a_torch_that_cannot_use_the_device_is_named(
     settings = InferenceSettings(model=lost_device, device="cuda")
     machine = find_machine(settings)
     with pytest.raises(InvalidSetting, match=r"^--device cuda: torch .*CUDA"):
-        resolve(settings, machine, ModelFacts("float32", 64, 1))
+        resolve(settings, machine, ModelFacts("float32", 64, 1, 1))
 
 
 def test_a_machine_without_a_driver_computes_on_its_cpu(

@@ -207,6 +207,7 @@ def facts_of(config: Any, tokenizer: Any) -> ServerFacts:
         base_model="base",
         architecture="FakeForCausalLM",
         dtype=config.dtype,
+        kv_dtype=config.dtype,
         device=config.device,
         vocab_size=tokenizer.vocab_size,
         max_model_len=config.max_model_len,

@@ -1,0 +1,70 @@
+"""Keys and values in FP8: every backend computes the same, near what plain ones give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.support.models.parity import RecordingSampler, prompts, relative_rms
+
+KINDS = ("llama", "gpt-oss", "gemma3")
+"""With groups of heads, with sinks and windows, and with two shapes of keys and values."""
+NUM_TOKENS = 12
+
+Answers = dict[str, tuple[list[int], torch.Tensor]]
+"""The tokens of each request, and their logits."""
+
+
+def answer(start: Callable, kind: str, **settings: object) -> Answers:
+    """Answers one prompt with the base model and each adapter, in one batch."""
+    running = start(kind, max_model_len=512, **settings)
+    recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
+    running.engine.built.engine.runner.sampler = recorder
+    names = ["", *running.digests]
+    for name, prompt in zip(names, prompts(len(names)), strict=True):
+        running.submit(name, prompt, name, max_tokens=NUM_TOKENS)
+    found = {name: running.result(name)[0] for name in names}
+    running.check_idle()
+    return {name: (found[name], torch.stack(recorder.logits[name])) for name in names}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_kernels_answer_as_torch_does(kind: str, start: Callable) -> None:
+    """A key that lies between two codes may fall on either side, by how its sums are ordered; plain
+    keys and values are further away."""
+    by_torch = answer(start, kind, kv_dtype="fp8", native_kernels=False)
+    native = answer(start, kind, kv_dtype="fp8")
+    plain = answer(start, kind)
+    for name, (tokens, logits) in by_torch.items():
+        own_tokens, own_logits = native[name]
+        assert own_tokens == tokens, name or "base"
+        assert relative_rms(own_logits, logits) < 5e-3, name or "base"
+        first, wanted = logits[:1], plain[name][1][:1]
+        assert 1e-3 < relative_rms(first, wanted) < 0.3, name or "base"
+
+
+def test_a_prefix_is_shared_with_the_same_bits(start: Callable) -> None:
+    running = start("llama", max_model_len=512, kv_dtype="fp8", prefix_cache=True)
+    [prompt] = prompts(1, seed=5)
+    prompt = (prompt * 40)[:200]
+    for name in ("first", "second"):
+        running.submit(name, prompt, max_tokens=NUM_TOKENS)
+        running.result(name)
+    (first, _), (second, last) = (running.result(name) for name in ("first", "second"))
+    assert second == first
+    assert last.usage.cached_prompt_tokens >= 192
+    running.check_idle()
+
+
+def test_the_same_memory_holds_almost_twice_the_tokens(start: Callable) -> None:
+    num_pages = {}
+    for kind in ("auto", "fp8"):
+        running = start("llama", kv_dtype=kind, dtype="bfloat16", kv_bytes=1 << 20)
+        backend = running.engine.built.engine.runner.backend
+        num_pages[kind] = backend.num_pages
+        assert backend.kv_bytes <= 1 << 20
+    head_dim = running.engine.decoder.attentions[0].head_dim
+    gain = 2 * head_dim / (head_dim + 4)
+    assert num_pages["fp8"] == int((1 << 20) / ((1 << 20) // num_pages["auto"]) * gain)
