@@ -120,6 +120,8 @@ def test_sizes_on_a_device_are_chosen_by_what_knows_it(model: Path) -> None:
 def test_context_is_as_long_as_the_pages_allow(model: Path) -> None:
     config = resolve(parse(model, "--kv-memory", "1MiB"), CPU, MODEL)
     assert config.max_model_len == MIB // (1024 * 2)
+    fp8 = resolve(parse(model, "--kv-memory", "1MiB", "--kv-dtype", "fp8"), CPU, MODEL)
+    assert fp8.max_model_len == MIB // (16 * (1024 + 4 * 16)) * 16
     assert resolve(parse(model, "--max-model-len", "100"), CPU, MODEL).max_model_len == 100
 
 

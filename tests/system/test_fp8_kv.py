@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from inference_svc.app import resolve_settings
+from inference_svc.auto_settings import Machine, to_engine_config
+from inference_svc.backends.base import num_kv_pages
+from inference_svc.config import InferenceSettings
+from inference_svc.model.architectures import load_description
 from tests.support.models.parity import RecordingSampler, prompts, relative_rms
+from tests.system.services import Services
 
 KINDS = ("llama", "gpt-oss", "gemma3")
 """With groups of heads, with sinks and windows, and with two shapes of keys and values."""
@@ -68,3 +75,33 @@ def test_the_same_memory_holds_almost_twice_the_tokens(start: Callable) -> None:
     head_dim = running.engine.decoder.attentions[0].head_dim
     gain = 2 * head_dim / (head_dim + 4)
     assert num_pages["fp8"] == int((1 << 20) / ((1 << 20) // num_pages["auto"]) * gain)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_count_tokens_as_pages_do(kind: str, kv_dtype: str, zoos: Callable) -> None:
+    folder = zoos(kind).model_dir
+    decoder = load_description(folder)
+    asked = InferenceSettings.model_validate(
+        {"model": folder, "kv_dtype": kv_dtype, "kv_memory": "64KiB", "dtype": "bfloat16"}
+    )
+    settings = resolve_settings(asked, Machine(has_cuda=False), decoder)
+    assert settings.max_model_len < decoder.max_position_embeddings, "the pages decide"
+    num_pages = num_kv_pages(to_engine_config(settings), decoder)
+    assert settings.max_model_len == num_pages * settings.page_size
+
+
+def test_a_server_says_so_and_wakes_up_with_it(zoos: Callable, tmp_path: Path) -> None:
+    flags = ("--kv-dtype", "fp8")
+    with Services(zoos("llama"), tmp_path, inference_flags=flags) as services:
+        client = services.client
+        info = client.server_info()
+        assert (info.dtype, info.kv_dtype) == ("float32", "fp8")
+        [prompt] = prompts(1)
+        before = client.complete(prompt, temperature=0, max_tokens=NUM_TOKENS)
+        client.sleep()
+        client.wake()
+        assert client.complete(prompt, temperature=0, max_tokens=NUM_TOKENS).token_ids == (
+            before.token_ids
+        )
+        services.check_exit_codes()

@@ -45,6 +45,7 @@ NAMED_TARGETS = {
 }
 RANKS = (8, 16, 32, 64)
 STATES_GIB = (4, 8, 16, 32, 64)
+KV_TYPES = {"auto": "bf16", "fp8": "FP8"}
 ALPHAS = (1.0, 0.6, 0.3)
 GIB = 1 << 30
 NUM_ON_HOST, NUM_ON_DISK = 200, 1000
@@ -64,6 +65,7 @@ def render() -> dict[str, str]:
         "images": _images(ours),
         "gpu": _side_by_side({"`production`": ours, "1,000 adapters": thousand}),
         "cards": _cards(),
+        "kv": _kv_types(),
         "cpu": _side_by_side({"defaults, two cores": on_cpu}),
         "states": _states(),
         "hits": _hits(ours, 1000),
@@ -166,6 +168,15 @@ def _cards() -> str:
         if any(plans := [plan_card(model, gigabytes) for gigabytes in CARDS])
     ]
     return _table(["", *(f"{gigabytes} GB" for gigabytes in CARDS)], lines)
+
+
+def _kv_types() -> str:
+    lines = []
+    for name, model in MODELS.items():
+        plans = [_plan(model, {"kv_dtype": kind}, 1 << 40) for kind in KV_TYPES]
+        sizes = [planned.page_bytes // planned.config.page_size for planned in plans]
+        lines.append([name, *map(human, sizes), f"{sizes[0] / sizes[1]:.2f} x"])
+    return _table(["a token in", *KV_TYPES.values(), "tokens in the same memory"], lines)
 
 
 def _weights_bytes(model: str) -> int:

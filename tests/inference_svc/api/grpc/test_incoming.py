@@ -17,7 +17,9 @@ from inference_svc.api.service import ServerFacts
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.requests import INLINE_ENTRIES
 
-FACTS = ServerFacts("base", "FakeForCausalLM", "float32", "float32", "cpu", 10, 64, 4, 16, 8, 64, 16)
+FACTS = ServerFacts(
+    "base", "FakeForCausalLM", "float32", "float32", "cpu", 10, 64, 4, 16, 8, 64, 16
+)
 
 
 @pytest.mark.parametrize("num_ids", [INLINE_ENTRIES, INLINE_ENTRIES + 1])
