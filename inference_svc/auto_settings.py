@@ -30,7 +30,7 @@ displace many more pages than tokens they save."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_BYTES = 1
 KV_SCALE_BYTES = 4
-"""Of a key or value in FP8, whose elements have one byte."""
+"""The scale of a key or value in FP8, whose elements have one byte."""
 EVERY_TARGET = "all"
 
 

@@ -1,10 +1,11 @@
 """Compares attention on the CPU in the C++ kernels and in torch, with its bytes and products.
 
-    python -m bench.kernels.attention [--threads 2] [--repeats 20]
+    python -m bench.kernels.attention [--threads 2] [--repeats 20] [--only TEXT] [--out FILE]
 
 A time is the minimum of the repetitions, for all layers of one step; with keys and values in bf16
 and in FP8, in turns. Between two repetitions of ours, the processor's caches are overwritten, as a
-step's weights would do.
+step's weights would do. With one thread a time is the processor's, which other programs disturb
+less.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from bench.models import decoder
+from bench.results import write
 from kernels.attention import FP8, AttentionPlan, KVCache, attend
 from kernels.attention.native import NativeAttention, StepRows
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
@@ -86,14 +89,15 @@ def least_in_turns(
     runs: Sequence[Callable[[], object]], repeats: int, evict: Tensor | None = None
 ) -> list[float]:
     """Returns the least time of each of `runs`, which take turns."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
         for run, own in zip(runs, seconds, strict=True):
             if evict is not None:
                 evict.add_(1)
-            start = time.perf_counter()
+            start = clock()
             run()
-            own.append(time.perf_counter() - start)
+            own.append(clock() - start)
     return [min(own) for own in seconds]
 
 
@@ -157,13 +161,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--only", default="", help="work whose name contains this text")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     library = load()
     if library is None:
         raise SystemExit("there are no native kernels to compare")
     print(f"{library.variant}, {options.threads} threads, bf16; ms per step")
-    for work in WORK:
+    rows = []
+    for work in (each for each in WORK if options.only in each.name):
         took = measure(library, work, options.repeats)
         print(
             f"{work.name:24} ours {took.ours * 1e3:8.2f}   FP8 {took.fp8 * 1e3:8.2f}   "
@@ -171,6 +178,9 @@ def main() -> None:
             f"{work.operations / took.ours / 1e9:6.0f} GFLOP/s",
             flush=True,
         )
+        rows.append({"work": work.name, "seconds": asdict(took)})
+    if options.out is not None:
+        write(options.out, "attention", {"threads": options.threads, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ FP8 = torch.float8_e4m3fn
 """Four bits of exponent, three of mantissa, without infinities: https://arxiv.org/abs/2209.05433"""
 LARGEST_FP8 = 448.0
 SCALE_BYTES = 4
-"""Of a vector in FP8."""
+"""The size of the scale of a vector in FP8."""
 _TINY = torch.finfo(torch.float32).tiny
 
 

@@ -1,6 +1,6 @@
 """Measures what keys and values in FP8 cost in exactness, with trained adapters.
 
-    python -m bench.workloads.kv_exactness [--words 100] [--out FILE]
+    python -m bench.kv_exactness [--words 100] [--out FILE]
 
 Both services run as processes, once for each pair of data types, on the same requests: the model
 and the keys and values in float32, in bfloat16, and the model in bfloat16 with keys and values in
