@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from bench.models import ROOT, make_variants
 from bench.results import FOLDER, show, write
 from bench.workloads.real_model import QUESTIONS
+from inference_svc.model.gguf.expand import expanded
 from loadout import Client
 from loadout.demo.adapters import ADAPTERS, MODEL
-from loadout.demo.chat.model import model_folder
+from loadout.demo.chat.model import model_file
 from loadout.demo.chat.run import TRAINED_ADAPTERS
 from loadout.demo.jobs import ADAPTER_JOBS, BASE_MODEL, Job, expected, held_out, prompt
 from loadout.demo.system import System, SystemSettings
@@ -200,11 +200,12 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=12)
     parser.add_argument("--out", type=Path, default=FOLDER / "float8_adapters.json")
     options = parser.parse_args()
-    found = {
-        "resident": measure_resident(options.copies),
-        "jobs": measure_jobs(options.words),
-        "smollm2": measure_distance(model_folder(ROOT, Console(stderr=True))),
-    }
+    with expanded(model_file(ROOT)) as folder:
+        found = {
+            "resident": measure_resident(options.copies),
+            "jobs": measure_jobs(options.words),
+            "smollm2": measure_distance(folder),
+        }
     for title, rows in found.items():
         show(title, [*rows[0]], [[*row.values()] for row in rows])
     settings = {"words": options.words, "copies": options.copies}

@@ -31,16 +31,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from transformers import AutoTokenizer
 
 from bench.models import ROOT
 from bench.results import FOLDER, report
 from bench.workloads.real_model import QUESTIONS
+from inference_svc.model.gguf.expand import expanded
 from loadout import Client
 from loadout.demo import jobs
 from loadout.demo.adapters import ADAPTERS, MODEL
-from loadout.demo.chat.model import model_folder
+from loadout.demo.chat.model import model_file
 from loadout.demo.chat.run import TRAINED_ADAPTERS
 from loadout.demo.system import System, SystemSettings
 from loadout.demo.traffic import MAX_ANSWER_TOKENS, SEED
@@ -178,7 +178,11 @@ def _scored(client: Client, tokens: Sequence[int], adapter: str) -> Numbers:
 
 def measure(num_words: int, work: Path) -> dict[str, Found]:
     """Returns what each pair of data types answers."""
-    model = model_folder(ROOT, Console(stderr=True))
+    with expanded(model_file(ROOT)) as model:
+        return _measure(model, num_words, work)
+
+
+def _measure(model: Path, num_words: int, work: Path) -> dict[str, Found]:
     chats = Chats(model)
     demo = {job.name: ADAPTERS / job.name for job in jobs.ADAPTER_JOBS}
     found: dict[str, Found] = {}

@@ -31,8 +31,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from bench.gguf.files import ADAPTER_KIND, write_adapter, write_model
 from bench.kernels.roofline import THREADS
 from bench.machine import best_kernels
@@ -40,10 +38,9 @@ from bench.models import RANK, REAL, ROOT, SHAPES, Prepared, prepare, prepare_ad
 from bench.results import FOLDER, median, show, write
 from bench.systems.child import STEP_KINDS, StepChild
 from bench.systems.protocol import CLOCKS, Ask, Job, Spec
-from bench.workloads.real_model import gguf_path
 from bench.workloads.throughput import check_comparable
 from inference_svc.model.gguf.expand import expanded
-from loadout.demo.chat.model import model_folder
+from loadout.demo.chat.model import model_file
 
 OURS = "ours"
 MODELS = (REAL, "bench-1b", "bench-200m", "bench-tiny")
@@ -119,7 +116,7 @@ def make_spec(name: str, requests: int, num_adapters: int, kind: str, root: Path
 def _model_file(name: str, folder: Path, root: Path) -> Path:
     """Returns a model's file, which is made or downloaded if it is missing."""
     if name == REAL:
-        return gguf_path(model_folder(root, Console(stderr=True))).resolve()
+        return model_file(root).resolve()
     path = folder / f"{name}.Q4_0.gguf"
     if not path.is_file():
         partial = path.with_suffix(".partial")
