@@ -32,7 +32,7 @@ def library(name: str) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Returns the config and the tensors by end of each case of a file."""
     cases: dict[str, dict[str, Tensor]] = {}
     with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:
-        configs = {case: json.loads(text) for case, text in file.metadata().items()}
+        configs = {case: json.loads(text) for case, text in sorted(file.metadata().items())}
         for key in file.keys():  # noqa: SIM118  (a file is no mapping)
             case, _, end = key.partition("/")
             cases.setdefault(case, {})[end] = file.get_tensor(key)
