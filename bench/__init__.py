@@ -5,7 +5,7 @@ engine_transport  compares the engine in a thread of the gRPC server with the en
                   process
 few_bits          compares steps with base weights in few bits with bf16
 float8_adapters   the cost of float8 adapters in accuracy, and how many more of them are resident
-kv_exactness      measures what keys and values in FP8 cost in exactness
+kv_exactness      measures the cost of keys and values in FP8 in exactness
 machine           describes the machine of a result, and our kernels on it
 models            the benchmarks' models and adapters
 plots             draws one plot for each workload, from its summary

@@ -1,4 +1,4 @@
-"""Measures what keys and values in FP8 cost in exactness, with trained adapters.
+"""Measures the cost of keys and values in FP8 in exactness, with trained adapters.
 
     python -m bench.kv_exactness [--words 100] [--out FILE]
 
@@ -50,8 +50,8 @@ PAIRS = {
     "fp8": ("bfloat16", "fp8"),
     "float32": ("float32", "auto"),
 }
-"""The model's dtype and that of keys and values, by name. The first is what others are compared
-with."""
+"""The model's dtype and the dtype of keys and values, by name. Others are compared
+with the first."""
 BASELINE = "bfloat16"
 NUM_TOKENS, NUM_IN_FLIGHT = 64, 16
 DOCUMENTS = ("README.md", "docs/security.md", "docs/limits.md", "docs/configuration.md")
@@ -65,8 +65,8 @@ Numbers = NDArray[np.float32]
 
 @dataclass(slots=True)
 class Found:
-    """What one system answered: tokens of SmolLM2's answers by adapter and question, the share of
-    right answers by job, and log probabilities of given tokens by what they are of."""
+    """The answers of one system: tokens of SmolLM2's answers by adapter and question, the share of
+    right answers by job, and log probabilities of given tokens by their adapter."""
 
     answers: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     right: dict[str, float] = field(default_factory=dict)
@@ -177,7 +177,7 @@ def _scored(client: Client, tokens: Sequence[int], adapter: str) -> Numbers:
 
 
 def measure(num_words: int, work: Path) -> dict[str, Found]:
-    """Returns what each pair of data types answers."""
+    """Returns the answers of each pair of data types."""
     with expanded(model_file(ROOT)) as model:
         return _measure(model, num_words, work)
 
