@@ -8,7 +8,7 @@ FP8. All answers are greedy.
 
 - The demo's jobs: the share of answers to held-out words that are right to the last letter.
 - SmolLM2 with its three trained adapters and without, on the questions of `examples/smollm2`: the
-  share of answers, and of tokens, that are those of bfloat16. An answer may differ after one token
+  share of answers, and of tokens, that equal bfloat16's. An answer may differ after one token
   that was nearly as likely as another.
 - The distance of log probabilities: the mean magnitude of the difference from bfloat16, over the
   tokens of bfloat16's answers, and over documents of this project, whose last tokens have contexts

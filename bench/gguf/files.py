@@ -31,8 +31,8 @@ ADAPTER_KIND = "F16"
 class ModelFile:
     """A file that is being made, whose tensors are added by their names in transformers.
 
-    `metadata` has values beside those of the config, or in place of them; a key that begins with a
-    dot is the architecture's.
+    `metadata` has values in addition to the config, or in place of its own; a key that begins with
+    a dot is the architecture's.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ def tensor_names(architecture: str, config: Any) -> gguf.TensorNameMap:
 
 
 def stored_name(names: gguf.TensorNameMap, name: str) -> str:
-    """Returns a tensor's name in the file. Raises KeyError for one that files do not have."""
+    """Returns a tensor's name in the file. Raises KeyError for a name that files do not have."""
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     if found is None:
         raise KeyError(f"{name}: the package gguf has no name for it")

@@ -57,7 +57,7 @@ class Track:
 
 
 class LlamaCppSystem:
-    """llama.cpp with a GGUF file: the option `gguf`, or the one that the model's folder was made
+    """llama.cpp with a GGUF file: the option `gguf`, or the file that the model's folder was made
     of. The option `loras` has files of adapters by name.
 
     One context computes everything, and adapters are changed between its batches. With the option
