@@ -80,17 +80,6 @@ class RecurrentStates:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """A format of weights in few bits."""
-
-    format: str
-    """Such as "int4, groups of 128"."""
-    kernels: str
-    """The code that multiplies by these weights: "native"; a GPU's kernel, such as "triton W4A16";
-    or "dequantised", which is slow."""
-
-
-@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """The model of a server, its limits, and its use of memory."""
 
@@ -129,5 +118,3 @@ class ServerInfo:
     old to report it."""
     kv_dtype: str = ""
     """The type of keys and values, `dtype` or "fp8"; "": the server is too old to report it."""
-    weight_formats: tuple[WeightFormat, ...] = ()
-    """Empty: the model has no weights in few bits, or the server is too old to report them."""

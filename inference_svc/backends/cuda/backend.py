@@ -52,7 +52,6 @@ from inference_svc.model.transformer import COMPUTED, Transformer
 from kernels import tuning
 from kernels.experts import sizes_to_warm_up
 from kernels.lora.plan import LoraContents
-from kernels.quantised import WeightFormat, implementation
 
 logger = logging.getLogger(__name__)
 
@@ -359,7 +358,7 @@ class CudaBackend(AdapterMemory):
 
 FLOAT8_CAPABILITY = (8, 9)
 """The first compute capability whose processors convert float8."""
-LACKING = names("attention.head_dim>512 weight_format.odd_groups")
+LACKING = names("attention.head_dim>512")
 
 
 class CudaFactory:
@@ -384,9 +383,6 @@ class CudaFactory:
         name = torch.cuda.get_device_name(config.device)
         capability = torch.cuda.get_device_capability(config.device)
         return device_notes(name, capability, tuning.measured_devices())
-
-    def weight_kernels(self, form: WeightFormat) -> str:
-        return implementation(form, "cuda")
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         return memory_needs(config, decoder)
