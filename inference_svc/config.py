@@ -104,7 +104,7 @@ class InferenceSettings(ServiceSettings):
     """Hold the weights of the model's layers in this type, and quantise them while they are read.
     int4: in groups of up to 128. Leave it out for a checkpoint that is quantised already."""
 
-    kv_dtype: Annotated[Literal["auto", "fp8"], Level.COMMON, MODEL] = "auto"
+    kv_dtype: Annotated[Literal["auto", "fp8"], MODEL] = "auto"
     """Data type of keys and values. auto: as --dtype. fp8: E4M3 with a scale for each token and key
     head, about half the memory of bfloat16; answers may differ slightly."""
 
