@@ -52,7 +52,7 @@ GOALS = {1: 1.0, 4: 1.2}
 GOAL_OF_SEVERAL = 2.0
 ALPHA, ALPHA_OF_REAL = 64, 256
 CHECKED_REQUESTS, CHECKED_STEPS = 4, 24
-MIN_AGREEMENT, MIN_ADVANTAGE = 0.75, 0.1
+MIN_AGREEMENT, MIN_ADVANTAGE = 0.8, 0.1
 """The least share of tokens that both choose, and its distance from that without the adapters."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +99,6 @@ class QuantisedLinear:
     """A `TorchLinear` of a weight in few bits; its bias [out] is in the model's dtype."""
 
     weight: QuantisedWeight
-    dtype: torch.dtype
     bias: Tensor | None = None
 
     def put_rows(self, start: int, rows: Rows) -> None:
@@ -139,30 +138,15 @@ class PartsLinear:
     parts: tuple[Linear | QuantisedLinear, ...]
 
     def put_rows(self, start: int, rows: Rows) -> None:
-        part, first = self._part_of(start)
+        part, first = part_of(self.parts, start)
         part.put_rows(start - first, rows)
 
     def put_bias(self, start: int, values: Tensor) -> None:
-        part, first = self._part_of(start)
+        part, first = part_of(self.parts, start)
         part.put_bias(start - first, values)
 
-    def _part_of(self, row: int) -> tuple[Linear | QuantisedLinear, int]:
-        """Returns the part that has a row, and the first row of it."""
-        first = 0
-        for part in self.parts:
-            if row < first + part.out_features:
-                break
-            first += part.out_features
-        return part, first
-
     def rows(self, start: int, end: int) -> Tensor:
-        found, first = [], 0
-        for part in self.parts:
-            own = max(start - first, 0), min(end - first, part.out_features)
-            if own[0] < own[1]:
-                found.append(part.rows(*own).float())
-            first += part.out_features
-        return torch.cat(found)
+        return rows_of(self.parts, start, end)
 
     @property
     def bias(self) -> Tensor | None:
@@ -187,6 +171,40 @@ class PartsLinear:
         raise AssertionError("weights of experts have one format")
 
 
+class HasRows(Protocol):
+    """A part of a projection: some of its rows, in one format."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    def rows(self, start: int, end: int) -> Tensor: ...
+
+
+AnyPart = TypeVar("AnyPart", bound=HasRows)
+
+
+def part_of(parts: Sequence[AnyPart], row: int) -> tuple[AnyPart, int]:
+    """Returns the part of a projection that has a row, and the part's first row."""
+    first = 0
+    for part in parts:
+        if row < first + part.out_features:
+            break
+        first += part.out_features
+    return part, first
+
+
+def rows_of(parts: Sequence[HasRows], start: int, end: int) -> Tensor:
+    """Returns rows [start, end) of a projection's weight, [end - start, in], from all its parts;
+    fp32 if these give several dtypes."""
+    found, first = [], 0
+    for part in parts:
+        own = max(start - first, 0), min(end - first, part.out_features)
+        if own[0] < own[1]:
+            found.append(part.rows(*own))
+        first += part.out_features
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
 class TorchProjections:
     """Makes projections in torch."""
 
@@ -207,7 +225,7 @@ class TorchProjections:
                 weight = torch.empty(part.num_rows, in_features, dtype=dtype, device=device)
                 return Linear(weight, bias)
             few_bits = QuantisedWeight.empty(part.format, part.num_rows, in_features, device)
-            return QuantisedLinear(few_bits, dtype, bias)
+            return QuantisedLinear(few_bits, bias)
 
         every = tuple(map(made, parts))
         return every[0] if len(every) == 1 else PartsLinear(every)

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.linear.pack import PackedLinear
 from kernels.native.library import Library, NativeOp, dtype_name, pointer
+
+
+class PackedWeight(Protocol):
+    """A packed weight [out_features, in_features] that products of `dtype` read."""
+
+    @property
+    def weights(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
 
 
 class LinearArgs(ctypes.Structure):
@@ -46,7 +66,7 @@ def linear_op(x: Tensor, packed: PackedLinear, out: Tensor, num_tokens: Tensor) 
     return NativeOp(name, args, (x, packed, out, num_tokens))
 
 
-def linear_args(x: Tensor, packed: PackedLinear, out: Tensor) -> LinearArgs:
+def linear_args(x: Tensor, packed: PackedWeight, out: Tensor) -> LinearArgs:
     """Returns the arguments of a product, without a number of tokens. x: [T, in_features] of the
     weights' dtype; out: [T, out_features]. Rows have unit stride.
     """

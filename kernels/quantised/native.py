@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.experts.native import ExpertsLinearArgs, PairsBuffer
 from kernels.experts.reference import padded_rows
-from kernels.linear.native import LinearArgs
+from kernels.linear.native import LinearArgs, linear_args
 from kernels.native.library import Library, NativeOp, dtype_name, pointer
 from kernels.quantised.formats import Activations, Codes, WeightFormat
 from kernels.quantised.pack import PackedQuantised
@@ -109,7 +109,7 @@ def quantised_ops(
     """
     assert num_tokens.dtype == torch.int32
     assert out.shape[1] == packed.out_features
-    linear = _linear_args(x, packed, out)
+    linear = linear_args(x, packed, out)
     linear.num_tokens = num_tokens.data_ptr()
     args = _QuantisedArgs(linear, _form_args(packed))
     ops = []
@@ -141,7 +141,7 @@ def quantised_experts_ops(
     assert packed.out_features == routing.num_experts * padded
     assert padded == padded_rows(out.shape[1])
     assert out.dtype == packed.dtype
-    linear = _linear_args(x, packed, out)
+    linear = linear_args(x, packed, out)
     linear.out_features = out.shape[1]
     experts = ExpertsLinearArgs(linear, routing.pairs.starts.data_ptr(), routing.num_experts)
     args = _ExpertsQuantisedArgs(experts, _form_args(packed))
@@ -187,23 +187,6 @@ def _form_args(packed: PackedQuantised) -> _FormArgs:
         packed.group_size,
         _SCALES.index(packed.format.scale_dtype),
         packed.format.has_offsets,
-    )
-
-
-def _linear_args(x: Tensor, packed: PackedQuantised, out: Tensor) -> LinearArgs:
-    assert x.dtype == packed.dtype
-    assert x.shape[1] == packed.in_features
-    assert x.stride(1) == out.stride(1) == 1
-    return LinearArgs(
-        x.data_ptr(),
-        packed.weights.data_ptr(),
-        pointer(packed.bias),
-        out.data_ptr(),
-        None,
-        x.stride(0),
-        out.stride(0),
-        packed.in_features,
-        packed.out_features,
     )
 
 

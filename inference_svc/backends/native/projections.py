@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.model.description import WeightPart
+from inference_svc.model.layers import part_of, rows_of
 from inference_svc.model.quantised.scheme import Rows
 from kernels.experts.native import PairsBuffer, experts_linear_op
 from kernels.host_memory import allocate_host
@@ -34,32 +35,17 @@ class PackedProjection:
 
     def put_rows(self, start: int, rows: Rows) -> None:
         """Packs rows [N, in] as those from `start` on, which are all of one part."""
-        part, first = self._part_of(start)
+        part, first = part_of(self.parts, start)
         part.put_rows(start - first, rows)
 
     def put_bias(self, start: int, values: Tensor) -> None:
         """Takes values [N], of one part, as those from `start` on."""
-        part, first = self._part_of(start)
+        part, first = part_of(self.parts, start)
         part.put_bias(start - first, values)
-
-    def _part_of(self, row: int) -> tuple[Part, int]:
-        """Returns the part that has a row, and the first row of it."""
-        first = 0
-        for part in self.parts:
-            if row < first + part.out_features:
-                break
-            first += part.out_features
-        return part, first
 
     def rows(self, start: int, end: int) -> Tensor:
         """Returns rows [start, end) of the weight in the model's dtype, [end - start, in]."""
-        found, first = [], 0
-        for part in self.parts:
-            own = max(start - first, 0), min(end - first, part.out_features)
-            if own[0] < own[1]:
-                found.append(part.rows(*own))
-            first += part.out_features
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return rows_of(self.parts, start, end)
 
     @property
     def num_bytes(self) -> int:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import regex
-
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.quantised.settings import NEXT_STEP, Settings, shorten
 
@@ -102,6 +100,8 @@ class ModuleNames:
             raise self._refused(f"the pattern {shorten(source)} is too large")
         if _READ_DIFFERENTLY.search(rest):
             raise self._refused(f"the pattern {shorten(source)} has syntax that is not supported")
+        import regex  # only here: a machine of the GPU run may not have it, and its models no lists
+
         try:
             re.compile(source)
             return regex.compile(source, regex.V0)

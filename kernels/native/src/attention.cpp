@@ -14,7 +14,7 @@
 
 #include "attention_products.h"
 #include "attention_state.h"
-#include "fp8.h"
+#include "e4m3.h"
 #include "slice.h"
 
 namespace loadout {

@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "float8.h"
+#include "e4m3.h"
 #include "simd.h"
 
 namespace loadout {

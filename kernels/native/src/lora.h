@@ -20,7 +20,7 @@
 
 #include <algorithm>
 
-#include "float8.h"
+#include "e4m3.h"
 #include "simd.h"
 #include "slice.h"
 

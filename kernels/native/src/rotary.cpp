@@ -3,7 +3,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "fp8.h"
+#include "e4m3.h"
 #include "kv_pages.h"
 #include "slice.h"
 

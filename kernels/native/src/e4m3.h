@@ -1,6 +1,14 @@
-// FP8, four bits of exponent and three of mantissa without infinities: vectors of codes with a scale
-// for each, as `to_fp8` in `kernels/attention/kv_cache.py` defines them.
+// E4M3, the FP8 of adapters, keys and values: a sign, 4 bits of exponent (bias 7), 3 of mantissa, no
+// infinities. https://arxiv.org/abs/2209.05433. Every value is exact in bf16. Vectors of codes with
+// a scale for each are as `to_fp8` in `kernels/attention/kv_cache.py` defines them.
+//
+// Values below 2^-6 (size < 8) have no leading 1. They are looked up or converted from integers: as
+// floats that are shifted into place they would be denormal, and products of these take a hundred
+// cycles on some processors. NaN (size 127), which nobody writes, reads as 480: a vector with NaN
+// has NaN for its scale.
 #pragma once
+
+#include <immintrin.h>
 
 #include <algorithm>
 
@@ -12,10 +20,19 @@ struct e4m3 {
   uint8_t bits;
 };
 
+inline float to_float(e4m3 x) {
+  const uint32_t size = x.bits & 0x7f, sign = static_cast<uint32_t>(x.bits & 0x80) << 24;
+  const float small = static_cast<float>(size) * 0x1p-9f;
+  uint32_t bits = (size << 20) + (120u << 23);
+  if (size < 8) std::memcpy(&bits, &small, sizeof bits);
+  bits |= sign;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 // Codes become bf16 as their bits do: sign and magnitude move to where bf16 has its own, and the
-// difference of the two exponents' offsets is added. Codes below 8 have no leading one: their values
-// are looked up, because arithmetic with numbers that small is slow, or takes them for zero. The
-// codes of NaN become 480: a vector with NaN has NaN for its scale.
+// difference of the two exponents' offsets is added.
 constexpr int16_t E4M3_PLACES = static_cast<int16_t>(0x87f0);
 constexpr int16_t E4M3_EXPONENT = 0x0780;
 constexpr int16_t E4M3_OFFSET = (127 - 7) << 7;
@@ -60,6 +77,70 @@ inline __m512i widened_codes(__m256i codes) {
 
 #endif
 
+#if defined(__AVX512F__)
+
+// The values of codes, one in each lane.
+inline VF decode(VI codes) {
+  const VI size = _mm512_and_si512(codes, _mm512_set1_epi32(0x7f));
+  const VI sign = _mm512_slli_epi32(_mm512_andnot_si512(_mm512_set1_epi32(0x7f), codes), 24);
+  const VI normal = _mm512_add_epi32(_mm512_slli_epi32(size, 20), _mm512_set1_epi32(120 << 23));
+  const VF small = vmul(_mm512_cvtepi32_ps(size), vset1(0x1p-9f));
+  const __mmask16 is_small = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(8));
+  const VI value = _mm512_mask_mov_epi32(normal, is_small, _mm512_castps_si512(small));
+  return _mm512_castsi512_ps(_mm512_or_si512(value, sign));
+}
+
+inline VF vload(const e4m3* p) {
+  return decode(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+
+// Pairs of neighbours, as `even` and `odd` of bf16.
+inline void load_pairs(const e4m3* p, VF* even, VF* odd) {
+  const VI pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  *even = decode(_mm512_and_si512(pairs, _mm512_set1_epi32(0xff)));
+  *odd = decode(_mm512_srli_epi32(pairs, 8));
+}
+
+// 32 values as bf16.
+inline __m512i load_bf16(const e4m3* p) {
+  return widened_codes(_mm256_loadu_si256((const __m256i*)p));
+}
+
+#else
+
+inline VF decode(VI codes) {
+  const VI size = _mm256_and_si256(codes, _mm256_set1_epi32(0x7f));
+  const VI sign = _mm256_slli_epi32(_mm256_andnot_si256(_mm256_set1_epi32(0x7f), codes), 24);
+  const VI normal = _mm256_add_epi32(_mm256_slli_epi32(size, 20), _mm256_set1_epi32(120 << 23));
+  const VF small = vmul(_mm256_cvtepi32_ps(size), vset1(0x1p-9f));
+  const VI is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), size);
+  const VF value = _mm256_blendv_ps(_mm256_castsi256_ps(normal), small,
+                                    _mm256_castsi256_ps(is_small));
+  return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
+}
+
+inline VF vload(const e4m3* p) {
+  return decode(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+
+inline void load_pairs(const e4m3* p, VF* even, VF* odd) {
+  const VI pairs = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  *even = decode(_mm256_and_si256(pairs, _mm256_set1_epi32(0xff)));
+  *odd = decode(_mm256_srli_epi32(pairs, 8));
+}
+
+#endif
+
+#if defined(__AVX512F__)
+inline __m512i load_bf16(const bf16* p) { return _mm512_loadu_si512(p); }
+#endif
+
+inline void load_pairs(const bf16* p, VF* first, VF* second) {
+  const VI pairs = vbits(p);
+  *first = even(pairs);
+  *second = odd(pairs);
+}
+
 // The values of `count` codes, a multiple of 16, without their scale.
 inline void widen_codes(bf16* to, const e4m3* from, int64_t count) {
   int64_t i = 0;
@@ -76,19 +157,7 @@ inline void widen_codes(bf16* to, const e4m3* from, int64_t count) {
 }
 
 inline void widen_codes(float* to, const e4m3* from, int64_t count) {
-  for (int64_t i = 0; i < count; i += 16) {
-    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
-    bf16 values[16];
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), widened_codes(codes));
-    for (int j = 0; j < 16; j += VF_WIDTH) vstore(to + i + j, vload(values + j));
-  }
-}
-
-inline float to_float(e4m3 code) {
-  const int magnitude = code.bits & 0x7f;
-  const float sign = code.bits & 0x80 ? -1.0f : 1.0f;
-  if (magnitude < 8) return sign * magnitude / 512;
-  return sign * std::ldexp(static_cast<float>(8 + magnitude % 8), magnitude / 8 - 10);
+  for (int64_t i = 0; i < count; i += VF_WIDTH) vstore(to + i, vload(from + i));
 }
 
 // The codes of |x| <= 448, rounded to the nearest, ties to even, each in a lane of 32 bits.
