@@ -19,6 +19,9 @@ class Worker:
         env = {
             **os.environ,
             "TRITON_INTERPRET": "1" if interpret else "0",
+            # The interpreter multiplies with numpy. OpenBLAS has kernels for newer processors in
+            # which the sum of a row depends on the rows beside it: a GPU has nothing like that.
+            "OPENBLAS_CORETYPE": "Nehalem",
             "PYTHONPATH": str(ROOT),
         }
         self._process = subprocess.Popen(
