@@ -19,7 +19,7 @@ MAX_GROWTH_MIB = 64
 MIN_TO_ACCEPT = 1000
 """From this many executions on, some must be accepted, because most are changed seeds."""
 MAX_INPUT_BYTES = 4096
-MAX_INPUT_BYTES_OF = {"image": 8192, "tokenizer": 8192, "gguf": 8192}
+MAX_INPUT_BYTES_OF = {"image": 8192, "tokenizer": 8192, "gguf": 8192, "packed": 8192}
 """Limits of targets with larger seeds."""
 
 _RESIDENT = re.compile(r"^resident: (\d+) KiB", re.MULTILINE)

@@ -131,6 +131,18 @@ def change_weights(data: bytes, random: Random) -> bytes | None:
     return len(header).to_bytes(8, "little") + header + data[8 + length :]
 
 
+def change_tensors(data: bytes, random: Random) -> bytes | None:
+    """Changes the header of a .safetensors file, or some bytes of its tensors."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    if start >= len(data) or random.random() < 0.3:
+        return change_weights(data, random)
+    for _ in range(random.choice((1, 1, 2, 8))):
+        at = random.randrange(start, len(data))
+        value = random.choice((b"\0", b"\xff", b"\x7f", b"\x80", random.randbytes(1)))
+        data = data[:at] + value + data[at + 1 :]
+    return data
+
+
 # --- messages -----------------------------------------------------------------------------------
 
 
@@ -267,6 +279,8 @@ def _of_parts(target: str, parts: list[bytes], index: int) -> Change:
         return change_bytes if bounds is None or index == 0 else change_message(bounds.message)
     if target in ("checkpoint", "mlx_checkpoint"):
         return change_json if index == 0 else change_weights
+    if target == "packed":
+        return change_json if index == 0 else change_tensors
     if target == "image":
         return change_message(pb.ImageHeader) if index == 0 else change_bytes
     if target == "http" and index == 0:

@@ -14,16 +14,18 @@ from typing import Any
 
 import gguf
 import numpy as np
+from safetensors.torch import save
 
 from contract.images.expert_index import INDEX_BYTES
 from contract.images.header import GRANULE_BYTES, align
 from contract.images.targets import TargetKind
 from contract.tokenizer_extract import make_extract
-from fuzz.campaign import CORPUS
+from fuzz.campaign import CORPUS, MAX_INPUT_BYTES_OF
 from fuzz.format_2 import EXPERTS, SEPARATOR, SERVED
 from fuzz.texts import base_folder
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.inference.v1 import inference_pb2
+from tests.support.models.saved_weights import CASES, library
 
 LORA = (CORPUS / "checkpoint" / "lora").read_bytes()
 CONFIG, _, WEIGHTS = LORA.partition(SEPARATOR)
@@ -252,6 +254,21 @@ def gguf_files() -> Iterator[tuple[str, bytes]]:
     yield "gemma3", _gguf("gemma3", "Q6_K Q4_0", {**scored, "tokens": ["  ", *words["tokens"][1:]]})
 
 
+def packed_weights() -> Iterator[tuple[str, bytes]]:
+    """Yields weights that libraries saved, with the configs that they wrote: one for each set of
+    tensors."""
+    seen = set()
+    for name, case in CASES:
+        config, tensors = library(name)[0][case], dict(library(name)[1][case])
+        sizes, dtype = list(tensors.pop("expected").shape), case.rpartition(" ")[2]
+        whole = {"sizes": sizes, "config": {"quantization_config": config, "dtype": dtype}}
+        data = json.dumps(whole).encode() + SEPARATOR + save(tensors)
+        kind = (name, *((end, each.dtype) for end, each in sorted(tensors.items())))
+        if kind not in seen and len(data) <= MAX_INPUT_BYTES_OF["packed"]:
+            seen.add(kind)
+            yield f"{name} {case}".replace(" ", "_"), data
+
+
 def _gguf(architecture: str, kinds: str, tokenizer: Mapping[str, Any]) -> bytes:
     """Returns a model of one layer with one head, whose matrices have these types in turn, and as
     few rows as are read."""
@@ -384,6 +401,7 @@ SEEDS = {
     "extract": extracts,
     "http": http_requests,
     "gguf": gguf_files,
+    "packed": packed_weights,
     "inference_request": inference_requests,
 }
 

@@ -36,6 +36,7 @@ from fuzz.format_2 import SEPARATOR, fuzz_contents, fuzz_layout, fuzz_pull
 from fuzz.gguf import fuzz_gguf
 from fuzz.http import fuzz_http
 from fuzz.images import fuzz_image
+from fuzz.packed import fuzz_packed
 from fuzz.refusals import refused
 from fuzz.requests import fuzz_inference_request, fuzz_store_request
 from fuzz.texts import fuzz_extract, fuzz_tokenizer
@@ -207,14 +208,15 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "extract": fuzz_extract,
     "http": fuzz_http,
     "gguf": fuzz_gguf,
+    "packed": fuzz_packed,
 }
 
 # Percent of a campaign's executions, by the amount of code that a target reaches and by the cost
 # of an execution.
 SHARES: Mapping[str, int] = {
     "header": 4,
-    "header_text": 7,
-    "config": 8,
+    "header_text": 6,
+    "config": 6,
     "mlx_config": 4,
     "index": 4,
     "checkpoint": 1,
@@ -222,9 +224,9 @@ SHARES: Mapping[str, int] = {
     "names": 6,
     "policy": 1,
     "store_request": 6,
-    "inference_request": 8,
+    "inference_request": 7,
     "pull": 6,
-    "contents": 7,
+    "contents": 6,
     "layout": 4,
     "image": 6,
     "folder": 2,
@@ -233,4 +235,5 @@ SHARES: Mapping[str, int] = {
     "extract": 4,
     "http": 5,
     "gguf": 6,
+    "packed": 5,
 }
