@@ -20,7 +20,7 @@ Examples:
 """
 
 
-class WeightType(enum.Enum):
+class WeightType(enum.StrEnum):
     """The types that weights can be written in."""
 
     INT4 = "int4"
@@ -36,7 +36,10 @@ def quantize(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write. It must not exist.")],
     to: Annotated[
         WeightType,
-        typer.Option(help="Type of the weights. int4: in groups of up to 128."),
+        typer.Option(
+            metavar="|".join(WeightType),
+            help="Type of the weights. int4: in groups of up to 128.",
+        ),
     ] = WeightType.INT4,
 ) -> None:
     """Write a model anew, with weights in few bits.
@@ -50,7 +53,7 @@ def quantize(
     """
     with sigterm_is_ctrl_c():
         folder = model if Path(model).is_dir() else fetch_model(model, or_folder=True)
-        command = [sys.executable, "-m", "inference_svc", "quantize", to.value, folder, str(out)]
+        command = [sys.executable, "-m", "inference_svc", "quantize", to, folder, str(out)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
         raise typer.Exit(1)
