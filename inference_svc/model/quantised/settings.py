@@ -28,7 +28,13 @@ class Settings:
 
     def refused(self, key: str, reason: str) -> UnsupportedModel:
         shown = shorten(self.values.get(key))
-        return UnsupportedModel(f"{self.where}.{key} = {shown}: {reason}; {NEXT_STEP}")
+        return UnsupportedModel(f"{self.place_of(key)} = {shown}: {reason}; {NEXT_STEP}")
+
+    def place_of(self, key: str) -> str:
+        """Returns the place of a key for a message. Names of groups and unknown keys are a
+        stranger's: a long one is cut, and one that cannot be printed is escaped."""
+        is_plain = key.isprintable() and len(key) <= _MAX_SHOWN_CHARS
+        return f"{self.where}.{key if is_plain else shorten(key)}"
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
@@ -72,7 +78,7 @@ class Settings:
             return None
         if not isinstance(value, Mapping):
             raise self.refused(key, "must be an object")
-        return Settings(value, f"{self.where}.{key}")
+        return Settings(value, self.place_of(key))
 
     def require_known(self, known: Collection[str]) -> None:
         """Raises UnsupportedModel for a key that is not among these, unless its value is empty: it

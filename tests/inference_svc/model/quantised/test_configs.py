@@ -241,6 +241,10 @@ def inputs(
         refused(compressed(INT4), match="config_groups = {}", config_groups={}),
         refused(compressed(INT4), match="config_groups.a = ", config_groups={"a": ["Linear"]}),
         refused(compressed(INT4), match="config_groups.a = None", config_groups={"a": None}),
+        refused(compressed(INT4), match=r"groups\.'\\ud800' = 1", config_groups={"\ud800": 1}),
+        refused(
+            compressed(INT4), match=r"config_groups\.'a{76}\.\.\. =", config_groups={"a" * 99: 1}
+        ),
         refused(compressed(INT4), match="ignore = 'lm_head': must be a list", ignore="lm_head"),
         refused(compressed(INT4), match="ignore: .* is no pattern", ignore=["re:("]),
         refused(compressed(INT4, group={"targets": ["LlamaAttention"]}), match="targets = "),
@@ -296,6 +300,7 @@ def test_keys_that_change_the_maths_are_refused(config: dict[str, Any], match: s
     with pytest.raises(UnsupportedModel, match=match) as caught:
         scheme(config)
     assert "docs/models.md" in str(caught.value)
+    str(caught.value).encode()
 
 
 @pytest.mark.parametrize(
