@@ -82,7 +82,7 @@ def _checked(matrix: StoredMatrix, stored: Mapping[str, Any]) -> dict[str, Tenso
         if not spec.fits(shape) or dtype not in spec.dtypes:
             raise UnsupportedModel(f"{end} has shape {shape} and dtype {dtype}")
         values = bytearray(stored[end]["data"])
-        found[end] = torch.frombuffer(values, dtype=_DTYPES[dtype]).view(shape)
+        found[end] = torch.frombuffer(values, dtype=_DTYPES[dtype]).view(shape or (1,))
     return found
 
 

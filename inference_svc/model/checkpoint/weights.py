@@ -284,10 +284,12 @@ def _put_matrix(
     elif matrix.is_by_rows:
         parts = ((rows.start, rows) for rows in _row_ranges(piece.shape))
     with ExitStack() as stack:
-        stored = {
-            end: stack.enter_context(opened(each, reads_parts=piece.num_experts > 0))
-            for end, each in tensors.items()
-        }
+        stored: dict[str, Any] = {}
+        for end, each in tensors.items():
+            # One value may have no dimensions; see `TensorSpec.fits`.
+            reads_parts = piece.num_experts > 0 and len(each.shape) > 0
+            found = stack.enter_context(opened(each, reads_parts=reads_parts))
+            stored[end] = found if each.shape else found[...].reshape(1)
         for place, index in parts:
             try:
                 rows = matrix.decode({end: each[index] for end, each in stored.items()})

@@ -185,6 +185,13 @@ def fp8_in_blocks(weight: Tensor) -> Packed:
     return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
 
 
+def fp8_of_one_scale(weight: Tensor) -> Packed:
+    """Packs with a scale without dimensions, as some writers do."""
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
 def mxfp4(experts: Tensor) -> Packed:
     """Packs experts [experts, in, out]; a scale is the power of two at the largest magnitude."""
     weight = experts.transpose(1, 2)
@@ -219,6 +226,10 @@ FORMATS: Mapping[str, tuple[Callable[[Tensor], Packed], dict[str, Any]]] = {
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     ),
     "mxfp4": (mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
+    "fp8 tensor": (
+        fp8_of_one_scale,
+        {"quant_method": "fp8", "modules_to_not_convert": ["mlp.gate"]},
+    ),
     "fp8": (fp8_in_blocks, {"quant_method": "fp8", "weight_block_size": [32, 24]}),
 }
 
