@@ -9,6 +9,7 @@ from datetime import datetime
 from itertools import repeat
 from typing import NamedTuple, Protocol, TypeAlias
 
+from contract.base_model_names import trained_form
 from contract.images.segment_kinds import KIND_WORDS, SegmentKind
 from contract.words import listed
 from servicekit.auth import principal
@@ -79,7 +80,8 @@ class Announcement:
     layout, or until those that have replaced them have gone for an hour.
 
     `segment_kinds` are those beside A and B. `lora_targets` are last components of targets' names
-    that the server is restricted to; none: it applies all targets.
+    that the server is restricted to; none: it applies all targets. `weight_form` is the form in
+    which it holds the base model's weights, such as "int4"; "": plain.
     """
 
     aliases: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ class Announcement:
     lora_targets: tuple[str, ...] = ()
     max_added_tokens: int = 0
     applies_invocation_tokens: bool = False
+    weight_form: str = ""
 
 
 class Demands(Protocol):
@@ -118,6 +121,19 @@ class ServerLimits:
     lora_targets: tuple[str, ...] = ()
     max_added_tokens: int = 0
     applies_invocation_tokens: bool = False
+    weight_form: str = ""
+
+    def note(self, config_base_model: str) -> str:
+        """Returns the difference between the servers' base model and the one that an adapter was
+        trained on, which its config names; "" if there is none, or the name does not tell."""
+        trained = trained_form(config_base_model)
+        if trained is None or trained.is_served_as(self.weight_form):
+            return ""
+        served = self.weight_form or "plain weights"
+        return (
+            f"trained on the {trained.name} form of the base model, served on {served}: answers "
+            f"differ slightly; serve the {trained.name} checkpoint for the answers of training"
+        )
 
     def refusal(self, adapter: AdapterRecord, verdict: LayoutVerdict) -> str:
         """Returns why the servers cannot serve this adapter, whose verdict under their layout this
@@ -346,7 +362,10 @@ class AdapterRecord:
             part
             for each in self.verdicts
             for server in each.servers
-            for part in (server.announcement_id, server.refusal(self, each))
+            for part in (
+                *(server.announcement_id, server.refusal(self, each)),
+                server.note(self.config_base_model),
+            )
         ]
         texts += [part for file in self.files for part in (file.name, file.sha256)]
         # A character is at most four bytes; most texts are ASCII.

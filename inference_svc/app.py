@@ -40,6 +40,7 @@ from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.description import Decoder
+from inference_svc.model.quantised.chosen import weight_form
 from inference_svc.model.recurrent_states import slot_bytes
 from inference_svc.results.logprobs import LogprobsMode
 from inference_svc.server import InferenceServer, announcement_of, installed_version
@@ -114,7 +115,8 @@ def describe_layout(config: InferenceSettings) -> str:
     with hashing_base(config.model, decoder, usable_cpus()) as base:
         layout = layout.with_base(base())
     layout = layout.with_towers(tower_modules(config.model, decoder.wrapper))
-    return MessageToJson(from_registration(layout, announcement_of(config)), indent=None)
+    announcement = announcement_of(config, weight_form(decoder, config.quantize))
+    return MessageToJson(from_registration(layout, announcement), indent=None)
 
 
 Load: TypeAlias = Callable[[], EngineThread | EngineProcess]
@@ -185,6 +187,7 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
         dtype=config.dtype,
         adapter_dtype=config.dtype if config.adapter_dtype == "auto" else "float8_e4m3fn",
         kv_dtype=config.dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        weight_form=weight_form(decoder, config.quantize),
         device=config.device,
         vocab_size=decoder.vocab_size,
         eos_token_ids=decoder.eos_token_ids,

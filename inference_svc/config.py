@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from contract.base_model_names import hub_name
+from contract.base_model_names import hub_name, without_form
 from servicekit.settings.service import (
     BASICS,
     MEMORY,
@@ -43,8 +43,6 @@ from servicekit.telemetry.redact import redact
 MIB = 1 << 20
 _PART = r"\w(?:\w|[.-](?=\w)){0,95}"
 _HUB_NAME = re.compile(rf"({_PART}/{_PART})(?:@({_PART}(?:/{_PART}){{0,3}}))?", re.ASCII)
-_GGUF_TYPE = re.compile(r"(?<=.)[.-](?:[it]?q[0-9]\w*|b?f16|f32)$", re.IGNORECASE)
-"""The end of a GGUF file's name that says the type of its weights, such as "-Q4_K_M"."""
 NO_MODEL = (
     "{} is neither a folder nor a model's name on the hub, such as Qwen/Qwen3-0.6B, "
     "or with a revision Qwen/Qwen3-0.6B@main"
@@ -382,7 +380,7 @@ def _name_of(model: Path) -> str:
     """Returns the name of a model's folder, on the hub if it is one of the hub's cache, or of its
     file, without the type of its weights."""
     if model.is_file():
-        return _GGUF_TYPE.sub("", model.stem)
+        return without_form(model.name)
     folder = model.resolve()
     is_cached = folder.parent.name == "snapshots"
     return (is_cached and hub_name(folder.parent.parent.name)) or folder.name

@@ -171,7 +171,10 @@ class InferenceServer:
         )
         if self._store is not None:
             self._store.start(
-                directory, engine.layout, announcement_of(config), self._accept_layout
+                directory,
+                engine.layout,
+                announcement_of(config, facts.weight_form),
+                self._accept_layout,
             )
         service = Service(
             facts=facts,
@@ -361,7 +364,7 @@ def _adapter_texts(
     return AdapterTexts(BaseTokenizer(text, config.model), catalog, work)
 
 
-def announcement_of(config: InferenceSettings) -> Announcement:
+def announcement_of(config: InferenceSettings, weight_form: str) -> Announcement:
     """`config` is resolved."""
     return Announcement(
         config.base_model_names[1:],
@@ -369,6 +372,7 @@ def announcement_of(config: InferenceSettings) -> Announcement:
         config.lora_targets,
         FURTHER_KINDS,
         config.max_added_tokens,
+        weight_form,
     )
 
 

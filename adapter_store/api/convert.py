@@ -259,6 +259,7 @@ def from_announcement(message: pb.RegisterLayoutRequest) -> Announcement:
         lora_targets=tuple(announcement.lora_targets),
         max_added_tokens=announcement.max_added_tokens,
         applies_invocation_tokens=announcement.applies_invocation_tokens,
+        weight_form=announcement.weight_form,
     )
 
 
@@ -369,6 +370,7 @@ def _to_server_verdict(
         max_rank=limits.max_rank,
         servable=not reason,
         reason=reason,
+        note="" if reason else limits.note(record.config_base_model),
     )
 
 

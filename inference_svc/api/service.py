@@ -63,6 +63,7 @@ class ServerFacts:
     num_threads: int = 0
     speed_notes: tuple[str, ...] = ()
     adapter_dtype: str = ""
+    weight_form: str = ""
 
     @property
     def expert_token_bytes(self) -> int:

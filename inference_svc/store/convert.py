@@ -168,6 +168,7 @@ def from_announcement(announcement: Announcement) -> pb.Announcement:
         applies_invocation_tokens=True,
         segment_kinds=_from_kinds(announcement.segment_kinds),
         max_added_tokens=announcement.max_added_tokens,
+        weight_form=announcement.weight_form,
     )
 
 

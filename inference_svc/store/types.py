@@ -72,14 +72,16 @@ class Registered:
 class Announcement:
     """This server's announcement beside its layout: further names of the base model, the highest
     rank that it accepts, the targets that it is restricted to, if it is, the kinds of segments that
-    it applies besides A and B, and how many tokens adapters may add. Adapters are applied from
-    their invocation tokens on, if they have any."""
+    it applies besides A and B, how many tokens adapters may add, and the form of the base model's
+    weights, "" for plain ones. Adapters are applied from their invocation tokens on, if they have
+    any."""
 
     aliases: tuple[str, ...]
     max_rank: int
     lora_targets: tuple[str, ...] = ()
     segment_kinds: tuple[SegmentKind, ...] = ()
     max_added_tokens: int = 0
+    weight_form: str = ""
 
 
 class AcceptedLayout(NamedTuple):

@@ -118,3 +118,5 @@ class ServerInfo:
     old to report it."""
     kv_dtype: str = ""
     """The type of keys and values, `dtype` or "fp8"; "": the server is too old to report it."""
+    weight_form: str = ""
+    """The form of the base model's weights, such as "nf4" or "gguf q4_k"; "": plain, in `dtype`."""

@@ -54,6 +54,8 @@ class ServerVerdict:
     servable: bool
     reason: str
     """Why they cannot serve it; otherwise ""."""
+    note: str = ""
+    """That they hold the base model in another form than it was trained on, such as in INT4."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Base models in few bits through both real services: the tokens of transformers and PEFT with the
-weights that the bits mean, for the base model and three adapters in one batch."""
+weights that the bits mean, for the base model and three adapters in one batch. One of these says
+that it was trained on NF4, and the store notes where that is not served."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +32,9 @@ SPECS = (
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 KINDS = {"embed_tokens": "Q8_0", "v_proj": "Q6_K", "down_proj": "Q6_K", "proj": "Q4_K"}
 """As the files of the type Q4_K_M."""
+NF4_NAME = "unsloth/llama-bnb-4bit"
+"""The base model that the config of the adapter "scaled" names."""
+FORMS = {"gguf": "gguf q4_k", "int4": "int4", "nf4": "nf4", "fp8": "fp8"}
 
 
 def make_gguf(folder: Path) -> tuple[Path, Any]:
@@ -55,6 +60,12 @@ def shake_magnitudes(model: Any) -> None:
             parameter.mul_(torch.empty_like(parameter).uniform_(0.7, 1.3))
 
 
+def name_base(adapter: Path, name: str) -> None:
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"base_model_name_or_path": name}
+    path.write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def zoo_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Zoo]:
     """Models by format, each made once."""
@@ -66,6 +77,7 @@ def zoo_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Zoo]:
             path, model = make_gguf(folder) if form == "gguf" else make_packed(form, folder)
             reference = adapted(model, "llama", folder / "adapters", SPECS, shake_magnitudes)
             adapters = {spec.name: folder / "adapters" / spec.name for spec in SPECS}
+            name_base(adapters["scaled"], NF4_NAME)
             made[form] = Zoo("llama", path, reference, adapters)
         return made[form]
 
@@ -94,6 +106,7 @@ def test_a_mixed_batch(
     with Services(zoo, tmp_path, inference_flags=("--no-tokenizer", "--dtype", dtype)) as services:
         assert services.client.server_info().kernels.startswith(path)
         answers = answers_of(services, asked)
+        check_notes(services, FORMS[form])
         services.check_exit_codes()
     check = check_tokens if dtype == "float32" else check_log_probabilities
     for name, answer in answers.items():
@@ -123,6 +136,19 @@ def answers_of(services: Services, asked: dict[str, list[int]]) -> dict[str, Com
         until(lambda: client.pause() == len(asked))
         client.resume()
         return {name: future.result() for name, future in futures.items()}
+
+
+def check_notes(services: Services, form: str) -> None:
+    assert services.client.server_info().weight_form == form
+    for name in services.zoo.adapter_dirs:
+        (state,) = services.client.get(name).layout_states
+        (server,) = state.servers
+        is_noted = name == "scaled" and form != "nf4"
+        assert server.servable
+        assert server.note.startswith(
+            f"trained on the nf4 form of the base model, served on {form}: " if is_noted else ""
+        )
+        assert bool(server.note) == is_noted
 
 
 def check_tokens(zoo: Zoo, name: str, prompt: list[int], answer: Completion) -> None:

@@ -153,7 +153,10 @@ WAYS = {
     ),
     "a quantized copy": Way(
         named("unsloth/tiny-bnb-4bit"),
-        ("base model llama: registered by a server, ", "'unsloth/tiny-bnb-4bit'\n", "servable by "),
+        (
+            *("base model llama: registered by a server, ", "'unsloth/tiny-bnb-4bit'\n"),
+            *("servable by ", "; note: trained on the nf4 form of the base model, served on plain"),
+        ),
     ),
     "no base model": Way(named(None), ("base model llama: the only one",)),
     "capitals in the name": Way(lora(), ("default/French-LoRA@1 rank 4",), "French-LoRA"),

@@ -221,11 +221,11 @@ STORE_FIELDS: Sequence[Line] = (
     ),
     line(
         "RegisterLayout.announcement.{segment_kinds,lora_targets,max_rank,max_added_tokens,"
-        "applies_invocation_tokens}",
-        "the kinds and sizes of adapters that a server accepts",
+        "applies_invocation_tokens,weight_form}",
+        "the kinds and sizes of adapters that a server accepts, and the form of its weights",
         "as long as the announcement, and an hour",
         "the servers of the layout",
-        "names of 128 characters; 16 announcements per layout, share",
+        "names of 128 characters; a form of 64; 16 announcements per layout, share",
         "test_invalid_announcements test_layout_has_a_bounded_number_of_announcements",
     ),
 )

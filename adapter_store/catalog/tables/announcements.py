@@ -83,6 +83,7 @@ def add(
             lora_targets=json.dumps(sorted(set(announcement.lora_targets))),
             max_added_tokens=announcement.max_added_tokens,
             applies_invocation_tokens=announcement.applies_invocation_tokens,
+            weight_form=announcement.weight_form,
         )
         .on_conflict_do_update(
             index_elements=["announcement_id"], set_={"expire_time": expire_time}

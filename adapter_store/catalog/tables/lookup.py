@@ -312,6 +312,7 @@ def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[Serve
             lora_targets=tuple(json.loads(row.lora_targets)),
             max_added_tokens=row.max_added_tokens,
             applies_invocation_tokens=row.applies_invocation_tokens,
+            weight_form=row.weight_form,
         )
         result.setdefault(row.layout_id, []).append(limits)
     return result

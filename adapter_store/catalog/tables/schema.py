@@ -172,6 +172,7 @@ announcements = Table(
     Column("max_added_tokens", Integer, nullable=False, server_default="0"),
     Column("applies_invocation_tokens", Boolean, nullable=False, server_default=false()),
     Column("base_model", Text, nullable=False, server_default=""),  # "": the layout's
+    Column("weight_form", Text, nullable=False, server_default=""),  # "": plain
     Index("announcements_by_layout", "layout_id"),
 )
 

@@ -24,8 +24,10 @@ MAX_UNUSED_SPACES = 16
 """How many a verdict names: a layout may have one for each of its targets, and every record of the
 adapter carries them."""
 MAX_MODULE_CHARS = 128
+MAX_FORM_CHARS = 64
 
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+")
+_FORM = re.compile(r"[a-z0-9_]+( [a-z0-9_]+)*")
 
 
 def announcement_id(layout_id: str, announcement: Announcement) -> str:
@@ -41,6 +43,7 @@ def announcement_id(layout_id: str, announcement: Announcement) -> str:
         "lora_targets": sorted(set(announcement.lora_targets)),
         "max_added_tokens": announcement.max_added_tokens,
         "applies_invocation_tokens": announcement.applies_invocation_tokens,
+        "weight_form": announcement.weight_form,
     }
     said = {key: value for key, value in more.items() if value}
     return sha256_text(
@@ -72,6 +75,9 @@ def validate_announcement(announcement: Announcement, layout: Layout) -> None:
         require(name in known, field, f"no target of the layout is called {name}")
     is_few = announcement.max_added_tokens <= MAX_ADDED_TOKENS
     require(is_few, "max_added_tokens", f"above {MAX_ADDED_TOKENS}")
+    form = announcement.weight_form
+    is_form = not form or (len(form) <= MAX_FORM_CHARS and _FORM.fullmatch(form) is not None)
+    require(is_form, "weight_form", 'not a form of weights, such as "int4" or "gguf q4_k"')
 
 
 def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:

@@ -54,6 +54,8 @@ class ServerReport:
     targets: tuple[ModuleContent, ...]
     refusals: tuple[Refusal, ...]
     unused: tuple[str, ...] = ()
+    note: str = ""
+    """See ServerLimits.note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ def _check_server(checkpoint: Checkpoint, server: Server) -> ServerReport:
         lora_targets=announced.lora_targets,
         max_added_tokens=announced.max_added_tokens,
         applies_invocation_tokens=announced.applies_invocation_tokens,
+        weight_form=announced.weight_form,
     )
     try:
         plan = plan_image(checkpoint, layout)
@@ -153,7 +156,8 @@ def _check_server(checkpoint: Checkpoint, server: Server) -> ServerReport:
     found = limits.refusals(checkpoint, content_of(plan, layout))
     refusals = tuple(Refusal("", "NOT_APPLIED", why) for why in found)
     unused = tuple(module for _, module in plan.unused)
-    return ServerReport(*said, plan.total_bytes, _targets(plan, layout), refusals, unused)
+    note = "" if refusals else limits.note(checkpoint.base_model)
+    return ServerReport(*said, plan.total_bytes, _targets(plan, layout), refusals, unused, note)
 
 
 def _targets(plan: ImagePlan, layout: Layout) -> tuple[ModuleContent, ...]:

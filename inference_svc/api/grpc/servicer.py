@@ -155,6 +155,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             dtype=facts.dtype,
             adapter_dtype=facts.adapter_dtype,
             kv_dtype=facts.kv_dtype,
+            weight_form=facts.weight_form,
             device=facts.device,
             layout_id=self._service.layout_id,
             limits=pb.ServerLimits(

@@ -34,6 +34,8 @@ _KNOWN = words(
 class Awq:
     """A checkpoint of AutoAWQ, with all but some linear modules in 4 bits."""
 
+    form = "int4"
+
     def __init__(self, settings: Settings, dtype: str) -> None:
         """Raises UnsupportedModel for a config that is not honoured."""
         settings.require_known(_KNOWN)

@@ -59,6 +59,11 @@ class BitsAndBytes:
             settings.one_of("bnb_4bit_quant_type", ("nf4",), "fp4")
 
     @property
+    def form(self) -> str:
+        """See `Scheme`."""
+        return "int8" if self._is_int8 else "nf4"
+
+    @property
     def name(self) -> str:
         """See `Scheme`."""
         if self._is_int8:

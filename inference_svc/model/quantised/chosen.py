@@ -53,6 +53,15 @@ def with_chosen_format(decoder: Decoder, codes: str, dtype: str) -> Decoder:
     return replace(decoder, blocks=blocks)
 
 
+def weight_form(decoder: Decoder, codes: str) -> str:
+    """Returns the form in which a server holds most weights: "nf4", "int4", "int8", "fp8", "mxfp4",
+    or "gguf" and the type of most layers; several words where a checkpoint has several; "" if they
+    are plain. `codes` are as `with_chosen_format` has them."""
+    if decoder.quantisation is not None:
+        return decoder.quantisation.form
+    return "" if codes == "none" else codes
+
+
 def _chosen_format(codes: str, sizes: Collection[int], dtype: str) -> WeightFormat:
     """Returns the format of layers with these numbers of inputs, of a checkpoint in this dtype.
     Raises UnsupportedModel if groups of INT4 divide none of them."""

@@ -216,6 +216,15 @@ class CompressedTensors:
         self._groups = [_group(groups, key, form, dtype) for key in groups.values]
 
     @property
+    def form(self) -> str:
+        """See `Scheme`."""
+        forms = {
+            "fp8" if each.weights.is_float else f"int{each.weights.num_bits}"
+            for each in self._groups
+        }
+        return " ".join(sorted(forms))
+
+    @property
     def name(self) -> str:
         forms = dict.fromkeys(
             f"{each.weights.num_bits} bits in groups by activations"

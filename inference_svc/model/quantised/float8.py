@@ -37,6 +37,8 @@ _FBGEMM_KNOWN = words("quant_method activation_scale_ub modules_to_not_convert")
 class Float8:
     """A checkpoint in FP8, with all but some linear modules in it."""
 
+    form = "fp8"
+
     def __init__(self, settings: Settings, dtype: str) -> None:
         """Raises UnsupportedModel for a config that is not honoured."""
         settings.require_known(_KNOWN)
@@ -81,6 +83,7 @@ class FbgemmFloat8:
     """A checkpoint of FBGEMM's FP8, with a scale for each output."""
 
     name = "fbgemm_fp8, per output"
+    form = "fp8"
 
     def __init__(self, settings: Settings, dtype: str) -> None:
         """Raises UnsupportedModel for a config that is not honoured."""

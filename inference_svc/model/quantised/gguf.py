@@ -50,9 +50,18 @@ class GgufScheme:
     @property
     def name(self) -> str:
         """The types, those of most modules first, such as "gguf, Q4_K and Q6_K"."""
+        return f"{QUANT_METHOD}, {' and '.join(self._ordered)}"
+
+    @property
+    def form(self) -> str:
+        """See `Scheme`."""
+        return f"{QUANT_METHOD} {self._ordered[0].lower()}"
+
+    @property
+    def _ordered(self) -> list[str]:
+        """The types, those of most modules first."""
         kinds = list(self.types.values())
-        ordered = sorted(set(kinds), key=lambda each: (-kinds.count(each), each))
-        return f"{QUANT_METHOD}, {' and '.join(ordered)}"
+        return sorted(set(kinds), key=lambda each: (-kinds.count(each), each))
 
     def matrix(
         self, module: str, out_features: int, in_features: int, num_experts: int = 0

@@ -75,6 +75,11 @@ class Gptq:
         return WeightFormat(codes, self._size, has_offsets=True)
 
     @property
+    def form(self) -> str:
+        """See `Scheme`."""
+        return f"int{self._num_bits}"
+
+    @property
     def name(self) -> str:
         """See `Scheme`."""
         groups = f"groups of {self._size}" if self._size else "per output"

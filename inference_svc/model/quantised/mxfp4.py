@@ -35,6 +35,7 @@ class Mxfp4:
     """A checkpoint of gpt-oss. Only experts are quantised, whatever else its list leaves out."""
 
     name = "mxfp4, groups of 32"
+    form = "mxfp4"
 
     def __init__(self, settings: Settings, dtype: str) -> None:
         """Raises UnsupportedModel for a config that is not honoured."""

@@ -61,6 +61,10 @@ class Scheme(Protocol):
     def name(self) -> str:
         """Its published name with the facts that matter, such as "gptq, 4 bits, groups of 128"."""
 
+    @property
+    def form(self) -> str:
+        """The form of most weights in a word or two, such as "int4": see `weight_form`."""
+
     def matrix(
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:

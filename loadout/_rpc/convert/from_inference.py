@@ -234,6 +234,7 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         recurrent_states=_recurrent_states(message),
         adapter_dtype=message.adapter_dtype,
         kv_dtype=message.kv_dtype,
+        weight_form=message.weight_form,
     )
 
 

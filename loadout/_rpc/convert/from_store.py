@@ -81,7 +81,9 @@ def _layout_state(message: store_pb.LayoutState) -> types.LayoutState:
         reason=message.reason,
         image_bytes=message.image_bytes,
         servers=tuple(
-            types.ServerVerdict(each.announcement_id, each.max_rank, each.servable, each.reason)
+            types.ServerVerdict(
+                each.announcement_id, each.max_rank, each.servable, each.reason, each.note
+            )
             for each in message.servers
         ),
         fits=message.fits,

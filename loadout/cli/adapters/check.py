@@ -164,6 +164,8 @@ def _print(report: Report, folder: Path, model: str) -> None:
             f"{', '.join(_without_layers(unused))}"
         )
     typer.echo(f"applied by {where}, {much}; image of {decimal(server['image_bytes'])}")
+    if server["note"]:
+        typer.echo(f"note: {server['note']}")
 
 
 def _without_layers(modules: Iterable[str]) -> list[str]:

@@ -106,11 +106,12 @@ def _line(state: LayoutState, server: ServerVerdict) -> str:
     if state.unused_spaces:
         spaces = ", ".join(state.unused_spaces)
         where += f", except its changes in {spaces}, which no request passes through"
-    if state.state is ImageState.READY:
-        return f"{SERVABLE} by {where}"
-    if not _is_open(state):
-        return f"{SERVABLE} by {where}; its image is compiled when it is first used"
-    return f"{SERVABLE} by {where}, {AS_FAR_AS_KNOWN}: its image is {state.state.value}"
+    line = f"{SERVABLE} by {where}"
+    if _is_open(state):
+        line += f", {AS_FAR_AS_KNOWN}: its image is {state.state.value}"
+    elif state.state is not ImageState.READY:
+        line += "; its image is compiled when it is first used"
+    return f"{line}; note: {server.note}" if server.note else line
 
 
 def _where(state: LayoutState) -> str:

@@ -69,6 +69,7 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
         ("base model", server.base_model),
         ("architecture", server.architecture),
         ("dtype", server.dtype),
+        *([("weights", server.weight_form)] if server.weight_form else []),
         *([("keys and values", server.kv_dtype)] if server.kv_dtype else []),
         ("device", " ".join(filter(None, (server.device, server.machine)))),
         ("kernels", server.kernels),

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 
+from adapter_store.api.convert import to_adapter
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.tables.announcements import (
     MAX_PER_LAYOUT,
@@ -303,6 +304,40 @@ def test_verdict_names_what_is_refused(catalog, names, announcement, fields, rea
     changes = ImageContent(record.targets, record.segment_kinds, added_tokens=added_tokens)
     catalog.images.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=changes))
     assert refusals(names) == [reason]
+
+
+@pytest.mark.parametrize(
+    ("in_config", "form", "note"),
+    [
+        (
+            "unsloth/llama-bnb-4bit",
+            "int4",
+            "trained on the nf4 form of the base model, served on int4: answers differ slightly; "
+            "serve the nf4 checkpoint for the answers of training",
+        ),
+        (
+            "org/llama-FP8",
+            "",
+            "trained on the fp8 form of the base model, served on plain weights: answers differ "
+            "slightly; serve the fp8 checkpoint for the answers of training",
+        ),
+        ("unsloth/llama-bnb-4bit", "nf4", ""),
+        ("org/llama-GGUF", "gguf q4_k", ""),
+        ("org/llama", "int4", ""),
+        ("", "int4", ""),
+    ],
+)
+def test_server_of_another_form_of_the_base_is_noted(catalog, names, in_config, form, note):
+    catalog.layouts.add("L", BASE, "{}")
+    catalog.servers.announce("L", "A", Announcement(weight_form=form))
+    names.register("a", "d1", config_base_model=in_config)
+    record = names.get("a")
+    (verdict,) = record.verdicts
+    (server,) = verdict.servers
+    assert server.note(record.config_base_model) == note
+    message = to_adapter(record)
+    assert message.layout_states[0].servers[0].note == note
+    assert record.message_bytes >= message.ByteSize()
 
 
 def refusals(names) -> list[str]:

@@ -51,6 +51,7 @@ def test_identity_follows_what_is_said_and_not_its_order():
             {"max_added_tokens": 1},
             {"applies_invocation_tokens": True},
             {"max_rank": 1},
+            {"weight_form": "int4"},
         )
     ]
     ids = {announcement_id(LAYOUT_ID, each) for each in (first, *others)}

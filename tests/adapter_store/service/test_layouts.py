@@ -157,6 +157,8 @@ def test_layout_of_a_server_that_announces_nothing(served, make_adapter, make_la
         ({"segment_kinds": [B, pb.SEGMENT_KIND_BIAS]}, "announcement.segment_kinds"),
         ({"segment_kinds": [A, B] * 33}, "announcement.segment_kinds"),
         ({"max_added_tokens": 2**31}, "announcement.max_added_tokens"),
+        ({"weight_form": "int4\n"}, "announcement.weight_form"),
+        ({"weight_form": "a" * 65}, "announcement.weight_form"),
     ],
 )
 def test_invalid_announcements(unchanged, make_layout, refused, fields, subject):

@@ -127,3 +127,4 @@ def test_server_announces_what_it_applies() -> None:
     )
     restricted = from_announcement(Announcement((), 16, ("q_proj", "v_proj")))
     assert list(restricted.lora_targets) == ["q_proj", "v_proj"]
+    assert from_announcement(Announcement((), 16, weight_form="nf4")).weight_form == "nf4"

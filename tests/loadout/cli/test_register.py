@@ -105,6 +105,7 @@ LARGE = store_pb.ServerVerdict(max_rank=64, servable=True)
 SMALL = store_pb.ServerVerdict(
     max_rank=4, reason="rank 8 is above this server's limit 4 (--max-rank)"
 )
+NOTED = store_pb.ServerVerdict(servable=True, note="trained on the nf4 form, served on int4")
 NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj has 64")
 
 
@@ -147,6 +148,14 @@ NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj h
             [
                 "servable by layout 555555555555, ranks up to 64; "
                 "its image is compiled when it is first used"
+            ],
+            0,
+            "",
+        ),
+        (
+            [layout_state(store_pb.IMAGE_STATE_READY, NOTED)],
+            [
+                "servable by layout 555555555555; note: trained on the nf4 form, served on int4",
             ],
             0,
             "",

@@ -59,6 +59,7 @@ def test_a_scheme_survives_the_config() -> None:
     config = {"quantization_config": scheme.to_config(), "dtype": "bfloat16"}
     assert read_scheme(json.loads(json.dumps(config))) == scheme
     assert scheme.name == "gguf, Q4_K and Q6_K"
+    assert scheme.form == "gguf q4_k"
     stored = scheme.matrix("a.v_proj", 3, 512)
     assert stored is not None
     assert stored.tensors["weight"] == ((3, 420), ("Q6_K",), False)

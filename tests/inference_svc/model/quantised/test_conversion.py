@@ -14,6 +14,7 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.layers import TorchProjections
 from inference_svc.model.quantised import conversion
+from inference_svc.model.quantised.chosen import weight_form
 
 SIZES = {
     "hidden_size": 64,
@@ -46,6 +47,7 @@ def test_weights_are_the_ones_of_a_server_that_quantises(codes, dtype, plain, tm
     chosen, stored = load_description(folder, codes), load_description(out)
     assert chosen.config_sha256 == stored.config_sha256
     assert chosen.blocks == stored.blocks
+    assert weight_form(chosen, codes) == weight_form(stored, "none") == codes
     own, read = (
         load_weights(each, description, torch.float32, "cpu", TorchProjections())
         for each, description in ((folder, chosen), (out, stored))

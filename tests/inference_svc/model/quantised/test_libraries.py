@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from inference_svc.model.quantised import StoredMatrix
-from kernels.quantised import QuantisedRows
-from tests.support.models.saved_weights import CASES, case_of
+from kernels.quantised import Codes, QuantisedRows
+from tests.support.models.saved_weights import CASES, case_of, library, scheme_of
 
 DTYPES = {
     torch.int32: "I32",
@@ -50,6 +50,10 @@ def plain(matrix: StoredMatrix, tensors: Mapping[str, Tensor]) -> Tensor:
 def test_weights_are_bit_equal(name: str, case: str) -> None:
     matrix, tensors, expected = case_of(name, case)
     require_asked_for(matrix, tensors)
+    form = scheme_of(library(name)[0][case], case.rpartition(" ")[2]).form
+    if matrix.format is not None:
+        codes = matrix.format.codes
+        assert form == {Codes.UINT4: "int4", Codes.FP4: "mxfp4"}.get(codes, codes.value)
     if expected.ndim == 3:
         made = torch.stack(
             [
