@@ -170,12 +170,8 @@ class InferenceServer:
             _adapter_texts, config, text, catalog, self._places.request_work
         )
         if self._store is not None:
-            self._store.start(
-                directory,
-                engine.layout,
-                announcement_of(config, facts.weight_form),
-                self._accept_layout,
-            )
+            announced = announcement_of(config, facts.weight_form)
+            self._store.start(directory, engine.layout, announced, self._accept_layout)
         service = Service(
             facts=facts,
             layout=engine.layout,

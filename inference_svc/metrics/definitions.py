@@ -9,6 +9,7 @@ from servicekit.telemetry.place_metrics import define_places
 PREFIX = "loadout_inference_"
 _OWN = Namespace(PREFIX)
 _GATEWAY = Namespace()
+RECURRENT = "Only for models with recurrent layers."
 
 REQUESTS = (
     _OWN.counter("rpcs", "gRPC calls by method and status code.", "method", "code"),
@@ -237,22 +238,22 @@ STEPS = (
     ),
     _OWN.gauge(
         "recurrent_states_used",
-        "Recurrent states that requests hold: at least two for each running request. This and the "
-        "next four exist only for models with recurrent layers.",
+        f"Recurrent states that requests hold: at least two for each running request. {RECURRENT}",
     ),
     _OWN.gauge(
         "recurrent_states_stored",
-        "Recurrent states, held or free, that a prefix can match.",
+        f"Recurrent states, held or free, that a prefix can match. {RECURRENT}",
     ),
-    _OWN.gauge("recurrent_states_capacity", "Number of recurrent states."),
+    _OWN.gauge("recurrent_states_capacity", f"Number of recurrent states. {RECURRENT}"),
     _OWN.counter(
         "recurrent_state_evictions",
-        "Stored recurrent states that were replaced by other states.",
+        f"Stored recurrent states that were replaced by other states. {RECURRENT}",
     ),
     _OWN.counter(
         "recurrent_recomputed_tokens",
         "Tokens that were computed although their pages were known, because no recurrent state was "
-        "stored at their end. Many: raise --stored-states, or lower --state-interval-tokens.",
+        "stored at their end. Many: raise --stored-states, or lower --state-interval-tokens. "
+        f"{RECURRENT}",
     ),
     _OWN.gauge("memory_used_bytes", "Memory in use, by area.", "area"),
     _OWN.gauge("memory_capacity_bytes", "Memory available, by area.", "area"),

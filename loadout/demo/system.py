@@ -136,7 +136,11 @@ class System:
     def warnings(self) -> list[str]:
         """Returns the warnings of the parts' start: variables that are no settings, and why a
         machine computes more slowly than it could."""
-        return [line for process in self._processes for line in process.warnings]
+        found = [(process.name, line) for process in self._processes for line in process.warnings]
+        lines = [line for _, line in found]
+        if any(name == "inference" and " --" in line for name, line in found):
+            lines.append("flags of the inference service, as above, go into --serve-flags")
+        return lines
 
     def check_alive(self) -> None:
         """Raises ProcessFailed if a part ended by itself."""

@@ -46,6 +46,13 @@ NAMED_TARGETS = {
 RANKS = (8, 16, 32, 64)
 STATES_GIB = (4, 8, 16, 32, 64)
 KV_TYPES = {"auto": "bf16", "fp8": "FP8"}
+QUANTIZE = {"none": "bf16", "int8": "INT8", "fp8": "FP8", "int4": "INT4"}
+CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
+    "NF4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "AWQ": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+}
+"""Configs of checkpoints in few bits."""
+QUANTISED = ("Qwen3-0.6B", "Qwen3-4B", "Llama-3.1-8B", "Qwen2.5-14B", "Qwen3-30B-A3B")
 ALPHAS = (1.0, 0.6, 0.3)
 GIB = 1 << 30
 NUM_ON_HOST, NUM_ON_DISK = 200, 1000
@@ -66,6 +73,7 @@ def render() -> dict[str, str]:
         "gpu": _side_by_side({"`production`": ours, "1,000 adapters": thousand}),
         "cards": _cards(),
         "kv": _kv_types(),
+        "forms": _weight_forms(),
         "cpu": _side_by_side({"defaults, two cores": on_cpu}),
         "states": _states(),
         "hits": _hits(ours, 1000),
@@ -177,6 +185,19 @@ def _kv_types() -> str:
         sizes = [planned.page_bytes // planned.config.page_size for planned in plans]
         lines.append([name, *map(human, sizes), f"{sizes[0] / sizes[1]:.2f} x"])
     return _table(["a token in", *KV_TYPES.values(), "tokens in the same memory"], lines)
+
+
+def _weight_forms() -> str:
+    """Returns the table of the weights' bytes on a CPU, by the form that a server holds."""
+    settings = {"device": "cpu", "num_threads": "2", "memory_limit": "128GiB"}
+    lines = []
+    for name in QUANTISED:
+        model = MODELS[name]
+        plans = [_plan(model, {**settings, "quantize": form}, None) for form in QUANTIZE]
+        for config in CHECKPOINTS.values():
+            plans.append(_plan({**model, "quantization_config": config}, settings, None))
+        lines.append([name, *(human(planned.bytes_of("weights")) for planned in plans)])
+    return _table(["weights in", *QUANTIZE.values(), *CHECKPOINTS], lines)
 
 
 def _weights_bytes(model: str) -> int:

@@ -121,6 +121,9 @@ def parse_key(key: str) -> TensorKey:
     if not hint and ".lora_" not in key:
         hint = "its name ends with none of .lora_A.weight, .lora_B.weight, .lora_embedding_A and _B"
         hint += ", and with neither .weight nor .bias"
+        if module := path.rpartition(".")[0].rpartition(".")[2]:
+            hint += f": if modules_to_save has {module}, train its linear layers alone, by their "
+            hint += "names in target_modules or modules_to_save"
     raise InvalidAdapter(
         f"{key}: not a LoRA weight of a module" + (f" ({hint})" if hint else ""),
         subject=key,

@@ -1,4 +1,5 @@
-"""Changes of a mixer's convolution, as PEFT saves them, are refused by name."""
+"""Changes of a mixer's convolution, or of its own parameters, as PEFT saves them, are refused by
+name."""
 
 from __future__ import annotations
 
@@ -35,3 +36,18 @@ def test_convolutions_are_refused_by_name(kind: str, config_key: str, tmp_path: 
     name = convolution.rpartition(".")[2]
     assert f"layers.0.{convolution}." in error.value.subject
     assert f"are not supported, train without {name} in {config_key}" in str(error.value)
+
+
+def test_a_whole_mixer_is_refused_with_a_next_step(tmp_path: Path) -> None:
+    for name, saved in (("whole", ["linear_attn"]), ("parts", ["in_proj_qkv", "out_proj"])):
+        spec = AdapterSpec(name, 4, ["q_proj"], {"modules_to_save": saved})
+        adapted(make_model("qwen3_5", tmp_path / f"{name} model"), "qwen3_5", tmp_path, [spec])
+    with pytest.raises(InvalidAdapter) as error:
+        open_checkpoint(tmp_path / "whole")
+    assert error.value.reason == "TENSOR_UNKNOWN"
+    assert error.value.subject.endswith("layers.0.linear_attn.A_log")
+    assert str(error.value).endswith(
+        "if modules_to_save has linear_attn, train its linear layers alone, by their names in "
+        "target_modules or modules_to_save)"
+    )
+    assert open_checkpoint(tmp_path / "parts").rank == 4

@@ -132,7 +132,8 @@ def test_up_prints_commands_that_work(up, tmp_path):
 def test_up_says_what_would_be_faster(up, client):
     notes = client.server_info().speed_notes
     assert thread_notes(NUM_THREADS, usable_cores(), usable_cpus())[0] in notes
-    assert [up.popen.stderr.readline() for _ in notes] == [f"loadout: {note}\n" for note in notes]
+    lines = [*notes, "flags of the inference service, as above, go into --serve-flags"]
+    assert [up.popen.stderr.readline() for _ in lines] == [f"loadout: {line}\n" for line in lines]
 
 
 def test_adapters_outlast_a_system(client):
