@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ADAPTER_CONFIG = "adapter_config.json"
+MODEL_CONFIG = "config.json"
+GGUF = ".gguf"
+GGUF_FILE = "gguf_file"
+"""The option of transformers that names a GGUF file in a folder."""
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -38,7 +44,8 @@ class Reference:
 
     Args:
         adapter: Folder of the adapter in PEFT's format.
-        model: The base model's folder, or its name in the Hub's cache.
+        model: The base model's folder, its name in the Hub's cache, a GGUF file, or a folder with
+            one. Weights of a GGUF file are dequantised.
         dtype: The dtype that the base model computes in, such as "bfloat16".
 
     Raises:
@@ -50,15 +57,19 @@ class Reference:
         from peft import PeftModel  # of the extra "verify"
 
         check_folder(adapter)  # PEFT would look for a missing one on the Hub
+        found, options = _place(model)
         self._names = adapter, model
         self._device = torch.accelerator.current_accelerator() or torch.device("cpu")
         with _failures_named(*self._names):
-            self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(found, **options)
             base = AutoModelForCausalLM.from_pretrained(
-                model, dtype=getattr(torch, dtype), local_files_only=True
+                found, dtype=getattr(torch, dtype), **options, **_dequantising(options)
             )
             # Not merged: the sum of both weights would be rounded, as it is not in the service.
             self._model: Any = PeftModel.from_pretrained(base, adapter).to(self._device).eval()
+        has_config = getattr(base.config, "quantization_config", None) is not None
+        self.is_quantised = GGUF_FILE in options or has_config
+        """Whether the base model's weights are in few bits in its files."""
 
     def prompt_ids(self, prompt: str) -> tuple[int, ...]:
         """Returns the tokens that the model's own tokenizer makes of a prompt."""
@@ -90,6 +101,34 @@ class Reference:
             found = scores.gather(1, torch.from_numpy(ids).to(self._device))
             best = scores.amax(dim=-1)
             return found.double().cpu().numpy(), best.double().cpu().numpy()
+
+
+def _place(model: str) -> tuple[str, dict[str, Any]]:
+    """Returns where transformers finds a model, and its options to read it. Raises BadReference for
+    several GGUF files, or without the package that reads them."""
+    options: dict[str, Any] = {"local_files_only": True}
+    path = Path(model)
+    if path.is_file() and path.suffix.lower() == GGUF:
+        path, files = path.parent, [path.name]
+    elif path.is_dir() and not (path / MODEL_CONFIG).exists():
+        files = sorted(each.name for each in path.iterdir() if each.suffix.lower() == GGUF)
+    else:
+        return model, options
+    if len(files) > 1:
+        raise BadReference(f"{model} has {len(files)} GGUF files: name one of them with --model")
+    if not files:
+        return model, options
+    if find_spec("gguf") is None:
+        raise BadReference("the reference of a GGUF file needs gguf: pip install 'loadout[verify]'")
+    return str(path), {**options, GGUF_FILE: files[0]}
+
+
+def _dequantising(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the option with which transformers dequantises a GGUF file. Versions without it
+    always do."""
+    if GGUF_FILE not in options or not hasattr(transformers, "GgufConfig"):
+        return {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def check_folder(adapter: Path) -> str:

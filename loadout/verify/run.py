@@ -90,7 +90,7 @@ def verify(
         client: Client of the inference service.
         adapter: Reference of the served adapter.
         folder: The trained adapter's folder in PEFT's format.
-        model: The base model's folder, or its name in the Hub's cache.
+        model: The base model's folder, its name in the Hub's cache, or a GGUF file.
         prompts: Texts to complete.
         max_tokens: Most tokens per answer.
         progress: Called with a line for each step.
@@ -101,8 +101,10 @@ def verify(
         ImportError: PEFT is not installed.
         BadReference: The reference cannot be computed.
     """
-    dtype = client.server_info().dtype
-    progress(f"asking the service, which computes in {dtype}")
+    info = client.server_info()
+    dtype, form = info.dtype, info.weight_form
+    weights = f" with weights in {form}" if form else ""
+    progress(f"asking the service, which computes in {dtype}{weights}")
     asked = [
         _Answers(each, ask(client, "", each, max_tokens), ask(client, adapter, each, max_tokens))
         for each in prompts
@@ -112,13 +114,14 @@ def verify(
     for each in asked:
         each.tokens = _checked_tokens(reference, each)
         each.exact = _score(reference, each)
+    hint = _hint(form, is_quantised=reference.is_quantised)
     if dtype != EXACT:
         progress(f"computing the reference in {dtype}")
         del reference  # before the other one needs memory
         reference = Reference(folder, model, dtype)
     for each in asked:
         each.rounded = each.exact if dtype == EXACT else _score(reference, each)
-    return _verification(dtype, asked)
+    return _verification(dtype, asked, hint)
 
 
 def _checked_tokens(reference: Reference, asked: _Answers) -> tuple[int, ...]:
@@ -140,7 +143,7 @@ def _score(reference: Reference, asked: _Answers) -> dict[str, Values]:
     return {"adapter": adapter, "best": best, "without": without, "base": base}
 
 
-def _verification(dtype: str, asked: Sequence[_Answers]) -> Verification:
+def _verification(dtype: str, asked: Sequence[_Answers], hint: str) -> Verification:
     base = measure([each.of_base() for each in asked])
     adapter = measure([each.of_adapter() for each in asked], base)
     rows = []
@@ -156,15 +159,34 @@ def _verification(dtype: str, asked: Sequence[_Answers]) -> Verification:
             )
         )
     wrong = sum(row.wrong_tokens for row in rows)
-    return Verification(dtype, base, adapter, tuple(rows), _fault(dtype, base, adapter, wrong))
+    fault = _fault(dtype, base, adapter, wrong, hint)
+    return Verification(dtype, base, adapter, tuple(rows), fault)
 
 
-def _fault(dtype: str, base: Measured, adapter: Measured, num_wrong_tokens: int) -> str:
-    """Returns the reason why the served adapter is not proven to be the reference's, or ""."""
+def _hint(form: str, *, is_quantised: bool) -> str:
+    """Returns a next step where base models differ. `form` is the form of the service's weights, ""
+    for plain ones; the reference's may be quantised, too."""
+    if not form:
+        other = "The model given is quantised, and the service's is not: give the plain one"
+        return f". {other} with --model" if is_quantised else ""
+    if not is_quantised:
+        return (
+            f". The service holds weights in {form}, and the model given is plain: give the same "
+            "checkpoint with --model, or verify with a server of the plain one"
+        )
+    return (
+        f". The service holds weights in {form}: if the model given is the same checkpoint, the "
+        "library that reads it may round otherwise, so verify with a server of the plain model"
+    )
+
+
+def _fault(dtype: str, base: Measured, adapter: Measured, num_wrong_tokens: int, hint: str) -> str:
+    """Returns the reason why the served adapter is not proven to be the reference's, or "". `hint`
+    ends the reason that base models differ."""
     if not base.is_equal:
         return (
             "the service runs another base model: without the adapter its log probabilities differ "
-            f"by {base.error:.4f}, and rounding explains {base.accepted:.4f}"
+            f"by {base.error:.4f}, and rounding explains {base.accepted:.4f}{hint}"
         )
     if not adapter.has_effect:
         return (

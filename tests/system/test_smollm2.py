@@ -203,6 +203,27 @@ def test_verify_finds_faults_of_a_real_adapter(
         assert "runs another base model" in capfd.readouterr().err
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verify_reads_a_gguf_file(
+    dtype: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained, path = smollm2.ADAPTERS["pirate"], smollm2.gguf_path()
+    flags = ("--dtype", dtype, "--kv-memory", "64MiB", "--adapter-memory", "32MiB")
+    with Services(smollm2.gguf_zoo(), tmp_path, inference_flags=flags) as served:
+        served.client.register("trained", trained, base_model="llama")
+        command = ["verify", "trained", "--inference", served.inference_address]
+        command += ["--reference", str(trained), "--model"]
+        (tmp_path / "alone").mkdir()
+        (tmp_path / "alone" / path.name).symlink_to(path)
+        assert main([*command, str(tmp_path / "alone")]) == 0, capfd.readouterr().err
+        if dtype == "float32":
+            lose_layer(folder := shutil.copytree(trained, tmp_path / "lost"))
+            served.client.register("trained", folder, base_model="llama")
+            assert main([*command, str(path)]) == 1
+            assert "applies another adapter" in capfd.readouterr().err
+
+
 def lose_factor(folder: Path) -> None:
     path = folder / "adapter_config.json"
     path.write_text(path.read_text().replace('"use_rslora": true', '"use_rslora": false'))

@@ -43,7 +43,8 @@ def verify(
         str,
         typer.Option(
             metavar="MODEL",
-            help="Its base model: a folder, or a name in the Hub's cache. Default: the adapter's.",
+            help="Its base model: a folder, a name in the Hub's cache, or a GGUF file. Default: "
+            "the adapter's.",
         ),
     ] = "",
     prompts: Annotated[
