@@ -443,6 +443,15 @@ def test_info_says_what_a_recurrent_state_costs(run, fake_store, fake_inference)
     assert (found["state_bytes"], found["stored"]) == (20_000_000, 5)
 
 
+@pytest.mark.parametrize("form", ["", "nf4"])
+def test_info_says_the_form_of_the_weights(form, run, fake_store, fake_inference):
+    fake_store.on("GetStoreStatus", store_pb.GetStoreStatusResponse())
+    fake_inference.on("GetServerInfo", inference_pb.GetServerInfoResponse(weight_form=form))
+    rows = [line.split() for line in run("info")[1].splitlines()]
+    assert (["inference", "weights", form] in rows) == bool(form)
+    assert json.loads(run("info", "--json")[1])["server"]["weight_form"] == form
+
+
 def test_info_of_what_does_not_answer(run, running_system):
     code, out, err = run("info", "--json", "--store", "127.0.0.1:1")
     assert code == 1

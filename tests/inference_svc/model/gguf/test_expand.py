@@ -88,6 +88,7 @@ def test_of_several_files_one_is_named(write: Callable[..., Path]) -> None:
         ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
         ("qwen2.5-7b-q4_k_m.gguf", "qwen2.5-7b"),
         ("Tiny-1B-BF16.gguf", "Tiny-1B"),
+        ("Tiny-UD-Q4_K_XL.gguf", "Tiny"),
         ("Q4_0.gguf", "Q4_0"),
     ],
 )
