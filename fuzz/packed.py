@@ -89,7 +89,7 @@ def _checked(matrix: StoredMatrix, stored: Mapping[str, Any]) -> dict[str, Tenso
 def _decoded(
     matrix: StoredMatrix, tensors: Mapping[str, Tensor], num_experts: int = 0
 ) -> Iterator[Rows]:
-    """Yields the weight, or that of each expert."""
+    """Yields the weight, or the weight of each expert."""
     if not num_experts:
         yield matrix.decode(tensors)
     for expert in range(num_experts):
