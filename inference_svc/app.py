@@ -93,7 +93,12 @@ async def _serve(config: InferenceSettings, stop: asyncio.Event) -> None:
                 text = await asyncio.to_thread(_load_tokenizer, config)
                 engine = await asyncio.to_thread(load)
                 speed, notes = engine.speed, machine.speed_notes + engine.speed.notes
-                facts = replace(facts, num_threads=speed.num_threads, speed_notes=notes)
+                facts = replace(
+                    facts,
+                    num_threads=speed.num_threads,
+                    speed_notes=notes,
+                    weight_formats=speed.weight_formats,
+                )
                 await server.start(engine, text, facts)
                 interpreter_gc.resume()
                 await server.run(stop)

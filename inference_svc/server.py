@@ -194,6 +194,7 @@ class InferenceServer:
             await self._start_http(self.http, service)
         await self._set_serving(True)
         self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
+        self._metrics.describe_weights(facts.weight_formats)
         self._announce([*facts.speed_notes])
 
     def _open_directory(self, catalog: Catalog | None, layout: ModelLayout) -> Directory:

@@ -30,6 +30,7 @@ from kernels.attention import triton_kernels as attention
 from kernels.elementwise import triton_kernels as elementwise
 from kernels.experts import triton_kernels as experts
 from kernels.lora import triton_kernels as lora
+from kernels.quantised import triton_kernels as quantised
 from kernels.recurrence import triton_kernels as recurrence
 from kernels.replaced import triton_kernels as replaced
 
@@ -37,13 +38,19 @@ POINTER, INTEGER, NUMBER, ABSENT = "*fp32", "i32", "fp32", "constexpr"
 """Triton's names of types. All pointers are launched alike; arguments that are None or 1 are not
 passed."""
 
-MODULES = (attention, elementwise, experts, lora, recurrence, replaced)
+MODULES = (attention, elementwise, experts, lora, quantised, recurrence, replaced)
 
 INTEGERS = {*attention.VARYING, *experts.VARYING, *lora.VARYING, *recurrence.VARYING}
-INTEGERS |= {*replaced.VARYING, "vocab_size"}
+INTEGERS |= {*replaced.VARYING, *quantised.VARYING, "vocab_size", "expert_rows"}
 NUMBERS = {"eps", "scale", "delta_scale", "sum_scale", "scaling", "offset", "alpha", "limit"}
 ADDEND = {"addend", "slots"}
 SCALES = {"scales"}
+OF_FORMATS = [
+    offsets | bias | factors
+    for offsets in (set(), {"offsets"})
+    for bias in (set(), {"bias"})
+    for factors in (set(), {"x_scales"})
+]
 MAYBE_NONE: dict[str, list[set[str]]] = {
     "add_rms_norm_kernel": [
         *(set(), {"rows"}, {"delta", "rows"}),
@@ -55,6 +62,10 @@ MAYBE_NONE: dict[str, list[set[str]]] = {
     "count_pairs_kernel": [set(), {"order"}],
     "expand_kernel": [{"token_ids"}, {"token_ids", "base_bias"}, {"y", "base_bias"}],
     "experts_linear_kernel": [set(), {"bias"}, {"rows"}, {"bias", "rows"}],
+    "few_rows_kernel": OF_FORMATS,
+    "many_rows_kernel": [
+        absent | starts for absent in OF_FORMATS for starts in (set(), {"starts"})
+    ],
     "place_pairs_kernel": [set(), {"order"}],
     "prefill_kernel": [set(), {"sinks"}, SCALES, {"sinks", *SCALES}],
     "rank_pairs_kernel": [set(), {"order"}, {"starts", "rows", "order"}],
@@ -72,6 +83,7 @@ MAYBE_NONE: dict[str, list[set[str]]] = {
             {"q_norm", "k_norm", "v_norm"},
         )
     ],
+    "sum_splits_kernel": [set(), {"bias"}, {"x_scales"}, {"bias", "x_scales"}],
     "swiglu_kernel": [set(), ADDEND],
 }
 """Arguments that are None together in launches of a kernel. Other kernels have none."""

@@ -25,6 +25,7 @@ from kernels.dispatch import interpreted
 from kernels.elementwise import triton_kernels as elementwise
 from kernels.experts import triton_kernels as experts
 from kernels.lora import triton_kernels as lora
+from kernels.quantised import triton_kernels as quantised
 from kernels.recurrence import triton_kernels as recurrence
 from kernels.replaced import triton_kernels as replaced
 from kernels.streams import HostStream
@@ -36,6 +37,7 @@ MODULES: tuple[ModuleType, ...] = (
     elementwise,
     experts,
     lora,
+    quantised,
     recurrence,
     replaced,
 )

@@ -4,7 +4,7 @@ minutes each.
     python -m bench.gpu_run --out FOLDER             on a machine with a CUDA device
     python -m bench.gpu_run --out FOLDER --emulate   on the CPU, through Triton's interpreter
 
-Each of the eleven stages runs in its own process, so that an error of one, even of the device, does
+Each of the twelve stages runs in its own process, so that an error of one, even of the device, does
 not affect the next. The run needs torch, triton, numpy and pytest, and the pack's wheels for the
 services; `docs/development/gpu-run.md` describes the stages and their results.
 
@@ -23,4 +23,5 @@ shared_tests  a plugin of pytest, with which processes share the tests of one ru
 sizes         the sizes of measurements: Llama-3-8B, or tiny ones for emulation
 stages        a module for each stage
 timing        microseconds on the device, and seconds on the host
+tuning_space  the constants that the stage `tune` tries
 """

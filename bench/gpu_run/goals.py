@@ -10,9 +10,14 @@ MIN_RATIO, MIN_SHARE_OF_BOUND, NEVER_BELOW = 1.3, 0.85, 1.0
 MIN_SHARE_OF_FLOOR, MIN_SHARE_OF_BUS, MAX_P99_RATIO = 0.75, 0.8, 1.1
 MIN_SHARE_OF_BASE = 0.9
 """Goal of the services: their tokens/s with many resident adapters, relative to none."""
+MIN_SHARE_OF_BYTES, MIN_SPEED_OF_FEW_BITS = 0.7, 0.85
+"""Goals of products with weights in few bits: with few rows relative to reading them, with more
+relative to the model's dtype."""
 
 NUM_ADAPTERS = 16
 PEERS = ("vllm", "sglang")
+FORMAT = "W4A16, groups of 128"
+"""One of `cases.quantised_cases`."""
 
 Goal = dict[str, Any]
 Stages = Mapping[str, Mapping[str, Any]]
@@ -25,6 +30,7 @@ def summarize(stages: Stages) -> list[Goal]:
         *_kernels(found.get("kernels", {})),
         *_decode(found.get("decode", {})),
         *_loads(found.get("loads", {})),
+        *_quantised(found.get("quantised", {})),
         *_services(found.get("services", {})),
         *_stages(stages),
     ]
@@ -92,6 +98,18 @@ def _loads(found: Mapping[str, Any]) -> Iterator[Goal]:
         ratio,
         None if ratio is None else ratio <= MAX_P99_RATIO,
     )
+
+
+def _quantised(found: Mapping[str, Any]) -> Iterator[Goal]:
+    """Yields the goals of the format that servers choose with `--quantize int4`."""
+    cells = {each["rows"]: each for each in found.get("cells", []) if each["format"] == FORMAT}
+    for rows, key, least, of in (
+        *((rows, "share_of_floor", MIN_SHARE_OF_BYTES, "of reading its bytes") for rows in (1, 4)),
+        *((rows, "speed", MIN_SPEED_OF_FEW_BITS, "x 16 bits") for rows in (16, 256)),
+    ):
+        share = cells[rows][key] if rows in cells else None
+        passed = None if share is None else share >= least
+        yield _goal(f"{FORMAT}, {rows} rows", f">= {least} {of}", share, passed)
 
 
 def _services(found: Mapping[str, Any]) -> Iterator[Goal]:

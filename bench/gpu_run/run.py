@@ -49,6 +49,7 @@ STAGES = (
     Stage("prefill", "prefill", 30),
     Stage("loads", "loads", 30),
     Stage("trace", "trace", 15),
+    Stage("quantised", "quantised", 30),
     Stage("services", "services", 150, can_shrink=False),
 )
 

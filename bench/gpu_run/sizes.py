@@ -105,6 +105,8 @@ class Sizes:
     kernel_rows: tuple[int, ...]
     kernel_tokens: tuple[int, ...]
     """Lengths of prompts."""
+    quantised_rows: tuple[int, ...]
+    """Rows of products with weights in few bits."""
     ranks: tuple[int, ...]
     max_groups: int
     """Maximum groups of projections with adapters, including the output head's."""
@@ -147,6 +149,7 @@ REAL = Sizes(
     nodes=1000,
     kernel_rows=(1, 8, 32, 128),
     kernel_tokens=(128, 2048),
+    quantised_rows=(1, 4, 16, 256),
     ranks=(16, 8, 64),
     max_groups=5,
     case_bytes=512 << 20,
@@ -193,6 +196,7 @@ EMULATED = Sizes(
     nodes=3,
     kernel_rows=(1, 2),
     kernel_tokens=(8,),
+    quantised_rows=(1, 20),
     ranks=(4,),
     max_groups=2,
     case_bytes=1,

@@ -18,6 +18,7 @@ from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
 from inference_svc.api.request_record import RequestLog
 from inference_svc.api.residents import Residents
+from inference_svc.backends.speed_notes import FormatKernels
 from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
 from inference_svc.engine.control.status_types import EngineStatus
 from inference_svc.frontend.async_engine import AsyncEngine
@@ -62,6 +63,7 @@ class ServerFacts:
     experts: ExpertLayers | None = None
     num_threads: int = 0
     speed_notes: tuple[str, ...] = ()
+    weight_formats: tuple[FormatKernels, ...] = ()
     adapter_dtype: str = ""
     weight_form: str = ""
 

@@ -24,6 +24,7 @@ from inference_svc.model.recurrent_states import RecurrentStates, num_slots, slo
 from inference_svc.results.routed_experts import ExpertsOption
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
+from kernels.quantised import WeightFormat
 
 Inputs = TypeVar("Inputs")
 
@@ -271,6 +272,10 @@ class BackendFactory(Protocol):
         """Returns sentences for operators: why it computes more slowly on this machine than it
         could, and which setting helps; see `backends.speed_notes`. `num_threads` compute on a
         CPU."""
+
+    def weight_kernels(self, form: WeightFormat) -> str:
+        """Names the code that multiplies by weights of a format: "native"; a kernel of a device; or
+        "dequantised", where torch multiplies by weights that it dequantises in each step."""
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         """Computes the needs, an upper bound, of sizes that are decided but `kv_bytes`,

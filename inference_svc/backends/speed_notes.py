@@ -18,12 +18,21 @@ OLDEST_CAPABILITY = (8, 0)
 """The oldest CUDA devices that tests compile the kernels for."""
 
 
+class FormatKernels(NamedTuple):
+    """A format of weights in few bits, such as "int4, groups of 128", and the code that multiplies
+    by it: see `BackendFactory.weight_kernels`."""
+
+    format: str
+    kernels: str
+
+
 class Speed(NamedTuple):
-    """How fast an engine can compute: `num_threads` on the CPU, 0 where a device computes, and
-    notes for operators."""
+    """How fast an engine can compute: `num_threads` on the CPU, 0 where a device computes, notes
+    for operators, and the code for each format of its weights in few bits."""
 
     num_threads: int
     notes: tuple[str, ...]
+    weight_formats: tuple[FormatKernels, ...] = ()
 
 
 def thread_notes(num_threads: int, num_cores: int, num_cpus: int) -> list[str]:

@@ -63,6 +63,7 @@ from kernels.lora import (
 )
 from kernels.lora.plan import LoraContents
 from kernels.native.library import choose
+from kernels.quantised import WeightFormat, implementation
 from kernels.replaced import replace_embeddings, replace_logits, token_weights
 
 
@@ -340,6 +341,9 @@ class TorchFactory:
         faults = () if is_chosen or config.dtype == "float16" else choose(None).faults
         notes = torch_notes(config.dtype, is_chosen=is_chosen, faults=faults)
         return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]
+
+    def weight_kernels(self, form: WeightFormat) -> str:
+        return implementation(form, "cpu")
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         dtype = getattr(torch, config.dtype)

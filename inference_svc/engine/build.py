@@ -23,7 +23,7 @@ from inference_svc.adapters.sums import SumChecks
 from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.base import Backend, BackendFactory
 from inference_svc.backends.select import select_backend
-from inference_svc.backends.speed_notes import Speed
+from inference_svc.backends.speed_notes import FormatKernels, Speed
 from inference_svc.core import EngineConfig
 from inference_svc.engine.compute.losses import Losses
 from inference_svc.engine.compute.profiler import StepProfiler
@@ -55,6 +55,7 @@ from inference_svc.host.device_info import machine_name
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.headers import tower_modules
+from inference_svc.model.checkpoint.parameters import weight_formats
 from inference_svc.model.checkpoint.tensors import check_tensors
 from inference_svc.model.description import Decoder, ExpertsProjection
 from inference_svc.model.recurrent_states import num_slots
@@ -96,7 +97,7 @@ def build_engine(
     decoder = load_description(config.model_dir, config.quantize)
     decoder = decoder.for_length(config.max_model_len)
     factory = select_backend(config, decoder)
-    speed = _speed(config, factory, num_threads)
+    speed = _speed(config, decoder, factory, num_threads)
     check_tensors(config.model_dir, decoder)
     budget = check_budgets(config, decoder, factory)
     layout = layout_of(config, decoder)
@@ -221,12 +222,19 @@ def _make_commands(
     )
 
 
-def _speed(config: EngineConfig, factory: BackendFactory, num_threads: int) -> Speed:
+def _speed(
+    config: EngineConfig, decoder: Decoder, factory: BackendFactory, num_threads: int
+) -> Speed:
     """Logs the notes, too: before the model is loaded, which may fail for the same reasons."""
     notes = tuple(factory.speed_notes(config, num_threads))
     for note in notes:
         logger.warning("%s", note)
-    return Speed(0 if factory.has_device_memory else num_threads, notes)
+    formats = tuple(
+        FormatKernels(str(form), factory.weight_kernels(form)) for form in weight_formats(decoder)
+    )
+    for each in formats:
+        logger.info("weights in %s are multiplied by %s", each.format, each.kernels)
+    return Speed(0 if factory.has_device_memory else num_threads, notes, formats)
 
 
 def _make_residency(

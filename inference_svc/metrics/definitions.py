@@ -270,6 +270,13 @@ ABOUT = (
         "python",
         "torch",
     ),
+    _OWN.gauge(
+        "weight_format_info",
+        "Always 1, for each format of weights in few bits; `kernels` names the code that "
+        "multiplies by it: native; a GPU's kernel; or dequantised, which is slow.",
+        "format",
+        "kernels",
+    ),
     define_reloads(_OWN),
     *PROCESS,
 )

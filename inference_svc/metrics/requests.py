@@ -81,6 +81,7 @@ class Metrics:
         self._device_faults = count_faults(made)
         self._info = made.gauge("info")
         self._build_info = made.gauge("build_info")
+        self._weight_format_info = made.gauge("weight_format_info")
         made.collect_families(self.adapters.families)
         made.collect_families(self._engine_families)
         self._gateway_registry = CollectorRegistry()
@@ -105,6 +106,11 @@ class Metrics:
         self._info.labels(base_model, dtype, device).set(1)
         found = (versions.get("loadout", ""), platform.python_version(), versions.get("torch", ""))
         self._build_info.labels(*found).set(1)
+
+    def describe_weights(self, formats: Iterable[tuple[str, str]]) -> None:
+        """Sets the formats of weights in few bits, each with the code that multiplies by it."""
+        for each in formats:
+            self._weight_format_info.labels(*each).set(1)
 
     def count_fault(self, fault: DeviceFault) -> None:
         """Counts a fault of the device, which ends the engine."""

@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from inference_svc.model.description import Decoder
+from kernels.quantised import WeightFormat
 
 NOT_COMPUTED = frozenset(
     {
@@ -45,6 +46,8 @@ def features(decoder: Decoder) -> frozenset[str]:
 def _features(part: Any) -> Iterator[str]:
     kind = kind_of(type(part))
     yield kind
+    if isinstance(part, WeightFormat) and part.has_odd_groups:
+        yield f"{kind}.odd_groups"
     for each in fields(part):
         name, value = f"{kind}.{each.name}", getattr(part, each.name)
         if name in NOT_COMPUTED:

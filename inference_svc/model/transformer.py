@@ -93,7 +93,7 @@ FEW_BITS = names(
     projection.formats experts_projection.format head.format weight_format
     weight_format.codes=int4 weight_format.codes=uint4 weight_format.codes=nf4
     weight_format.codes=fp4 weight_format.codes=int8 weight_format.codes=fp8
-    weight_format.group_size weight_format.has_offsets
+    weight_format.group_size weight_format.odd_groups weight_format.has_offsets
     weight_format.activations=exact weight_format.activations=int8
     """
 )

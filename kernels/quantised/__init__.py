@@ -8,6 +8,12 @@ cpu        products in torch on the CPU, block by block
 pack       weights in the order in which `src/quantised.cpp` reads them
 native     products in C++: for programs, at fixed addresses, and over tensors
 reference  the definition: dequantise, then multiply
+
+The functions below run `cpu` on CPUs, and on CUDA:
+
+split           how products with few rows are cut into programs
+triton_kernels  the Triton kernels: few rows, many rows, experts
+triton_ops      their launches; grids follow from sizes alone
 """
 
 from __future__ import annotations
@@ -15,11 +21,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.dispatch import uses_triton
 from kernels.experts import Pairs
 from kernels.quantised import cpu
 from kernels.quantised.formats import Activations, Codes, WeightFormat
 from kernels.quantised.quantise import quantise
 from kernels.quantised.rows import QuantisedRows
+from kernels.quantised.split import workspace_bytes
 from kernels.quantised.weight import QuantisedWeight
 
 __all__ = [
@@ -29,9 +37,26 @@ __all__ = [
     "QuantisedWeight",
     "WeightFormat",
     "experts_linear",
+    "implementation",
     "linear",
     "quantise",
+    "workspace_bytes",
 ]
+
+DEQUANTISED = "dequantised"
+
+
+def implementation(form: WeightFormat, device: str) -> str:
+    """Names the code of the functions below for a format: a kernel, or "dequantised", which torch
+    multiplies after it has dequantised it.
+
+    Args:
+        form: The format of a weight.
+        device: "cuda" or "cpu".
+    """
+    if device != "cuda":
+        return DEQUANTISED
+    return f"triton W{form.codes.num_bits}A16"
 
 
 def linear(
@@ -51,6 +76,10 @@ def linear(
     Returns:
         [T, out].
     """
+    if uses_triton(x):
+        from kernels.quantised import triton_ops  # Triton is an extra that the CPU does without
+
+        return triton_ops.linear(x, weight, bias, dtype)
     return cpu.linear(x, weight, bias, dtype)
 
 
@@ -75,4 +104,8 @@ def experts_linear(
     Returns:
         [P, out_features] of x's dtype.
     """
+    if uses_triton(x):
+        from kernels.quantised import triton_ops
+
+        return triton_ops.experts_linear(x, weight, pairs, bias, step, out_features)
     return cpu.experts_linear(x, weight, pairs, bias, step, out_features)

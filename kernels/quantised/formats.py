@@ -19,6 +19,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+BLOCK_INPUTS = 64
+"""Codes of four bits of so many inputs lie in one block."""
+SMALLEST_GROUP = 16
+"""Tensor cores multiply so many inputs at once."""
+
 
 class Codes(enum.Enum):
     """The meaning of a weight's codes, before they are scaled."""
@@ -39,6 +44,10 @@ class Codes(enum.Enum):
         """The value of each code, float32 [2 ** num_bits]. A code of INT4 is 8 more than its value,
         a code of INT8 or FP8 the byte of its value."""
         return _table(self)
+
+    def table_on(self, device: torch.device) -> Tensor:
+        """Returns the table on a device, always the same one."""
+        return _table_on(self, device)
 
 
 class Activations(enum.Enum):
@@ -68,15 +77,29 @@ class WeightFormat:
         dtype: torch.dtype = getattr(torch, self.scales)
         return dtype
 
+    @property
+    def has_odd_groups(self) -> bool:
+        """Whether a group is neither an output's all inputs nor 16, 32, 64 ... of them: tensor
+        cores do not multiply by such groups."""
+        size = self.group_size
+        return size != 0 and (size < SMALLEST_GROUP or size & (size - 1) != 0)
+
     def num_groups(self, in_features: int) -> int:
         """Returns the number of scales of an output."""
         return -(-in_features // self.group_size) if self.group_size else 1
 
+    def code_bytes(self, in_features: int) -> int:
+        """Returns the bytes of an output's codes; of four bits, there are two in a byte, in whole
+        blocks."""
+        if self.codes.num_bits == 8:
+            return in_features
+        return -(-in_features // BLOCK_INPUTS) * (BLOCK_INPUTS // 2)
+
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Returns the bytes of a weight, without padding: two codes of four bits in a byte."""
-        code_bytes = -(-in_features * self.codes.num_bits // 8)
+        """Returns the bytes of a weight."""
         scale_bytes = self.num_groups(in_features) * self.scale_dtype.itemsize
-        return out_features * (code_bytes + (1 + self.has_offsets) * scale_bytes)
+        row_bytes = self.code_bytes(in_features) + (1 + self.has_offsets) * scale_bytes
+        return out_features * row_bytes
 
     def __str__(self) -> str:
         """Returns such as "int4, groups of 128"."""
@@ -107,3 +130,8 @@ def _table(codes: Codes) -> Tensor:
         return torch.tensor((*_FP4, *(-each for each in _FP4)))
     first = -8.0 if codes is Codes.INT4 else 0.0
     return torch.arange(16, dtype=torch.float32) + first
+
+
+@cache
+def _table_on(codes: Codes, device: torch.device) -> Tensor:
+    return _table(codes).to(device)

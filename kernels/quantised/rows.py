@@ -57,7 +57,7 @@ class QuantisedRows:
     def dequantise(self) -> Tensor:
         """Returns table[code] * scale + offset, computed in fp32, [N, in]."""
         in_features = self.codes.shape[1]
-        values = self.format.codes.table.to(self.codes.device)[self.codes.int()]
+        values = self.format.codes.table_on(self.codes.device)[self.codes.int()]
         values *= self._spread(self.scales, in_features)
         if self.offsets is not None:
             values += self._spread(self.offsets, in_features)

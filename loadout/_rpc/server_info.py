@@ -80,6 +80,17 @@ class RecurrentStates:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """A format of weights in few bits."""
+
+    format: str
+    """Such as "int4, groups of 128"."""
+    kernels: str
+    """The code that multiplies by these weights: "native"; a GPU's kernel, such as "triton W4A16";
+    or "dequantised", which is slow."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """The model of a server, its limits, and its use of memory."""
 
@@ -120,3 +131,5 @@ class ServerInfo:
     """The type of keys and values, `dtype` or "fp8"; "": the server is too old to report it."""
     weight_form: str = ""
     """The form of the base model's weights, such as "nf4" or "gguf q4_k"; "": plain, in `dtype`."""
+    weight_formats: tuple[WeightFormat, ...] = ()
+    """Empty: the model has no weights in few bits, or the server is too old to report them."""

@@ -20,6 +20,7 @@ from loadout._rpc.server_info import RecurrentStates as RecurrentStates
 from loadout._rpc.server_info import SamplingDefaults as SamplingDefaults
 from loadout._rpc.server_info import ServerInfo as ServerInfo
 from loadout._rpc.server_info import ServerLimits as ServerLimits
+from loadout._rpc.server_info import WeightFormat as WeightFormat
 from loadout.types.generation import AdapterIdentity as AdapterIdentity
 from loadout.types.generation import ChatMessage as ChatMessage
 from loadout.types.generation import Chunk as Chunk

@@ -45,7 +45,7 @@ def test_stages_by_number_range_and_name(text, names):
     assert chosen_stages(text) == names
 
 
-@pytest.mark.parametrize("text", ["", "11", "x", "2-", "-3"])
+@pytest.mark.parametrize("text", ["", "12", "x", "2-", "-3"])
 def test_unknown_stages_are_refused(text):
     with pytest.raises(ValueError, match="--stages"):
         chosen_stages(text)
@@ -53,7 +53,7 @@ def test_unknown_stages_are_refused(text):
 
 def test_two_calls_take_less_than_ten_minutes_each():
     names = [stage.name for stage in run.STAGES]
-    for text in ("0-3", "4-10"):
+    for text in ("0-3", "4-11"):
         assert sum(budgets(chosen_stages(text), None).values()) < 580
     assert budgets(names, 1e6) == budgets(names, None), "none grows"
     shrunk = budgets(names, 700.0)

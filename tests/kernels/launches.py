@@ -36,6 +36,9 @@ from kernels.lora import triton_kernels as lora
 from kernels.lora import triton_ops as lora_ops
 from kernels.lora.rows import NO_VECTORS
 from kernels.lora.table import MixPart
+from kernels.quantised import Codes, QuantisedWeight, WeightFormat
+from kernels.quantised import triton_kernels as quantised
+from kernels.quantised import triton_ops as quantised_ops
 from kernels.recurrence import DeltaHeads, DeviceSegments, Segments
 from kernels.recurrence import triton_kernels as recurrence
 from kernels.recurrence import triton_ops as recurrence_ops
@@ -49,6 +52,7 @@ MODULES: tuple[ModuleType, ...] = (
     elementwise,
     experts,
     lora,
+    quantised,
     recurrence,
     replaced,
 )
@@ -91,6 +95,8 @@ class Compiled(NamedTuple):
     """Loads and stores of local memory."""
     wide_loads: int
     """Loads of 16 bytes, to registers or to shared memory."""
+    wide_copies: int
+    """Copies of 8 or 16 bytes to shared memory, which the program does not wait for."""
     narrow_loads: int
     """Loads of 2 bytes: elements, one by one."""
     wgmma: int
@@ -310,6 +316,34 @@ def compiled_experts(
     return {name: describe(each)._asdict() for name, each in found.items()}
 
 
+def compiled_quantised(
+    codes: str, group_size: int, has_offsets: bool, scales: str, num_rows: int, dtype: torch.dtype
+) -> dict[str, dict[str, int]]:
+    """As `compiled_step`, of products with weights in a format: of an 8B model's narrowest and
+    widest outputs, and of eight experts."""
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(90))
+    form = WeightFormat(Codes(codes), group_size, has_offsets, scales)
+    found: dict[str, Any] = {}
+    with recorded() as launched:
+        for num_out in (4096, 28672):
+            weight = _empty_weight(form, num_out, 4096)
+            quantised_ops.linear(torch.zeros(num_rows, 4096, dtype=dtype), weight)
+            found |= {f"{name} {num_out} outputs": each for name, each in launched()}
+        weight = _empty_weight(form, 8 * 1536, 2048)
+        pairs = experts_ops.sort_pairs(torch.zeros(num_rows, 1, dtype=torch.int32), 8)
+        launched()
+        x = torch.zeros(num_rows, 2048, dtype=dtype)
+        quantised_ops.experts_linear(x, weight, pairs, None, 1536, 1536)
+        found |= {f"{name} of experts": each for name, each in launched()}
+    return {name: describe(each)._asdict() for name, each in found.items()}
+
+
+def _empty_weight(form: WeightFormat, num_out: int, num_in: int) -> QuantisedWeight:
+    return QuantisedWeight.empty(form, num_out, num_in, torch.device("cpu"))
+
+
 def _launch_layer(
     shape: Shape,
     rows: list[tuple[int, int]],
@@ -439,6 +473,7 @@ def describe(compiled: Any) -> Compiled:
         num_ctas,
         spills=count(r"\b(?:LDL|STL)\b"),
         wide_loads=count(r"\b(?:LDG|LDGSTS)\b[.\w]*\.128\b"),
+        wide_copies=count(r"\bLDGSTS\b[.\w]*\.(?:64|128)\b"),
         narrow_loads=count(r"\bLDG\b[.\w]*\.U?16\b"),
         wgmma=count(r"\bHGMMA\b"),
         mma=count(r"\bHMMA\b"),
@@ -454,6 +489,6 @@ OPERATIONS = {
     f.__name__: f
     for f in (
         *(compiled_attention, compiled_beside, compiled_experts, compiled_families),
-        *(compiled_kinds, compiled_recurrence, compiled_step),
+        *(compiled_kinds, compiled_quantised, compiled_recurrence, compiled_step),
     )
 }

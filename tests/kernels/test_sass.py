@@ -3,6 +3,7 @@ loads, and the tensor cores."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -282,3 +283,55 @@ def test_adapters_beside_products(compiler, shape, step):
         *("store_kernel", "swiglu_kernel", "add_rms_norm_kernel"),
         *("shrink_kernel", "expand_kernel"),
     }
+
+
+FORMATS = {
+    "int4": ("int4", 128, False, "bfloat16"),
+    "uint4 with offsets": ("uint4", 128, True, "float16"),
+    "nf4": ("nf4", 64, False, "float32"),
+    "fp4": ("fp4", 32, False, "bfloat16"),
+    "int8": ("int8", 0, False, "float32"),
+    "int8, small groups": ("int8", 16, False, "float16"),
+    "fp8": ("fp8", 0, False, "float32"),
+    "fp8, blocks": ("fp8", 128, False, "float32"),
+}
+NARROW_FORMATS = {"int8, small groups"}
+"""A group's codes of an output are too few bytes: four are copied at a time."""
+SHORT_FORMATS = {("int4", 1), ("uint4 with offsets", 1), ("nf4", 256), ("fp8", 40)}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows"),
+    [
+        pytest.param(*cell, marks=() if cell in SHORT_FORMATS else pytest.mark.long)
+        for cell in product(FORMATS, (1, 40, 256))
+    ],
+)
+def test_weights_in_few_bits(compiler, name, num_rows):
+    """Nothing spills, weights are copied 8 or 16 bytes at a time while others are multiplied, and
+    tensor cores multiply few rows and many; many, with weights that stay in registers."""
+    found = compiler.call("compiled_quantised", *FORMATS[name], num_rows, torch.bfloat16)
+    for label, facts in found.items():
+        kernel = SimpleNamespace(**facts)
+        text = f"{label}, {name}, {num_rows} rows: {kernel}"
+        assert kernel.spills == kernel.stack_bytes == 0, text
+        if label.startswith("few_rows"):
+            assert kernel.num_ctas >= 3, text
+            assert kernel.mma > 0, text
+            assert kernel.wide_copies > 0 or name in NARROW_FORMATS, text
+        elif label.startswith("many_rows"):
+            assert kernel.num_ctas >= 2, text
+            assert kernel.wgmma > 0, text
+            assert kernel.mma == 0, text
+            assert kernel.wide_copies > 0, text
+    kinds = {label.split()[0] for label in found}
+    assert kinds - {"sum_splits_kernel"} == (
+        {"few_rows_kernel", "many_rows_kernel"} if num_rows == 1 else {"many_rows_kernel"}
+    )
+
+
+def test_weights_in_few_bits_in_fp32(compiler):
+    found = compiler.call("compiled_quantised", *FORMATS["nf4"], 1, torch.float32)
+    for label, facts in found.items():
+        kernel = SimpleNamespace(**facts)
+        assert kernel.spills == kernel.stack_bytes == 0, (label, kernel)

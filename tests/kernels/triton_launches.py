@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from kernels.lora import (
 )
 from kernels.lora import triton_ops as lora_ops
 from kernels.lora.table import MixPart
+from kernels.quantised import Activations, Codes, QuantisedWeight, WeightFormat
+from kernels.quantised import triton_ops as quantised_ops
 from kernels.recurrence import DeltaHeads, DeviceSegments, Segments
 from kernels.recurrence import triton_ops as recurrence_ops
 from kernels.replaced import triton_ops as replaced_ops
@@ -156,6 +159,26 @@ def launch_experts(row_lengths: list[int]) -> None:
         experts_ops.combine(made, pairs, routing.weights, shared, gate)
 
 
+def launch_quantised(row_lengths: list[int]) -> None:
+    """Products with weights in few bits: with offsets, and with inputs that are rounded."""
+    num_rows = sum(row_lengths)
+    chosen = torch.zeros(num_rows, 1, dtype=torch.int32)
+    pairs = experts_ops.sort_pairs(chosen, 2)
+    for codes, has_offsets, activations in product(
+        (Codes.INT8, Codes.UINT4), (False, True), Activations
+    ):
+        if activations is Activations.INT8 and codes is not Codes.INT8:
+            continue
+        form = WeightFormat(codes, 0, has_offsets, "bfloat16", activations)
+        weight = QuantisedWeight.empty(form, 128, 1024, torch.device("cpu"))
+        x, bias = torch.zeros(num_rows, 1024), torch.zeros(2, 64)
+        for own in (x, x.to(torch.bfloat16)):
+            for of_all in (None, bias.flatten()):
+                quantised_ops.linear(own, weight, of_all)
+            for of_experts in (None, bias):
+                quantised_ops.experts_linear(own, weight, pairs, of_experts, 64, 64)
+
+
 def launched_signatures() -> list[tuple[str, dict[str, str]]]:
     """(kernel, types of its arguments) of each launch, in which Triton asks what to compile."""
     from triton import knobs
@@ -176,6 +199,7 @@ def launched_signatures() -> list[tuple[str, dict[str, str]]]:
             launch_lora(row_lengths)
             launch_between(sum(row_lengths))
             launch_recurrence(row_lengths)
+            launch_quantised(row_lengths)
         for rows in ([(5, 1)], [(5, 1)] * 8, [(0, 40), (9, 1)], [(0, MANY)]):
             for page_size in (16, 1024):
                 for norms in ("", "each", "all"):

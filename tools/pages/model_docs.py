@@ -6,14 +6,26 @@ python -m tools.pages.model_docs
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from inference_svc.backends.select import BACKENDS
 from inference_svc.model.architectures import families
+from kernels.quantised import Activations, Codes, WeightFormat
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "models.md"
 PUBLISHED = ROOT / "tests" / "inference_svc" / "model" / "published"
 """The config.json of each tested published model."""
+FORMATS = {
+    "INT4, without or with zero points": WeightFormat(Codes.UINT4, 128, has_offsets=True),
+    "NF4": WeightFormat(Codes.NF4, 64),
+    "MXFP4": WeightFormat(Codes.FP4, 32),
+    "INT8": WeightFormat(Codes.INT8),
+    "FP8": WeightFormat(Codes.FP8, 128),
+    "INT8, inputs rounded to INT8 (W8A8)": WeightFormat(Codes.INT8, activations=Activations.INT8),
+}
+"""A format for each name of published ones."""
 PAGE = r"""# Models
 
 You can serve models whose `config.json` names one of these architectures, in fp32, bf16 or fp16,
@@ -52,6 +64,18 @@ folder. If neither is the model's name, set `--base-model`.
 
 The server refuses, by key and value, metadata and types that it does not compute. Join a model in
 several files first, with llama.cpp's `llama-gguf-split`.
+
+## Weights in few bits
+
+Checkpoints and `--quantize` give weights of these [formats](quantisation.md). The table names the
+code that multiplies by them on CPUs, on CPUs with `native-kernels = false`, and on GPUs; `loadout
+info` shows it for your server. "dequantised" is the fallback, which is slow: torch dequantises the
+weights in each step. A GPU needs groups of 16, 32, 64 ... inputs, or one scale for each output, and
+the server refuses others by name.
+
+| weights | CPU | CPU, torch | GPU |
+|---|---|---|---|
+{formats}
 
 ## Adapters of whole models
 
@@ -109,7 +133,15 @@ def render() -> str:
         for module, found in sorted(names.items())
     ]
     published = "\n".join(f"- `{path.stem}`" for path in sorted(PUBLISHED.iterdir()))
-    return PAGE.format(rows="\n".join(rows), published=published)
+    return PAGE.format(rows="\n".join(rows), published=published, formats="\n".join(_formats()))
+
+
+def _formats() -> Iterator[str]:
+    """Yields a row for each format of weights."""
+    by_name = {factory.name: factory for factory in BACKENDS}
+    for label, form in FORMATS.items():
+        kernels = (by_name[name].weight_kernels(form) for name in ("native", "torch", "CUDA"))
+        yield f"| {' | '.join((label, *kernels))} |"
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.gpu_run.cases import delta_cases, expert_cases, lora_cases
+from bench.gpu_run.cases import delta_cases, expert_cases, lora_cases, quantised_cases
 from bench.gpu_run.cases.expert_cases import Products, route_at_random
 from bench.gpu_run.cases.lora_cases import Case, Ours, Pool, random
 from bench.gpu_run.context import Context
@@ -66,6 +66,7 @@ def problems(context: Context, pool: Pool) -> dict[str, list[Problem]]:
         "expand": adapters,
         **_expert_problems(context),
         **_delta_problems(context),
+        **_quantised_problems(context),
     }
     return {kernel: each[: sizes.tune_problems] for kernel, each in found.items()}
 
@@ -380,3 +381,34 @@ def _delta(context: Context, operation: str, lengths: list[int]) -> Problem:
         return Prepared(run, net.num_calls, result)
 
     return Problem(f"{len(lengths)} rows of {lengths[0]} tokens", prepare)
+
+
+def _quantised_problems(context: Context) -> dict[str, list[Problem]]:
+    """Returns problems of the narrowest and the widest outputs in the first format; inputs are
+    rounded in the last one."""
+    of_layer = quantised_cases.projections(context)
+    narrow, wide = (choose(of_layer, key=lambda each: each.num_out) for choose in (min, max))
+    few, tokens = context.sizes.quantised_rows, context.sizes.kernel_tokens
+    return {
+        "quantised_narrow": [_quantised(context, narrow, n) for n in few[:2]],
+        "quantised_wide": [_quantised(context, wide, n) for n in few[:2]],
+        "quantised_sum": [_quantised(context, narrow, few[0])],
+        "quantised_short": [_quantised(context, wide, 20)],
+        "quantised_middle": [_quantised(context, wide, 64)],
+        "quantised_long": [_quantised(context, each, tokens[-1]) for each in (narrow, wide)],
+        "quantised_inputs": [_quantised(context, narrow, n, "W8A8") for n in (few[0], tokens[-1])],
+    }
+
+
+def _quantised(
+    context: Context,
+    projection: quantised_cases.Projection,
+    num_rows: int,
+    form: str = quantised_cases.FIRST,
+) -> Problem:
+    def prepare() -> Prepared:
+        chosen = quantised_cases.FORMATS[form]
+        products = quantised_cases.Products(context, chosen, projection, num_rows)
+        return Prepared(products.run, len(products.weights), products.result)
+
+    return Problem(f"{projection.name}, {form}, {num_rows} rows", prepare)

@@ -15,15 +15,9 @@ from bench.gpu_run.cases.lora_cases import Case, Ours, Pool
 from bench.gpu_run.cases.peers import LoraCall, Work
 from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found, Missing
-from bench.gpu_run.stages.tune import (
-    FAILURES,
-    PEER_SPACES,
-    Constants,
-    make_peer,
-    peer_defaults,
-    tuned_for,
-)
+from bench.gpu_run.stages.tune import FAILURES, make_peer, peer_defaults, tuned_for
 from bench.gpu_run.timing import Deadline
+from bench.gpu_run.tuning_space import PEER_SPACES, Constants
 
 COMPILE_SHARE = 0.35
 """Maximum share of the stage's time to compile the families' and the peers' kernels in many

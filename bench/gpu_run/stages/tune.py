@@ -26,6 +26,7 @@ from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found, Missing
 from bench.gpu_run.model import read_description
 from bench.gpu_run.timing import Deadline
+from bench.gpu_run.tuning_space import PEER_SPACES, SGLANG_DEFAULT, SPACE, Constants
 from kernels import tuning
 from kernels.elementwise.triton_ops import power_of_2
 
@@ -40,136 +41,6 @@ MAX_DIFFERENCE = 0.02
 """Maximum relative RMS difference of results, from sums in another order, in 16 bits."""
 FAILURES = (TritonError, RuntimeError, ValueError)
 """Exceptions from constants that do not fit the device or the kernel."""
-
-Constants = dict[str, int]
-
-SPACE: dict[str, dict[str, tuple[int, ...]]] = {
-    "shrink": {
-        "chunk": (256, 1024),
-        "split_tokens": (64, 1 << 20),
-        "block_k": (128, 512),
-        "tile_block_r": (16, 64),
-        "tile_block_k": (32, 128),
-        "num_warps": (2, 8),
-        "num_stages": (2, 4),
-    },
-    "expand": {
-        "block_n": (64, 256),
-        "programs": (264, 528, 2112),
-        "max_blocks": (1, 4, 16),
-        "tile_block_r": (16, 64),
-        "num_warps": (2, 8),
-        "num_stages": (2, 4),
-    },
-    "decode": {
-        "block_n": (32, 128),
-        "programs": (264, 396, 792, 1056),
-        "num_warps": (2, 8),
-        "num_stages": (2, 4),
-    },
-    "segments": {"positions": (64, 256, 512)},
-    "combine": {"block_s": (8, 32), "num_warps": (2, 8)},
-    "prefill": {
-        "max_registers": (168, 255),
-        "block_n": (32, 128),
-        "num_warps": (4,),
-        "num_stages": (3,),
-    },
-    "add_rms_norm": {"elements_per_warp": (128, 512, 1024), "max_warps": (8, 32)},
-    "swiglu": {"block": (512, 2048), "elements_per_warp": (128, 512)},
-    "replaced": {
-        "block": (512, 2048),
-        "block_m": (32,),
-        "block_n": (32, 128),
-        "block_k": (64, 256),
-        "num_warps": (2, 8),
-    },
-    "store": {"many_tokens": (64, 1024), "tokens_each": (2, 4, 16)},
-    "route": {"elements_per_warp": (128, 512)},
-    "sort_pairs": {
-        "many_pairs": (1024, 8192),
-        "block": (16, 64),
-        "chunk": (128, 512),
-        "count_block": (128, 512),
-        "num_warps": (2, 8),
-        "scan_block": (4096,),
-    },
-    "experts_short": {
-        "block_m": (32,),
-        "block_n": (128,),
-        "block_k": (64, 256),
-        "group": (1, 32),
-        "num_warps": (8,),
-        "num_stages": (3, 5),
-    },
-    "experts_middle": {
-        "block_n": (64, 256),
-        "block_k": (128,),
-        "group": (1, 32),
-        "num_warps": (8,),
-        "num_stages": (3,),
-    },
-    "experts_long": {
-        "block_m": (64, 256),
-        "block_n": (256,),
-        "group": (1, 32),
-        "num_warps": (4,),
-        "num_stages": (2, 4),
-    },
-    "combine_experts": {"block": (256, 1024), "elements_per_warp": (128,)},
-    "plan_pairs": {"block": (128, 512), "chunk": (1024, 4096), "num_warps": (2, 8)},
-    "causal_conv": {
-        "many_tokens": (8, 1 << 20),
-        "block_t": (4, 16),
-        "block_c": (128, 512),
-        "elements_per_warp": (128, 512),
-    },
-    "delta_step": {"block_v": (16, 64), "num_warps": (2, 8)},
-    "delta_chunks": {"block_v": (16, 64), "num_warps": (8,), "num_stages": (2, 3)},
-    "gated_norm": {"block_h": (1, 8), "elements_per_warp": (128, 512)},
-}
-"""The other values of each constant; the defaults are in the kernels' package."""
-
-PEER_SPACES: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
-    "vllm": {
-        "shrink": {
-            "block_m": (16, 64),
-            "block_n": (32,),
-            "block_k": (32, 64, 128, 256, 512),
-            "split_k": (1, 4, 16, 32),
-            "num_warps": (2, 8),
-            "num_stages": (3, 4),
-        },
-        "expand": {
-            "block_m": (16, 32),
-            "block_n": (32, 64, 128, 256),
-            "block_k": (16, 64),
-            "num_warps": (2, 8),
-            "num_stages": (3, 4),
-        },
-    },
-    "sglang": {
-        "both": {"chunk": (16, 32, 64, 128)},
-        "shrink": {
-            "BLOCK_N": (32, 64),
-            "BLOCK_K": (64, 128, 512),
-            "num_warps": (2, 8),
-            "num_stages": (2, 4),
-        },
-        "expand": {
-            "BLOCK_N": (32, 128, 256),
-            "BLOCK_K": (32, 64),
-            "num_warps": (2, 8),
-            "num_stages": (2, 4),
-        },
-    },
-}
-"""Values from vLLM's page on tuning, and from SGLang's table for Hopper."""
-SGLANG_DEFAULT: dict[str, Constants] = {
-    "shrink": {"BLOCK_N": 16, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3},
-    "expand": {"BLOCK_N": 64, "BLOCK_K": 16, "num_warps": 4, "num_stages": 3},
-}
-"""The constants in SGLang's launches, and Triton's defaults for the others."""
 
 Measure = Callable[[Constants], "list[float] | None"]
 """Microseconds of each problem, or None if the results differ from the defaults' results."""
@@ -234,6 +105,10 @@ def default_of(context: Context, kernel: str) -> Constants:
     facts |= {
         f"experts_{name}": {"itemsize": context.sizes.dtype.itemsize}
         for name in ("short", "middle", "long")
+    }
+    of_few_bits = {"itemsize": context.sizes.dtype.itemsize, "bits": 4}
+    facts |= {
+        f"quantised_{name}": of_few_bits for name in ("narrow", "wide", "short", "middle", "long")
     }
     return dict(tuning.constants(kernel, **facts.get(kernel, {})))
 

@@ -184,6 +184,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             num_threads=facts.num_threads,
             speed_notes=facts.speed_notes,
             recurrent_states=convert.to_recurrent_states(status.recurrent),
+            weight_formats=[pb.WeightFormat(**each._asdict()) for each in facts.weight_formats],
         )
 
     async def GetDebugInfo(  # noqa: N802

@@ -52,6 +52,7 @@ from inference_svc.model.transformer import COMPUTED, FEW_BITS, Transformer
 from kernels import tuning
 from kernels.experts import sizes_to_warm_up
 from kernels.lora.plan import LoraContents
+from kernels.quantised import WeightFormat, implementation
 
 logger = logging.getLogger(__name__)
 
@@ -383,6 +384,9 @@ class CudaFactory:
         name = torch.cuda.get_device_name(config.device)
         capability = torch.cuda.get_device_capability(config.device)
         return device_notes(name, capability, tuning.measured_devices())
+
+    def weight_kernels(self, form: WeightFormat) -> str:
+        return implementation(form, "cuda")
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         return memory_needs(config, decoder)

@@ -29,7 +29,7 @@ from inference_svc.backends.cuda.segments import CudaSegments
 from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
 from inference_svc.model.checkpoint.parameters import parameters, weights_bytes
-from inference_svc.model.description import Attention, Decoder
+from inference_svc.model.description import Attention, Decoder, ExpertsProjection, Projection
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes
 from inference_svc.model.operations import (
     AddNorm,
@@ -50,6 +50,7 @@ from kernels import tuning
 from kernels.attention.plan import max_segments
 from kernels.lora import LoraGroup
 from kernels.lora.table import MAX_PARTS, workspace_rank
+from kernels.quantised import Activations, workspace_bytes
 
 MIB = 1 << 20
 LIBRARIES_BYTES = 384 * MIB
@@ -62,7 +63,7 @@ NODE_BYTES = 4 << 10
 PROMPT_RECORDINGS_BYTES = 128 * MIB
 """Memory for the kernels of recorded steps with prompts: 48 of an 8B model."""
 PRODUCT_NODES = 2
-"""A product and, where cuBLAS splits it, the sum of its parts."""
+"""A product and, where cuBLAS or ours splits it, the sum of its parts."""
 NODES: Mapping[type[Op], int] = {Growth: 6, Attend: 2, Route: 2}
 """Kernels of operations that take more than one: growth operation by operation; segments and their
 combination; the choice, and the order of pairs."""
@@ -142,12 +143,14 @@ class _OwnBytes(NamedTuple):
         if isinstance(op, Project):
             shrunk_bytes = self.shrunk.by(op.group, self.sizes.rows(op.out))
             num_bytes += shrunk_bytes + self._addend_bytes(op)
+            num_bytes += self._few_bits_bytes(op)
         elif isinstance(op, ProjectExperts):
             num_bytes += self.shrunk.by(op.group, self.sizes.max_pairs)
+            num_bytes += self._few_bits_bytes(op)
         elif isinstance(op, Attend):
             num_bytes += _partial_results_bytes(self.config, op.attention)
         elif isinstance(op, Logits):
-            num_bytes += self._logits_bytes(op)
+            num_bytes += self._logits_bytes(op) + self._few_bits_bytes(op)
         elif isinstance(op, Growth):
             num_bytes += GROWTH_BYTES * self.sizes.max_tokens
         if isinstance(op, NormOf | Combine) and op.out in op.inputs:
@@ -163,6 +166,29 @@ class _OwnBytes(NamedTuple):
         group = self.shrunk.groups.get(op.group)
         row_bytes = self.sizes.rows(op.out) * self.sizes.dtype.itemsize
         return 0 if group is None else row_bytes * group.out_end
+
+    def _few_bits_bytes(self, op: Project | ProjectExperts | Logits) -> int:
+        """Returns the bytes of products with weights in few bits: their kernels' own, and the
+        outputs of parts that lie side by side afterwards."""
+        projection, num_rows = op.projection, self.sizes.rows(op.out)
+        parts, item_bytes = projection.parts, self.sizes.dtype.itemsize
+        outputs_bytes = 0
+        if len(parts) > 1:
+            out_item_bytes = 4 if op.out.is_wide else item_bytes
+            outputs_bytes = out_item_bytes * num_rows * projection.out_features
+        is_split = not isinstance(op, ProjectExperts)
+        own_bytes = (
+            workspace_bytes(
+                each.format,
+                num_rows,
+                each.num_rows if is_split else 0,
+                projection.in_features,
+                item_bytes,
+            )
+            for each in parts
+            if each.format is not None
+        )
+        return outputs_bytes + max(own_bytes, default=0)
 
     def _logits_bytes(self, op: Logits) -> int:
         """Where adapters add tokens, logits are copied to wider ones, and bounds make copies."""
@@ -252,7 +278,10 @@ def _operations_nodes(decoder: Decoder) -> int:
 def _num_nodes(op: Op) -> int:
     """Returns how many kernels an operation launches, without adapters."""
     if isinstance(op, Project):
-        return PRODUCT_NODES + (op.out.is_wide and op.projection.has_bias)
+        num_nodes = _product_nodes(op.projection)
+        return num_nodes + (op.out.is_wide and op.projection.has_bias) * len(op.projection.parts)
+    if isinstance(op, ProjectExperts):
+        return 1 + _rounds_inputs(op.projection)
     if isinstance(op, AddNorm):
         # A norm adds to the residual stream along; where there is none, torch's operations do.
         return 1 if op.norm is not None else 1 + (op.delta_scale != 1.0) + (op.sum_scale != 1.0)
@@ -262,8 +291,22 @@ def _num_nodes(op: Op) -> int:
         return 1 + sum(each is not None and each.size != attention.head_dim for each in norms)
     if isinstance(op, Logits):
         head = op.head
-        return PRODUCT_NODES + (head.scale != 1.0) + 3 * (head.softcap is not None)
+        num_nodes = _product_nodes(op.projection)
+        return num_nodes + (head.scale != 1.0) + 3 * (head.softcap is not None)
     return NODES.get(type(op), 1)
+
+
+def _product_nodes(projection: Projection) -> int:
+    """Returns how many kernels a projection's product takes: of several parts each has its own, and
+    one lays their outputs side by side."""
+    num_parts = len(projection.parts)
+    return PRODUCT_NODES * num_parts + (num_parts > 1) + _rounds_inputs(projection)
+
+
+def _rounds_inputs(projection: Projection | ExpertsProjection) -> int:
+    """Returns how many parts of a projection have one more kernel, which rounds their inputs."""
+    formats = (each.format for each in projection.parts)
+    return sum(form is not None and form.activations is not Activations.EXACT for form in formats)
 
 
 def max_prompt_recordings(decoder: Decoder, num_groups: int, *, adds_tokens: bool) -> int:

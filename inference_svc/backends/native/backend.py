@@ -42,6 +42,7 @@ from kernels.host_memory import Slab
 from kernels.lora.plan import LoraContents
 from kernels.native.build import processor_flags
 from kernels.native.library import Library, choose, load
+from kernels.quantised import WeightFormat
 
 MakeTransformer: TypeAlias = Callable[
     [ModelWeights[PackedProjection], KVCaches, RecurrentStates | None], NativeTransformer
@@ -199,6 +200,9 @@ class NativeFactory:
         assert library is not None, "the backend is supported"
         notes = native_notes(config.dtype, library.variant, processor_flags(), faults)
         return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]
+
+    def weight_kernels(self, form: WeightFormat) -> str:
+        return "native"
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         return memory_needs(config, decoder)

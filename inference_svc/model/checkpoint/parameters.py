@@ -145,6 +145,12 @@ def parameters(decoder: Decoder) -> tuple[Parameter, ...]:
     return tuple(_parameter(each) for each in weights if has_values(each.spec))
 
 
+def weight_formats(decoder: Decoder) -> tuple[WeightFormat, ...]:
+    """Returns the formats of a decoder's weights in few bits, in order of use."""
+    formats = (part.format for each in parameters(decoder) for part in each.parts)
+    return tuple(dict.fromkeys(form for form in formats if form is not None))
+
+
 def role_of(spec: WeightSpec) -> Role:
     """Returns the kind of a weight's parameter."""
     return _ROLES[type(spec)]

@@ -232,6 +232,9 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         num_threads=message.num_threads,
         speed_notes=tuple(message.speed_notes),
         recurrent_states=_recurrent_states(message),
+        weight_formats=tuple(
+            types.WeightFormat(each.format, each.kernels) for each in message.weight_formats
+        ),
         adapter_dtype=message.adapter_dtype,
         kv_dtype=message.kv_dtype,
         weight_form=message.weight_form,
