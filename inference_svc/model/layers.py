@@ -133,25 +133,22 @@ class QuantisedLinear:
 
 @dataclass(frozen=True, slots=True)
 class PartsLinear:
-    """A `TorchLinear` of several, whose outputs lie side by side: its rows have several formats."""
+    """A `TorchLinear` of several, whose outputs lie side by side: its rows have several formats.
+    `bias` [out] has the biases of all, which are views of it."""
 
     parts: tuple[Linear | QuantisedLinear, ...]
+    bias: Tensor | None = None
 
     def put_rows(self, start: int, rows: Rows) -> None:
         part, first = part_of(self.parts, start)
         part.put_rows(start - first, rows)
 
     def put_bias(self, start: int, values: Tensor) -> None:
-        part, first = part_of(self.parts, start)
-        part.put_bias(start - first, values)
+        assert self.bias is not None
+        self.bias[start : start + len(values)].copy_(values)
 
     def rows(self, start: int, end: int) -> Tensor:
         return rows_of(self.parts, start, end)
-
-    @property
-    def bias(self) -> Tensor | None:
-        biases = [each.bias for each in self.parts if each.bias is not None]
-        return torch.cat(biases) if biases else None
 
     @property
     def out_features(self) -> int:
@@ -218,17 +215,19 @@ class TorchProjections:
         device: torch.device,
     ) -> TorchLinear:
         """Returns a projection whose rows are undefined until they are put."""
+        sizes = [each.num_rows for each in parts]
+        bias = torch.empty(sum(sizes), dtype=dtype, device=device) if has_bias else None
 
-        def made(part: WeightPart) -> Linear | QuantisedLinear:
-            bias = torch.empty(part.num_rows, dtype=dtype, device=device) if has_bias else None
+        def made(part: WeightPart, own: Tensor | None) -> Linear | QuantisedLinear:
             if part.format is None:
                 weight = torch.empty(part.num_rows, in_features, dtype=dtype, device=device)
-                return Linear(weight, bias)
+                return Linear(weight, own)
             few_bits = QuantisedWeight.empty(part.format, part.num_rows, in_features, device)
-            return QuantisedLinear(few_bits, bias)
+            return QuantisedLinear(few_bits, own)
 
-        every = tuple(map(made, parts))
-        return every[0] if len(every) == 1 else PartsLinear(every)
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        every = tuple(map(made, parts, biases))
+        return every[0] if len(every) == 1 else PartsLinear(every, bias)
 
     @staticmethod
     def of(weight: Tensor) -> Linear:

@@ -27,7 +27,7 @@ from kernels.quantised import cpu
 from kernels.quantised.formats import Activations, Codes, WeightFormat
 from kernels.quantised.quantise import quantise
 from kernels.quantised.rows import QuantisedRows
-from kernels.quantised.split import workspace_bytes
+from kernels.quantised.split import inputs_bytes, workspace_bytes
 from kernels.quantised.weight import QuantisedWeight
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "WeightFormat",
     "experts_linear",
     "implementation",
+    "inputs_bytes",
     "linear",
     "quantise",
     "workspace_bytes",

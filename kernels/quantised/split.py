@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from kernels import tuning
@@ -51,16 +51,32 @@ def workspace_bytes(
 ) -> int:
     """Returns the most bytes that `linear` takes beside its inputs and outputs, with the constants
     of any device."""
-    num_bytes = 0
-    if form.activations is Activations.INT8:
-        num_bytes += num_rows * (in_features * itemsize + 4)
-    names = ("quantised_narrow", "quantised_wide")
-    most_splits = max(
+    splits = (
         Split.of(form, out_features, in_features, tuned).num_splits
-        for name in names
-        for tuned in tuning.all_constants(name)
+        for tuned in _possible_constants(form, out_features, itemsize)
     )
-    return num_bytes + 4 * most_splits * min(num_rows, FEW_ROWS) * out_features
+    most = max(splits)
+    sums_bytes = 4 * most * min(num_rows, FEW_ROWS) * out_features if most > 1 else 0
+    return inputs_bytes(form, num_rows, in_features, itemsize) + sums_bytes
+
+
+def _possible_constants(
+    form: WeightFormat, out_features: int, itemsize: int
+) -> Iterator[Mapping[str, int]]:
+    """Yields constants that `few_constants` may return on any device."""
+    facts = {"itemsize": itemsize, "bits": form.codes.num_bits}
+    narrow = tuning.all_constants("quantised_narrow", **facts)
+    yield from (tuned for tuned in narrow if out_features <= tuned["max_out"])
+    if any(out_features > tuned["max_out"] for tuned in narrow):
+        yield from tuning.all_constants("quantised_wide", **facts)
+
+
+def inputs_bytes(form: WeightFormat, num_rows: int, in_features: int, itemsize: int) -> int:
+    """Returns the bytes of inputs that are rounded, with a factor of each row: all that
+    `experts_linear` takes beside its inputs and outputs."""
+    if form.activations is Activations.EXACT:
+        return 0
+    return num_rows * (in_features * itemsize + 4)
 
 
 def chunk_of(form: WeightFormat, row_bytes: int) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,21 @@ def constants(kernel: str, **model: int) -> Mapping[str, int]:
     return found
 
 
-def all_constants(kernel: str) -> list[Mapping[str, int]]:
+def all_constants(kernel: str, **model: int) -> list[Mapping[str, int]]:
     """Returns the constants of every rule of `kernel` in any table: all constants with which it may
-    run on a device that is not known yet."""
-    tables = (read_table(path, _default) for path in sorted(FOLDER.glob("*.json")))
-    return [rule for table in (*tables, _table) for rule in table.get(kernel, [])]
+    run on a device that is not known yet. With sizes of a model, only of the rules that count for
+    it."""
+    found: list[Mapping[str, int]] = []
+    for table in (*_tables_in(FOLDER), _table):
+        rules = table.get(kernel, [])
+        found += [rule for rule in rules if _fits(rule, model)][:1] if model else rules
+    return found
+
+
+@cache
+def _tables_in(folder: Path) -> tuple[Table, ...]:
+    """Reads all tables of a folder."""
+    return tuple(read_table(path, _default) for path in sorted(folder.glob("*.json")))
 
 
 def _fits(rule: Mapping[str, Any], model: Mapping[str, int]) -> bool:

@@ -28,7 +28,7 @@ from inference_svc.backends.cuda.padded_sizes import StepKind, decode_sizes, mos
 from inference_svc.backends.cuda.segments import CudaSegments
 from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
-from inference_svc.model.checkpoint.parameters import parameters, weights_bytes
+from inference_svc.model.checkpoint.parameters import parameters, weight_formats, weights_bytes
 from inference_svc.model.description import Attention, Decoder, ExpertsProjection, Projection
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes
 from inference_svc.model.operations import (
@@ -50,7 +50,7 @@ from kernels import tuning
 from kernels.attention.plan import max_segments
 from kernels.lora import LoraGroup
 from kernels.lora.table import MAX_PARTS, workspace_rank
-from kernels.quantised import Activations, workspace_bytes
+from kernels.quantised import Activations, inputs_bytes, workspace_bytes
 
 MIB = 1 << 20
 LIBRARIES_BYTES = 384 * MIB
@@ -76,6 +76,9 @@ GROWTH_BYTES = 32
 """The memory of a token's growth, operation by operation."""
 PAIR_BYTES = 64
 """A pair's part of a mixture's routing, of the order of pairs, and of their plan."""
+DEQUANTISED_BYTES = 10
+"""The memory of an element of a weight in few bits while its row is made plain: its code in one
+byte and in four, its value, and its scale."""
 ORDER_BYTES = 4
 """A token's place in the order of tokens by adapter, which a mixture keeps for the whole step."""
 SAMPLER_COPIES = 4
@@ -103,7 +106,8 @@ def _dividing_bytes(config: EngineConfig, decoder: Decoder) -> int:
     and B of a target, in fp32."""
     targets = layout_of(config, decoder).targets
     features = max((each.in_features + each.out_features for each in targets), default=0)
-    return 4 * (DEVICE_SLICE_ELEMENTS + config.max_lora_rank * features)
+    row_bytes = DEQUANTISED_BYTES if weight_formats(decoder) else 4
+    return row_bytes * DEVICE_SLICE_ELEMENTS + 4 * config.max_lora_rank * features
 
 
 def step_bytes(
@@ -142,15 +146,14 @@ class _OwnBytes(NamedTuple):
         num_bytes = 0 if before is None else self._addend_bytes(before)
         if isinstance(op, Project):
             shrunk_bytes = self.shrunk.by(op.group, self.sizes.rows(op.out))
-            num_bytes += shrunk_bytes + self._addend_bytes(op)
-            num_bytes += self._few_bits_bytes(op)
+            num_bytes += self._product_bytes(op, shrunk_bytes) + self._addend_bytes(op)
         elif isinstance(op, ProjectExperts):
-            num_bytes += self.shrunk.by(op.group, self.sizes.max_pairs)
-            num_bytes += self._few_bits_bytes(op)
+            shrunk_bytes = self.shrunk.by(op.group, self.sizes.max_pairs)
+            num_bytes += max(shrunk_bytes, self._few_bits_bytes(op))
         elif isinstance(op, Attend):
             num_bytes += _partial_results_bytes(self.config, op.attention)
         elif isinstance(op, Logits):
-            num_bytes += self._logits_bytes(op) + self._few_bits_bytes(op)
+            num_bytes += self._logits_bytes(op)
         elif isinstance(op, Growth):
             num_bytes += GROWTH_BYTES * self.sizes.max_tokens
         if isinstance(op, NormOf | Combine) and op.out in op.inputs:
@@ -167,32 +170,36 @@ class _OwnBytes(NamedTuple):
         row_bytes = self.sizes.rows(op.out) * self.sizes.dtype.itemsize
         return 0 if group is None else row_bytes * group.out_end
 
+    def _product_bytes(self, op: Project | Logits, shrunk_bytes: int) -> int:
+        """Returns the bytes of a product and of its adapters' shrunk inputs, which come after it or
+        are beside it."""
+        product_bytes = self._few_bits_bytes(op)
+        is_beside = self.is_beside and isinstance(op, Project) and op.reader_adds
+        return product_bytes + shrunk_bytes if is_beside else max(product_bytes, shrunk_bytes)
+
     def _few_bits_bytes(self, op: Project | ProjectExperts | Logits) -> int:
-        """Returns the bytes of products with weights in few bits: their kernels' own, and the
-        outputs of parts that lie side by side afterwards."""
+        """Returns the bytes of products with weights in few bits: their kernels' own and, after
+        them, the outputs of parts, which are laid side by side in the place of these."""
         projection, num_rows = op.projection, self.sizes.rows(op.out)
         parts, item_bytes = projection.parts, self.sizes.dtype.itemsize
         outputs_bytes = 0
         if len(parts) > 1:
             out_item_bytes = 4 if op.out.is_wide else item_bytes
             outputs_bytes = out_item_bytes * num_rows * projection.out_features
-        is_split = not isinstance(op, ProjectExperts)
+        inner, is_of_experts = projection.in_features, isinstance(op, ProjectExperts)
         own_bytes = (
-            workspace_bytes(
-                each.format,
-                num_rows,
-                each.num_rows if is_split else 0,
-                projection.in_features,
-                item_bytes,
-            )
-            for each in parts
-            if each.format is not None
+            inputs_bytes(form, num_rows, inner, item_bytes)
+            if is_of_experts
+            else workspace_bytes(form, num_rows, part_rows, inner, item_bytes)
+            for part_rows, form in parts
+            if form is not None
         )
-        return outputs_bytes + max(own_bytes, default=0)
+        return max(outputs_bytes, *own_bytes, 0)
 
     def _logits_bytes(self, op: Logits) -> int:
         """Where adapters add tokens, logits are copied to wider ones, and bounds make copies."""
-        num_bytes, num_added = self.shrunk.by(HEAD, self.config.max_sequences), 0
+        shrunk_bytes = self.shrunk.by(HEAD, self.config.max_sequences)
+        num_bytes, num_added = self._product_bytes(op, shrunk_bytes), 0
         if self.config.max_added_tokens and not self.is_beside:
             num_added = op.out.width + self.config.max_added_tokens
         num_copies = (op.head.scale != 1.0) + 2 * (op.head.softcap is not None)

@@ -16,8 +16,17 @@ from tests.support.gpu.lora import GROUP, Bench, rows_of
 from tests.support.gpu.models import FEATURES, Eager, Model, make_decoder, run, steps
 
 BESIDE = "beside"
-WRITTEN = {"shrink_kernel": ("y",), "expand_kernel": ("out",)}
+WRITTEN = {
+    "shrink_kernel": ("y",),
+    "expand_kernel": ("out",),
+    "few_rows_kernel": ("out",),
+    "sum_splits_kernel": ("out",),
+    "int8_inputs_kernel": ("codes", "scales"),
+    "cat": (),
+}
 """Arguments that kernels write; others may write all of theirs."""
+PRODUCTS = {"linear", "few_rows_kernel", "sum_splits_kernel", "int8_inputs_kernel", "cat"}
+"""The kernels of a product: of weights in few bits, and of several parts, it has several."""
 IN_LINE = {
     "cohere2": {"o"},  # both halves' sum has no norm of its own
     "olmo2": {"qkv"},  # norms of all heads
@@ -74,7 +83,8 @@ def test_nothing_beside_the_step_races_with_it(model):
     assert beside
     for launch in beside:
         products = [each for each in noted.critical if launch.may_overlap(each)]
-        assert {each.name for each in products} == {"linear"}, "it runs beside its product alone"
+        assert products
+        assert {each.name for each in products} <= PRODUCTS, "it runs beside its product alone"
 
 
 @pytest.mark.parametrize("ignored", [COMPUTE, BESIDE])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from inference_svc.model.description import (
     Projection,
 )
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.layers import Linear, TorchLinear
+from inference_svc.model.layers import TorchLinear, TorchProjections
 from inference_svc.model.operations import Scalar, Table, WeightSpec
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import Transformer
@@ -40,6 +40,7 @@ from kernels.elementwise import NormWeight
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry, TableRow
 from kernels.lora.rows import ABSENT, GRANULE_BYTES
 from kernels.lora.table import MixPart
+from kernels.quantised import WeightFormat
 from tests.support.inference.results import wanted_of
 
 PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 60, 20, 70, 6
@@ -77,6 +78,21 @@ DELTA = {
     "linear_num_value_heads": 4,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GROUPS = {"hidden_size": 64, "intermediate_size": 96}
+"""The sizes of a model whose inputs have whole groups of weights in few bits."""
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+
+
+def compressed(weights: Mapping[str, Any], form: str, inputs: Any, plain: str) -> dict[str, Any]:
+    """Returns the quantisation of compressed-tensors' checkpoints; modules named `plain` are
+    plain."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    config = {"quant_method": "compressed-tensors", "format": form, "ignore": [f"re:.*{plain}"]}
+    return {"quantization_config": {**config, "config_groups": {"group_0": group}}}
+
+
 FEATURES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen2, biases": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
@@ -194,6 +210,47 @@ FEATURES: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.7,
         "residual_multiplier": 0.6,
     },
+    "qwen2 in int4, some plain, biases, the head": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+    }
+    | GROUPS
+    | compressed(INT4, "pack-quantized", None, "v_proj"),
+    "llama in int4, zero points": {
+        "architectures": ["LlamaForCausalLM"],
+        "quantization_config": {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 32,
+            "zero_point": True,
+            "version": "gemm",
+        },
+    }
+    | GROUPS,
+    "granite in int8, rounded inputs": {"architectures": ["GraniteForCausalLM"]}
+    | compressed(INT8, "int-quantized", TOKENS, "lm_head"),
+    "gemma2 in nf4": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "quantization_config": {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+        },
+    }
+    | GROUPS,
+    "qwen3 experts in fp8": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    }
+    | EXPERTS,
+    "gpt-oss experts in mxfp4": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    | GROUPS,
 }
 """A model for every feature that the decoder has."""
 
@@ -217,12 +274,27 @@ def random_weights(
         is_centred = each.kind is NormKind.LAYER
         return NormWeight(weight if each.is_wide else weight.to(dtype), each.eps, is_centred)
 
-    def make(spec: WeightSpec) -> Tensor | Linear | NormWeight | float:
+    def projection(spec: Projection | ExpertsProjection) -> TorchLinear:
+        made = TorchProjections.empty(
+            spec.parts,
+            spec.in_features,
+            has_bias=spec.has_bias,
+            dtype=dtype,
+            device=torch.device("cpu"),
+        )
+        weight, first = random(spec.num_rows, spec.in_features), 0
+        for part in spec.parts:  # each is put by itself: they have several formats
+            made.put_rows(first, weight[first : first + part.num_rows])
+            first += part.num_rows
+        if spec.has_bias:
+            made.put_bias(0, random(spec.num_rows))
+        return made
+
+    def make(spec: WeightSpec) -> Tensor | TorchLinear | NormWeight | float:
         if isinstance(spec, Norm):
             return norm(spec)
         if isinstance(spec, Projection | ExpertsProjection):
-            weight = random(spec.num_rows, spec.in_features)
-            return Linear(weight, random(spec.num_rows) if spec.has_bias else None)
+            return projection(spec)
         if isinstance(spec, Table):
             return random(spec.num_rows, spec.size)
         return 0.75 if isinstance(spec, Scalar) else torch.randn(spec.size, generator=generator)
@@ -238,7 +310,9 @@ def moved(weights: Any, device: torch.device) -> Any:
         return weights._replace(weight=weights.weight.to(device))
     if isinstance(weights, dict):
         return {key: moved(each, device) for key, each in weights.items()}
-    if is_dataclass(weights):
+    if isinstance(weights, tuple):
+        return tuple(moved(each, device) for each in weights)
+    if is_dataclass(weights) and not isinstance(weights, WeightFormat):
         parts = {f.name: moved(getattr(weights, f.name), device) for f in fields(weights)}
         return replace(weights, **parts)
     return weights
