@@ -99,8 +99,8 @@ class InferenceSettings(ServiceSettings):
     """Data type of weights and activations. auto: the type in the model's config."""
 
     quantize: Annotated[Literal["none", "int4", "int8", "fp8"], Level.COMMON, MODEL] = "none"
-    """On a CPU: hold the weights of the model's layers in this type, and quantise them while they
-    are read. int4: in groups of up to 128. Leave it out for a checkpoint that is quantised."""
+    """Hold the weights of the model's layers in this type, and quantise them while they are read.
+    int4: in groups of up to 128. Leave it out for a checkpoint that is quantised."""
 
     kv_dtype: Annotated[Literal["auto", "fp8"], MODEL] = "auto"
     """Data type of keys and values. auto: as --dtype. fp8: E4M3 with a scale for each token and key

@@ -22,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="folder of `make gpu-pack` (default: %(default)s)",
     )
     parser.add_argument(
-        "--stages", default="0-10", help="numbers, ranges or names, such as 0,4-6,trace"
+        "--stages", default="0-11", help="numbers, ranges or names, such as 0,4-6,trace"
     )
     parser.add_argument(
         "--resume", action="store_true", help="skip stages that passed in the folder's results"

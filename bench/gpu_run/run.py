@@ -41,7 +41,7 @@ class Stage(NamedTuple):
 STAGES = (
     Stage("env", "env", 20, can_shrink=False),
     Stage("compile", "compile_kernels", 60, can_shrink=False),
-    Stage("correct", "correct", 300, can_shrink=False),
+    Stage("correct", "correct", 340, can_shrink=False),
     Stage("parity", "parity", 40, can_shrink=False),
     Stage("tune", "tune", 110),
     Stage("kernels", "kernels", 70),

@@ -64,7 +64,7 @@ from kernels.elementwise import (
 from kernels.experts import Pairs, Routing, combine, route, sort_pairs
 from kernels.recurrence import gate_heads
 
-_IN_FULL = names(
+COMPUTED = names(
     """
     decoder decoder.embedding_scale decoder.layer_inputs layer_inputs
     block block.attention_norm=none block.attention_post_norm block.feed_forward_norm=none
@@ -86,10 +86,6 @@ _IN_FULL = names(
     choice.scale
     norm norm.kind=rms norm.kind=layer norm.weight_offset norm.is_wide
     projection projection.has_bias head head.scale head.softcap
-    """
-)
-FEW_BITS = names(
-    """
     projection.formats experts_projection.format head.format weight_format
     weight_format.codes=int4 weight_format.codes=uint4 weight_format.codes=nf4
     weight_format.codes=fp4 weight_format.codes=int8 weight_format.codes=fp8
@@ -97,8 +93,6 @@ FEW_BITS = names(
     weight_format.activations=exact weight_format.activations=int8
     """
 )
-"""The features of weights in few bits."""
-COMPUTED = _IN_FULL | FEW_BITS
 """The features of decoders that it computes; see `model.features`."""
 
 _GATED = {Activation.SILU: swiglu, Activation.GELU_TANH: geglu}

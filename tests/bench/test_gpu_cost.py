@@ -15,7 +15,7 @@ from bench.gpu_model import time as gpu_time
 from bench.gpu_model.bytes import floor_bytes, traffic
 from bench.gpu_model.step import Step, Workload, trace
 from bench.results import FOLDER
-from tests.support.gpu.models import FEATURES, SHAPE
+from tests.support.gpu.features import PLAIN, SHAPE
 
 MOST_MEMORY = 1.05
 """Bytes from and to memory, of the fewest."""
@@ -54,10 +54,10 @@ def test_little_else_is_read_and_written(step):
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", PLAIN)
 def test_every_family_is_counted(feature, adapters):
     """Each of its launches, and what lies in memory once; contexts are longer than windows."""
-    step = trace(Workload(4, adapters, context=64, rank=4), SHAPE | FEATURES[feature])
+    step = trace(Workload(4, adapters, context=64, rank=4), SHAPE | PLAIN[feature])
     floor, found = floor_bytes(step), [traffic(launch, step) for launch in step.launches]
     assert sum(each.constant for each in found) == floor
     counts, programs = gpu_cost.counts_of(step), gpu_cost.occupancy(step)

@@ -7,15 +7,18 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from bench.gpu_run import run
+from bench.gpu_run.cases.quantised_cases import FORMATS
 from bench.gpu_run.goals import summarize
 from bench.gpu_run.pack import __main__ as pack
 from bench.gpu_run.pack.store import RECORDED
+from bench.gpu_run.sizes import EMULATED
 from kernels import tuning
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +172,16 @@ def test_trace_has_a_file_and_an_account(found, folder):
             assert len(json.load(file)["traceEvents"]) >= each["events"] > 0
 
 
+def test_products_in_few_bits_are_right(found):
+    quantised = found("quantised")
+    assert quantised["left_out"] == []
+    found_cells = {(cell["format"], cell["rows"]) for cell in quantised["cells"]}
+    assert found_cells == set(product(FORMATS, EMULATED.quantised_rows))
+    for cell in quantised["cells"]:
+        assert cell["error"] < 2e-3
+        assert cell["share_of_floor"] > 0
+
+
 def test_services_have_every_round(found):
     services = found("services")
     rounds = services["rounds"]
@@ -193,6 +206,7 @@ def test_summary_has_every_goal(results):
     assert {goal["goal"] for goal in measured} == {
         "an adapter's load",
         "decode's p99 beside loads",
+        "W4A16, groups of 128, 1 rows",
         "stage correct",
         "stage parity",
     }

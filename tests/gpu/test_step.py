@@ -11,8 +11,8 @@ import torch
 
 from inference_svc.backends.cuda.graphs import CudaRecorder
 from kernels import tuning
+from tests.support.gpu.features import FEATURES, PLAIN
 from tests.support.gpu.models import (
-    FEATURES,
     MAX_ADDED,
     MAX_ROWS,
     SUM,
@@ -128,13 +128,13 @@ def test_features_with_adapters_of_every_kind(check_equal, feature):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", PLAIN)
 def test_bfloat16_with_adapters_of_every_kind(check_equal, feature):
     check_equal(feature, torch.bfloat16, KINDS, num_added=0)
 
 
 @pytest.mark.parametrize("slots", [BASE, ALL, SOME], ids=str)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", PLAIN)
 def test_features(check_equal, feature, slots):
     check_equal(feature, torch.float32, slots)
 

@@ -175,6 +175,7 @@ def test_remaining_inference_calls(client, fake_inference):
         recurrent_states=inference_pb.RecurrentStates(
             state_bytes=20, interval_tokens=512, capacity=12, max_stored=4, used=2, stored=3
         ),
+        weight_formats=[inference_pb.WeightFormat(format="nf4", kernels="triton W4A16")],
     )
     fake_inference.on("GetServerInfo", info)
     loaded = client.load("a", pin=True)
@@ -187,6 +188,7 @@ def test_remaining_inference_calls(client, fake_inference):
     assert client.server_info().sampling_defaults == types.SamplingDefaults(0.6, 20, 0.95)
     assert client.server_info().memory == (types.MemoryUse("arena", 1, 2),)
     assert client.server_info().recurrent_states == types.RecurrentStates(20, 512, 12, 4, 2, 3)
+    assert client.server_info().weight_formats == (types.WeightFormat("nf4", "triton W4A16"),)
 
 
 def test_inspected_adapter_has_names_for_numbers(client, fake_inference):

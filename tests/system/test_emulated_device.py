@@ -1,5 +1,5 @@
 """A whole engine on an emulated GPU gives the tokens of transformers and PEFT: a hybrid model, with
-states and pages on the device."""
+states and pages on the device, and a model in few bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.kernels.worker_process import Operations, Worker
+from tests.support.models.quantised import zoo_in_few_bits
 from tests.support.models.zoo import VOCAB, Zoo
+from tests.system.emulated import Asked, Served
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -38,6 +40,21 @@ def test_a_hybrid_model(zoos: Callable[[str], Zoo]) -> None:
         [("", shared, 4), ("r16", shared[:9], 4), ("r3", shared[5:6], 3)],
         [("", [*shared[:19], 7, 8], 2), ("r16", shared[:10], 2)],
     ]
+    found = check_tokens(zoo, rounds)
+    border = PAGE_SIZE * STATE_PAGES
+    assert [num_cached for _, num_cached in found[1]] == [2 * border, border]
+
+
+def test_a_model_in_few_bits(tmp_path: Path) -> None:
+    """NF4 under plain adapters and DoRA, whose norms are of dequantised rows."""
+    zoo, random_ = zoo_in_few_bits("nf4", tmp_path), random.Random(6)
+    prompt = [random_.randrange(3, VOCAB) for _ in range(19)]
+    names = ("", *zoo.adapter_dirs)
+    check_tokens(zoo, [[(name, prompt[: 5 + 4 * i], 3) for i, name in enumerate(names)]])
+
+
+def check_tokens(zoo: Zoo, rounds: list[list[Asked]]) -> list[list[Served]]:
+    """Returns the answers of an emulated device, whose tokens must be the reference's."""
     worker = Worker(interpret=True)
     try:
         operations = Operations(worker, Path(__file__).parent / "emulated.py")
@@ -47,5 +64,4 @@ def test_a_hybrid_model(zoos: Callable[[str], Zoo]) -> None:
     for requests, answers in zip(rounds, found, strict=True):
         for (adapter, prompt, count), (tokens, _) in zip(requests, answers, strict=True):
             assert tokens == zoo.greedy(adapter, prompt, count, tokens)
-    border = PAGE_SIZE * STATE_PAGES
-    assert [num_cached for _, num_cached in found[1]] == [2 * border, border]
+    return found

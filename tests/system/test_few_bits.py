@@ -8,56 +8,23 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from loadout.types import Completion
-from tests.support.inference.gguf_files import SIZES, write_gguf
+from loadout.prometheus import scrape
+from loadout.types import Completion, WeightFormat
 from tests.support.models.parity import prompts
-from tests.support.models.saved_weights import pack
-from tests.support.models.zoo import ALL, AdapterSpec, Zoo, adapted, make_model
+from tests.support.models.quantised import zoo_in_few_bits
+from tests.support.models.zoo import Zoo
 from tests.support.native import native_library
 from tests.support.wait import until
 from tests.system.services import Services
 
 NUM_TOKENS = 24
-SPECS = (
-    AdapterSpec("plain", 8, ALL),
-    AdapterSpec("scaled", 3, ["k_proj", "gate_proj", "lm_head"], {"use_rslora": True}),
-    AdapterSpec("dora", 4, ["q_proj", "down_proj"], {"use_dora": True}),
-)
-PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-KINDS = {"embed_tokens": "Q8_0", "v_proj": "Q6_K", "down_proj": "Q6_K", "proj": "Q4_K"}
-"""As the files of the type Q4_K_M."""
 NF4_NAME = "unsloth/llama-bnb-4bit"
 """The base model that the config of the adapter "scaled" names."""
 FORMS = {"gguf": "gguf q4_k", "int4": "int4", "nf4": "nf4", "fp8": "fp8"}
-
-
-def make_gguf(folder: Path) -> tuple[Path, Any]:
-    """Returns a GGUF file, and the model that it means."""
-    sizes = {**SIZES, "vocab_size": 128, "tie_word_embeddings": True}
-    model = make_model("llama", folder / "plain", **PLAIN_ROPE, **sizes)
-    path = folder / "llama-Q4_K_M.gguf"
-    with torch.no_grad():
-        write_gguf(path, "llama", model, KINDS, {})
-    return path, model
-
-
-def make_packed(form: str, folder: Path) -> tuple[Path, Any]:
-    """Returns a folder with packed weights, and the model that they mean."""
-    model = make_model("llama", folder / "model", tie_word_embeddings=False)
-    model.load_state_dict(load_file(pack(folder / "model", form) / "model.safetensors"))
-    return folder / "model", model
-
-
-def shake_magnitudes(model: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if "lora_magnitude_vector" in name:
-            parameter.mul_(torch.empty_like(parameter).uniform_(0.7, 1.3))
 
 
 def name_base(adapter: Path, name: str) -> None:
@@ -73,12 +40,8 @@ def zoo_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Zoo]:
 
     def zoo(form: str) -> Zoo:
         if form not in made:
-            folder = tmp_path_factory.mktemp(form)
-            path, model = make_gguf(folder) if form == "gguf" else make_packed(form, folder)
-            reference = adapted(model, "llama", folder / "adapters", SPECS, shake_magnitudes)
-            adapters = {spec.name: folder / "adapters" / spec.name for spec in SPECS}
-            name_base(adapters["scaled"], NF4_NAME)
-            made[form] = Zoo("llama", path, reference, adapters)
+            made[form] = zoo_in_few_bits(form, tmp_path_factory.mktemp(form))
+            name_base(made[form].adapter_dirs["scaled"], NF4_NAME)
         return made[form]
 
     return zoo
@@ -104,13 +67,23 @@ def test_a_mixed_batch(
     names = ("", *zoo.adapter_dirs)
     asked = dict(zip(names, prompts(len(names), seed=5), strict=True))
     with Services(zoo, tmp_path, inference_flags=("--no-tokenizer", "--dtype", dtype)) as services:
-        assert services.client.server_info().kernels.startswith(path)
+        info = services.client.server_info()
+        assert info.kernels.startswith(path)
+        check_reported(services, info.weight_formats, path)
         answers = answers_of(services, asked)
         check_notes(services, FORMS[form])
         services.check_exit_codes()
     check = check_tokens if dtype == "float32" else check_log_probabilities
     for name, answer in answers.items():
         check(zoo, name, asked[name], answer)
+
+
+def check_reported(services: Services, formats: tuple[WeightFormat, ...], path: str) -> None:
+    """The metric has the same formats, each with the code that multiplies by it."""
+    assert {each.kernels for each in formats} == {"native" if path == "native" else "dequantised"}
+    samples = scrape(services.inference_metrics).select("loadout_inference_weight_format_info")
+    found = [(each.labels["format"], each.labels["kernels"]) for each in samples]
+    assert sorted(found) == sorted((each.format, each.kernels) for each in formats)
 
 
 def answers_of(services: Services, asked: dict[str, list[int]]) -> dict[str, Completion]:

@@ -48,7 +48,7 @@ from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchProjections
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.step import Step
-from inference_svc.model.transformer import COMPUTED, FEW_BITS, Transformer
+from inference_svc.model.transformer import COMPUTED, Transformer
 from kernels import tuning
 from kernels.experts import sizes_to_warm_up
 from kernels.lora.plan import LoraContents
@@ -359,7 +359,7 @@ class CudaBackend(AdapterMemory):
 
 FLOAT8_CAPABILITY = (8, 9)
 """The first compute capability whose processors convert float8."""
-LACKING = names("attention.head_dim>512") | FEW_BITS
+LACKING = names("attention.head_dim>512 weight_format.odd_groups")
 
 
 class CudaFactory:

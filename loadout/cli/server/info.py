@@ -73,7 +73,7 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
         *([("keys and values", server.kv_dtype)] if server.kv_dtype else []),
         ("device", " ".join(filter(None, (server.device, server.machine)))),
         ("kernels", server.kernels),
-        *(("weights", f"{each.format}: {each.kernels}") for each in server.weight_formats),
+        *(("products", f"{each.format}: {each.kernels}") for each in server.weight_formats),
         *([("threads", str(server.num_threads))] if server.num_threads else []),
         *(("speed", note) for note in server.speed_notes),
         ("layout", server.layout_id or "not yet accepted by the store"),

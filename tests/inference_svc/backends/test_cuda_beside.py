@@ -12,8 +12,9 @@ from bench.gpu_model.launches import COMPUTE, META, Launch, Noted, launches, sto
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.model.layers import Linear
 from kernels import tuning
+from tests.support.gpu.features import FEATURES
 from tests.support.gpu.lora import GROUP, Bench, rows_of
-from tests.support.gpu.models import FEATURES, Eager, Model, make_decoder, run, steps
+from tests.support.gpu.models import Eager, Model, make_decoder, run, steps
 
 BESIDE = "beside"
 WRITTEN = {

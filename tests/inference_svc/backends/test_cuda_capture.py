@@ -25,7 +25,8 @@ from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.model.kv_caches import KVCaches
 from kernels.elementwise import NormWeight, add_rms_norm, swiglu
-from tests.support.gpu.models import FEATURES, Eager, Model, make_decoder, steps
+from tests.support.gpu.features import FEATURES
+from tests.support.gpu.models import Eager, Model, make_decoder, steps
 
 BASE, ALL, SOME = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]
 

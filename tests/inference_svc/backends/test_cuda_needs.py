@@ -22,9 +22,9 @@ from inference_svc.model.checkpoint.parameters import weight_formats
 from inference_svc.model.layers import QuantisedLinear
 from kernels import tuning
 from kernels.quantised import QuantisedWeight
+from tests.support.gpu.features import FEATURES
 from tests.support.gpu.live_bytes import live_bytes
 from tests.support.gpu.models import (
-    FEATURES,
     MAX_PAGES,
     MAX_RANK,
     MAX_ROWS,

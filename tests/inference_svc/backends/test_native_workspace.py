@@ -19,7 +19,8 @@ from inference_svc.model.lifetimes import ValueSizes, last_uses
 from inference_svc.model.operations import Op, Rows, Value
 from inference_svc.model.walk import Narrowing, operations
 from kernels.quantised import WeightFormat
-from tests.support.gpu.models import FEATURES, make_decoder
+from tests.support.gpu.features import FEATURES
+from tests.support.gpu.models import make_decoder
 from tests.support.models.quantised import FORMATS, with_format
 
 SIZES = ValueSizes(max_tokens=9, max_logits=4, max_pairs=18, dtype=torch.bfloat16)

@@ -21,7 +21,6 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder
 from inference_svc.model.features import NOT_COMPUTED, features, kind_of
 from inference_svc.model.rope import Rope
-from inference_svc.model.transformer import FEW_BITS
 from inference_svc.store.client import NoStore
 from kernels.quantised import WeightFormat
 from tests.support.models.families import MODELS, TEXT_PARTS
@@ -52,7 +51,7 @@ def write_config(folder: Path, name: str) -> Path:
     return folder
 
 
-LACKING = {"CUDA": {"attention.head_dim>512"} | FEW_BITS}
+LACKING = {"CUDA": {"attention.head_dim>512", "weight_format.odd_groups"}}
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))
 
 

@@ -25,16 +25,15 @@ from inference_svc.model.operations import Attend
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import COMPUTE
 from kernels.recurrence.reference import CHUNK
+from tests.support.gpu.features import FEATURES, SHAPE
 from tests.support.gpu.live_bytes import live_bytes
 from tests.support.gpu.models import (
-    FEATURES,
     MAX_ADDED,
     MAX_PAGES,
     MAX_RANK,
     MAX_ROWS,
     NUM_SLOTS,
     PAGE_SIZE,
-    SHAPE,
     SUM,
     Model,
     make_decoder,

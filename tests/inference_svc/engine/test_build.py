@@ -10,11 +10,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_svc.backends import torch as torch_backend
+from inference_svc.backends.cuda.backend import CudaFactory
 from inference_svc.backends.native import backend as native
 from inference_svc.backends.speed_notes import native_notes
 from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import build
 from inference_svc.engine.build import BuiltEngine, build_engine
+from inference_svc.model.architectures import load_description
 from inference_svc.store.client import NoStore
 from tests.support.native import native_library
 
@@ -92,3 +94,38 @@ def test_speed_is_of_the_backend_that_computes(
     variant = native_library().variant
     speed = built(folder, num_threads=4).speed
     assert speed.notes == (*native_notes("float32", variant, (), ()),)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "is_native", "formats"),
+    [
+        ("none", True, []),
+        ("int4", True, [("int4, groups of 32", "native")]),
+        ("int8", False, [("int8, per output", "dequantised")]),
+    ],
+)
+def test_the_code_for_each_format_is_known_and_logged(
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    quantize: str,
+    is_native: bool,
+    formats: list[tuple[str, str]],
+) -> None:
+    native_library()
+    caplog.set_level("INFO", logger=build.__name__)
+    speed = built(folder, quantize=quantize, native_kernels=is_native).speed
+    assert speed.weight_formats == tuple(formats)
+    logged = [each.message for each in caplog.records if "multiplied by" in each.message]
+    assert logged == [f"weights in {form} are multiplied by {code}" for form, code in formats]
+
+
+@pytest.mark.parametrize("quantize", ["int4", "fp8"])
+def test_a_device_names_its_kernels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quantize: str
+) -> None:
+    monkeypatch.setattr(CudaFactory, "speed_notes", lambda *args: [])
+    decoder = load_description(folder, quantize)
+    speed = build._speed(EngineConfig(folder, "m"), decoder, CudaFactory(), 2)
+    kernels = {"int4": "triton W4A16", "fp8": "triton W8A16"}[quantize]
+    assert [each.kernels for each in speed.weight_formats] == [kernels]
+    assert speed.num_threads == 0

@@ -336,9 +336,20 @@ def test_names_do_not_depend_on_the_accept_header(accept: str) -> None:
     assert names[f"{PREFIX}rejections"] == {f"{PREFIX}rejections_total"}
 
 
+def test_formats_in_few_bits_have_their_code() -> None:
+    metrics = Metrics(4, lambda: SNAPSHOT)
+    assert "weight_format_info{" not in scrape_text(metrics)
+    metrics.describe_weights([("int4, groups of 128", "native"), ("fp8, per output", "native")])
+    text = scrape_text(metrics)
+    for form in ("int4, groups of 128", "fp8, per output"):
+        labels = f'format="{form}",kernels="native"'
+        assert f"{PREFIX}weight_format_info{{{labels}}} 1.0" in text
+
+
 def test_all_exported_metrics_are_defined() -> None:
     metrics = Metrics(4, lambda: SNAPSHOT)
     metrics.describe_server("base", "float32", "cpu", {"loadout": "1", "torch": "2"})
+    metrics.describe_weights([("int4, groups of 128", "native")])
     known = {definition.name: definition for definition in DEFINITIONS.values()}
     for family in text_string_to_metric_families(scrape_text(metrics)):
         definition = known[family.name]

@@ -17,7 +17,8 @@ from inference_svc.model.operations import (
     weight_key,
 )
 from inference_svc.model.walk import Narrowing, operations, weights_of
-from tests.support.gpu.models import FEATURES, make_decoder
+from tests.support.gpu.features import FEATURES
+from tests.support.gpu.models import make_decoder
 
 
 @pytest.fixture(params=FEATURES)

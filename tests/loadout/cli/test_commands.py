@@ -422,7 +422,9 @@ def test_info(run, running_system):
     rows = [line.split() for line in out.splitlines()]
     assert ["inference", "base", "model", "llama"] in rows
     assert ["store", "adapters", "7"] in rows
-    assert {"threads", "speed"}.isdisjoint(row[1] for row in rows), "an old server has none"
+    assert {"threads", "speed", "products"}.isdisjoint(row[1] for row in rows), (
+        "an old server has none"
+    )
     found = json.loads(run("info", "--json")[1])
     assert found["server"]["limits"]["memory_bytes"] == 1000
     assert found["store"]["revision"] == 12
@@ -450,6 +452,23 @@ def test_info_says_the_form_of_the_weights(form, run, fake_store, fake_inference
     rows = [line.split() for line in run("info")[1].splitlines()]
     assert (["inference", "weights", form] in rows) == bool(form)
     assert json.loads(run("info", "--json")[1])["server"]["weight_form"] == form
+
+
+def test_info_names_the_code_for_weights_in_few_bits(run, fake_store, fake_inference):
+    fake_store.on("GetStoreStatus", store_pb.GetStoreStatusResponse())
+    formats = {"int4, groups of 128": "native", "fp8, per output": "dequantised"}
+    info = inference_pb.GetServerInfoResponse(
+        weight_formats=[
+            inference_pb.WeightFormat(format=form, kernels=code) for form, code in formats.items()
+        ]
+    )
+    fake_inference.on("GetServerInfo", info)
+    _code, out, _err = run("info")
+    shown = [" ".join(line.split()) for line in out.splitlines()]
+    for form, code in formats.items():
+        assert f"inference products {form}: {code}" in shown
+    found = json.loads(run("info", "--json")[1])["server"]["weight_formats"]
+    assert {each["format"]: each["kernels"] for each in found} == formats
 
 
 def test_info_of_what_does_not_answer(run, running_system):

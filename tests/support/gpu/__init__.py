@@ -1,5 +1,6 @@
 """Models, adapters and streams for tests of a device, real or emulated.
 
+features      the configs of tiny models for every feature
 live_bytes    the memory that operations of torch allocate
 late_streams  streams of a device that works as late, and in as bad an order, as it may
 lora          LoRA of one step at fixed addresses

@@ -6,7 +6,7 @@ decayed_sum      a toy of a mixer with a recurrent state, and a model that has i
 families         the configuration of every family, with its special features switched on
 parity           records an engine's logits, and compares them with an oracle's
 templates        chat templates that never end, or do more than templates may
-quantised        decoders whose weights have formats, and the weights to compare them with
+quantised        decoders and zoos in few bits, and the weights to compare them with
 saved_weights    weights in few bits as libraries save them, and packers
 smollm2          SmolLM2 with trained adapters, and the answers of transformers and PEFT
 tokenizer_files  folders of tokenizers with tokens added to them
