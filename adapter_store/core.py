@@ -132,7 +132,7 @@ class ServerLimits:
         served = self.weight_form or "plain weights"
         return (
             f"trained on the {trained.name} form of the base model, served on {served}: answers "
-            f"differ slightly; serve the {trained.name} checkpoint for the answers of training"
+            f"may differ; serve the {trained.name} checkpoint for the answers of training"
         )
 
     def refusal(self, adapter: AdapterRecord, verdict: LayoutVerdict) -> str:
@@ -362,10 +362,7 @@ class AdapterRecord:
             part
             for each in self.verdicts
             for server in each.servers
-            for part in (
-                *(server.announcement_id, server.refusal(self, each)),
-                server.note(self.config_base_model),
-            )
+            for part in _texts_of(server, self, each)
         ]
         texts += [part for file in self.files for part in (file.name, file.sha256)]
         # A character is at most four bytes; most texts are ASCII.
@@ -378,6 +375,12 @@ class AdapterRecord:
     @property
     def signature_state(self) -> SignatureState:
         return SignatureState.VERIFIED if self.signed_by else SignatureState.UNSIGNED
+
+
+def _texts_of(server: ServerLimits, adapter: AdapterRecord, verdict: LayoutVerdict) -> list[str]:
+    """Returns the texts of a server's verdict."""
+    note = server.note(adapter.config_base_model)
+    return [server.announcement_id, server.refusal(adapter, verdict), note]
 
 
 class Pruned(NamedTuple):

@@ -232,8 +232,10 @@ def _speed(
     formats = tuple(
         FormatKernels(str(form), factory.weight_kernels(form)) for form in weight_formats(decoder)
     )
+    if decoder.quantisation is not None and not formats:
+        formats = (FormatKernels(decoder.quantisation.name, f"held in {config.dtype}"),)
     for each in formats:
-        logger.info("weights in %s are multiplied by %s", each.format, each.kernels)
+        logger.info("weights in %s: %s", each.format, each.kernels)
     return Speed(0 if factory.has_device_memory else num_threads, notes, formats)
 
 

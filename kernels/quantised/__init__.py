@@ -41,6 +41,7 @@ __all__ = [
     "inputs_bytes",
     "linear",
     "quantise",
+    "sizes_to_warm_up",
     "workspace_bytes",
 ]
 
@@ -57,7 +58,8 @@ def implementation(form: WeightFormat, device: str) -> str:
     """
     if device != "cuda":
         return DEQUANTISED
-    return f"triton W{form.codes.num_bits}A16"
+    input_bits = 8 if form.activations is Activations.INT8 else 16
+    return f"triton W{form.codes.num_bits}A{input_bits}"
 
 
 def linear(
@@ -110,3 +112,21 @@ def experts_linear(
 
         return triton_ops.experts_linear(x, weight, pairs, bias, step, out_features)
     return cpu.experts_linear(x, weight, pairs, bias, step, out_features)
+
+
+def sizes_to_warm_up(
+    max_tokens: int, num_experts: int, num_chosen: int, itemsize: int, form: WeightFormat
+) -> list[int]:
+    """Returns numbers of tokens whose launches of `experts_linear` on a device are the launches of
+    any number.
+
+    Args:
+        max_tokens: Most tokens of a step.
+        num_experts: Number of experts.
+        num_chosen: Experts per token.
+        itemsize: Bytes of an input's element.
+        form: The format of the weights.
+    """
+    from kernels.quantised import triton_ops
+
+    return triton_ops.sizes_to_warm_up(max_tokens, num_experts, num_chosen, itemsize, form)

@@ -57,7 +57,9 @@ class QuantisedRows:
     def dequantise(self) -> Tensor:
         """Returns table[code] * scale + offset, computed in fp32, [N, in]."""
         in_features = self.codes.shape[1]
-        values = self.format.codes.table_on(self.codes.device)[self.codes.int()]
+        table = self.format.codes.table_on(self.codes.device)
+        # Not table[codes]: torch would make a copy of the indices in int64.
+        values = table.index_select(0, self.codes.int().view(-1)).view(self.codes.shape)
         values *= self._spread(self.scales, in_features)
         if self.offsets is not None:
             values += self._spread(self.offsets, in_features)

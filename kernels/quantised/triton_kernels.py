@@ -452,7 +452,7 @@ def int8_inputs_kernel(codes, scales, x, x_stride, SIZE: tl.constexpr, BLOCK: tl
         m = first + o < SIZE
         b_x = tl.load(x + i_row * x_stride + first + o, mask=m, other=0.0).to(tl.float32)
         b_largest = tl.maximum(b_largest, tl.abs(b_x))
-    # A number that is none is passed by here, and remains so below.
+    # NaN is ignored here, and remains NaN below.
     scale = tl.maximum(tl.div_rn(tl.max(b_largest, axis=0), LARGEST_INT8), TINY)
     tl.store(scales + i_row, scale)
     for first in range(0, SIZE, BLOCK):

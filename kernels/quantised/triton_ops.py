@@ -12,7 +12,7 @@ from kernels import tuning
 from kernels.elementwise.triton_ops import power_of_2
 from kernels.experts.reference import Pairs
 from kernels.quantised import triton_kernels as kernels
-from kernels.quantised.formats import Activations, Codes
+from kernels.quantised.formats import Activations, Codes, WeightFormat
 from kernels.quantised.split import FEW_ROWS, Split, chunk_of, few_constants
 from kernels.quantised.weight import BLOCK_BYTES, QuantisedWeight
 
@@ -66,11 +66,11 @@ def experts_linear(
 
 
 def tile_constants(
-    num_rows: int, num_experts: int, x: Tensor, weight: QuantisedWeight
+    num_rows: int, num_experts: int, itemsize: int, form: WeightFormat
 ) -> Mapping[str, int]:
     """Returns the constants of tiles as long as experts have rows, on average: they change in how
     many pieces terms are added up, and not in which order."""
-    facts = {"itemsize": x.itemsize, "bits": weight.format.codes.num_bits}
+    facts = {"itemsize": itemsize, "bits": form.codes.num_bits}
     short = tuning.constants("quantised_short", **facts)
     if num_rows <= short["max_rows"] * num_experts:
         return short
@@ -78,6 +78,19 @@ def tile_constants(
     if num_rows <= middle["max_rows"] * num_experts:
         return middle
     return tuning.constants("quantised_long", **facts)
+
+
+def sizes_to_warm_up(
+    max_tokens: int, num_experts: int, num_chosen: int, itemsize: int, form: WeightFormat
+) -> list[int]:
+    """Returns numbers of tokens, up to `max_tokens`, that launch whatever any number launches."""
+    sizes: dict[tuple[int, bool], int] = {}
+    for num_tokens in range(1, max_tokens + 1):
+        num_pairs = num_tokens * num_chosen
+        block_m = tile_constants(num_pairs, num_experts, itemsize, form)["block_m"]
+        of_pairs = num_pairs <= num_pairs // block_m + num_experts
+        sizes.setdefault((block_m, of_pairs), num_tokens)
+    return sorted(sizes.values())
 
 
 def _inputs(x: Tensor, weight: QuantisedWeight) -> tuple[Tensor, Tensor | None]:
@@ -167,7 +180,7 @@ def _many_rows(
 ) -> None:
     num_rows, num_out = out.shape
     num_experts = 1 if pairs is None else len(pairs.starts) - 1
-    tuned = tile_constants(num_rows, num_experts, x, weight)
+    tuned = tile_constants(num_rows, num_experts, x.itemsize, weight.format)
     block_m, block_n = tuned["block_m"], tuned["block_n"]
     # Experts' last tiles need not be full.
     most = -(-num_rows // block_m) if pairs is None else num_rows // block_m + num_experts

@@ -1,6 +1,6 @@
 """A weight in few bits as it lies in memory for torch and Triton.
 
-Rows of codes lie behind each other. Codes of four bits lie in blocks of 64 inputs; a block has four
+Rows of codes are contiguous. Codes of four bits lie in blocks of 64 inputs; a block has four
 planes of 16 neighbours, and eight words of 32 bits. Word t has the inputs 2 t and 2 t + 1 of each
 plane: so Triton's kernels make numbers of both at once, and tensor cores multiply a plane as it is.
 Padding is 0.
@@ -26,8 +26,9 @@ COPY_BYTES = 24
 """The bytes that quantising or dequantising an element takes meanwhile."""
 PLANES, WORDS, BLOCK_BYTES = 4, 8, BLOCK_INPUTS // 2
 _IN_HALVES, _NEIGHBOURS = (0, 4, 1, 5, 2, 6, 3, 7), (0, 1, 2, 3, 4, 5, 6, 7)
-"""The places, in a word, of a plane's two codes after the other's: in the same bits of both halves,
-or next to each other where bytes of a table are chosen by them."""
+"""The place in a word, in units of four bits, of the codes (plane 0, side 0), (plane 0, side 1),
+(plane 1, side 0) and so on. A plane's two codes lie in the same bits of both halves, or next to
+each other where they choose bytes of a table."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

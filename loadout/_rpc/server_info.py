@@ -87,7 +87,8 @@ class WeightFormat:
     """Such as "int4, groups of 128"."""
     kernels: str
     """The code that multiplies by these weights: "native"; a GPU's kernel, such as "triton W4A16";
-    or "dequantised", which is slow."""
+    "dequantised", which is slow; or such as "held in bfloat16", if weights are made plain when they
+    are read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,8 +167,8 @@ def _hint(form: str, *, is_quantised: bool) -> str:
     """Returns a next step where base models differ. `form` is the form of the service's weights, ""
     for plain ones; the reference's may be quantised, too."""
     if not form:
-        other = "The model given is quantised, and the service's is not: give the plain one"
-        return f". {other} with --model" if is_quantised else ""
+        plain = "The service's weights are plain: if those of the model given are in few bits"
+        return f". {plain}, give the plain model with --model" if is_quantised else ""
     if not is_quantised:
         return (
             f". The service holds weights in {form}, and the model given is plain: give the same "

@@ -41,6 +41,7 @@ from inference_svc.core import (
 )
 from inference_svc.errors import DeviceFull
 from inference_svc.host.device_faults import is_out_of_memory
+from inference_svc.model.checkpoint.parameters import weight_formats
 from inference_svc.model.config.keys import names
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
@@ -49,7 +50,7 @@ from inference_svc.model.layers import TorchProjections
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTED, Transformer
-from kernels import tuning
+from kernels import quantised, tuning
 from kernels.experts import sizes_to_warm_up
 from kernels.lora.plan import LoraContents
 from kernels.quantised import WeightFormat, implementation
@@ -175,6 +176,8 @@ class CudaBackend(AdapterMemory):
         mixtures = self._decoder.mixtures
         for shape in {(each.num_experts, each.num_chosen) for each in mixtures}:
             sizes.update(sizes_to_warm_up(max_tokens, *shape, item_bytes))
+            for form in weight_formats(self._decoder):
+                sizes.update(quantised.sizes_to_warm_up(max_tokens, *shape, item_bytes, form))
         for num_tokens in sorted(sizes):
             self._warm_up_prompts(num_tokens)
         self._record_steps()

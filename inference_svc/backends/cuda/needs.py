@@ -77,8 +77,8 @@ GROWTH_BYTES = 32
 PAIR_BYTES = 64
 """A pair's part of a mixture's routing, of the order of pairs, and of their plan."""
 DEQUANTISED_BYTES = 10
-"""The memory of an element of a weight in few bits while its row is made plain: its code in one
-byte and in four, its value, and its scale."""
+"""The memory of an element of a weight in few bits while it is dequantised: its code in one byte
+and in four, and its value or its scale."""
 ORDER_BYTES = 4
 """A token's place in the order of tokens by adapter, which a mixture keeps for the whole step."""
 SAMPLER_COPIES = 4

@@ -54,9 +54,10 @@ def with_chosen_format(decoder: Decoder, codes: str, dtype: str) -> Decoder:
 
 
 def weight_form(decoder: Decoder, codes: str) -> str:
-    """Returns the form in which a server holds most weights: "nf4", "int4", "int8", "fp8", "mxfp4",
-    or "gguf" and the type of most layers; several words where a checkpoint has several; "" if they
-    are plain. `codes` are as `with_chosen_format` has them."""
+    """Returns the form that most weights have in the checkpoint, or that a server quantises them
+    to: "nf4", "int4", "int8", "fp8", "mxfp4", or "gguf" and the type of most layers; several words
+    where a checkpoint has several; "" if they are plain. `codes` are as `with_chosen_format` has
+    them."""
     if decoder.quantisation is not None:
         return decoder.quantisation.form
     return "" if codes == "none" else codes

@@ -100,7 +100,8 @@ class ModuleNames:
             raise self._refused(f"the pattern {shorten(source)} is too large")
         if _READ_DIFFERENTLY.search(rest):
             raise self._refused(f"the pattern {shorten(source)} has syntax that is not supported")
-        import regex  # only here: a machine of the GPU run may not have it, and its models no lists
+        # Models without patterns do without the package, as those of the GPU run.
+        import regex
 
         try:
             re.compile(source)

@@ -312,7 +312,7 @@ def test_verdict_names_what_is_refused(catalog, names, announcement, fields, rea
         (
             "unsloth/llama-bnb-4bit",
             "int4",
-            "trained on the nf4 form of the base model, served on int4: answers differ slightly; "
+            "trained on the nf4 form of the base model, served on int4: answers may differ; "
             "serve the nf4 checkpoint for the answers of training",
         ),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from inference_svc.backends import torch as torch_backend
 from inference_svc.backends.cuda.backend import CudaFactory
 from inference_svc.backends.native import backend as native
 from inference_svc.backends.speed_notes import native_notes
+from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import build
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.model.architectures import load_description
+from inference_svc.model.quantised import read_scheme
 from inference_svc.store.client import NoStore
 from tests.support.native import native_library
 
@@ -115,8 +118,18 @@ def test_the_code_for_each_format_is_known_and_logged(
     caplog.set_level("INFO", logger=build.__name__)
     speed = built(folder, quantize=quantize, native_kernels=is_native).speed
     assert speed.weight_formats == tuple(formats)
-    logged = [each.message for each in caplog.records if "multiplied by" in each.message]
-    assert logged == [f"weights in {form} are multiplied by {code}" for form, code in formats]
+    logged = [each.message for each in caplog.records if "weights in" in each.message]
+    assert logged == [f"weights in {form}: {code}" for form, code in formats]
+
+
+def test_weights_that_are_made_plain_are_known(folder: Path) -> None:
+    """The checkpoint has four bits, and memory sixteen: the report says so."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": True, "desc_act": True}
+    scheme = read_scheme({"quantization_config": config})
+    decoder = replace(load_description(folder), quantisation=scheme)
+    speed = build._speed(EngineConfig(folder, "m"), decoder, TorchFactory(), 2)
+    name = "gptq, 4 bits, groups of 8, act-order"
+    assert speed.weight_formats == ((name, "held in float32"),)
 
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8"])

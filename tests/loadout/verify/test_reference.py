@@ -62,7 +62,7 @@ def test_a_library_that_is_missing_is_named(adapter: Path, tmp_path: Path) -> No
     ("form", "is_quantised", "hint"),
     [
         ("", False, ""),
-        ("", True, "The model given is quantised, and the service's is not: give the plain one"),
+        ("", True, "The service's weights are plain: if those of the model given are in few bits"),
         ("int4", False, "The service holds weights in int4, and the model given is plain"),
         ("nf4", True, "The service holds weights in nf4: if the model given is the same"),
     ],
