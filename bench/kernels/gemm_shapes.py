@@ -72,7 +72,12 @@ class Products:
     def best(self, num_tokens: int, repeats: int) -> Best:
         """Returns the fastest kernel for all products of `num_tokens` tokens."""
         inputs = {into: random_bf16(num_tokens, into) for _, into in self._shapes}
-        runs = {"oneDNN": self._onednn(inputs, num_tokens)}
+        packs_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        runs = (
+            {"oneDNN": self._onednn(inputs, num_tokens)}
+            if packs_bf16
+            else {"torch": self._torch(inputs)}
+        )
         if self._library is not None:
             runs[f"native {self._library.variant}"] = self._native(self._library, inputs)
         found = [Best(min(seconds(run, repeats)), kernel) for kernel, run in runs.items()]
@@ -85,6 +90,16 @@ class Products:
         def run() -> None:
             for weight, x in weights:
                 torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+        return run
+
+    def _torch(self, inputs: dict[int, torch.Tensor]) -> Callable[[], None]:
+        """For processors for which oneDNN packs no weights in bf16: those without AVX-512."""
+        weights = [(self._sources[s], inputs[s[1]]) for s in self._shapes]
+
+        def run() -> None:
+            for weight, x in weights:
+                torch.nn.functional.linear(x, weight)
 
         return run
 

@@ -49,8 +49,12 @@ CLUSTERS = ("east", "west")
 ELSEWHERE = {"adapter-store": "stores", "inference": "gpus"}
 """What the jobs are called where there are neither clusters nor namespaces."""
 DOCUMENTED = frozenset(re.findall(r"^\| `([^`]+)`", PAGE.read_text(), re.MULTILINE))
-OF_HYBRIDS = {name for name in DOCUMENTED if name.startswith("loadout_inference_recurrent_")}
-"""Exported for models with recurrent layers alone: test_recurrent_states."""
+OF_SOME_MODELS = {
+    *(name for name in DOCUMENTED if name.startswith("loadout_inference_recurrent_")),
+    "loadout_inference_weight_format_info",
+}
+"""Exported for models with recurrent layers alone, and for those with weights in few bits:
+test_recurrent_states, test_few_bits."""
 DROPPED = {"vllm:lora_adapter_loaded", "vllm:lora_requests_info"}
 
 
@@ -153,7 +157,7 @@ def test_every_query_of_every_panel_gives_data(
         query
         for each in dashboards
         for query in each.queries()
-        if not OF_HYBRIDS & {metric(selector) for selector in selectors(query.promql)}
+        if not OF_SOME_MODELS & {metric(selector) for selector in selectors(query.promql)}
     ]
     assert len(queries) > 100
     assert sum(query.bare != query.promql for query in queries) == 5
@@ -181,7 +185,7 @@ def test_no_target_is_not_shown_as_zero(watched: Watched, dashboards: list[Dashb
 
 
 def test_every_metric_of_a_dashboard_exists(watched: Watched, dashboards: list[Dashboard]) -> None:
-    exported = names(watched) | OF_HYBRIDS
+    exported = names(watched) | OF_SOME_MODELS
     for dashboard in dashboards:
         for query in dashboard.queries():
             used = {metric(selector) for selector in selectors(query.promql)}
@@ -236,8 +240,8 @@ def _alerts(prometheus: Prometheus, state: str) -> set[tuple[str, str]]:
 
 def test_what_is_exported_is_documented_and_the_reverse(watched: Watched) -> None:
     found = {_family(name) for name in names(watched) if not ITS_OWN.fullmatch(name)}
-    assert not found & OF_HYBRIDS
-    assert found | OF_HYBRIDS == DOCUMENTED - DROPPED
+    assert not found & OF_SOME_MODELS
+    assert found | OF_SOME_MODELS == DOCUMENTED - DROPPED
     assert (
         set(re.findall(r"^([\w:]+)\{", exposition(watched, "inference"), re.MULTILINE)) >= DROPPED
     )

@@ -46,6 +46,7 @@ NOT_SHOWN = {
     "loadout_inference_text_cache_used_bytes": "at most a quarter of a GiB, by its own bound",
     "loadout_inference_text_loads_total": "what is refused is shown as rejections, by reason",
     "loadout_inference_files_refused": "0 or 1, of which LoadoutFilesRefused alerts",
+    "loadout_inference_weight_format_info": "a fact of the model: `loadout info` shows it",
     "loadout_store_files_refused": "0 or 1, of which LoadoutFilesRefused alerts",
     "loadout_store_volume_full": "0 or 1, of which LoadoutStoreVolumeExhausted alerts",
     "process_virtual_memory_bytes": "says nothing: models and arenas are mapped, not used",

@@ -318,8 +318,8 @@ def test_verdict_names_what_is_refused(catalog, names, announcement, fields, rea
         (
             "org/llama-FP8",
             "",
-            "trained on the fp8 form of the base model, served on plain weights: answers differ "
-            "slightly; serve the fp8 checkpoint for the answers of training",
+            "trained on the fp8 form of the base model, served on plain weights: answers may "
+            "differ; serve the fp8 checkpoint for the answers of training",
         ),
         ("unsloth/llama-bnb-4bit", "nf4", ""),
         ("org/llama-GGUF", "gguf q4_k", ""),
