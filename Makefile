@@ -62,7 +62,7 @@ test-containers: $(VENV)/.installed-dev
 # What must hold on a GPU, without one: through Triton's interpreter. So does the GPU run, beside the
 # peers' kernels where they can be had.
 gpu-emulate: $(VENV)/.installed-dev
-	TRITON_INTERPRET=1 $(PYTEST) $(TEST_WORKERS) --dist load tests/gpu
+	TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Nehalem $(PYTEST) $(TEST_WORKERS) --dist load tests/gpu
 	-$(BIN)/python -m bench.gpu_run.pack
 	PYTHON=$(BIN)/python tools/gpu_run.sh --emulate --out build/gpu-emulated
 

@@ -43,6 +43,8 @@ def main() -> int:
     options = make_parser().parse_args()
     if options.emulate:
         os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported
+        # For numpy, as in tests/support/kernels/worker_process.py: a row's sum is its own.
+        os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
     from bench.gpu_run import goals, run
 
     try:
