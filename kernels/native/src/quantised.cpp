@@ -11,6 +11,7 @@
 #include "quantised.h"
 
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "quantised_codes.h"
@@ -294,16 +295,30 @@ class Product {
 
 }  // namespace
 
+// Calls `multiply` with an object of the type that decodes fastest.
+template <typename Codes, typename T, typename Multiply>
+void with_fastest(const QuantisedForm& form, const Multiply& multiply) {
+#if !defined(__AVX512F__)
+  if constexpr (std::is_same_v<Codes, Nibbles<T>>)
+    if (are_consecutive(form.table)) return multiply(ConsecutiveNibbles<T>(form.table));
+#endif
+  multiply(Codes(form.table));
+}
+
 template <typename Codes, typename T, typename Out>
 void quantised(const QuantisedArgs& args, const Slice& slice) {
-  Product<Codes, T, Out> product(args.linear, args.form);
-  multiply_items(product, args.linear, slice);
+  with_fastest<Codes, T>(args.form, [&](const auto& codes) {
+    Product<std::decay_t<decltype(codes)>, T, Out> product(args.linear, args.form);
+    multiply_items(product, args.linear, slice);
+  });
 }
 
 template <typename Codes, typename T, typename Out>
 void quantised_experts(const ExpertsQuantisedArgs& args, const Slice& slice) {
-  Product<Codes, T, Out> product(args.experts.linear, args.form);
-  multiply_items(product, args.experts, slice);
+  with_fastest<Codes, T>(args.form, [&](const auto& codes) {
+    Product<std::decay_t<decltype(codes)>, T, Out> product(args.experts.linear, args.form);
+    multiply_items(product, args.experts, slice);
+  });
 }
 
 }  // namespace loadout

@@ -143,6 +143,44 @@ struct Nibbles {
 #endif
 };
 
+#if !defined(__AVX512F__)
+
+// Whether the codes' values are consecutive integers, as those of INT4 are.
+inline bool are_consecutive(const float* table) {
+  for (int i = 1; i < 16; ++i)
+    if (table[i] != table[0] + i) return false;
+  return true;
+}
+
+// As Nibbles, of codes whose values are consecutive integers: arithmetic takes half the time of two
+// tables. A code becomes the last bits of a float's mantissa that count integers, at the place where
+// the code lies in its word, so that nothing is shifted but the codes in the way of the exponent.
+template <typename T>
+struct ConsecutiveNibbles : Nibbles<T> {
+  explicit ConsecutiveNibbles(const float* table) : Nibbles<T>(table) {
+    for (int i = 0; i < PLACES; ++i)
+      subtrahends_[i] = static_cast<float>(1 << (23 - 4 * i)) - table[0];
+  }
+
+  inline __attribute__((always_inline)) VF decode(VI word, int step) const {
+    int shift = 16 * (step % 2) + 4 * (step / 2);
+    if (shift >= 4 * PLACES) {
+      word = _mm256_srli_epi32(word, 12);
+      shift -= 12;
+    }
+    const __m256i code = _mm256_and_si256(word, _mm256_set1_epi32(15 << shift));
+    const __m256i exponent = _mm256_set1_epi32((127 + 23 - shift) << 23);
+    return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_or_si256(code, exponent)),
+                         _mm256_broadcast_ss(subtrahends_ + shift / 4));
+  }
+
+ private:
+  static constexpr int PLACES = 5;
+  float subtrahends_[PLACES];
+};
+
+#endif
+
 // Codes of eight bits in words of two inputs: [ceil(K / 2)][PANEL][2] of bytes.
 template <typename T>
 struct Bytes {
