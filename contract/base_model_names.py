@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 _LOCAL_PATH = re.compile(r"[/~\\]|\.{1,2}([/\\]|$)|[A-Za-z]:[/\\]|file:|.*\\")
@@ -97,6 +98,7 @@ def without_form(name: str) -> str:
     return _COPY.sub("", name)
 
 
+@lru_cache(maxsize=4096)
 def trained_form(in_config: str) -> TrainedForm | None:
     """Returns the form of the weights that an adapter was trained on, by the name of a quantized
     copy in its config; None: the name tells none."""

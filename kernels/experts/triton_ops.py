@@ -3,7 +3,7 @@ there are: nothing is read by the host."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ def experts_linear(
     if num_pairs == 0:
         return out
     tuned = tile_constants(num_pairs, num_experts, x.itemsize)
-    most = num_pairs // tuned["block_m"] + num_experts
+    most = most_tiles(num_pairs, num_experts, tuned)
     num_tiles = min(num_pairs, most)
     kernels.experts_linear_kernel[(num_tiles * -(-num_out // tuned["block_n"]),)](
         out,
@@ -220,12 +220,31 @@ def sizes_to_warm_up(
 ) -> list[int]:
     """Returns numbers of tokens, up to `max_tokens`, that launch whatever any number launches."""
     many_pairs = tuning.constants("sort_pairs")["many_pairs"]
-    sizes: dict[tuple[int, bool, bool], int] = {}
-    for num_tokens in range(1, max_tokens + 1):
+
+    def launches(num_tokens: int) -> Hashable:
         num_pairs = num_tokens * num_chosen
-        block_m = tile_constants(num_pairs, num_experts, itemsize)["block_m"]
-        of_pairs = num_pairs <= num_pairs // block_m + num_experts
-        sizes.setdefault((block_m, of_pairs, num_pairs <= many_pairs), num_tokens)
+        tuned = tile_constants(num_pairs, num_experts, itemsize)
+        return tiles_launch(num_pairs, num_experts, tuned), num_pairs <= many_pairs
+
+    return first_of_each(max_tokens, launches)
+
+
+def most_tiles(num_pairs: int, num_experts: int, tuned: Mapping[str, int]) -> int:
+    """Returns the most tiles of pairs in any order: the last tile of each expert need not be
+    full."""
+    return num_pairs // tuned["block_m"] + num_experts
+
+
+def tiles_launch(num_pairs: int, num_experts: int, tuned: Mapping[str, int]) -> Hashable:
+    """Returns the facts that tell apart the compiled kernels of tiles."""
+    return frozenset(tuned.items()), num_pairs <= most_tiles(num_pairs, num_experts, tuned)
+
+
+def first_of_each(max_tokens: int, launches: Callable[[int], Hashable]) -> list[int]:
+    """Returns the first number of tokens, up to `max_tokens`, of each value of `launches`."""
+    sizes: dict[Hashable, int] = {}
+    for num_tokens in range(1, max_tokens + 1):
+        sizes.setdefault(launches(num_tokens), num_tokens)
     return sorted(sizes.values())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels import tuning
 from kernels.elementwise.triton_ops import power_of_2
 from kernels.experts.reference import Pairs
+from kernels.experts.triton_ops import first_of_each, most_tiles, tiles_launch
 from kernels.quantised import triton_kernels as kernels
 from kernels.quantised.formats import Activations, Codes, WeightFormat
 from kernels.quantised.split import FEW_ROWS, Split, chunk_of, few_constants
@@ -84,13 +85,13 @@ def sizes_to_warm_up(
     max_tokens: int, num_experts: int, num_chosen: int, itemsize: int, form: WeightFormat
 ) -> list[int]:
     """Returns numbers of tokens, up to `max_tokens`, that launch whatever any number launches."""
-    sizes: dict[tuple[int, bool], int] = {}
-    for num_tokens in range(1, max_tokens + 1):
+
+    def launches(num_tokens: int) -> Hashable:
         num_pairs = num_tokens * num_chosen
-        block_m = tile_constants(num_pairs, num_experts, itemsize, form)["block_m"]
-        of_pairs = num_pairs <= num_pairs // block_m + num_experts
-        sizes.setdefault((block_m, of_pairs), num_tokens)
-    return sorted(sizes.values())
+        tuned = tile_constants(num_pairs, num_experts, itemsize, form)
+        return tiles_launch(num_pairs, num_experts, tuned)
+
+    return first_of_each(max_tokens, launches)
 
 
 def _inputs(x: Tensor, weight: QuantisedWeight) -> tuple[Tensor, Tensor | None]:
@@ -182,8 +183,7 @@ def _many_rows(
     num_experts = 1 if pairs is None else len(pairs.starts) - 1
     tuned = tile_constants(num_rows, num_experts, x.itemsize, weight.format)
     block_m, block_n = tuned["block_m"], tuned["block_n"]
-    # Experts' last tiles need not be full.
-    most = -(-num_rows // block_m) if pairs is None else num_rows // block_m + num_experts
+    most = -(-num_rows // block_m) if pairs is None else most_tiles(num_rows, num_experts, tuned)
     num_tiles = min(num_rows, most)
     codes = _codes(weight)
     # Of tiles of all lengths the same: the order of terms follows from it.

@@ -105,10 +105,45 @@ def compile_launches(
     return {name: launch.compiled[0] for name, launch in launches.items() if launch.compiled}
 
 
+class Recorded:
+    """A kernel whose launches compile nothing: their constants are kept."""
+
+    def __init__(self) -> None:
+        self.constants: set[frozenset[tuple[str, Any]]] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **constants: self.constants.add(frozenset(constants.items()))
+
+
+def num_launched(fields: Form, steps: list[int], num_experts: int, num_chosen: int) -> int:
+    """Returns the number of different launches of experts' products in steps of so many tokens."""
+    recorded, kernel = Recorded(), triton_kernels.many_rows_kernel
+    vars(triton_kernels)["many_rows_kernel"] = recorded
+    try:
+        weight = QuantisedWeight.empty(form_of(fields), 8 * num_experts, 64, torch.device("cpu"))
+        for num_pairs in (num_chosen * each for each in steps):
+            starts = torch.zeros(num_experts + 1, dtype=torch.int32)
+            tokens = torch.zeros(num_pairs, dtype=torch.int32)
+            pairs = Pairs(tokens, starts, tokens)
+            x = torch.zeros(num_pairs, 64, dtype=torch.bfloat16)
+            triton_ops.experts_linear(x, weight, pairs, None, 8, 8)
+    finally:
+        vars(triton_kernels)["many_rows_kernel"] = kernel
+    return len(recorded.constants)
+
+
+def sizes_to_warm_up(fields: Form, *args: int) -> list[int]:
+    return triton_ops.sizes_to_warm_up(*args, form_of(fields))
+
+
 def compile_ptx(*args: Any) -> dict[str, str]:
     return {name: kernel.asm["ptx"] for name, kernel in compile_launches(*args).items()}
 
 
 OPERATIONS = {
-    f.__name__: f for f in (linear, experts_linear, rounded_inputs, defined_inputs, compile_ptx)
+    f.__name__: f
+    for f in (
+        *(linear, experts_linear, rounded_inputs, defined_inputs, compile_ptx),
+        *(num_launched, sizes_to_warm_up),
+    )
 }

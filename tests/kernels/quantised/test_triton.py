@@ -206,6 +206,18 @@ def test_experts(interpreter, assert_close, form, num_tokens, has_bias, name):
     assert_close("experts", expected, found, 2e-6)
 
 
+@pytest.mark.parametrize("form", [INT4, FP8])
+def test_a_few_steps_launch_whatever_any_launches(interpreter, form):
+    """Tiles that begin with pairs or with experts, of three lengths."""
+    sizes = interpreter.call("sizes_to_warm_up", fields_of(form), 700, 16, 4, 2)
+    assert sizes[0] == 1
+    assert len(sizes) == 4
+    launched = interpreter.call("num_launched", fields_of(form), sizes, 16, 4)
+    assert launched == 4
+    every = list(range(1, 701, 3))
+    assert interpreter.call("num_launched", fields_of(form), [*sizes, *every], 16, 4) == launched
+
+
 SHORT = {(Codes.FP8, 80), (Codes.FP8, 90), (Codes.NF4, 80)}
 """The others take a minute; test_sass.py compiles some for sm_90, too."""
 

@@ -28,6 +28,8 @@ from torch import Tensor
 Case = tuple[dict[str, Any], dict[str, Tensor], Tensor]
 """The quantisation's config, the tensors by end, and the dequantised weight."""
 FOLDER = Path(__file__).parent
+OF_TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
+"""Inputs that are rounded with a scale for each token."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -42,53 +44,11 @@ def weight(out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
 
 def compressed_tensors() -> dict[str, Case]:
     """Makes cases with its own compressors, and scales from minima and maxima."""
-    from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
-    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams
+    return {**_packed_cases(), **_int8_cases(), **_fp8_cases()}
 
-    def made(
-        form: str, dtype: str, shape: tuple[int, int], inputs: Any = None, **args: Any
-    ) -> Case:
-        weights = QuantizationArgs(**args)
-        scheme = QuantizationScheme(
-            targets=["Linear"],
-            weights=weights,
-            input_activations=None if inputs is None else QuantizationArgs(**inputs),
-        )
-        plain = weight(*shape, DTYPES[dtype])
-        if weights.strategy == "tensor":
-            low, high = plain.min().reshape(1), plain.max().reshape(1)
-        elif weights.strategy == "block":
-            rows, columns = weights.block_structure
-            padded = torch.nn.functional.pad(plain, (0, -shape[1] % columns, 0, -shape[0] % rows))
-            blocks = padded.view(-(-shape[0] // rows), rows, -1, columns)
-            low, high = blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))
-        else:
-            groups = plain.view(shape[0], -1, weights.group_size or shape[1])
-            low, high = groups.amin(dim=2), groups.amax(dim=2)
-        scale, zero = calculate_qparams(low, high, weights)
-        is_packed = form == "pack-quantized"
-        library = PackedQuantizationCompressor if is_packed else NaiveQuantizationCompressor
-        state = {"weight": plain, "weight_scale": scale, "weight_zero_point": zero}
-        stored = library.compress(state, scheme)
-        expected = library.decompress(dict(stored), scheme)["weight"]
-        group = json.loads(scheme.model_dump_json())
-        config = {
-            "quant_method": "compressed-tensors",
-            "format": form,
-            "config_groups": {"group_0": group},
-            "ignore": ["lm_head"],
-            "kv_cache_scheme": None,
-            "quantization_status": "compressed",
-            "sparsity_config": {},
-            "transform_config": {},
-            "version": "0.20.1",
-        }
-        return config, stored, expected
 
+def _packed_cases() -> dict[str, Case]:
     packed = "pack-quantized"
-    token = {"num_bits": 8, "strategy": "token", "dynamic": True}
     cases: dict[str, Case] = {}
     for bits in (4, 8):
         for size in (32, 64, 128, -1):
@@ -98,36 +58,95 @@ def compressed_tensors() -> dict[str, Case]:
                 args |= {"strategy": kind} if size == -1 else {"strategy": kind, "group_size": size}
                 dtype = "float16" if size == 64 else "bfloat16"
                 key = f"int{bits} {kind} {size} {'symmetric' if is_symmetric else 'zeros'} {dtype}"
-                cases[key] = made(packed, dtype, (12, 256), **args)
+                cases[key] = _compressed(packed, dtype, (12, 256), **args)
     odd = {"num_bits": 4, "strategy": "channel"}
-    cases["int4 channel odd bfloat16"] = made(packed, "bfloat16", (5, 37), **odd)
+    cases["int4 channel odd bfloat16"] = _compressed(packed, "bfloat16", (5, 37), **odd)
     zeros = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
-    cases["int4 group 32 zeros float32"] = made(packed, "float32", (12, 64), **zeros)
+    cases["int4 group 32 zeros float32"] = _compressed(packed, "float32", (12, 64), **zeros)
     one = {"num_bits": 4, "strategy": "tensor"}
-    cases["int4 tensor bfloat16"] = made(packed, "bfloat16", (12, 64), **one)
+    cases["int4 tensor bfloat16"] = _compressed(packed, "bfloat16", (12, 64), **one)
+    return cases
+
+
+def _int8_cases() -> dict[str, Case]:
+    form, dtype, shape = "int-quantized", "bfloat16", (12, 70)
+    cases: dict[str, Case] = {}
     for kind in ("tensor", "channel"):
         int8 = {"num_bits": 8, "strategy": kind}
-        name = f"int8 plain inputs {kind} bfloat16"
-        cases[name] = made("int-quantized", "bfloat16", (12, 70), **int8)
-        name = f"int8 int8 inputs {kind} bfloat16"
-        cases[name] = made("int-quantized", "bfloat16", (12, 70), inputs=token, **int8)
-    name = "int8 zeros channel bfloat16"
+        cases[f"int8 plain inputs {kind} {dtype}"] = _compressed(form, dtype, shape, **int8)
+        name = f"int8 int8 inputs {kind} {dtype}"
+        cases[name] = _compressed(form, dtype, shape, inputs=OF_TOKENS, **int8)
     asymmetric = {"num_bits": 8, "strategy": "channel", "symmetric": False}
-    cases[name] = made("int-quantized", "bfloat16", (12, 70), **asymmetric)
+    cases[f"int8 zeros channel {dtype}"] = _compressed(form, dtype, shape, **asymmetric)
+    return cases
+
+
+def _fp8_cases() -> dict[str, Case]:
+    form, dtype = "float-quantized", "bfloat16"
     static = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    for kind in ("tensor", "channel"):
+    of_tokens = {**OF_TOKENS, "type": "float"}
+    cases: dict[str, Case] = {}
+    for kind, inputs in (("tensor", static), ("channel", of_tokens)):
         fp8 = {"num_bits": 8, "type": "float", "strategy": kind}
-        inputs = static if kind == "tensor" else {**token, "type": "float"}
-        name = f"fp8 {kind} bfloat16"
-        cases[name] = made("float-quantized", "bfloat16", (12, 70), inputs=inputs, **fp8)
+        cases[f"fp8 {kind} {dtype}"] = _compressed(form, dtype, (12, 70), inputs=inputs, **fp8)
     blocks = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
-    by_group = {**token, "type": "float", "strategy": "group", "group_size": 128}
-    name = "fp8 block bfloat16"
-    cases[name] = made("float-quantized", "bfloat16", (130, 136), inputs=by_group, **blocks)
-    cases["fp8 naive channel float32"] = made(
-        "naive-quantized", "float32", (8, 16), num_bits=8, type="float", strategy="channel"
+    by_group = {**of_tokens, "strategy": "group", "group_size": 128}
+    cases[f"fp8 block {dtype}"] = _compressed(form, dtype, (130, 136), inputs=by_group, **blocks)
+    channel = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    cases["fp8 naive channel float32"] = _compressed(
+        "naive-quantized", "float32", (8, 16), **channel
     )
     return cases
+
+
+def _compressed(
+    form: str, dtype: str, shape: tuple[int, int], inputs: Any = None, **args: Any
+) -> Case:
+    """Makes a case of a format, with weights [out, in] and `args` of QuantizationArgs."""
+    from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    weights = QuantizationArgs(**args)
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=weights,
+        input_activations=None if inputs is None else QuantizationArgs(**inputs),
+    )
+    plain = weight(*shape, DTYPES[dtype])
+    scale, zero = calculate_qparams(*_extremes(plain, weights), weights)
+    is_packed = form == "pack-quantized"
+    library = PackedQuantizationCompressor if is_packed else NaiveQuantizationCompressor
+    state = {"weight": plain, "weight_scale": scale, "weight_zero_point": zero}
+    stored = library.compress(state, scheme)
+    expected = library.decompress(dict(stored), scheme)["weight"]
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.20.1",
+    }
+    return config, stored, expected
+
+
+def _extremes(plain: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
+    """Returns the minima and maxima of a weight's groups, as the arguments' strategy has them."""
+    num_out, num_in = plain.shape
+    if weights.strategy == "tensor":
+        return plain.min().reshape(1), plain.max().reshape(1)
+    if weights.strategy == "block":
+        rows, columns = weights.block_structure
+        padded = torch.nn.functional.pad(plain, (0, -num_in % columns, 0, -num_out % rows))
+        blocks = padded.view(-(-num_out // rows), rows, -1, columns)
+        return blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))
+    groups = plain.view(num_out, -1, weights.group_size or num_in)
+    return groups.amin(dim=2), groups.amax(dim=2)
 
 
 def bitsandbytes() -> dict[str, Case]:
