@@ -112,10 +112,20 @@ class RpcServer:
 
 
 def stop_on_signals() -> asyncio.Event:
-    """Returns an event that SIGTERM and SIGINT set."""
+    """Returns an event that the first SIGTERM or SIGINT sets. The process ignores both from then on
+    until it has ended: asyncio gives signals back when its loop closes, and a second SIGTERM would
+    kill a process that is about to end well."""
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+
+    def begin_end() -> None:
+        stop.set()
+        for number in numbers:
+            if loop.remove_signal_handler(number):
+                signal.signal(number, signal.SIG_IGN)
+
+    for number in numbers:
+        loop.add_signal_handler(number, begin_end)
     return stop
 
 

@@ -174,6 +174,15 @@ def test_sigterm_under_load_answers_every_call_and_exits_0(
 
 
 @pytest.mark.processes
+def test_later_sigterms_change_nothing(spawn):
+    """Supervisors send them while a process is ending, and one must not kill it then."""
+    process = spawn()
+    process.wait_until_ready()
+    until(lambda: process.process.send_signal(signal.SIGTERM) or process.process.poll() is not None)
+    assert process.process.wait() == 0
+
+
+@pytest.mark.processes
 def test_kill_9_while_registering_leaves_the_catalog_intact(
     spawn, connect, make_adapter, make_layout, tmp_path
 ):
