@@ -19,14 +19,16 @@ PROCESS_FIXTURES = {"postgres", "catalog_dsn", "s3_endpoint", "interpreter", "co
 """Fixtures that start processes: a test that requests one bears the mark `processes` by that."""
 PROCESS_FOLDERS = ("tests/system/", "tests/soak/", "tests/loadout/demo/", "tests/gpu/")
 """On a GPU Triton starts an assembler."""
-ARTIFACT_FIXTURES = {"compiler"}
+ARTIFACT_FIXTURES = {"compiler", "interpreter"}
 ARTIFACT_FILES = (
     *("tests/kernels/test_sass.py", "tests/tools/test_wheel.py", "tests/docs/test_site.py"),
     *("tests/docs/test_sizing_docs.py", "tests/test_gpu_emulated.py"),
     *("tests/bench/test_gpu_run.py", "tests/kernels/test_triton_launchers.py"),
-    "tests/inference_svc/engine/test_memory_fit.py",
+    *("tests/inference_svc/engine/test_memory_fit.py", "tests/system/test_emulated_device.py"),
+    "tests/bench/test_gpu_cost.py::test_what_is_written_is_of_this_code",
 )
-"""Tests that build something, or compile kernels for devices, bear the mark `artifacts`."""
+"""Tests that build something, or that compile or interpret kernels of devices, bear the mark
+`artifacts`."""
 
 
 with suppress(ImportError):  # tests/gpu also runs where they are not installed

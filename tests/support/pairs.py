@@ -39,6 +39,11 @@ def by_path(families: Iterable[str]) -> list[Any]:
     ]
 
 
+def long_but(quick: Sequence[str], families: Iterable[str]) -> list[Any]:
+    """Returns the families, of which `make test` runs the quick ones alone."""
+    return [_cell((family,), family in quick) for family in families]
+
+
 def in_turns(cases: Sequence[tuple[Any, ...]], values: Sequence[Any]) -> list[Any]:
     """Returns each case with each value, appended. `make test` runs one of the values with a case,
     in turns; `make test-long` runs the others, too."""
@@ -46,7 +51,7 @@ def in_turns(cases: Sequence[tuple[Any, ...]], values: Sequence[Any]) -> list[An
         pytest.param(
             *(*case, value),
             marks=() if case_at % len(values) == value_at else pytest.mark.long,
-            id="-".join(map(str, (*case, value))),
+            id="-".join(str(getattr(each, "__name__", each)) for each in (*case, value)),
         )
         for case_at, case in enumerate(cases)
         for value_at, value in enumerate(values)

@@ -18,6 +18,7 @@ from tests.support.models.parity import prompts
 from tests.support.models.quantised import zoo_in_few_bits
 from tests.support.models.zoo import Zoo
 from tests.support.native import native_library
+from tests.support.pairs import in_turns
 from tests.support.wait import until
 from tests.system.services import Services
 
@@ -47,11 +48,10 @@ def zoo_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Zoo]:
     return zoo
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype"),
-    [*((each, "float32") for each in ("gguf", "int4", "nf4", "fp8")), ("gguf", "bfloat16")],
-)
-@pytest.mark.parametrize("path", ["native", "torch"])
+CASES = [*((each, "float32") for each in ("gguf", "int4", "nf4", "fp8")), ("gguf", "bfloat16")]
+
+
+@pytest.mark.parametrize(("form", "dtype", "path"), in_turns(CASES, ["native", "torch"]))
 def test_a_mixed_batch(
     form: str,
     dtype: str,

@@ -13,8 +13,8 @@ import torch
 from inference_svc.model.architectures import families
 from tests.support.models.parity import RecordingSampler, decile_rms, prompts, relative_rms
 from tests.support.models.zoo import MODELS, PARAMETERS, AdapterSpec, Zoo, make_zoo, modules_of
-from tests.support.pairs import BOTH, PATHS, by_path, pairs
-from tests.system.prompt_scores import ask, check, scores
+from tests.support.pairs import BOTH, PATHS, long_but, pairs
+from tests.system.prompt_scores import check, scores
 
 
 @pytest.mark.parametrize(("kind", "dtype", "path"), pairs(MODELS))
@@ -42,7 +42,8 @@ def check_mixed_batch(
     kind: str, dtype: str, path: str, start: Callable, zoos: Callable, every: int, num_tokens: int
 ) -> None:
     """Requires the oracle's logits at every position, of requests prefilled and decoded together,
-    given the same tokens. In float32 the tokens are the oracle's, too."""
+    given the same tokens. In float32 the tokens are the oracle's, too, and so are the log
+    probabilities of every second prompt."""
     is_exact = dtype == "float32"
     running = start(kind, dtype=dtype, native_kernels=PATHS[path], max_model_len=512)
     recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
@@ -50,7 +51,8 @@ def check_mixed_batch(
     adapters = ["", *running.digests, ""][::every]
     asked = prompts(len(adapters))
     for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
-        running.submit(str(index), prompt, name, max_tokens=num_tokens)
+        scored = {"prompt_logprobs": 5} if is_exact and is_scored(index, prompt) else {}
+        running.submit(str(index), prompt, name, max_tokens=num_tokens, **scored)
     # All of them first: the torch path sets torch's options, which are the oracle's, too.
     results = [running.result(str(index)) for index in range(len(adapters))]
     error = relative_rms if is_exact else decile_rms
@@ -60,9 +62,12 @@ def check_mixed_batch(
     ):
         assert last.error is None
         given, start_of_answer = prompt + tokens[:-1], len(prompt) - 1
-        expected = zoos(kind).logits(name, given, torch.float32)[start_of_answer:]
+        logits = zoos(kind).logits(name, given, torch.float32)
+        expected = logits[start_of_answer:]
         ours.append(error(torch.stack(recorder.logits[str(index)]), expected))
         if is_exact:
+            if is_scored(index, prompt):
+                check(scores(running, str(index)), prompt, logits[: len(prompt)])
             theirs.append(0.0)
             assert tokens == expected.argmax(dim=-1).tolist(), name or "base"
         else:
@@ -75,6 +80,11 @@ def check_mixed_batch(
     assert all(map(le, ours, limits)), (adapters, ours, theirs)
     assert mean(ours) <= max(1e-4, most_mean * mean(theirs)), (ours, theirs)
     running.check_idle()
+
+
+def is_scored(index: int, prompt: list[int]) -> bool:
+    """Every second request, so that others run beside; no model predicts a prompt's first token."""
+    return index % 2 == 0 and len(prompt) > 1
 
 
 @pytest.mark.long
@@ -93,24 +103,6 @@ def test_a_mixed_batch_has_the_oracles_greedy_tokens(
         assert tokens == zoos(kind).greedy(name, prompt, 64, guess=tokens), name or "base"
 
 
-@pytest.mark.parametrize(("kind", "path"), by_path(MODELS))
-def test_log_probabilities_of_prompts_are_the_oracles(
-    kind: str, path: str, start: Callable, zoos: Callable
-) -> None:
-    """Of base and adapters in one batch, beside requests that are not scored."""
-    zoo, running = zoos(kind), start(kind, max_model_len=512, native_kernels=PATHS[path])
-    names = ["", *running.digests]
-    asked = [prompt for prompt in prompts(len(names) + 1, seed=3) if len(prompt) > 1]
-    for name, prompt in zip(names, asked, strict=False):
-        ask(running, f"scored {name}", prompt, name)
-        running.submit(f"other {name}", prompt, name, max_tokens=4)
-    for name, prompt in zip(names, asked, strict=False):
-        found = scores(running, f"scored {name}")
-        check(found, prompt, zoo.logits(name, prompt, torch.float32))
-        running.result(f"other {name}")
-    running.check_idle()
-
-
 def test_every_family_has_a_row() -> None:
     """But for whole models, whose text part is one of these."""
     tested = {f"{family}ForCausalLM" for family, _ in MODELS.values()}
@@ -126,7 +118,12 @@ def test_adapters_change_what_the_model_says(zoos: Callable) -> None:
         assert relative_rms(zoo.logits(name, prompt, torch.float32), base) > 0.02, name
 
 
-@pytest.fixture(scope="module", params=MODELS)
+ALONE = ("llama", "gpt-oss", "gemma4", "qwen3-next")
+"""Models that have most kinds of modules. Of the others the mixed batch would differ, too, if a
+module were dropped: adapters of it change all modules."""
+
+
+@pytest.fixture(scope="module", params=long_but(ALONE, MODELS))
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """A model with an adapter for each module of its layers, the embedding and the head, alone."""
     kind = request.param

@@ -15,12 +15,20 @@ from safetensors.torch import load_file, save_file
 
 from loadout.cli.__main__ import main
 from tests.support.models.zoo import Zoo, make_model
+from tests.support.pairs import in_turns
 from tests.system.services import Services
 
 ADAPTER = "r16"
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+DTYPES = ["float32", "bfloat16"]
+BOTH_DTYPES = pytest.mark.parametrize("served", DTYPES, indirect=True)
+ONE_DTYPE = pytest.mark.parametrize(
+    "served", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)], indirect=True
+)
+
+
+@pytest.fixture(scope="module")
 def served(
     request: pytest.FixtureRequest,
     zoos: Callable[[str], Zoo],
@@ -74,6 +82,7 @@ def change_one_tensor(config: dict[str, Any], tensors: dict[str, Any]) -> None:
     tensors[name] = -tensors[name]
 
 
+@BOTH_DTYPES
 def test_the_trained_adapter_is_verified(
     verify: Callable[..., int], served: Services, capsys: Any
 ) -> None:
@@ -87,7 +96,11 @@ def test_the_trained_adapter_is_verified(
     assert report["adapter"]["effect"] > 10 * report["adapter"]["error"] > 0
 
 
-@pytest.mark.parametrize("fault", [scale_wrongly, leave_out_a_layer, change_one_tensor])
+@pytest.mark.parametrize(
+    ("fault", "served"),
+    in_turns([(scale_wrongly,), (change_one_tensor,), (leave_out_a_layer,)], DTYPES),
+    indirect=["served"],
+)
 def test_a_changed_adapter_is_found(
     fault: Callable[..., None],
     verify: Callable[..., int],
@@ -101,6 +114,7 @@ def test_a_changed_adapter_is_found(
     assert "the service applies another adapter" in capsys.readouterr().err
 
 
+@ONE_DTYPE
 def test_another_base_model_is_found(
     verify: Callable[..., int], served: Services, tmp_path: Path, capsys: Any
 ) -> None:
@@ -114,6 +128,7 @@ def test_another_base_model_is_found(
     assert "the service runs another base model" in capsys.readouterr().err
 
 
+@ONE_DTYPE
 def test_an_adapter_that_does_nothing_proves_nothing(
     served: Services, tmp_path: Path, capsys: Any
 ) -> None:
@@ -128,6 +143,7 @@ def test_an_adapter_that_does_nothing_proves_nothing(
     assert "nothing is proven" in capsys.readouterr().err
 
 
+@ONE_DTYPE
 def test_refusals_name_the_cause(
     verify: Callable[..., int], served: Services, tmp_path: Path, capsys: Any
 ) -> None:
@@ -152,6 +168,7 @@ def test_refusals_name_the_cause(
     assert "has neither adapter_model.safetensors nor" in capsys.readouterr().err
 
 
+@ONE_DTYPE
 def test_a_base_model_of_another_size_is_named(
     verify: Callable[..., int], served: Services, tmp_path: Path, capsys: Any
 ) -> None:

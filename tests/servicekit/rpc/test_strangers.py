@@ -229,8 +229,10 @@ def test_a_connection_is_known_for_minutes_after_its_calls(port: Port, clock: Cl
     assert all(each.is_open for each in (idle, running, again))
     for each in (idle, running, again):
         each.send(20_000)
-    watched.sweep()
-    assert [each.is_open for each in (idle, running, again)] == [False, True, True]
+    # A look that cannot list the sockets, as on a busy machine, leaves all for the next one.
+    until(lambda: watched.sweep() or not idle.is_open)
+    assert running.is_open
+    assert again.is_open
 
 
 def test_looks_go_on_after_one_that_failed(
