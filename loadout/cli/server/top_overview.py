@@ -69,6 +69,15 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentStates:
+    """How many recurrent states requests hold, a prefix can match, and there are."""
+
+    used: int
+    stored: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
 class Traffic:
     """The metrics' values. `rates` and `latencies` are of the time between two samples, and empty
     in the first one; latencies without observations are left out."""
@@ -80,6 +89,8 @@ class Traffic:
     latencies: dict[str, Quantiles]
     loads: dict[str, int]
     """Number of adapter loads in progress by state."""
+    states: RecurrentStates | None
+    """None for models without recurrent layers."""
     tiers: dict[str, Tier]
     store_replicas: dict[str, bool]
     """Health by address."""
@@ -144,6 +155,7 @@ def _traffic(now: Metrics, before: Metrics | None, seconds: float) -> Traffic:
             for each in now.select(f"{PREFIX}loads_in_progress")
             if each.value
         },
+        states=_states(now),
         tiers={
             each.labels.get("tier", ""): _tier(now, each.labels.get("tier", ""))
             for each in now.select(f"{PREFIX}tier_capacity_bytes")
@@ -181,6 +193,14 @@ def _adapter_rates(now: Metrics, before: Metrics, seconds: float) -> dict[str, A
         if (requests or tokens) and name not in MERGED:
             found[name] = AdapterRates(requests, tokens)
     return dict(sorted(found.items(), key=lambda each: -each[1].tokens_per_second))
+
+
+def _states(metrics: Metrics) -> RecurrentStates | None:
+    used, stored, capacity = (
+        int(metrics.sum(f"{PREFIX}recurrent_states_{name}"))
+        for name in ("used", "stored", "capacity")
+    )
+    return RecurrentStates(used, stored, capacity) if capacity else None
 
 
 def _tier(metrics: Metrics, tier: str) -> Tier:

@@ -222,6 +222,11 @@ def _traffic(
         if name == "waiting" and traffic.waiting_for_adapter:
             text.append(f", {traffic.waiting_for_adapter} for their adapter", style=BUSY)
         grid.add_row(name, bar(share, load_style(share), length), text)
+    if states := traffic.states:
+        share = states.used / states.capacity
+        held = Text.assemble((f"{states.used}", "bold"), (f" of {states.capacity} held", DIM))
+        grid.add_row("states", bar(share, load_style(share), length), held)
+        grid.add_row("", "", Text(f"{states.stored} match a prefix", style=DIM))
     if traffic.rates:
         for row in _rate_rows(traffic.rates, tokens, length):
             grid.add_row(*row)

@@ -106,6 +106,16 @@ def test_traffic_latency_tiers_loads_replicas_and_adapters():
     assert cells(text, "t/a0@2")[-4:] == ["100.0", "100.0", "0", "s"]
 
 
+def test_recurrent_states_are_shown_where_a_model_has_some():
+    states = [("used", 6), ("stored", 9), ("capacity", 24)]
+    lines = [f"{PREFIX}recurrent_states_{name} {value}" for name, value in states]
+    now = Sample(SERVER, (), parse("\n".join(lines) + "\n"), STORE, 12.0)
+    text = shown(now)
+    assert cells(text, "states")[-4:] == ["6", "of", "24", "held"]
+    assert "9 match a prefix" in text
+    assert "states" not in shown(Sample(SERVER, (), scraped(100), STORE, 12.0))
+
+
 def test_superseded_versions_are_shown_as_old():
     before = Sample(SERVER, (), scraped(100), STORE, 10.0)
     old = dataclasses.replace(resident(1, "t/a0@1"), superseded=True)
