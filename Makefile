@@ -39,8 +39,8 @@ test: $(VENV)/.installed-dev $(PROMETHEUS)
 test-unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q --forked-workers $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl"
 
-# Tests of the wheel, the site and the tables of sizes, the GPU run and kernels through Triton's
-# interpreter, and kernels compiled for devices.
+# Tests of the wheel, the site and the tables of sizes and of a GPU step's costs, the GPU run and kernels
+# through Triton's interpreter, and kernels compiled for devices.
 check-artifacts: $(VENV)/.installed-dev
 	$(PYTEST) $(TEST_WORKERS) --dist load -m "artifacts and not long"
 

@@ -47,9 +47,15 @@ def decoded(model: Model, kind: StepKind, size: int = 4) -> Noted:
     return noted
 
 
-@pytest.fixture(params=FEATURES)
-def model(request: pytest.FixtureRequest, tmp_path) -> Model:
-    return Model.make(make_decoder(request.param, tmp_path), torch.float16, META)
+@pytest.fixture(scope="module", params=FEATURES)
+def model(request: pytest.FixtureRequest, tmp_path_factory) -> Model:
+    folder = tmp_path_factory.mktemp("model")
+    return Model.make(make_decoder(request.param, folder), torch.float16, META)
+
+
+@pytest.fixture(scope="module")
+def lora_step(model: Model) -> Noted:
+    return decoded(model, StepKind.LORA)
 
 
 def storages(launch: Launch, *, written: bool) -> set[int]:
@@ -77,13 +83,12 @@ def races(noted: Noted) -> Iterator[tuple[str, str]]:
                     yield one.name, other.name
 
 
-def test_nothing_beside_the_step_races_with_it(model):
-    noted = decoded(model, StepKind.LORA)
-    assert list(races(noted)) == []
-    beside = [launch for launch in noted.launches if launch.stream == BESIDE]
+def test_nothing_beside_the_step_races_with_it(lora_step):
+    assert list(races(lora_step)) == []
+    beside = [launch for launch in lora_step.launches if launch.stream == BESIDE]
     assert beside
     for launch in beside:
-        products = [each for each in noted.critical if launch.may_overlap(each)]
+        products = [each for each in lora_step.critical if launch.may_overlap(each)]
         assert products
         assert {each.name for each in products} <= PRODUCTS, "it runs beside its product alone"
 
@@ -102,21 +107,20 @@ def test_both_waits_are_needed(tmp_path, monkeypatch, ignored):
     assert readers
 
 
-def test_shrunk_rows_are_of_their_own_stream(model):
+def test_shrunk_rows_are_of_their_own_stream(lora_step):
     """Their memory may be taken by the next launch of the stream that they were allocated on."""
-    noted = decoded(model, StepKind.LORA)
     shrunk = {
         storage_id(launch.arguments["y"])
-        for launch in noted.launches
+        for launch in lora_step.launches
         if launch.stream == BESIDE and launch.name == "shrink_kernel"
     }
-    for launch in noted.critical:
+    for launch in lora_step.critical:
         assert not shrunk & storages(launch, written=False)
 
 
-def test_groups_beside_and_in_line(request, model):
+def test_groups_beside_and_in_line(request, model, lora_step):
     """All groups of attention and of dense halves but where something else comes between."""
-    noted, layout = decoded(model, StepKind.LORA), model.arena.layout
+    noted, layout = lora_step, model.arena.layout
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for launch in noted.launches:
         if launch.name == "shrink_kernel":

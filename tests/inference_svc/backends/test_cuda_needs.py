@@ -36,6 +36,7 @@ from tests.support.gpu.models import (
 )
 from tests.support.inference.results import asking
 from tests.support.models.quantised import FORMATS
+from tests.support.pairs import pairwise
 
 SPARED_NODES = 2
 """The embedding's adapters have one kernel, and the first layer has nothing to add to the stream:
@@ -68,12 +69,16 @@ experts, what these read, gated delta nets and attention with a gate take most; 
 bits: outputs of several parts, sums of split products, and inputs that are rounded."""
 
 
+def model_of(case: tuple[str, dict[str, int]], folder: Path) -> Model:
+    begins, changes = case
+    name = next(each for each in FEATURES if each.startswith(begins))
+    description = make_decoder(name, folder, **changes)
+    return Model.make(description, torch.float32, torch.device("cpu"))
+
+
 @pytest.fixture(params=MODELS, ids=str)
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> Model:
-    begins, changes = request.param
-    name = next(each for each in FEATURES if each.startswith(begins))
-    description = make_decoder(name, tmp_path, **changes)
-    return Model.make(description, torch.float32, torch.device("cpu"))
+    return model_of(request.param, tmp_path)
 
 
 def config_of(num_tokens: int, **changes: Any) -> EngineConfig:
@@ -115,9 +120,13 @@ def choose_the_first(launch: Launch) -> None:
         tokens.zero_()
 
 
-@pytest.mark.parametrize("lora_targets", [(), ("q_proj",), ("o_proj", "lm_head")], ids=str)
-@pytest.mark.parametrize("num_tokens", [MAX_ROWS, 64, 512])
-def test_a_step_takes_no_more(model, num_tokens, lora_targets):
+@pairwise(
+    case=MODELS,
+    num_tokens=[MAX_ROWS, 64, 512],
+    lora_targets=[(), ("q_proj",), ("o_proj", "lm_head")],
+)
+def test_a_step_takes_no_more(tmp_path, case, num_tokens, lora_targets):
+    model = model_of(case, tmp_path)
     with noted_kernels(choose_the_first):
         backend = model.fixed(None, is_warm=False, max_tokens=num_tokens, lora_targets=lora_targets)
         peak = peak_bytes(backend, num_tokens, has_decodes=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ from tests.support.gpu.models import (
     steps,
 )
 
+long = pytest.mark.long
 NUM_DECODES = 20
 MOST_TIMES_MORE = 3
 _DELTA = {
@@ -122,32 +124,45 @@ def test_every_operation_says_its_memory() -> None:
     assert OWN_BYTES.keys() == COMPUTE.keys()
 
 
-@pytest.mark.parametrize("has_kinds", [False, True], ids=["A and B", "all kinds"])
+SLOTS = {"each": [1, 2, 0, SUM, SUM], "base": [-1] * 5, "one": [0] * 5}
+"""Of the rows. The base alone, and one adapter, take no more than all adapters and sums."""
+
+
+@pytest.mark.parametrize(
+    ("has_kinds", "dtype", "slots"),
+    [
+        pytest.param(
+            *cell,
+            marks=() if cell in {(False, "float32", "each"), (True, "bfloat16", "each")} else long,
+        )
+        for cell in product((False, True), ("float32", "bfloat16"), SLOTS)
+    ],
+)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_steps_take_no_more(tmp_path: Path, feature: str, has_kinds: bool) -> None:
-    """Prompts and decodes with the base, each adapter, and a sum."""
+def test_steps_take_no_more(
+    tmp_path: Path, feature: str, has_kinds: bool, dtype: str, slots: str
+) -> None:
+    """Prompts and decodes, with adapters of A and B, or of all kinds."""
     decoder = make_decoder(feature, tmp_path)
     num_added = MAX_ADDED if has_kinds else 0
-    for dtype in (torch.float32, torch.bfloat16):
-        model = Model.make(decoder, dtype, torch.device("cpu"))
-        if has_kinds:
-            model = model.with_kinds(num_added)
-        backend = model.plain(num_added)
-        for slots in ([-1] * 5, [0] * 5, [1, 2, 0, SUM, SUM]):
-            for batch in steps(slots):
-                config = EngineConfig(
-                    tmp_path,
-                    "model",
-                    dtype=str(dtype).removeprefix("torch."),
-                    max_model_len=MAX_PAGES * PAGE_SIZE,
-                    page_size=PAGE_SIZE,
-                    max_sequences=MAX_ROWS,
-                    max_batch_tokens=sum(row.num_tokens for row in batch.rows),
-                    max_loras=NUM_SLOTS,
-                    max_lora_rank=MAX_RANK,
-                    max_added_tokens=num_added,
-                )
-                inputs = backend.prepare(batch)
-                with live_bytes() as live:
-                    backend.forward(inputs)
-                assert live.peak <= step_bytes(config, decoder), (dtype, slots)
+    model = Model.make(decoder, getattr(torch, dtype), torch.device("cpu"))
+    if has_kinds:
+        model = model.with_kinds(num_added)
+    backend = model.plain(num_added)
+    for batch in steps(SLOTS[slots]):
+        config = EngineConfig(
+            tmp_path,
+            "model",
+            dtype=dtype,
+            max_model_len=MAX_PAGES * PAGE_SIZE,
+            page_size=PAGE_SIZE,
+            max_sequences=MAX_ROWS,
+            max_batch_tokens=sum(row.num_tokens for row in batch.rows),
+            max_loras=NUM_SLOTS,
+            max_lora_rank=MAX_RANK,
+            max_added_tokens=num_added,
+        )
+        inputs = backend.prepare(batch)
+        with live_bytes() as live:
+            backend.forward(inputs)
+        assert live.peak <= step_bytes(config, decoder)

@@ -73,7 +73,7 @@ def test_a_vector_that_is_not_finite_stays_so(library, poison):
 
 @pytest.mark.parametrize("dtype", NATIVE)
 @pytest.mark.parametrize("is_tiled", [False, True])
-def test_every_code_is_read_exactly(library, assert_close, dtype, is_tiled):
+def test_every_code_is_read_exactly(library, dtype, is_tiled):
     """A query that sees one cell gets its value; one that sees two weighs them by products with
     single elements, in magnitudes that tell codes apart."""
     codes = torch.zeros(2, 256, dtype=torch.uint8)
@@ -90,8 +90,11 @@ def test_every_code_is_read_exactly(library, assert_close, dtype, is_tiled):
     for scale in (0.01, 1.0, 100.0):
         wanted = reference.attend(q, cache, 0, plan, scale=scale)
         got = native.attend(q, cache, 0, plan, scale=scale, library=library)
-        for row in range(256):
-            assert_close(f"{scale} {row}", wanted[row], got[row], TOLERANCES[dtype])
+        assert got.isfinite().all()
+        errors, sizes = (
+            each.double().square().mean((1, 2)).sqrt() for each in (got - wanted, wanted)
+        )
+        assert (errors <= TOLERANCES[dtype] * sizes).all(), scale
 
 
 @pairwise(

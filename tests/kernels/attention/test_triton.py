@@ -16,7 +16,7 @@ from kernels import tuning
 from kernels.attention import AttentionPlan, HeadNorms, KVCache, reference
 from kernels.attention.plan import MAX_SEGMENTS, segment_starts
 from tests.support.kernels.addends import random_addend
-from tests.support.pairs import pairwise
+from tests.support.pairs import in_turns
 
 FP32 = torch.float32
 TOLERANCES = {FP32: 2e-6, torch.float16: 1e-3}
@@ -164,13 +164,17 @@ HEADS = [
 """How many elements of a head are turned, and what else is done to heads."""
 
 
-@pairwise(heads_of=HEADS, dtype=[FP32, torch.float16], num_tokens=[3, 19])
-def test_what_families_do_with_heads(rotate_and_store, assert_close, heads_of, dtype, num_tokens):
+TOKENS = [(FP32, 3), (torch.float16, 19), (FP32, 19), (torch.float16, 3)]
+"""Dtypes, and numbers of tokens."""
+
+
+@pytest.mark.parametrize(("part", "options", "tokens"), in_turns(HEADS, TOKENS))
+def test_what_families_do_with_heads(rotate_and_store, assert_close, part, options, tokens):
     """A part of a head is turned, or nothing; neighbours with each other; norms of a head (1) or of
     all (3) with weights in fp32, before or behind, or with those of an adapter; values that are
     keys (1 side), or none (0)."""
     heads, kv_heads, dim = 3, 3, 12
-    part, options = heads_of
+    dtype, num_tokens = tokens
     options = {"num_heads": heads, **options}
     sides = options.pop("sides", 2)
     qkv = torch.randn(num_tokens, (heads + sides * kv_heads) * dim).to(dtype)
@@ -200,17 +204,18 @@ def test_what_families_do_with_heads(rotate_and_store, assert_close, heads_of, d
     assert_close("cache", cache.data, got_data, tolerance)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 19])
-@pytest.mark.parametrize("dtype", [FP32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("part", "sides", "is_interleaved", "has_norms"),
-    [(12, 2, False, False), (6, 2, True, True), (6, 1, False, True), (12, 0, False, True)],
-    ids=str,
+    ("part", "sides", "is_interleaved", "has_norms", "tokens"),
+    in_turns(
+        [(12, 2, False, False), (6, 2, True, True), (6, 1, False, True), (12, 0, False, True)],
+        TOKENS,
+    ),
 )
 def test_an_addend_comes_before_all_else(
-    rotate_and_store, assert_close, part, sides, is_interleaved, has_norms, dtype, num_tokens
+    rotate_and_store, assert_close, part, sides, is_interleaved, has_norms, tokens
 ):
     """Of queries, keys and values, in the model's dtype; of tokens without an adapter nothing."""
+    dtype, num_tokens = tokens
     heads, kv_heads, dim = 3, 3, 12
     qkv = torch.randn(num_tokens, (heads + sides * kv_heads) * dim).to(dtype)
     addend = random_addend(num_tokens, qkv.shape[1], dtype)

@@ -208,7 +208,7 @@ def test_no_pairs(interpreter):
 def test_a_pair_has_the_same_bits_alone_and_in_any_batch(interpreter, tiles, dtype):
     """That they are the same in tiles of another length is the tensor cores' doing: those of numpy
     are not. tests/gpu has that."""
-    weight, x = numbers(EXPERTS, 80, 300).to(dtype), numbers(MOST, 300).to(dtype)
+    weight, x = numbers(EXPERTS, 80, 140).to(dtype), numbers(MOST, 140).to(dtype)
     experts, constants = chosen_experts(MOST), CLASSES[tiles]
 
     def made(tokens: list[int]) -> dict[tuple[int, int], torch.Tensor]:
@@ -226,7 +226,7 @@ def test_a_pair_has_the_same_bits_alone_and_in_any_batch(interpreter, tiles, dty
 
     whole = made(list(range(MOST)))
     few = [[5], [5, 69]] if tiles == "short" else []
-    for tokens in (list(range(40)), [69, 5, *range(7, 60)], list(reversed(range(MOST))), *few):
+    for tokens in ([69, 5, *range(7, 40)], list(reversed(range(MOST))), *few):
         for key, row in made(tokens).items():
             assert torch.equal(row, whole[key]), key
 

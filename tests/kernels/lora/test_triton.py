@@ -71,15 +71,14 @@ def test_prefill_and_decode_in_one_plan(
 BESIDE = [
     (MIXED_SLOTS, MIXED_LENGTHS, {}),
     ([BASE_SLOT, 0, *[4] * 19, 2, 5], [1] * 23, {}),
-    ([BASE_SLOT, 0, *[4] * 19, 2, 5], [1] * 23, {"programs": 1, "block_n": 16}),
+    ([BASE_SLOT, 0, *[4] * 3, 2, 5], [1] * 7, {"programs": 1, "block_n": 16}),
     ([0, 4], [1, 1], {"whole_ranks": 1}),
 ]
 """Tiles and rows, one block of columns and several, all ranks at once and one block of them after
 the other."""
 
 
-@pytest.mark.parametrize(("slots", "lengths", "tuned"), BESIDE, ids=str)
-@pytest.mark.parametrize("in_features", [70, 1100])
+@pytest.mark.parametrize(("slots", "lengths", "tuned", "in_features"), in_turns(BESIDE, [70, 1100]))
 def test_beside_is_bitwise_in_line(make_adapters, interpreter, slots, lengths, tuned, in_features):
     """An addend is of every token with an adapter, 0 where it lacks a target, and its sum with the
     outputs is what adding in line makes of them."""

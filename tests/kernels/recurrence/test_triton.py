@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.recurrence import NOWHERE, DeltaHeads, DeviceSegments, Segments, reference
+from tests.support.pairs import pairwise
 
 DTYPES = [torch.float32, torch.float16]
 BOUNDS = {
@@ -23,7 +24,7 @@ ROWS = {
     "one": [[1]],
     "decodes": [[1], [1], [1]],
     "a prompt": [[70]],
-    "both, and segments": [[1], [3, 62], [17], [], [1], [64]],
+    "both, and segments": [[1], [3, 46], [17], [], [1], [32]],
     "segments of one token": [[1, 1], [1, 2]],
 }
 
@@ -55,15 +56,12 @@ class Step:
         self.num_tokens = sum(counts)
 
 
-@pytest.fixture(params=ROWS.values(), ids=ROWS)
-def step(request: pytest.FixtureRequest) -> Step:
-    return Step(request.param)
-
-
-@pytest.mark.parametrize("name", ["causal_conv", "gated_conv"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("channels", "size"), [(40, 4), (300, 2)])
-def test_convolutions(interpreter, step, channels, size, dtype, name):
+@pairwise(
+    rows=list(ROWS), sizes=[(40, 4), (300, 2)], dtype=DTYPES, name=["causal_conv", "gated_conv"]
+)
+def test_convolutions(interpreter, rows, sizes, dtype, name):
+    """`sizes`: channels, and tokens that the convolution spans."""
+    step, (channels, size) = Step(ROWS[rows]), sizes
     width = 3 * channels if name == "gated_conv" else channels
     x = numbers(step.num_tokens, width + 9, dtype=dtype)[:, :width]
     weight, states = numbers(channels, size), numbers(step.num_slots, size - 1, channels)
@@ -97,10 +95,9 @@ class Inputs:
         return *each, *self.numbers, states, segments, self.heads
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [(2, 6, 8, 12), (1, 1, 40, 65)], ids=str)
-def test_delta_rule(interpreter, step, heads, dtype, chunk):
+@pairwise(rows=list(ROWS), heads=[(2, 6, 8, 12), (1, 1, 40, 65)], dtype=DTYPES, chunk=CHUNKS)
+def test_delta_rule(interpreter, rows, heads, dtype, chunk):
+    step = Step(ROWS[rows])
     inputs = Inputs(DeltaHeads(*heads), step.num_tokens, dtype)
     states = inputs.states(step.num_slots)
     args = inputs.of(slice(None), states, step.segments)

@@ -20,15 +20,22 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._sum = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each._cdata for each in _storages((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
-        self._live = {key: pair for key, pair in self._live.items() if not pair[0].expired()}
-        for storage in _storages((result,)):
-            if storage._cdata not in given and storage._cdata not in self._live:
-                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        # A weak reference keeps the place of its storage: no other has the same number.
+        new = {each._cdata: each for each in _storages((result,)) if each._cdata not in self._live}
+        if new:
+            given = {each._cdata for each in _storages((args, kwargs or {}))}
+            for number in new.keys() - given:
+                self._live[number] = StorageWeakRef(new[number]), new[number].nbytes()
+                self._sum += new[number].nbytes()
+        # The sum has memory that is gone, too: it is counted anew only where that may matter.
+        if self._sum > self.peak:
+            self._live = {key: pair for key, pair in self._live.items() if not pair[0].expired()}
+            self._sum = sum(size for _, size in self._live.values())
+            self.peak = max(self.peak, self._sum)
         return result
 
 

@@ -131,10 +131,11 @@ def test_logits(name, random_model, load_decoder, relative_rms, tmp_path):
             assert relative_rms(expected, decoder.logits(token_ids, chunk=17)) <= 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_real_file(load_decoder, relative_rms):
-    """SmolLM2, in fp32: logits, and the tokens that are chosen by them."""
+    """SmolLM2, in fp32: logits, and the tokens that are chosen by them. In `make test` a server's
+    answers from this file are compared with those of transformers (tests/system/test_smollm2)."""
     path = smollm2.gguf_path()
     reference = AutoModelForCausalLM.from_pretrained(
         path.parent,
