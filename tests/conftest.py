@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+# Or gRPC tells of connections that end, at any time, where tests read what commands print.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from tests.support.durations import Durations
 from tests.support.workers import forked_workers, late_grammars, processes, root_logs, share

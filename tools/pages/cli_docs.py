@@ -78,6 +78,7 @@ TYPES = (
     top_overview.Overview,
     top_overview.Traffic,
     top_overview.Quantiles,
+    top_overview.RecurrentStates,
     top_overview.Tier,
     top_overview.AdapterRates,
 )
