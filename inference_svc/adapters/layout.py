@@ -182,7 +182,7 @@ class ModelLayout:
     def expert_elements_per_rank(self) -> int:
         """Elements of A and B of all experts for each rank."""
         return sum(
-            each.experts * (each.in_features + each.out_features)
+            each.experts * (each.num_in + each.num_out)
             for each in self.targets
             if each.kind is TargetKind.EXPERTS
         )
@@ -195,7 +195,7 @@ class ModelLayout:
             if lora_targets and target.module not in lora_targets:
                 continue
             cuts.append(end)
-            for features in (target.in_features, target.out_features):
+            for features in (target.num_in, target.num_out):
                 matrix_bytes = align(rank * features * self.lora_dtype.itemsize)
                 if target.kind is TargetKind.EXPERTS:
                     end += index_bytes(target.experts)

@@ -24,6 +24,7 @@ from inference_svc.model.checkpoint.parameters import vectors
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
+    Cut,
     Decoder,
     ExpertsProjection,
     Projection,
@@ -67,7 +68,8 @@ def build_layout(
             group=vector.name,
             kind=TargetKind.VECTOR,
             in_features=0,
-            out_features=vector.size,
+            out_features=vector.outputs.whole,
+            out_slice=_slice(vector.outputs),
             space=SAMPLED if vector.name == decoder.final_norm.module else TEXT,
         )
         for vector in vectors(decoder)
@@ -93,9 +95,9 @@ def _targets_of(projection: Projection, layer: int | None) -> Iterator[Target]:
         return module if layer is None else layer_path(layer, module)
 
     group = key_of(projection.name, layer)
-    start = 0
+    start, inputs = 0, _inputs(projection)
     for member in projection.members:
-        end = start + member.out_features
+        end = start + member.outputs.whole
         others = [OtherName(path(other)) for other in member.others]
         if projection.fused:
             others.append(OtherName(path(projection.fused), (start, end)))
@@ -104,12 +106,24 @@ def _targets_of(projection: Projection, layer: int | None) -> Iterator[Target]:
             layer=layer,
             group=group,
             kind=TargetKind.LINEAR,
-            in_features=projection.in_features,
-            out_features=member.out_features,
+            in_features=inputs.whole,
+            out_features=member.outputs.whole,
+            in_slice=_slice(inputs),
+            out_slice=_slice(member.outputs),
             other_names=tuple(others),
             space=TEXT,
         )
         start = end
+
+
+def _inputs(projection: Projection | ExpertsProjection) -> Cut:
+    """Returns the range of inputs that this rank has."""
+    return projection.in_cut or Cut(0, projection.in_features, projection.in_features)
+
+
+def _slice(cut: Cut) -> tuple[int, int] | None:
+    """Returns the features that this rank has, as layouts have them; None: all."""
+    return None if cut.size == cut.whole else cut.range
 
 
 def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Iterator[Target]:
@@ -117,9 +131,9 @@ def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Ite
     parameter of all is another name of."""
     assert layer is not None
     parameter, count = layer_path(layer, projection.parameter), len(projection.members)
-    start = 0
+    start, inputs = 0, _inputs(projection)
     for part, member in enumerate(projection.members):
-        end = start + member.out_features
+        end = start + member.outputs.whole
         others = [OtherName(layer_path(layer, other)) for other in member.others]
         if projection.is_interleaved:
             others.append(
@@ -138,9 +152,11 @@ def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Ite
             layer=layer,
             group=key_of(projection.name, layer),
             kind=TargetKind.EXPERTS,
-            in_features=projection.in_features,
-            out_features=member.out_features,
+            in_features=inputs.whole,
+            out_features=member.outputs.whole,
             experts=projection.num_experts,
+            in_slice=_slice(inputs),
+            out_slice=_slice(member.outputs),
             other_names=tuple(others),
             space=TEXT,
         )
@@ -204,11 +220,11 @@ def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict
         modules = {layout.targets[column].module for column in members}
         if lora_targets and modules.isdisjoint(lora_targets):
             continue
-        sizes = [layout.targets[column].out_features for column in members]
+        sizes = [layout.targets[column].num_out for column in members]
         offsets = [sum(sizes[:index]) for index in range(len(sizes))]
         groups[name] = LoraGroup(
             targets=tuple(members),
-            in_features=layout.targets[members[0]].in_features,
+            in_features=layout.targets[members[0]].num_in,
             out_offsets=tuple(offsets),
             out_features=tuple(sizes),
         )

@@ -66,8 +66,8 @@ class Arena:
             self._bytes = torch.zeros(arena_bytes, dtype=torch.uint8, device=device)
         self.flat = self._bytes.view(layout.dtype)
         targets = layout.targets
-        self._in_features = np.array([t.in_features for t in targets], dtype=np.int64)
-        self._out_features = np.array([t.out_features for t in targets], dtype=np.int64)
+        self._in_features = np.array([t.num_in for t in targets], dtype=np.int64)
+        self._out_features = np.array([t.num_out for t in targets], dtype=np.int64)
         self._num_experts = np.array(
             [t.experts if t.kind is TargetKind.EXPERTS else 0 for t in targets], dtype=np.int64
         )
@@ -199,6 +199,8 @@ class Arena:
                 vectors[target] = found._replace(**{kind.value: granule})
             elif target in layout.biases:
                 column = layout.biases[target]
+                if layout.targets[column].inputs[0]:
+                    continue  # the rank with the first inputs adds it
                 vectors[column] = vectors.get(column, NO_VECTORS)._replace(base_bias=granule)
             elif target in places and kind not in LORA_KINDS:
                 own = replaced.get(target, ReplacedWeight(places[target]))

@@ -46,7 +46,7 @@ from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchLinear, TorchProjections
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.step import Step
-from inference_svc.model.transformer import COMPUTED, Transformer
+from inference_svc.model.transformer import COMPUTED, OF_RANKS, Transformer
 from kernels.elementwise import NormWeight
 from kernels.elementwise.addend import Addend
 from kernels.experts import Pairs
@@ -328,7 +328,7 @@ class TorchFactory:
     """A `BackendFactory` for any CPU and every dtype."""
 
     name = "torch"
-    features = COMPUTED
+    features = COMPUTED | OF_RANKS
     disabled_by = ""
     has_device_memory = False
     profiler_device = None

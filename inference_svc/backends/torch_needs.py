@@ -41,6 +41,7 @@ from inference_svc.model.operations import (
     Route,
     Scale,
     Spread,
+    SumRanks,
 )
 from inference_svc.model.transformer import transformer_bytes
 from kernels.lora.table import MAX_PARTS
@@ -220,6 +221,11 @@ def _of_logits(op: Logits, own: _OwnBytes) -> int:
     return own.group_bytes(HEAD, num_rows) + (4 + 4 * own.item_bytes) * padded
 
 
+def _of_sum(op: SumRanks, own: _OwnBytes) -> int:
+    """Gloo's copy of the terms of other ranks."""
+    return 2 * own.elements(op) * own.item_bytes
+
+
 def _of_copy(op: Op, own: _OwnBytes) -> int:
     """Operations that make a copy as large as their output."""
     return own.elements(op) * own.item_bytes
@@ -271,6 +277,7 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     Route: _of_route,
     Scale: _nothing,
     Spread: _nothing,
+    SumRanks: _of_sum,
 }
 """The memory that each kind of operation takes while it runs, beside its inputs and outputs. A new
 kind without an entry is refused at start."""

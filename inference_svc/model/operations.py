@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from inference_svc.model.description import (
     Activation,
     Attention,
     ClampedSwiglu,
+    Cut,
     Experts,
     ExpertsProjection,
     Head,
@@ -51,22 +52,25 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An embedding: `num_rows` of `size` elements, by token."""
+    """An embedding: `num_rows` of `size` elements, by token. `cut` are the tokens whose rows this
+    rank has; None: all."""
 
     key: str
     module: str
     num_rows: int
     size: int
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """A tensor of the checkpoint, by its whole name, that is held in fp32, [size]. The checkpoint
-    has it in a `shape` of its own, if it says one."""
+    has it in a `shape` of its own, if it says one. `cut` are the numbers that this rank has."""
 
     name: str
     size: int
     shape: tuple[int, ...] = ()
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,8 @@ class Op:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embed(Op):
-    """Looks up the step's tokens in a table. Adapters may change it if it `is_adapted`."""
+    """Looks up the step's tokens in a table. Adapters may change it if it `is_adapted`. Of a table
+    that is cut, the rank that has a token's row gives it to all."""
 
     table: Table
     is_adapted: bool = False
@@ -252,7 +257,10 @@ class Attend(Op):
     sinks: Numbers | None = field(init=False)
 
     def __post_init__(self) -> None:
-        sinks = numbers_of(self.attention.sinks, self.attention.num_heads, self.layer)
+        attention = self.attention
+        sinks = numbers_of(attention.sinks, attention.num_heads, self.layer)
+        if sinks is not None:
+            sinks = replace(sinks, cut=attention.head_cut)
         object.__setattr__(self, "sinks", sinks)
 
     @property
@@ -321,12 +329,24 @@ class Combine(Op):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SumRanks(Op):
+    """Sums a value of which each rank has a term, in place."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Logits(Op):
     """Computes the logits of the last norm. A tied head without a format of its own shares the
-    table's memory if a backend can."""
+    table's memory if a backend can. Of a head that is cut, the logits of all ranks are put side by
+    side, before adapters add to them."""
 
     head: Head
     projection: Projection
+    part_size: int = 0
+
+    @property
+    def cut(self) -> Cut | None:
+        """The tokens whose logits this rank computes, at most `part_size`; None: all."""
+        return self.projection.members[0].cut
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:

@@ -17,6 +17,7 @@ from inference_svc.model.layers import RotaryEmbedding, TorchLinear
 from inference_svc.model.lora import Lora
 from inference_svc.model.operations import Op, Rows, Value
 from inference_svc.model.rope import Rope
+from inference_svc.model.sharding.exchange import Exchange
 from kernels.elementwise import NormWeight
 from kernels.elementwise.addend import Addend
 from kernels.lora import TokenOrder
@@ -41,8 +42,15 @@ class Step:
     rows: Tensor
     choices: Mapping[int, Tensor]
     token_order: TokenOrder | None
+    exchange: Exchange | None = None
     values: dict[Value, Any] = field(default_factory=dict)
     addends: dict[Value, Addend] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> Exchange:
+        """The other ranks, of a model that is cut."""
+        assert self.exchange is not None, "the model is not cut"
+        return self.exchange
 
     @property
     def device(self) -> torch.device:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.config.keys import names
-from inference_svc.model.description import Activation, ClampedSwiglu, Decoder
+from inference_svc.model.description import Activation, ClampedSwiglu, Cut, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import RotaryEmbedding, Rotation, TorchLinear
@@ -47,9 +47,11 @@ from inference_svc.model.operations import (
     Run,
     Scale,
     Spread,
+    SumRanks,
     Value,
 )
 from inference_svc.model.rope import Rope
+from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.model.step import Step
 from inference_svc.model.walk import operations
 from kernels.attention import HeadNorms, attend, rotate_and_store
@@ -95,6 +97,9 @@ COMPUTED = names(
 )
 """The features of decoders that it computes; see `model.features`."""
 
+OF_RANKS = names("decoder.rank rank projection.in_cut experts_projection.in_cut")
+"""The features of a rank's part of a decoder, which it computes as well."""
+
 _GATED = {Activation.SILU: swiglu, Activation.GELU_TANH: geglu}
 _NO_ROTATION = Rotation(None, None)
 
@@ -110,9 +115,16 @@ class Routed(NamedTuple):
 class Transformer:
     """Computes steps operation by operation."""
 
-    def __init__(self, description: Decoder, weights: ModelWeights[TorchLinear]) -> None:
+    def __init__(
+        self,
+        description: Decoder,
+        weights: ModelWeights[TorchLinear],
+        exchange: Exchange | None = None,
+    ) -> None:
+        assert (description.rank is None) == (exchange is None)
         self.description = description
         self.weights = weights
+        self._exchange = exchange
         device = weights.embedding.device
         self.rotary: Mapping[tuple[Rope, int], RotaryEmbedding] = {
             (rope, head_dim): RotaryEmbedding(rope, head_dim, device)
@@ -165,6 +177,7 @@ class Transformer:
             inputs.logit_rows,
             found,
             order,
+            self._exchange,
         )
         self._layers.run(step)
         return step
@@ -226,12 +239,30 @@ def _embed(op: Embed, step: Step) -> Tensor:
     """Looks up rows; of tokens behind the table, any."""
     table, token_ids = step.weights.tables[op.table.key], step.inputs.token_ids
     lora = step.lora
-    if lora is not None and lora.num_added_tokens:
-        token_ids = token_ids.clamp(max=len(table) - 1)
-    out = F.embedding(token_ids, table)
+    if op.table.cut is not None:
+        out = _embed_own(token_ids, table, op.table.cut)
+        step.ranks.sum(out)
+    else:
+        if lora is not None and lora.num_added_tokens:
+            token_ids = token_ids.clamp(max=len(table) - 1)
+        out = F.embedding(token_ids, table)
     if lora is not None and op.is_adapted:
         lora.add_embedding(step.inputs.token_ids, out)
     return out
+
+
+def _embed_own(token_ids: Tensor, table: Tensor, cut: Cut) -> Tensor:
+    """Looks up the tokens whose rows are here; zeros for others."""
+    own = token_ids - cut.start
+    is_absent = (own < 0) | (own >= len(table))
+    out = F.embedding(own.clamp(0, len(table) - 1), table)
+    return out.masked_fill_(is_absent[:, None], 0)
+
+
+def _sum_ranks(op: SumRanks, step: Step) -> Tensor:
+    x: Tensor = step.values[op.out]
+    step.ranks.sum(x)
+    return x
 
 
 def _scale(op: Scale, step: Step) -> Tensor:
@@ -413,6 +444,9 @@ def _combine(op: Combine, step: Step) -> Tensor:
 def _logits(op: Logits, step: Step) -> Tensor:
     head, lora, normed = op.head, step.lora, step.values[op.inputs[0]]
     logits = step.weights.projections[HEAD_KEY](normed)
+    if op.cut is not None:
+        own = F.pad(logits, (0, op.part_size - op.cut.size))
+        logits = step.ranks.side_by_side(own)[:, : op.out.width].contiguous()
     if lora is None:
         return bound_logits(logits, head.scale, head.softcap)
     if lora.num_added_tokens:
@@ -442,6 +476,7 @@ COMPUTE: dict[type[Op], Callable[[Any, Step], object]] = {
     Route: _route,
     Scale: _scale,
     Spread: _spread,
+    SumRanks: _sum_ranks,
     **in_torch.COMPUTE,
 }
 """The function that computes each kind of operation, and returns what it writes."""

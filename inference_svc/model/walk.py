@@ -15,6 +15,7 @@ from inference_svc.model.description import (
     LM_HEAD,
     Attention,
     Block,
+    Cut,
     Decoder,
     Dense,
     Experts,
@@ -53,6 +54,7 @@ from inference_svc.model.operations import (
     Scalar,
     Scale,
     Spread,
+    SumRanks,
     Table,
     Value,
     Weight,
@@ -140,8 +142,9 @@ class Walk:
     def layers(self) -> list[Op]:
         """Walks all layers."""
         decoder, self.ops = self._decoder, []
-        sizes = decoder.vocab_size, decoder.hidden_size
-        table = Table(EMBEDDING_KEY, EMBED_TOKENS, *sizes)
+        cut = _vocab_cut(decoder)
+        num_rows = decoder.vocab_size if cut is None else cut.size
+        table = Table(EMBEDDING_KEY, EMBED_TOKENS, num_rows, decoder.hidden_size, cut)
         self.ops.append(Embed((), self._hidden, None, table, is_adapted=True))
         if decoder.embedding_scale != 1.0:
             self._scale(self._hidden, decoder.embedding_scale, is_rounded=True)
@@ -161,14 +164,17 @@ class Walk:
             self._delta = None if self._delta is None else self._gathered(self._delta)
         normed = self.value("last_normed", decoder.hidden_size, Rows.LOGITS)
         self._add_norm(decoder.final_norm, normed, None)
+        cut = _vocab_cut(decoder)
+        num_rows = decoder.vocab_size if cut is None else cut.size
         projection = Projection(
             HEAD_KEY,
-            (Member(LM_HEAD, decoder.vocab_size),),
+            (Member(LM_HEAD, num_rows, cut=cut),),
             decoder.hidden_size,
             formats=(decoder.head.format,),
         )
         logits = self.value("logits", decoder.vocab_size, Rows.LOGITS)
-        self.ops.append(Logits((normed,), logits, None, decoder.head, projection))
+        size = 0 if decoder.rank is None else decoder.rank.part_size(decoder.vocab_size)
+        self.ops.append(Logits((normed,), logits, None, decoder.head, projection, size))
         return self.ops
 
     def _of_all_layers(self, described: LayerInputs) -> None:
@@ -203,7 +209,10 @@ class Walk:
             mixed, x = self._narrow(mixed, x if block.is_parallel else None)
         delta = self.value("delta", self._decoder.hidden_size)
         adds = block.attention_post_norm is not None or block.feed_forward_norm is not None
-        self.ops.append(Project((mixed,), delta, layer, block.mixer.out, reader_adds=adds))
+        out = block.mixer.out
+        is_whole = out.in_cut is None
+        self.ops.append(Project((mixed,), delta, layer, out, reader_adds=adds and is_whole))
+        _sum_ranks(self, delta, layer, is_whole=is_whole)
         self._leave(delta, block.attention_post_norm, block.residual_scale, layer)
         if block.is_parallel:
             self._add()
@@ -269,7 +278,9 @@ class Walk:
         """Writes the half's output to the delta."""
         if block.dense is not None:
             adds = block.experts is None and self._next_is_normed(layer, block)
-            self._dense(layer, block.dense, x, reader_adds=adds)
+            delta, is_whole = self._dense(layer, block.dense, x, reader_adds=adds)
+            if block.experts is None or block.experts.shared_post_norm is not None:
+                _sum_ranks(self, delta, layer, is_whole=is_whole)
         if block.experts is not None:
             self._experts(layer, block.experts, x)
 
@@ -282,13 +293,19 @@ class Walk:
         has_next = layer + 1 == len(blocks) or blocks[layer + 1].attention_norm is not None
         return block.layer_input is None and has_next
 
-    def _dense(self, layer: int, dense: Dense, x: Value, *, reader_adds: bool) -> None:
+    def _dense(
+        self, layer: int, dense: Dense, x: Value, *, reader_adds: bool
+    ) -> tuple[Value, bool]:
+        """Returns the half's output, and whether it is whole, and not one rank's term."""
         both = self.value("gate_up", dense.gate_up.out_features)
         self.ops.append(Project((x,), both, layer, dense.gate_up, reader_adds=True))
         gated = self.value("gated", dense.size)
         self.ops.append(Gate((both,), gated, layer, dense.activation))
         delta = self.value("delta", dense.down.out_features)
-        self.ops.append(Project((gated,), delta, layer, dense.down, reader_adds=reader_adds))
+        is_whole = dense.down.in_cut is None
+        adds = reader_adds and is_whole
+        self.ops.append(Project((gated,), delta, layer, dense.down, reader_adds=adds))
+        return delta, is_whole
 
     def _experts(self, layer: int, experts: Experts, x: Value) -> None:
         delta = self.value("delta", self._decoder.hidden_size)
@@ -303,14 +320,17 @@ class Walk:
         if experts.norm is not None:
             x = self._norm_of(self._hidden, experts.norm, layer, "experts_input")
         made = self._of_pairs(layer, experts, x, routing)
+        is_whole = experts.down.in_cut is None
         if experts.post_norm is None:
             inputs = (each for each in (made, routing, shared, gate) if each is not None)
             self.ops.append(Combine(tuple(inputs), delta, layer, shared, gate))
+            _sum_ranks(self, delta, layer, is_whole=is_whole)
             return
         assert shared is not None
         assert gate is None
         routed = self.value("routed", self._decoder.hidden_size)
         self.ops.append(Combine((made, routing), routed, layer))
+        _sum_ranks(self, routed, layer, is_whole=is_whole)
         self._norm_of(routed, experts.post_norm, layer)
         self.ops.append(AddNorm((delta, routed), delta, layer, None))
 
@@ -391,6 +411,17 @@ class Walk:
 
     def _scale(self, x: Value, scale: float, *, is_rounded: bool) -> None:
         self.ops.append(Scale((x,), x, None, scale, is_rounded))
+
+
+def _vocab_cut(decoder: Decoder) -> Cut | None:
+    """Returns the tokens whose rows of the embedding and the head are here; None: all."""
+    return None if decoder.rank is None else decoder.rank.part(decoder.vocab_size)
+
+
+def _sum_ranks(walk: Walk, value: Value, layer: int, *, is_whole: bool) -> None:
+    """Sums the terms of ranks, unless each has the whole."""
+    if not is_whole:
+        walk.ops.append(SumRanks((value,), value, layer))
 
 
 MIXERS: dict[type, Callable[[Walk, int, Any, Value], Value]] = {

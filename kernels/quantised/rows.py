@@ -43,6 +43,21 @@ class QuantisedRows:
         offsets = None if self.offsets is None else self.offsets[rows]
         return QuantisedRows(self.format, self.codes[rows], self.scales[rows], offsets)
 
+    def columns(self, start: int, end: int) -> QuantisedRows:
+        """Returns the inputs [start, end) of all rows.
+
+        Args:
+            start: A multiple of the format's group size, if it has one.
+            end: A multiple of that, too, or the number of inputs.
+        """
+        size, groups = self.format.group_size, slice(None)
+        if size:
+            assert start % size == 0, "a group is cut"
+            assert end % size == 0 or end == self.codes.shape[1], "a group is cut"
+            groups = slice(start // size, -(-end // size))
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return QuantisedRows(self.format, self.codes[:, start:end], self.scales[:, groups], offsets)
+
     @staticmethod
     def cat(parts: Sequence[QuantisedRows]) -> QuantisedRows:
         """Returns rows of one format below each other."""

@@ -15,9 +15,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from inference_svc.model.checkpoint.parts import Part, part_of, part_of_linear, whole_outputs
 from inference_svc.model.description import (
+    Cut,
     Decoder,
     ExpertsProjection,
+    Member,
     Norm,
     Projection,
     WeightPart,
@@ -58,6 +61,8 @@ class Piece:
 
     `module` is the module whose weight [out, in] it is, or "", and `format` the format that it is
     held in. The checkpoint may have other tensors of the module in its place, as its `Scheme` says.
+    Of a tensor with a `part` only that is read; of one that `is_elsewhere`, which another rank
+    adds, nothing: this rank has zeros.
     """
 
     shape: tuple[int, ...]
@@ -66,6 +71,8 @@ class Piece:
     module: str = ""
     format: WeightFormat | None = None
     is_transposed: bool = False
+    part: Part | None = None
+    is_elsewhere: bool = False
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -95,15 +102,15 @@ class Parameter:
     that these may have: made when they are asked for, as experts have thousands.
 
     `key` is such as "layers.0.qkv", of a norm its module's path; `members` maps the modules that
-    adapters know to their sizes. `in_size` is 0 for one dimension. `parts` are a projection's rows
-    by format.
+    adapters know to the outputs that are here. `in_size` is 0 for one dimension. `parts` are a
+    projection's rows by format.
     """
 
     key: str
     role: Role
     num_rows: int
     make_forms: Callable[[], Iterable[Form]] = field(repr=False, compare=False)
-    members: Mapping[str, int] = field(default_factory=dict)
+    members: Mapping[str, Cut] = field(default_factory=dict)
     in_size: int = 0
     has_bias: bool = False
     layer: int | None = None
@@ -180,13 +187,23 @@ def _parameter(weight: Weight) -> Parameter:
     if isinstance(spec, Norm):
         return _norm_parameter(spec, layer)
     if isinstance(spec, Table):
-        form: Form = {f"{spec.module}.weight": Piece((spec.num_rows, spec.size))}
-        members = {spec.module: spec.num_rows}
+        num_rows = spec.num_rows if spec.cut is None else spec.cut.whole
+        part = part_of(spec.cut)
+        form: Form = {f"{spec.module}.weight": Piece((num_rows, spec.size), part=part)}
+        members = {spec.module: spec.cut or _all(num_rows)}
         return Parameter(spec.key, Role.TABLE, spec.num_rows, lambda: [form], members, spec.size)
-    size = 1 if isinstance(spec, Scalar) else spec.size
-    shape = (size,) if isinstance(spec, Scalar) else spec.shape or (size,)
-    form = {spec.name: Piece(shape)}
+    if isinstance(spec, Scalar):
+        size, piece = 1, Piece((1,))
+    else:
+        size = spec.size
+        whole = size if spec.cut is None else spec.cut.whole
+        piece = Piece(spec.shape or (whole,), part=part_of(spec.cut))
+    form = {spec.name: piece}
     return Parameter(spec.name, role_of(spec), size, lambda: [form], layer=layer)
+
+
+def _all(size: int) -> Cut:
+    return Cut(0, size, size)
 
 
 def weights_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
@@ -196,23 +213,23 @@ def weights_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
 
 
 class Vector(NamedTuple):
-    """A norm's weight or a bias of a projection, by the name that adapters have it under, and its
-    tensor's in the checkpoint."""
+    """A norm's weight or a bias of a projection, by the name that adapters have it under, its
+    tensor's in the checkpoint, and the range of its numbers that is here."""
 
     name: str
     tensor: str
     layer: int | None
-    size: int
+    outputs: Cut
 
 
 def vectors(decoder: Decoder) -> Iterator[Vector]:
     """Yields the model's vectors in order of use."""
     for parameter in parameters(decoder):
-        for name, size in parameter.members.items():
+        for name, outputs in parameter.members.items():
             if parameter.role is Role.NORM:
-                yield Vector(name, f"{name}.weight", parameter.layer, size)
+                yield Vector(name, f"{name}.weight", parameter.layer, outputs)
             elif parameter.has_bias:
-                yield Vector(f"{name}.bias", f"{name}.bias", parameter.layer, size)
+                yield Vector(f"{name}.bias", f"{name}.bias", parameter.layer, outputs)
 
 
 def unused(decoder: Decoder) -> tuple[str, ...]:
@@ -229,7 +246,7 @@ def _norm_parameter(norm: Norm, layer: int | None) -> Parameter:
     path = norm.path(layer)
     tensor = norm.tensor if layer is None or not norm.tensor else layer_path(layer, norm.tensor)
     form = {tensor or f"{path}.weight": Piece((norm.size,))}
-    members = {} if tensor else {path: norm.size}
+    members = {} if tensor else {path: _all(norm.size)}
     key = norm_key(norm, layer)
     return Parameter(key, Role.NORM, norm.size, lambda: [form], members, layer=layer, norm=norm)
 
@@ -241,7 +258,7 @@ def _projection_parameter(projection: Projection, layer: int | None) -> Paramete
         Role.PROJECTION,
         projection.num_rows,
         partial(_linear_forms, projection, path_of),
-        {path_of(member.module): member.out_features for member in projection.members},
+        {path_of(member.module): member.outputs for member in projection.members},
         projection.in_features,
         projection.has_bias,
         layer,
@@ -258,41 +275,64 @@ def _linear_forms(projection: Projection, path_of: Callable[[str], str]) -> Iter
     """Yields the tensors by the names of one release of transformers after the other; published
     files have the names of earlier ones."""
     names = [(member.module, *member.others) for member in projection.stored]
-    stored = projection.stored
-    formats = projection.formats or (None,) * len(stored)
-    sizes = [(each.out_features, form) for each, form in zip(stored, formats, strict=True)]
+    formats = projection.formats or (None,) * len(projection.stored)
+    apart = [(member,) for member in projection.members]
+    members = [projection.members] if projection.is_stored_fused else apart
+    stored = list(zip(members, formats, strict=True))
     for index in reversed(range(max(map(len, names)))):
         paths = [path_of(each[min(index, len(each) - 1)]) for each in names]
-        yield _rows_form(paths, sizes, projection)
+        yield _rows_form(paths, stored, projection)
 
 
 def _rows_form(
-    paths: Sequence[str], sizes: Sequence[tuple[int, WeightFormat | None]], projection: Projection
+    paths: Sequence[str],
+    stored: Sequence[tuple[Sequence[Member], WeightFormat | None]],
+    projection: Projection,
 ) -> Form:
-    """Returns the tensors of linear layers, with these outputs and formats, whose rows lie below
-    each other."""
+    """Returns the tensors of linear layers, each of these members and with this format, whose rows
+    lie below each other."""
     form: dict[str, Piece] = {}
     start = 0
-    for path, (size, held) in zip(paths, sizes, strict=True):
-        form |= _linear_pieces(path, size, projection, start, held)
-        start += size
+    for path, (members, held) in zip(paths, stored, strict=True):
+        form |= _linear_pieces(path, members, projection, start, held)
+        start += sum(member.out_features for member in members)
     return form
 
 
 def _linear_pieces(
     path: str,
-    size: int,
+    members: Sequence[Member],
     projection: Projection | ExpertsProjection,
     start: int,
     held: WeightFormat | None,
 ) -> Form:
-    """Returns the tensors of one linear layer of a projection, whose rows begin at `start`."""
-    shape = size, projection.in_features
-    piece = Piece(shape, partial(_put_rows, start), module=path, format=held)
+    """Returns the tensors of one linear layer of a projection, which computes these members and
+    whose rows begin at `start`."""
+    size, part = whole_outputs(members), part_of_linear(members, projection.in_cut)
+    shape = size, _whole_inputs(projection)
+    piece = Piece(shape, partial(_put_rows, start), module=path, format=held, part=part)
     form = {f"{path}.weight": piece}
     if projection.has_bias:
-        form[f"{path}.bias"] = Piece((size,), partial(_put_bias, start))
+        put = partial(_put_bias, start)
+        form[f"{path}.bias"] = _bias_piece(projection, (size,), put, part)
     return form
+
+
+def _whole_inputs(projection: Projection | ExpertsProjection) -> int:
+    return projection.in_features if projection.in_cut is None else projection.in_cut.whole
+
+
+def _bias_piece(
+    projection: Projection | ExpertsProjection,
+    shape: tuple[int, ...],
+    put: Callable[[Sink, Any, int], None],
+    part: Part | None,
+    num_experts: int = 0,
+) -> Piece:
+    """Returns a bias's tensor: of a projection whose inputs are cut it is the first rank's."""
+    is_elsewhere = projection.in_cut is not None and projection.in_cut.start > 0
+    own = None if part is None else part.of_bias
+    return Piece(shape, put, num_experts, part=own, is_elsewhere=is_elsewhere)
 
 
 def _put_rows(start: int, sink: Sink, rows: Rows, first: int) -> None:
@@ -338,22 +378,27 @@ def _apart_form(
         for member in projection.members:
             module = (member.module, *member.others)[name]
             before, _, last = module.rpartition(".")
-            path, size = path_of(f"{before}.{expert}.{last}"), member.out_features
-            form |= _linear_pieces(path, size, projection, start, projection.format)
-            start += size
+            path = path_of(f"{before}.{expert}.{last}")
+            form |= _linear_pieces(path, (member,), projection, start, projection.format)
+            start += member.out_features
     return form
 
 
 def _stacked_form(projection: ExpertsProjection, step: int, path_of: Callable[[str], str]) -> Form:
     """Returns the tensors of a checkpoint that has all experts in one."""
-    count, num_out, num_in = projection.num_experts, projection.out_features, projection.in_features
+    count, members = projection.num_experts, projection.members
+    num_out, num_in = whole_outputs(members), _whole_inputs(projection)
     shape = (num_in, num_out) if projection.is_transposed else (num_out, num_in)
     put = partial(_put_expert, step, projection)
     module, is_transposed = path_of(projection.parameter), projection.is_transposed
-    form = {module: Piece((count, *shape), put, count, module, projection.format, is_transposed)}
+    takes_turns = projection.is_interleaved
+    part = part_of_linear(members, projection.in_cut, take_turns=takes_turns)
+    held = projection.format
+    form = {module: Piece((count, *shape), put, count, module, held, is_transposed, part)}
     if projection.has_bias:
         put = partial(_put_expert_bias, step, projection)
-        form[path_of(f"{projection.parameter}_bias")] = Piece((count, num_out), put, count)
+        name = path_of(f"{projection.parameter}_bias")
+        form[name] = _bias_piece(projection, (count, num_out), put, part, count)
     return form
 
 

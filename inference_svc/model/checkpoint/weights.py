@@ -19,7 +19,14 @@ from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.parameters import Parameter, Piece, Role, has_values, role_of
-from inference_svc.model.checkpoint.tensors import Source, TextTensor, check_tensors, opened
+from inference_svc.model.checkpoint.parts import Part
+from inference_svc.model.checkpoint.tensors import (
+    Source,
+    Stored,
+    TextTensor,
+    check_tensors,
+    opened,
+)
 from inference_svc.model.description import Attention, Decoder, Norm, NormKind, WeightPart
 from inference_svc.model.layers import Linear
 from inference_svc.model.operations import (
@@ -250,26 +257,64 @@ class _Assembly(Generic[P]):
 def _put_plain(made: Any, piece: Piece, tensor: TextTensor) -> None:
     """Reads a tensor, a matrix by ranges of rows and experts one by one: all of it may be
     gigabytes."""
-    with opened(tensor, reads_parts=piece.num_experts > 0) as stored:
+    if piece.is_elsewhere:
+        _put_zeros(made, piece)
+        return
+    reads_parts = piece.num_experts > 0 or piece.part is not None
+    with opened(tensor, reads_parts=reads_parts) as stored:
         if piece.num_experts and piece.put is not None:
             for expert in range(piece.num_experts):
-                values = stored[expert]
-                piece.put(made, values.t() if piece.is_transposed else values, expert)
+                piece.put(made, _of_expert(stored, piece, expert), expert)
         elif piece.put is not None:
-            for rows in _row_ranges(piece.shape):
-                piece.put(made, stored[rows], rows.start)
-        elif piece.shape == made.shape:
-            for rows in _row_ranges(piece.shape):
-                made[rows].copy_(stored[rows])
+            for rows, place in _row_ranges(piece):
+                piece.put(made, stored[_index(rows, piece.part)], place)
+        elif piece.part is not None or piece.shape == made.shape:
+            for rows, place in _row_ranges(piece):
+                made[place : place + rows.stop - rows.start].copy_(stored[rows])
         else:
             made.copy_(stored[:].view_as(made))
 
 
-def _row_ranges(shape: Sequence[int]) -> Iterator[slice]:
-    """Yields ranges of the first dimension, in order, of at most BLOCK_ELEMENTS."""
-    step = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        yield slice(start, min(start + step, shape[0]))
+def _put_zeros(made: Any, piece: Piece) -> None:
+    """Puts zeros in the place of a bias that another rank adds."""
+    assert piece.put is not None
+    size = piece.shape[-1] if piece.part is None else piece.part.num_rows
+    for place in range(max(1, piece.num_experts)):
+        piece.put(made, torch.zeros(size), place)
+
+
+def _of_expert(stored: Stored, piece: Piece, expert: int) -> Tensor:
+    """Reads an expert's matrix [out, in], or its bias [out], or the part of it that is needed."""
+    if piece.part is None:
+        values = stored[expert]
+        return values.t() if piece.is_transposed else values
+    found = []
+    for start, end in piece.part.rows:
+        index = _index(slice(start, end), piece.part)
+        if piece.is_transposed:
+            index = (index if isinstance(index, tuple) else (index, slice(None)))[::-1]
+        values = stored[(expert, *(index if isinstance(index, tuple) else (index,)))]
+        found.append(values.t() if piece.is_transposed else values)
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _index(rows: slice, part: Part | None) -> slice | tuple[slice, slice]:
+    """Returns the index of rows of a tensor, of their columns that are needed."""
+    if part is None or part.columns is None:
+        return rows
+    return rows, slice(*part.columns)
+
+
+def _row_ranges(piece: Piece) -> Iterator[tuple[slice, int]]:
+    """Yields ranges of the first dimension that are needed, in order, of at most BLOCK_ELEMENTS,
+    and the place of each."""
+    step = max(1, BLOCK_ELEMENTS // max(1, math.prod(piece.shape[1:])))
+    place = 0
+    for first, end in ((0, piece.shape[0]),) if piece.part is None else piece.part.rows:
+        for start in range(first, end, step):
+            rows = slice(start, min(start + step, end))
+            yield rows, place
+            place += rows.stop - rows.start
 
 
 def _put_matrix(
@@ -282,7 +327,7 @@ def _put_matrix(
     if piece.num_experts:
         parts = enumerate(range(piece.num_experts))
     elif matrix.is_by_rows:
-        parts = ((rows.start, rows) for rows in _row_ranges(piece.shape))
+        parts = ((place, rows) for rows, place in _row_ranges(piece))
     with ExitStack() as stack:
         stored: dict[str, Any] = {}
         for end, each in tensors.items():
@@ -295,7 +340,24 @@ def _put_matrix(
                 rows = matrix.decode({end: each[index] for end, each in stored.items()})
             except UnsupportedModel as error:
                 raise UnsupportedModel(f"{piece.module}: {error}") from None
-            piece.put(made, rows, place)
+            if piece.part is not None and (piece.num_experts or not matrix.is_by_rows):
+                rows = _chosen_rows(rows, piece.part)
+            piece.put(made, _chosen_columns(rows, piece.part), place)
+
+
+def _chosen_rows(rows: Rows, part: Part) -> Rows:
+    """Returns the rows that are needed, of all."""
+    chosen = torch.cat([torch.arange(*each) for each in part.rows])
+    return rows[chosen]
+
+
+def _chosen_columns(rows: Rows, part: Part | None) -> Rows:
+    """Returns the columns that are needed, of all."""
+    if part is None or part.columns is None:
+        return rows
+    if isinstance(rows, Tensor):
+        return rows[:, slice(*part.columns)]
+    return rows.columns(*part.columns)
 
 
 def ones(norm: Norm, dtype: torch.dtype, device: torch.device) -> NormWeight:

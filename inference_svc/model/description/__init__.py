@@ -16,6 +16,7 @@ from inference_svc.model.description.decoder import (
     Decoder,
     Head,
     LayerInputs,
+    Rank,
 )
 from inference_svc.model.description.feed_forward import (
     Activation,
@@ -36,6 +37,7 @@ from inference_svc.model.description.modules import (
     EMBED_TOKENS,
     LAYER_INPUTS,
     LM_HEAD,
+    Cut,
     ExpertsProjection,
     Member,
     Norm,
@@ -53,6 +55,7 @@ __all__ = [
     "Attention",
     "Block",
     "ClampedSwiglu",
+    "Cut",
     "Decoder",
     "Dense",
     "Experts",
@@ -67,6 +70,7 @@ __all__ = [
     "NormKind",
     "Projection",
     "QueryGrowth",
+    "Rank",
     "Recurrence",
     "Router",
     "WeightPart",

@@ -15,7 +15,7 @@ from inference_svc.model.description.mixers import (
     QueryGrowth,
     Recurrence,
 )
-from inference_svc.model.description.modules import Norm, Projection
+from inference_svc.model.description.modules import Cut, Norm, Projection
 from inference_svc.model.quantised.scheme import Scheme
 from inference_svc.model.rope import Rope
 from inference_svc.results.routed_experts import ExpertLayers
@@ -105,6 +105,24 @@ class Head:
         return self.is_tied and self.format is None
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of `count` processes that compute a model together, each with a part of its weights."""
+
+    index: int
+    count: int
+
+    def part_size(self, whole: int) -> int:
+        """Returns the most features of a rank, of so many."""
+        return -(-whole // self.count)
+
+    def part(self, whole: int) -> Cut:
+        """Returns this rank's features; the last rank may have fewer than others."""
+        size = self.part_size(whole)
+        start = self.index * size
+        return Cut(start, min(start + size, whole), whole)
+
+
 @dataclass(frozen=True)
 class Decoder:
     """The computation of one model.
@@ -112,7 +130,8 @@ class Decoder:
     `dtype` is the type that its weights were saved in, by torch's name; `config_sha256` the hex
     digest of config.json as canonical JSON: keys sorted, no spaces. Embeddings are multiplied by
     `embedding_scale`, rounded to their dtype. The checkpoint may have `num_unused_layers` behind
-    the last. `quantisation` says how the checkpoint has the weights that have a format.
+    the last. `quantisation` says how the checkpoint has the weights that have a format. `rank` is
+    the rank whose part this is, as `model.sharding` makes it; None: it is the whole model.
     """
 
     architecture: str
@@ -130,6 +149,7 @@ class Decoder:
     wrapper: Wrapper = TEXT_ALONE
     num_unused_layers: int = 0
     quantisation: Scheme | None = field(default=None, compare=False)
+    rank: Rank | None = None
 
     @property
     def num_layers(self) -> int:

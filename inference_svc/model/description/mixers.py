@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from inference_svc.model.description.modules import Norm, Projection
+from inference_svc.model.description.modules import Cut, Norm, Projection
 from inference_svc.model.rope import Rope
 
 
@@ -72,6 +72,12 @@ class Attention:
         """Whether a norm of queries or keys is over all heads at once."""
         norms = (self.q_norm, self.k_norm)
         return any(norm is not None and norm.size != self.head_dim for norm in norms)
+
+    @property
+    def head_cut(self) -> Cut | None:
+        """The heads of queries that this rank has; None: all."""
+        inputs = self.out.in_cut
+        return None if inputs is None else Cut(*(size // self.head_dim for size in inputs))
 
     @property
     def q_size(self) -> int:

@@ -52,12 +52,35 @@ class Norm:
         return self.module if layer is None else layer_path(layer, self.module)
 
 
+class Cut(NamedTuple):
+    """Features [start, end) among all `whole`: the features that one rank has."""
+
+    start: int
+    end: int
+    whole: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return self.start, self.end
+
+
 class Member(NamedTuple):
-    """A linear layer and its number of outputs; `others` are further names of the module."""
+    """A linear layer and its number of outputs; `others` are further names of the module. `cut` is
+    the range of outputs that this rank has; None: all."""
 
     module: str
     out_features: int
     others: tuple[str, ...] = ()
+    cut: Cut | None = None
+
+    @property
+    def outputs(self) -> Cut:
+        """The range of its outputs."""
+        return self.cut or Cut(0, self.out_features, self.out_features)
 
 
 class WeightPart(NamedTuple):
@@ -74,6 +97,9 @@ class Projection:
     `name` is such as "qkv". `fused` is the module that computes all of them where they are one: the
     checkpoint has that instead of its members if it `is_stored_fused`. `formats` are of the weights
     of the `stored` modules; without any all are in the model's dtype.
+
+    `in_cut` is the range of inputs that this rank has; None: all. Such outputs are one term of the
+    sum over ranks, and the first rank's has the bias.
     """
 
     name: str
@@ -83,6 +109,7 @@ class Projection:
     fused: str = ""
     is_stored_fused: bool = False
     formats: tuple[WeightFormat | None, ...] = ()
+    in_cut: Cut | None = None
 
     def __post_init__(self) -> None:
         assert not self.formats or len(self.formats) == len(self.stored)
@@ -121,7 +148,8 @@ class ExpertsProjection:
     `parameter` is the one tensor that a checkpoint may have of all experts and members,
     [experts, out, in], or [experts, in, out] if it `is_transposed`; outputs of the members take
     turns if it `is_interleaved`, else they lie one behind the other. `parameter`_bias is its bias,
-    [experts, out]. `format` is of the weights of all experts; None: the model's dtype.
+    [experts, out]. `format` is of the weights of all experts; None: the model's dtype. `in_cut` is
+    as in `Projection`.
     """
 
     name: str
@@ -133,6 +161,7 @@ class ExpertsProjection:
     is_transposed: bool = False
     is_interleaved: bool = False
     format: WeightFormat | None = None
+    in_cut: Cut | None = None
 
     @property
     def out_features(self) -> int:

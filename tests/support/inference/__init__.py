@@ -7,6 +7,7 @@ front           a server's HTTP API, by OpenAI's client and a raw one
 gguf_files      GGUF files as llama.cpp's converter writes them, and their weights
 loop            a residency without an engine
 memory_store    images of a small layout, and a store in memory that can misbehave
+ranks           ranks of one process, a thread each
 results         the results that requests ask for
 scrapes         how many series a scrape may have
 scripted_pulls  pulls of messages that a test writes

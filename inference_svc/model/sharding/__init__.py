@@ -1,0 +1,5 @@
+"""A model over several ranks: the part of a description that one rank has, and what ranks exchange.
+
+description  cuts a decoder's description into the parts of ranks
+exchange     the sums and rows that ranks exchange within a step
+"""

@@ -1,0 +1,20 @@
+"""The sums and rows that ranks exchange within a step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Exchange(Protocol):
+    """What one rank computes together with all others, which call the same in the same order. The
+    results are equal on all ranks, bit by bit. Raises RuntimeError if another rank has failed, or
+    does not answer in time."""
+
+    def sum(self, x: Tensor) -> None:
+        """Replaces x, of any shape and float dtype, by the sum over ranks. x is contiguous."""
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """Returns the columns of all ranks, [rows, ranks * columns], in their order. x: [rows,
+        columns], of equal shapes."""
