@@ -107,6 +107,8 @@ def resolve(
         raise InvalidSetting(f"--device cuda: {machine.why_no_device or 'there is no CUDA device'}")
     if device == "cpu" and settings.host_memory_limit is not None:
         raise InvalidSetting("host-memory-limit: on a CPU, set memory-limit: it covers all memory")
+    if settings.tensor_parallel > 1:
+        _check_ranks(settings, device)
     settings = resolve_model(settings, model).model_copy(update={"device": device})
     _check_length(settings, model)
     if device == "cpu":
@@ -127,6 +129,16 @@ def resolve(
             "max_model_len": _max_model_len(settings, model, num_pages * settings.page_size),
         }
     )
+
+
+def _check_ranks(settings: InferenceSettings, device: str) -> None:
+    """Raises InvalidSetting for a setting that several ranks cannot fulfil."""
+    if device != "cpu":
+        raise InvalidSetting("--tensor-parallel: only CPUs so far; set --device cpu, or leave it 1")
+    if settings.engine != "process":
+        raise InvalidSetting("--tensor-parallel needs --engine process")
+    if settings.host_memory:
+        raise InvalidSetting("--tensor-parallel: ranks have no host tier; set --host-memory 0")
 
 
 def resolve_model(settings: InferenceSettings, model: ModelFacts) -> InferenceSettings:
@@ -298,6 +310,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         prefix_cache=settings.prefix_cache,
         num_threads=settings.num_threads,
         native_kernels=settings.native_kernels,
+        tensor_parallel=settings.tensor_parallel,
         record_steps=settings.cuda_graphs,
     )
 

@@ -411,7 +411,8 @@ class EngineConfig:
     free memory. `frontend_bytes` is the memory of the process that the engine serves from a process
     of its own, `tokenizer_bytes` the memory that it will take in addition when its tokenizer is
     loaded. A model with recurrent layers stores a state every `state_pages` pages, at most
-    `num_stored_states` of them, in addition to two per running sequence.
+    `num_stored_states` of them, in addition to two per running sequence. `tensor_parallel`
+    processes have a part of the model each, and the memory of pages and arena each.
     """
 
     model_dir: Path
@@ -451,3 +452,4 @@ class EngineConfig:
     num_threads: int = 0
     native_kernels: bool = True
     record_steps: bool = True
+    tensor_parallel: int = 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from contract.images.segment_kinds import FURTHER_KINDS
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.rank_layouts import NOT_OF_RANKS
 from inference_svc.api.access import AUDITED, Access
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
@@ -76,6 +77,10 @@ ended: grpc would end them without a reason."""
 class Engine(EngineHandle, Protocol):
     @property
     def layout(self) -> ModelLayout: ...
+    @property
+    def other_layouts(self) -> tuple[ModelLayout, ...]:
+        """The layouts of the other ranks, by rank."""
+
     def stop(self, timeout_s: float = END_S) -> None: ...
     def dump_stacks(self) -> None:
         """Writes to standard error where the engine is."""
@@ -171,7 +176,8 @@ class InferenceServer:
         )
         if self._store is not None:
             announced = announcement_of(config, facts.weight_form)
-            self._store.start(directory, engine.layout, announced, self._accept_layout)
+            layouts = (engine.layout, *engine.other_layouts)
+            self._store.start(directory, layouts, announced, self._accept_layouts)
         service = Service(
             facts=facts,
             layout=engine.layout,
@@ -295,9 +301,9 @@ class InferenceServer:
         self._metrics.count_http(end.method, end.code, end.reason)
         self._errors.add(end)
 
-    def _accept_layout(self, layout_id: str) -> None:
+    def _accept_layouts(self, layout_id: str, others: tuple[str, ...]) -> None:
         assert self._async_engine is not None
-        self._async_engine.send(LayoutAccepted(layout_id))
+        self._async_engine.send(LayoutAccepted(layout_id, others))
 
     def _repointed(self, old_digest: str, new_digest: str) -> None:
         assert self._async_engine is not None
@@ -363,11 +369,12 @@ def _adapter_texts(
 
 def announcement_of(config: InferenceSettings, weight_form: str) -> Announcement:
     """`config` is resolved."""
+    refused = NOT_OF_RANKS if config.tensor_parallel > 1 else ()
     return Announcement(
         config.base_model_names[1:],
         config.max_rank,
         config.lora_targets,
-        FURTHER_KINDS,
+        tuple(kind for kind in FURTHER_KINDS if kind not in refused),
         config.max_added_tokens,
         weight_form,
     )

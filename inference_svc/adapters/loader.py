@@ -85,9 +85,12 @@ class Loader:
         self._has_new = False
         self._num_pinnings = 0
 
-    def set_layout(self, layout_id: str) -> None:
-        """Lets pulls start; the store knows our layout by this id."""
+    def set_layout(self, layout_id: str, others: tuple[str, ...] = ()) -> None:
+        """Lets pulls start; the store knows our layout by this id, and those of the other ranks by
+        `others`."""
         self._layout_id = layout_id
+        if self.puller.others is not None:
+            self.puller.others.set_layouts(others)
 
     def load(self, digest: str, now_s: float) -> None:
         """Begins the load of an adapter that is neither resident nor on its way."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -84,6 +84,22 @@ def build_layout(
         tuple(targets),
         more,
         adapter_dtype=FLOAT8 if is_float8 else None,
+    )
+
+
+def cut_as(layout: ModelLayout, other: ModelLayout) -> ModelLayout:
+    """Returns a layout with the slices of another rank's, which has the same targets."""
+
+    def cut(own: Iterable[Target], others: Iterable[Target]) -> tuple[Target, ...]:
+        pairs = zip(own, others, strict=True)
+        return tuple(
+            replace(one, in_slice=two.in_slice, out_slice=two.out_slice) for one, two in pairs
+        )
+
+    return replace(
+        layout,
+        targets=cut(layout.targets, other.targets),
+        vectors=cut(layout.vectors, other.vectors),
     )
 
 

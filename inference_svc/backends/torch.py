@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from inference_svc.adapters.targets import AppliedTargets, applied_targets
 from inference_svc.backends.adapter_memory import AdapterMemory, allocate_arena
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import (
-    Backend,
     DeviceMemory,
     Logits,
     MemoryNeeds,
@@ -26,8 +26,15 @@ from inference_svc.backends.base import (
     states_bytes,
 )
 from inference_svc.backends.magnitudes import Magnitudes
-from inference_svc.backends.slot_runs import last_slots, scored_indices, scored_slot_runs, slot_runs
+from inference_svc.backends.slot_runs import (
+    SlotRuns,
+    last_slots,
+    scored_indices,
+    scored_slot_runs,
+    slot_runs,
+)
 from inference_svc.backends.speed_notes import thread_notes, torch_notes
+from inference_svc.backends.step_data import StepData
 from inference_svc.backends.torch_needs import step_bytes
 from inference_svc.core import (
     BASE_SLOT,
@@ -45,6 +52,7 @@ from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchLinear, TorchProjections
 from inference_svc.model.recurrent_states import RecurrentStates
+from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTED, OF_RANKS, Transformer
 from kernels.elementwise import NormWeight
@@ -89,8 +97,12 @@ class LoraStep:
 
     def with_head(self, runs: Sequence[ScoredRun]) -> LoraStep:
         """Returns this, to compute the logits that score these runs."""
+        return self.with_head_of(scored_slot_runs(runs))
+
+    def with_head_of(self, runs: SlotRuns) -> LoraStep:
+        """Returns this, to compute logits with these slots."""
         table, device = self.arena.table, self.arena.device
-        return replace(self, head_plan=LoraPlan.build(*scored_slot_runs(runs), table, device))
+        return replace(self, head_plan=LoraPlan.build(*runs, table, device))
 
     def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
         if group in self.targets.groups:
@@ -172,12 +184,19 @@ def plan_lora(rows: Sequence[BatchRow], arena: Arena, targets: AppliedTargets) -
     if all(row.slot == BASE_SLOT for row in rows):
         return None
     sequences, starts, counts, _ = zip(*rows, strict=True)
-    runs = slot_runs(sequences, starts, counts)
+    runs, last = slot_runs(sequences, starts, counts), last_slots(sequences, starts, counts)
+    return plan_runs(runs, last, arena, targets)
+
+
+def plan_runs(
+    runs: SlotRuns, last: Sequence[int], arena: Arena, targets: AppliedTargets
+) -> LoraStep | None:
+    """Returns the adapters of runs of tokens, and of each row's last token; None if there are
+    none."""
     if max(runs.slots) == BASE_SLOT:
         return None
     plan = LoraPlan.build(*runs, arena.table, arena.device)
-    heads = last_slots(sequences, starts, counts), [1] * len(rows)
-    head_plan = LoraPlan.build(*heads, arena.table, arena.device)
+    head_plan = LoraPlan.build(list(last), [1] * len(last), arena.table, arena.device)
     return LoraStep(arena, targets, plan, head_plan)
 
 
@@ -220,8 +239,10 @@ class TorchBackend(AdapterMemory):
         max_scored: int,
         reload: Reload | None = None,
         states: RecurrentStates | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__(arena)
+        self._exchange = exchange
         self._max_scored = max_scored
         self.num_pages, self._page_size = kv_caches.num_pages, kv_caches.page_size
         self.num_states = 0 if states is None else states.num_states
@@ -283,6 +304,20 @@ class TorchBackend(AdapterMemory):
             logits = self.transformer.forward(step, self.kv_caches, lora, choices)
         return Logits(logits.float(), experts=choices)
 
+    def follow(self, data: StepData) -> None:
+        """Computes this rank's part of a step of the first rank, which has the logits."""
+        assert self.transformer is not None, "the weights are freed"
+        assert self.kv_caches is not None, "the pages are freed"
+        device = self.arena.device
+        starts, counts = (np.asarray(each, np.int64) for each in (data.starts, data.counts))
+        step = StepInputs.of(data.token_ids, starts, counts, data.page_ids, self._page_size, device)
+        lora = plan_runs(data.runs, data.last_slots, self.arena, self._targets)
+        last = self.transformer.layers(step, self.kv_caches, lora)
+        self.transformer.logits(last, step.logit_rows, lora)
+        for indices, runs in data.scored:
+            rows = torch.tensor(indices, dtype=torch.int64).to(device)
+            self.transformer.logits(last, rows, None if lora is None else lora.with_head_of(runs))
+
     def score(self, inputs: TorchInputs) -> Iterator[Scored]:
         last, self._last = self._last, None
         if inputs.runs:
@@ -319,7 +354,8 @@ class TorchBackend(AdapterMemory):
     def restore(self) -> None:
         assert self._reload is not None
         if self.transformer is None:
-            self.transformer = Transformer(self._decoder, self._reload.weights())
+            weights = self._reload.weights()
+            self.transformer = Transformer(self._decoder, weights, self._exchange)
         self.kv_caches = self.kv_caches or self._reload.pages()
         self._states = self._states or self._reload.states()
 
@@ -338,6 +374,9 @@ class TorchFactory:
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
         is_chosen = not config.native_kernels
+        if config.tensor_parallel > 1:
+            ranks = f"{config.tensor_parallel} ranks compute in torch, which is slower than the "
+            return [f"{ranks}native kernels on one: use --tensor-parallel 1 if the model fits"]
         faults = () if is_chosen or config.dtype == "float16" else choose(None).faults
         notes = torch_notes(config.dtype, is_chosen=is_chosen, faults=faults)
         return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]
@@ -361,11 +400,20 @@ class TorchFactory:
         config: EngineConfig,
         decoder: Decoder,
         layout: ModelLayout,
-    ) -> Backend[TorchInputs]:
+        exchange: Exchange | None = None,
+    ) -> TorchBackend:
         reload = make_reload(config, decoder, TorchProjections)
         kv_caches = reload.pages()
         arena = allocate_arena(config, layout)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
-        transformer = Transformer(decoder, reload.weights())
-        max_scored, states = config.max_sequences, reload.states()
-        return TorchBackend(transformer, kv_caches, arena, targets, max_scored, reload, states)
+        transformer = Transformer(decoder, reload.weights(), exchange)
+        return TorchBackend(
+            transformer,
+            kv_caches,
+            arena,
+            targets,
+            config.max_sequences,
+            reload,
+            reload.states(),
+            exchange,
+        )

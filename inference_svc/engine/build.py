@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,11 @@ from inference_svc.adapters.pulls.pull import PullEvent
 from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.sums import SumChecks
-from inference_svc.adapters.targets import layout_of
+from inference_svc.adapters.targets import cut_as, layout_of
 from inference_svc.backends.base import Backend, BackendFactory
 from inference_svc.backends.select import select_backend
 from inference_svc.backends.speed_notes import FormatKernels, Speed
+from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig
 from inference_svc.engine.compute.losses import Losses
 from inference_svc.engine.compute.profiler import StepProfiler
@@ -49,16 +50,21 @@ from inference_svc.engine.policy.settle import Settler
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.recurrent import Recurrent
 from inference_svc.engine.policy.states.states import States
-from inference_svc.engine.transport.messages import Restored
+from inference_svc.engine.ranks.backend import RankedBackend
+from inference_svc.engine.ranks.group import RankGroup
+from inference_svc.engine.ranks.pulls import RankPulls
+from inference_svc.engine.transport.messages import RankFailed, Restored
 from inference_svc.host.cpus import partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
+from inference_svc.host.memory import available_bytes
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.checkpoint.parameters import weight_formats
 from inference_svc.model.checkpoint.tensors import check_tensors
-from inference_svc.model.description import Decoder, ExpertsProjection
+from inference_svc.model.description import Decoder, ExpertsProjection, Rank
 from inference_svc.model.recurrent_states import num_slots
+from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.walk import layer_projections
 
 logger = logging.getLogger(__name__)
@@ -74,6 +80,14 @@ class BuiltEngine:
     layout: ModelLayout
     decoder: Decoder
     speed: Speed
+    ranks: RankGroup | None = None
+    other_layouts: tuple[ModelLayout, ...] = ()
+
+    def close(self) -> None:
+        """Ends the pull threads, of which every job must have been cancelled, and other ranks."""
+        self.puller.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def place_threads(self) -> None:
         """Binds the calling thread, which will call `engine.step`, and the threads that compute
@@ -84,30 +98,52 @@ class BuiltEngine:
 
 
 def build_engine(
-    config: EngineConfig, store: AdapterStore, post: Callable[[PullEvent | Restored], None]
+    config: EngineConfig,
+    store: AdapterStore,
+    post: Callable[[PullEvent | Restored | RankFailed], None],
+    make_store: Callable[[Callable[[Any], None]], Any] | None = None,
 ) -> BuiltEngine:
-    """Loads the model and allocates all memory. `post` receives pull events, and notices that freed
-    memory is there again, from any thread.
+    """Loads the model and allocates all memory. `post` receives pull events, notices that freed
+    memory is there again, and a rank's failure, from any thread. `make_store` makes the stores of
+    other ranks, which it starts.
 
     Raises UnsupportedModel; ValueError when the memory given does not suffice.
     """
+    if config.tensor_parallel == 1:
+        return _build(config, store, post, None)
+    if config.host_bytes:
+        raise ValueError("--host-memory must be 0 with --tensor-parallel: ranks have no host tier")
+    assert make_store is not None, "the stores of other ranks"
+    ranks = RankGroup(config, make_store, lambda error: post(RankFailed(error)))
+    try:
+        return _build(config, store, post, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    store: AdapterStore,
+    post: Callable[[PullEvent | Restored | RankFailed], None],
+    ranks: RankGroup | None,
+) -> BuiltEngine:
     if not 0 < config.max_sequences <= config.max_batch_tokens:
         raise ValueError("--max-sequences must be above 0 and at most --max-batch-tokens")
-    num_threads = _set_num_threads(config)
-    decoder = load_description(config.model_dir, config.quantize)
-    decoder = decoder.for_length(config.max_model_len)
+    num_threads = set_num_threads(config)
+    decoder = describe(config, 0)
     factory = select_backend(config, decoder)
     speed = _speed(config, decoder, factory, num_threads)
     check_tensors(config.model_dir, decoder)
-    budget = check_budgets(config, decoder, factory)
+    budget = check_budgets(_limited(config), decoder, factory)
     layout = layout_of(config, decoder)
     host = _host_tier(config, has_device_memory=factory.has_device_memory)
-    backend, layout = _load_model(config, decoder, factory, layout, num_threads)
-    pace = None
-    if not factory.has_device_memory:
-        pace = PullPace.where_shared(usable_cpus(), num_threads)
+    backend, layout = _load_model(config, decoder, factory, layout, num_threads, ranks)
+    is_shared = not factory.has_device_memory
+    pace = PullPace.where_shared(usable_cpus(), num_threads) if is_shared else None
+    others = None if ranks is None else RankPulls(ranks)
     memory = backend.pull_memory
-    puller, residency = _make_residency(config, store, post, layout, memory, host, pace)
+    puller, residency = _make_residency(config, store, post, layout, memory, host, pace, others)
     states = make_states(config, backend)
     scheduler = Scheduler(_limits(config), states, residency, prices_of(decoder))
     if pace is not None:
@@ -132,7 +168,30 @@ def build_engine(
         losses=losses,
         adapter_wait_s=config.adapter_wait_s,
     )
-    return BuiltEngine(engine, residency, puller, layout, decoder, speed)
+    other_layouts = _other_layouts(config, layout)
+    return BuiltEngine(engine, residency, puller, layout, decoder, speed, ranks, other_layouts)
+
+
+def _other_layouts(config: EngineConfig, layout: ModelLayout) -> tuple[ModelLayout, ...]:
+    """Returns the layouts of the ranks after the first, by rank."""
+    return tuple(
+        cut_as(layout, layout_of(config, describe(config, index)))
+        for index in range(1, config.tensor_parallel)
+    )
+
+
+def describe(config: EngineConfig, index: int) -> Decoder:
+    """Returns the decoder of the rank with this index. Raises UnsupportedModel."""
+    whole = load_description(config.model_dir, config.quantize)
+    return of_rank(whole.for_length(config.max_model_len), Rank(index, config.tensor_parallel))
+
+
+def _limited(config: EngineConfig) -> EngineConfig:
+    """Returns the settings with one rank's part of the memory's limit."""
+    if config.tensor_parallel == 1:
+        return config
+    limit_bytes = config.memory_limit_bytes or available_bytes() or 0
+    return replace(config, memory_limit_bytes=limit_bytes // config.tensor_parallel)
 
 
 def make_states(config: EngineConfig, backend: Backend[Any]) -> States:
@@ -153,10 +212,11 @@ def _state_bytes(backend: Backend[Any]) -> int:
     return backend.recurrent_bytes // num_slots(backend.num_states)
 
 
-def _set_num_threads(config: EngineConfig) -> int:
-    """Sets and returns how many threads compute."""
+def set_num_threads(config: EngineConfig) -> int:
+    """Sets and returns how many threads compute on each rank."""
     # Torch counts the machine's cores, not the ones that this process may use.
-    num_threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
+    usable = min(torch.get_num_threads(), usable_cpus())
+    num_threads = config.num_threads or max(1, usable // config.tensor_parallel)
     torch.set_num_threads(num_threads)
     return num_threads
 
@@ -167,10 +227,18 @@ def _load_model(
     factory: BackendFactory,
     layout: ModelLayout,
     num_threads: int,
+    ranks: RankGroup | None,
 ) -> tuple[Backend[Any], ModelLayout]:
     """Returns the backend with the model's weights, and the layout with all that the store gets."""
     with hashing_base(config.model_dir, decoder, num_threads) as base:
-        backend = factory.build(config, decoder, layout)
+        backend: Backend[Any]
+        if ranks is None:
+            backend = factory.build(config, decoder, layout)
+        else:
+            assert isinstance(factory, TorchFactory), "the backend that computes a rank's part"
+            own = factory.build(config, decoder, layout, ranks.meet())
+            assert own.num_pages == ranks.wait_until_built(), "ranks have equal memories"
+            backend = RankedBackend(own, ranks, config.max_sequences)
         layout = layout.with_base(base())
     return backend, layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
 
@@ -247,6 +315,7 @@ def _make_residency(
     pull_memory: memoryview,
     host: HostTier | None,
     pace: PullPace | None,
+    others: RankPulls | None,
 ) -> tuple[Puller, Residency]:
     largest = layout.largest_image(config.max_lora_rank, config.lora_targets)
     logger.info(
@@ -260,7 +329,7 @@ def _make_residency(
     # One more, so that prefetching takes no thread from loads that requests wait for.
     check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
     num_threads = config.pull_workers + config.prefetch
-    puller = Puller(store, num_threads, post, layout.read_header, check, pace)
+    puller = Puller(store, num_threads, post, layout.read_header, check, pace, others)
     residency = build_residency(
         slots,
         host,

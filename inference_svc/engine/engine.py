@@ -33,6 +33,7 @@ from inference_svc.engine.transport.messages import (
     Move,
     Output,
     PauseMode,
+    RankFailed,
     Reply,
     Repointed,
     Restored,
@@ -178,7 +179,9 @@ class Engine:
         elif isinstance(message, Abandon):
             self.commands.profiler.abandon(message.call_id)
         elif isinstance(message, LayoutAccepted):
-            self.residency.loader.set_layout(message.layout_id)
+            self.residency.loader.set_layout(message.layout_id, message.others)
+        elif isinstance(message, RankFailed):
+            raise message.error
         elif isinstance(message, Repointed):
             self.residency.prefetcher.on_repointed(message.old_digest, message.new_digest, now_s)
         elif isinstance(message, Superseded):

@@ -239,6 +239,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def engine_failed(error: BaseException, doing: str) -> EngineFailed:
     """Returns the error of an engine that has failed `doing` something; for a device's fault it
     names the fault, and the operators' remedy."""
+    if isinstance(error, EngineFailed):
+        return error
     found = find_fault(error)
     if found is None:
         return EngineFailed.because(f"{doing} failed")

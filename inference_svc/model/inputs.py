@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,23 @@ class StepInputs:
             token_ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
         starts = np.asarray([row.start for row in batch.rows], dtype=np.int64)
         counts = np.asarray([row.num_tokens for row in batch.rows], dtype=np.int64)
+        page_ids = [row.sequence.page_ids for row in batch.rows]
+        plan = None if states is None else states.plan(batch.rows)
+        return cls.of(token_ids, starts, counts, page_ids, page_size, device, plan)
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        starts: np.ndarray,
+        counts: np.ndarray,
+        page_ids: Sequence[Sequence[int]],
+        page_size: int,
+        device: torch.device | str = "cpu",
+        recurrent: RecurrentPlan | None = None,
+    ) -> StepInputs:
+        """Returns the inputs of rows of so many tokens, `counts`, whose first have the positions
+        `starts`: int64 [rows] both. `page_ids` are each row's pages."""
         ends = np.cumsum(counts)
         assert len(token_ids) == ends[-1], "a row has tokens that are not known yet"
         positions = np.arange(len(token_ids)) + np.repeat(starts - (ends - counts), counts)
@@ -49,8 +67,6 @@ class StepInputs:
             token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device),
             positions=torch.from_numpy(positions).to(device),
             logit_rows=torch.from_numpy(ends - 1).to(device),
-            attention=AttentionPlan.build(
-                starts, counts, [row.sequence.page_ids for row in batch.rows], page_size, device
-            ),
-            recurrent=None if states is None else states.plan(batch.rows),
+            attention=AttentionPlan.build(starts, counts, page_ids, page_size, device),
+            recurrent=recurrent,
         )

@@ -447,6 +447,8 @@ def _logits(op: Logits, step: Step) -> Tensor:
     if op.cut is not None:
         own = F.pad(logits, (0, op.part_size - op.cut.size))
         logits = step.ranks.side_by_side(own)[:, : op.out.width].contiguous()
+        if op.cut.start:
+            return logits  # the first rank's are used, and adapters add to these alone
     if lora is None:
         return bound_logits(logits, head.scale, head.softcap)
     if lora.num_added_tokens:

@@ -15,10 +15,18 @@ from inference_svc.store.client import CatalogClient
 from inference_svc.store.credentials import StoreAccess
 from inference_svc.store.replica_monitor import ReplicaMonitor
 from inference_svc.store.replicas import Replicas
-from inference_svc.store.types import Announcement, HistoryGone, NameEvent, WatchedCatalog
+from inference_svc.store.types import (
+    Announcement,
+    CatalogSession,
+    HistoryGone,
+    NameEvent,
+    WatchedCatalog,
+)
 from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
+
+OnLayouts = Callable[[str, tuple[str, ...]], None]
 
 MIN_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.1, 1.0
 ANNOUNCE_AGAIN_SECONDS = 300.0
@@ -41,13 +49,14 @@ class StoreConnection:
     def start(
         self,
         directory: Directory,
-        layout: ModelLayout,
+        layouts: Sequence[ModelLayout],
         announcement: Announcement,
-        on_layout: Callable[[str], None],
+        on_layouts: OnLayouts,
     ) -> None:
-        """Keeps `directory` current from now on. See CatalogWatch for `on_layout`."""
+        """Keeps `directory` current from now on. See CatalogWatch for `layouts` and
+        `on_layouts`."""
         self._directory = directory
-        watch = CatalogWatch(self.catalog, directory, layout, announcement, on_layout)
+        watch = CatalogWatch(self.catalog, directory, layouts, announcement, on_layouts)
         self._monitoring = asyncio.create_task(self._monitor.run())
         self._watching = asyncio.create_task(watch.run())
 
@@ -71,21 +80,22 @@ async def _cancel(task: asyncio.Task[None] | None) -> None:
 
 
 class CatalogWatch:
-    """Calls `on_layout` with the layout's id when the store accepts it, and again if it changes."""
+    """Registers the layouts of all ranks, of which there is at least one. Calls `on_layouts` with
+    the first one's id, and the others', when the store accepts them, and again if they change."""
 
     def __init__(
         self,
         catalog: WatchedCatalog,
         directory: Directory,
-        layout: ModelLayout,
+        layouts: Sequence[ModelLayout],
         announcement: Announcement,
-        on_layout: Callable[[str], None],
+        on_layouts: OnLayouts,
     ) -> None:
         self._catalog = catalog
         self._directory = directory
-        self._layout = layout
+        self._layout, *self._others = layouts
         self._announcement = announcement
-        self._on_layout = on_layout
+        self._on_layouts = on_layouts
         self._knows_history = False
         self._is_down = False
         self._source = ""
@@ -125,10 +135,11 @@ class CatalogWatch:
         session = await self._catalog.connect(self._avoid)
         self._source = session.source
         layout_id, announcement_id = await session.register_layout(self._layout, self._announcement)
+        others = await self._register_others(session)
         if layout_id != self._directory.layout_id:
             logger.info("the store accepted layout %s", layout_id)
             self._directory.layout_id = layout_id
-            self._on_layout(layout_id)
+            self._on_layouts(layout_id, others)
         if not announcement_id:
             logger.warning(
                 "the store does not announce this server: too many of the same layout announce "
@@ -144,10 +155,17 @@ class CatalogWatch:
         self._directory.watch_started(revision)
         registered_s = time.monotonic()
         async for event in session.watch(self._directory.revision, announcement_id):
-            if not announcement_id and time.monotonic() - registered_s >= ANNOUNCE_AGAIN_SECONDS:
+            if time.monotonic() - registered_s >= ANNOUNCE_AGAIN_SECONDS:
                 registered_s = time.monotonic()
-                await session.register_layout(self._layout, self._announcement)
+                if not announcement_id:
+                    await session.register_layout(self._layout, self._announcement)
+                await self._register_others(session)
             yield event
+
+    async def _register_others(self, session: CatalogSession) -> tuple[str, ...]:
+        """Registers the other ranks' layouts, which no watch keeps; returns their ids."""
+        found = [await session.register_layout(each, self._announcement) for each in self._others]
+        return tuple(each.layout_id for each in found)
 
     def _check_behind(self, source: str, revision: int) -> None:
         """Raises StoreUnavailable for a replica that is a moment behind another, so that another

@@ -28,12 +28,12 @@ class ImageSink:
 
     def __init__(self, memory: memoryview, extents: Sequence[Extent]) -> None:
         self._memory = memory
-        self._extents = sorted(extents, key=lambda extent: extent.image_offset)
+        self.extents = sorted(extents, key=lambda extent: extent.image_offset)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Writes bytes that must lie within the image."""
         view, written = memoryview(data), 0
-        for extent in self._extents:
+        for extent in self.extents:
             start = max(offset, extent.image_offset)
             end = min(offset + len(data), extent.image_offset + extent.num_bytes)
             if start < end:
@@ -44,7 +44,7 @@ class ImageSink:
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Returns bytes of the image that were written; they lie within one extent."""
-        for extent in self._extents:
+        for extent in self.extents:
             start = offset - extent.image_offset
             if start >= 0 and start + num_bytes <= extent.num_bytes:
                 return bytes(self._memory[extent.start + start :][:num_bytes])

@@ -17,6 +17,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from contract.images.header import (
     ImageChunk,
@@ -26,6 +27,7 @@ from contract.images.header import (
     PullMessage,
     trailer_sha256,
 )
+from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.pulls.image_source import AdapterStore
 from inference_svc.adapters.pulls.pace import PullPace
 from inference_svc.adapters.pulls.pull import (
@@ -65,8 +67,24 @@ CheckContents = Callable[[ImageHeader, Callable[[int, int], bytes]], None]
 CorruptImage or AdapterUnusable."""
 
 
+class OtherRanks(Protocol):
+    """The pulls of other ranks, of their parts of the same adapters."""
+
+    def set_layouts(self, layout_ids: tuple[str, ...]) -> None:
+        """Notes the ids of the other ranks' layouts, by rank."""
+
+    def begin(self, job: PullJob, header: ImageHeader, extents: tuple[Extent, ...]) -> None:
+        """Begins the pulls of a job that was granted these extents. Any earlier ones end first."""
+
+    def finish(
+        self, job: PullJob, event: PullDone | PullFailed | None
+    ) -> PullDone | PullFailed | None:
+        """Returns the end of a job on all ranks: `event`, this rank's, or another rank's failure.
+        No rank writes any more, unless all are done."""
+
+
 class Puller:
-    """Pulls with a fixed number of threads.
+    """Pulls with a fixed number of threads. `others` are the other ranks', if there are any.
 
     `post` is called from them with PullEvents and must be thread-safe. `read_header` raises
     CorruptImage for a header that does not fit the layout.
@@ -80,8 +98,10 @@ class Puller:
         read_header: Callable[[ImageHeader], ImageHeader],
         check_contents: CheckContents,
         pace: PullPace | None = None,
+        others: OtherRanks | None = None,
     ) -> None:
         self.num_workers = num_workers
+        self.others = others
         self._store = store
         self._post = post
         self._read_header = read_header
@@ -122,6 +142,8 @@ class Puller:
         while (job := self._jobs.get()) is not None:
             self._active.add(job)
             event = self._pull(job)
+            if self.others is not None:
+                event = self.others.finish(job, event)
             self._active.discard(job)
             if event is not None:
                 self._post(event)
@@ -172,7 +194,7 @@ class Puller:
         """Pulls until the trailer, in the calling thread; raises the error that ended it before."""
         progress = job.progress
         if progress.header is not None and progress.sink is None:
-            progress.sink = self._wait_for_room(job)  # granted while it was parked
+            progress.sink = self._wait_for_room(job, progress.header)  # granted while parked
         image_id = "" if progress.header is None else progress.header.image_id
         stream = self._store.pull(
             job.digest, job.layout_id, progress.offset, image_id, progress.avoid
@@ -222,12 +244,14 @@ class Puller:
         job.on_message()
         progress.begin(header)
         self._post(PullOpened(job, header))
-        progress.sink = self._wait_for_room(job)
+        progress.sink = self._wait_for_room(job, header)
 
-    def _wait_for_room(self, job: PullJob) -> ImageSink:
+    def _wait_for_room(self, job: PullJob, header: ImageHeader) -> ImageSink:
         sink = job.wait_for_grant(PARK_AFTER_S)
         if sink is None:
             raise Cancelled
+        if self.others is not None:
+            self.others.begin(job, header, tuple(sink.extents))
         return sink
 
 

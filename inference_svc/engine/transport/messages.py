@@ -140,9 +140,17 @@ class StepTrace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayoutAccepted:
-    """The store has accepted the layout: pulls may begin."""
+    """The store has accepted the layout, and the other ranks': pulls may begin."""
 
     layout_id: str
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    """A rank has ended: so does the engine."""
+
+    error: Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +185,7 @@ Message = (
     | Repointed
     | Superseded
     | Restored
+    | RankFailed
     | Stop
 )
 

@@ -48,10 +48,12 @@ class EngineProcess:
     """The child begins to load the model when this is made; serves from `start` to `stop`.
 
     `make_store` makes the store in the child, where pulls run; `on_store_message` receives that
-    store's messages, in a thread of this process. `load` sets `layout`, `decoder` and `speed`.
+    store's messages, in a thread of this process. `load` sets `layout`, `other_layouts`, of the
+    other ranks, `decoder` and `speed`.
     """
 
     layout: ModelLayout
+    other_layouts: tuple[ModelLayout, ...]
     decoder: Decoder
     speed: Speed
 
@@ -89,7 +91,8 @@ class EngineProcess:
         if isinstance(answer, Exception):
             raise answer
         assert isinstance(answer, Ready)
-        self.layout, self.decoder, self.speed = answer.layout, answer.decoder, answer.speed
+        self.layout, self.other_layouts = answer.layout, answer.other_layouts
+        self.decoder, self.speed = answer.decoder, answer.speed
         return self
 
     @property

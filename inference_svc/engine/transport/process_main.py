@@ -52,8 +52,9 @@ class ChildStore(AdapterStore, Protocol):
 
 
 class StoreFactory(Protocol):
-    """Pickles. Makes the store in the engine's process, and does other preparations there, such as
-    configuring the log. `publish` sends updates to the counterpart, from any thread."""
+    """Pickles. Makes the store in the engine's process, and in each other rank's, and does other
+    preparations there, such as configuring the log. `publish` sends updates to the counterpart,
+    from any thread."""
 
     def __call__(self, publish: Callable[[Any], None], /) -> ChildStore: ...
 
@@ -63,6 +64,7 @@ class Ready:
     """The engine is built."""
 
     layout: ModelLayout
+    other_layouts: tuple[ModelLayout, ...]
     decoder: Decoder
     speed: Speed
 
@@ -132,12 +134,13 @@ class Child:
         interpreter_gc.resume()
         try:
             self._store = self._make_store(lambda content: self._send(StoreMessage(content)))
-            self._engine = EngineThread(self._config, self._store)
+            self._engine = EngineThread(self._config, self._store, self._make_store)
         except Exception as error:
-            self._send(_portable(error))
+            self._send(portable(error))
             return
         self._engine.start(self._send)
-        self._send(Ready(self._engine.layout, self._engine.decoder, self._engine.speed))
+        built = self._engine.built
+        self._send(Ready(built.layout, built.other_layouts, built.decoder, built.speed))
 
     def _send(self, frame: object) -> None:
         data = encode(frame)
@@ -148,7 +151,7 @@ class Child:
             os._exit(1)  # as in main
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """Returns the error, or one with the same message that pickles."""
     if not isinstance(error, ServiceError | UnsupportedModel | ValueError | OSError):
         logger.error("the engine cannot be built", exc_info=error)

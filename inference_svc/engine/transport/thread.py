@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pulls.image_source import AdapterStore
@@ -43,14 +44,20 @@ MAX_WAIT_S = 60.0
 class EngineThread:
     """Loads the model when made; serves from `start` to `stop`.
 
-    `store` is used from pull threads. Raises UnsupportedModel for a model that no backend computes,
-    ValueError for memory that does not suffice, and EngineFailed for a device that fails.
+    `store` is used from pull threads; `make_store` makes the other ranks' stores, if there are
+    any: see `process_main.StoreFactory`. Raises UnsupportedModel for a model that no backend
+    computes, ValueError for memory that does not suffice, and EngineFailed for a device that fails.
     """
 
-    def __init__(self, config: EngineConfig, store: AdapterStore) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        store: AdapterStore,
+        make_store: Callable[[Callable[[Any], None]], Any] | None = None,
+    ) -> None:
         self._inbox: queue.SimpleQueue[Message | PullEvent] = queue.SimpleQueue()
         try:
-            self.built = build_engine(config, store, self._inbox.put)
+            self.built = build_engine(config, store, self._inbox.put, make_store)
         except RuntimeError as error:
             failure = start_failed(error)
             if failure is None:
@@ -65,6 +72,10 @@ class EngineThread:
     @property
     def layout(self) -> ModelLayout:
         return self.built.layout
+
+    @property
+    def other_layouts(self) -> tuple[ModelLayout, ...]:
+        return self.built.other_layouts
 
     @property
     def decoder(self) -> Decoder:
@@ -97,7 +108,7 @@ class EngineThread:
         """Ends open requests with Draining, and the threads: a thread that hangs for this long is
         left to the end of the process. Idempotent."""
         if self._thread.ident is None:
-            self.built.puller.close()
+            self.built.close()
             return
         if self._thread.is_alive() and not self._is_stopped:
             self._is_stopped = True
@@ -128,7 +139,7 @@ class EngineThread:
             self._on_outputs(engine.give_up(failure))
             self.built.residency.loader.cancel_all()
             engine.commands.profiler.close()
-        self.built.puller.close()  # no thread writes into the memory of adapters afterwards
+        self.built.close()  # no thread writes into the memory of adapters afterwards
         self._refuse_the_rest(error)
 
     def _messages(self, wait: bool) -> list[Message | PullEvent]:

@@ -18,9 +18,11 @@ from inference_svc.engine.build import build_engine
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model import description
 from inference_svc.model.architectures import load_description
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.features import NOT_COMPUTED, features, kind_of
 from inference_svc.model.rope import Rope
+from inference_svc.model.sharding.description import of_rank
+from inference_svc.model.transformer import OF_RANKS
 from inference_svc.store.client import NoStore
 from kernels.quantised import WeightFormat
 from tests.support.models.families import MODELS, TEXT_PARTS
@@ -38,7 +40,8 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
         for name in ("llama", "qwen3-moe")
         for code, form in FORMATS.items()
     }
-    return plain | in_few_bits
+    ranks = {"qwen3-moe-ranks": of_rank(plain["qwen3-moe"], Rank(1, 2))}
+    return plain | in_few_bits | ranks
 
 
 def write_config(folder: Path, name: str) -> Path:
@@ -51,7 +54,10 @@ def write_config(folder: Path, name: str) -> Path:
     return folder
 
 
-LACKING = {"CUDA": {"attention.head_dim>512", "weight_format.odd_groups"}}
+LACKING = {
+    "CUDA": {"attention.head_dim>512", "weight_format.odd_groups", *OF_RANKS},
+    "native": {*OF_RANKS},
+}
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))
 
 

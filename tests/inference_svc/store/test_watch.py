@@ -35,7 +35,11 @@ class Watched:
         self.directory = Directory(self.client, Servable(("base",), 16), 300.0)
         self.layout_ids: list[str] = []
         self.watch = CatalogWatch(
-            self.client, self.directory, layout, ANNOUNCED, self.layout_ids.append
+            self.client,
+            self.directory,
+            (layout,),
+            ANNOUNCED,
+            lambda layout_id, others: self.layout_ids.append(layout_id),
         )
 
     async def __aenter__(self) -> "Watched":
@@ -70,7 +74,7 @@ def test_server_that_leaves_ends_its_watch_and_still_resolves(engine: Any) -> No
     async def body(store: TinyStore, address: str) -> None:
         connection = StoreConnection([address], Replicas.at(address), NO_ACCESS)
         directory = Directory(connection.catalog, Servable(("base",), 16), 300.0)
-        connection.start(directory, engine.layout, ANNOUNCED, lambda _: None)
+        connection.start(directory, (engine.layout,), ANNOUNCED, lambda *_: None)
         await until_async(lambda: store.watched_for == [ANNOUNCEMENT])
         store.emit(5)
         await until_async(lambda: directory.is_live)

@@ -66,6 +66,10 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     @property
+    def other_layouts(self) -> tuple[ModelLayout, ...]:
+        return ()
+
+    @property
     def layout(self) -> ModelLayout:
         target = Target(
             "model.layers.0.self_attn.q_proj", 0, "layers.0.qkv", TargetKind.LINEAR, 8, 4

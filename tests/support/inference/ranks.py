@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from inference_svc.store.client import NoStore
+
 T = TypeVar("T")
 
 
@@ -46,3 +48,8 @@ def on_ranks(count: int, run: Callable[[int], T]) -> Sequence[T]:
     """Runs a function for each rank at the same time; returns the results in their order."""
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(run, range(count)))
+
+
+def no_store(publish: Callable[[object], None]) -> NoStore:
+    """Makes the store of a rank that pulls nothing."""
+    return NoStore()

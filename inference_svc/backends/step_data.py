@@ -1,0 +1,57 @@
+"""A step as plain numbers: all that another rank needs to compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from inference_svc.backends.slot_runs import (
+    SlotRuns,
+    last_slots,
+    scored_indices,
+    scored_slot_runs,
+    slot_runs,
+)
+from inference_svc.core import BatchRow, scored_runs, scored_slices
+
+
+class ScoredSlice(NamedTuple):
+    """Tokens that are scored together: their numbers in the step, and the slots that compute
+    them."""
+
+    indices: list[int]
+    runs: SlotRuns
+
+
+class StepData(NamedTuple):
+    """The rows of a step: their tokens one behind the other, and of each row its first position,
+    its number of tokens, its pages, and the slot of its last token. `runs` are of all tokens."""
+
+    token_ids: list[int]
+    starts: list[int]
+    counts: list[int]
+    page_ids: list[list[int]]
+    runs: SlotRuns
+    last_slots: list[int]
+    scored: list[ScoredSlice]
+
+    @classmethod
+    def of(cls, rows: Sequence[BatchRow], max_scored: int) -> StepData:
+        """Returns the data of a batch's rows, which are scored at most so many tokens at once."""
+        sequences, starts, counts, _ = zip(*rows, strict=True)
+        token_ids: list[int] = []
+        for sequence, start, count, _ in rows:
+            token_ids += sequence.token_ids[start : start + count]
+        scored = [
+            ScoredSlice(scored_indices(part), scored_slot_runs(part))
+            for part in scored_slices(scored_runs(rows), max_scored)
+        ]
+        return cls(
+            token_ids,
+            list(starts),
+            list(counts),
+            [sequence.page_ids for sequence in sequences],
+            slot_runs(sequences, starts, counts),
+            last_slots(sequences, starts, counts),
+            scored,
+        )

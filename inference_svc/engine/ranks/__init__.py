@@ -1,0 +1,9 @@
+"""A model over several ranks: processes of one machine, which rank 0 leads.
+
+messages  what rank 0 sends to the others, and gets from them, outside of steps
+steps     a step as one buffer of numbers
+backend   rank 0's backend, which has all ranks compute its steps
+group     the processes of the other ranks, as rank 0 starts and watches them
+pulls     each rank's part of an adapter, pulled together
+main      the main program of the other ranks
+"""

@@ -1,0 +1,127 @@
+"""Rank 0's backend, which has all ranks compute its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from inference_svc.adapters.memory.tiers import ResidencyChange
+from inference_svc.backends.base import Logits, Scored
+from inference_svc.backends.magnitudes import Divided
+from inference_svc.backends.step_data import StepData
+from inference_svc.backends.torch import TorchBackend, TorchInputs
+from inference_svc.core import Batch, BatchRow
+from inference_svc.engine.ranks.group import RankGroup
+from inference_svc.engine.ranks.steps import encode
+from kernels.lora.plan import LoraContents
+
+
+class RankedInputs(NamedTuple):
+    """A step's inputs, and its rows as other ranks get them."""
+
+    own: TorchInputs
+    data: StepData
+
+
+class RankedBackend:
+    """A `Backend` of several ranks, whose first is `own`.
+
+    Changes go with the next step to the other ranks. An error of a step ends the engine: other
+    ranks may be in the middle of it, so that it cannot be computed in parts.
+    """
+
+    def __init__(self, own: TorchBackend, group: RankGroup, max_scored: int) -> None:
+        self._own, self._group, self._max_scored = own, group, max_scored
+        self._changes: list[ResidencyChange] = []
+
+    @property
+    def kernels(self) -> str:
+        return f"{self._own.kernels}, {self._group.count} ranks"
+
+    @property
+    def pull_memory(self) -> memoryview:
+        return self._own.pull_memory
+
+    @property
+    def num_pages(self) -> int:
+        return self._own.num_pages
+
+    @property
+    def num_states(self) -> int:
+        return self._own.num_states
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._own.kv_bytes
+
+    @property
+    def recurrent_bytes(self) -> int:
+        return self._own.recurrent_bytes
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._own.weights_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._own.workspace_bytes
+
+    @property
+    def num_lora_steps(self) -> int:
+        return self._own.num_lora_steps
+
+    @property
+    def num_eager_steps(self) -> int:
+        return self._own.num_eager_steps
+
+    def lora_launches(self, contents: LoraContents) -> Mapping[str, int]:
+        return self._own.lora_launches(contents)
+
+    def apply(self, changes: Sequence[ResidencyChange]) -> None:
+        self._own.apply(changes)
+        self._changes += changes
+
+    def pop_completed_copies(self) -> list[str]:
+        return self._own.pop_completed_copies()
+
+    def divide_magnitudes(self) -> list[Divided]:
+        return self._own.divide_magnitudes()
+
+    def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
+        """Leaves them to the system: ranks share the processors."""
+
+    def prepare(self, batch: Batch) -> RankedInputs:
+        data = StepData.of(batch.rows, self._max_scored)
+        return RankedInputs(self._own.prepare(batch), data)
+
+    def forward(self, inputs: RankedInputs) -> Logits:
+        if self._group.failure is not None:
+            raise self._group.failure
+        changes, self._changes = self._changes, []
+        self._group.send_step(encode(changes, inputs.data))
+        try:
+            return self._own.forward(inputs.own)
+        except Exception as error:
+            raise self._group.blame(error) from error
+
+    def score(self, inputs: RankedInputs) -> Iterator[Scored]:
+        try:
+            yield from self._own.score(inputs.own)
+        except Exception as error:
+            raise self._group.blame(error) from error
+
+    def keep_part(self, row: BatchRow) -> None:
+        self._own.keep_part(row)
+
+    def use_idle_time(self) -> bool:
+        return self._own.use_idle_time()
+
+    def free_unused(self) -> None:
+        self._own.free_unused()
+
+    def free_memory(self, *, weights: bool) -> int:
+        return self._own.free_memory(weights=weights) + self._group.free_memory(weights=weights)
+
+    def restore(self) -> None:
+        self._own.restore()
+        self._group.restore()

@@ -1,0 +1,234 @@
+"""The main program of the other ranks: computes rank 0's steps, and pulls parts of adapters.
+
+Its main thread takes steps, another one messages. It ends when rank 0 closes its sockets, or has
+ended.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import pickle
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from contract.images.header import ImageHeader, Segment
+from inference_svc.adapters.memory.extents import Extent
+from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.memory.tiers import ResidencyChange, TableWrite
+from inference_svc.adapters.pulls.pull import (
+    ImageSink,
+    PullDone,
+    PullEvent,
+    PullFailed,
+    PullJob,
+    PullOpened,
+)
+from inference_svc.adapters.pulls.threads import Puller
+from inference_svc.adapters.targets import layout_of
+from inference_svc.backends.exchange import ExchangeFailed, GlooExchange, meeting_point
+from inference_svc.backends.torch import TorchBackend, TorchFactory
+from inference_svc.engine.build import describe, set_num_threads
+from inference_svc.engine.ranks.group import EXCHANGE_S
+from inference_svc.engine.ranks.messages import (
+    FREE_ALL,
+    LOST_CONTACT,
+    RESTORE,
+    STEP,
+    Built,
+    CancelPull,
+    Described,
+    NotBuilt,
+    Ping,
+    Pong,
+    Pull,
+    PullEnded,
+    Start,
+    StepFailed,
+)
+from inference_svc.engine.ranks.steps import Change, SlotWrite, decode
+from inference_svc.engine.transport.process_main import DUMP_SIGNAL, portable
+from inference_svc.errors import CorruptImage
+from inference_svc.model.checkpoint.headers import tower_modules
+from servicekit.errors import ServiceError
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 drains first
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    control = Connection(os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    try:
+        Follower(control, pickle.loads(control.recv_bytes())).run()
+    except (EOFError, OSError):
+        os._exit(1)  # rank 0 has ended: its memory is needed
+
+
+class Follower:
+    """A rank that computes its part of rank 0's steps."""
+
+    def __init__(self, control: Connection, start: Start) -> None:
+        self._control, self._start = control, start
+        self._steps = Connection(start.steps_fd)
+        self._lock = threading.Lock()
+        self._pulls: RankImages | None = None
+
+    def run(self) -> None:
+        """Serves until rank 0 closes the sockets."""
+        threading.Thread(target=self._listen, name="loadout-control", daemon=True).start()
+        try:
+            backend = self._build()
+        except Exception as error:
+            self._send(NotBuilt(portable(error)))
+            return
+        assert self._pulls is not None
+        self._send(Built(backend.num_pages))
+        try:
+            while True:
+                self._take(self._steps.recv_bytes(), backend, self._pulls)
+        except EOFError:
+            os._exit(0)
+        except ExchangeFailed:
+            os._exit(LOST_CONTACT)
+        except Exception as error:
+            logger.exception("rank %d fails", self._start.rank.index)
+            self._send(StepFailed(f"{type(error).__name__}: {error}"))
+            os._exit(1)
+
+    def _build(self) -> TorchBackend:
+        config, rank = self._start.config, self._start.rank
+        store = self._start.make_store(lambda content: None)
+        set_num_threads(config)
+        decoder = describe(config, rank.index)
+        self._send(Described())
+        meeting = meeting_point(rank.count, self._start.port)
+        exchange = GlooExchange(rank, meeting, EXCHANGE_S)
+        layout = layout_of(config, decoder)
+        backend = TorchFactory().build(config, decoder, layout, exchange)
+        layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
+        check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
+        self._pulls = RankImages(backend.pull_memory, self._send, 4 * config.max_loras)
+        self._pulls.puller = Puller(
+            store, config.pull_workers, self._pulls.on_event, layout.read_header, check
+        )
+        return backend
+
+    def _take(self, frame: bytes, backend: TorchBackend, images: RankImages) -> None:
+        kind = frame[:1]
+        if kind == STEP:
+            changes, data = decode(frame[1:])
+            backend.apply(images.changes(changes))
+            backend.follow(data)
+            return
+        num_bytes = 0
+        if kind == RESTORE:
+            backend.restore()
+        else:
+            num_bytes = backend.free_memory(weights=kind == FREE_ALL)
+        self._steps.send_bytes(num_bytes.to_bytes(8, "little"))
+
+    def _listen(self) -> None:
+        """Takes messages; ends the process when rank 0 has ended."""
+        try:
+            while True:
+                message = pickle.loads(self._control.recv_bytes())
+                if isinstance(message, Ping):
+                    self._send(Pong())
+                    continue
+                assert self._pulls is not None, "pulls follow Built"
+                if isinstance(message, Pull):
+                    self._pulls.start(message)
+                else:
+                    assert isinstance(message, CancelPull)
+                    self._pulls.cancel(message.number)
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def _send(self, message: object) -> None:
+        with self._lock:
+            self._control.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+class RankImages:
+    """This rank's parts of adapters: being pulled, and in the arena. Of the latter at most
+    `max_known` are remembered, more than the table has rows."""
+
+    puller: Puller
+
+    def __init__(self, memory: memoryview, send: Any, max_known: int) -> None:
+        self._memory, self._send, self._max_known = memory, send, max_known
+        self._lock = threading.Lock()
+        self._jobs: dict[int, PullJob] = {}
+        self._orders: dict[PullJob, Pull] = {}
+        self._errors: dict[PullJob, ServiceError] = {}
+        self._known: OrderedDict[str, tuple[ImageHeader, tuple[Extent, ...]]] = OrderedDict()
+        self._used: dict[int, str] = {}
+
+    def start(self, order: Pull) -> None:
+        job = PullJob(order.digest, order.layout_id)
+        with self._lock:
+            self._jobs[order.number], self._orders[job] = job, order
+        self.puller.start(job)
+
+    def cancel(self, number: int) -> None:
+        with self._lock:
+            job = self._jobs.get(number)
+        if job is not None:
+            self.puller.cancel(job)
+
+    def on_event(self, event: PullEvent) -> None:
+        """Takes an event of a pull thread."""
+        job = event.job
+        order = self._orders[job]
+        if isinstance(event, PullOpened):
+            if not _lie_alike(event.header.segments, order.segments):
+                reason = "the store's image for another rank has other segments"
+                self._errors[job] = CorruptImage(reason)
+                self.puller.cancel(job)
+            elif job.grant(ImageSink(self._memory, order.extents)):
+                self.puller.start(job)
+            return
+        with self._lock:
+            del self._jobs[order.number], self._orders[job]
+            if isinstance(event, PullDone):
+                assert job.progress.header is not None
+                self._known[job.digest] = job.progress.header, order.extents
+                self._known.move_to_end(job.digest)
+        error = self._errors.pop(job, None)
+        if isinstance(event, PullFailed):
+            error = error or event.error
+        self._send(PullEnded(order.number, isinstance(event, PullDone), error))
+
+    def changes(self, changes: Sequence[Change]) -> list[ResidencyChange]:
+        """Returns rank 0's changes as this rank makes them."""
+        return [self._write(each) if isinstance(each, SlotWrite) else each for each in changes]
+
+    def _write(self, change: SlotWrite) -> TableWrite:
+        with self._lock:
+            header, extents = self._known[change.digest]
+            self._used[change.slot] = change.digest
+            in_use = set(self._used.values())
+            for digest in list(self._known)[: -self._max_known]:
+                if digest not in in_use:
+                    del self._known[digest]
+        rank = max((segment.rank for segment in header.segments), default=0)
+        return TableWrite(Resident(header, change.slot, extents, rank))
+
+
+def _lie_alike(first: Sequence[Segment], second: Sequence[Segment]) -> bool:
+    """Returns whether two ranks' images have the same segments at the same offsets; scales may
+    differ."""
+    return [each._replace(scale=1.0) for each in first] == [
+        each._replace(scale=1.0) for each in second
+    ]

@@ -1,0 +1,96 @@
+"""The messages between rank 0 and another rank outside of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from contract.images.header import Segment
+from inference_svc.adapters.memory.extents import Extent
+from inference_svc.core import EngineConfig
+from inference_svc.model.description import Rank
+from servicekit.errors import ServiceError
+
+STEP, FREE, FREE_ALL, RESTORE = b"s", b"f", b"a", b"r"
+"""The first byte of what comes through a rank's step socket: a step follows, or the rank is to free
+its pages, or its weights as well, or to allocate them again, and answers."""
+
+LOST_CONTACT = 3
+"""The status of a rank that has ended because another rank did not exchange with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message to a rank. `make_store` is a `StoreFactory`; ranks meet at `port`; steps
+    come through the socket `steps_fd`."""
+
+    config: EngineConfig
+    rank: Rank
+    make_store: Callable[[Callable[[Any], None]], Any]
+    port: int
+    steps_fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The rank is about to load its part of the model, together with all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The rank has loaded its part, and has so many pages."""
+
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotBuilt:
+    """The rank cannot load its part."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Pull this rank's part of an adapter to these extents. It must have these segments: then all
+    ranks' parts lie alike. `number` is the pull's."""
+
+    number: int
+    digest: str
+    layout_id: str
+    segments: tuple[Segment, ...]
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPull:
+    """End a pull."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullEnded:
+    """The rank writes no more for a pull, which is complete, or failed, or was cancelled."""
+
+    number: int
+    is_done: bool
+    error: ServiceError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """The rank could not compute a step, and ends."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Asks whether a rank still answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """Answers a Ping."""

@@ -1,0 +1,127 @@
+"""A step as one buffer of numbers: residency changes, and then rows.
+
+Lists of int64, each behind its length. An adapter is named by the bytes of its digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from inference_svc.adapters.memory.tiers import (
+    MixWrite,
+    ResidencyChange,
+    TableClear,
+    TableWrite,
+)
+from inference_svc.backends.slot_runs import SlotRuns
+from inference_svc.backends.step_data import ScoredSlice, StepData
+
+_CLEAR, _WRITE, _MIX = range(3)
+_ITEM_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWrite:
+    """Makes this rank's part of an adapter visible to kernels at `slot` of the table."""
+
+    slot: int
+    digest: str
+
+
+Change: TypeAlias = TableClear | SlotWrite | MixWrite
+"""A residency change as other ranks get it."""
+
+
+class StepMessage(NamedTuple):
+    """The changes since the step before, and the step."""
+
+    changes: list[Change]
+    data: StepData
+
+
+def encode(changes: Sequence[ResidencyChange], data: StepData) -> bytes:
+    """Returns a step's buffer."""
+    lists: list[Sequence[int]] = [
+        list(chain.from_iterable(map(_encode_change, changes))),
+        data.token_ids,
+        data.starts,
+        data.counts,
+        [len(each) for each in data.page_ids],
+        list(chain.from_iterable(data.page_ids)),
+        *data.runs,
+        data.last_slots,
+    ]
+    for each in data.scored:
+        lists += [each.indices, *each.runs]
+    numbers: list[int] = []
+    for one in lists:
+        numbers.append(len(one))
+        numbers += one
+    return np.array(numbers, dtype=np.int64).tobytes()
+
+
+def decode(buffer: bytes) -> StepMessage:
+    """Returns the content of a buffer that `encode` has made."""
+    changes, token_ids, starts, counts, sizes, pages, *rest = _lists(buffer)
+    slots, lengths, last_slots, *scored = rest
+    ends = accumulate(sizes, initial=0)
+    data = StepData(
+        token_ids,
+        starts,
+        counts,
+        [pages[start:end] for start, end in pairwise(ends)],
+        SlotRuns(slots, lengths),
+        last_slots,
+        [
+            ScoredSlice(scored[at], SlotRuns(scored[at + 1], scored[at + 2]))
+            for at in range(0, len(scored), 3)
+        ],
+    )
+    return StepMessage(list(_decode_changes(changes)), data)
+
+
+def _lists(buffer: bytes) -> Iterator[list[int]]:
+    numbers = np.frombuffer(buffer, dtype=np.int64)
+    at = 0
+    while at < len(numbers):
+        end = at + 1 + int(numbers[at])
+        yield numbers[at + 1 : end].tolist()
+        at = end
+
+
+def _encode_change(change: ResidencyChange) -> list[int]:
+    if isinstance(change, TableClear):
+        return [_CLEAR, change.slot]
+    if isinstance(change, MixWrite):
+        slots = [slot for slot, _ in change.parts]
+        scales = np.array([scale for _, scale in change.parts], dtype=np.float64)
+        return [_MIX, change.slot, len(slots), *slots, *scales.view(np.int64).tolist()]
+    assert isinstance(change, TableWrite), "ranks have no host tier, and divide no magnitudes"
+    name = change.resident.digest.encode()
+    padded = name.ljust(-(-len(name) // _ITEM_BYTES) * _ITEM_BYTES, b"\0")
+    words = np.frombuffer(padded, dtype=np.int64).tolist()
+    return [_WRITE, change.resident.slot, len(words), *words]
+
+
+def _decode_changes(numbers: list[int]) -> Iterator[Change]:
+    at = 0
+    while at < len(numbers):
+        kind, slot = numbers[at : at + 2]
+        at += 2
+        if kind == _CLEAR:
+            yield TableClear(slot)
+            continue
+        size = numbers[at]
+        first, at = numbers[at + 1 : at + 1 + size], at + 1 + size
+        if kind == _WRITE:
+            name = np.array(first, dtype=np.int64).tobytes().rstrip(b"\0")
+            yield SlotWrite(slot, name.decode())
+            continue
+        scales = np.array(numbers[at : at + size], dtype=np.int64).view(np.float64).tolist()
+        at += size
+        yield MixWrite(slot, tuple(zip(first, scales, strict=True)))

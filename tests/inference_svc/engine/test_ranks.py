@@ -1,0 +1,224 @@
+"""Ranks: a step's buffer, pulls of all ranks together, refusals, and equal tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from contract.images.header import Segment
+from contract.images.segment_kinds import SegmentKind
+from inference_svc.adapters.memory.extents import Extent
+from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.memory.tiers import MixWrite, TableClear, TableWrite
+from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob
+from inference_svc.adapters.rank_layouts import check_cut
+from inference_svc.adapters.targets import build_layout, cut_as
+from inference_svc.backends.slot_runs import SlotRuns
+from inference_svc.backends.step_data import ScoredSlice, StepData
+from inference_svc.core import EngineConfig, Request, SamplingParams
+from inference_svc.engine.build import build_engine
+from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
+from inference_svc.engine.ranks.pulls import RankPulls
+from inference_svc.engine.ranks.steps import SlotWrite, decode, encode
+from inference_svc.engine.transport.messages import Submit
+from inference_svc.errors import AdapterUnusable, CorruptImage
+from inference_svc.model.architectures import load_description
+from inference_svc.model.description import Rank
+from inference_svc.model.sharding.description import of_rank
+from inference_svc.store.client import NoStore
+from tests.support.inference.memory_store import make_image, small_layout
+from tests.support.inference.ranks import no_store
+from tests.support.wait import until
+
+HEADER = make_image("sha256:abc", 4).header
+EXTENTS = (Extent(0, 256, 1024),)
+
+
+def test_a_step_survives_its_buffer() -> None:
+    data = StepData(
+        [5, 6, 7, 9],
+        [0, 11],
+        [3, 1],
+        [[4], [2, 7, 1]],
+        SlotRuns([-1, 3, 0], [1, 2, 1]),
+        [3, 0],
+        [ScoredSlice([0, 1], SlotRuns([3], [2])), ScoredSlice([2], SlotRuns([-1], [1]))],
+    )
+    changes = [
+        TableClear(7),
+        TableWrite(Resident(HEADER, 3, EXTENTS, 4)),
+        MixWrite(1, ((3, 0.3), (5, -1e-9))),
+    ]
+    found = decode(encode(changes, data))
+    assert found.data == data
+    assert found.changes == [changes[0], SlotWrite(3, "sha256:abc"), changes[2]]
+    empty = StepData([1], [0], [1], [[0]], SlotRuns([-1], [1]), [-1], [])
+    assert decode(encode([], empty)) == ([], empty)
+
+
+@dataclass
+class FakeRank:
+    rank: Rank
+    sent: list[Any] = field(default_factory=list)
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+@dataclass
+class FakeGroup:
+    others: list[FakeRank] = field(default_factory=lambda: [FakeRank(Rank(i, 3)) for i in (1, 2)])
+    failure: Exception | None = None
+    is_ended: bool = False
+    on_pull_ended: Callable[[int, PullEnded], None] = lambda index, ended: None
+
+
+class Pulls:
+    """A pull of three ranks that rank 0 has done, or not, and that waits for the others."""
+
+    def __init__(self, *, is_cancelled: bool = False) -> None:
+        self.group: Any = FakeGroup()
+        self.pulls = RankPulls(self.group)
+        self.pulls.set_layouts(("one", "two"))
+        self.job = PullJob("sha256:abc", "zero")
+        self.pulls.begin(self.job, HEADER, EXTENTS)
+        event = PullFailed(self.job, None) if is_cancelled else PullDone(self.job)
+        self.found: list[Any] = []
+        self.thread = threading.Thread(
+            target=lambda: self.found.append(self.pulls.finish(self.job, event))
+        )
+        self.thread.start()
+
+    def end(self, index: int, error: Any = None, *, is_done: bool = True) -> None:
+        self.group.on_pull_ended(index, PullEnded(1, is_done, error))
+
+    def result(self) -> Any:
+        self.thread.join(20)
+        return self.found[0]
+
+    def cancelled(self) -> bool:
+        return all(each.sent[-1] == CancelPull(1) for each in self.group.others)
+
+
+def test_a_pull_is_done_when_all_ranks_are() -> None:
+    pulls = Pulls()
+    orders = [each.sent[0] for each in pulls.group.others]
+    expected = [
+        Pull(1, "sha256:abc", layout_id, HEADER.segments, EXTENTS) for layout_id in ("one", "two")
+    ]
+    assert orders == expected
+    pulls.end(2)
+    assert pulls.thread.is_alive()
+    pulls.end(1)
+    assert pulls.result() == PullDone(pulls.job)
+
+
+def test_a_pull_that_fails_on_one_rank_fails_on_all() -> None:
+    """It ends when no rank writes any more."""
+    pulls, error = Pulls(), CorruptImage("bytes")
+    pulls.end(1, error, is_done=False)
+    until(pulls.cancelled)
+    assert pulls.thread.is_alive(), "rank 2 may still write"
+    pulls.end(2, is_done=False)
+    assert pulls.result() == PullFailed(pulls.job, error)
+
+
+def test_a_pull_that_is_cancelled_ends_on_all() -> None:
+    pulls = Pulls(is_cancelled=True)
+    until(pulls.cancelled)
+    pulls.end(1, is_done=False)
+    assert pulls.thread.is_alive()
+    pulls.end(2)
+    assert pulls.result() == PullFailed(pulls.job, None)
+
+
+def test_kinds_that_ranks_do_not_apply_are_refused() -> None:
+    targets = small_layout().targets
+    cut = tuple(replace(target, out_slice=(0, 48)) for target in targets)
+    a, b, *_ = make_image("sha256:abc", 4).header.segments
+    header = make_image("sha256:abc", 4, targets=(0,)).header
+    shape = (48,)
+    vector = Segment(0, SegmentKind.MAGNITUDE, 0, header.total_bytes, 192, None, shape)
+    with pytest.raises(AdapterUnusable, match="which a server with --tensor-parallel does not"):
+        check_cut(cut, (a, b, vector))
+    check_cut(targets, (a, b, vector))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.3))
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_layouts_of_ranks(model_dir: Path) -> None:
+    """They have the same targets, whose slices make up the whole."""
+    whole = load_description(model_dir)
+    layouts = [
+        build_layout(of_rank(whole, Rank(index, 4)), "base", torch.float32) for index in range(4)
+    ]
+    expected = build_layout(whole, "base", torch.float32)
+    for index, target in enumerate(expected.all_targets):
+        parts = [layout.all_targets[index] for layout in layouts]
+        assert all(replace(p, in_slice=None, out_slice=None) == target for p in parts)
+        for slices, size in (
+            ([part.inputs for part in parts], target.in_features),
+            ([part.outputs for part in parts], target.out_features),
+        ):
+            ends = sorted(set(slices))
+            assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])]
+            assert ends[-1][1] == size
+        assert len({part.num_in * part.num_out for part in parts}) == 1, "images lie alike"
+    assert cut_as(layouts[0], layouts[3]) == layouts[3]
+
+
+def tokens(model_dir: Path, count: int) -> dict[str, list[int]]:
+    config = EngineConfig(
+        model_dir,
+        "model",
+        max_model_len=128,
+        max_sequences=4,
+        max_batch_tokens=32,
+        max_prefill_chunk=7,
+        page_size=4,
+        kv_bytes=1 << 18,
+        arena_bytes=1 << 18,
+        native_kernels=False,
+        num_threads=1,
+        tensor_parallel=count,
+    )
+    built = build_engine(config, NoStore(), lambda event: None, no_store)
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    requests = [Request(str(n), tuple(range(n + 1, 3 * n + 12)), params) for n in range(5)]
+    found: dict[str, list[int]] = {each.request_id: [] for each in requests}
+    messages: list[Any] = [Submit(each) for each in requests]
+    go_on = True
+    try:
+        while go_on:
+            step, go_on = built.engine.step(messages)
+            messages = []
+            for output in step.outputs:
+                found[output.request_id] += output.token_ids
+    finally:
+        built.close()
+    return found
+
+
+@pytest.mark.processes
+def test_tokens_of_ranks_are_equal(model_dir: Path) -> None:
+    """More requests than run at once, in chunks of 7."""
+    expected = tokens(model_dir, 1)
+    assert all(len(each) == 32 for each in expected.values())
+    assert tokens(model_dir, 2) == expected
+    assert tokens(model_dir, 4) == expected

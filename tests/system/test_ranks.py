@@ -1,0 +1,75 @@
+"""A model over several processes answers as one process does, and one that ends, ends all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from loadout import errors
+from tests.support.models.zoo import Zoo
+from tests.support.wait import until
+from tests.system.services import Services
+
+PROMPT = list(range(5, 26))
+NUM_TOKENS = 32
+ADAPTERS = {
+    "llama": ("", "r1", "r3", "r8", "r16", "r33", "embed"),
+    "qwen3": ("", "r3", "r33", "embed"),
+    "qwen3-moe": ("", "r3", "r8", "r16", "embed"),
+}
+
+
+def serve(zoo: Zoo, folder: Path, count: int) -> Services:
+    flags = ("--base-model", zoo.kind, "--adapter-wait-seconds", "60")
+    ranks = ("--tensor-parallel", str(count))
+    return Services(zoo, folder, inference_flags=(*flags, *ranks))
+
+
+def ranks_of(services: Services) -> list[int]:
+    """Returns the processes of the other ranks, as the engine has logged them."""
+    found = re.findall(r"rank \d+ is process (\d+)", services.inference.log_path.read_text())
+    return [int(each) for each in found]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("llama", 2), ("qwen3", 2), ("qwen3-moe", 4)])
+def test_ranks_answer_as_peft(
+    kind: str, count: int, zoos: Callable[[str], Zoo], tmp_path: Path
+) -> None:
+    """Mixed adapters in one batch, greedy in fp32."""
+    zoo = zoos(kind)
+    with serve(zoo, tmp_path, count) as services:
+        assert len(ranks_of(services)) == count - 1
+        names = ADAPTERS[kind]
+        for name in filter(None, names):
+            services.client.register(name, services.source(name))
+
+        def answer(name: str) -> list[int]:
+            found = services.client.generate(
+                PROMPT, adapter=name, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+            )
+            return [token for chunk in found for token in chunk.token_ids]
+
+        with ThreadPoolExecutor(len(names)) as threads:
+            answers = dict(zip(names, threads.map(answer, names), strict=True))
+        for name, found in answers.items():
+            assert found == zoo.greedy(name, PROMPT, NUM_TOKENS, guess=found), name
+    assert services.exit_codes == [0, 0]
+
+
+def test_a_rank_that_is_killed_ends_the_engine(zoos: Callable[[str], Zoo], tmp_path: Path) -> None:
+    zoo = zoos("llama")
+    with serve(zoo, tmp_path, 2) as services:
+        chunks = iter(services.client.generate(PROMPT, max_tokens=220, ignore_eos=True))
+        next(chunks)
+        [rank] = ranks_of(services)
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(errors.Unavailable, match="rank 1 was ended by SIGKILL"):
+            list(chunks)
+        until(lambda: not services.inference.is_alive, 30)
+        assert "rank 1 was ended by SIGKILL" in services.inference.log_path.read_text()
