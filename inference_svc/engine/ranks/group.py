@@ -69,7 +69,7 @@ class RankProcess:
             )
         self.why = ""
         """Why it ends, as it has said."""
-        self.has_lost_contact = False
+        self.has_lost_contact = self._hangs = False
         self.has_answered = threading.Event()
         self._lock = threading.Lock()
 
@@ -95,8 +95,10 @@ class RankProcess:
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            self._hangs = True
             self._process.kill()
-            self._process.wait()
+            code = self._process.wait()
+        if self._hangs:
             return "does not answer"
         self.has_lost_contact = code == LOST_CONTACT
         if self.why:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -24,11 +26,14 @@ from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
 from inference_svc.core import EngineConfig, Request, SamplingParams
 from inference_svc.engine.build import build_engine
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.ranks import group
 from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
 from inference_svc.engine.ranks.pulls import RankPulls
 from inference_svc.engine.ranks.steps import SlotWrite, decode, encode
-from inference_svc.engine.transport.messages import Submit
-from inference_svc.errors import AdapterUnusable, CorruptImage
+from inference_svc.engine.transport.messages import StepOutputs, Submit
+from inference_svc.engine.transport.thread import EngineThread
+from inference_svc.errors import AdapterUnusable, CorruptImage, EngineFailed, UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Rank
 from inference_svc.model.sharding.description import of_rank
@@ -183,8 +188,8 @@ def test_layouts_of_ranks(model_dir: Path) -> None:
     assert cut_as(layouts[0], layouts[3]) == layouts[3]
 
 
-def tokens(model_dir: Path, count: int) -> dict[str, list[int]]:
-    config = EngineConfig(
+def config_of(model_dir: Path, count: int) -> EngineConfig:
+    return EngineConfig(
         model_dir,
         "model",
         max_model_len=128,
@@ -198,27 +203,94 @@ def tokens(model_dir: Path, count: int) -> dict[str, list[int]]:
         num_threads=1,
         tensor_parallel=count,
     )
+
+
+def tokens(model_dir: Path, count: int, *, sleeps: bool = False) -> dict[str, list[int]]:
+    config = replace(config_of(model_dir, count), prefix_cache=False)
     built = build_engine(config, NoStore(), lambda event: None, no_store)
+    try:
+        if sleeps:
+            backend = built.engine.runner.backend
+            held_bytes = backend.weights_bytes
+            assert backend.free_memory(weights=True) > 2 * held_bytes, "of both ranks"
+            backend.restore()
+        return generate(built.engine)
+    finally:
+        built.close()
+
+
+def generate(engine: Engine) -> dict[str, list[int]]:
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     requests = [Request(str(n), tuple(range(n + 1, 3 * n + 12)), params) for n in range(5)]
     found: dict[str, list[int]] = {each.request_id: [] for each in requests}
     messages: list[Any] = [Submit(each) for each in requests]
     go_on = True
-    try:
-        while go_on:
-            step, go_on = built.engine.step(messages)
-            messages = []
-            for output in step.outputs:
-                found[output.request_id] += output.token_ids
-    finally:
-        built.close()
+    while go_on:
+        step, go_on = engine.step(messages)
+        messages = []
+        for output in step.outputs:
+            found[output.request_id] += output.token_ids
     return found
 
 
 @pytest.mark.processes
 def test_tokens_of_ranks_are_equal(model_dir: Path) -> None:
-    """More requests than run at once, in chunks of 7."""
+    """More requests than run at once, in chunks of 7; also after ranks have slept."""
     expected = tokens(model_dir, 1)
     assert all(len(each) == 32 for each in expected.values())
-    assert tokens(model_dir, 2) == expected
+    assert tokens(model_dir, 2, sleeps=True) == expected
     assert tokens(model_dir, 4) == expected
+
+
+class Failing:
+    """An engine of two ranks in a thread, and all that it says."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.engine = EngineThread(config_of(model_dir, 2), NoStore(), no_store)
+        self.steps: list[StepOutputs] = []
+        self.engine.start(self.steps.append)
+        ranks = self.engine.built.ranks
+        assert ranks is not None
+        [self.rank] = ranks.others
+
+    def submit(self) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        self.engine.send(Submit(Request("one", (1, 2, 3), params)))
+        until(lambda: any(step.outputs for step in self.steps))
+
+    def end(self) -> str:
+        """Waits for the end; returns why, as operators read it."""
+        until(lambda: bool(self.steps) and self.steps[-1].failure is not None, 40)
+        failure = self.steps[-1].failure
+        self.engine.stop()
+        until(lambda: not self.engine.is_alive)
+        return str(failure)
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_killed_while_nothing_runs(model_dir: Path) -> None:
+    failing = Failing(model_dir)
+    os.kill(failing.rank.pid, signal.SIGKILL)
+    assert "rank 1 was ended by SIGKILL" in failing.end()
+
+
+@pytest.mark.processes
+def test_a_rank_that_hangs_in_a_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request is answered, and its process is gone."""
+    monkeypatch.setattr(group, "EXCHANGE_S", 3.0)
+    failing = Failing(model_dir)
+    failing.submit()
+    os.kill(failing.rank.pid, signal.SIGSTOP)
+    assert "rank 1 does not answer" in failing.end()
+    errors = [output.error for step in failing.steps for output in step.outputs if output.error]
+    assert len(errors) == 1
+    assert isinstance(errors[0], EngineFailed)
+    assert not Path(f"/proc/{failing.rank.pid}").exists()
+
+
+@pytest.mark.processes
+def test_a_rank_that_cannot_be_built(model_dir: Path) -> None:
+    """The same error as rank 0's, and no process is left."""
+    config = replace(config_of(model_dir, 3), num_threads=1)
+    with pytest.raises(UnsupportedModel, match="--tensor-parallel 3: layers"):
+        build_engine(config, NoStore(), lambda event: None, no_store)
