@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,18 @@ class ExchangeFailed(RuntimeError):
 
 def meeting_point(count: int, port: int = 0) -> Any:
     """Returns the store through which so many ranks meet: a new one, or the one at this port."""
-    return _TORCH.TCPStore(LOCAL, port, count, is_master=not port, wait_for_workers=False)
+    if port:
+        return _TORCH.TCPStore(LOCAL, port, count, is_master=False, wait_for_workers=False)
+    # By itself it would listen on all of the machine's addresses.
+    listening = socket.create_server((LOCAL, 0))
+    return _TORCH.TCPStore(
+        LOCAL,
+        listening.getsockname()[1],
+        count,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 class GlooExchange:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from loadout import errors
@@ -37,14 +38,33 @@ def ranks_of(services: Services) -> list[int]:
     return [int(each) for each in found]
 
 
-@pytest.mark.parametrize(("kind", "count"), [("llama", 2), ("qwen3", 2), ("qwen3-moe", 4)])
+def check_nobody_else_reaches(ranks: list[int], count: int) -> None:
+    """All ranks are there, and listen on this machine alone."""
+    assert len(ranks) == count - 1
+    engine = psutil.Process(ranks[0]).ppid()
+    connections = [
+        each for pid in (engine, *ranks) for each in psutil.Process(pid).net_connections()
+    ]
+    listening = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("llama", 2),
+        ("qwen3-moe", 2),
+        pytest.param("qwen3", 2, marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 4, marks=pytest.mark.long),
+    ],
+)
 def test_ranks_answer_as_peft(
     kind: str, count: int, zoos: Callable[[str], Zoo], tmp_path: Path
 ) -> None:
     """Mixed adapters in one batch, greedy in fp32."""
     zoo = zoos(kind)
     with serve(zoo, tmp_path, count) as services:
-        assert len(ranks_of(services)) == count - 1
+        check_nobody_else_reaches(ranks_of(services), count)
         names = ADAPTERS[kind]
         for name in filter(None, names):
             services.client.register(name, services.source(name))

@@ -109,7 +109,8 @@ def compare_logits(folder: Path, count: int, relative_rms: Any) -> None:
 
     first, *others = on_ranks(count, run)
     assert relative_rms(expected, first) <= 1e-5
-    assert all(torch.equal(first, each) for each in others)
+    # Only the first scales and caps the logits.
+    assert all(torch.equal(others[0], each) for each in others)
 
 
 def outputs_of(spec: WeightSpec) -> Iterator[tuple[int, Cut]]:
