@@ -39,9 +39,10 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.checkpoint.headers import tower_modules
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.quantised.chosen import weight_form
 from inference_svc.model.recurrent_states import slot_bytes
+from inference_svc.model.sharding.description import of_rank
 from inference_svc.results.logprobs import LogprobsMode
 from inference_svc.server import InferenceServer, announcement_of, installed_version
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
@@ -52,7 +53,7 @@ from inference_svc.text.no_tokenizer import NoTokenizer
 from inference_svc.text.text_model import TextModel
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from servicekit import interpreter_gc
-from servicekit.errors import InvalidArgument
+from servicekit.errors import InvalidArgument, InvalidSetting
 from servicekit.rpc.reload import reloading
 from servicekit.rpc.server import stop_on_signals
 from servicekit.settings.types import split_address
@@ -113,6 +114,8 @@ def _load_tokenizer(config: InferenceSettings) -> TextModel:
 def describe_layout(config: InferenceSettings) -> str:
     """Returns the description of a server with these settings that it gives to the store: a
     RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
+    if config.tensor_parallel > 1:
+        raise InvalidSetting("--tensor-parallel: each rank has its own layout; leave it 1 here")
     decoder = load_description(config.model, config.quantize)
     config = resolve_model(config, _model_facts(decoder))
     dtype = getattr(torch, config.dtype)
@@ -166,7 +169,8 @@ def resolve_settings(
     """Returns the settings with everything decided. Raises InvalidSetting for a setting that
     machine or model cannot fulfil, ValueError for memory that does not suffice."""
     fit = partial(fit_device, decoder=decoder)
-    return resolve(config, machine, _model_facts(decoder), fit)
+    part = of_rank(decoder, Rank(0, config.tensor_parallel))
+    return resolve(config, machine, _model_facts(part), fit)
 
 
 def _model_facts(decoder: Decoder) -> ModelFacts:

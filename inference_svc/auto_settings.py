@@ -265,7 +265,7 @@ def _cpu_adapter_memory(settings: InferenceSettings, machine: Machine, model: Mo
     largest = settings.max_rank * model.expert_elements_per_rank * item_bytes
     left_bytes = settings.memory_limit or machine.host_free_bytes
     if left_bytes is not None:
-        largest = min(largest, left_bytes // CPU_ADAPTER_SHARE)
+        largest = min(largest, left_bytes // (CPU_ADAPTER_SHARE * settings.tensor_parallel))
     return CPU_ADAPTER_MEMORY + largest
 
 

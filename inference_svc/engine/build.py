@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,6 @@ from inference_svc.engine.ranks.pulls import RankPulls
 from inference_svc.engine.transport.messages import RankFailed, Restored
 from inference_svc.host.cpus import partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
-from inference_svc.host.memory import available_bytes
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.headers import tower_modules
@@ -135,12 +134,13 @@ def _build(
     factory = select_backend(config, decoder)
     speed = _speed(config, decoder, factory, num_threads)
     check_tensors(config.model_dir, decoder)
-    budget = check_budgets(_limited(config), decoder, factory)
+    budget = check_budgets(config, decoder, factory)
     layout = layout_of(config, decoder)
     host = _host_tier(config, has_device_memory=factory.has_device_memory)
     backend, layout = _load_model(config, decoder, factory, layout, num_threads, ranks)
     is_shared = not factory.has_device_memory
-    pace = PullPace.where_shared(usable_cpus(), num_threads) if is_shared else None
+    num_computing = num_threads * config.tensor_parallel
+    pace = PullPace.where_shared(usable_cpus(), num_computing) if is_shared else None
     others = None if ranks is None else RankPulls(ranks)
     memory = backend.pull_memory
     puller, residency = _make_residency(config, store, post, layout, memory, host, pace, others)
@@ -184,14 +184,6 @@ def describe(config: EngineConfig, index: int) -> Decoder:
     """Returns the decoder of the rank with this index. Raises UnsupportedModel."""
     whole = load_description(config.model_dir, config.quantize)
     return of_rank(whole.for_length(config.max_model_len), Rank(index, config.tensor_parallel))
-
-
-def _limited(config: EngineConfig) -> EngineConfig:
-    """Returns the settings with one rank's part of the memory's limit."""
-    if config.tensor_parallel == 1:
-        return config
-    limit_bytes = config.memory_limit_bytes or available_bytes() or 0
-    return replace(config, memory_limit_bytes=limit_bytes // config.tensor_parallel)
 
 
 def make_states(config: EngineConfig, backend: Backend[Any]) -> States:

@@ -7,7 +7,7 @@ allocated, so that a server that starts does not run out later.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds, num_kv_pages
 from inference_svc.core import EngineConfig
@@ -133,7 +133,8 @@ def plan_budgets(
     )
     if memory is None:
         limit_bytes, change = config.memory_limit_bytes, "memory-limit"
-        return (_host_budget((*on_device, *on_host), limit_bytes, change),)
+        lines = (*_of_all_ranks(on_device, config), *on_host)
+        return (_host_budget(lines, limit_bytes, change),)
     limit_bytes = config.memory_limit_bytes or memory.total_bytes
     in_use_bytes = memory.total_bytes - memory.free_bytes
     in_use = Line(IN_USE, in_use_bytes, "other programs on the device, beside the driver's part")
@@ -142,6 +143,16 @@ def plan_budgets(
         Budget("device", (*on_device, in_use), limit_bytes, change),
         _host_budget(on_host, config.host_limit_bytes, "host-memory-limit"),
     )
+
+
+def _of_all_ranks(lines: tuple[Line, ...], config: EngineConfig) -> tuple[Line, ...]:
+    """Returns the lines of all ranks together, of which `lines` are one's, and a line of the other
+    ranks' processes."""
+    count = config.tensor_parallel
+    if count == 1:
+        return lines
+    all_lines = tuple(replace(line, num_bytes=count * line.num_bytes) for line in lines)
+    return (*all_lines, Line("other_ranks", (count - 1) * resident_bytes(), "--tensor-parallel"))
 
 
 def _used(line: Line) -> tuple[Line, ...]:

@@ -27,7 +27,7 @@ from inference_svc.engine.compute.routed_pages import RoutedPages
 from inference_svc.engine.compute.sampler import NOT_FINITE, Sampler
 from inference_svc.engine.compute.scorer import score
 from inference_svc.engine.policy.memory_backoff import Rows, StepLimit
-from inference_svc.errors import CannotWake
+from inference_svc.errors import CannotWake, EngineFailed
 from inference_svc.host.device_faults import find_fault, is_out_of_memory
 from inference_svc.results.base import PlacedPart
 
@@ -152,6 +152,8 @@ class Runner:
         device, or this server, is broken."""
         try:
             return self._compute_all(rows)
+        except EngineFailed:
+            raise  # of several ranks, one has ended
         except Exception as error:
             found = find_fault(error)
             if found is not None and found.is_fatal:

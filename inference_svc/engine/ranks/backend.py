@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from inference_svc.adapters.memory.tiers import ResidencyChange
@@ -33,6 +34,7 @@ class RankedBackend:
     def __init__(self, own: TorchBackend, group: RankGroup, max_scored: int) -> None:
         self._own, self._group, self._max_scored = own, group, max_scored
         self._changes: list[ResidencyChange] = []
+        self._scores: Iterator[Scored] = iter(())
 
     @property
     def kernels(self) -> str:
@@ -97,14 +99,23 @@ class RankedBackend:
     def forward(self, inputs: RankedInputs) -> Logits:
         if self._group.failure is not None:
             raise self._group.failure
+        # Of a step that failed behind `forward`, as in the sampler: other ranks score all of it.
+        for _ in self._scores:
+            pass
         changes, self._changes = self._changes, []
         self._group.send_step(encode(changes, inputs.data))
         try:
-            return self._own.forward(inputs.own)
+            found = self._own.forward(inputs.own)
         except Exception as error:
             raise self._group.blame(error) from error
+        self._scores = self._score(inputs)
+        return found
 
     def score(self, inputs: RankedInputs) -> Iterator[Scored]:
+        """Returns what `forward` has begun; a caller may leave the rest to the next step."""
+        return chain(self._scores)  # which, as `yield from` would not, stays open
+
+    def _score(self, inputs: RankedInputs) -> Iterator[Scored]:
         try:
             yield from self._own.score(inputs.own)
         except Exception as error:

@@ -17,7 +17,8 @@ from inference_svc.core import EngineConfig
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.memory_budget import Budget, Line, human, plan_budgets
 from inference_svc.model.architectures import load_description
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Rank
+from inference_svc.model.sharding.description import of_rank
 from inference_svc.store.client import NoStore
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention
@@ -63,6 +64,19 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
         arena_bytes=64 * MIB,
         num_threads=1,
     )
+
+
+def test_the_arithmetic_is_of_all_ranks(config: EngineConfig) -> None:
+    """Each has its part of the weights, and pages and an arena of the size that is set."""
+    whole = load_description(config.model_dir)
+    alone = budget_of(config, whole, TORCH)
+    part = of_rank(whole, Rank(0, 4))
+    ranks = budget_of(replace(config, tensor_parallel=4), part, TORCH)
+    assert alone.bytes_of("weights") <= ranks.bytes_of("weights") < 1.1 * alone.bytes_of("weights")
+    assert ranks.bytes_of("kv_pages") == 4 * 96 * MIB
+    assert ranks.bytes_of("arena") == 4 * 64 * MIB
+    assert ranks.bytes_of("other_ranks") > 3 * 50 * MIB
+    assert not alone.bytes_of("other_ranks")
 
 
 def test_refusal_shows_the_arithmetic() -> None:
