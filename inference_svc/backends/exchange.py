@@ -21,10 +21,18 @@ class ExchangeFailed(RuntimeError):
     """Another rank has ended, or has not answered in time."""
 
 
-def meeting_point(count: int, port: int = 0) -> Any:
-    """Returns the store through which so many ranks meet: a new one, or the one at this port."""
+def meeting_point(count: int, timeout_s: float, port: int = 0) -> Any:
+    """Returns the store through which so many ranks meet: a new one, or the one at this port.
+
+    Raises ExchangeFailed when there is none for `timeout_s`; so long ranks wait for each other."""
+    timeout = timedelta(seconds=timeout_s)
     if port:
-        return _TORCH.TCPStore(LOCAL, port, count, is_master=False, wait_for_workers=False)
+        try:
+            return _TORCH.TCPStore(
+                LOCAL, port, count, is_master=False, wait_for_workers=False, timeout=timeout
+            )
+        except RuntimeError as error:
+            raise ExchangeFailed(f"ranks did not meet: {error}") from error
     # By itself it would listen on all of the machine's addresses.
     listening = socket.create_server((LOCAL, 0))
     return _TORCH.TCPStore(
@@ -33,6 +41,7 @@ def meeting_point(count: int, port: int = 0) -> Any:
         count,
         is_master=True,
         wait_for_workers=False,
+        timeout=timeout,
         master_listen_fd=listening.detach(),
     )
 
@@ -41,7 +50,7 @@ class GlooExchange:
     """An `Exchange` of processes on one machine, on CPUs.
 
     Made at the same time on all ranks, which find each other through `store`. A rank that does not
-    answer for `timeout_s` fails the exchange. Raises ExchangeFailed.
+    come, or answer, for `timeout_s` fails the exchange. Raises ExchangeFailed.
     """
 
     def __init__(self, rank: Rank, store: Any, timeout_s: float) -> None:
@@ -51,7 +60,10 @@ class GlooExchange:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOCAL)]
         options._timeout = timedelta(seconds=timeout_s)
-        self._group = gloo(store, rank.index, rank.count, options)
+        try:
+            self._group = gloo(store, rank.index, rank.count, options)
+        except RuntimeError as error:
+            raise ExchangeFailed(f"ranks did not meet: {error}") from error
 
     def sum(self, x: Tensor) -> None:
         if x.dtype in _ROUNDED:  # rounded once, in the end

@@ -6,4 +6,5 @@ backend   rank 0's backend, which has all ranks compute its steps
 group     the processes of the other ranks, as rank 0 starts and watches them
 pulls     each rank's part of an adapter, pulled together
 main      the main program of the other ranks
+orphans   ends a rank with the process that started it
 """

@@ -8,10 +8,13 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -43,34 +46,54 @@ END_S = 10.0
 """How long a rank may take to end."""
 DEATH_S = 5.0
 """How long a failed exchange waits for the end of the process that caused it."""
-ANSWER_S = 2.0
-"""How long a rank may take to say that it is there."""
+PING_S = 5.0
+"""How often each rank is asked whether it answers."""
+SILENCE_S = 30.0
+"""How long a rank may not answer, or take no message. Rank 0 notices it before an exchange
+that waits for the rank fails, which then does not blame another."""
 # This process's path, so that the child imports the same modules, and none from the working folder.
-_PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from inference_svc.engine.ranks.main import main; main()"
-)
+_PROGRAM = """
+import sys
+sys.path[:] = {path!r}
+from inference_svc.engine.ranks.orphans import end_with
+end_with({parent})
+from inference_svc.engine.ranks.main import main
+main()
+"""
+
+
+def _pair(send_s: float) -> tuple[Connection, socket.socket]:
+    """Returns a socket of this process, which sends for at most so long, and its other end."""
+    ours, theirs = socket.socketpair()
+    microseconds = int(send_s * 1e6)
+    limit = struct.pack("ll", *divmod(microseconds, 1_000_000))
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    return Connection(ours.detach()), theirs
 
 
 class RankProcess:
-    """One other rank: `control` for messages in both directions, `steps` for steps."""
+    """One other rank: `control` for messages in both directions, `steps` for steps. It ends with
+    the thread that makes it."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        ours, theirs = socket.socketpair()
-        our_steps, their_steps = socket.socketpair()
+        self.control, theirs = _pair(SILENCE_S)
+        self.steps, their_steps = _pair(EXCHANGE_S)
         self.steps_fd = their_steps.fileno()
-        self.control, self.steps = Connection(ours.detach()), Connection(our_steps.detach())
+        program = _PROGRAM.format(path=sys.path, parent=os.getpid())
         with theirs, their_steps:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM.format(path=sys.path)],
+                [sys.executable, "-P", "-c", program],
                 stdin=theirs.fileno(),
                 pass_fds=(self.steps_fd,),
-                process_group=0,
             )
+        self.said: dict[type, Any] = {}
+        """The messages of its start."""
         self.why = ""
         """Why it ends, as it has said."""
+        self.num_unanswered = 0
+        """Pings since its last message."""
         self.has_lost_contact = self._hangs = False
-        self.has_answered = threading.Event()
         self._lock = threading.Lock()
 
     @property
@@ -82,43 +105,62 @@ class RankProcess:
         return f"rank {self.rank.index}"
 
     def send(self, message: object) -> None:
-        """Sends a message, from any thread. A rank that has ended is noticed by its reader."""
-        with self._lock, contextlib.suppress(OSError):
-            self.control.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        """Sends a message, from any thread, or kills a rank that takes none for SILENCE_S. Its
+        reader notices its end."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        try:
+            with self._lock:
+                self.control.send_bytes(data)
+        except BlockingIOError:
+            self.kill()
+        except OSError:
+            pass  # it has ended
 
     def receive(self) -> Any:
         """Returns its next message. Raises EOFError or OSError when it has ended."""
         return pickle.loads(self.control.recv_bytes())
+
+    def kill(self) -> None:
+        """Kills a rank that does not answer."""
+        self._hangs = self._hangs or self._process.poll() is None
+        self._process.kill()
 
     def end(self, timeout_s: float) -> str:
         """Waits for its end, after so long by killing it; returns how it ended."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._hangs = True
-            self._process.kill()
+            self.kill()
             code = self._process.wait()
         if self._hangs:
             return "does not answer"
         self.has_lost_contact = code == LOST_CONTACT
         if self.why:
             return f"failed: {self.why}"
+        if self.has_lost_contact:
+            return "lost contact with another rank"
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
         return f"ended with status {code}"
 
     def hang_up(self) -> None:
-        """Closes its sockets, by which it ends."""
+        """Has it end, which it does when these sockets do."""
         for each in (self.steps, self.control):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.fileno())) as own:
                 own.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the sockets of a rank that has ended."""
+        with self._lock:
+            self.control.close()
+        self.steps.close()
 
 
 class RankGroup:
     """All ranks but the first. They begin to load the model when this is made.
 
-    `on_failure` is called once, from any thread, when a rank has ended or failed; `on_pull_ended`
-    with the index of a rank.
+    `on_failure` is called once, from any thread, when a rank has ended, failed or does not answer
+    after it was built; `on_pull_ended` with the index of a rank.
     """
 
     def __init__(
@@ -131,69 +173,96 @@ class RankGroup:
         self.failure: EngineFailed | None = None
         self.on_pull_ended: Callable[[int, PullEnded], None] = lambda index, ended: None
         self._on_failure = on_failure
-        self._is_closing = False
-        self._failed = threading.Event()
-        self._lock = threading.Lock()
-        self._store = meeting_point(self.count)
-        self.others = [RankProcess(Rank(index, self.count)) for index in range(1, self.count)]
-        for each in self.others:
-            start = Start(config, each.rank, make_store, self._store.port, each.steps_fd)
-            each.send(start)
-        self._readers = [
+        self._is_built = self._is_closing = False
+        self._not_built: Exception | None = None
+        self._failed, self._ended = threading.Event(), threading.Event()
+        self._changed = threading.Condition()
+        self._store = meeting_point(self.count, EXCHANGE_S)
+        # The watch starts ranks: they end with the thread that starts them.
+        started: Future[list[RankProcess]] = Future()
+        watch = threading.Thread(
+            target=self._watch, args=(started,), name="loadout-ranks", daemon=True
+        )
+        watch.start()
+        self.others = started.result()
+        readers = [
             threading.Thread(
                 target=self._read, args=(each,), name=f"loadout-{each.name}", daemon=True
             )
             for each in self.others
         ]
+        self._threads = [watch, *readers]
+        for each, reader in zip(self.others, readers, strict=True):
+            reader.start()
+            each.send(Start(config, each.rank, make_store, self._store.port, each.steps_fd))
 
     def meet(self) -> GlooExchange:
         """Returns rank 0's exchange, once every rank is there. Raises the error of a rank that
         cannot load the model, and EngineFailed for a rank that ends."""
-        for each in self.others:
-            self._expect(each, Described)
-        return GlooExchange(Rank(0, self.count), self._store, EXCHANGE_S)
+        self._expect(Described)
+        try:
+            return GlooExchange(Rank(0, self.count), self._store, EXCHANGE_S)
+        except ExchangeFailed as error:
+            failure = self.blame(error)
+            raise self._not_built or failure from error
 
     def wait_until_built(self) -> int:
         """Waits until every rank has loaded its part, and watches them from then on; returns the
         least number of pages. Raises as `meet`."""
-        found = [self._expect(each, Built) for each in self.others]
+        found = self._expect(Built)
         for each in self.others:
             logger.info("%s is process %d", each.name, each.pid)
-        for reader in self._readers:
-            reader.start()
         return min(each.num_pages for each in found)
 
-    def _expect(self, rank: RankProcess, kind: type) -> Any:
-        try:
-            answer = rank.receive()
-        except (EOFError, OSError):
-            raise EngineFailed(f"{rank.name} {rank.end(DEATH_S)} while it started") from None
-        if isinstance(answer, NotBuilt):
-            raise answer.error
-        assert isinstance(answer, kind)
-        return answer
+    def _expect(self, kind: type) -> list[Any]:
+        """Returns the messages of all ranks of this kind; raises the first error of any."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._start_error or all(kind in each.said for each in self.others)
+            )
+            if self._start_error is not None:
+                raise self._start_error
+            self._is_built = kind is Built
+            return [each.said[kind] for each in self.others]
+
+    @property
+    def _start_error(self) -> Exception | None:
+        return self._not_built or self.failure
 
     def send_step(self, buffer: bytes) -> None:
         """Has all ranks compute a step, without waiting."""
         self._send_steps(STEP + buffer)
 
+    def begin_free(self, *, weights: bool) -> Callable[[], int]:
+        """Has all ranks free their pages, or weights as well; the result waits for them, and
+        returns the bytes. No step may be sent before that."""
+        return self._begin(FREE_ALL if weights else FREE)
+
+    def begin_restore(self) -> Callable[[], int]:
+        """Has all ranks allocate their memory again; the result waits for them, and returns 0."""
+        return self._begin(RESTORE)
+
     def free_memory(self, *, weights: bool) -> int:
         """Has all ranks free their pages, or weights as well; returns the bytes."""
-        return self._ask(FREE_ALL if weights else FREE)
+        return self.begin_free(weights=weights)()
 
     def restore(self) -> None:
         """Has all ranks allocate their memory again."""
-        self._ask(RESTORE)
+        self.begin_restore()()
 
     def _send_steps(self, frame: bytes) -> None:
         for each in self.others:
             try:
                 each.steps.send_bytes(frame)
-            except OSError:
+            except OSError:  # it has ended, or takes no step
                 raise self.lost(each) from None
 
-    def _ask(self, frame: bytes) -> int:
+    def _begin(self, frame: bytes) -> Callable[[], int]:
         self._send_steps(frame)
+        return self._collect
+
+    def _collect(self) -> int:
+        """Returns the sum of all ranks' answers."""
         total = 0
         for each in self.others:
             try:
@@ -220,53 +289,80 @@ class RankGroup:
         or its own."""
         if not isinstance(error, ExchangeFailed):
             return self._fail(f"rank 0 failed: {type(error).__name__}: {error}")
-        for each in self.others:
-            each.has_answered.clear()
-            each.send(Ping())
-        for each in self.others:
-            if not each.has_answered.wait(ANSWER_S) and not self._failed.is_set():
-                how = each.end(ANSWER_S)  # which kills one that hangs
-                if not each.has_lost_contact:
-                    return self._fail(f"{each.name} {how}")
         self._failed.wait(DEATH_S)
         return self._fail(f"ranks lost contact: {error}")
 
     def _fail(self, why: str) -> EngineFailed:
-        with self._lock:
-            is_first = self.failure is None
-            self.failure = self.failure or EngineFailed.because(why)
+        with self._changed:
+            if self.failure is not None:
+                return self.failure
+            is_built = self._is_built
+            if is_built:
+                failure = EngineFailed.because(why)
+            else:
+                failure = EngineFailed(f"{why} while it started")
+            self.failure = failure
             self._failed.set()
-        if is_first and not self._is_closing:
+            self._changed.notify_all()
+        if is_built and not self._is_closing:
             logger.error("%s", why)
-            self._on_failure(self.failure)
-        return self.failure
+            self._on_failure(failure)
+        return failure
 
     def _read(self, rank: RankProcess) -> None:
         """Takes a rank's messages until it ends."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = rank.receive()
+                rank.num_unanswered = 0
                 if isinstance(message, PullEnded):
                     self.on_pull_ended(rank.rank.index, message)
                 elif isinstance(message, StepFailed):
                     rank.why = message.why
-                elif isinstance(message, Pong):
-                    rank.has_answered.set()
+                elif not isinstance(message, Pong):
+                    self._on_started(rank, message)
         if not self._is_closing:
             self.lost(rank)
 
-    def close(self) -> None:
-        """Ends all ranks. Idempotent."""
-        if self._is_closing:
+    def _on_started(self, rank: RankProcess, message: Described | Built | NotBuilt) -> None:
+        with self._changed:
+            if isinstance(message, NotBuilt):
+                logger.error("%s cannot load the model: %s", rank.name, message.error)
+                self._not_built = self._not_built or message.error
+            rank.said[type(message)] = message
+            self._changed.notify_all()
+
+    def _watch(self, started: Future[list[RankProcess]]) -> None:
+        """Starts all ranks, and kills one that is built and does not answer, until all have ended.
+
+        Counts pings, not seconds: this process may have been stopped itself.
+        """
+        try:
+            others = [RankProcess(Rank(index, self.count)) for index in range(1, self.count)]
+        except BaseException as error:
+            started.set_exception(error)
             return
-        self._is_closing = True
+        started.set_result(others)
+        while not self._ended.wait(PING_S):
+            for each in others if self._is_built and not self._is_closing else ():
+                if each.num_unanswered * PING_S >= SILENCE_S:
+                    each.kill()
+                each.num_unanswered += 1
+                each.send(Ping())
+
+    def close(self) -> None:
+        """Ends all ranks, and all waits for them. Idempotent."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
         for each in self.others:
             each.hang_up()
+        deadline_s = time.monotonic() + END_S
         for each in self.others:
-            logger.debug("%s %s", each.name, each.end(END_S))
-        for reader in self._readers:
-            if reader.ident is not None:
-                reader.join()
+            logger.debug("%s %s", each.name, each.end(max(0.0, deadline_s - time.monotonic())))
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
         for each in self.others:
-            each.control.close()
-            each.steps.close()
+            each.close()

@@ -6,6 +6,7 @@ ended.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -16,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from contract.images.header import ImageHeader, Segment
 from inference_svc.adapters.memory.extents import Extent
@@ -89,6 +90,8 @@ class Follower:
         threading.Thread(target=self._listen, name="loadout-control", daemon=True).start()
         try:
             backend = self._build()
+        except ExchangeFailed:
+            os._exit(LOST_CONTACT)
         except Exception as error:
             self._send(NotBuilt(portable(error)))
             return
@@ -102,9 +105,14 @@ class Follower:
         except ExchangeFailed:
             os._exit(LOST_CONTACT)
         except Exception as error:
-            logger.exception("rank %d fails", self._start.rank.index)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Ends the process, and says why."""
+        logger.error("rank %d fails", self._start.rank.index, exc_info=error)
+        with contextlib.suppress(OSError):
             self._send(StepFailed(f"{type(error).__name__}: {error}"))
-            os._exit(1)
+        os._exit(1)
 
     def _build(self) -> TorchBackend:
         config, rank = self._start.config, self._start.rank
@@ -112,7 +120,7 @@ class Follower:
         set_num_threads(config)
         decoder = describe(config, rank.index)
         self._send(Described())
-        meeting = meeting_point(rank.count, self._start.port)
+        meeting = meeting_point(rank.count, EXCHANGE_S, self._start.port)
         exchange = GlooExchange(rank, meeting, EXCHANGE_S)
         layout = layout_of(config, decoder)
         backend = TorchFactory().build(config, decoder, layout, exchange)
@@ -139,21 +147,26 @@ class Follower:
         self._steps.send_bytes(num_bytes.to_bytes(8, "little"))
 
     def _listen(self) -> None:
-        """Takes messages; ends the process when rank 0 has ended."""
-        try:
-            while True:
-                message = pickle.loads(self._control.recv_bytes())
-                if isinstance(message, Ping):
-                    self._send(Pong())
-                    continue
-                assert self._pulls is not None, "pulls follow Built"
-                if isinstance(message, Pull):
-                    self._pulls.start(message)
-                else:
-                    assert isinstance(message, CancelPull)
-                    self._pulls.cancel(message.number)
-        except (EOFError, OSError):
-            os._exit(0)
+        """Takes messages; ends the process when rank 0 has ended, or when one cannot be taken."""
+        while True:
+            try:
+                frame = self._control.recv_bytes()
+            except (EOFError, OSError):
+                os._exit(0)
+            try:
+                self._take_message(pickle.loads(frame))
+            except Exception as error:
+                self._fail(error)
+
+    def _take_message(self, message: Ping | Pull | CancelPull) -> None:
+        if isinstance(message, Ping):
+            self._send(Pong())
+            return
+        assert self._pulls is not None, "pulls follow Built"
+        if isinstance(message, Pull):
+            self._pulls.start(message)
+        else:
+            self._pulls.cancel(message.number)
 
     def _send(self, message: object) -> None:
         with self._lock:

@@ -81,14 +81,14 @@ class PullEnded:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The rank could not compute a step, and ends."""
+    """The rank could not compute a step, or take a message, and ends."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Asks whether a rank still answers."""
+    """Asks whether a rank still answers, which it does while it computes, too."""
 
 
 @dataclass(frozen=True, slots=True)

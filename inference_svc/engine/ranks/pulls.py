@@ -10,7 +10,8 @@ from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob
 from inference_svc.engine.ranks.group import RankGroup
 from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
-from servicekit.errors import ServiceError
+from inference_svc.errors import TRY_LATER
+from servicekit.errors import ServiceError, Unavailable
 
 POLL_S = 0.1
 """How soon a pull that is cancelled, or an engine that ends, is noticed."""
@@ -74,8 +75,9 @@ class RankPulls:
         """Waits until all ranks have ended, one has failed, or the job is cancelled."""
         with running.changed:
             while running.left and running.error is None and not job.is_cancelled:
-                if self._group.failure is not None:
+                if self._group.is_ended:
                     running.error = self._group.failure
+                    return
                 running.changed.wait(POLL_S)
 
     def _end(self, job: PullJob) -> None:
@@ -101,4 +103,10 @@ class RankPulls:
         with running.changed:
             running.left.discard(index)
             running.error = running.error or ended.error
+            if not ended.is_done:
+                running.error = running.error or _incomplete(index)
             running.changed.notify_all()
+
+
+def _incomplete(index: int) -> ServiceError:
+    return Unavailable(f"rank {index} ended its pull of the adapter before the end; {TRY_LATER}")

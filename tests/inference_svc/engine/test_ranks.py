@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from inference_svc.adapters.memory.tiers import MixWrite, TableClear, TableWrite
 from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob
 from inference_svc.adapters.rank_layouts import check_cut
 from inference_svc.adapters.targets import build_layout, cut_as
+from inference_svc.backends.exchange import ExchangeFailed, GlooExchange, meeting_point
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
 from inference_svc.core import EngineConfig, Request, SamplingParams
@@ -38,6 +42,7 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Rank
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.store.client import NoStore
+from servicekit.errors import Unavailable
 from tests.support.inference.memory_store import make_image, small_layout
 from tests.support.inference.ranks import no_store
 from tests.support.wait import until
@@ -144,6 +149,23 @@ def test_a_pull_that_is_cancelled_ends_on_all() -> None:
     assert pulls.result() == PullFailed(pulls.job, None)
 
 
+def test_a_part_that_ends_before_its_end_is_not_done() -> None:
+    pulls = Pulls()
+    pulls.end(1, is_done=False)
+    pulls.end(2)
+    error = pulls.result().error
+    assert isinstance(error, Unavailable)
+    assert "rank 1 ended its pull of the adapter before the end" in str(error)
+
+
+@pytest.mark.parametrize("failure", [EngineFailed("rank 2 does not answer"), None])
+def test_a_pull_ends_with_its_ranks(failure: EngineFailed | None) -> None:
+    """They have failed, or are being closed; none says that it has ended its part."""
+    pulls = Pulls()
+    pulls.group.failure, pulls.group.is_ended = failure, True
+    assert pulls.result() == PullFailed(pulls.job, failure)
+
+
 def test_kinds_that_ranks_do_not_apply_are_refused() -> None:
     targets = small_layout().targets
     cut = tuple(replace(target, out_slice=(0, 48)) for target in targets)
@@ -243,10 +265,13 @@ def test_tokens_of_ranks_are_equal(model_dir: Path) -> None:
 
 
 class Failing:
-    """An engine of two ranks in a thread, and all that it says."""
+    """An engine of two ranks in a thread, and all that it says. The thread that builds it ends, as
+    in the engine's process."""
 
     def __init__(self, model_dir: Path) -> None:
-        self.engine = EngineThread(config_of(model_dir, 2), NoStore(), no_store)
+        config = config_of(model_dir, 2)
+        with ThreadPoolExecutor(1) as builder:
+            self.engine = builder.submit(EngineThread, config, NoStore(), no_store).result()
         self.steps: list[StepOutputs] = []
         self.engine.start(self.steps.append)
         ranks = self.engine.built.ranks
@@ -260,11 +285,17 @@ class Failing:
 
     def end(self) -> str:
         """Waits for the end; returns why, as operators read it."""
-        until(lambda: bool(self.steps) and self.steps[-1].failure is not None, 40)
+        until(lambda: bool(self.steps) and self.steps[-1].failure is not None)
         failure = self.steps[-1].failure
         self.engine.stop()
         until(lambda: not self.engine.is_alive)
         return str(failure)
+
+
+@pytest.fixture
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "PING_S", 1.0)
+    monkeypatch.setattr(group, "SILENCE_S", 5.0)
 
 
 @pytest.mark.processes
@@ -275,9 +306,18 @@ def test_a_rank_that_is_killed_while_nothing_runs(model_dir: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_rank_that_hangs_in_a_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its request is answered, and its process is gone."""
-    monkeypatch.setattr(group, "EXCHANGE_S", 3.0)
+@pytest.mark.usefixtures("short_silence")
+def test_a_rank_that_hangs_while_nothing_runs(model_dir: Path) -> None:
+    failing = Failing(model_dir)
+    os.kill(failing.rank.pid, signal.SIGSTOP)
+    assert "rank 1 does not answer" in failing.end()
+    assert not Path(f"/proc/{failing.rank.pid}").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("short_silence")
+def test_a_rank_that_hangs_in_a_step(model_dir: Path) -> None:
+    """Its request is answered."""
     failing = Failing(model_dir)
     failing.submit()
     os.kill(failing.rank.pid, signal.SIGSTOP)
@@ -285,7 +325,83 @@ def test_a_rank_that_hangs_in_a_step(model_dir: Path, monkeypatch: pytest.Monkey
     errors = [output.error for step in failing.steps for output in step.outputs if output.error]
     assert len(errors) == 1
     assert isinstance(errors[0], EngineFailed)
-    assert not Path(f"/proc/{failing.rank.pid}").exists()
+
+
+@pytest.mark.processes
+def test_a_rank_that_cannot_take_a_message(model_dir: Path) -> None:
+    failing = Failing(model_dir)
+    failing.rank.send("no message")
+    assert "rank 1 failed: AttributeError" in failing.end()
+
+
+@pytest.mark.processes
+def test_messages_that_a_rank_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fill its socket: it is killed, and later ones do not wait."""
+    monkeypatch.setattr(group, "SILENCE_S", 1.0)
+    with ThreadPoolExecutor(1) as starter:
+        rank = starter.submit(group.RankProcess, Rank(1, 2)).result()
+        os.kill(rank.pid, signal.SIGSTOP)
+        for _ in range(100):
+            rank.send(bytes(1 << 16))
+        assert rank.end(20) == "does not answer"
+        rank.close()
+
+
+@pytest.mark.processes
+def test_a_rank_that_ends_while_another_hangs(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start ends, and no process is left."""
+    monkeypatch.setattr(group, "END_S", 1.0)
+    failures: list[EngineFailed] = []
+    ranks = group.RankGroup(config_of(model_dir, 3), no_store, failures.append)
+    first, second = (each.pid for each in ranks.others)
+    os.kill(first, signal.SIGSTOP)
+    os.kill(second, signal.SIGKILL)
+    with pytest.raises(EngineFailed, match="rank 2 was ended by SIGKILL while it started"):
+        ranks.meet()
+    ranks.close()
+    assert not failures, "nobody serves yet"
+    assert not Path(f"/proc/{first}").exists()
+
+
+def test_ranks_that_do_not_meet() -> None:
+    store = meeting_point(2, 1.0)
+    with pytest.raises(ExchangeFailed, match="ranks did not meet"):
+        GlooExchange(Rank(0, 2), store, 1.0)
+    port = store.port
+    del store
+    with pytest.raises(ExchangeFailed, match="ranks did not meet"):
+        meeting_point(2, 1.0, port)
+
+
+ENGINE_PROGRAM = """
+import sys, time
+from inference_svc.engine.ranks.group import RankProcess
+from inference_svc.model.description import Rank
+rank = RankProcess(Rank(1, 2))
+print(rank.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.processes
+def test_a_stopped_rank_ends_with_its_engine() -> None:
+    with subprocess.Popen([sys.executable, "-c", ENGINE_PROGRAM], stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None
+        process = Path("/proc", engine.stdout.readline().decode().strip())
+        until(lambda: "libtorch" in (process / "maps").read_text())
+        os.kill(int(process.name), signal.SIGSTOP)
+        engine.kill()
+    until(lambda: has_ended(process))
+
+
+def has_ended(process: Path) -> bool:
+    """Returns whether a process is gone, or only its parent has not noticed."""
+    try:
+        return "State:\tZ" in (process / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 @pytest.mark.processes
