@@ -83,10 +83,11 @@ class BuiltEngine:
     other_layouts: tuple[ModelLayout, ...] = ()
 
     def close(self) -> None:
-        """Ends the pull threads, of which every job must have been cancelled, and other ranks."""
-        self.puller.close()
+        """Ends other ranks, and the pull threads, which may wait for them. Every job of these must
+        have been cancelled."""
         if self.ranks is not None:
             self.ranks.close()
+        self.puller.close()
 
     def place_threads(self) -> None:
         """Binds the calling thread, which will call `engine.step`, and the threads that compute

@@ -131,8 +131,10 @@ class RankedBackend:
         self._own.free_unused()
 
     def free_memory(self, *, weights: bool) -> int:
-        return self._own.free_memory(weights=weights) + self._group.free_memory(weights=weights)
+        others_bytes = self._group.begin_free(weights=weights)
+        return self._own.free_memory(weights=weights) + others_bytes()
 
     def restore(self) -> None:
+        wait_for_others = self._group.begin_restore()
         self._own.restore()
-        self._group.restore()
+        wait_for_others()

@@ -242,14 +242,6 @@ class RankGroup:
         """Has all ranks allocate their memory again; the result waits for them, and returns 0."""
         return self._begin(RESTORE)
 
-    def free_memory(self, *, weights: bool) -> int:
-        """Has all ranks free their pages, or weights as well; returns the bytes."""
-        return self.begin_free(weights=weights)()
-
-    def restore(self) -> None:
-        """Has all ranks allocate their memory again."""
-        self.begin_restore()()
-
     def _send_steps(self, frame: bytes) -> None:
         for each in self.others:
             try:
