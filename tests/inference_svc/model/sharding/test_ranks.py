@@ -28,6 +28,7 @@ from kernels.experts import padded_rows
 from tests.support.inference.ranks import exchanges, on_ranks
 from tests.support.models.decoders import NUM_CELLS, TorchDecoder
 from tests.support.models.families import MODELS
+from tests.support.pairs import long_but
 
 PAGE_SIZE = 4
 DIVISIBLE = {
@@ -42,6 +43,10 @@ REFUSED = ("Olmo2", "Olmo3", "Olmoe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Lfm
 
 
 CUT = [name for name, (family, _) in MODELS.items() if family not in REFUSED]
+
+
+SHAPES = ("llama-no-gqa-biases", "phi3-partial-sliding", "gpt-oss", "qwen3-moe", "gemma4")
+"""Models whose checkpoints have weights in most forms: fused, of experts, transposed."""
 
 
 def parts_of(decoder: Decoder, count: int) -> list[Decoder]:
@@ -142,8 +147,10 @@ def values_of(weights: ModelWeights[Any], spec: WeightSpec, key: str) -> tuple[T
     return linear.rows(0, linear.out_features), linear.bias
 
 
-def test_parts_are_the_whole(folder):
+@pytest.mark.parametrize("name", long_but(SHAPES, CUT))
+def test_parts_are_the_whole(name, folder_of):
     """Each number of the whole is on a rank, where it belongs; biases of sums are on one."""
+    folder = folder_of(name)
     whole = load_description(folder)
     expected, parts = load(folder, whole), parts_of(whole, 4)
     loaded = [load(folder, part) for part in parts]
