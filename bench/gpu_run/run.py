@@ -54,7 +54,7 @@ STAGES = (
 )
 
 
-EMULATED_PATIENCE = 4
+EMULATED_PATIENCE = 8
 """Factor of a stage's budget without a device, because such machines are often busy."""
 
 
