@@ -32,6 +32,7 @@ class ManualPuller:
     """A puller whose jobs the test advances."""
 
     num_workers = 2
+    others = None
     jobs: list[PullJob] = field(default_factory=list)
     ended: list[PullJob] = field(default_factory=list)
 

@@ -54,6 +54,7 @@ class StepPuller:
     """
 
     num_workers = 2
+    others = None
 
     def __init__(self) -> None:
         self.begun: list[str] = []
