@@ -24,7 +24,7 @@ from kernels import tuning
 ROOT = Path(__file__).parents[2]
 
 # The fixture runs every stage, minutes on a busy machine.
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
