@@ -31,6 +31,9 @@ OnLayouts = Callable[[str, tuple[str, ...]], None]
 MIN_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.1, 1.0
 ANNOUNCE_AGAIN_SECONDS = 300.0
 """How often a server that the store had no place to announce registers its layout again."""
+RENEW_SECONDS = 30.0
+"""How often the layouts of other ranks are registered again. Without that the store takes a server
+for gone after two minutes; the watch renews only the first rank's."""
 BEHIND_SECONDS = 2.0
 """Replicas that share a catalog are never further apart; after this long it is another catalog."""
 
@@ -153,12 +156,14 @@ class CatalogWatch:
             self._knows_history = True
         self._avoid, self._behind_since_s = frozenset(), None
         self._directory.watch_started(revision)
-        registered_s = time.monotonic()
+        registered_s = renewed_s = time.monotonic()
         async for event in session.watch(self._directory.revision, announcement_id):
-            if time.monotonic() - registered_s >= ANNOUNCE_AGAIN_SECONDS:
-                registered_s = time.monotonic()
-                if not announcement_id:
-                    await session.register_layout(self._layout, self._announcement)
+            now_s = time.monotonic()
+            if not announcement_id and now_s - registered_s >= ANNOUNCE_AGAIN_SECONDS:
+                registered_s = now_s
+                await session.register_layout(self._layout, self._announcement)
+            if now_s - renewed_s >= RENEW_SECONDS:
+                renewed_s = now_s
                 await self._register_others(session)
             yield event
 

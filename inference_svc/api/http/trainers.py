@@ -70,6 +70,7 @@ class Trainers:
                 "dtype": f"torch.{facts.dtype}",
                 "max_model_len": facts.max_model_len,
             },
+            # Trainers push to this one address, however many ranks compute.
             "parallel_config": {
                 "tensor_parallel_size": 1,
                 "pipeline_parallel_size": 1,

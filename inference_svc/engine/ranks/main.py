@@ -7,11 +7,9 @@ ended.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import pickle
-import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -54,7 +52,7 @@ from inference_svc.engine.ranks.messages import (
     StepFailed,
 )
 from inference_svc.engine.ranks.steps import Change, SlotWrite, decode
-from inference_svc.engine.transport.process_main import DUMP_SIGNAL, portable
+from inference_svc.engine.transport.process_main import connect_to_parent, encode, portable
 from inference_svc.errors import CorruptImage
 from inference_svc.model.checkpoint.headers import tower_modules
 from servicekit.errors import ServiceError
@@ -63,13 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 drains first
-    faulthandler.register(DUMP_SIGNAL, all_threads=True)
-    control = Connection(os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    control = connect_to_parent()
     try:
         Follower(control, pickle.loads(control.recv_bytes())).run()
     except (EOFError, OSError):
@@ -170,7 +162,7 @@ class Follower:
 
     def _send(self, message: object) -> None:
         with self._lock:
-            self._control.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+            self._control.send_bytes(encode(message))
 
 
 class RankImages:

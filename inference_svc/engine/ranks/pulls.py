@@ -24,7 +24,6 @@ class _Running:
     number: int
     left: set[int]
     error: ServiceError | None = None
-    is_cancelled: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
 
 

@@ -73,9 +73,11 @@ def encode(frame: object) -> bytes:
     return pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
 
 
-def main() -> None:
+def connect_to_parent() -> Connection:
+    """Prepares a process that computes, and returns the socket that it was given as its standard
+    input. It ignores signals that may go to the whole group: the parent drains first, then says
+    when to end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A signal may go to the whole group: the parent drains first, then sends Stop.
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     sys.setswitchinterval(SWITCH_S)
@@ -83,6 +85,11 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    return connection
+
+
+def main() -> None:
+    connection = connect_to_parent()
     try:
         config, make_store = pickle.loads(connection.recv_bytes())
         Child(connection, config, make_store).serve()

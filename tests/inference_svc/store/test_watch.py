@@ -30,16 +30,16 @@ ANNOUNCED = Announcement(("b",), 16)
 class Watched:
     """A directory whose watch runs while the block does."""
 
-    def __init__(self, store: str | Replicas, layout: Any) -> None:
+    def __init__(self, store: str | Replicas, *layouts: Any) -> None:
         self.client = CatalogClient(Replicas.at(store) if isinstance(store, str) else store)
         self.directory = Directory(self.client, Servable(("base",), 16), 300.0)
         self.layout_ids: list[str] = []
         self.watch = CatalogWatch(
             self.client,
             self.directory,
-            (layout,),
+            layouts,
             ANNOUNCED,
-            lambda layout_id, others: self.layout_ids.append(layout_id),
+            lambda layout_id, others: self.layout_ids.extend((layout_id, *others)),
         )
 
     async def __aenter__(self) -> "Watched":
@@ -66,6 +66,22 @@ def test_server_that_is_not_announced_tries_again(
             assert len(store.layouts) == 3
             assert watched.layout_ids == [LAYOUT]
             assert store.watched_for == [""]
+
+    serve(body)
+
+
+def test_layouts_of_other_ranks_are_renewed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No watch keeps them."""
+    monkeypatch.setattr(store_watch, "RENEW_SECONDS", 0.0)
+
+    async def body(store: TinyStore, address: str) -> None:
+        async with Watched(address, engine.layout, engine.layout, engine.layout) as watched:
+            await until_async(lambda: watched.layout_ids == [LAYOUT] * 3)
+            assert len(store.layouts) == 3
+            store.emit(6)
+            store.emit(7)
+            await until_async(lambda: watched.directory.revision == 7)
+            assert len(store.layouts) == 3 + 2 * 2
 
     serve(body)
 
