@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from inference_svc.host.cpus import find_processor
 from kernels.native.library import load
+
+PROCESSOR = find_processor()
+"""Found before engines bind this process's threads to a part of its processors."""
 
 
 def best_kernels() -> str:
@@ -23,8 +26,10 @@ def machine(*, computes_on_gpu: bool = False) -> dict[str, Any]:
     """Returns the machine, the time, and the load, because other work on the machine distorts
     results. With `computes_on_gpu` the kernels for CPUs are not compiled, and not named."""
     return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
+        "cpu": PROCESSOR.name,
+        "cores": PROCESSOR.num_cores,
+        "processors": PROCESSOR.num_processors,
+        "cpu_quota": PROCESSOR.quota,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -33,10 +38,3 @@ def machine(*, computes_on_gpu: bool = False) -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "load_average": os.getloadavg()[0],
     }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

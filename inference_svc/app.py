@@ -97,6 +97,7 @@ async def _serve(config: InferenceSettings, stop: asyncio.Event) -> None:
                 facts = replace(
                     facts,
                     num_threads=speed.num_threads,
+                    processor=speed.processor,
                     speed_notes=notes,
                     weight_formats=speed.weight_formats,
                 )

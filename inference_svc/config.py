@@ -275,7 +275,7 @@ class InferenceSettings(ServiceSettings):
 
     num_threads: Annotated[OptionalCount, DEVICE] = 0
     """Number of compute threads on CPU. 0: one per core that the process may use, within the
-    container's CPU quota."""
+    container's CPU quota. Hyperthreads of one core count once."""
 
     tensor_parallel: Annotated[int, Field(ge=1, le=64), DEVICE] = 1
     """Number of processes that compute the model together, each with a part of its weights, of the

@@ -405,14 +405,15 @@ class EngineConfig:
     `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only). `lora_targets`:
     the modules that adapters may change, by last components of targets' names; none: all.
     `max_added_tokens`: how many tokens behind the vocabulary an adapter may have. `record_steps`:
-    steps are recorded and replayed where the device can. `num_threads` 0: one per core that
-    this process may use. `memory_limit_bytes` 0: on CPU the machine's free memory, else the
-    device's memory; `host_limit_bytes`, of the host where the device has memory of its own, 0: its
-    free memory. `frontend_bytes` is the memory of the process that the engine serves from a process
-    of its own, `tokenizer_bytes` the memory that it will take in addition when its tokenizer is
-    loaded. A model with recurrent layers stores a state every `state_pages` pages, at most
-    `num_stored_states` of them, in addition to two per running sequence. `tensor_parallel`
-    processes have a part of the model each, and the memory of pages and arena each.
+    steps are recorded and replayed where the device can. `num_threads` 0: one per core that this
+    process may use, of which ranks have equal parts. `memory_limit_bytes` 0: on CPU the machine's
+    free memory, else the device's memory; `host_limit_bytes`, of the host where the device has
+    memory of its own, 0: its free memory. `frontend_bytes` is the memory of the process that the
+    engine serves from a process of its own, `tokenizer_bytes` the memory that it will take in
+    addition when its tokenizer is loaded. A model with recurrent layers stores a state every
+    `state_pages` pages, at most `num_stored_states` of them, in addition to two per running
+    sequence. `tensor_parallel` processes have a part of the model each, and the memory of pages and
+    arena each.
     """
 
     model_dir: Path

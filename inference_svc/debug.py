@@ -15,8 +15,8 @@ from inference_svc.config import InferenceSettings
 from inference_svc.core import ANYONE
 from inference_svc.engine.control.status_types import EngineDetails, MemoryDetails
 from inference_svc.frontend.async_engine import AsyncEngine
-from inference_svc.host.cpus import usable_cpus
-from inference_svc.host.device_info import cpu_name, torch_versions
+from inference_svc.host.cpus import cpu_name, usable_cores, usable_cpus
+from inference_svc.host.device_info import torch_versions
 from inference_svc.metrics.engine import MAX_NAMES
 from inference_svc.metrics.requests import Metrics
 from inference_svc.store.adapter_resolver import Directory
@@ -181,5 +181,6 @@ def _versions() -> dict[str, Any]:
     return describe_runtime() | {
         "torch": torch_versions(),
         "processor": cpu_name(),
+        "num_usable_cores": usable_cores(),
         "num_usable_processors": usable_cpus(),
     }

@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -48,6 +47,7 @@ from adapter_store.sources.staging import Staging
 from bench.store.adapters import BENCH_200M, make_adapter, make_layout
 from bench.store.process import bench_store
 from contract.adapter_files import WEIGHTS_FILE
+from inference_svc.host.cpus import find_processor
 from loadout.demo.process import Process
 
 BUCKET = "adapters"
@@ -201,7 +201,7 @@ def main() -> None:
         rate = result["check_and_compile"][source]
         print(f"  check + compile          {rate['mb_per_second']:8.0f} MB/s of source")
         print(f"  share of sha256 on a core {rate['of_sha256']:8.2f} (goal {GOAL})")
-    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    machine = str(find_processor())
     report = {"workload": "store cold", "machine": machine, "layers": arguments.layers}
     arguments.out.write_text(json.dumps(report | result, indent=1) + "\n")
 

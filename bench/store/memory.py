@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import tempfile
 import threading
 import time
@@ -27,6 +25,7 @@ import torch
 
 from bench.store.adapters import Shapes, make_adapter, make_layout
 from bench.store.process import BenchStore, bench_store
+from inference_svc.host.cpus import find_processor
 
 SMALL: Shapes = {"mlp.up_proj": (64, 64)}
 LARGE: Shapes = {"mlp.up_proj": (16384, 16384)}
@@ -134,7 +133,7 @@ def main() -> None:
     for what, mib in result["mib"].items():
         print(f"{what:24} {mib:7} MiB")
     print(f"{result['pulls']} pulls, {result['refused']} refused for lack of room")
-    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    machine = str(find_processor())
     asked = {"adapters": arguments.adapters, "readers": arguments.readers}
     report = {"workload": "store memory", "machine": machine, **asked}
     arguments.out.write_text(json.dumps(report | result, indent=1) + "\n")

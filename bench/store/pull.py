@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -27,6 +25,7 @@ import torch
 
 from bench.store.adapters import LLAMA_8B, make_adapter, make_layout
 from bench.store.process import RAW_BYTES, BenchStore, bench_store
+from inference_svc.host.cpus import find_processor
 
 RANK = 16
 PART_BYTES = sum(RANK * 2 * (num_in + num_out) for num_in, num_out in LLAMA_8B.values())
@@ -143,7 +142,7 @@ def main() -> None:
         print(f"{what:24} {found:7.0f} MB/s")
     for what, found in result["ratios"].items():
         print(f"{what:32} {found:5.2f}  (goal {GOALS[what]:.2f})")
-    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    machine = str(find_processor())
     report = {"workload": "store pull", "machine": machine, "layers": arguments.layers}
     arguments.out.write_text(json.dumps(report | result, indent=1) + "\n")
 

@@ -22,6 +22,7 @@ from inference_svc.backends.speed_notes import FormatKernels
 from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
 from inference_svc.engine.control.status_types import EngineStatus
 from inference_svc.frontend.async_engine import AsyncEngine
+from inference_svc.host.cpus import Processor
 from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
@@ -62,6 +63,7 @@ class ServerFacts:
     eos_token_ids: tuple[int, ...] = ()
     experts: ExpertLayers | None = None
     num_threads: int = 0
+    processor: Processor | None = None
     speed_notes: tuple[str, ...] = ()
     weight_formats: tuple[FormatKernels, ...] = ()
     adapter_dtype: str = ""

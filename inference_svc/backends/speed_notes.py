@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from inference_svc.host.cpus import Processor, counted
+
 BF16_VARIANT = "avx512_bf16"
 """The native kernels with instructions for bfloat16."""
 AMX_FLAG = "amx_bf16"
@@ -28,27 +30,42 @@ class FormatKernels(NamedTuple):
 
 class Speed(NamedTuple):
     """How fast an engine can compute: `num_threads` on the CPU, 0 where a device computes, notes
-    for operators, and the code for each format of its weights in few bits."""
+    for operators, the host's processor, and the code for each format of its weights in few bits."""
 
     num_threads: int
     notes: tuple[str, ...]
+    processor: Processor
     weight_formats: tuple[FormatKernels, ...] = ()
 
 
-def thread_notes(num_threads: int, num_cores: int, num_cpus: int) -> list[str]:
+def thread_notes(num_threads: int, num_cores: int, num_cpus: int, num_ranks: int = 1) -> list[str]:
     """Returns notes if other than all usable cores compute. Siblings of one core are one of
-    `num_cores`, and each one of `num_cpus`."""
-    if num_threads < num_cores:
+    `num_cores`, and each one of `num_cpus`; each of `num_ranks` processes has `num_threads`."""
+    most = max(1, num_cores // num_ranks)
+    if num_threads == most:
+        return []
+    cores, processors = counted(num_cores, "core"), counted(num_cpus, "processor")
+    computing = f"{computing_threads(num_threads, num_ranks)}, and this process may use"
+    if num_threads < most:
+        return [f"{computing} {cores}: with --num-threads {most} it computes faster"]
+    if num_threads * num_ranks > num_cpus:
         return [
-            f"{_threads(num_threads)}, and this process may use {num_cores} cores: with "
-            f"--num-threads {num_cores} it computes faster"
+            f"{computing} {processors}: threads that share one wait for each other, and "
+            f"--num-threads {most} is faster"
         ]
-    if num_threads > num_cpus:
-        return [
-            f"{_threads(num_threads)}, and this process may use {_processors(num_cpus)}: threads "
-            f"that share one wait for each other, and --num-threads {num_cores} is faster"
-        ]
-    return []
+    return [
+        f"{computing} {cores} with {processors}: two threads of a core share its units, so they "
+        "compute products no faster, and each operation waits for the slower one. They can hide "
+        f"the latency of memory: measure if --num-threads {most}, the default, is faster"
+    ]
+
+
+def computing_threads(num_threads: int, num_ranks: int = 1) -> str:
+    """Returns the beginning of a sentence, such as "2 ranks of 4 threads compute"."""
+    threads = counted(num_threads, "thread")
+    if num_ranks > 1:
+        return f"{num_ranks} ranks of {threads} compute"
+    return f"{threads} {'computes' if num_threads == 1 else 'compute'}"
 
 
 def native_notes(
@@ -120,14 +137,6 @@ def device_notes(
             "(docs/development/gpu-run.md)"
         )
     return notes
-
-
-def _threads(count: int) -> str:
-    return "1 thread computes" if count == 1 else f"{count} threads compute"
-
-
-def _processors(count: int) -> str:
-    return "1 processor" if count == 1 else f"{count} processors"
 
 
 def _version(capability: tuple[int, int]) -> str:

@@ -374,12 +374,14 @@ class TorchFactory:
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
         is_chosen = not config.native_kernels
-        if config.tensor_parallel > 1:
-            ranks = f"{config.tensor_parallel} ranks compute in torch, which is slower than the "
-            return [f"{ranks}native kernels on one: use --tensor-parallel 1 if the model fits"]
+        num_ranks = config.tensor_parallel
+        of_threads = thread_notes(num_threads, usable_cores(), usable_cpus(), num_ranks)
+        if num_ranks > 1:
+            ranks = f"{num_ranks} ranks compute in torch, which is slower than the native kernels "
+            return [f"{ranks}on one: use --tensor-parallel 1 if the model fits", *of_threads]
         faults = () if is_chosen or config.dtype == "float16" else choose(None).faults
         notes = torch_notes(config.dtype, is_chosen=is_chosen, faults=faults)
-        return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]
+        return [*notes, *of_threads]
 
     def weight_kernels(self, form: WeightFormat) -> str:
         return implementation(form, "cpu")

@@ -23,7 +23,7 @@ from inference_svc.adapters.sums import SumChecks
 from inference_svc.adapters.targets import cut_as, layout_of
 from inference_svc.backends.base import Backend, BackendFactory
 from inference_svc.backends.select import select_backend
-from inference_svc.backends.speed_notes import FormatKernels, Speed
+from inference_svc.backends.speed_notes import FormatKernels, Speed, computing_threads
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig
 from inference_svc.engine.compute.losses import Losses
@@ -54,7 +54,7 @@ from inference_svc.engine.ranks.backend import RankedBackend
 from inference_svc.engine.ranks.group import RankGroup
 from inference_svc.engine.ranks.pulls import RankPulls
 from inference_svc.engine.transport.messages import RankFailed, Restored
-from inference_svc.host.cpus import partition_cpus, usable_cpus
+from inference_svc.host.cpus import compute_threads, find_processor, partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
@@ -207,9 +207,8 @@ def _state_bytes(backend: Backend[Any]) -> int:
 
 def set_num_threads(config: EngineConfig) -> int:
     """Sets and returns how many threads compute on each rank."""
-    # Torch counts the machine's cores, not the ones that this process may use.
-    usable = min(torch.get_num_threads(), usable_cpus())
-    num_threads = config.num_threads or max(1, usable // config.tensor_parallel)
+    # Torch's own number is a guess that knows neither quotas nor ranks.
+    num_threads = compute_threads(config.num_threads, config.tensor_parallel)
     torch.set_num_threads(num_threads)
     return num_threads
 
@@ -286,7 +285,17 @@ def _make_commands(
 def _speed(
     config: EngineConfig, decoder: Decoder, factory: BackendFactory, num_threads: int
 ) -> Speed:
-    """Logs the notes, too: before the model is loaded, which may fail for the same reasons."""
+    """Logs the threads and the notes, too: before the model is loaded, which may fail for the same
+    reasons."""
+    processor = find_processor()
+    if not factory.has_device_memory:
+        computing = computing_threads(num_threads, config.tensor_parallel)
+        counts = {
+            "num_threads": num_threads,
+            "num_cores": processor.num_cores,
+            "num_processors": processor.num_processors,
+        }
+        logger.info("%s on %s", computing, processor, extra=counts)
     notes = tuple(factory.speed_notes(config, num_threads))
     for note in notes:
         logger.warning("%s", note)
@@ -297,7 +306,8 @@ def _speed(
         formats = (FormatKernels(decoder.quantisation.name, f"held in {config.dtype}"),)
     for each in formats:
         logger.info("weights in %s: %s", each.format, each.kernels)
-    return Speed(0 if factory.has_device_memory else num_threads, notes, formats)
+    num_threads = 0 if factory.has_device_memory else num_threads
+    return Speed(num_threads, notes, processor, formats)
 
 
 def _make_residency(

@@ -1,12 +1,68 @@
-"""The processors that this process may use: its affinity, and its control groups' quotas."""
+"""The processors that this process may use: its affinity, the cores that they belong to, and its
+control groups' quotas.
+
+A processor is one that the operating system schedules threads on. Processors of one core, its
+hyperthreads, are siblings.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from inference_svc.host.memory import ControlGroup, control_groups
+
+CPU_INFO = Path("proc/cpuinfo")
+_MODEL_KEYS = ("model name", "Model", "cpu model")
+
+
+class Processor(NamedTuple):
+    """The machine's processor, as far as this process's affinity allows. `quota` is the time that
+    its control groups allow, in processors, such as 2.5; 0: there is no quota."""
+
+    name: str
+    num_cores: int
+    num_processors: int
+    quota: float = 0.0
+
+    def __str__(self) -> str:
+        counts = counted(self.num_cores, "core"), counted(self.num_processors, "processor")
+        is_limited = 0 < self.quota < self.num_processors
+        quota = (f"quota {self.quota:g}",) if is_limited else ()
+        return f"{self.name}: {', '.join(counts + quota)}"
+
+
+def find_processor(root: Path = Path("/")) -> Processor:
+    """Returns the processor. Must be called before threads are bound to processors: their affinity
+    is a part of the process's."""
+    num_processors = _affinity_size()
+    num_cores = len(_cores(root)) or num_processors
+    return Processor(cpu_name(root), num_cores, num_processors, _tightest_quota(root) or 0.0)
+
+
+def cpu_name(root: Path = Path("/")) -> str:
+    """Returns the processor's name in /proc/cpuinfo."""
+    try:
+        lines = (root / CPU_INFO).read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    named = {key.strip(): value.strip() for key, value in facts.items()}
+    return next((named[key] for key in _MODEL_KEYS if named.get(key)), "unknown processor")
+
+
+def compute_threads(wanted: int = 0, num_ranks: int = 1, root: Path = Path("/")) -> int:
+    """Returns how many threads compute on each of `num_ranks` processes, at least 1: `wanted`, or,
+    if that is 0, an equal part of the usable cores.
+
+    A core has one set of units for products, and one tile unit with AMX. Its siblings would share
+    them, and each operation would wait for the slower one. A small core of a machine with two kinds
+    is a core, too: threads take work as they finish it, so that a slower one takes less.
+    """
+    return wanted or max(1, usable_cores(root) // num_ranks)
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
@@ -19,44 +75,62 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Returns how many cores this process may keep busy, at least 1: processors that are siblings
-    count once."""
-    if not hasattr(os, "sched_getaffinity"):
-        return usable_cpus(root)
-    cores = {tuple(_siblings(each, root)[1]) for each in os.sched_getaffinity(0)}
-    return _within_quotas(len(cores), root)
+    """Returns how many cores this process may keep busy, at least 1: siblings count once. Without
+    the system's topology each processor counts as a core."""
+    return _within_quotas(len(_cores(root)) or _affinity_size(), root)
 
 
 def _within_quotas(count: int, root: Path) -> int:
-    quotas = (_quota(group) for group in control_groups(root, "cpu"))
-    return max(1, min([count, *(quota for quota in quotas if quota is not None)]))
+    quota = _tightest_quota(root)
+    return max(1, count if quota is None else min(count, math.ceil(quota)))
 
 
 def partition_cpus(num_threads: int, root: Path = Path("/")) -> list[list[int]]:
     """Returns this process's processors in disjoint parts, one for each thread; empty if there are
     fewer than threads, or their numbers are unknown.
 
-    A part is one processor where there are just enough, else several: siblings of one core are
-    put in one part first, as threads of different parts would share the core.
+    If there are enough cores, a part has whole cores, so that no two threads share one. Else each
+    core has a thread, then second siblings have one as far as there are threads, and siblings that
+    are left are in the part of their core's first thread.
     """
+    cores = _cores(root)
+    if num_threads <= len(cores):
+        parts = [cores[i::num_threads] for i in range(num_threads)]
+        return [sorted(processor for core in part for processor in core) for part in parts]
+    places = sorted((core.index(processor), processor) for core in cores for processor in core)
+    if len(places) < num_threads:
+        return []
+    of_thread = {processor: [processor] for _, processor in places[:num_threads]}
+    for first, *siblings in cores:
+        of_thread[first] += [each for each in siblings if each not in of_thread]
+    return list(of_thread.values())
+
+
+def _cores(root: Path) -> list[list[int]]:
+    """Returns the processors of this process's affinity by core, ascending; empty if their numbers
+    are unknown."""
     if not hasattr(os, "sched_getaffinity"):
         return []
-    cores = [_siblings(processor, root) for processor in sorted(os.sched_getaffinity(0))]
-    order = sorted((siblings.index(processor), processor) for processor, siblings in cores)
-    if len(order) < num_threads:
-        return []
-    return [[processor for _, processor in order[i::num_threads]] for i in range(num_threads)]
+    cores: dict[int, list[int]] = {}
+    for processor in sorted(os.sched_getaffinity(0)):
+        cores.setdefault(min(_siblings(processor, root)), []).append(processor)
+    return list(cores.values())
 
 
-def _siblings(processor: int, root: Path) -> tuple[int, list[int]]:
-    """Returns a processor and all others of its core, ascending."""
+def _siblings(processor: int, root: Path) -> set[int]:
+    """Returns a processor and all others of its core that are online, usable or not."""
     path = root / f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
     siblings = {processor}
     with contextlib.suppress(OSError, ValueError):
         for span in path.read_text().strip().split(","):
             first, _, last = span.partition("-")
             siblings |= set(range(int(first), int(last or first) + 1))
-    return processor, sorted(siblings)
+    return siblings
+
+
+def _tightest_quota(root: Path) -> float | None:
+    quotas = (_quota(group) for group in control_groups(root, "cpu"))
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _affinity_size() -> int:
@@ -65,8 +139,8 @@ def _affinity_size() -> int:
     return os.cpu_count() or 1
 
 
-def _quota(group: ControlGroup) -> int | None:
-    """Returns a group's quota in processors, rounded up; None if it sets none."""
+def _quota(group: ControlGroup) -> float | None:
+    """Returns a group's quota in processors; None if it sets none."""
     try:
         if group.is_v1:
             words = [
@@ -78,4 +152,9 @@ def _quota(group: ControlGroup) -> int | None:
     except (OSError, ValueError):  # also "max", for no quota
         return None
     # Version 1 has -1 where there is none.
-    return -(-quota_us // period_us) if quota_us > 0 and period_us > 0 else None
+    return quota_us / period_us if quota_us > 0 and period_us > 0 else None
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a number of things, such as "2 cores"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

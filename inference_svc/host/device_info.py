@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from inference_svc.host.cpus import usable_cpus
+from inference_svc.host.cpus import cpu_name, usable_cpus
 from inference_svc.host.cuda_memory import CudaUnavailable, ask_memory, has_driver
 from inference_svc.host.device_faults import start_failed
 from inference_svc.host.memory import available_bytes, resident_bytes
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from inference_svc.config import InferenceSettings
 
 logger = logging.getLogger(__name__)
-
-CPU_INFO = Path("/proc/cpuinfo")
-_MODEL_KEYS = ("model name", "Model", "cpu model")
 
 
 def find_machine(settings: InferenceSettings) -> Machine:
@@ -84,17 +80,6 @@ def machine_name(device: str) -> str:
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{cpu_name()}, {usable_cpus()} processors"
-
-
-def cpu_name() -> str:
-    """Returns the processor's name in /proc/cpuinfo."""
-    try:
-        lines = CPU_INFO.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    facts = dict(line.split(":", 1) for line in lines if ":" in line)
-    named = {key.strip(): value.strip() for key, value in facts.items()}
-    return next((named[key] for key in _MODEL_KEYS if named.get(key)), "unknown processor")
 
 
 def torch_versions() -> dict[str, str | None]:

@@ -80,6 +80,20 @@ class RecurrentStates:
 
 
 @dataclass(frozen=True, slots=True)
+class Processor:
+    """The processor of a server's machine, as far as the server may use it."""
+
+    name: str
+    """Such as "Intel(R) Xeon(R) Processor"."""
+    num_cores: int
+    """Cores: processors that share one, its hyperthreads, count once."""
+    num_processors: int
+    """Processors: hyperthreads count each."""
+    quota: float = 0.0
+    """The container's CPU quota in processors, such as 2.5; 0: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightFormat:
     """A format of weights in few bits."""
 
@@ -120,7 +134,8 @@ class ServerInfo:
     experts: ExpertLayers | None = None
     """None: the model has no experts, or the server is too old to report them."""
     num_threads: int = 0
-    """Threads that compute on the CPU; 0: a GPU computes, or the server is too old to report it."""
+    """Threads that compute on the CPU, of each rank; 0: a GPU computes, or the server is too old to
+    report it."""
     speed_notes: tuple[str, ...] = ()
     """Why the machine computes more slowly than it could, and which setting helps."""
     recurrent_states: RecurrentStates | None = None
@@ -134,3 +149,5 @@ class ServerInfo:
     """The form of the base model's weights, such as "nf4" or "gguf q4_k"; "": plain, in `dtype`."""
     weight_formats: tuple[WeightFormat, ...] = ()
     """Empty: the model has no weights in few bits, or the server is too old to report them."""
+    processor: Processor | None = None
+    """The machine's, also if a GPU computes; None: the server is too old to report it."""

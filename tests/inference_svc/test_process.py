@@ -23,8 +23,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_svc import __main__ as service
+from inference_svc.api.grpc.convert import to_processor
 from inference_svc.backends.speed_notes import native_notes, thread_notes
-from inference_svc.host.cpus import usable_cores, usable_cpus
+from inference_svc.host.cpus import find_processor, usable_cores, usable_cpus
 from inference_svc.metrics.engine import ANSWER_SECONDS
 from inference_svc.text.tokenizer import tokenizer_bytes
 from kernels.native.build import processor_flags
@@ -334,6 +335,8 @@ def test_notes_on_speed_are_everywhere(shared: Process) -> None:
     with grpc.insecure_channel(shared.address) as channel:
         info = pb_grpc.InferenceServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest())
     assert info.num_threads == 1
+    assert info.processor == to_processor(find_processor())
+    assert f"1 thread computes on {find_processor()}" in shared.log()
     notes = native_notes(
         "float32", native_library().variant, processor_flags(), choose(None).faults
     )

@@ -176,6 +176,7 @@ def test_remaining_inference_calls(client, fake_inference):
             state_bytes=20, interval_tokens=512, capacity=12, max_stored=4, used=2, stored=3
         ),
         weight_formats=[inference_pb.WeightFormat(format="nf4", kernels="triton W4A16")],
+        processor=inference_pb.Processor(name="Xeon", num_cores=4, num_processors=8, quota=2.5),
     )
     fake_inference.on("GetServerInfo", info)
     loaded = client.load("a", pin=True)
@@ -189,6 +190,7 @@ def test_remaining_inference_calls(client, fake_inference):
     assert client.server_info().memory == (types.MemoryUse("arena", 1, 2),)
     assert client.server_info().recurrent_states == types.RecurrentStates(20, 512, 12, 4, 2, 3)
     assert client.server_info().weight_formats == (types.WeightFormat("nf4", "triton W4A16"),)
+    assert client.server_info().processor == types.Processor("Xeon", 4, 8, 2.5)
 
 
 def test_inspected_adapter_has_names_for_numbers(client, fake_inference):

@@ -99,6 +99,9 @@ def test_info_shows_threads_and_speed(run: Callable, services: Services) -> None
     rows = [line.split() for line in out.splitlines()]
     assert ["inference", "threads", str(server.num_threads)] in rows
     assert server.num_threads > 0
+    assert server.processor is not None
+    [shown] = [" ".join(row[2:]) for row in rows if row[:2] == ["inference", "processor"]]
+    assert shown.startswith(f"{server.processor.name}: {server.processor.num_cores} core")
     found = json.loads(run("info", "--json")[1])["server"]
     assert found["speed_notes"] == list(server.speed_notes)
     assert sum(row[:2] == ["inference", "speed"] for row in rows) == len(server.speed_notes) > 0

@@ -72,6 +72,8 @@ TYPES = (
     types.SamplingDefaults,
     types.ExpertLayers,
     types.RecurrentStates,
+    types.WeightFormat,
+    types.Processor,
     types.MemoryUse,
     types.StoreStatus,
     types.TierStatus,

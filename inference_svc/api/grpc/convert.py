@@ -37,6 +37,7 @@ from inference_svc.engine.control.status_types import (
 )
 from inference_svc.engine.transport.messages import PauseMode, Timings, Usage
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.host.cpus import Processor
 from inference_svc.results.base import NOTHING, Scope, Wanted, grouped
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt, Text
@@ -370,6 +371,10 @@ def to_recurrent_states(status: RecurrentStatus | None) -> pb.RecurrentStates | 
         used=status.used,
         stored=status.stored,
     )
+
+
+def to_processor(processor: Processor | None) -> pb.Processor | None:
+    return None if processor is None else pb.Processor(**processor._asdict())
 
 
 def from_profile_request(request: pb.ProfileStepsRequest) -> tuple[int, float]:

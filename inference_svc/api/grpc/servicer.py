@@ -182,6 +182,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             experts=results.to_expert_layers(facts.experts),
             generation=convert.to_generation_state(status.generation),
             num_threads=facts.num_threads,
+            processor=convert.to_processor(facts.processor),
             speed_notes=facts.speed_notes,
             recurrent_states=convert.to_recurrent_states(status.recurrent),
             weight_formats=[pb.WeightFormat(**each._asdict()) for each in facts.weight_formats],

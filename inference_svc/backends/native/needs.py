@@ -11,6 +11,7 @@ from inference_svc.backends.native.lora import MAX_EXPERTS_TARGETS, norm_role
 from inference_svc.backends.native.program import routings_bytes
 from inference_svc.backends.native.workspace import workspace_bytes
 from inference_svc.core import EngineConfig
+from inference_svc.host.cpus import compute_threads
 from inference_svc.model.checkpoint.parameters import parameters, weights_bytes
 from inference_svc.model.description import Decoder
 from kernels.attention.native_memory import AttentionShape
@@ -61,7 +62,7 @@ def held_bytes(config: EngineConfig, decoder: Decoder) -> int:
 def _attention_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory of attention: each thread's, and the work items of each window."""
     item_bytes = getattr(torch, config.dtype).itemsize
-    num_threads = config.num_threads or torch.get_num_threads()
+    num_threads = compute_threads(config.num_threads, config.tensor_parallel)
     windows: dict[AttentionShape, set[int | None]] = {}
     for each in decoder.attentions:
         shape = AttentionShape(each.num_heads, each.num_kv_heads, each.head_dim, item_bytes)

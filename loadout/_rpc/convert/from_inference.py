@@ -238,6 +238,7 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         adapter_dtype=message.adapter_dtype,
         kv_dtype=message.kv_dtype,
         weight_form=message.weight_form,
+        processor=_processor(message.processor) if message.HasField("processor") else None,
     )
 
 
@@ -255,6 +256,10 @@ def _recurrent_states(
         used=states.used,
         stored=states.stored,
     )
+
+
+def _processor(message: inference_pb.Processor) -> types.Processor:
+    return types.Processor(message.name, message.num_cores, message.num_processors, message.quota)
 
 
 def _expert_layers(message: inference_pb.ExpertLayers) -> types.ExpertLayers:

@@ -8,7 +8,7 @@ from loadout.cli import options
 from loadout.cli.connection import Connection, connects, only_replica
 from loadout.cli.output import CommandFailed, error_text, new_table, print_json, table_console
 from loadout.errors import LoadoutError
-from loadout.types import ServerInfo, StoreStatus, TierStatus
+from loadout.types import Processor, ServerInfo, StoreStatus, TierStatus
 
 EXAMPLES = """\b
 Examples:
@@ -29,9 +29,8 @@ def info(
 ) -> None:
     """Show the configuration of one replica and the store.
 
-    Shows model, device, kernels, layout, limits, memory and versions, and what would make the
-    replica faster. Fails if one of the services does not
-    answer.
+    Shows model, device, kernels, threads, processor, layout, limits, memory and versions, and what
+    would make the replica faster. Fails if one of the services does not answer.
     """
     server: ServerInfo | LoadoutError
     status: StoreStatus | LoadoutError
@@ -71,10 +70,11 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
         ("dtype", server.dtype),
         *([("weights", server.weight_form)] if server.weight_form else []),
         *([("keys and values", server.kv_dtype)] if server.kv_dtype else []),
-        ("device", " ".join(filter(None, (server.device, server.machine)))),
+        ("device", _device(server)),
         ("kernels", server.kernels),
         *(("products", f"{each.format}: {each.kernels}") for each in server.weight_formats),
         *([("threads", str(server.num_threads))] if server.num_threads else []),
+        *([("processor", _processor(server.processor))] if server.processor else []),
         *(("speed", note) for note in server.speed_notes),
         ("layout", server.layout_id or "not yet accepted by the store"),
         ("tokens per sequence", str(limits.max_model_len)),
@@ -102,6 +102,20 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
         rows.append((f"memory {use.name}", text))
     rows += [(f"version {name}", version) for name, version in server.versions.items()]
     return rows
+
+
+def _device(server: ServerInfo) -> str:
+    """Returns the device, with its name unless the processor's row has that."""
+    is_named = server.device == "cpu" and server.processor is not None
+    return " ".join(filter(None, (server.device, "" if is_named else server.machine)))
+
+
+def _processor(processor: Processor) -> str:
+    counts = {"core": processor.num_cores, "processor": processor.num_processors}
+    parts = [f"{count} {noun}{'s' * (count != 1)}" for noun, count in counts.items()]
+    if 0 < processor.quota < processor.num_processors:
+        parts.append(f"quota {processor.quota:g}")
+    return f"{processor.name}: {', '.join(parts)}"
 
 
 def _adapters(server: ServerInfo) -> str:

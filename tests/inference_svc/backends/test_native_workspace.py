@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.backends.native.needs import memory_needs
+from inference_svc.backends.native.needs import held_bytes, memory_needs
 from inference_svc.backends.native.projections import PackedProjections
 from inference_svc.backends.native.workspace import Workspace, place, workspace_bytes
 from inference_svc.core import EngineConfig
+from inference_svc.host import cpus
 from inference_svc.model.checkpoint.parameters import parameters
 from inference_svc.model.lifetimes import ValueSizes, last_uses
 from inference_svc.model.operations import Op, Rows, Value
@@ -115,3 +117,14 @@ def test_weights_in_few_bits_take_what_is_said(
     assert workspace_bytes(config, decoder) == work.num_bytes
     plain = Workspace.allocate(with_format(decoder, FORMATS["int8"]), 64, 8, torch.float32)
     assert (work.num_bytes > plain.num_bytes) == (form is FORMATS["w8a8"])
+
+
+def test_the_memory_is_for_the_threads_that_will_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default these are the cores, and not torch's threads here, of which there is one."""
+    monkeypatch.setattr(cpus, "usable_cores", lambda root: 7)
+    decoder = make_decoder("qwen2, biases", tmp_path)
+    by_default = EngineConfig(tmp_path, "m", max_batch_tokens=64, max_sequences=8)
+    one, seven = (replace(by_default, num_threads=count) for count in (1, 7))
+    assert held_bytes(one, decoder) < held_bytes(seven, decoder) == held_bytes(by_default, decoder)

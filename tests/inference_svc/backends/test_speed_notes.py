@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inference_svc.backends import torch
 from inference_svc.backends.native import backend as native
@@ -17,8 +20,10 @@ from inference_svc.backends.speed_notes import (
 )
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig
+from inference_svc.host.cpus import compute_threads, usable_cores, usable_cpus
 from kernels import tuning
 from kernels.native.library import Choice
+from tests.support.machine.fake_machines import FakeMachine, fake_machines
 from tests.support.native import native_library
 
 AVX2 = {"avx2", "fma", "f16c"}
@@ -61,19 +66,49 @@ def test_a_better_library_that_is_missing_is_the_only_note(dtype: str) -> None:
     [
         (2, 2, 2, ""),
         (4, 4, 8, ""),
-        (8, 4, 8, ""),
         (1, 1, 1, ""),
         (1, 8, 8, "1 thread computes, and this process may use 8 cores: with --num-threads 8"),
         (3, 4, 8, "3 threads compute, and this process may use 4 cores: with --num-threads 4"),
         (9, 4, 8, "9 threads compute, and this process may use 8 processors: threads that share"),
         (2, 1, 1, "2 threads compute, and this process may use 1 processor: threads that share"),
+        (8, 4, 8, "8 threads compute, and this process may use 4 cores with 8 processors: two"),
+        (5, 4, 8, "5 threads compute, and this process may use 4 cores with 8 processors: two"),
+        (2, 1, 2, "2 threads compute, and this process may use 1 core with 2 processors: two"),
     ],
 )
 def test_notes_on_threads(threads: int, cores: int, cpus: int, expected: str) -> None:
-    """One thread for each core, or for each of its siblings, is right."""
+    """One thread for each core is right; more than one may be."""
     notes = thread_notes(threads, cores, cpus)
     assert len(notes) == bool(expected)
     assert all(note.startswith(expected) for note in notes)
+    assert all(f"--num-threads {cores}" in note for note in notes)
+    assert all(("measure if" in note) == (cores < threads <= cpus) for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("threads", "ranks", "expected"),
+    [
+        (1, 2, "2 ranks of 1 thread compute, and this process may use 8 cores: with"),
+        (4, 2, ""),
+        (2, 3, ""),
+        (1, 9, ""),
+        (8, 2, "2 ranks of 8 threads compute, and this process may use 8 cores with 16"),
+        (9, 2, "2 ranks of 9 threads compute, and this process may use 16 processors"),
+    ],
+)
+def test_notes_on_threads_of_ranks(threads: int, ranks: int, expected: str) -> None:
+    """Eight cores, each with two processors, are divided among ranks."""
+    notes = thread_notes(threads, 8, 16, ranks)
+    assert len(notes) == bool(expected)
+    assert all(note.startswith(expected) for note in notes)
+    assert all(f"--num-threads {max(1, 8 // ranks)}" in note for note in notes)
+
+
+@given(fake_machines(), st.integers(1, 20))
+def test_no_machine_has_a_note_on_threads_by_default(machine: FakeMachine, ranks: int) -> None:
+    with machine.files() as root:
+        threads = compute_threads(0, ranks, root)
+        assert thread_notes(threads, usable_cores(root), usable_cpus(root), ranks) == []
 
 
 @pytest.mark.parametrize(
@@ -126,3 +161,6 @@ def test_this_machine(threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert NativeFactory().speed_notes(config, threads) == expected
     expected = torch_notes("bfloat16", is_chosen=False, faults=faults) + of_threads
     assert TorchFactory().speed_notes(config, threads) == expected
+    of_ranks, *of_threads = TorchFactory().speed_notes(replace(config, tensor_parallel=2), threads)
+    assert of_ranks.startswith("2 ranks compute in torch")
+    assert of_threads == thread_notes(threads, 2, 2, num_ranks=2)

@@ -17,7 +17,9 @@ from inference_svc.backends.speed_notes import native_notes
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
 from inference_svc.engine import build
-from inference_svc.engine.build import BuiltEngine, build_engine
+from inference_svc.engine.build import BuiltEngine, build_engine, set_num_threads
+from inference_svc.host import cpus
+from inference_svc.host.cpus import find_processor
 from inference_svc.model.architectures import load_description
 from inference_svc.model.quantised import read_scheme
 from inference_svc.store.client import NoStore
@@ -55,13 +57,36 @@ def built(folder: Path, **fields: object) -> BuiltEngine:
     return made
 
 
-@pytest.mark.parametrize(("wanted", "usable", "got"), [(0, 2, 2), (0, 8, 4), (3, 2, 3)])
-def test_threads_do_not_exceed_usable_processors(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, wanted: int, usable: int, got: int
+@pytest.mark.parametrize(
+    ("wanted", "cores", "ranks", "got"),
+    [(0, 2, 1, 2), (0, 8, 1, 8), (3, 2, 1, 3), (0, 8, 3, 2), (0, 2, 4, 1), (3, 8, 2, 3)],
+)
+def test_ranks_share_the_usable_cores_whatever_torch_guesses(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: int,
+    cores: int,
+    ranks: int,
+    got: int,
 ) -> None:
-    monkeypatch.setattr(build, "usable_cpus", lambda: usable)
-    built(folder, num_threads=wanted, native_kernels=False)
-    assert torch.get_num_threads() == got
+    """Torch's own number is 4."""
+    monkeypatch.setattr(cpus, "usable_cores", lambda root: cores)
+    config = EngineConfig(folder, "m", num_threads=wanted, tensor_parallel=ranks)
+    assert set_num_threads(config) == torch.get_num_threads() == got
+
+
+def test_an_engine_computes_with_the_threads_that_its_log_names(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpus, "usable_cores", lambda root: 3)
+    caplog.set_level("INFO", logger=build.__name__)
+    speed = built(folder, native_kernels=False).speed
+    assert torch.get_num_threads() == speed.num_threads == 3
+    assert speed.processor == find_processor()
+    [record] = [each for each in caplog.records if "compute on" in each.message]
+    assert record.message == f"3 threads compute on {find_processor()}"
+    assert vars(record)["num_threads"] == 3
+    assert vars(record)["num_cores"] == find_processor().num_cores
 
 
 def test_large_pulls_have_a_pace_beside_steps_on_all_processors(
@@ -134,11 +159,15 @@ def test_weights_that_are_made_plain_are_known(folder: Path) -> None:
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8"])
 def test_a_device_names_its_kernels(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, quantize: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quantize: str
 ) -> None:
+    """It computes with no thread of the CPU, whose facts are known all the same."""
+    caplog.set_level("INFO", logger=build.__name__)
     monkeypatch.setattr(CudaFactory, "speed_notes", lambda *args: [])
     decoder = load_description(folder, quantize)
     speed = build._speed(EngineConfig(folder, "m"), decoder, CudaFactory(), 2)
     kernels = {"int4": "triton W4A16", "fp8": "triton W8A16"}[quantize]
     assert [each.kernels for each in speed.weight_formats] == [kernels]
     assert speed.num_threads == 0
+    assert speed.processor == find_processor()
+    assert "compute on" not in caplog.text

@@ -7,18 +7,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from inference_svc.host.cpus import partition_cpus, usable_cores, usable_cpus
+from inference_svc.host.cpus import (
+    Processor,
+    compute_threads,
+    find_processor,
+    partition_cpus,
+    usable_cores,
+    usable_cpus,
+)
+from tests.support.machine.fake_machines import (
+    FakeMachine,
+    fake_machines,
+    write,
+    write_cores,
+    write_siblings,
+)
+
+HYPERTHREADED = [(0, 4), (1, 5), (2, 6), (3, 7)]
+MIXED = [(0,), (1,), (2, 3), (4, 5), (6, 7)]
+"""Two small cores, which have no siblings, and three large ones."""
 
 
 @pytest.fixture(autouse=True)
 def eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 def test_affinity_without_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,13 +44,114 @@ def test_affinity_without_control_groups(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_siblings_are_one_core_within_the_quota(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == 8, "no topology: each is one"
-    for processor in range(8):
-        path = f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
-        write(tmp_path / path, f"{processor % 4},{processor % 4 + 4}\n")
+    write_cores(tmp_path, HYPERTHREADED)
     assert (usable_cores(tmp_path), usable_cpus(tmp_path)) == (4, 8)
     write(tmp_path / "proc/self/cgroup", "0::/\n")
     write(tmp_path / "sys/fs/cgroup/cpu.max", "200000 100000\n")
     assert (usable_cores(tmp_path), usable_cpus(tmp_path)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("affinity", "expected"),
+    [
+        ({0, 1, 2, 3}, 4),  # one of each core's two
+        ({4, 5, 6, 7}, 4),
+        ({0, 4}, 1),
+        ({0, 4, 5}, 2),
+        ({7}, 1),
+    ],
+)
+def test_a_core_counts_if_one_of_its_siblings_may_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, affinity: set[int], expected: int
+) -> None:
+    write_cores(tmp_path, HYPERTHREADED)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: affinity)
+    assert usable_cores(tmp_path) == compute_threads(root=tmp_path) == expected
+    assert usable_cpus(tmp_path) == len(affinity)
+
+
+def test_processors_that_are_offline_are_nobodys_siblings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux lists only processors that are online, and gives a process no others."""
+    write_siblings(tmp_path, {0: "0", 1: "1,5", 5: "1,5"})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 5})
+    assert (usable_cores(tmp_path), usable_cpus(tmp_path)) == (2, 3)
+
+
+def test_each_core_of_two_kinds_has_a_thread(tmp_path: Path) -> None:
+    write_cores(tmp_path, MIXED)
+    assert compute_threads(root=tmp_path) == 5
+    assert partition_cpus(5, tmp_path) == [[0], [1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_without_an_affinity_each_processor_of_the_machine_is_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert (usable_cores(tmp_path), usable_cpus(tmp_path)) == (6, 6)
+    assert find_processor(tmp_path) == Processor("unknown processor", 6, 6)
+    assert partition_cpus(2, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_ranks", "expected"),
+    [(0, 1, 4), (0, 2, 2), (0, 3, 1), (0, 5, 1), (1, 1, 1), (9, 1, 9), (3, 4, 3)],
+)
+def test_ranks_have_equal_parts_of_the_cores(
+    tmp_path: Path, wanted: int, num_ranks: int, expected: int
+) -> None:
+    """Unless a number is wanted, of each rank."""
+    write_cores(tmp_path, HYPERTHREADED)
+    assert compute_threads(wanted, num_ranks, tmp_path) == expected
+
+
+@given(fake_machines(), st.integers(1, 9))
+def test_threads_are_the_cores_within_the_quota(machine: FakeMachine, num_ranks: int) -> None:
+    with machine.files() as root:
+        expected = machine.within_quota(len(machine.parts))
+        assert usable_cores(root) == expected == compute_threads(root=root)
+        assert usable_cpus(root) == machine.within_quota(len(machine.affinity))
+        of_rank = compute_threads(0, num_ranks, root)
+        assert of_rank == 1 or of_rank * num_ranks <= expected
+        assert (of_rank + 1) * num_ranks > expected
+        found = find_processor(root)
+        assert found.num_cores == len(machine.parts)
+        assert found.num_processors == len(machine.affinity)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: AMD EPYC 9B14\n\nprocessor\t: 1\n", "AMD EPYC 9B14"),
+        ("processor\t: 0\nBogoMIPS\t: 50.0\n", "unknown processor"),
+        ("", "unknown processor"),
+    ],
+)
+def test_the_processor_has_a_name(tmp_path: Path, text: str, name: str) -> None:
+    write(tmp_path / "proc/cpuinfo", text)
+    write_cores(tmp_path, HYPERTHREADED)
+    assert find_processor(tmp_path) == Processor(name, 4, 8)
+    assert str(find_processor(tmp_path)) == f"{name}: 4 cores, 8 processors"
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        (Processor("A", 1, 1), "A: 1 core, 1 processor"),
+        (Processor("A", 1, 2, 1.5), "A: 1 core, 2 processors, quota 1.5"),
+        (Processor("A", 2, 2, 2.0), "A: 2 cores, 2 processors"),
+    ],
+)
+def test_a_quota_is_shown_if_it_is_a_limit(processor: Processor, expected: str) -> None:
+    assert str(processor) == expected
+
+
+def test_the_quota_is_exact(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "0::/\n")
+    write(tmp_path / "sys/fs/cgroup/cpu.max", "250000 100000\n")
+    assert find_processor(tmp_path).quota == 2.5
 
 
 @pytest.mark.parametrize(
@@ -95,7 +211,62 @@ def test_threads_have_disjoint_processors(tmp_path: Path, monkeypatch: pytest.Mo
 def test_siblings_go_to_one_thread(
     tmp_path: Path, siblings: Callable[[int], str], expected: list[list[int]]
 ) -> None:
-    for i in range(8):
-        folder = tmp_path / f"sys/devices/system/cpu/cpu{i}/topology"
-        write(folder / "thread_siblings_list", siblings(i) + "\n")
+    write_siblings(tmp_path, {i: siblings(i) for i in range(8)})
     assert partition_cpus(4, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_threads", "expected"),
+    [
+        (HYPERTHREADED, 6, [[0], [1], [2, 6], [3, 7], [4], [5]]),
+        ([(0, 1), (2, 3), (4, 5), (6, 7)], 5, [[0], [2, 3], [4, 5], [6, 7], [1]]),
+        ([(0, 1, 2, 3), (4, 5, 6, 7)], 4, [[0, 2, 3], [4, 6, 7], [1], [5]]),
+        (MIXED, 7, [[0], [1], [2], [4], [6, 7], [3], [5]]),
+    ],
+)
+def test_threads_that_exceed_cores_have_siblings(
+    tmp_path: Path, cores: list[tuple[int, ...]], num_threads: int, expected: list[list[int]]
+) -> None:
+    """Each core has a thread before one has two."""
+    write_cores(tmp_path, cores)
+    assert partition_cpus(num_threads, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "affinity", "expected"),
+    [
+        ([(0, 4), (1, 5), (2, 6)], {0, 1, 2, 6}, [[0], [1], [2, 6]]),
+        ([(0,), (1,), (2, 3)], {0, 1, 2, 3}, [[0], [1], [2, 3]]),
+        (HYPERTHREADED, {4, 1, 6}, [[1], [4], [6]]),
+    ],
+)
+def test_a_thread_has_no_sibling_of_anothers_processor(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cores: list[tuple[int, ...]],
+    affinity: set[int],
+    expected: list[list[int]],
+) -> None:
+    """Also if some cores have no sibling that may be used."""
+    write_cores(tmp_path, cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: affinity)
+    assert partition_cpus(3, tmp_path) == expected
+
+
+@given(fake_machines(), st.integers(1, 24))
+def test_parts_are_disjoint_and_even(machine: FakeMachine, num_threads: int) -> None:
+    """No two threads share a core as long as there are enough."""
+    with machine.files() as root:
+        parts = partition_cpus(num_threads, root)
+    if num_threads > len(machine.affinity):
+        assert parts == []
+        return
+    assert len(parts) == num_threads
+    assert sorted(each for part in parts for each in part) == sorted(machine.affinity)
+    assert all(parts)
+    cores = [sum(not core.isdisjoint(part) for core in machine.parts) for part in parts]
+    if num_threads <= len(machine.parts):
+        assert sum(cores) == len(machine.parts), "each core is in one part"
+        assert max(cores) - min(cores) <= 1
+    else:
+        assert set(cores) == {1}

@@ -422,7 +422,7 @@ def test_info(run, running_system):
     rows = [line.split() for line in out.splitlines()]
     assert ["inference", "base", "model", "llama"] in rows
     assert ["store", "adapters", "7"] in rows
-    assert {"threads", "speed", "products"}.isdisjoint(row[1] for row in rows), (
+    assert {"threads", "processor", "speed", "products"}.isdisjoint(row[1] for row in rows), (
         "an old server has none"
     )
     found = json.loads(run("info", "--json")[1])
@@ -469,6 +469,32 @@ def test_info_names_the_code_for_weights_in_few_bits(run, fake_store, fake_infer
         assert f"inference products {form}: {code}" in shown
     found = json.loads(run("info", "--json")[1])["server"]["weight_formats"]
     assert {each["format"]: each["kernels"] for each in found} == formats
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((1, 1, 0), "Xeon: 1 core, 1 processor"),
+        ((4, 8, 2.5), "Xeon: 4 cores, 8 processors, quota 2.5"),
+        ((4, 8, 8), "Xeon: 4 cores, 8 processors"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_info_shows_the_processor(counts, expected, device, run, fake_store, fake_inference):
+    """A CPU's name is shown once; a GPU has a row of its own."""
+    fake_store.on("GetStoreStatus", store_pb.GetStoreStatusResponse())
+    num_cores, num_processors, quota = counts
+    processor = inference_pb.Processor(
+        name="Xeon", num_cores=num_cores, num_processors=num_processors, quota=quota
+    )
+    machine = "Xeon, 8 processors" if device == "cpu" else "NVIDIA H200"
+    info = inference_pb.GetServerInfoResponse(device=device, machine=machine, processor=processor)
+    fake_inference.on("GetServerInfo", info)
+    shown = [" ".join(line.split()) for line in run("info")[1].splitlines()]
+    assert f"inference processor {expected}" in shown
+    assert f"inference device {'cpu' if device == 'cpu' else 'cuda NVIDIA H200'}" in shown
+    found = json.loads(run("info", "--json")[1])["server"]["processor"]
+    assert (found["num_cores"], found["num_processors"], found["quota"]) == counts
 
 
 def test_info_of_what_does_not_answer(run, running_system):

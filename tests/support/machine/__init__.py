@@ -1,5 +1,6 @@
-"""The limits of a machine.
+"""The limits of a machine, and machines of other shapes.
 
+fake_machines  machines of any shape, as the files that a system has of them
 installed      the packages that the installed ones need
 limits         a process that can start no more threads, or open no more files
 own_memory     the memory that a process does not share with others
