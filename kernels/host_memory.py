@@ -13,6 +13,9 @@ from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 
+_LINE_BYTES = 64
+_LONG_ROW_BYTES = 1024
+
 
 def allocate_host(num_bytes: int) -> Tensor:
     """Zeroed, resident bytes: uint8 `[num_bytes]` on 64 bytes; large ones on a page, in huge pages
@@ -87,3 +90,16 @@ class Slab:
             self._chunk = memory[start : start + chunk_bytes]
         piece, self._chunk = self._chunk[:num_bytes], self._chunk[whole_bytes:]
         return piece.zero_()
+
+
+def row_stride(width: int, item_bytes: int) -> int:
+    """Returns the elements from one row to the next of a matrix whose rows are `width` elements and
+    may be apart.
+
+    Long rows are an odd number of cache lines apart. Rows a power of two apart would compete for a
+    few places of the first cache, and products read and write many of them at once.
+    """
+    row_bytes = width * item_bytes
+    if row_bytes < _LONG_ROW_BYTES:
+        return width
+    return (-(-row_bytes // _LINE_BYTES) | 1) * _LINE_BYTES // item_bytes

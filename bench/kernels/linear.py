@@ -20,6 +20,7 @@ from rich.table import Table
 
 from bench.kernels.gemm_shapes import step_shapes
 from bench.models import SHAPES, decoder
+from kernels.host_memory import allocate_host, row_stride
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, load
 
@@ -35,15 +36,17 @@ class Projections:
 
     def __init__(self, shapes: Shapes, library: Library, max_tokens: int) -> None:
         self._num_tokens = torch.ones(1, dtype=torch.int32)
-        rows = {size_in for _, size_in in shapes}
-        self._x = {size: torch.randn(max_tokens, size).bfloat16() for size in rows}
+        # As in a step: layers share them, and rows are apart. oneDNN reads rows side by side, and
+        # writes memory that was just freed.
+        self._x = {size: torch.randn(max_tokens, size).bfloat16() for _, size in shapes}
+        inputs = {size: _spaced(max_tokens, size).copy_(x) for size, x in self._x.items()}
+        outs = {size: _spaced(max_tokens, size) for size, _ in shapes}
         ops: list[NativeOp] = []
         self._theirs: list[tuple[int, torch.Tensor]] = []
         for size_out, size_in in shapes:
             weight = torch.randn(size_out, size_in).bfloat16()
-            out = torch.empty(max_tokens, size_out, dtype=torch.bfloat16)
             packed = PackedLinear.pack(weight)
-            ops.append(linear_op(self._x[size_in], packed, out, self._num_tokens))
+            ops.append(linear_op(inputs[size_in], packed, outs[size_out], self._num_tokens))
             theirs = torch.ops.mkldnn._reorder_linear_weight(weight)
             self._theirs.append((size_in, theirs))
         self._program = library.program(ops)
@@ -56,6 +59,12 @@ class Projections:
         product = torch.ops.mkldnn._linear_pointwise
         for size_in, weight in self._theirs:
             product(self._x[size_in][:num_tokens], weight, None, "none", [], "")
+
+
+def _spaced(num_rows: int, width: int) -> torch.Tensor:
+    """Returns a matrix as a step's workspace has it."""
+    stride = row_stride(width, 2)
+    return allocate_host(2 * num_rows * stride).view(torch.bfloat16).view(-1, stride)[:, :width]
 
 
 def seconds(run: Callable[[int], None], num_tokens: int) -> float:

@@ -35,6 +35,8 @@ class _RmsNormArgs(ctypes.Structure):
         ("count", ctypes.c_void_p),
         ("rows_per_count", ctypes.c_int64),
         ("size", ctypes.c_int64),
+        ("delta_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
         ("weight_stride", ctypes.c_int64),
         ("is_wide", ctypes.c_int64),
         ("is_centred", ctypes.c_int64),
@@ -53,6 +55,7 @@ class _GatedArgs(ctypes.Structure):
         ("size", ctypes.c_int64),
         ("gate_stride", ctypes.c_int64),
         ("up_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
     )
 
 
@@ -108,21 +111,25 @@ def rms_norm_op(
     first `count` (int32 [1]) rows, or so many times `rows_per_count`: see `reference.add_rms_norm`.
 
     weight: [size], in the others' dtype or in float32, or [N, size], of each count; None: nothing
-    but the addition. `out` may be `hidden` itself. Centred norms have weights in float32.
+    but the addition. `out` may be `hidden` itself; rows of it and of `delta` may
+    be apart. Centred norms have weights in float32.
     """
     assert delta is not None or sum_scale == 1.0
-    _check(count, hidden, out, delta)
+    _check(count, hidden)
+    _check_rows(hidden.shape[1], hidden.dtype, out, *(() if delta is None else (delta,)))
     is_wide = weight is not None and (is_centred or weight.dtype != hidden.dtype)
     assert weight is None or weight.is_contiguous()
     assert weight is None or weight.dtype == (torch.float32 if is_wide else hidden.dtype)
     args = _RmsNormArgs(
         hidden.data_ptr(),
-        pointer(delta),
+        None if delta is None else delta.data_ptr(),
         pointer(weight),
         out.data_ptr(),
         count.data_ptr(),
         rows_per_count,
         hidden.shape[1],
+        0 if delta is None else delta.stride(0),
+        out.stride(0),
         0 if weight is None or weight.dim() == 1 else weight.stride(0),
         is_wide,
         is_centred,
@@ -140,7 +147,7 @@ def swiglu_op(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> Nati
     Args:
         gate: [T, size] of out's dtype, with rows of unit stride.
         up: As gate.
-        out: [T, size], contiguous.
+        out: [T, size]; rows as of gate.
         num_tokens: int32 [1], read when the program runs.
     """
     return _gated_op("swiglu", gate, up, out, num_tokens)
@@ -163,8 +170,8 @@ def clamped_swiglu_op(
 
 
 def _gated_args(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> _GatedArgs:
-    _check(num_tokens, out)
-    _check_rows(out.shape[1], out.dtype, gate, up)
+    _check(num_tokens)
+    _check_rows(out.shape[1], out.dtype, gate, up, out)
     return _GatedArgs(
         gate=gate.data_ptr(),
         up=up.data_ptr(),
@@ -173,6 +180,7 @@ def _gated_args(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> _G
         size=out.shape[1],
         gate_stride=gate.stride(0),
         up_stride=up.stride(0),
+        out_stride=out.stride(0),
     )
 
 
@@ -198,10 +206,11 @@ def scale_rows_op(
     return NativeOp("scale_rows_" + dtype_name(x.dtype), args, (x, count))
 
 
-def _check(count: Tensor, first: Tensor, *others: Tensor | None) -> None:
+def _check(count: Tensor, *tensors: Tensor) -> None:
     assert count.dtype == torch.int32
-    for tensor in (first, *others):
-        assert tensor is None or (tensor.dtype == first.dtype and tensor.is_contiguous())
+    for tensor in tensors:
+        assert tensor.dtype == tensors[0].dtype
+        assert tensor.is_contiguous()
 
 
 def _check_rows(size: int, dtype: torch.dtype, *tensors: Tensor) -> None:

@@ -13,9 +13,21 @@ from torch import Tensor
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import Decoder
 from inference_svc.model.lifetimes import ValueSizes, last_uses
-from inference_svc.model.operations import Logits, Op, Project, ProjectExperts, Value
+from inference_svc.model.operations import (
+    AddNorm,
+    Attend,
+    Gate,
+    Gather,
+    Logits,
+    Op,
+    Project,
+    ProjectExperts,
+    RotateAndStore,
+    Rows,
+    Value,
+)
 from inference_svc.model.walk import Narrowing, Operations, operations
-from kernels.host_memory import allocate_host
+from kernels.host_memory import allocate_host, row_stride
 from kernels.quantised import Activations
 from kernels.quantised.native import Int8Inputs
 
@@ -23,11 +35,12 @@ _ALIGNMENT = 64
 
 
 class Placed(NamedTuple):
-    """The offset of every value that an operation reads or writes, by operation; and the bytes of
-    all."""
+    """The offset of every value that an operation reads or writes, by operation; the bytes of all;
+    and the values whose rows are apart."""
 
     offsets: tuple[Mapping[Value, int], ...]
     num_bytes: int
+    spaced: frozenset[Value]
 
 
 def place(
@@ -37,15 +50,47 @@ def place(
     else is. Values that are `kept` stay to the end; these `apart` have memory of their own."""
     live: dict[Value, tuple[int, int]] = {}
     offsets, total = [], 0
+    spaced = _spaced(ops)
     for op, ended in zip(ops, last_uses(ops, kept), strict=True):
         if op.out not in live and op.out not in apart:
-            size = -(-sizes.num_bytes(op.out) // _ALIGNMENT) * _ALIGNMENT
+            num_bytes = sizes.num_bytes(op.out)
+            if op.out in spaced:
+                item_bytes = sizes.dtype_of(op.out).itemsize
+                num_bytes = sizes.rows(op.out) * row_stride(op.out.width, item_bytes) * item_bytes
+            size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
             live[op.out] = _gap(live.values(), size)
             total = max(total, live[op.out][1])
         offsets.append({each: live[each][0] for each in (*op.inputs, op.out) if each in live})
         for value in ended:
             live.pop(value, None)
-    return Placed(tuple(offsets), total)
+    return Placed(tuple(offsets), total, spaced)
+
+
+def _spaced(ops: Sequence[Op]) -> frozenset[Value]:
+    """Returns the values of tokens whose rows all operations take with a stride."""
+    touched: set[Value] = set()
+    dense: set[Value] = set()
+    for op in ops:
+        values = {*op.inputs, op.out}
+        touched |= {each for each in values if each.rows is Rows.TOKENS}
+        dense |= values.difference(_strided(op))
+    return frozenset(touched - dense)
+
+
+def _strided(op: Op) -> tuple[Value | None, ...]:
+    """Returns the values that an operation takes with a stride."""
+    match op:
+        case Project() | Gate():
+            return (*op.inputs, op.out)
+        case AddNorm():
+            return (op.delta, None if op.out == op.hidden else op.out)
+        case Attend():
+            return (op.inputs[0], op.out)
+        case RotateAndStore():
+            return (op.out,)
+        case Gather() | Logits():
+            return (op.inputs[0],)
+    return ()
 
 
 def _gap(taken: Collection[tuple[int, int]], size: int) -> tuple[int, int]:
@@ -89,16 +134,20 @@ class Workspace:
         return cls(sizes, flat, logits.view(max_logits, vocab_size), inputs)
 
     def tensors(self, found: Operations, *, is_apart: bool) -> Iterator[Mapping[Value, Tensor]]:
-        """Yields the tensors of each operation, [rows, width], but the logits. If the head runs
-        `is_apart`, as often as it must, the values that it reads stay."""
+        """Yields the tensors of each operation, [rows, width], but the logits; rows may be apart.
+        If the head runs `is_apart`, as often as it must, the values that it reads stay."""
         placed = _placed(found, self.sizes, is_apart=is_apart)
         for offsets in placed.offsets:
-            yield {value: self._tensor(value, start) for value, start in offsets.items()}
+            yield {
+                value: self._tensor(value, start, is_spaced=value in placed.spaced)
+                for value, start in offsets.items()
+            }
 
-    def _tensor(self, value: Value, start: int) -> Tensor:
+    def _tensor(self, value: Value, start: int, *, is_spaced: bool) -> Tensor:
         dtype, rows = self.sizes.dtype_of(value), self.sizes.rows(value)
-        end = start + rows * value.width * dtype.itemsize
-        return self.flat[start:end].view(dtype).view(rows, value.width)
+        stride = row_stride(value.width, dtype.itemsize) if is_spaced else value.width
+        end = start + rows * stride * dtype.itemsize
+        return self.flat[start:end].view(dtype).view(rows, stride)[:, : value.width]
 
     @property
     def num_bytes(self) -> int:

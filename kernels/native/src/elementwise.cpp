@@ -34,12 +34,14 @@ void gather(const GatherArgs& args, const Slice& slice) {
 // mean(hidden[i]).
 struct RmsNormArgs {
   void* hidden;        // [count, size]
-  const void* delta;   // [count, size] or null
+  const void* delta;   // [count, size], rows delta_stride apart, or null
   const void* weight;  // [size], of floats if it is wide, or null; or one of each count
-  void* out;           // [count, size]; may be `hidden`
+  void* out;           // [count, size], rows out_stride apart; may be `hidden`
   const int32_t* count;
   int64_t rows_per_count;
   int64_t size;
+  int64_t delta_stride;
+  int64_t out_stride;
   int64_t weight_stride;  // 0: all rows have one weight
   int64_t is_wide;
   int64_t is_centred;
@@ -100,8 +102,9 @@ void rms_norm(const RmsNormArgs& args, const Slice& slice) {
   const auto mine = slice.range(*args.count * args.rows_per_count);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
     T* hidden = static_cast<T*>(args.hidden) + i * size;
-    T* out = static_cast<T*>(args.out) + i * size;
-    const T* delta = args.delta ? static_cast<const T*>(args.delta) + i * size : nullptr;
+    T* out = static_cast<T*>(args.out) + i * args.out_stride;
+    const T* delta = static_cast<const T*>(args.delta);
+    if (delta) delta += i * args.delta_stride;
     const VF squares = is_scaled ? add_delta<T, true>(args, hidden, delta)
                                  : add_delta<T, false>(args, hidden, delta);
     if (!args.weight) continue;
@@ -131,11 +134,12 @@ void rms_norm(const RmsNormArgs& args, const Slice& slice) {
 struct GatedArgs {
   const void* gate;  // [T, size], rows gate_stride apart
   const void* up;    // [T, size], rows up_stride apart
-  void* out;         // [T, size]
+  void* out;         // [T, size], rows out_stride apart
   const int32_t* num_tokens;
   int64_t size;
   int64_t gate_stride;
   int64_t up_stride;
+  int64_t out_stride;
 };
 
 // silu(x) = x * sigmoid(x).
@@ -159,7 +163,7 @@ void gated(const GatedArgs& args, const Slice& slice) {
   for (int64_t t = mine.begin; t < mine.end; ++t) {
     const T* gate = static_cast<const T*>(args.gate) + t * args.gate_stride;
     const T* up = static_cast<const T*>(args.up) + t * args.up_stride;
-    T* out = static_cast<T*>(args.out) + t * size;
+    T* out = static_cast<T*>(args.out) + t * args.out_stride;
     for_vectors(size, [&](int64_t at, auto lanes) {
       const VF g = vload(gate + at, lanes);
       const VF logit = Activation::logit(g);
@@ -185,7 +189,7 @@ void clamped_swiglu(const ClampedSwigluArgs& args, const Slice& slice) {
   for (int64_t t = mine.begin; t < mine.end; ++t) {
     const T* gate = static_cast<const T*>(own.gate) + t * own.gate_stride;
     const T* up = static_cast<const T*>(own.up) + t * own.up_stride;
-    T* out = static_cast<T*>(own.out) + t * own.size;
+    T* out = static_cast<T*>(own.out) + t * own.out_stride;
     for_vectors(own.size, [&](int64_t at, auto lanes) {
       const VF g = vmin(most, vload(gate + at, lanes));
       const VF u = vmax(least, vmin(most, vload(up + at, lanes)));
