@@ -65,6 +65,17 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the native kernels that no test could run, which are skipped one by one."""
+    with suppress(ImportError):  # tests/gpu also runs where they are not installed
+        native = importlib.import_module("tests.support.native")
+        missing = [each for each in native.build.FLAGS if each not in native.testable_variants()]
+        if missing:
+            terminalreporter.write_line(
+                f"Not tested, because this machine does not run them: {', '.join(missing)}"
+            )
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Forked workers run no tests that start processes: folders of these are not even read."""
     if config.getoption(forked_workers.OPTION):

@@ -11,11 +11,12 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from inference_svc.host.cpus import Processor, counted
+from kernels.native.tile_permission import REFUSED
 
-BF16_VARIANT = "avx512_bf16"
-"""The native kernels with instructions for bfloat16."""
-AMX_FLAG = "amx_bf16"
-"""How /proc/cpuinfo names AMX's products of bfloat16."""
+BF16_FLAG = "avx512_bf16"
+"""How /proc/cpuinfo names vector instructions for bfloat16."""
+BF16_VARIANTS = (BF16_FLAG, "amx_bf16")
+"""The native kernels with instructions for bfloat16: of vectors, and AMX's of tiles."""
 OLDEST_CAPABILITY = (8, 0)
 """The oldest CUDA devices that tests compile the kernels for."""
 
@@ -83,26 +84,26 @@ def native_notes(
     if faults:
         notes.append(
             f"the native kernels for {variant} compute, though this processor executes better ones "
-            f"({'; '.join(faults)}): install a newer g++, and the next start compiles them"
+            f"({'; '.join(faults)}): {_remedy(faults)}"
         )
     if dtype == "float32":
-        if variant == BF16_VARIANT:
+        if variant in BF16_VARIANTS:
             notes.append(
                 "float32 has twice the bytes of bfloat16, for which this processor has "
                 "instructions: --dtype bfloat16 is faster, and less precise"
             )
-    elif BF16_VARIANT not in flags:
+    elif BF16_FLAG not in flags:
         notes.append(
             "this processor has no instructions for bfloat16 (AVX-512 BF16): products are computed "
             "in float32, and prompts take longer than on a processor that has them"
         )
-    elif variant == BF16_VARIANT and AMX_FLAG in flags:
-        notes.append(
-            "this processor has AMX, which Loadout does not use yet: vLLM's CPU build, which does, "
-            "generated a base model's tokens about twice as fast on such a processor, but tokens "
-            "of adapters more slowly (docs/installation.md)"
-        )
     return notes
+
+
+def _remedy(faults: Sequence[str]) -> str:
+    if all(REFUSED in fault for fault in faults):
+        return "run on Linux 5.16 or newer, in a sandbox that allows arch_prctl"
+    return "install a newer g++, and the next start compiles them"
 
 
 def torch_notes(dtype: str, *, is_chosen: bool, faults: Sequence[str]) -> list[str]:

@@ -33,18 +33,24 @@ _COMMON_FLAGS = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "amx_bf16": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "avx512_bf16": _AVX512_BF16,
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
 """The variants, best first."""
+TILE_VARIANTS = frozenset({"amx_bf16"})
+"""Variants that use the tile registers of AMX, for which a process needs a permission."""
 
 _AVX2_NEEDS = frozenset({"avx2", "fma", "f16c"})
 _AVX512_NEEDS = _AVX2_NEEDS | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+# All processors with the bf16 instructions have VNNI.
+_AVX512_BF16_NEEDS = _AVX512_NEEDS | {"avx512_bf16", "avx512_vnni"}
 _NEEDS: dict[str, frozenset[str]] = {
-    # All processors with the bf16 instructions have VNNI.
-    "avx512_bf16": _AVX512_NEEDS | {"avx512_bf16", "avx512_vnni"},
+    "amx_bf16": _AVX512_BF16_NEEDS | {"amx_tile", "amx_bf16"},
+    "avx512_bf16": _AVX512_BF16_NEEDS,
     "avx512": _AVX512_NEEDS,
     "avx2": _AVX2_NEEDS,
 }

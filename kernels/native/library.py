@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.native.build import CompileFailed, ensure, runnable_variants
+from kernels.native.build import TILE_VARIANTS, CompileFailed, ensure, runnable_variants
+from kernels.native.tile_permission import request_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,12 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 class Library:
-    """The library of one variant ("avx2", "avx512", "avx512_bf16")."""
+    """The library of one variant ("avx2", "avx512", "avx512_bf16", "amx_bf16"). Raises OSError if
+    it cannot be loaded, or if the system refuses the registers that it needs."""
 
     def __init__(self, path: Path, variant: str) -> None:
+        if variant in TILE_VARIANTS:
+            request_tiles()
         self.variant = variant
         self._dll = ctypes.CDLL(str(path))
         self._dll.loadout_run.argtypes = [
@@ -146,7 +150,8 @@ def choose(variant: str | None) -> Choice:
     first use.
 
     The next best serves where that one is neither there nor compiles (an old compiler) nor loads (a
-    compiler whose OpenMP is not torch's). What a compiler said is in the log.
+    compiler whose OpenMP is not torch's), or the system refuses its registers. What a compiler said
+    is in the log.
     """
     faults: list[str] = []
     for each in runnable_variants() if variant is None else [variant]:

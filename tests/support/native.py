@@ -6,14 +6,25 @@ import pytest
 
 from kernels.native import build
 from kernels.native.library import Library, load
+from kernels.native.tile_permission import request_tiles
+
+
+def testable_variants() -> list[str]:
+    """Returns the variants that this machine executes and its system allows, best first."""
+    runnable = build.runnable_variants()
+    try:
+        request_tiles()
+    except OSError:
+        return [each for each in runnable if each not in build.TILE_VARIANTS]
+    return runnable
 
 
 def native_library(variant: str | None = None) -> Library:
-    """That of `variant`, or the best one. Skips where this processor has none, or where there is
+    """That of `variant`, or the best one. Skips where this machine has none, or where there is
     neither a library nor a compiler: then the product has none either."""
-    runnable = build.runnable_variants()
-    if not runnable or variant not in (None, *runnable):
-        pytest.skip(f"this processor has no {variant or 'variant'}")
+    testable = testable_variants()
+    if not testable or variant not in (None, *testable):
+        pytest.skip(f"this machine has no {variant or 'variant'}")
     loaded = load(variant)
     if loaded is None and build.find_compiler() is None:
         pytest.skip("no compiler for the native kernels")

@@ -14,6 +14,7 @@
 
 #include "attention_products.h"
 #include "attention_state.h"
+#include "attention_tiles.h"
 #include "e4m3.h"
 #include "slice.h"
 
@@ -49,6 +50,8 @@ constexpr float LOG2_E = 1.44269504f;
 // One item, block by block. The cache holds C: T, or FP8.
 template <typename T, typename C>
 struct Attention {
+  using Products = typename ProductsOf<T>::Type;
+  using Memory = Scratch<T, Products::ROWS>;
   static constexpr int P = Pair<T>::SIZE;
   static constexpr bool IS_FP8 = std::is_same_v<C, e4m3>;
   // Cells of one key head.
@@ -58,7 +61,8 @@ struct Attention {
   };
 
   const AttendArgs& args;
-  Scratch<T>& scratch;
+  Memory& scratch;
+  Products& products;
   const AttentionItem& item;
   const AttentionItem* following;  // what this thread likely computes afterwards, or null
   const int32_t* pages;
@@ -66,10 +70,11 @@ struct Attention {
   int64_t num_rows;        // those of all key heads, head by head
   int64_t first_position;  // of the first query
 
-  Attention(const AttendArgs& args, Scratch<T>& scratch, const AttentionItem& item,
+  Attention(const AttendArgs& args, Memory& scratch, Products& products, const AttentionItem& item,
             const AttentionItem* following)
       : args(args),
         scratch(scratch),
+        products(products),
         item(item),
         following(following),
         pages(pages_of(item)),
@@ -116,54 +121,34 @@ struct Attention {
   }
 
   void compute_head(const Cells<T>& cells, int64_t first, const State& state) {
-    const int64_t num_chunks = (head_rows + MAX_ROWS<T> - 1) / MAX_ROWS<T>;
+    constexpr int64_t ROWS = Products::ROWS;
+    const int64_t num_chunks = (head_rows + ROWS - 1) / ROWS;
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
       const int64_t begin = head_rows * chunk / num_chunks;
-      const int64_t count = head_rows * (chunk + 1) / num_chunks - begin;
-      with_constant<1, MAX_ROWS<T>>(static_cast<int>(count), [&](auto m) {
-        compute_rows<decltype(m)::value>(cells, first, begin, state);
-      });
+      const int64_t end = head_rows * (chunk + 1) / num_chunks;
+      compute_rows(cells, first, begin, static_cast<int>(end - begin), state);
     }
   }
 
-  // Rows [begin, begin + M) of the key head whose rows start at `first`.
-  template <int M>
-  void compute_rows(const Cells<T>& cells, int64_t first, int64_t begin, const State& state) {
-    const int64_t last_seen = first_position + (begin + M - 1) / args.group;
+  // Rows [begin, begin + count) of the key head whose rows start at `first`.
+  void compute_rows(const Cells<T>& cells, int64_t first, int64_t begin, int count,
+                    const State& state) {
+    const int64_t last_seen = first_position + (begin + count - 1) / args.group;
     const int64_t num_cells = std::min(cells.end, last_seen + 1) - cells.begin;
     if (num_cells <= 0) return;
     const int64_t num_tiles = (num_cells + TILE - 1) / TILE;
     first += begin;
-    const T* q = scratch.q + first * width();
-    const int64_t size = round_up(args.cache.head_dim, P);
-    each_vectors(num_tiles * TILE_VECTORS, [&](int64_t at, auto n) {
-      score<T, M, decltype(n)::value>(scratch.s + at * VF_WIDTH, q, width(), cells.keys + at,
-                                      cells.key_stride, size);
-    });
-    float factor[M];
+    products.score(scratch.s, scratch.q + first * width(), width(), count, cells, num_tiles);
+    float factor[Products::ROWS];
     with_constant<1, BLOCK_TILES>(static_cast<int>(num_tiles), [&](auto n) {
-      for (int i = 0; i < M; ++i) {
+      for (int i = 0; i < count; ++i) {
         const int64_t position = first_position + (begin + i) / args.group;
         factor[i] =
             soften<decltype(n)::value * TILE_VECTORS>(cells, position, first + i, i, state);
       }
     });
-    float* out = state.out + first * width();
-    each_vectors(width() / VF_WIDTH, [&](int64_t at, auto n) {
-      weigh<T, M, decltype(n)::value>(out + at * VF_WIDTH, width(), factor, scratch.p, cells.values,
-                                      cells.value_stride, num_tiles, at * VF_WIDTH);
-    });
-  }
-
-  // body(first, Constant<N>) over `count` vectors in even groups of N <= MAX_VECTORS.
-  template <typename Body>
-  static void each_vectors(int64_t count, Body body) {
-    const int64_t num_groups = (count + MAX_VECTORS - 1) / MAX_VECTORS;
-    for (int64_t group = 0; group < num_groups; ++group) {
-      const int64_t first = count * group / num_groups;
-      const int64_t size = count * (group + 1) / num_groups - first;
-      with_constant<1, MAX_VECTORS>(static_cast<int>(size), [&](auto n) { body(first, n); });
-    }
+    products.weigh(state.out + first * width(), width(), count, factor, scratch.p, cells,
+                   num_tiles);
   }
 
   // Scores to weights, for row `i` of the chunk. Returns by what the earlier sums shrink.
@@ -194,20 +179,27 @@ struct Attention {
     VF top = vset1(state.largest[row]);
     LOADOUT_UNROLL for (int j = 0; j < N; ++j) top = vmax(top, x[j]);
     const VF largest = vset1(reduce_max(top));
-    const VF shrink = vexp2(vsub(vset1(state.largest[row]), largest));
-    state.largest[row] = first_lane(largest);
-    VF sum = vmul(vload(state.weights + row * VF_WIDTH), shrink);
+    const float before = state.largest[row];
+    float shrink = 1.0f;  // as it mostly is
+    VF sum = vload(state.weights + row * VF_WIDTH);
+    if (!(first_lane(largest) == before)) {
+      const VF factor = vexp2(vsub(vset1(before), largest));
+      shrink = first_lane(factor);
+      state.largest[row] = first_lane(largest);
+      sum = vmul(sum, factor);
+    }
     LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
-      x[j] = vexp2(vsub(x[j], largest));
+      x[j] = vexp2_for<T>(vsub(x[j], largest));
       sum = vadd(sum, x[j]);
       if constexpr (IS_FP8) x[j] = vmul(x[j], vload(scratch.value_scales + j * VF_WIDTH));
       vstore(p + j * VF_WIDTH, x[j]);
     }
     vstore(state.weights + row * VF_WIDTH, sum);
-    return first_lane(shrink);
+    return shrink;
   }
 
   void locate(Cells<T>& cells, int64_t kv_head, const Range& next) {
+    cells.key_size = round_up(args.cache.head_dim, P);
     if constexpr (IS_FP8) copy_scales(cells, kv_head);
     if (!args.cache.is_tiled) {
       pack_rows(cells, kv_head);
@@ -239,7 +231,7 @@ struct Attention {
   void widen_tiles(Cells<T>& cells, int64_t kv_head, const Range& next) {
     const KvLayer& cache = args.cache;
     for (int64_t tile = 0; cells.begin + tile * TILE < cells.end; ++tile) {
-      const int64_t cell = cells.begin + tile * TILE;
+      const int64_t cell = first_seen(cells.begin + tile * TILE);
       const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
       const C* keys = cache.keys<C>(page, kv_head) + offset * P;
       T* to = scratch.keys + tile * TILE * P;
@@ -269,8 +261,8 @@ struct Attention {
     cells.key_stride = cache.page_size * P;
     cells.value_stride = width() * P;
     for (int64_t tile = 0; cells.begin + tile * TILE < cells.end; ++tile) {
-      const int64_t cell = cells.begin + tile * TILE;
-      const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
+      const int64_t cell = cells.begin + tile * TILE, seen = first_seen(cell);
+      const int64_t page = pages[seen / cache.page_size], offset = seen % cache.page_size;
       const T* keys = cache.keys<C>(page, kv_head) + offset * P;
       for (int j = 0; j < TILE_VECTORS; ++j) {
         cells.keys[tile * TILE_VECTORS + j] = keys + j * VF_WIDTH * P;
@@ -278,6 +270,26 @@ struct Attention {
       const T* values = cache.values<C>(page, kv_head) + cache.value_at<P>(offset);
       const bool is_whole = cell >= item.first_cell && cell + TILE <= item.end_cell;
       cells.values[tile] = is_whole ? values : copy_seen(values, tile, cell);
+    }
+    if constexpr (Products::CELLS > TILE) join_tiles(cells);
+  }
+
+  // A tile of cells, or the first that is seen: earlier pages may be another sequence's by now.
+  int64_t first_seen(int64_t cell) const {
+    return std::max<int64_t>(cell, item.first_cell / TILE * TILE);
+  }
+
+  // Tiles of values that are summed at once lie behind each other: those of two pages are copied.
+  void join_tiles(Cells<T>& cells) {
+    const int64_t size = TILE * width();
+    for (int64_t tile = 1; cells.begin + tile * TILE < cells.end; tile += 2) {
+      const T** pair = cells.values + tile - 1;
+      if (pair[1] == pair[0] + size) continue;
+      T* copies = scratch.values + (tile - 1) * size;
+      for (int i = 0; i < 2; ++i) {
+        if (pair[i] != copies + i * size) std::memcpy(copies + i * size, pair[i], size * sizeof(T));
+        pair[i] = copies + i * size;
+      }
     }
   }
 
@@ -343,7 +355,8 @@ struct Attention {
   }
 
   static int64_t start_of(const AttentionItem& item, int64_t part) {
-    return std::max<int64_t>(part * item.part_cells, item.first_cell / TILE * TILE);
+    constexpr int64_t CELLS = Products::CELLS;
+    return std::max<int64_t>(part * item.part_cells, item.first_cell / CELLS * CELLS);
   }
 
   // Asks for cells [begin, end) of a range: into the second cache, because the first one is full of
@@ -422,12 +435,14 @@ template <typename T, typename C>
 void attend(const AttendArgs& args, const Slice& slice) {
   if (slice.thread >= args.max_threads) return;
   const int64_t width = round_up(args.cache.head_dim, TILE);
-  Scratch<T> scratch(args.scratch + slice.thread * args.scratch_bytes, args.block_rows, width);
+  typename Attention<T, C>::Memory scratch(args.scratch + slice.thread * args.scratch_bytes,
+                                           args.block_rows, width);
+  typename Attention<T, C>::Products products;
   const int64_t num_items = *args.num_items;
   for (int64_t i; (i = slice.take()) < num_items;) {
     const int64_t next = slice.counter->load(std::memory_order_relaxed);
     const AttentionItem* following = next < num_items ? &args.items[next] : nullptr;
-    Attention<T, C>(args, scratch, args.items[i], following).run();
+    Attention<T, C>(args, scratch, products, args.items[i], following).run();
   }
 }
 

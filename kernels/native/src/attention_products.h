@@ -13,6 +13,7 @@ struct Cells {
   const T* keys[BLOCK_VECTORS];
   const T* values[BLOCK_TILES];
   int64_t key_stride, value_stride;  // from one pair to the next
+  int64_t key_size;                  // dimensions of a key, in whole pairs
 };
 
 // s[i, j] = q[i] . k[j] for M rows and N vectors of keys.
@@ -69,6 +70,55 @@ void weigh(float* out, int64_t width, const float* factor, const T* p, const T* 
     }
   }
 }
+
+// Both products, by vectors. Tiles may stand in for them: `ROWS` are multiplied at once at most, and
+// `CELLS`, from a multiple of them on, are summed at once.
+template <typename T>
+class VectorProducts {
+ public:
+  static constexpr int ROWS = MAX_ROWS<T>;
+  static constexpr int CELLS = TILE;
+
+  // s[i, j] = q[i] . k[j] for `rows` rows of q, `width` apart, and `num_tiles` tiles of cells.
+  void score(float* s, const T* q, int64_t width, int rows, const Cells<T>& cells,
+             int64_t num_tiles) {
+    with_constant<1, ROWS>(rows, [&](auto m) {
+      each_vectors(num_tiles * TILE_VECTORS, [&](int64_t at, auto n) {
+        loadout::score<T, decltype(m)::value, decltype(n)::value>(
+            s + at * VF_WIDTH, q, width, cells.keys + at, cells.key_stride, cells.key_size);
+      });
+    });
+  }
+
+  // out[i] = out[i] * factor[i] + sum_j p[i, j] v[j], [rows, width].
+  void weigh(float* out, int64_t width, int rows, const float* factor, const T* p,
+             const Cells<T>& cells, int64_t num_tiles) {
+    with_constant<1, ROWS>(rows, [&](auto m) {
+      each_vectors(width / VF_WIDTH, [&](int64_t at, auto n) {
+        loadout::weigh<T, decltype(m)::value, decltype(n)::value>(
+            out + at * VF_WIDTH, width, factor, p, cells.values, cells.value_stride, num_tiles,
+            at * VF_WIDTH);
+      });
+    });
+  }
+
+ private:
+  // body(first, Constant<N>) over `count` vectors in even groups of N <= MAX_VECTORS.
+  template <typename Body>
+  static void each_vectors(int64_t count, Body body) {
+    const int64_t num_groups = (count + MAX_VECTORS - 1) / MAX_VECTORS;
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t first = count * group / num_groups;
+      const int64_t size = count * (group + 1) / num_groups - first;
+      with_constant<1, MAX_VECTORS>(static_cast<int>(size), [&](auto n) { body(first, n); });
+    }
+  }
+};
+
+template <typename T>
+struct ProductsOf {
+  using Type = VectorProducts<T>;
+};
 
 }  // namespace
 }  // namespace loadout

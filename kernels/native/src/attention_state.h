@@ -46,12 +46,12 @@ struct State {
   }
 };
 
-// One thread's memory.
-template <typename T>
+// One thread's memory, for products of up to `ROWS` rows.
+template <typename T, int ROWS>
 struct Scratch {
   T* q;                 // [block_rows, width]
-  T* p;                 // [MAX_ROWS, BLOCK]
-  float* s;             // [MAX_ROWS, BLOCK]
+  T* p;                 // [ROWS, BLOCK]
+  float* s;             // [ROWS, BLOCK]
   T* keys;              // [width / P, BLOCK, P]
   T* values;            // [BLOCK / P, width, P]
   float* key_scales;    // [BLOCK]
@@ -60,8 +60,8 @@ struct Scratch {
 
   Scratch(char* memory, int64_t rows, int64_t width)
       : q(carve<T>(memory, rows * width)),
-        p(carve<T>(memory, MAX_ROWS<T> * BLOCK)),
-        s(carve<float>(memory, MAX_ROWS<T> * BLOCK)),
+        p(carve<T>(memory, ROWS * BLOCK)),
+        s(carve<float>(memory, ROWS * BLOCK)),
         keys(carve<T>(memory, BLOCK * width)),
         values(carve<T>(memory, BLOCK * width)),
         key_scales(carve<float>(memory, BLOCK)),

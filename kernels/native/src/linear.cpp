@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "linear_tiles.h"
 #include "panels.h"
 #include "simd.h"
 #include "slice.h"
@@ -122,37 +123,60 @@ MultiplyTile<T> multiply_tile_of(int rows, int lines) {
   return multiply_tile<T, ROWS, 0>;
 }
 
-// Rows [first, last) by one panel, in tiles of nearly equal height. `next` is null or the panel
-// that this thread takes next: it is fetched while this one is computed with, by one tile if there
-// is no other, else by the first two, half of it each, so that memory never is what they wait for.
-template <typename T, typename Out>
-void multiply_panel(const LinearArgs& args, int64_t first, int64_t last, int64_t panel,
-                    const T* next) {
-  alignas(64) float sums[MAX_ROWS * PANEL];
-  const T* w = static_cast<const T*>(args.weights) + panel * panel_elements<T>(args.in_features);
-  const int64_t tiles = (last - first + MAX_ROWS - 1) / MAX_ROWS;
-  const bool fetches_next = next && last - first > MAX_ROWS_UNFETCHED;
-  const int64_t fetchers = fetches_next ? std::min<int64_t>(tiles, 2) : 0;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t row = first + (last - first) * i / tiles;
-    const int rows = static_cast<int>(first + (last - first) * (i + 1) / tiles - row);
-    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-    const int width = tile_vectors(rows) * VF_WIDTH;
-    for (int part = 0; part < PANEL; part += width) {
-      const bool fetches = i < fetchers && part == 0;
-      const T* share = fetches ? next + i * panel_elements<T>(args.in_features) / 2 : nullptr;
-      const int lines = fetches ? 2 / static_cast<int>(fetchers) : 0;
-      multiply_tile_of<T>(rows, lines)(sums + part, x, args.x_stride, w + part * STEP<T>,
-                                       args.in_features, reinterpret_cast<const char*>(share));
+// Multiplies by vectors; keeps nothing.
+template <typename T>
+struct PanelVectors {
+  static constexpr int64_t ROW_BLOCK_BYTES = loadout::ROW_BLOCK_BYTES;
+  static constexpr int MAX_ROWS = loadout::MAX_ROWS;
+
+  // Rows [first, last) by one panel, in tiles of nearly equal height. `next` is null or the panel
+  // that this thread takes next: it is fetched while this one is computed with, by one tile if
+  // there is no other, else by the first two, half of it each, so that memory never is what they
+  // wait for.
+  template <typename Out>
+  void multiply(const LinearArgs& args, int64_t first, int64_t last, int64_t panel,
+                const T* next) {
+    alignas(64) float sums[MAX_ROWS * PANEL];
+    const T* w = static_cast<const T*>(args.weights) + panel * panel_elements<T>(args.in_features);
+    const int64_t tiles = (last - first + MAX_ROWS - 1) / MAX_ROWS;
+    const bool fetches_next = next && last - first > MAX_ROWS_UNFETCHED;
+    const int64_t fetchers = fetches_next ? std::min<int64_t>(tiles, 2) : 0;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t row = first + (last - first) * i / tiles;
+      const int rows = static_cast<int>(first + (last - first) * (i + 1) / tiles - row);
+      const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+      const int width = tile_vectors(rows) * VF_WIDTH;
+      for (int part = 0; part < PANEL; part += width) {
+        const bool fetches = i < fetchers && part == 0;
+        const T* share = fetches ? next + i * panel_elements<T>(args.in_features) / 2 : nullptr;
+        const int lines = fetches ? 2 / static_cast<int>(fetchers) : 0;
+        multiply_tile_of<T>(rows, lines)(sums + part, x, args.x_stride, w + part * STEP<T>,
+                                         args.in_features, reinterpret_cast<const char*>(share));
+      }
+      store_panel<Out>(args, sums, row, rows, panel * PANEL);
     }
-    store_panel<Out>(args, sums, row, rows, panel * PANEL);
   }
-}
+};
+
+template <typename T>
+struct PanelsOf {
+  using Product = PanelVectors<T>;
+};
+#if defined(__AMX_BF16__)
+template <>
+struct PanelsOf<bf16> {
+  using Product = PanelTiles;
+};
+#endif
+
+// How a thread multiplies rows by panels, while an operation runs.
+template <typename T>
+using PanelProduct = typename PanelsOf<T>::Product;
 
 template <typename T>
 int64_t most_rows(const LinearArgs& args) {
   const int64_t row_bytes = args.in_features * static_cast<int64_t>(sizeof(T));
-  return std::max<int64_t>(MAX_ROWS, ROW_BLOCK_BYTES / row_bytes);
+  return std::max<int64_t>(PanelProduct<T>::MAX_ROWS, PanelProduct<T>::ROW_BLOCK_BYTES / row_bytes);
 }
 
 }  // namespace
@@ -165,13 +189,14 @@ void linear(const LinearArgs& args, const Slice& slice) {
   const int64_t panels = num_panels(args);
   const int64_t items = blocks * panels;
   const T* weights = static_cast<const T*>(args.weights);
+  PanelProduct<T> product;
   for (int64_t item = slice.take(), next; item < items; item = next) {
     next = slice.take();
     const int64_t block = item / panels;
     const T* fetch =
         next < items ? weights + next % panels * panel_elements<T>(args.in_features) : nullptr;
-    multiply_panel<T, Out>(args, tokens * block / blocks, tokens * (block + 1) / blocks,
-                           item % panels, fetch);
+    product.template multiply<Out>(args, tokens * block / blocks, tokens * (block + 1) / blocks,
+                                   item % panels, fetch);
   }
 }
 
@@ -185,13 +210,14 @@ void linear_experts(const ExpertsLinearArgs& args, const Slice& slice) {
     return weights + (item.expert * panels + item.panel) * elements;
   };
   ExpertItems items(args, most_rows<T>(args.linear));
+  PanelProduct<T> product;
   for (ExpertItem item = items.find(slice.take()), next; item.expert >= 0; item = next) {
     next = items.find(slice.take());
     LinearArgs own = args.linear;
     own.weights = static_cast<const T*>(own.weights) + item.expert * panels * elements;
     if (own.bias) own.bias += item.expert * panels * PANEL;
     const T* fetch = next.expert >= 0 ? panel_of(next) : nullptr;
-    multiply_panel<T, Out>(own, item.first, item.last, item.panel, fetch);
+    product.template multiply<Out>(own, item.first, item.last, item.panel, fetch);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include "dots.h"
 #include "lora.h"
+#include "lora_shrink_tiles.h"
 
 namespace loadout {
 
@@ -90,6 +91,27 @@ void dot_ranks(const LoraArgs& args, const LoraItem& item, const W* a, int64_t r
     if (r < end) dot_ranks<T, W, R / 2>(args, item, a, r, end, y, step, next);
 }
 
+// Products by vectors. Tiles may stand in for them.
+template <typename T>
+struct VectorShrink {
+  template <typename W>
+  void run(const LoraArgs& args, const LoraItem& item, const W* a, int64_t begin, int64_t end, T* y,
+           int step, const W* next) {
+    dot_ranks<T, W, DOT_RANKS>(args, item, a, begin, end, y, step, next);
+  }
+};
+
+template <typename T>
+struct ShrinkOf {
+  using Type = VectorShrink<T>;
+};
+#if defined(__AMX_BF16__)
+template <>
+struct ShrinkOf<bf16> {
+  using Type = TileShrink;
+};
+#endif
+
 }  // namespace
 
 // y = x @ A.T of every item and target.
@@ -117,13 +139,13 @@ void lora_shrink(const LoraArgs& args, const Slice& slice) {
     return part;
   };
   using Part = LoraPart<T, W>;
+  typename ShrinkOf<T>::Type product;
   for_lora_parts<T, W>(take, [&](const Part& part, const Part& next) {
     const LoraPlace<W>& place = part.place;
     const int step = y_step(place.rank);
     T* y = y_of<T>(args, *part.item, part.k);
     const W* next_a = next.item ? next.place.values + next.begin * args.in_features : place.values;
-    dot_ranks<T, W, DOT_RANKS>(args, *part.item, place.values, part.begin, part.end, y, step,
-                               next_a);
+    product.run(args, *part.item, place.values, part.begin, part.end, y, step, next_a);
     if (part.end == place.rank && place.rank < step)
       for (int t = 0; t < part.item->count; ++t) y[t * step + place.rank] = from_float<T>(0);
   });

@@ -47,18 +47,24 @@ inline void fetch(const char* next, int64_t i) {
 template <typename Out>
 void store_panel(const LinearArgs& args, const float* sums, int64_t row, int rows,
                  int64_t column) {
-  Out* out = static_cast<Out*>(args.out) + row * args.out_stride;
-  for (int v = 0; v < PANEL / VF_WIDTH; ++v, column += VF_WIDTH, sums += VF_WIDTH) {
-    const int64_t n = std::min<int64_t>(args.out_features - column, VF_WIDTH);
-    if (n <= 0) return;
-    const VF bias = args.bias ? vload(args.bias + column, n) : vzero();
-    for (int r = 0; r < rows; ++r) {
-      const VF sum = vadd(vload(sums + r * PANEL), bias);
-      Out* to = out + r * args.out_stride + column;
-      if (n == VF_WIDTH)
-        vstore(to, sum);
-      else
-        vstore(to, sum, n);
+  constexpr int VECTORS = PANEL / VF_WIDTH;
+  Out* out = static_cast<Out*>(args.out) + row * args.out_stride + column;
+  const int64_t width = std::min<int64_t>(args.out_features - column, PANEL);
+  VF bias[VECTORS] = {};
+  if (args.bias)
+    for (int v = 0; v * VF_WIDTH < width; ++v)
+      bias[v] = vload(args.bias + column + v * VF_WIDTH,
+                      static_cast<int>(std::min<int64_t>(width - v * VF_WIDTH, VF_WIDTH)));
+  for (int r = 0; r < rows; ++r, out += args.out_stride, sums += PANEL) {
+    const auto sum = [&](int v) { return vadd(vload(sums + v * VF_WIDTH), bias[v]); };
+    if (width == PANEL) {
+      LOADOUT_UNROLL for (int v = 0; v < VECTORS; v += 2)
+        vstore(out + v * VF_WIDTH, sum(v), sum(v + 1));
+      continue;
+    }
+    for (int v = 0; v * VF_WIDTH < width; ++v) {
+      const int64_t n = std::min<int64_t>(width - v * VF_WIDTH, VF_WIDTH);
+      vstore(out + v * VF_WIDTH, sum(v), static_cast<int>(n));
     }
   }
 }

@@ -7,7 +7,8 @@
 //   sum = offset * sum(x of the chunk) + (scale * sum(x * table[code]) + sum)
 //
 // whatever the number of tokens: a row alone gives the bits that it gives in any batch. Few rows
-// decode codes in registers; many decode a chunk once, into the first cache.
+// decode codes in registers; many, and all that AMX multiplies, decode a chunk once, into the first
+// cache.
 #include "quantised.h"
 
 #include <array>
@@ -15,6 +16,7 @@
 #include <utility>
 
 #include "quantised_codes.h"
+#include "quantised_tiles.h"
 
 namespace loadout {
 
@@ -26,9 +28,9 @@ constexpr int64_t MOST_INPUTS = 128;
 constexpr int64_t MOST_ITEM_ROWS = 96;
 // Rows in a tile: as fast as the most that fit, and more of them stay apart in the first cache.
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 8;
+constexpr int MOST_TILE_ROWS = 8;
 #else
-constexpr int TILE_ROWS = 6;
+constexpr int MOST_TILE_ROWS = 6;
 #endif
 // Sums of inputs in chunks that an item's rows may have.
 constexpr int64_t MOST_INPUT_SUMS = 16384;
@@ -190,7 +192,7 @@ constexpr std::array<AddAll<T>, sizeof...(ROWS)> every_height(
 
 // ADD_ALL<Codes, T>[rows - 1]
 template <typename Codes, typename T>
-constexpr auto ADD_ALL = every_height<Codes, T>(std::make_integer_sequence<int, TILE_ROWS>());
+constexpr auto ADD_ALL = every_height<Codes, T>(std::make_integer_sequence<int, MOST_TILE_ROWS>());
 
 // Writes the values of a chunk as `Decoded` reads them.
 template <typename Codes, typename T>
@@ -218,7 +220,7 @@ inline void decode_chunk(const Item<T>& item, const Chunk& chunk, float* to) {
 template <typename Codes, typename T>
 void sum_panel(const Item<T>& item, int rows, const char* panel) {
   const int64_t count = item.chunks.count();
-  const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  const int tiles = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS;
   const auto add = [&](const auto& add_all, int tile, int64_t first, int64_t last,
                        const float* decoded, int64_t fetch) {
     const int row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
@@ -237,6 +239,46 @@ void sum_panel(const Item<T>& item, int rows, const char* panel) {
       add(ADD_ALL<Decoded<Codes, T>, T>, i, number, number + 1, decoded, 0);
   }
 }
+
+#if defined(__AMX_BF16__)
+
+// Adds a chunk to the sums of `rows` rows from `row` on. partial: [rows, PANEL].
+template <typename Codes>
+void add_partial(const Item<bf16>& item, const Chunk& chunk, int64_t number, int row, int rows,
+                 const float* partial) {
+  for (int v = 0; v < PANEL / VF_WIDTH; ++v) {
+    VF scale = load_scales(chunk.scales, item.form.scales, v);
+    if constexpr (Codes::FACTOR != 1) scale = vmul(scale, vset1(Codes::FACTOR));
+    VF offset = vzero();
+    if (item.input_sums)
+      offset = load_scales(chunk.scales + item.chunks.scale_bytes(), item.form.scales, v);
+    for (int r = 0; r < rows; ++r) {
+      float* sums = item.sums + (row + r) * PANEL + v * VF_WIDTH;
+      VF sum = vfma(scale, vload(partial + r * PANEL + v * VF_WIDTH), vload(sums));
+      if (item.input_sums)
+        sum = vfma(offset, vset1(item.input_sums[(row + r) * item.chunks.count() + number]), sum);
+      vstore(sums, sum);
+    }
+  }
+}
+
+// As sum_panel.
+template <typename Codes>
+void sum_panel_by_tiles(ChunkTiles& tiles, const Item<bf16>& item, int rows, const char* panel) {
+  alignas(64) float decoded[MOST_INPUTS / 2 * PANEL];
+  for (int64_t number = 0; number < item.chunks.count(); ++number) {
+    const Chunk chunk = item.chunks.find(panel, number);
+    decode_chunk<Codes, bf16>(item, chunk, decoded);
+    for (int row = 0; row < rows; row += ChunkTiles::ROWS) {
+      const int height = std::min(rows - row, ChunkTiles::ROWS);
+      const bf16* x = item.x + row * item.stride + chunk.first;
+      add_partial<Codes>(item, chunk, number, row, height,
+                         tiles.multiply(x, item.stride, height, decoded, chunk.size));
+    }
+  }
+}
+
+#endif
 
 // A thread's part of a product: it computes items, and keeps what it knows of their inputs.
 template <typename Codes, typename T, typename Out>
@@ -269,7 +311,13 @@ class Product {
     std::fill_n(sums, rows * PANEL, 0.0f);
     const Item<T> item{form_, chunks_, x,   args.x_stride, form_.has_offsets ? input_sums_ : nullptr,
                        sums,  next};
-    sum_panel<Codes, T>(item, rows, static_cast<const char*>(args.weights) + panel * panel_bytes());
+    const char* weights = static_cast<const char*>(args.weights) + panel * panel_bytes();
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<T, bf16>) sum_panel_by_tiles<Codes>(tiles_, item, rows, weights);
+    else sum_panel<Codes, T>(item, rows, weights);
+#else
+    sum_panel<Codes, T>(item, rows, weights);
+#endif
     store_panel<Out>(args, sums, first, rows, panel * PANEL);
   }
 
@@ -291,6 +339,9 @@ class Product {
   const Chunks chunks_;
   int64_t first_ = -1, last_ = -1;
   float input_sums_[MOST_INPUT_SUMS];
+#if defined(__AMX_BF16__)
+  ChunkTiles tiles_;
+#endif
 };
 
 }  // namespace

@@ -23,6 +23,7 @@ from inference_svc.core import EngineConfig
 from inference_svc.host.cpus import compute_threads, usable_cores, usable_cpus
 from kernels import tuning
 from kernels.native.library import Choice
+from kernels.native.tile_permission import REFUSED
 from tests.support.machine.fake_machines import FakeMachine, fake_machines
 from tests.support.native import native_library
 
@@ -36,9 +37,9 @@ AMX = BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
     ("flags", "variant", "dtype", "expected"),
     [
         (BF16, "avx512_bf16", "bfloat16", None),
-        (AMX, "avx512_bf16", "bfloat16", "has AMX, which Loadout does not use yet"),
+        (AMX, "amx_bf16", "bfloat16", None),
         (BF16, "avx512_bf16", "float32", "--dtype bfloat16 is faster"),
-        (AMX, "avx512_bf16", "float32", "--dtype bfloat16 is faster"),
+        (AMX, "amx_bf16", "float32", "--dtype bfloat16 is faster"),
         (AVX512, "avx512", "float32", None),
         (AVX512, "avx512", "bfloat16", "no instructions for bfloat16"),
         (AVX2, "avx2", "float32", None),
@@ -59,6 +60,13 @@ def test_a_better_library_that_is_missing_is_the_only_note(dtype: str) -> None:
     [note] = native_notes(dtype, "avx2", AMX, ("avx512_bf16: no compiler", "avx512: no compiler"))
     assert "kernels for avx2 compute" in note
     assert "(avx512_bf16: no compiler; avx512: no compiler): install a newer g++" in note
+
+
+def test_a_system_that_refuses_tiles_is_named() -> None:
+    """A newer compiler would not help."""
+    [note] = native_notes("bfloat16", "avx512_bf16", AMX, (f"amx_bf16: {REFUSED}: no",))
+    assert "kernels for avx512_bf16 compute" in note
+    assert f"(amx_bf16: {REFUSED}: no): run on Linux 5.16 or newer" in note
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,27 @@ def test_a_row_is_the_same_bits_alone_and_in_any_batch(make_adapters, rows, dtyp
         start += length
 
 
+@pytest.mark.parametrize("exponent", [-42, -43, -44, -62])
+def test_tiny_numbers_are_the_same_bits_however_many_tokens_there_are(library, exponent):
+    """Few tokens may be multiplied by vectors and many by tiles, to which denormals are zero."""
+    tiny = 2.0**exponent
+    arena = torch.zeros(64 * GRANULE_BYTES // 2, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    arena[: 2 * 2048] = (torch.randn(2 * 2048, generator=generator) * tiny).bfloat16()
+    table = LoraTable.create(1, 1, arena, "cpu", max_rank=32)
+    table.set_row(0, [TableEntry(0, 0, 16, 32, 64, 64, scale=1.0)])
+    group = LoraGroup((0,), 64, (0,), (64,))
+    x = (torch.randn(1, 64, generator=generator) * tiny).bfloat16().expand(20, 64).contiguous()
+    rows = set()
+    for count in (1, 2, 3, 16, 20):
+        out = torch.zeros(count, 64, dtype=torch.bfloat16)
+        native.add_lora(
+            library, out, x[:count], table, LoraPlan.build([0], [count], table, "cpu"), group
+        )
+        rows |= {row.numpy().tobytes() for row in out.view(torch.int16)}
+    assert len(rows) == 1
+
+
 @pytest.mark.parametrize("num_threads", [2, 5])
 def test_threads_change_no_bit(library, make_adapters, num_threads):
     adapters = make_adapters(torch.bfloat16)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.native import build
 from kernels.native.library import Library
 from kernels.recurrence import (
     DeltaHeads,
@@ -35,7 +36,7 @@ MOST = 96
 """Room for more tokens than a step has: rows behind them must stay as they are."""
 
 
-@pytest.fixture(params=["avx2", "avx512", "avx512_bf16"])
+@pytest.fixture(params=build.FLAGS)
 def library(request: pytest.FixtureRequest) -> Library:
     return native_library(request.param)
 
