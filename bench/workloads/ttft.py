@@ -1,6 +1,7 @@
-"""W2: time to the first token of one request of 32 tokens: base, resident adapter, cold adapter.
+"""W2: time to the first token of one request: base, resident adapter, cold adapter.
 
-    python -m bench.workloads.ttft [--model bench-200m] [--peers vllm] [--rounds 10] [--out FILE]
+    python -m bench.workloads.ttft [--model bench-200m] [--peers vllm] [--rounds 10]
+        [--num-in 32] [--out FILE]
 
 Over gRPC, both services run as processes. A cold adapter is compiled in the store's memory and was
 never on this inference service; "registered and cold" begins with RegisterAdapter from a local
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,12 @@ Works = dict[str, Callable[[], float]]
 class OverGrpc:
     """Measures both services over gRPC, in seconds."""
 
-    def __init__(self, prepared: Prepared, services: Services, folders: Iterator[Path]) -> None:
+    def __init__(
+        self, prepared: Prepared, services: Services, folders: Iterator[Path], num_in: int
+    ) -> None:
         self._services = services
         self._folders = folders
-        self._prompt = prompts(1, NUM_IN, prepared.vocab)[0]
+        self._prompt = prompts(1, num_in, prepared.vocab)[0]
         self._number = 0
         services.register("resident", prepared.adapters["0"])
         services.client.load("resident")
@@ -105,10 +109,12 @@ class OverGrpc:
 class InChild:
     """Measures one token of a system in its process, by the system's own clock."""
 
-    def __init__(self, prepared: Prepared, child: Child, folders: Iterator[Path]) -> None:
+    def __init__(
+        self, prepared: Prepared, child: Child, folders: Iterator[Path], num_in: int
+    ) -> None:
         self._child = child
         self._folders = folders
-        self._prompt = prompts(1, NUM_IN, prepared.vocab)[0]
+        self._prompt = prompts(1, num_in, prepared.vocab)[0]
         self._number = 0
         child.set_resident(["0"])
 
@@ -136,7 +142,7 @@ class InChild:
         return self._child.run(Job([Ask(self._prompt, 1, adapter)])).seconds
 
 
-def wanted_for(prepared: Prepared, source_root: Path) -> Wanted:
+def wanted_for(prepared: Prepared, source_root: Path, num_in: int) -> Wanted:
     """Returns limits of services for one request at a time, with adapters under `source_root`."""
     return Wanted(
         prepared.model_dir,
@@ -144,31 +150,31 @@ def wanted_for(prepared: Prepared, source_root: Path) -> Wanted:
         max_resident=MAX_RESIDENT,
         max_rank=RANK,
         max_sequences=MAX_RESIDENT,
-        max_len=MAX_LEN,
+        max_len=MAX_LEN + num_in,
         num_threads=THREADS,
         prefix_cache=False,
         source_root=source_root,
     )
 
 
-def measure(prepared: Prepared, peers: list[str], rounds: int) -> dict[str, Any]:
+def measure(prepared: Prepared, peers: list[str], rounds: int, num_in: int) -> dict[str, Any]:
     times: Times = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         folders = make_variants(prepared.adapters["0"], folder / "adapters")
-        wanted = wanted_for(prepared, folder)
+        wanted = wanted_for(prepared, folder, num_in)
         services = stack.enter_context(Services(wanted, folder))
-        grpc = OverGrpc(prepared, services, folders)
+        grpc = OverGrpc(prepared, services, folders, num_in)
         works: Works = {
             "gRPC base": grpc.base,
             "gRPC resident": grpc.resident,
             "gRPC cold": grpc.cold,
             "gRPC registered and cold": grpc.registered_and_cold,
         }
-        spec = make_spec(prepared, MAX_RESIDENT)
+        spec = replace(make_spec(prepared, MAX_RESIDENT), max_len=wanted.max_len)
         for peer in ["ours", *peers]:
             child = stack.enter_context(Child(peer, spec, folder / peer))
-            system = InChild(prepared, child, folders)
+            system = InChild(prepared, child, folders, num_in)
             works |= {f"{peer} base": system.base, f"{peer} resident": system.resident}
             if peer != "ours":  # without gRPC our engine has no store, and no cold adapter
                 works[f"{peer} cold"] = system.cold
@@ -210,19 +216,21 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="bench-200m")
     parser.add_argument("--peers", default="", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--num-in", type=int, default=NUM_IN, help="tokens of the prompt")
     parser.add_argument("--allow-torch", action="store_true")
     parser.add_argument("--out", type=Path, default=FOLDER / "ttft.json")
     options = parser.parse_args()
     peers = [peer for peer in options.peers.split(",") if peer]
     check_comparable(best_kernels(), ["ours", *peers], options.allow_torch)
-    found = measure(prepare(options.model, MAX_RESIDENT), peers, options.rounds)
+    found = measure(prepare(options.model, MAX_RESIDENT), peers, options.rounds, options.num_in)
     summary = summarize(found, image_bytes(options.model))
     ratios = summary["over base"]
     rows = [(what, 1e3 * s, ratios.get(what)) for what, s in summary["seconds"].items()]
     show(f"W2, {options.model}", ("first token", "ms", "over base"), rows)
     cold = summary["gRPC cold / its limit"]
     print(f"cold: {cold:.2f} of the limit of {1e3 * summary['cold_limit_s']:.1f} ms")
-    workload = {"model": options.model, "num_in": NUM_IN, "image_bytes": image_bytes(options.model)}
+    workload = {"model": options.model, "num_in": options.num_in}
+    workload["image_bytes"] = image_bytes(options.model)
     write(options.out, "W2", {**workload, "summary": summary, **found})
     systems = {what.partition(" ")[0] for what in summary["seconds"]}
     kinds = ("base", "resident", "cold", "registered and cold")
