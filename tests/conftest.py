@@ -69,7 +69,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Names the native kernels that no test could run, which are skipped one by one."""
     with suppress(ImportError):  # tests/gpu also runs where they are not installed
         native = importlib.import_module("tests.support.native")
-        missing = [each for each in native.build.FLAGS if each not in native.testable_variants()]
+        missing = [each for each in native.build.FLAGS if each not in native.variants_here()]
         if missing:
             terminalreporter.write_line(
                 f"Not tested, because this machine does not run them: {', '.join(missing)}"

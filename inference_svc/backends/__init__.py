@@ -1,6 +1,6 @@
 """How one step is computed on a kind of device: the only folder that distinguishes them.
 
-native          CPUs with AVX2 or AVX-512: the decoder as one program in C++
+native          CPUs with AVX2 or better: the decoder as one program in C++
 cuda            a CUDA device: Triton kernels, steps recorded and replayed
 base            the protocols Backend and BackendFactory, and the allocations common to all backends
 adapter_memory  the part of a backend that holds adapters

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from inference_svc.host.cpus import Processor, counted
+from kernels.native.build import TILE_VARIANTS
 from kernels.native.tile_permission import REFUSED
 
 BF16_FLAG = "avx512_bf16"
@@ -81,6 +82,8 @@ def native_notes(
         faults: Why libraries for better instruction sets do not serve.
     """
     notes = []
+    if dtype == "float32":  # to which tiles give nothing
+        faults = [fault for fault in faults if fault.partition(":")[0] not in TILE_VARIANTS]
     if faults:
         notes.append(
             f"the native kernels for {variant} compute, though this processor executes better ones "

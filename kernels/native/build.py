@@ -35,7 +35,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 FLAGS: dict[str, tuple[str, ...]] = {
-    "amx_bf16": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "amx_bf16": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512_bf16": _AVX512_BF16,
     "avx512": _AVX512,
     "avx2": _AVX2,
@@ -49,7 +49,7 @@ _AVX512_NEEDS = _AVX2_NEEDS | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 # All processors with the bf16 instructions have VNNI.
 _AVX512_BF16_NEEDS = _AVX512_NEEDS | {"avx512_bf16", "avx512_vnni"}
 _NEEDS: dict[str, frozenset[str]] = {
-    "amx_bf16": _AVX512_BF16_NEEDS | {"amx_tile", "amx_bf16"},
+    "amx_bf16": _AVX512_BF16_NEEDS | {"amx_tile", "amx_bf16", "amx_int8"},
     "avx512_bf16": _AVX512_BF16_NEEDS,
     "avx512": _AVX512_NEEDS,
     "avx2": _AVX2_NEEDS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 
 # Of asm/prctl.h and the processor's manual: Linux has them since 5.16. See
 # https://docs.kernel.org/arch/x86/xstate.html
@@ -20,6 +21,8 @@ def request_tiles() -> None:
     Raises OSError where the system refuses: it is too old, or a sandbox, or a thread's stack for
     signals has no room for the registers.
     """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise OSError(f"{REFUSED}: the processor has none")
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (ctypes.c_long(_ARCH_REQ_XCOMP_PERM), ctypes.c_long(_XFEATURE_XTILEDATA))
     if libc.syscall(ctypes.c_long(_SYS_ARCH_PRCTL), *arguments):

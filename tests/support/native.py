@@ -9,7 +9,7 @@ from kernels.native.library import Library, load
 from kernels.native.tile_permission import request_tiles
 
 
-def testable_variants() -> list[str]:
+def variants_here() -> list[str]:
     """Returns the variants that this machine executes and its system allows, best first."""
     runnable = build.runnable_variants()
     try:
@@ -22,8 +22,8 @@ def testable_variants() -> list[str]:
 def native_library(variant: str | None = None) -> Library:
     """That of `variant`, or the best one. Skips where this machine has none, or where there is
     neither a library nor a compiler: then the product has none either."""
-    testable = testable_variants()
-    if not testable or variant not in (None, *testable):
+    here = variants_here()
+    if not here or variant not in (None, *here):
         pytest.skip(f"this machine has no {variant or 'variant'}")
     loaded = load(variant)
     if loaded is None and build.find_compiler() is None:

@@ -1,6 +1,6 @@
-"""CPUs with AVX2 or AVX-512: the decoder as one program in C++.
+"""CPUs with AVX2 or better: the decoder as one program in C++.
 
-backend      CPUs with AVX2 or AVX-512, and the memory that the program runs in
+backend      CPUs with AVX2 or better, and the memory that the program runs in
 program      the decoder as one program in C++
 ops          each operation in C++, with adapters' operations beside it
 projections  packed weights, and the operations that compute with them

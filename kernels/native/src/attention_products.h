@@ -71,8 +71,8 @@ void weigh(float* out, int64_t width, const float* factor, const T* p, const T* 
   }
 }
 
-// Both products, by vectors. Tiles may stand in for them: `ROWS` are multiplied at once at most, and
-// `CELLS`, from a multiple of them on, are summed at once.
+// Both products, by vectors. Tiles may stand in for them. They multiply up to ROWS rows at once,
+// and sum values of CELLS cells at once, of which the first is a multiple of CELLS.
 template <typename T>
 class VectorProducts {
  public:

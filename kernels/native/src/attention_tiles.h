@@ -71,7 +71,7 @@ class TileProducts {
       each_sum<N>([&](auto j) {
         constexpr int J = decltype(j)::value;
         tile_load<RIGHT>(cells.keys[J] + d / 2 * cells.key_stride, key_bytes);
-        tile_dot<J, LEFT, RIGHT>();
+        tile_dot<float, J, LEFT, RIGHT>();
       });
     }
     if (d < width) {
@@ -79,7 +79,7 @@ class TileProducts {
       each_sum<N>([&](auto j) {
         constexpr int J = decltype(j)::value;
         tile_load<RIGHT + HALF>(cells.keys[J] + d / 2 * cells.key_stride, key_bytes);
-        tile_dot<J, LEFT + HALF, RIGHT + HALF>();
+        tile_dot<float, J, LEFT + HALF, RIGHT + HALF>();
       });
     }
     each_sum<N>([&](auto j) {
@@ -110,10 +110,10 @@ class TileProducts {
         constexpr int J = decltype(j)::value;
         if (is_half) {
           tile_load<RIGHT + HALF>(v + J * 2 * TILE_COLUMNS, value_bytes);
-          tile_dot<J, LEFT + HALF, RIGHT + HALF>();
+          tile_dot<float, J, LEFT + HALF, RIGHT + HALF>();
         } else {
           tile_load<RIGHT>(v + J * 2 * TILE_COLUMNS, value_bytes);
-          tile_dot<J, LEFT, RIGHT>();
+          tile_dot<float, J, LEFT, RIGHT>();
         }
       });
     }

@@ -169,7 +169,6 @@ struct PanelsOf<bf16> {
 };
 #endif
 
-// How a thread multiplies rows by panels, while an operation runs.
 template <typename T>
 using PanelProduct = typename PanelsOf<T>::Product;
 

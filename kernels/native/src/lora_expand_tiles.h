@@ -106,10 +106,10 @@ class TileExpand {
   static void multiply_columns(const Vector* b) {
     constexpr int L = LEFT + OPERAND, R = RIGHT + OPERAND;
     constexpr int64_t ROW_BYTES = VECTORS * sizeof(Vector);
-    tile_load<R>(b, ROW_BYTES), tile_dot<0, L, R>();
-    tile_load<R>(b + 1, ROW_BYTES), tile_dot<1, L, R>();
-    tile_load<R>(b + 2, ROW_BYTES), tile_dot<2, L, R>();
-    tile_load<R>(b + 3, ROW_BYTES), tile_dot<3, L, R>();
+    tile_load<R>(b, ROW_BYTES), tile_dot<float, 0, L, R>();
+    tile_load<R>(b + 1, ROW_BYTES), tile_dot<float, 1, L, R>();
+    tile_load<R>(b + 2, ROW_BYTES), tile_dot<float, 2, L, R>();
+    tile_load<R>(b + 3, ROW_BYTES), tile_dot<float, 3, L, R>();
   }
 
   void shape(int rows, int last_pairs) {

@@ -8,6 +8,7 @@
 
 #include "e4m3.h"
 #include "lora.h"
+#include "pairs.h"
 #include "tiles.h"
 
 #if defined(__AMX_BF16__)
@@ -77,13 +78,13 @@ class TileShrink {
     shape(ranks, count);
     const auto each_tile = [&](auto whole, auto last) {
       const int num_whole = (ranks - 1) / TILE_ROWS;
-      if (num_whole > 0) whole(Index<0>{});
-      if (num_whole > 1) whole(Index<1>{});
-      if (num_whole > 2) whole(Index<2>{});
-      if (num_whole == 0) last(Index<0>{});
-      if (num_whole == 1) last(Index<1>{});
-      if (num_whole == 2) last(Index<2>{});
-      if (num_whole == 3) last(Index<3>{});
+      if (num_whole > 0) whole(Constant<0>{});
+      if (num_whole > 1) whole(Constant<1>{});
+      if (num_whole > 2) whole(Constant<2>{});
+      if (num_whole == 0) last(Constant<0>{});
+      if (num_whole == 1) last(Constant<1>{});
+      if (num_whole == 2) last(Constant<2>{});
+      if (num_whole == 3) last(Constant<3>{});
     };
     tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
     for (int64_t i = 0; i < in; i += TILE_INPUTS) {
@@ -93,13 +94,13 @@ class TileShrink {
           [&](auto tile) {
             constexpr int J = decltype(tile)::value;
             load_ranks<LEFT>(a + J * TILE_ROWS * in + i, in, TILE_ROWS, size);
-            tile_dot<J, LEFT, RIGHT>();
+            tile_dot<float, J, LEFT, RIGHT>();
           },
           [&](auto tile) {
             constexpr int J = decltype(tile)::value;
             const int rows = ranks - J * TILE_ROWS;
             load_ranks<LEFT + LAST>(a + J * TILE_ROWS * in + i, in, rows, size);
-            tile_dot<J, LEFT + LAST, RIGHT>();
+            tile_dot<float, J, LEFT + LAST, RIGHT>();
           });
       keep_vectors_on();
       if (next && i * static_cast<int64_t>(sizeof(W)) % LINE_BYTES == 0)
@@ -113,11 +114,6 @@ class TileShrink {
     };
     each_tile(store, store);
   }
-
-  template <int N>
-  struct Index {
-    static constexpr int value = N;
-  };
 
   void shape(int ranks, int count) {
     tiles_.shape(ranks * (TILE_COLUMNS + 1) + count, [&](TileLayout& layout) {

@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "quantised_codes.h"
-#include "quantised_tiles.h"
+#include "tile_block.h"
 
 namespace loadout {
 
@@ -264,16 +264,18 @@ void add_partial(const Item<bf16>& item, const Chunk& chunk, int64_t number, int
 
 // As sum_panel.
 template <typename Codes>
-void sum_panel_by_tiles(ChunkTiles& tiles, const Item<bf16>& item, int rows, const char* panel) {
+void sum_panel_by_tiles(TileBlock& block, const Item<bf16>& item, int rows, const char* panel) {
+  constexpr int64_t BYTES = sizeof(bf16);
   alignas(64) float decoded[MOST_INPUTS / 2 * PANEL];
   for (int64_t number = 0; number < item.chunks.count(); ++number) {
     const Chunk chunk = item.chunks.find(panel, number);
     decode_chunk<Codes, bf16>(item, chunk, decoded);
-    for (int row = 0; row < rows; row += ChunkTiles::ROWS) {
-      const int height = std::min(rows - row, ChunkTiles::ROWS);
+    for (int row = 0; row < rows; row += TileBlock::ROWS) {
+      const int height = std::min(rows - row, TileBlock::ROWS);
       const bf16* x = item.x + row * item.stride + chunk.first;
-      add_partial<Codes>(item, chunk, number, row, height,
-                         tiles.multiply(x, item.stride, height, decoded, chunk.size));
+      const float* partial = block.multiply<float>(x, item.stride * BYTES, height, decoded,
+                                                   chunk.size * BYTES, [] {});
+      add_partial<Codes>(item, chunk, number, row, height, partial);
     }
   }
 }
@@ -313,7 +315,7 @@ class Product {
                        sums,  next};
     const char* weights = static_cast<const char*>(args.weights) + panel * panel_bytes();
 #if defined(__AMX_BF16__)
-    if constexpr (std::is_same_v<T, bf16>) sum_panel_by_tiles<Codes>(tiles_, item, rows, weights);
+    if constexpr (std::is_same_v<T, bf16>) sum_panel_by_tiles<Codes>(block_, item, rows, weights);
     else sum_panel<Codes, T>(item, rows, weights);
 #else
     sum_panel<Codes, T>(item, rows, weights);
@@ -340,7 +342,7 @@ class Product {
   int64_t first_ = -1, last_ = -1;
   float input_sums_[MOST_INPUT_SUMS];
 #if defined(__AMX_BF16__)
-  ChunkTiles tiles_;
+  TileBlock block_;
 #endif
 };
 

@@ -17,7 +17,8 @@ constexpr bool HAS_PAIRS = false;
 #endif
 
 // The most rows for which codes are decoded in registers, and again by each tile. Where pairs are
-// multiplied, decoding four bits costs other units than multiplying, and so nothing.
+// multiplied, decoding four bits costs other units than multiplying, and so nothing. Tiles of AMX
+// multiply what was decoded before, however few rows there are.
 constexpr int FEW_ROWS = VF_WIDTH == 16 ? 12 : 4;
 
 // Inputs in a step.

@@ -1,5 +1,6 @@
-// Products of inputs and weights in int8, in whole numbers: with the instructions of VNNI where they
-// are, else with those of 16 bits. Both are exact, and so have the same bits.
+// Products of inputs and weights in int8, in whole numbers: many rows with the tiles of AMX where they
+// are, else with the instructions of VNNI, or with those of 16 bits. All are exact, and so have the
+// same bits.
 //
 // Codes lie as quantised.cpp says, in words of four inputs: [ceil(K / 4)][PANEL][4] of bytes. The
 // instructions multiply unsigned by signed bytes, and so a weight's byte is 128 more than the weight:
@@ -9,6 +10,7 @@
 #include <utility>
 
 #include "quantised.h"
+#include "tile_block.h"
 
 namespace loadout {
 
@@ -18,9 +20,9 @@ constexpr int SPAN = 4, WORD_BYTES = 4;
 // Inputs in a chunk, whose sums have 31 bits: 4096 * 255 * 128 * 2 has 28.
 constexpr int64_t MOST_INPUTS = 4096;
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 8;
+constexpr int MOST_TILE_ROWS = 8;
 #else
-constexpr int TILE_ROWS = 6;
+constexpr int MOST_TILE_ROWS = 6;
 #endif
 
 int64_t padded(int64_t in_features) { return (in_features + 7) / 8 * 8; }
@@ -182,7 +184,53 @@ constexpr std::array<SumTile, sizeof...(ROWS)> every_height(std::integer_sequenc
   return {sum_tile<ROWS + 1>...};
 }
 
-constexpr auto SUM_TILE = every_height(std::make_integer_sequence<int, TILE_ROWS>());
+constexpr auto SUM_TILE = every_height(std::make_integer_sequence<int, MOST_TILE_ROWS>());
+
+#if defined(__AMX_BF16__)
+
+// As sum_tile, of up to 32 rows.
+void sum_tiles(TileBlock& block, const Shared& shared, int64_t row, int rows, const char* panel,
+               int64_t fetch, float* out) {
+  const int64_t count = shared.chunks.count();
+  std::fill_n(out, rows * PANEL, 0.0f);
+  for (int64_t i = 0; i < count; ++i) {
+    const Chunk chunk = shared.chunks.find(panel, i);
+    const int32_t* x_sums = shared.inputs.sums + row * count + i;
+    const char* at = chunk.codes;
+    const int32_t* whole = block.multiply<int32_t>(
+        shared.inputs.codes + row * shared.stride + chunk.first, shared.stride, rows, at,
+        chunk.size, [&] {
+          if (!fetch) return;
+          for (int line = 0; line < TILE_ROWS * PANEL * WORD_BYTES; line += LINE_BYTES)
+            _mm_prefetch(at + fetch + line, _MM_HINT_T1);
+          at += TILE_ROWS * PANEL * WORD_BYTES;
+        });
+    for (int v = 0; v < PANEL / VF_WIDTH; ++v) {
+      const VF scale = load_scales(chunk.scales, shared.form.scales, v);
+      VF offset = vzero();
+      if (shared.form.has_offsets)
+        offset = load_scales(chunk.scales + shared.chunks.scale_bytes(), shared.form.scales, v);
+      for (int r = 0; r < rows; ++r) {
+        const int64_t lanes = r * PANEL + v * VF_WIDTH;
+        const VI sum = add_lanes(load_bytes(reinterpret_cast<const char*>(whole + lanes)),
+                                 set_lanes(-128 * x_sums[r * count]));
+        VF total = vfma(scale, float_lanes(sum), vload(out + lanes));
+        if (shared.form.has_offsets)
+          total = vfma(offset, vset1(static_cast<float>(x_sums[r * count])), total);
+        vstore(out + lanes, total);
+      }
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    const VF scale = vset1(shared.inputs.scales[row + r]);
+    for (int lane = 0; lane < PANEL; lane += VF_WIDTH) {
+      float* sums = out + r * PANEL + lane;
+      vstore(sums, vmul(scale, vload(sums)));
+    }
+  }
+}
+
+#endif
 
 template <typename Out>
 class Product {
@@ -193,16 +241,27 @@ class Product {
         shared_{form, chunks_, inputs, padded(args.in_features)} {}
 
   int64_t most_rows() const {
-    return std::max<int64_t>(TILE_ROWS, ROW_BLOCK_BYTES / in_features_);
+    return std::max<int64_t>(MOST_TILE_ROWS, ROW_BLOCK_BYTES / in_features_);
   }
 
   int64_t panel_bytes() const { return chunks_.panel_bytes(); }
 
   void multiply(const LinearArgs& args, int64_t first, int64_t last, int64_t panel, int64_t next) {
-    alignas(64) float sums[TILE_ROWS * PANEL];
+    alignas(64) float sums[MOST_TILE_ROWS * PANEL];
     const char* weights = static_cast<const char*>(args.weights) + panel * panel_bytes();
-    const int64_t rows = last - first, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t rows = last - first, tiles = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS;
     if (rows <= MAX_ROWS_UNFETCHED) next = 0;
+#if defined(__AMX_BF16__)
+    if (rows > 1) {
+      alignas(64) float sums[TileBlock::ROWS * PANEL];
+      for (int64_t row = first; row < last; row += TileBlock::ROWS) {
+        const int height = static_cast<int>(std::min<int64_t>(last - row, TileBlock::ROWS));
+        sum_tiles(block_, shared_, row, height, weights, row == first ? next : 0, sums);
+        store_panel<Out>(args, sums, row, height, panel * PANEL);
+      }
+      return;
+    }
+#endif
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t row = first + rows * i / tiles;
       const int height = static_cast<int>(first + rows * (i + 1) / tiles - row);
@@ -215,6 +274,9 @@ class Product {
   const int64_t in_features_;
   const Chunks chunks_;
   const Shared shared_;
+#if defined(__AMX_BF16__)
+  TileBlock block_;
+#endif
 };
 
 // The scale of a row: its largest magnitude is 127. NaN if the row has numbers that are not finite,

@@ -131,9 +131,9 @@ inline VF vselect_below(VF x, VF limit, VF near, VF other) {
   return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), near);
 }
 
-// y * 2^n for whole n; 0 up to LEAST_POWER, where a denormal would take 150 cycles on some
-// processors.
-constexpr float LEAST_POWER = -127.0f;
+// y * 2^n for whole n, y of about 1; 0 at and below LEAST_POWER, where a denormal would take 150
+// cycles on some processors.
+constexpr float LEAST_POWER = -126.0f;
 inline VF scale_by_power(VF y, VF n) {
   const __mmask16 is_normal = _mm512_cmp_ps_mask(n, vset1(LEAST_POWER), _CMP_NLE_UQ);
   return _mm512_maskz_scalef_ps(is_normal, y, n);
@@ -326,18 +326,16 @@ inline VF vexp2(VF x) {
   return scale_by_power(y, n);
 }
 
-// 2^x for x <= 127 and a result that is rounded to a T: within 2 units in the last place of a float, or
-// in bf16 within 2^-18 of itself. 0 at and below LEAST_POWER; 2^0 is 1.
+// 2^x for x <= 127 and a result that is rounded to a T: as vexp2, or in bf16 within 2^-18 of itself.
 template <typename T>
 inline VF vexp2_for(VF x) {
   return vexp2(x);
 }
 #if defined(__AVX512F__)
-// The polynomial has the least relative error of all of degree 4 that are 1 at 0. What is added
-// leaves x, rounded, in the last bits of the sum, from where it is added to the exponent.
+// The polynomial has the least relative error of all of degree 4 that are 1 at 0. The last bits of
+// `n` are x, rounded, and go to the exponent.
 template <>
 inline VF vexp2_for<bf16>(VF x) {
-  const __mmask16 is_normal = _mm512_cmp_ps_mask(x, vset1(LEAST_POWER), _CMP_NLE_UQ);
   const VF far = vset1(12582912.0f);  // 1.5 * 2^23
   const VF n = vadd(x, far);
   const VF f = vsub(x, vsub(n, far));
@@ -347,8 +345,10 @@ inline VF vexp2_for<bf16>(VF x) {
   y = vfma(y, f, vset1(6.931241964e-01f));
   y = vfma(y, f, vset1(1.0f));
   const VI power = _mm512_slli_epi32(_mm512_castps_si512(n), 23);
+  const __mmask16 is_normal = _mm512_cmp_ps_mask(x, vset1(LEAST_POWER), _CMP_GT_OQ);
+  const VI other = _mm512_castps_si512(vmax(vzero(), x));  // 0, or NaN
   return _mm512_castsi512_ps(
-      _mm512_maskz_add_epi32(is_normal, _mm512_castps_si512(y), power));
+      _mm512_mask_add_epi32(other, is_normal, _mm512_castps_si512(y), power));
 }
 #endif
 

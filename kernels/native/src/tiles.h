@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -101,10 +102,14 @@ inline void tile_store(void* p, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(TILE) : "memory");
 }
 
-// SUM += L * R. A row of L has inputs side by side; a row of R has a pair of inputs of each column.
-template <int SUM, int L, int R>
+// TO += L * R. A row of L has inputs side by side; a row of R has four bytes of each column. Sums are
+// floats of inputs in bf16, or int32 of signed bytes in L and unsigned ones in R.
+template <typename Sum, int TO, int L, int R>
 inline void tile_dot() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(L), "i"(R));
+  if constexpr (std::is_same_v<Sum, float>)
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(L), "i"(R));
+  else
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(L), "i"(R));
 }
 
 // To be called at least once in 64 products. A core that adds no vectors of floats for 0.4 us

@@ -67,6 +67,8 @@ def test_a_system_that_refuses_tiles_is_named() -> None:
     [note] = native_notes("bfloat16", "avx512_bf16", AMX, (f"amx_bf16: {REFUSED}: no",))
     assert "kernels for avx512_bf16 compute" in note
     assert f"(amx_bf16: {REFUSED}: no): run on Linux 5.16 or newer" in note
+    [note] = native_notes("float32", "avx512_bf16", AMX, (f"amx_bf16: {REFUSED}: no",))
+    assert note.startswith("float32 has twice the bytes"), "tiles would not multiply it"
 
 
 @pytest.mark.parametrize(
