@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "barrier.h"
 #include "slice.h"
 
 namespace {
@@ -65,6 +66,7 @@ extern "C" __attribute__((visibility("default"))) void loadout_run(const Op* ops
                                                                     int num_threads,
                                                                     double* seconds) {
   const Places* places = places_of_my_teams.get();  // only this thread, busy here, replaces it
+  loadout::Barrier barrier;
 #pragma omp parallel num_threads(num_threads)
   {
     const int thread = omp_get_thread_num();
@@ -73,7 +75,7 @@ extern "C" __attribute__((visibility("default"))) void loadout_run(const Op* ops
     double before = seconds && thread == 0 ? omp_get_wtime() : 0;
     for (int64_t i = 0; i < num_ops; ++i) {
       ops[i].function(ops[i].args, loadout::Slice{thread, count, &counters[i].value});
-#pragma omp barrier
+      barrier.wait(count);
       if (seconds && thread == 0) {
         const double now = omp_get_wtime();
         seconds[i] = now - before;
