@@ -34,7 +34,7 @@ from bench.systems.worker import Worker
 from bench.workloads import many_adapters
 from bench.workloads.throughput import NUM_ADAPTERS, ROWS, Row, make_job, make_spec
 from bench.workloads.trace import Traffic
-from bench.workloads.ttft import OverGrpc, wanted_for
+from bench.workloads.ttft import NUM_IN, OverGrpc, wanted_for
 
 MODEL = "bench-200m"
 NUM_OUT = 32
@@ -73,8 +73,8 @@ def ttft_works(models: Path) -> Iterator[Works]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         folders = make_variants(prepared.adapters["0"], folder / "adapters")
-        with Services(wanted_for(prepared, folder), folder) as services:
-            grpc = OverGrpc(prepared, services, folders)
+        with Services(wanted_for(prepared, folder, NUM_IN), folder) as services:
+            grpc = OverGrpc(prepared, services, folders, NUM_IN)
             measured = {
                 "base": grpc.base,
                 "resident": grpc.resident,

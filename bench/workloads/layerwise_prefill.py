@@ -71,7 +71,7 @@ def measure(prepared: Prepared, rounds: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         folders = make_variants(prepared.adapters["0"], folder / "adapters")
-        with Services(wanted_for(prepared, folder), folder) as services:
+        with Services(wanted_for(prepared, folder, NUM_IN), folder) as services:
             work = Work(prepared, services, folders)
             kinds = {
                 "load": work.load,
