@@ -1,10 +1,12 @@
 import gc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inference_svc.host.memory import resident_bytes
 from kernels import host_memory
-from kernels.host_memory import Slab, allocate_host, allocate_pinned
+from kernels.host_memory import Slab, allocate_host, allocate_pinned, row_stride
 
 MIB = 1 << 20
 
@@ -78,3 +80,16 @@ def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: CudaRuntime(status=2))
     with pytest.raises(OSError, match="4096 bytes of host memory cannot be pinned"):
         allocate_pinned(4096)
+
+
+@given(st.integers(1, 1 << 15), st.sampled_from([1, 2, 4]))
+def test_long_rows_are_an_odd_number_of_lines_apart(width: int, item_bytes: int) -> None:
+    """No more than they need, and short ones are not apart."""
+    stride = row_stride(width, item_bytes)
+    if width * item_bytes < 1024:
+        assert stride == width
+        return
+    lines, rest = divmod(stride * item_bytes, 64)
+    assert rest == 0
+    assert lines % 2 == 1
+    assert width <= stride < width + 128 // item_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_attend(
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     rows=st.lists(
@@ -98,13 +99,18 @@ def test_attend(
     group=st.sampled_from([1, 2, 5]),
     page_size=st.sampled_from([1, 5, 16, 48]),
     has_sinks=st.booleans(),
+    form=st.sampled_from([*product(DTYPES, (16, 48))]),
 )
-def test_any_batch(make_case, make_sinks, assert_close, rows, window, group, page_size, has_sinks):
+def test_any_batch(
+    make_case, make_sinks, assert_close, rows, window, group, page_size, has_sinks, form
+):
+    """`form`: the dtype and the head's dimensions."""
     q, cache, plan = make_case(
         rows,
         num_heads=2 * group,
-        head_dim=16,
+        head_dim=form[1],
         page_size=page_size,
+        dtype=form[0],
         is_tiled=page_size % 16 == 0,
     )
     sinks = make_sinks(2 * group) if has_sinks else None
@@ -155,15 +161,20 @@ def test_extreme_sinks(library, make_case, extreme_sinks, assert_close, dtype):
     assert torch.equal(got[:, 3:], plain[:, 3:]), "nothing is added"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "window"),
+    [
+        *product(DTYPES, (32,), (None, 600)),
+        *((torch.bfloat16, *form) for form in ((64, None), (80, 600), (128, None))),
+    ],
+)
 def test_a_row_is_the_same_beside_any_other_bit_for_bit(
-    library, make_case, set_threads, window, dtype
+    library, make_case, set_threads, dtype, head_dim, window
 ):
     """Alone, a long row is split among the threads; in a crowd it is not."""
     q, cache, plan = make_case(
         [(40, 1), (1500, 1), (0, 9), (700, 6), (9, 1), (800, 100)],
-        head_dim=32,
+        head_dim=head_dim,
         page_size=16,
         dtype=dtype,
         is_tiled=True,
@@ -186,10 +197,12 @@ def test_a_row_is_the_same_beside_any_other_bit_for_bit(
             assert torch.equal(got, together[start:end]), f"row {row}, {threads} threads"
 
 
-@pytest.mark.parametrize("window", [None, 50])
-def test_a_prompt_is_the_same_in_any_chunks_bit_for_bit(library, make_case, window):
+@pytest.mark.parametrize(
+    ("window", "head_dim"), [(None, 32), (50, 32), (None, 64), (50, 80), (None, 128)]
+)
+def test_a_prompt_is_the_same_in_any_chunks_bit_for_bit(library, make_case, window, head_dim):
     q, cache, plan = make_case(
-        [(0, 600)], head_dim=32, page_size=16, dtype=torch.bfloat16, is_tiled=True
+        [(0, 600)], head_dim=head_dim, page_size=16, dtype=torch.bfloat16, is_tiled=True
     )
     whole = native.attend(q, cache, 1, plan, scale=0.3, window=window, library=library)
     for start, end in ((0, 33), (33, 34), (34, 100), (513, 600)):
@@ -207,12 +220,15 @@ def row_of(plan: AttentionPlan, start: int, end: int) -> AttentionPlan:
     return AttentionPlan.build([first + start], [end - start], pages, plan.page_size)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 8180])
-def test_parts_do_not_depend_on_the_chunk_where_they_grow(library, make_case, window):
+def test_parts_do_not_depend_on_the_chunk_where_they_grow(library, make_case, window, dtype):
     """Contexts of up to 8192 tokens have other parts than longer ones. The positions are those
     before and after such a step, and ones whose window ends short of it, but not a block's."""
     for first, count in ((8150, 100), (16390, 70)):
-        q, cache, plan = make_case([(first, count)], head_dim=32, page_size=16, is_tiled=True)
+        q, cache, plan = make_case(
+            [(first, count)], head_dim=32, page_size=16, dtype=dtype, is_tiled=True
+        )
         options = {"scale": 0.3, "window": window, "library": library}
         whole = native.attend(q, cache, 1, plan, **options)
         cuts = (13, 41, 42, 43, 66)
@@ -221,15 +237,17 @@ def test_parts_do_not_depend_on_the_chunk_where_they_grow(library, make_case, wi
             assert torch.equal(got, whole[start:end]), f"{first} + {start} .. {end}"
 
 
+@pytest.mark.parametrize(("dtype", "ratio"), [(torch.float32, 4e-6), (torch.bfloat16, 8e-3)])
 def test_a_window_that_touches_most_parts_is_split(
-    library, definition, make_case, assert_close, set_threads
+    library, definition, make_case, assert_close, set_threads, dtype, ratio
 ):
     """The first and last cell lie in parts of their own: 18 of 512 cells, computed apart."""
     set_threads(2)
     options = {"scale": 0.3, "window": 8192}
-    q, cache, plan = make_case([(8702, 8)], head_dim=32, page_size=16, is_tiled=True)
+    q, cache, plan = make_case([(8702, 8)], head_dim=32, page_size=16, dtype=dtype, is_tiled=True)
+    wanted = definition(("most parts", dtype), q, cache, 1, plan, **options)
     got = native.attend(q, cache, 1, plan, library=library, **options)
-    assert_close("out", definition("most parts", q, cache, 1, plan, **options), got, 4e-6)
+    assert_close("out", wanted, got, ratio)
     for i in range(len(q)):
         own = row_of(plan, i, i + 1)
         alone = native.attend(q[i : i + 1], cache, 1, own, library=library, **options)
@@ -250,13 +268,14 @@ def test_work_items_have_room_where_every_row_is_cut(make_case, set_threads, num
     assert attention.num_items == 10 <= attention.max_items
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_tiled", [False, True])
-def test_a_poisoned_row_poisons_only_itself(library, make_case, is_tiled):
+def test_a_poisoned_row_poisons_only_itself(library, make_case, is_tiled, dtype):
     q, cache, plan = make_case(
-        [(30, 1), (28, 1), (29, 3)], head_dim=16, page_size=16, is_tiled=is_tiled
+        [(30, 1), (28, 1), (29, 3)], head_dim=16, page_size=16, dtype=dtype, is_tiled=is_tiled
     )
     for poison in (float("inf"), float("nan")):
-        cache.write(1, plan.cells[:1], torch.full((1, 2 * 2 * 16), poison))
+        cache.write(1, plan.cells[:1], torch.full((1, 2 * 2 * 16), poison, dtype=dtype))
         out = native.attend(q, cache, 1, plan, scale=0.3, library=library)
         assert not out[0].isfinite().all()
         assert out[1:].isfinite().all()

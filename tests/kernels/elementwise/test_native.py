@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -47,6 +48,53 @@ def test_gated(library: Library, dtype: torch.dtype, size: int, op: Any, definit
     library.run(op(gate, up, out, count(16)))
     torch.testing.assert_close(out[:16], definition(gate, up)[:16])
     assert out[16].isnan().all(), "a row beyond the count was written"
+
+
+GAP = 77.0
+"""What lies between rows that are written."""
+
+
+def spaced(x: torch.Tensor, gap: float = torch.nan) -> torch.Tensor:
+    """Returns a copy whose rows are apart."""
+    return torch.full((len(x), x.shape[1] + 40), gap, dtype=x.dtype)[:, : x.shape[1]].copy_(x)
+
+
+def check_rows(name: str, dense: torch.Tensor, rows: torch.Tensor) -> None:
+    """Checks that rows that are apart have the bits of dense ones, and that nothing between them
+    was written."""
+    assert torch.equal(dense, rows), name
+    whole = rows.as_strided((len(rows), rows.stride(0)), (rows.stride(0), 1))
+    assert (whole[:, rows.shape[1] :] == GAP).all(), f"{name}: something was written between rows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_gated_may_be_apart(library: Library, dtype: torch.dtype) -> None:
+    for size, (op, options) in product(
+        SIZES, ((swiglu_op, {}), (geglu_op, {}), (clamped_swiglu_op, {"alpha": 1.7, "limit": 7.0}))
+    ):
+        gate, up = rows(17, 2 * size, dtype, 20).chunk(2, dim=1)
+        dense = torch.zeros(17, size, dtype=dtype)
+        out = spaced(dense, GAP)
+        library.run(op(gate, up, dense, count(16), **options))
+        library.run(op(spaced(gate), spaced(up), out, count(16), **options))
+        check_rows(f"{op.__name__}, {size}", dense, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_norms_may_be_apart(library: Library, dtype: torch.dtype) -> None:
+    """These of the addend, and of the result if it is not the sum itself."""
+    for size, (is_wide, is_centred), scale in product(
+        SIZES, ((False, False), (True, False), (True, True)), (1.0, 0.3)
+    ):
+        hidden, delta = rows(17, size, dtype, 3), rows(18, size, dtype, 3)[:17]
+        weight = rows(1, size, torch.float32 if is_wide else dtype)[0]
+        dense = torch.zeros_like(hidden)
+        out, other = spaced(dense, GAP), hidden.clone()
+        options = {"eps": 1e-5, "is_centred": is_centred, "delta_scale": scale}
+        library.run(rms_norm_op(hidden, delta, weight, dense, count(16), **options))
+        library.run(rms_norm_op(other, spaced(delta), weight, out, count(16), **options))
+        check_rows(f"{size}, {is_wide}, {options}", dense, out)
+        assert torch.equal(hidden, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

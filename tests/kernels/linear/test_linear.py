@@ -75,6 +75,26 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(library, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_among_many(library, dtype) -> None:
+    """Among whole tiles and parts of one, and, with the most inputs, in several blocks of rows.
+    Sums in fp32 show more than rounded ones."""
+    differ = []
+    for size_in in (1, 2, 3, 15, 17, 31, 33, 63, 65, 301, 16385):
+        packed = PackedLinear.pack(numbers(40, size_in, dtype=dtype))
+        x = numbers(130, size_in, dtype=dtype)
+        rows = (0, 15, 16, 31, 32, 49, 63, 64, 99, 129)
+        alone = {row: linear(library, x[row : row + 1], packed, torch.float32)[0] for row in rows}
+        for num_tokens in (33, 64, 100, 130):
+            got = linear(library, x[:num_tokens], packed, torch.float32)
+            differ += [
+                f"K={size_in}, T={num_tokens}: row {row}"
+                for row in rows
+                if row < num_tokens and not torch.equal(got[row], alone[row])
+            ]
+    assert not differ
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_wider_tensors_and_nothing_beside_them(library, assert_close, dtype) -> None:
     weight, num_tokens = numbers(37, 21, dtype=dtype), torch.tensor([5], dtype=torch.int32)
     wide_x = torch.full((8, 64), torch.nan, dtype=dtype)

@@ -25,6 +25,7 @@ from kernels.quantised.native import (
 from kernels.quantised.pack import BLOCK_CODES, PackedQuantised, packed_bytes
 from kernels.quantised.reference import int8_inputs
 from kernels.quantised.reference import linear as definition
+from tests.support.native import native_library, variants_here
 
 DTYPES = [torch.float32, torch.bfloat16]
 SCALES = ("float32", "bfloat16", "float16")
@@ -77,6 +78,32 @@ def test_any_format_and_size_and_a_row_alone_as_in_any_batch(
         for count in (1, 2, 5, 13, 40):
             assert torch.equal(linear(library, x[:count], packed), got[:count]), (form, count)
         assert torch.equal(linear(library, x[-1:], packed), got[-1:]), form
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codes", [Codes.UINT4, Codes.INT8], ids=lambda codes: codes.value)
+def test_offsets_change_no_bit_of_a_row_among_many(
+    library: Library, codes: Codes, dtype: torch.dtype
+) -> None:
+    """Also where groups are so many that their sums of inputs are kept of fewer rows. Inputs of
+    many sizes make every sum round."""
+    differ = []
+    for group_size, size_in in ((16, 4100), (32, 1100), (128, 1100), (0, 1100)):
+        form = WeightFormat(codes, group_size, has_offsets=True)
+        packed = PackedQuantised.pack(random_rows(40, size_in, form), dtype=dtype)
+        x = (numbers(100, size_in) * torch.exp2(6 * numbers(size_in))).to(dtype)
+        alone = {
+            row: linear(library, x[row : row + 1], packed, torch.float32)[0]
+            for row in (0, 31, 32, 49, 99)
+        }
+        for count in (33, 64, 100):
+            got = linear(library, x[:count], packed, torch.float32)
+            differ += [
+                f"group {group_size}, {count} rows: row {row}"
+                for row, wanted in alone.items()
+                if row < count and not torch.equal(got[row], wanted)
+            ]
+    assert not differ
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -146,13 +173,34 @@ def test_products_of_int8_in_groups_and_of_many_inputs(
     assert torch.equal(linear(library, x[5:6], packed), got[5:6])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_int8_have_the_same_bits_with_all_instructions(dtype: torch.dtype) -> None:
+    """And alone, where no tiles are used, as among many."""
+    libraries = [native_library(variant) for variant in variants_here()]
+    differ = []
+    for group_size, has_offsets in product((0, 16, 32, 128), (False, True)):
+        form = WeightFormat(Codes.INT8, group_size, has_offsets, activations=Activations.INT8)
+        size_in = 700 if group_size else INT8_CHUNK + 77
+        packed = PackedQuantised.pack(random_rows(40, size_in, form), dtype=dtype)
+        x = numbers(70, size_in, dtype=dtype)
+        wanted = linear(libraries[-1], x, packed, torch.float32)
+        differ += [
+            f"{library.variant}, group {group_size}, offsets {has_offsets}: {count} rows"
+            for library in libraries
+            for count in (1, 2, 3, 33, 70)
+            if not torch.equal(linear(library, x[-count:], packed, torch.float32), wanted[-count:])
+        ]
+    assert not differ
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("form", [WeightFormat(Codes.INT4, 32), W8A8], ids=str)
 def test_a_row_that_is_not_finite_spoils_itself_only(
-    library: Library, form: WeightFormat, value: float
+    library: Library, form: WeightFormat, value: float, dtype: torch.dtype
 ) -> None:
-    packed = PackedQuantised.pack(random_rows(33, 64, form), dtype=torch.float32)
-    x = numbers(20, 64)
+    packed = PackedQuantised.pack(random_rows(33, 64, form), dtype=dtype)
+    x = numbers(20, 64, dtype=dtype)
     expected = linear(library, x, packed)
     x[4, 9] = value
     got = linear(library, x, packed)

@@ -21,7 +21,7 @@ from inference_svc.backends.cuda.backend import CudaBackend
 from inference_svc.backends.cuda.steps import StepLimits
 from inference_svc.backends.torch import TorchBackend
 from inference_svc.model.architectures import load_description
-from inference_svc.model.checkpoint.weights import ModelWeights, ones
+from inference_svc.model.checkpoint.weights import ModelWeights, P, Projections, ones
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
@@ -32,7 +32,7 @@ from inference_svc.model.description import (
     Projection,
 )
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.layers import TorchLinear, TorchProjections
+from inference_svc.model.layers import TorchProjections
 from inference_svc.model.operations import Scalar, Table, WeightSpec
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import Transformer
@@ -67,8 +67,13 @@ def make_decoder(name: str, folder: Path, **changes: Any) -> Decoder:
 
 
 def random_weights(
-    decoder: Decoder, dtype: torch.dtype, generator: torch.Generator
-) -> ModelWeights[TorchLinear]:
+    decoder: Decoder,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    projections: Projections[P],
+) -> ModelWeights[P]:
+    """The same values in any backend's `projections`."""
+
     def random(*shape: int) -> Tensor:
         values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         return values.to(dtype)
@@ -80,8 +85,8 @@ def random_weights(
         is_centred = each.kind is NormKind.LAYER
         return NormWeight(weight if each.is_wide else weight.to(dtype), each.eps, is_centred)
 
-    def projection(spec: Projection | ExpertsProjection) -> TorchLinear:
-        made = TorchProjections.empty(
+    def projection(spec: Projection | ExpertsProjection) -> P:
+        made = projections.empty(
             spec.parts,
             spec.in_features,
             has_bias=spec.has_bias,
@@ -89,14 +94,16 @@ def random_weights(
             device=torch.device("cpu"),
         )
         weight, first = random(spec.num_rows, spec.in_features), 0
+        bias = random(spec.num_rows) if spec.has_bias else None
         for part in spec.parts:  # each is put by itself: they have several formats
-            made.put_rows(first, weight[first : first + part.num_rows])
-            first += part.num_rows
-        if spec.has_bias:
-            made.put_bias(0, random(spec.num_rows))
+            end = first + part.num_rows
+            made.put_rows(first, weight[first:end])
+            if bias is not None:
+                made.put_bias(first, bias[first:end])
+            first = end
         return made
 
-    def make(spec: WeightSpec) -> Tensor | TorchLinear | NormWeight | float:
+    def make(spec: WeightSpec) -> Tensor | P | NormWeight | float:
         if isinstance(spec, Norm):
             return norm(spec)
         if isinstance(spec, Projection | ExpertsProjection):
@@ -141,7 +148,7 @@ class Model:
     ) -> Model:
         """The same values on every device."""
         generator = torch.Generator().manual_seed(0)
-        weights = random_weights(decoder, dtype, generator)
+        weights = random_weights(decoder, dtype, generator, TorchProjections())
         layout = build_layout(decoder, "model", dtype)
         arena = Arena(layout, arena_bytes, NUM_SLOTS, MAX_RANK, device, num_mixes=MAX_ROWS)
         values = torch.randn(arena.flat.shape, generator=generator) * 0.1
