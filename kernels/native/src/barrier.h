@@ -41,9 +41,9 @@ class alignas(64) Barrier {
   }
 
  private:
-  // 30 to 100 us, as long as threads that share an operation well may be apart. A longer wait is for
-  // a thread whose processor is taken away, and leaves this one's to others.
-  static constexpr int SPINS = 2000;
+  // 6 to 15 us, as long as threads that share an operation well are apart. Who waits longer leaves the
+  // processor to others, such as the processes that send tokens.
+  static constexpr int SPINS = 400;
 
 #if defined(__linux__)
   // Unless a new round has begun.
