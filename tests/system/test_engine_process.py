@@ -80,25 +80,34 @@ def test_a_child_that_is_killed_is_a_failed_engine(config: EngineConfig, caplog:
     engine.stop()
 
 
+@contextmanager
+def stderr_in(path: Path) -> Iterator[None]:
+    """Standard error goes to the file meanwhile. Unlike capfd's it is read as often as wanted, and
+    nothing that a child writes then is lost."""
+    usual = os.dup(2)
+    try:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(usual, 2)
+        os.close(usual)
+
+
 @pytest.mark.usefixtures("forked")
-def test_a_child_says_where_it_is_and_goes_on(config: EngineConfig, capfd: Any) -> None:
+def test_a_child_says_where_it_is_and_goes_on(config: EngineConfig, tmp_path: Path) -> None:
     """The signal's own effect would be the child's end."""
-    running = start_engine("process", config, {})
+    stderr = tmp_path / "stderr"
+    with stderr_in(stderr):  # the child keeps it
+        running = start_engine("process", config, {})
     engine: Any = running.engine
     running.call(Command.DESCRIBE)  # its thread runs
     engine.dump_stacks()
-    said = ""
-
-    def has_said_or_ended() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return "process_main.py" in said or not engine.is_alive
-
-    until(has_said_or_ended, GONE_S)
+    until(lambda: "process_main.py" in stderr.read_text() or not engine.is_alive, GONE_S)
     assert engine.is_alive
     assert running.call(Command.DESCRIBE).result.num_running == 0
     engine.stop()
-    said += capfd.readouterr().err
+    said = stderr.read_text()
     assert "Thread 0x" in said
     assert "thread.py" in said, "the engine's own thread, too"
 

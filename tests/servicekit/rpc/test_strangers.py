@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -212,7 +212,28 @@ def test_calls_without_a_token_on_a_known_connection_are_refused_alone(
     assert watched.note_call(proxy.peer, is_known=False)
 
 
-def test_a_connection_is_known_for_minutes_after_its_calls(port: Port, clock: Clock) -> None:
+@pytest.fixture
+def look(monkeypatch: pytest.MonkeyPatch) -> Callable[[Strangers], None]:
+    """`look(watched)` sweeps until the sockets were listed: now and then they cannot be."""
+    usual, listed = AcceptedSockets.read, threading.Event()
+
+    def read(sockets: AcceptedSockets) -> list[Accepted] | None:
+        found = usual(sockets)
+        if found is not None:
+            listed.set()
+        return found
+
+    def sweep(watched: Strangers) -> None:
+        listed.clear()
+        until(lambda: watched.sweep() or listed.is_set())
+
+    monkeypatch.setattr(AcceptedSockets, "read", read)
+    return sweep
+
+
+def test_a_connection_is_known_for_minutes_after_its_calls(
+    port: Port, clock: Clock, look: Callable[[Strangers], None]
+) -> None:
     """What it received while it was known is not counted later."""
     watched = port.watch(calls=1, num_bytes=10_000, unread_bytes=0, bytes_per_second=0)
     idle, running, again = (port.connect() for _ in range(3))
@@ -221,16 +242,16 @@ def test_a_connection_is_known_for_minutes_after_its_calls(port: Port, clock: Cl
         each.send(100_000)
     watched.note_end(idle.peer)
     watched.note_end(again.peer)
-    watched.sweep()
+    look(watched)
     clock.now_s += strangers.KNOWN_SECONDS
     for _ in range(2):
-        watched.sweep()
+        look(watched)
     watched.note_call(again.peer, is_known=True)
     assert all(each.is_open for each in (idle, running, again))
     for each in (idle, running, again):
         each.send(20_000)
-    # A look that cannot list the sockets, as on a busy machine, leaves all for the next one.
-    until(lambda: watched.sweep() or not idle.is_open)
+    look(watched)
+    assert not idle.is_open
     assert running.is_open
     assert again.is_open
 
