@@ -126,8 +126,9 @@ MultiplyTile<T> multiply_tile_of(int rows, int lines) {
 // Multiplies by vectors; keeps nothing.
 template <typename T>
 struct PanelVectors {
-  static constexpr int64_t ROW_BLOCK_BYTES = loadout::ROW_BLOCK_BYTES;
-  static constexpr int MAX_ROWS = loadout::MAX_ROWS;
+  static int64_t most_rows(int64_t row_bytes) {
+    return std::max<int64_t>(MAX_ROWS, ROW_BLOCK_BYTES / row_bytes);
+  }
 
   // Rows [first, last) by one panel, in tiles of nearly equal height. `next` is null or the panel
   // that this thread takes next: it is fetched while this one is computed with, by one tile if
@@ -174,8 +175,7 @@ using PanelProduct = typename PanelsOf<T>::Product;
 
 template <typename T>
 int64_t most_rows(const LinearArgs& args) {
-  const int64_t row_bytes = args.in_features * static_cast<int64_t>(sizeof(T));
-  return std::max<int64_t>(PanelProduct<T>::MAX_ROWS, PanelProduct<T>::ROW_BLOCK_BYTES / row_bytes);
+  return PanelProduct<T>::most_rows(args.in_features * static_cast<int64_t>(sizeof(T)));
 }
 
 }  // namespace

@@ -32,9 +32,12 @@ class PanelFetch {
 class PanelTiles {
  public:
   // Rows that stay in a second cache of 2 MiB, as all processors with AMX have, beside two panels.
-  // Fewer would read each panel from memory more often, which takes longer than multiplying.
-  static constexpr int64_t ROW_BLOCK_BYTES = 1280 * 1024;
-  static constexpr int MAX_ROWS = TileBlock::ROWS;
+  // Fewer than 128 would read panels from memory more often, which takes longer than multiplying:
+  // of long rows there are as many, if the cache holds them.
+  static int64_t most_rows(int64_t row_bytes) {
+    const int64_t of_long_rows = std::min<int64_t>(128, 1792 * 1024 / row_bytes);
+    return std::max({int64_t{TileBlock::ROWS}, 1280 * 1024 / row_bytes, of_long_rows});
+  }
 
   // Rows [first, last) by one panel. `next`: null, or the panel that this thread takes next.
   template <typename Out>
@@ -42,6 +45,7 @@ class PanelTiles {
                 const bf16* next) {
     const int64_t elements = panel_elements<bf16>(args.in_features);
     const bf16* w = static_cast<const bf16*>(args.weights) + panel * elements;
+    constexpr int64_t MAX_ROWS = TileBlock::ROWS;
     const int64_t blocks = (last - first + MAX_ROWS - 1) / MAX_ROWS;
     const int64_t steps = (args.in_features + TILE_INPUTS - 1) / TILE_INPUTS;
     PanelFetch fetch(next, elements, blocks * steps);
