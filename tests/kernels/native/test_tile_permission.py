@@ -16,10 +16,15 @@ from kernels.native.library import choose
 from kernels.native.tile_permission import REFUSED, request_tiles
 
 logging.basicConfig(level=logging.INFO)
-# A filter of system calls, in Berkeley's packet filter: arch_prctl, number 158, has no permission.
+# A filter of system calls, in Berkeley's packet filter: arch_prctl, number 158, may not ask for a
+# feature, 0x1023. Each step is its code, steps to skip if it is true and if not, a value.
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
 ALLOW, NO_PERMISSION = 0x7FFF0000, 0x00050001
-steps = [(LOAD, 0, 0, 0), (EQUAL, 0, 1, 158), (RETURN, 0, 0, NO_PERMISSION), (RETURN, 0, 0, ALLOW)]
+NUMBER, FIRST_ARGUMENT = 0, 16
+steps = [
+    *[(LOAD, 0, 0, NUMBER), (EQUAL, 0, 3, 158), (LOAD, 0, 0, FIRST_ARGUMENT)],
+    *[(EQUAL, 0, 1, 0x1023), (RETURN, 0, 0, NO_PERMISSION), (RETURN, 0, 0, ALLOW)],
+]
 code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
 filter = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)))
 prctl = ctypes.CDLL(None, use_errno=True).prctl
