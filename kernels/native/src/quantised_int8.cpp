@@ -1,6 +1,6 @@
-// Products of inputs and weights in int8, in whole numbers: many rows with the tiles of AMX where they
-// are, else with the instructions of VNNI, or with those of 16 bits. All are exact, and so have the
-// same bits.
+// Products of inputs and weights in int8, in whole numbers: two rows or more with the tiles of AMX
+// where they are, else with the instructions of VNNI, or with those of 16 bits. All are exact, and so
+// have the same bits.
 //
 // Codes lie as quantised.cpp says, in words of four inputs: [ceil(K / 4)][PANEL][4] of bytes. The
 // instructions multiply unsigned by signed bytes, and so a weight's byte is 128 more than the weight:
