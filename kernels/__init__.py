@@ -9,6 +9,7 @@ linear            base projections on the CPU, with weights packed once
 lora              LoRA of many adapters in one batch, over one arena
 native            the C++ sources: compiled, loaded and called through a C ABI
 quantised         weights in few bits: their formats, and products with them
+ranks             values that processes exchange, each of which computes a part of a model
 recurrence        mixers whose state of a sequence has a fixed size
 replaced          weights of the base that adapters have of their own
 streams           queues of work on a device, and marks in them

@@ -8,7 +8,7 @@ arena           the tensor that holds every resident adapter, and the table that
 select          the list of backends, and the choice among them
 torch           the definition: operation by operation, for any CPU and dtype
 torch_needs     the memory of steps in torch
-exchange        the sums that ranks exchange, by torch.distributed
+exchange        the sums that ranks exchange, by torch.distributed, and where ranks meet
 step_data       a step as plain numbers, for other ranks
 speed_notes     why a machine computes more slowly than it could, for operators
 slot_runs       which slots compute which tokens of a step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch import Tensor
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.memory.tiers import ResidencyChange
 from inference_svc.adapters.targets import layout_of
+from inference_svc.backends.exchange import Meeting
 from inference_svc.backends.magnitudes import Divided
+from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow, EngineConfig, ScoredRun, padding_pages
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import weight_stamps
@@ -21,6 +23,7 @@ from inference_svc.model.checkpoint.weights import ModelWeights, Projections, lo
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes, stored_dtype
 from inference_svc.model.recurrent_states import RecurrentStates, num_slots, slot_bytes
+from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.results.routed_experts import ExpertsOption
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
@@ -159,6 +162,14 @@ class Backend(Protocol[Inputs]):
         it may be called again."""
 
 
+class RankBackend(Backend[Inputs], Protocol):
+    """A backend that computes a rank's part of a step, too."""
+
+    def follow(self, data: StepData) -> None:
+        """Computes this rank's part of a step that rank 0 prepares, computes and scores, and that
+        has the logits. Raises as `forward` does, and ExchangeFailed."""
+
+
 class Reload(NamedTuple):
     """Makes the pages, the weights, and the recurrent states that a backend has freed, as they were
     made at first."""
@@ -284,18 +295,28 @@ class BackendFactory(Protocol):
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         """Asks the device; None where its memory is the host's."""
 
-    def build(
-        self,
-        config: EngineConfig,
-        decoder: Decoder,
-        layout: ModelLayout,
-    ) -> Backend[Any]:
+    def build(self, config: EngineConfig, decoder: Decoder, layout: ModelLayout) -> Backend[Any]:
         """Allocates all memory, reads the weights, and compiles and records all that steps need, so
         that no request waits for it.
 
         Raises UnsupportedModel for a fault of the checkpoint; ValueError when the memory given does
         not suffice.
         """
+
+
+@runtime_checkable
+class RankFactory(BackendFactory, Protocol):
+    """Makes backends of ranks, each of which computes a part of a model."""
+
+    def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> Meeting:
+        """Opens the place where so many ranks of this machine meet, each of which computes with so
+        many threads. A rank that keeps another waiting for `timeout_s` fails both. Raises
+        OSError."""
+
+    def build_rank(
+        self, config: EngineConfig, decoder: Decoder, layout: ModelLayout, exchange: Exchange
+    ) -> RankBackend[Any]:
+        """Makes the backend of a rank, which computes this part of a model; see `build`."""
 
 
 def table_bytes(config: EngineConfig, decoder: Decoder, num_mixes: int) -> int:

@@ -1,16 +1,18 @@
-"""Sums and rows that ranks exchange through a process group of torch.distributed."""
+"""Sums and rows that ranks exchange through a process group of torch.distributed, and the places
+where ranks meet."""
 
 from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from inference_svc.model.description import Rank
+from inference_svc.model.sharding.exchange import Exchange
 
 LOCAL = "127.0.0.1"
 _TORCH: Any = dist
@@ -21,18 +23,51 @@ class ExchangeFailed(RuntimeError):
     """Another rank has ended, or has not answered in time."""
 
 
-def meeting_point(count: int, timeout_s: float, port: int = 0) -> Any:
-    """Returns the store through which so many ranks meet: a new one, or the one at this port.
+class Meeting(Protocol):
+    """The place where the ranks of one machine meet. Rank 0's backend opens it, and other ranks get
+    a copy in their first message."""
 
-    Raises ExchangeFailed when there is none for `timeout_s`; so long ranks wait for each other."""
-    timeout = timedelta(seconds=timeout_s)
-    if port:
-        try:
-            return _TORCH.TCPStore(
-                LOCAL, port, count, is_master=False, wait_for_workers=False, timeout=timeout
-            )
-        except RuntimeError as error:
-            raise ExchangeFailed(f"ranks did not meet: {error}") from error
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The files that processes of other ranks inherit."""
+
+    def join(self, rank: Rank) -> Exchange:
+        """Returns the exchange of a rank, when all others join, too. Raises ExchangeFailed."""
+
+    def fail(self) -> None:
+        """Has exchanges that wait for a rank return, because it has ended. From any thread."""
+
+    def close(self) -> None:
+        """Closes the files. Exchanges stay as they are."""
+
+
+class GlooMeeting:
+    """A `Meeting` at a store of torch.distributed, which the process listens with that makes it."""
+
+    def __init__(self, count: int, timeout_s: float) -> None:
+        self._count, self._timeout_s = count, timeout_s
+        self._store = _listening_store(count, timeout_s)
+        self._port: int = self._store.port
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_store": None}
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        return ()
+
+    def join(self, rank: Rank) -> GlooExchange:
+        store = self._store or _store_at(self._port, self._count, self._timeout_s)
+        return GlooExchange(rank, store, self._timeout_s)
+
+    def fail(self) -> None:
+        """The system closes the connections of a process that ends."""
+
+    def close(self) -> None:
+        self._store = None
+
+
+def _listening_store(count: int, timeout_s: float) -> Any:
     # By itself it would listen on all of the machine's addresses.
     listening = socket.create_server((LOCAL, 0))
     return _TORCH.TCPStore(
@@ -41,9 +76,19 @@ def meeting_point(count: int, timeout_s: float, port: int = 0) -> Any:
         count,
         is_master=True,
         wait_for_workers=False,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listening.detach(),
     )
+
+
+def _store_at(port: int, count: int, timeout_s: float) -> Any:
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        return _TORCH.TCPStore(
+            LOCAL, port, count, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+    except RuntimeError as error:
+        raise ExchangeFailed(f"ranks did not meet: {error}") from error
 
 
 class GlooExchange:

@@ -25,7 +25,8 @@ class ScoredSlice(NamedTuple):
 
 class StepData(NamedTuple):
     """The rows of a step: their tokens one behind the other, and of each row its first position,
-    its number of tokens, its pages, and the slot of its last token. `runs` are of all tokens."""
+    its number of tokens, its pages, and the slot of its last token. `runs` are of all tokens.
+    `returns_experts`: the experts of all tokens are needed, also in the last layer."""
 
     token_ids: list[int]
     starts: list[int]
@@ -34,9 +35,12 @@ class StepData(NamedTuple):
     runs: SlotRuns
     last_slots: list[int]
     scored: list[ScoredSlice]
+    returns_experts: bool = False
 
     @classmethod
-    def of(cls, rows: Sequence[BatchRow], max_scored: int) -> StepData:
+    def of(
+        cls, rows: Sequence[BatchRow], max_scored: int, *, returns_experts: bool = False
+    ) -> StepData:
         """Returns the data of a batch's rows, which are scored at most so many tokens at once."""
         sequences, starts, counts, _ = zip(*rows, strict=True)
         token_ids: list[int] = []
@@ -54,4 +58,5 @@ class StepData(NamedTuple):
             slot_runs(sequences, starts, counts),
             last_slots(sequences, starts, counts),
             scored,
+            returns_experts,
         )

@@ -15,9 +15,11 @@ from inference_svc.adapters.targets import AppliedTargets, applied_targets
 from inference_svc.backends.adapter_memory import AdapterMemory, allocate_arena
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import (
+    Backend,
     DeviceMemory,
     Logits,
     MemoryNeeds,
+    RankBackend,
     Reload,
     Scored,
     empty_choices,
@@ -25,6 +27,7 @@ from inference_svc.backends.base import (
     returns_experts,
     states_bytes,
 )
+from inference_svc.backends.exchange import GlooMeeting, Meeting
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.slot_runs import (
     SlotRuns,
@@ -376,9 +379,6 @@ class TorchFactory:
         is_chosen = not config.native_kernels
         num_ranks = config.tensor_parallel
         of_threads = thread_notes(num_threads, usable_cores(), usable_cpus(), num_ranks)
-        if num_ranks > 1:
-            ranks = f"{num_ranks} ranks compute in torch, which is slower than the native kernels "
-            return [f"{ranks}on one: use --tensor-parallel 1 if the model fits", *of_threads]
         faults = () if is_chosen or config.dtype == "float16" else choose(None).faults
         notes = torch_notes(config.dtype, is_chosen=is_chosen, faults=faults)
         return [*notes, *of_threads]
@@ -397,12 +397,25 @@ class TorchFactory:
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None
 
+    def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> Meeting:
+        return GlooMeeting(count, timeout_s)
+
     def build(
+        self, config: EngineConfig, decoder: Decoder, layout: ModelLayout
+    ) -> Backend[TorchInputs]:
+        return self._build(config, decoder, layout, None)
+
+    def build_rank(
+        self, config: EngineConfig, decoder: Decoder, layout: ModelLayout, exchange: Exchange
+    ) -> RankBackend[TorchInputs]:
+        return self._build(config, decoder, layout, exchange)
+
+    def _build(
         self,
         config: EngineConfig,
         decoder: Decoder,
         layout: ModelLayout,
-        exchange: Exchange | None = None,
+        exchange: Exchange | None,
     ) -> TorchBackend:
         reload = make_reload(config, decoder, TorchProjections)
         kv_caches = reload.pages()

@@ -21,10 +21,9 @@ from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.sums import SumChecks
 from inference_svc.adapters.targets import cut_as, layout_of
-from inference_svc.backends.base import Backend, BackendFactory
+from inference_svc.backends.base import Backend, BackendFactory, RankFactory
 from inference_svc.backends.select import select_backend
 from inference_svc.backends.speed_notes import FormatKernels, Speed, computing_threads
-from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig
 from inference_svc.engine.compute.losses import Losses
 from inference_svc.engine.compute.profiler import StepProfiler
@@ -109,14 +108,17 @@ def build_engine(
 
     Raises UnsupportedModel; ValueError when the memory given does not suffice.
     """
+    decoder = describe(config, 0)
+    factory = select_backend(config, decoder)
     if config.tensor_parallel == 1:
-        return _build(config, store, post, None)
+        return _build(config, decoder, factory, store, post, None)
     if config.host_bytes:
         raise ValueError("--host-memory must be 0 with --tensor-parallel: ranks have no host tier")
     assert make_store is not None, "the stores of other ranks"
-    ranks = RankGroup(config, make_store, lambda error: post(RankFailed(error)))
+    assert isinstance(factory, RankFactory), "it computes a rank's part"
+    ranks = RankGroup(config, factory, make_store, lambda error: post(RankFailed(error)))
     try:
-        return _build(config, store, post, ranks)
+        return _build(config, decoder, factory, store, post, ranks)
     except BaseException:
         ranks.close()
         raise
@@ -124,6 +126,8 @@ def build_engine(
 
 def _build(
     config: EngineConfig,
+    decoder: Decoder,
+    factory: BackendFactory,
     store: AdapterStore,
     post: Callable[[PullEvent | Restored | RankFailed], None],
     ranks: RankGroup | None,
@@ -131,8 +135,6 @@ def _build(
     if not 0 < config.max_sequences <= config.max_batch_tokens:
         raise ValueError("--max-sequences must be above 0 and at most --max-batch-tokens")
     num_threads = set_num_threads(config)
-    decoder = describe(config, 0)
-    factory = select_backend(config, decoder)
     speed = _speed(config, decoder, factory, num_threads)
     check_tensors(config.model_dir, decoder)
     budget = check_budgets(config, decoder, factory)
@@ -227,10 +229,10 @@ def _load_model(
         if ranks is None:
             backend = factory.build(config, decoder, layout)
         else:
-            assert isinstance(factory, TorchFactory), "the backend that computes a rank's part"
-            own = factory.build(config, decoder, layout, ranks.meet())
+            assert isinstance(factory, RankFactory), "it computes a rank's part"
+            own = factory.build_rank(config, decoder, layout, ranks.meet())
             assert own.num_pages == ranks.wait_until_built(), "ranks have equal memories"
-            backend = RankedBackend(own, ranks, config.max_sequences)
+            backend = RankedBackend(own, ranks, decoder, config.max_sequences)
         layout = layout.with_base(base())
     return backend, layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
 

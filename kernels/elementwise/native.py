@@ -23,6 +23,8 @@ class _GatherArgs(ctypes.Structure):
         ("size", ctypes.c_int64),
         ("source_stride", ctypes.c_int64),
         ("last_row", ctypes.c_int64),
+        ("first_row", ctypes.c_int64),
+        ("is_part", ctypes.c_int64),
     )
 
 
@@ -73,11 +75,15 @@ class _ScaleArgs(ctypes.Structure):
     )
 
 
-def gather_op(source: Tensor, out: Tensor, rows: Tensor, count: Tensor) -> NativeOp:
+def gather_op(
+    source: Tensor, out: Tensor, rows: Tensor, count: Tensor, *, first_row: int | None = None
+) -> NativeOp:
     """out[i] = source[rows[i]] for i < count: tokens' embeddings, or some rows of a step.
 
     source: [S, size], of unit stride in its rows, out: [N, size], rows: int64 [N], count: int32
-    [1]. A row behind the last counts as the last: tokens that adapters add get theirs later.
+    [1]. A row behind the last counts as the last: tokens that adapters add get theirs later. With
+    `first_row` the source is the part of a whole that begins with this row, and rows of other parts
+    are zero.
     """
     _check(count, out)
     _check_rows(out.shape[1], out.dtype, source)
@@ -90,6 +96,8 @@ def gather_op(source: Tensor, out: Tensor, rows: Tensor, count: Tensor) -> Nativ
         size=out.shape[1],
         source_stride=source.stride(0),
         last_row=len(source) - 1,
+        first_row=first_row or 0,
+        is_part=first_row is not None,
     )
     return NativeOp("gather_" + dtype_name(out.dtype), args, (source, out, rows, count))
 

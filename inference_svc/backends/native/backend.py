@@ -16,14 +16,17 @@ from inference_svc.backends.base import (
     DeviceMemory,
     Logits,
     MemoryNeeds,
+    RankBackend,
     Reload,
     Scored,
     make_reload,
     max_pages,
     returns_experts,
 )
+from inference_svc.backends.exchange import Meeting
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.native.buffers import BatchPages, StepArrays
+from inference_svc.backends.native.exchange import SharedExchange, SharedMeeting
 from inference_svc.backends.native.lora import NativeLoraOps
 from inference_svc.backends.native.needs import memory_needs
 from inference_svc.backends.native.program import NativeTransformer
@@ -31,13 +34,15 @@ from inference_svc.backends.native.projections import PackedProjection, PackedPr
 from inference_svc.backends.native.workspace import Workspace
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.speed_notes import native_notes, thread_notes
+from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow, EngineConfig, ScoredRun, scored_runs, scored_slices
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
-from inference_svc.model.transformer import COMPUTED
+from inference_svc.model.sharding.exchange import Exchange
+from inference_svc.model.transformer import COMPUTED, OF_RANKS
 from kernels.host_memory import Slab
 from kernels.lora.plan import LoraContents
 from kernels.native.build import processor_flags
@@ -73,8 +78,10 @@ class NativeBackend(AdapterMemory):
         lora: NativeLoraOps,
         library: Library,
         states: RecurrentStates | None = None,
+        exchange: SharedExchange | None = None,
     ) -> None:
         super().__init__(arena)
+        self._exchange = exchange
         self.num_states = 0 if states is None else states.num_states
         self._states = states
         self.num_pages = kv_caches.num_pages
@@ -136,6 +143,7 @@ class NativeBackend(AdapterMemory):
     def forward(self, inputs: NativeInputs) -> Logits:
         groups, has_choices, runs = inputs
         logits = self._loaded.forward(groups, returns_experts=has_choices, is_scored=bool(runs))
+        self._check_exchange()
         return Logits(logits, experts=self._loaded.choices if has_choices else None)
 
     def score(self, inputs: NativeInputs) -> Iterator[Scored]:
@@ -143,7 +151,26 @@ class NativeBackend(AdapterMemory):
             self._step.choose(scored_indices(part))
             if inputs.groups:
                 self._lora.plan_head(scored_slot_runs(part))
-            yield Scored(part, self._loaded.logits(inputs.groups))
+            logits = self._loaded.logits(inputs.groups)
+            self._check_exchange()
+            yield Scored(part, logits)
+
+    def follow(self, data: StepData) -> None:
+        """Computes this rank's part of a step of the first rank, which has the logits."""
+        self._step.fill_rows(data.token_ids, data.starts, data.counts, data.page_ids)
+        groups = self._lora.plan_runs(data.runs, data.last_slots)
+        is_scored = bool(data.scored)
+        self._loaded.forward(groups, returns_experts=data.returns_experts, is_scored=is_scored)
+        for indices, runs in data.scored:
+            self._step.choose(indices)
+            if groups:
+                self._lora.plan_head(runs)
+            self._loaded.logits(groups)
+        self._check_exchange()
+
+    def _check_exchange(self) -> None:
+        if self._exchange is not None:
+            self._exchange.check()
 
     def keep_part(self, row: BatchRow) -> None:
         if self._states is not None:
@@ -185,7 +212,7 @@ class NativeFactory:
     """A `BackendFactory` for CPUs that the native kernels are compiled for."""
 
     name = "native"
-    features = COMPUTED  # the program follows the definition, operation by operation
+    features = COMPUTED | OF_RANKS  # the program follows the definition, operation by operation
     disabled_by = "native-kernels = false"
     has_device_memory = False
     profiler_device = None
@@ -193,8 +220,6 @@ class NativeFactory:
     def supports(self, config: EngineConfig) -> bool:
         if not config.native_kernels or torch.device(config.device).type != "cpu":
             return False
-        if config.tensor_parallel > 1:
-            return False  # its program does not wait for other ranks
         return config.dtype in ("float32", "bfloat16") and load() is not None
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
@@ -212,14 +237,30 @@ class NativeFactory:
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None
 
+    def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> Meeting:
+        return SharedMeeting(count, num_threads, timeout_s)
+
     def build(
+        self, config: EngineConfig, decoder: Decoder, layout: ModelLayout
+    ) -> Backend[NativeInputs]:
+        return self._build(config, decoder, layout, None)
+
+    def build_rank(
+        self, config: EngineConfig, decoder: Decoder, layout: ModelLayout, exchange: Exchange
+    ) -> RankBackend[NativeInputs]:
+        assert isinstance(exchange, SharedExchange), "of its own meeting"
+        return self._build(config, decoder, layout, exchange)
+
+    def _build(
         self,
         config: EngineConfig,
         decoder: Decoder,
         layout: ModelLayout,
-    ) -> Backend[NativeInputs]:
+        exchange: SharedExchange | None,
+    ) -> NativeBackend:
         library, dtype = load(), getattr(torch, config.dtype)
         assert library is not None, "the backend is supported"
+        ranks = None if exchange is None else exchange.memory
         max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
         reload = make_reload(
             config, decoder, lambda: PackedProjections(Slab().take), prefers_tiles=True
@@ -246,7 +287,7 @@ class NativeFactory:
             states: RecurrentStates | None,
         ) -> NativeTransformer:
             return NativeTransformer(
-                decoder, weights, kv_caches, step, workspace, lora, library, states
+                decoder, weights, kv_caches, step, workspace, lora, library, states, ranks
             )
 
         return NativeBackend(
@@ -260,4 +301,5 @@ class NativeFactory:
             lora,
             library,
             reload.states(),
+            exchange,
         )

@@ -3,7 +3,7 @@ place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import NamedTuple, Protocol
 
@@ -110,21 +110,34 @@ class StepArrays:
     def fill(self, batch: BatchColumns) -> None:
         """Describes `batch`."""
         sequences, starts, counts, _ = batch
-        num_rows, firsts = len(sequences), np.array(starts, dtype=np.int64)
-        lengths = np.array(counts, dtype=np.int32)
-        ends = np.cumsum(lengths, dtype=np.int32)
-        total = int(ends[-1])
-        if total == num_rows:
+        if len(sequences) == sum(counts):
             tokens = [s.token_ids[start] for s, start in zip(sequences, starts, strict=True)]
-            positions, row_of_token = firsts, self._row_numbers[:num_rows]
         else:
             tokens = []
             for sequence, start, count in zip(sequences, starts, counts, strict=True):
                 tokens += sequence.token_ids[start : start + count]
+        self.fill_rows(tokens, starts, counts, [sequence.page_ids for sequence in sequences])
+
+    def fill_rows(
+        self,
+        tokens: list[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        page_ids: list[list[int]],
+    ) -> None:
+        """Describes a batch by its tokens, and of each row the first position, the number of
+        tokens, and the pages."""
+        num_rows, firsts = len(starts), np.array(starts, dtype=np.int64)
+        lengths = np.array(counts, dtype=np.int32)
+        ends = np.cumsum(lengths, dtype=np.int32)
+        total = int(ends[-1])
+        if total == num_rows:
+            positions, row_of_token = firsts, self._row_numbers[:num_rows]
+        else:
             row_of_token = np.repeat(self._row_numbers[:num_rows], lengths)
             positions = np.arange(total) + (firsts - ends + lengths)[row_of_token]
         assert len(tokens) == total, "a row has tokens that are not known yet"
-        table_rows = self._pages.fill([sequence.page_ids for sequence in sequences])
+        table_rows = self._pages.fill(page_ids)
         page_indices, offsets = np.divmod(positions, self.page_size)
         pages = self._table[table_rows[row_of_token], page_indices]
         self._token_ids[:total] = tokens

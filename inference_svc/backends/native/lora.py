@@ -80,11 +80,16 @@ class NativeLoraOps:
             return frozenset()
         sequences, starts, counts, _ = zip(*rows, strict=True)
         runs = slot_runs(sequences, starts, counts)
+        return self.plan_runs(runs, last_slots(sequences, starts, counts))
+
+    def plan_runs(self, runs: SlotRuns, last: list[int]) -> frozenset[str]:
+        """Plans a step by its runs of tokens, and the slots of the rows' last tokens; see
+        `plan`."""
         used = set(runs.slots) - {BASE_SLOT}
         if not used:
             return frozenset()
         sizes = [len(self._table.part_slots(slot)) for slot in runs.slots]
-        current = runs, sizes, last_slots(sequences, starts, counts)
+        current = runs, sizes, last
         if current != self._planned:  # most steps equal the one before
             self._planned = None  # a half filled plan is none
             self._plan.fill(*runs)

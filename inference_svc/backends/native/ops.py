@@ -43,6 +43,7 @@ from inference_svc.model.operations import (
     Rows,
     Scale,
     Spread,
+    SumRanks,
     Value,
 )
 from inference_svc.model.transformer import as_held
@@ -66,6 +67,8 @@ from kernels.experts.native import (
 )
 from kernels.native.library import NativeOp
 from kernels.quantised.native import Int8Inputs
+from kernels.ranks.memory import RankMemory
+from kernels.ranks.native import rank_columns_op, sum_ranks_op
 from kernels.recurrence.native import (
     StateRows,
     causal_conv_op,
@@ -127,7 +130,8 @@ class AdapterOps(Protocol):
 class NativeOps:
     """Makes operations over fixed memory: the `step` that they read, and the `logits` that they
     write, fp32 [N, at least vocab_size]. `int8_inputs` is for products of inputs in int8;
-    `routings` has the routing of each layer with experts."""
+    `routings` has the routing of each layer with experts; `ranks` is the memory in which ranks of a
+    model that is cut exchange."""
 
     weights: ModelWeights[PackedProjection]
     step: StepArrays
@@ -137,6 +141,7 @@ class NativeOps:
     states: NativeStates | None
     routings: Mapping[int, PairsBuffer]
     adapters: AdapterOps
+    ranks: RankMemory | None = None
 
     def make(self, ops: Sequence[Op], tensors: Iterable[Tensors]) -> Iterator[GroupedOp]:
         """Yields the operations that compute `ops`, whose values are these tensors, by
@@ -150,8 +155,12 @@ class NativeOps:
 
     def embed(self, op: Embed, at: Tensors) -> Iterator[GroupedOp]:
         out, token_ids = at[op.out], self.step.token_ids
-        table = self.weights.tables[op.table.key]
-        yield "", gather_op(table, out, token_ids, self.count(op.out))
+        table, cut, count = self.weights.tables[op.table.key], op.table.cut, self.count(op.out)
+        if cut is None:
+            yield "", gather_op(table, out, token_ids, count)
+        else:  # a token's row is of one rank, and zero on all others
+            yield "", gather_op(table, out, token_ids, count, first_row=cut.start)
+            yield "", sum_ranks_op(out, count, self._ranks)
         if op.is_adapted:
             replaced = self.adapters.replace_embeddings(token_ids, out)
             yield from _of_group(EMBED_TOKENS, replaced)
@@ -332,6 +341,14 @@ class NativeOps:
         ops = self.adapters.add_experts(op.group, x, out, routing.pairs, logits_only=logits_only)
         yield from _of_group(op.group, ops)
 
+    def sum_ranks(self, op: SumRanks, at: Tensors) -> Iterator[GroupedOp]:
+        yield "", sum_ranks_op(at[op.out], self.count(op.out), self._ranks)
+
+    @property
+    def _ranks(self) -> RankMemory:
+        assert self.ranks is not None, "the model is not cut"
+        return self.ranks
+
     def combine(self, op: Combine, at: Tensors) -> Iterator[GroupedOp]:
         routing, count = self._routing(op), self.count(op.out)
         shared, gate = (None if each is None else at[each] for each in (op.shared, op.gate))
@@ -343,9 +360,14 @@ class NativeOps:
 
     def of_logits(self, op: Logits, at: Tensors) -> Iterator[GroupedOp]:
         normed, logits, count = at[op.inputs[0]], self.logits, self.step.num_logits
-        linear = self.weights.projections[HEAD_KEY]
-        own = logits[:, : op.out.width]
+        linear, cut = self.weights.projections[HEAD_KEY], op.cut
+        whole = logits[:, : op.out.width]
+        own = whole if cut is None else whole[:, cut.start : cut.end]
         yield from _base(project_ops(normed, linear, own, count, self.int8_inputs))
+        if cut is not None:
+            yield "", rank_columns_op(whole, count, op.part_size, self._ranks, to_all=False)
+            if cut.start:
+                return  # the first rank's are used, and adapters add to these alone
         yield from _of_group(LM_HEAD, self.adapters.replace_logits(normed, logits))
         added = self.adapters.add(HEAD, normed, logits, None, logits_only=True)
         yield from _of_group(HEAD, added)
@@ -417,6 +439,7 @@ _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]
     Route: NativeOps.route,
     Scale: NativeOps.scale,
     Spread: NativeOps.spread,
+    SumRanks: NativeOps.sum_ranks,
     Convolve: _convolve,
     DeltaRule: _delta_rule,
     GatedConvolve: _gated_convolve,

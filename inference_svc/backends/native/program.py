@@ -36,6 +36,7 @@ from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.walk import Narrowing, operations
 from kernels.experts.native import PairsBuffer
 from kernels.native.library import Library, Program
+from kernels.ranks.memory import RankMemory
 
 MAX_PROGRAMS = 16
 """Tenants choose the targets of their adapters, so that the number must be limited: of each part of
@@ -79,6 +80,7 @@ class NativeTransformer:
         adapters: AdapterOps,
         library: Library,
         states: RecurrentStates | None = None,
+        ranks: RankMemory | None = None,
     ) -> None:
         self._description = description
         self._step = step
@@ -95,6 +97,7 @@ class NativeTransformer:
             self.states,
             _routings(description, self._choices),
             adapters,
+            ranks,
         )
         self._program_ops = self._ops_of(_Part.STEP)
         self._apart: dict[_Part, tuple[GroupedOp, ...]] = {}  # made when first needed

@@ -24,6 +24,7 @@ from inference_svc.model.operations import (
     ProjectExperts,
     RotateAndStore,
     Rows,
+    SumRanks,
     Value,
 )
 from inference_svc.model.walk import Narrowing, Operations, operations
@@ -86,7 +87,7 @@ def _strided(op: Op) -> tuple[Value | None, ...]:
             return (op.delta, None if op.out == op.hidden else op.out)
         case Attend():
             return (op.inputs[0], op.out)
-        case RotateAndStore():
+        case RotateAndStore() | SumRanks():
             return (op.out,)
         case Gather() | Logits():
             return (op.inputs[0],)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from inference_svc.adapters.memory.tiers import ResidencyChange
-from inference_svc.backends.base import Logits, Scored
+from inference_svc.backends.base import Backend, Logits, Scored, returns_experts
 from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.step_data import StepData
-from inference_svc.backends.torch import TorchBackend, TorchInputs
 from inference_svc.core import Batch, BatchRow
 from inference_svc.engine.ranks.group import RankGroup
 from inference_svc.engine.ranks.steps import encode
+from inference_svc.model.description import Decoder
 from kernels.lora.plan import LoraContents
 
 
 class RankedInputs(NamedTuple):
     """A step's inputs, and its rows as other ranks get them."""
 
-    own: TorchInputs
+    own: Any
     data: StepData
 
 
@@ -31,8 +31,11 @@ class RankedBackend:
     ranks may be in the middle of it, so that it cannot be computed in parts.
     """
 
-    def __init__(self, own: TorchBackend, group: RankGroup, max_scored: int) -> None:
+    def __init__(
+        self, own: Backend[Any], group: RankGroup, decoder: Decoder, max_scored: int
+    ) -> None:
         self._own, self._group, self._max_scored = own, group, max_scored
+        self._decoder = decoder
         self._changes: list[ResidencyChange] = []
         self._scores: Iterator[Scored] = iter(())
 
@@ -93,7 +96,8 @@ class RankedBackend:
         """Leaves them to the system: ranks share the processors."""
 
     def prepare(self, batch: Batch) -> RankedInputs:
-        data = StepData.of(batch.rows, self._max_scored)
+        has_choices = returns_experts(batch, self._decoder)
+        data = StepData.of(batch.rows, self._max_scored, returns_experts=has_choices)
         return RankedInputs(self._own.prepare(batch), data)
 
     def forward(self, inputs: RankedInputs) -> Logits:

@@ -18,7 +18,8 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
-from inference_svc.backends.exchange import ExchangeFailed, GlooExchange, meeting_point
+from inference_svc.backends.base import RankFactory
+from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.core import EngineConfig
 from inference_svc.engine.ranks.messages import (
     FREE,
@@ -36,7 +37,9 @@ from inference_svc.engine.ranks.messages import (
     StepFailed,
 )
 from inference_svc.errors import EngineFailed
+from inference_svc.host.cpus import compute_threads
 from inference_svc.model.description import Rank
+from inference_svc.model.sharding.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,8 @@ class RankProcess:
     """One other rank: `control` for messages in both directions, `steps` for steps. It ends with
     the thread that makes it."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, files: tuple[int, ...] = ()) -> None:
+        """`files` are open in its process, too."""
         self.rank = rank
         self.control, theirs = _pair(SILENCE_S)
         self.steps, their_steps = _pair(EXCHANGE_S)
@@ -85,7 +89,7 @@ class RankProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", program],
                 stdin=theirs.fileno(),
-                pass_fds=(self.steps_fd,),
+                pass_fds=(self.steps_fd, *files),
             )
         self.said: dict[type, Any] = {}
         """The messages of its start."""
@@ -166,6 +170,7 @@ class RankGroup:
     def __init__(
         self,
         config: EngineConfig,
+        factory: RankFactory,
         make_store: Callable[[Callable[[Any], None]], Any],
         on_failure: Callable[[EngineFailed], None],
     ) -> None:
@@ -177,7 +182,8 @@ class RankGroup:
         self._not_built: Exception | None = None
         self._failed, self._ended = threading.Event(), threading.Event()
         self._changed = threading.Condition()
-        self._store = meeting_point(self.count, EXCHANGE_S)
+        num_threads = compute_threads(config.num_threads, self.count)
+        self._meeting = factory.open_meeting(self.count, num_threads, EXCHANGE_S)
         # The watch starts ranks: they end with the thread that starts them.
         started: Future[list[RankProcess]] = Future()
         watch = threading.Thread(
@@ -194,14 +200,15 @@ class RankGroup:
         self._threads = [watch, *readers]
         for each, reader in zip(self.others, readers, strict=True):
             reader.start()
-            each.send(Start(config, each.rank, make_store, self._store.port, each.steps_fd))
+            start = Start(config, each.rank, make_store, factory.name, self._meeting, each.steps_fd)
+            each.send(start)
 
-    def meet(self) -> GlooExchange:
+    def meet(self) -> Exchange:
         """Returns rank 0's exchange, once every rank is there. Raises the error of a rank that
         cannot load the model, and EngineFailed for a rank that ends."""
         self._expect(Described)
         try:
-            return GlooExchange(Rank(0, self.count), self._store, EXCHANGE_S)
+            return self._meeting.join(Rank(0, self.count))
         except ExchangeFailed as error:
             failure = self.blame(error)
             raise self._not_built or failure from error
@@ -294,6 +301,7 @@ class RankGroup:
             else:
                 failure = EngineFailed(f"{why} while it started")
             self.failure = failure
+            self._meeting.fail()
             self._failed.set()
             self._changed.notify_all()
         if is_built and not self._is_closing:
@@ -330,7 +338,8 @@ class RankGroup:
         Counts pings, not seconds: this process may have been stopped itself.
         """
         try:
-            others = [RankProcess(Rank(index, self.count)) for index in range(1, self.count)]
+            ranks = [Rank(index, self.count) for index in range(1, self.count)]
+            others = [RankProcess(each, self._meeting.files) for each in ranks]
         except BaseException as error:
             started.set_exception(error)
             return
@@ -358,3 +367,4 @@ class RankGroup:
             thread.join()
         for each in self.others:
             each.close()
+        self._meeting.close()

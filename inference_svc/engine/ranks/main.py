@@ -31,10 +31,10 @@ from inference_svc.adapters.pulls.pull import (
 )
 from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.adapters.targets import layout_of
-from inference_svc.backends.exchange import ExchangeFailed, GlooExchange, meeting_point
-from inference_svc.backends.torch import TorchBackend, TorchFactory
+from inference_svc.backends.base import RankBackend, RankFactory
+from inference_svc.backends.exchange import ExchangeFailed
+from inference_svc.backends.select import select_backend
 from inference_svc.engine.build import describe, set_num_threads
-from inference_svc.engine.ranks.group import EXCHANGE_S
 from inference_svc.engine.ranks.messages import (
     FREE_ALL,
     LOST_CONTACT,
@@ -106,16 +106,19 @@ class Follower:
             self._send(StepFailed(f"{type(error).__name__}: {error}"))
         os._exit(1)
 
-    def _build(self) -> TorchBackend:
+    def _build(self) -> RankBackend[Any]:
         config, rank = self._start.config, self._start.rank
         store = self._start.make_store(lambda content: None)
         set_num_threads(config)
         decoder = describe(config, rank.index)
+        factory = select_backend(config, decoder)
+        if factory.name != self._start.backend or not isinstance(factory, RankFactory):
+            ours = f"rank {rank.index} would compute with {factory.name}"
+            raise ValueError(f"{ours}, and rank 0 with {self._start.backend}")
         self._send(Described())
-        meeting = meeting_point(rank.count, EXCHANGE_S, self._start.port)
-        exchange = GlooExchange(rank, meeting, EXCHANGE_S)
+        exchange = self._start.meeting.join(rank)
         layout = layout_of(config, decoder)
-        backend = TorchFactory().build(config, decoder, layout, exchange)
+        backend = factory.build_rank(config, decoder, layout, exchange)
         layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
         check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
         self._pulls = RankImages(backend.pull_memory, self._send, 4 * config.max_loras)
@@ -124,7 +127,7 @@ class Follower:
         )
         return backend
 
-    def _take(self, frame: bytes, backend: TorchBackend, images: RankImages) -> None:
+    def _take(self, frame: bytes, backend: RankBackend[Any], images: RankImages) -> None:
         kind = frame[:1]
         if kind == STEP:
             changes, data = decode(frame[1:])

@@ -8,6 +8,7 @@ from typing import Any
 
 from contract.images.header import Segment
 from inference_svc.adapters.memory.extents import Extent
+from inference_svc.backends.exchange import Meeting
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import Rank
 from servicekit.errors import ServiceError
@@ -22,13 +23,14 @@ LOST_CONTACT = 3
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first message to a rank. `make_store` is a `StoreFactory`; ranks meet at `port`; steps
-    come through the socket `steps_fd`."""
+    """The first message to a rank. `make_store` is a `StoreFactory`; `backend` is the name of rank
+    0's; steps come through the socket `steps_fd`."""
 
     config: EngineConfig
     rank: Rank
     make_store: Callable[[Callable[[Any], None]], Any]
-    port: int
+    backend: str
+    meeting: Meeting
     steps_fd: int
 
 

@@ -55,6 +55,7 @@ def encode(changes: Sequence[ResidencyChange], data: StepData) -> bytes:
         list(chain.from_iterable(data.page_ids)),
         *data.runs,
         data.last_slots,
+        [data.returns_experts],
     ]
     for each in data.scored:
         lists += [each.indices, *each.runs]
@@ -68,7 +69,7 @@ def encode(changes: Sequence[ResidencyChange], data: StepData) -> bytes:
 def decode(buffer: bytes) -> StepMessage:
     """Returns the content of a buffer that `encode` has made."""
     changes, token_ids, starts, counts, sizes, pages, *rest = _lists(buffer)
-    slots, lengths, last_slots, *scored = rest
+    slots, lengths, last_slots, [returns_experts], *scored = rest
     ends = accumulate(sizes, initial=0)
     data = StepData(
         token_ids,
@@ -81,6 +82,7 @@ def decode(buffer: bytes) -> StepMessage:
             ScoredSlice(scored[at], SlotRuns(scored[at + 1], scored[at + 2]))
             for at in range(0, len(scored), 3)
         ],
+        bool(returns_experts),
     )
     return StepMessage(list(_decode_changes(changes)), data)
 

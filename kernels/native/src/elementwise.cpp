@@ -7,7 +7,8 @@
 
 namespace loadout {
 
-// out[i] = source[rows[i]], or the last row of the source for one behind it.
+// out[i] = source[rows[i]], or the last row of the source for one behind it. Of a part of a source,
+// which begins with row `first_row` of the whole, zeros for rows that it does not have.
 struct GatherArgs {
   const void* source;  // [S, size], rows source_stride apart
   void* out;           // [count, size]
@@ -16,15 +17,22 @@ struct GatherArgs {
   int64_t size;
   int64_t source_stride;
   int64_t last_row;
+  int64_t first_row;
+  int64_t is_part;
 };
 
 template <typename T>
 void gather(const GatherArgs& args, const Slice& slice) {
   const auto mine = slice.range(*args.count);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
-    const int64_t place = std::min(args.rows[i], args.last_row);
+    T* out = static_cast<T*>(args.out) + i * args.size;
+    const int64_t found = args.rows[i] - args.first_row, place = std::min(found, args.last_row);
+    if (args.is_part && (found < 0 || found > args.last_row)) {
+      std::memset(out, 0, args.size * sizeof(T));
+      continue;
+    }
     const T* row = static_cast<const T*>(args.source) + place * args.source_stride;
-    std::memcpy(static_cast<T*>(args.out) + i * args.size, row, args.size * sizeof(T));
+    std::memcpy(out, row, args.size * sizeof(T));
   }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from inference_svc.adapters.memory.tiers import MixWrite, TableClear, TableWrite
 from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob
 from inference_svc.adapters.rank_layouts import check_cut
 from inference_svc.adapters.targets import build_layout, cut_as
-from inference_svc.backends.exchange import ExchangeFailed, GlooExchange, meeting_point
+from inference_svc.backends.exchange import ExchangeFailed, GlooMeeting
+from inference_svc.backends.native.backend import NativeFactory
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
 from inference_svc.core import EngineConfig, Request, SamplingParams
@@ -60,6 +62,7 @@ def test_a_step_survives_its_buffer() -> None:
         SlotRuns([-1, 3, 0], [1, 2, 1]),
         [3, 0],
         [ScoredSlice([0, 1], SlotRuns([3], [2])), ScoredSlice([2], SlotRuns([-1], [1]))],
+        returns_experts=True,
     )
     changes = [
         TableClear(7),
@@ -210,7 +213,7 @@ def test_layouts_of_ranks(model_dir: Path) -> None:
     assert cut_as(layouts[0], layouts[3]) == layouts[3]
 
 
-def config_of(model_dir: Path, count: int) -> EngineConfig:
+def config_of(model_dir: Path, count: int, *, native: bool = True) -> EngineConfig:
     return EngineConfig(
         model_dir,
         "model",
@@ -221,18 +224,21 @@ def config_of(model_dir: Path, count: int) -> EngineConfig:
         page_size=4,
         kv_bytes=1 << 18,
         arena_bytes=1 << 18,
-        native_kernels=False,
+        native_kernels=native,
         num_threads=1,
         tensor_parallel=count,
     )
 
 
-def tokens(model_dir: Path, count: int, *, sleeps: bool = False) -> dict[str, list[int]]:
-    config = replace(config_of(model_dir, count), prefix_cache=False)
+def tokens(
+    model_dir: Path, count: int, *, native: bool, sleeps: bool = False
+) -> dict[str, list[int]]:
+    config = replace(config_of(model_dir, count, native=native), prefix_cache=False)
     built = build_engine(config, NoStore(), lambda event: None, no_store)
     try:
+        backend = built.engine.runner.backend
+        assert backend.kernels.startswith("native" if native else "torch")
         if sleeps:
-            backend = built.engine.runner.backend
             held_bytes = backend.weights_bytes
             assert backend.free_memory(weights=True) > 2 * held_bytes, "of both ranks"
             backend.restore()
@@ -256,12 +262,13 @@ def generate(engine: Engine) -> dict[str, list[int]]:
 
 
 @pytest.mark.processes
-def test_tokens_of_ranks_are_equal(model_dir: Path) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_tokens_of_ranks_are_equal(model_dir: Path, *, native: bool) -> None:
     """More requests than run at once, in chunks of 7; also after ranks have slept."""
-    expected = tokens(model_dir, 1)
+    expected = tokens(model_dir, 1, native=native)
     assert all(len(each) == 32 for each in expected.values())
-    assert tokens(model_dir, 2, sleeps=True) == expected
-    assert tokens(model_dir, 4) == expected
+    assert tokens(model_dir, 2, native=native, sleeps=True) == expected
+    assert tokens(model_dir, 4, native=native) == expected
 
 
 class Failing:
@@ -354,7 +361,8 @@ def test_a_rank_that_ends_while_another_hangs(
     """The start ends, and no process is left."""
     monkeypatch.setattr(group, "END_S", 1.0)
     failures: list[EngineFailed] = []
-    ranks = group.RankGroup(config_of(model_dir, 3), no_store, failures.append)
+    config = config_of(model_dir, 3)
+    ranks = group.RankGroup(config, NativeFactory(), no_store, failures.append)
     first, second = (each.pid for each in ranks.others)
     os.kill(first, signal.SIGSTOP)
     os.kill(second, signal.SIGKILL)
@@ -366,13 +374,13 @@ def test_a_rank_that_ends_while_another_hangs(
 
 
 def test_ranks_that_do_not_meet() -> None:
-    store = meeting_point(2, 1.0)
+    meeting = GlooMeeting(2, 1.0)
     with pytest.raises(ExchangeFailed, match="ranks did not meet"):
-        GlooExchange(Rank(0, 2), store, 1.0)
-    port = store.port
-    del store
+        meeting.join(Rank(0, 2))
+    copy = pickle.loads(pickle.dumps(meeting))
+    meeting.close()
     with pytest.raises(ExchangeFailed, match="ranks did not meet"):
-        meeting_point(2, 1.0, port)
+        copy.join(Rank(1, 2))
 
 
 ENGINE_PROGRAM = """

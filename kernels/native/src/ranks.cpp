@@ -1,0 +1,262 @@
+// Sums and columns that the processes of several ranks exchange, through memory that they share.
+//
+// Each thread of a rank exchanges with the same thread of all others, piece by piece: it copies its
+// piece to its own memory there, says so, waits until all others have, and reads theirs. A thread has
+// two memories and takes them in turns: when it overwrites one, all have come to the round after the
+// one in which they read it.
+//
+// A rank that does not come in time, or exchanges something else, fails the memory. Every exchange
+// returns at once from then on, with anything as its result, and whoever ran the program asks.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <thread>
+#endif
+
+#include "simd.h"
+#include "slice.h"
+
+namespace loadout {
+
+// `kernels/ranks/memory.py` has the same sizes and faults.
+constexpr int64_t LINE_BYTES = 128;  // two cache lines, because processors fetch them in pairs
+constexpr int64_t PIECE_BYTES = 64 << 10;
+constexpr int64_t SHARE_BYTES = 2 * (LINE_BYTES + PIECE_BYTES);  // both memories of a thread
+enum Fault : uint32_t { NONE, CLOSED, TIMEOUT, DISAGREEMENT };
+
+struct RanksArgs {
+  // A line with the fault; a line of each thread, by rank; and the share of each.
+  uint8_t* memory;
+  int64_t rank;
+  int64_t num_ranks;
+  int64_t max_threads;
+  int64_t timeout_ms;
+};
+
+// How many pieces a thread has given.
+struct alignas(LINE_BYTES) Line {
+  std::atomic<uint32_t> round;
+  std::atomic<int32_t> num_sleeping;
+};
+static_assert(sizeof(Line) == LINE_BYTES && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+
+// Stands before each piece.
+struct Header {
+  int64_t num_items;
+  int64_t num_threads;
+};
+
+// One thread's part of an exchange of `num_items`.
+class Meeting {
+ public:
+  Meeting(const RanksArgs& args, const Slice& slice, int64_t num_items)
+      : args_(args),
+        thread_(slice.thread),
+        header_{num_items, slice.num_threads},
+        round_(line(args.rank).round.load(std::memory_order_relaxed)) {}
+
+  bool has_failed() const { return fault().load(std::memory_order_relaxed) != NONE; }
+
+  // The piece of a rank in this round, PIECE_BYTES.
+  uint8_t* piece(int64_t rank) const { return share(rank) + LINE_BYTES; }
+
+  // Gives this thread's piece. Returns true when those of all others are there; false when the memory
+  // has failed.
+  bool meet() {
+    std::memcpy(share(args_.rank), &header_, sizeof header_);
+    Line& own = line(args_.rank);
+    own.round.store(round_ + 1);
+    if (own.num_sleeping.load() > 0) wake_all(own.round);
+    for (int64_t rank = 0; rank < args_.num_ranks; ++rank) {
+      if (rank == args_.rank) continue;
+      if (!wait(line(rank))) return false;
+      if (std::memcmp(share(rank), &header_, sizeof header_)) return fail(DISAGREEMENT);
+    }
+    return true;
+  }
+
+  void next_round() { ++round_; }
+
+ private:
+  // 6 to 15 us; see barrier.h.
+  static constexpr int SPINS = 400;
+  static constexpr int64_t SLEEP_NS = 50'000'000;  // then it looks whether the memory has failed
+
+  std::atomic<uint32_t>& fault() const {
+    return *reinterpret_cast<std::atomic<uint32_t>*>(args_.memory);
+  }
+
+  Line& line(int64_t rank) const {
+    return reinterpret_cast<Line*>(args_.memory)[1 + rank * args_.max_threads + thread_];
+  }
+
+  uint8_t* share(int64_t rank) const {
+    const int64_t lines_bytes = LINE_BYTES * (1 + args_.num_ranks * args_.max_threads);
+    const int64_t index = rank * args_.max_threads + thread_;
+    return args_.memory + lines_bytes + index * SHARE_BYTES + (round_ & 1) * (SHARE_BYTES / 2);
+  }
+
+  bool has_come(const Line& other) const {
+    return static_cast<int32_t>(other.round.load() - (round_ + 1)) >= 0;
+  }
+
+  bool wait(Line& other) {
+    for (int i = 0; i < SPINS; ++i) {
+      if (has_come(other)) return true;
+      _mm_pause();
+    }
+    const auto deadline =
+        std::chrono::steady_clock::now() + std::chrono::milliseconds(args_.timeout_ms);
+    other.num_sleeping.fetch_add(1);
+    while (!has_come(other) && !has_failed()) {
+      if (std::chrono::steady_clock::now() > deadline) fail(TIMEOUT);
+      sleep(other.round);
+    }
+    other.num_sleeping.fetch_sub(1);
+    return has_come(other);
+  }
+
+  bool fail(Fault cause) {
+    uint32_t none = NONE;
+    fault().compare_exchange_strong(none, cause);
+    return false;
+  }
+
+#if defined(__linux__)
+  // Unless the other has come meanwhile.
+  void sleep(std::atomic<uint32_t>& round) {
+    const timespec most{0, SLEEP_NS};
+    syscall(SYS_futex, &round, FUTEX_WAIT, round_, &most);
+  }
+  void wake_all(std::atomic<uint32_t>& round) { syscall(SYS_futex, &round, FUTEX_WAKE, INT_MAX); }
+#else
+  void sleep(std::atomic<uint32_t>&) { std::this_thread::yield(); }
+  void wake_all(std::atomic<uint32_t>&) {}
+#endif
+
+  const RanksArgs& args_;
+  const int64_t thread_;
+  const Header header_;
+  uint32_t round_;
+};
+
+// Calls body(row, column, place, n) for the runs of items [begin, end) that are of one row of `width`
+// items; `place` is the number of items before.
+template <typename Body>
+inline void for_runs(int64_t begin, int64_t end, int64_t width, Body body) {
+  for (int64_t at = begin; at < end;) {
+    const int64_t row = at / width, column = at % width;
+    const int64_t n = std::min(width - column, end - at);
+    body(row, column, at - begin, n);
+    at += n;
+  }
+}
+
+// Gives pieces of [0, num_items) to `write(begin, end, own)`, and, when all ranks have given theirs, to
+// `read(begin, end, meeting)`.
+template <typename T, typename Write, typename Read>
+inline void exchange(const RanksArgs& ranks, const Slice& slice, int64_t num_items, Write write,
+                     Read read) {
+  constexpr int64_t LINE_ITEMS = 64 / sizeof(T), PIECE_ITEMS = PIECE_BYTES / sizeof(T);
+  const auto lines = slice.range((num_items + LINE_ITEMS - 1) / LINE_ITEMS);
+  const int64_t last = std::min(num_items, lines.end * LINE_ITEMS);
+  Meeting meeting(ranks, slice, num_items);
+  for (int64_t begin = lines.begin * LINE_ITEMS; begin < last; begin += PIECE_ITEMS) {
+    if (meeting.has_failed()) return;
+    const int64_t end = std::min(begin + PIECE_ITEMS, last);
+    write(begin, end, reinterpret_cast<T*>(meeting.piece(ranks.rank)));
+    if (!meeting.meet()) return;
+    read(begin, end, meeting);
+    meeting.next_round();
+  }
+}
+
+// x = the sum of all ranks' x, in fp32, in the order of ranks, rounded once.
+struct SumRanksArgs {
+  RanksArgs ranks;
+  void* x;  // [count, size], rows stride apart
+  const int32_t* count;
+  int64_t size;
+  int64_t stride;
+};
+
+template <typename T>
+void sum_ranks(const SumRanksArgs& args, const Slice& slice) {
+  const auto row_of = [&](int64_t row) { return static_cast<T*>(args.x) + row * args.stride; };
+  exchange<T>(
+      args.ranks, slice, *args.count * args.size,
+      [&](int64_t begin, int64_t end, T* own) {
+        for_runs(begin, end, args.size, [&](int64_t row, int64_t column, int64_t place, int64_t n) {
+          std::memcpy(own + place, row_of(row) + column, n * sizeof(T));
+        });
+      },
+      [&](int64_t begin, int64_t end, const Meeting& meeting) {
+        for_runs(begin, end, args.size, [&](int64_t row, int64_t column, int64_t place, int64_t n) {
+          T* out = row_of(row) + column;
+          for_vectors(n, [&](int64_t at, auto lanes) {
+            const auto term = [&](int64_t rank) {
+              return vload(reinterpret_cast<const T*>(meeting.piece(rank)) + place + at, lanes);
+            };
+            VF sum = term(0);
+            for (int64_t rank = 1; rank < args.ranks.num_ranks; ++rank) sum = vadd(sum, term(rank));
+            vstore(out + at, sum, lanes);
+          });
+        });
+      });
+}
+
+// x has the columns of all ranks, one behind the other: rank r's are [r * part, (r + 1) * part), and the
+// last rank's may be fewer. Each gives its own; the others' come to rank 0, or to all.
+struct ColumnsArgs {
+  RanksArgs ranks;
+  float* x;  // [count, size], rows stride apart
+  const int32_t* count;
+  int64_t size;
+  int64_t stride;
+  int64_t part;
+  int64_t to_all;
+};
+
+void rank_columns(const ColumnsArgs& args, const Slice& slice) {
+  // Calls body(its place in x, its place in the piece, items) for the runs that a rank has.
+  const auto for_columns = [&](int64_t rank, int64_t begin, int64_t end, auto body) {
+    const int64_t first = rank * args.part, own = std::min(args.part, args.size - first);
+    for_runs(begin, end, args.part, [&](int64_t row, int64_t column, int64_t place, int64_t n) {
+      n = std::min(n, own - column);
+      if (n > 0) body(args.x + row * args.stride + first + column, place, n);
+    });
+  };
+  exchange<float>(
+      args.ranks, slice, *args.count * args.part,
+      [&](int64_t begin, int64_t end, float* piece) {
+        for_columns(args.ranks.rank, begin, end, [&](float* x, int64_t place, int64_t n) {
+          std::memcpy(piece + place, x, n * sizeof(float));
+        });
+      },
+      [&](int64_t begin, int64_t end, const Meeting& meeting) {
+        if (args.ranks.rank && !args.to_all) return;
+        for (int64_t rank = 0; rank < args.ranks.num_ranks; ++rank) {
+          if (rank == args.ranks.rank) continue;
+          const auto* piece = reinterpret_cast<const float*>(meeting.piece(rank));
+          for_columns(rank, begin, end, [&](float* x, int64_t place, int64_t n) {
+            std::memcpy(x, piece + place, n * sizeof(float));
+          });
+        }
+      });
+}
+
+}  // namespace loadout
+
+LOADOUT_EXPORT(sum_ranks_float, loadout::SumRanksArgs, loadout::sum_ranks<float>)
+LOADOUT_EXPORT(sum_ranks_bf16, loadout::SumRanksArgs, loadout::sum_ranks<loadout::bf16>)
+LOADOUT_EXPORT(rank_columns, loadout::ColumnsArgs, loadout::rank_columns)

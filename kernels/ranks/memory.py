@@ -1,0 +1,90 @@
+"""The memory that ranks of one machine share, in which their threads exchange."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import mmap
+import os
+import struct
+
+# As in native/src/ranks.cpp.
+_LINE_BYTES = 128
+_SHARE_BYTES = 2 * (_LINE_BYTES + (64 << 10))
+
+
+class RankFault(enum.Enum):
+    """Why ranks exchange nothing any more."""
+
+    CLOSED = 1
+    TIMEOUT = 2
+    DISAGREEMENT = 3
+
+    def __str__(self) -> str:
+        return _WORDS[self]
+
+
+_WORDS = {
+    RankFault.CLOSED: "another rank has ended",
+    RankFault.TIMEOUT: "another rank has not exchanged in time",
+    RankFault.DISAGREEMENT: "ranks exchange values of different sizes",
+}
+
+
+class RanksArgs(ctypes.Structure):
+    """The memory as operations get it."""
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("num_ranks", ctypes.c_int64),
+        ("max_threads", ctypes.c_int64),
+        ("timeout_ms", ctypes.c_int64),
+    )
+
+
+def create_file(num_ranks: int, num_threads: int) -> int:
+    """Returns a new file in memory, through which so many ranks exchange, each with so many threads
+    at most. It has no name, and is gone when no process has it open. Raises OSError."""
+    file = os.memfd_create("loadout-ranks")
+    try:
+        os.ftruncate(file, _num_bytes(num_ranks, num_threads))
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+class RankMemory:
+    """One rank's view of the file that `create_file` has made for as many ranks and threads.
+
+    An exchange fails if another rank does not come for `timeout_s`. Raises ValueError for a file
+    that was made for others.
+    """
+
+    def __init__(
+        self, file: int, rank: int, num_ranks: int, num_threads: int, timeout_s: float
+    ) -> None:
+        num_bytes, found_bytes = _num_bytes(num_ranks, num_threads), os.fstat(file).st_size
+        if found_bytes != num_bytes:
+            ranks = f"{num_ranks} ranks of {num_threads} threads share {num_bytes} bytes"
+            raise ValueError(f"{ranks}, and the file has {found_bytes}")
+        self._memory = mmap.mmap(file, num_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.args = RanksArgs(address, rank, num_ranks, num_threads, int(timeout_s * 1000))
+
+    @property
+    def fault(self) -> RankFault | None:
+        """Why nothing is exchanged any more; None: ranks do."""
+        number = struct.unpack_from("I", self._memory)[0]
+        return RankFault(number) if number else None
+
+    def fail(self) -> None:
+        """Ends all exchanges, of all ranks, because one has ended. Idempotent, from any thread."""
+        if self.fault is None:
+            struct.pack_into("I", self._memory, 0, RankFault.CLOSED.value)
+
+
+def _num_bytes(num_ranks: int, num_threads: int) -> int:
+    num_members = num_ranks * num_threads
+    return _LINE_BYTES * (1 + num_members) + num_members * _SHARE_BYTES
