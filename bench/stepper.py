@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.kernels.roofline import THREADS
@@ -13,6 +13,7 @@ from bench.store.memory_store import MemoryStore
 from inference_svc.core import EngineConfig, Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.engine.transport.messages import Cancel, LayoutAccepted, Submit
+from inference_svc.store.client import NoStore
 
 NUM_REQUESTS, NUM_IN, MAX_LEN = 16, 64, 512
 WARM_UP_STEPS = 8
@@ -30,9 +31,12 @@ class Stepper:
         max_len: int = MAX_LEN,
         quantize: str = "none",
         num_threads: int = THREADS,
+        num_ranks: int = 1,
     ) -> None:
         """Builds the engine. `arena` is the bytes for adapters; by default it fits adapters on all
-        linear layers. `quantize` is the type of the base's weights."""
+        linear layers. `quantize` is the type of the base's weights. Several ranks, with
+        `num_threads` each, have no adapters, which lie in this process."""
+        assert num_ranks == 1 or not num_adapters
         self._num_requests = num_requests
         self._vocab, self._max_len = prepared.vocab, max_len
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -53,10 +57,13 @@ class Stepper:
             adapter_wait_s=600.0,
             prefix_cache=False,
             num_threads=num_threads,
+            tensor_parallel=num_ranks,
         )
-        self.built: BuiltEngine = build_engine(config, store, self._inbox.put)
+        self.built: BuiltEngine = build_engine(config, store, self._inbox.put, _no_store)
         self.built.place_threads()
-        self._inbox.put(LayoutAccepted(store.accept_layout(self.built.layout)))
+        layouts = (self.built.layout, *self.built.other_layouts)
+        layout_id, *others = (store.accept_layout(each) for each in layouts)
+        self._inbox.put(LayoutAccepted(layout_id, tuple(others)))
         for digest in self.digests.values():  # now, and not in the pull threads during steps
             store.compile(digest)
         self.restart()
@@ -123,4 +130,8 @@ class Stepper:
         return len(running) == len(self._names) and all(s.num_output > 0 for s in running)
 
     def close(self) -> None:
-        self.built.puller.close()
+        self.built.close()
+
+
+def _no_store(on_update: Callable[[Any], None]) -> NoStore:
+    return NoStore()

@@ -90,10 +90,8 @@ class BuiltEngine:
 
     def place_threads(self) -> None:
         """Binds the calling thread, which will call `engine.step`, and the threads that compute
-        with it to processors of their own, if there are enough."""
-        processors = partition_cpus(torch.get_num_threads())
-        if processors:
-            self.engine.runner.backend.place_threads(processors)
+        with it to processors of their own, if there are enough for all ranks."""
+        place_threads(self.engine.runner.backend, self.decoder.rank or Rank(0, 1))
 
 
 def build_engine(
@@ -205,6 +203,16 @@ def make_states(config: EngineConfig, backend: Backend[Any]) -> States:
 def _state_bytes(backend: Backend[Any]) -> int:
     """Returns the memory of a sequence's recurrent state; 0 if the model has none."""
     return backend.recurrent_bytes // num_slots(backend.num_states)
+
+
+def place_threads(backend: Backend[Any], rank: Rank) -> None:
+    """Binds the calling thread and the ones that compute with it to a rank's part of the
+    processors, if there are enough for all ranks, which have as many threads each."""
+    num_threads = torch.get_num_threads()
+    processors = partition_cpus(num_threads * rank.count)
+    if processors:
+        first = num_threads * rank.index
+        backend.place_threads(processors[first : first + num_threads])
 
 
 def set_num_threads(config: EngineConfig) -> int:

@@ -39,14 +39,13 @@ def ranks_of(services: Services) -> list[int]:
 
 
 def check_nobody_else_reaches(ranks: list[int], count: int) -> None:
-    """All ranks are there, and listen on this machine alone."""
+    """All ranks are there, and none listens."""
     assert len(ranks) == count - 1
     engine = psutil.Process(ranks[0]).ppid()
     connections = [
         each for pid in (engine, *ranks) for each in psutil.Process(pid).net_connections()
     ]
-    listening = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
-    assert listening == {"127.0.0.1"}
+    assert not [each for each in connections if each.status == psutil.CONN_LISTEN]
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,8 @@ class NativeFactory:
         library, faults = choose(None)
         assert library is not None, "the backend is supported"
         notes = native_notes(config.dtype, library.variant, processor_flags(), faults)
-        return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus())]
+        num_ranks = config.tensor_parallel
+        return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus(), num_ranks)]
 
     def weight_kernels(self, form: WeightFormat) -> str:
         return "native"

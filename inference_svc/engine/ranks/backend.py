@@ -93,7 +93,7 @@ class RankedBackend:
         return self._own.divide_magnitudes()
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
-        """Leaves them to the system: ranks share the processors."""
+        self._own.place_threads(processors)
 
     def prepare(self, batch: Batch) -> RankedInputs:
         has_choices = returns_experts(batch, self._decoder)

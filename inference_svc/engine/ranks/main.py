@@ -34,7 +34,7 @@ from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.base import RankBackend, RankFactory
 from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.backends.select import select_backend
-from inference_svc.engine.build import describe, set_num_threads
+from inference_svc.engine.build import describe, place_threads, set_num_threads
 from inference_svc.engine.ranks.messages import (
     FREE_ALL,
     LOST_CONTACT,
@@ -89,6 +89,7 @@ class Follower:
             return
         assert self._pulls is not None
         self._send(Built(backend.num_pages))
+        place_threads(backend, self._start.rank)
         try:
             while True:
                 self._take(self._steps.recv_bytes(), backend, self._pulls)

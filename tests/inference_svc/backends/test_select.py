@@ -54,10 +54,7 @@ def write_config(folder: Path, name: str) -> Path:
     return folder
 
 
-LACKING = {
-    "CUDA": {"attention.head_dim>512", "weight_format.odd_groups", *OF_RANKS},
-    "native": {*OF_RANKS},
-}
+LACKING = {"CUDA": {"attention.head_dim>512", "weight_format.odd_groups", *OF_RANKS}}
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))
 
 
