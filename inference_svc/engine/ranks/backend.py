@@ -12,7 +12,7 @@ from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow
 from inference_svc.engine.ranks.group import RankGroup
-from inference_svc.engine.ranks.steps import encode
+from inference_svc.engine.ranks.steps import StepWriter
 from inference_svc.model.description import Decoder
 from kernels.lora.plan import LoraContents
 
@@ -37,6 +37,7 @@ class RankedBackend:
         self._own, self._group, self._max_scored = own, group, max_scored
         self._decoder = decoder
         self._changes: list[ResidencyChange] = []
+        self._writer = StepWriter()
         self._scores: Iterator[Scored] = iter(())
 
     @property
@@ -107,7 +108,7 @@ class RankedBackend:
         for _ in self._scores:
             pass
         changes, self._changes = self._changes, []
-        self._group.send_step(encode(changes, inputs.data))
+        self._group.send_step(self._writer.write(changes, inputs.data))
         try:
             found = self._own.forward(inputs.own)
         except Exception as error:

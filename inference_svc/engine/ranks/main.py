@@ -51,7 +51,7 @@ from inference_svc.engine.ranks.messages import (
     Start,
     StepFailed,
 )
-from inference_svc.engine.ranks.steps import Change, SlotWrite, decode
+from inference_svc.engine.ranks.steps import Change, SlotWrite, StepReader
 from inference_svc.engine.transport.process_main import connect_to_parent, encode, portable
 from inference_svc.errors import CorruptImage
 from inference_svc.model.checkpoint.headers import tower_modules
@@ -76,6 +76,7 @@ class Follower:
         self._steps = Connection(start.steps_fd)
         self._lock = threading.Lock()
         self._pulls: RankImages | None = None
+        self._reader = StepReader()
 
     def run(self) -> None:
         """Serves until rank 0 closes the sockets."""
@@ -131,7 +132,7 @@ class Follower:
     def _take(self, frame: bytes, backend: RankBackend[Any], images: RankImages) -> None:
         kind = frame[:1]
         if kind == STEP:
-            changes, data = decode(frame[1:])
+            changes, data = self._reader.read(frame[1:])
             backend.apply(images.changes(changes))
             backend.follow(data)
             return

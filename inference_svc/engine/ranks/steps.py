@@ -1,6 +1,7 @@
 """A step as one buffer of numbers: residency changes, and then rows.
 
-Lists of int64, each behind its length. An adapter is named by the bytes of its digest.
+Lists of int64, each behind its length. An adapter is named by the bytes of its digest. Of a
+sequence's pages a step has those alone that the row of the step before had not.
 """
 
 from __future__ import annotations
@@ -44,47 +45,92 @@ class StepMessage(NamedTuple):
     data: StepData
 
 
-def encode(changes: Sequence[ResidencyChange], data: StepData) -> bytes:
-    """Returns a step's buffer."""
-    lists: list[Sequence[int]] = [
-        list(chain.from_iterable(map(_encode_change, changes))),
-        data.token_ids,
-        data.starts,
-        data.counts,
-        [len(each) for each in data.page_ids],
-        list(chain.from_iterable(data.page_ids)),
-        *data.runs,
-        data.last_slots,
-        [data.returns_experts],
-    ]
-    for each in data.scored:
-        lists += [each.indices, *each.runs]
-    numbers: list[int] = []
-    for one in lists:
-        numbers.append(len(one))
-        numbers += one
-    return np.array(numbers, dtype=np.int64).tobytes()
+class StepWriter:
+    """Writes the buffers of steps, which a `StepReader` reads in this order. A list of pages only
+    ever grows; other pages are another list."""
+
+    def __init__(self) -> None:
+        self._lists: list[list[int]] = []
+        self._sizes: list[int] = []
+
+    def write(self, changes: Sequence[ResidencyChange], data: StepData) -> bytes:
+        """Returns a step's buffer."""
+        kept, added = self._pages(data.page_ids)
+        lists: list[Sequence[int]] = [
+            list(chain.from_iterable(map(_encode_change, changes))),
+            data.token_ids,
+            data.starts,
+            data.counts,
+            kept,
+            [len(each) for each in added],
+            list(chain.from_iterable(added)),
+            *data.runs,
+            data.last_slots,
+            [data.returns_experts],
+        ]
+        for each in data.scored:
+            lists += [each.indices, *each.runs]
+        numbers: list[int] = []
+        for one in lists:
+            numbers.append(len(one))
+            numbers += one
+        return np.array(numbers, dtype=np.int64).tobytes()
+
+    def _pages(self, rows: list[list[int]]) -> tuple[list[int], list[Sequence[int]]]:
+        """Returns how many pages each row keeps of the same row of the step before, and the pages
+        that come behind these."""
+        num_new = max(0, len(rows) - len(self._lists))
+        self._lists += [[] for _ in range(num_new)]
+        self._sizes += [0] * num_new
+        kept = [
+            size if pages is known else 0
+            for pages, known, size in zip(rows, self._lists, self._sizes, strict=False)
+        ]
+        added: list[Sequence[int]] = [
+            pages[first:] if first < len(pages) else ()
+            for pages, first in zip(rows, kept, strict=True)
+        ]
+        self._lists[: len(rows)] = rows
+        self._sizes[: len(rows)] = map(len, rows)
+        return kept, added
 
 
-def decode(buffer: bytes) -> StepMessage:
-    """Returns the content of a buffer that `encode` has made."""
-    changes, token_ids, starts, counts, sizes, pages, *rest = _lists(buffer)
-    slots, lengths, last_slots, [returns_experts], *scored = rest
-    ends = accumulate(sizes, initial=0)
-    data = StepData(
-        token_ids,
-        starts,
-        counts,
-        [pages[start:end] for start, end in pairwise(ends)],
-        SlotRuns(slots, lengths),
-        last_slots,
-        [
-            ScoredSlice(scored[at], SlotRuns(scored[at + 1], scored[at + 2]))
-            for at in range(0, len(scored), 3)
-        ],
-        bool(returns_experts),
-    )
-    return StepMessage(list(_decode_changes(changes)), data)
+class StepReader:
+    """Reads the buffers that a `StepWriter` writes, in this order. A row's list of pages is the one
+    of the step before where it keeps its pages."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[int]] = []
+
+    def read(self, buffer: bytes) -> StepMessage:
+        """Returns the content of a step's buffer. The next one changes its pages."""
+        changes, token_ids, starts, counts, kept, sizes, pages, *rest = _lists(buffer)
+        slots, lengths, last_slots, [returns_experts], *scored = rest
+        data = StepData(
+            token_ids,
+            starts,
+            counts,
+            self._pages(kept, sizes, pages),
+            SlotRuns(slots, lengths),
+            last_slots,
+            [
+                ScoredSlice(scored[at], SlotRuns(scored[at + 1], scored[at + 2]))
+                for at in range(0, len(scored), 3)
+            ],
+            bool(returns_experts),
+        )
+        return StepMessage(list(_decode_changes(changes)), data)
+
+    def _pages(self, kept: list[int], sizes: list[int], pages: list[int]) -> list[list[int]]:
+        self._rows += [[] for _ in range(len(kept) - len(self._rows))]
+        ends = accumulate(sizes, initial=0)
+        for row, (num_kept, (start, end)) in enumerate(zip(kept, pairwise(ends), strict=True)):
+            if not num_kept:
+                self._rows[row] = pages[start:end]
+            elif start < end:
+                assert num_kept == len(self._rows[row])
+                self._rows[row] += pages[start:end]
+        return self._rows[: len(kept)]
 
 
 def _lists(buffer: bytes) -> Iterator[list[int]]:

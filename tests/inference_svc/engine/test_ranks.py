@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from contract.images.header import Segment
@@ -36,7 +38,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.engine.ranks import group
 from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
 from inference_svc.engine.ranks.pulls import RankPulls
-from inference_svc.engine.ranks.steps import SlotWrite, decode, encode
+from inference_svc.engine.ranks.steps import SlotWrite, StepReader, StepWriter
 from inference_svc.engine.transport.messages import StepOutputs, Submit
 from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import AdapterUnusable, CorruptImage, EngineFailed, UnsupportedModel
@@ -69,11 +71,28 @@ def test_a_step_survives_its_buffer() -> None:
         TableWrite(Resident(HEADER, 3, EXTENTS, 4)),
         MixWrite(1, ((3, 0.3), (5, -1e-9))),
     ]
-    found = decode(encode(changes, data))
+    writer, reader = StepWriter(), StepReader()
+    found = reader.read(writer.write(changes, data))
     assert found.data == data
     assert found.changes == [changes[0], SlotWrite(3, "sha256:abc"), changes[2]]
     empty = StepData([1], [0], [1], [[0]], SlotRuns([-1], [1]), [-1], [])
-    assert decode(encode([], empty)) == ([], empty)
+    assert reader.read(writer.write([], empty)) == ([], empty)
+
+
+@given(data=st.data())
+def test_pages_of_rows(data: st.DataObject) -> None:
+    """Sequences come, go, change places, and get pages; others read the same ones."""
+    writer, reader = StepWriter(), StepReader()
+    new_lists = st.lists(st.integers(0, 99), max_size=3)
+    running: list[list[int]] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        running += data.draw(st.lists(new_lists, max_size=3))
+        running = data.draw(st.permutations(running))[:5]
+        for each in running:
+            each += data.draw(new_lists)
+        numbers = [0] * len(running)
+        step = StepData(numbers, numbers, numbers, running, SlotRuns([], []), numbers, [])
+        assert reader.read(writer.write([], step)).data == step
 
 
 @dataclass
