@@ -53,7 +53,14 @@ from inference_svc.engine.ranks.backend import RankedBackend
 from inference_svc.engine.ranks.group import RankGroup
 from inference_svc.engine.ranks.pulls import RankPulls
 from inference_svc.engine.transport.messages import RankFailed, Restored
-from inference_svc.host.cpus import compute_threads, find_processor, partition_cpus, usable_cpus
+from inference_svc.host.cpus import (
+    Share,
+    bound_to,
+    compute_threads,
+    find_processor,
+    partition_cpus,
+    usable_cpus,
+)
 from inference_svc.host.device_info import machine_name
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
@@ -206,13 +213,11 @@ def _state_bytes(backend: Backend[Any]) -> int:
 
 
 def place_threads(backend: Backend[Any], rank: Rank) -> None:
-    """Binds the calling thread and the ones that compute with it to a rank's part of the
-    processors, if there are enough for all ranks, which have as many threads each."""
-    num_threads = torch.get_num_threads()
-    processors = partition_cpus(num_threads * rank.count)
+    """Binds the calling thread and the ones that compute with it to processors of their own in a
+    rank's share, if there are enough."""
+    processors = partition_cpus(torch.get_num_threads(), Share(rank.index, rank.count))
     if processors:
-        first = num_threads * rank.index
-        backend.place_threads(processors[first : first + num_threads])
+        backend.place_threads(processors)
 
 
 def set_num_threads(config: EngineConfig) -> int:
@@ -238,7 +243,9 @@ def _load_model(
             backend = factory.build(config, decoder, layout)
         else:
             assert isinstance(factory, RankFactory), "it computes a rank's part"
-            own = factory.build_rank(config, decoder, layout, ranks.meet())
+            exchange = ranks.meet()
+            with bound_to(Share(0, ranks.count)):
+                own = factory.build_rank(config, decoder, layout, exchange)
             assert own.num_pages == ranks.wait_until_built(), "ranks have equal memories"
             backend = RankedBackend(own, ranks, decoder, config.max_sequences)
         layout = layout.with_base(base())

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,15 +87,28 @@ def _within_quotas(count: int, root: Path) -> int:
     return max(1, count if quota is None else min(count, math.ceil(quota)))
 
 
-def partition_cpus(num_threads: int, root: Path = Path("/")) -> list[list[int]]:
+class Share(NamedTuple):
+    """One of `count` equal shares of a machine's cores, such as a rank's."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Share()
+
+
+def partition_cpus(
+    num_threads: int, share: Share = WHOLE, root: Path = Path("/")
+) -> list[list[int]]:
     """Returns this process's processors in disjoint parts, one for each thread; empty if there are
     fewer than threads, or their numbers are unknown.
 
-    If there are enough cores, a part has whole cores, so that no two threads share one. Else each
+    They are of a share of the cores, which is of one NUMA node where nodes divide into shares. If
+    there are enough cores, a part has whole cores, so that no two threads share one. Else each
     core has a thread, then second siblings have one as far as there are threads, and siblings that
     are left are in the part of their core's first thread.
     """
-    cores = _cores(root)
+    cores = _cores_of(share, root)
     if num_threads <= len(cores):
         parts = [cores[i::num_threads] for i in range(num_threads)]
         return [sorted(processor for core in part for processor in core) for part in parts]
@@ -104,6 +119,37 @@ def partition_cpus(num_threads: int, root: Path = Path("/")) -> list[list[int]]:
     for first, *siblings in cores:
         of_thread[first] += [each for each in siblings if each not in of_thread]
     return list(of_thread.values())
+
+
+@contextmanager
+def bound_to(share: Share, root: Path = Path("/")) -> Iterator[None]:
+    """Keeps the calling thread, and the threads that it starts, on a share of the cores within the
+    context: the memory that they first touch is near. Nothing happens where no share has a core, or
+    there is one."""
+    processors = {each for core in _cores_of(share, root) for each in core}
+    if share.count == 1 or not processors:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, processors)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _cores_of(share: Share, root: Path) -> list[list[int]]:
+    """Returns the processors of a share's cores, by core."""
+    cores = sorted(_cores(root), key=lambda core: _node(core[0], root))
+    first, end = (len(cores) * each // share.count for each in (share.index, share.index + 1))
+    return cores[first:end]
+
+
+def _node(processor: int, root: Path) -> int:
+    """Returns the NUMA node of a processor; 0 if it is unknown."""
+    folder = root / f"sys/devices/system/cpu/cpu{processor}"
+    found = (path.name.removeprefix("node") for path in folder.glob("node*"))
+    return next((int(name) for name in found if name.isdigit()), 0)
 
 
 def _cores(root: Path) -> list[list[int]]:

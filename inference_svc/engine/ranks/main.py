@@ -54,6 +54,7 @@ from inference_svc.engine.ranks.messages import (
 from inference_svc.engine.ranks.steps import Change, SlotWrite, StepReader
 from inference_svc.engine.transport.process_main import connect_to_parent, encode, portable
 from inference_svc.errors import CorruptImage
+from inference_svc.host.cpus import Share, bound_to
 from inference_svc.model.checkpoint.headers import tower_modules
 from servicekit.errors import ServiceError
 
@@ -120,7 +121,8 @@ class Follower:
         self._send(Described())
         exchange = self._start.meeting.join(rank)
         layout = layout_of(config, decoder)
-        backend = factory.build_rank(config, decoder, layout, exchange)
+        with bound_to(Share(rank.index, rank.count)):
+            backend = factory.build_rank(config, decoder, layout, exchange)
         layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
         check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
         self._pulls = RankImages(backend.pull_memory, self._send, 4 * config.max_loras)

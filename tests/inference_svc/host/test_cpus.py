@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.host.cpus import (
+    WHOLE,
     Processor,
+    Share,
+    bound_to,
     compute_threads,
     find_processor,
     partition_cpus,
@@ -82,7 +85,7 @@ def test_processors_that_are_offline_are_nobodys_siblings(
 def test_each_core_of_two_kinds_has_a_thread(tmp_path: Path) -> None:
     write_cores(tmp_path, MIXED)
     assert compute_threads(root=tmp_path) == 5
-    assert partition_cpus(5, tmp_path) == [[0], [1], [2, 3], [4, 5], [6, 7]]
+    assert partition_cpus(5, root=tmp_path) == [[0], [1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_without_an_affinity_each_processor_of_the_machine_is_a_core(
@@ -92,7 +95,7 @@ def test_without_an_affinity_each_processor_of_the_machine_is_a_core(
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert (usable_cores(tmp_path), usable_cpus(tmp_path)) == (6, 6)
     assert find_processor(tmp_path) == Processor("unknown processor", 6, 6)
-    assert partition_cpus(2, tmp_path) == []
+    assert partition_cpus(2, root=tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -192,12 +195,31 @@ def test_control_groups_v1(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path) == 2
 
 
+def test_shares_of_cores_are_of_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, nodes take turns in the numbers of processors. The last share has what is left."""
+    write_cores(tmp_path, [[i] for i in range(8)])
+    for processor in range(8):
+        (tmp_path / f"sys/devices/system/cpu/cpu{processor}/node{processor % 2}").mkdir()
+    shares = [partition_cpus(4, Share(index, 2), tmp_path) for index in range(2)]
+    assert shares == [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]
+    thirds = [partition_cpus(2, Share(index, 3), tmp_path) for index in range(3)]
+    assert thirds == [[[0], [2]], [[1, 4], [6]], [[3, 7], [5]]]
+    assert partition_cpus(1, Share(8, 9), tmp_path) == [[7]]
+    assert partition_cpus(1, Share(0, 9), tmp_path) == [], "there are fewer cores than shares"
+    bound: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: bound.append(set(cpus)))
+    with bound_to(Share(1, 2), tmp_path):
+        assert bound == [{1, 3, 5, 7}]
+    with bound_to(WHOLE, tmp_path), bound_to(Share(0, 9), tmp_path):
+        assert bound == [{1, 3, 5, 7}, set(range(8))]
+
+
 def test_threads_have_disjoint_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert partition_cpus(8, tmp_path) == [[i] for i in range(8)]
-    assert partition_cpus(3, tmp_path) == [[0, 3, 6], [1, 4, 7], [2, 5]]
-    assert partition_cpus(9, tmp_path) == [], "two would meet"
+    assert partition_cpus(8, root=tmp_path) == [[i] for i in range(8)]
+    assert partition_cpus(3, root=tmp_path) == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert partition_cpus(9, root=tmp_path) == [], "two would meet"
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 9})
-    assert partition_cpus(2, tmp_path) == [[5], [9]]
+    assert partition_cpus(2, root=tmp_path) == [[5], [9]]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +234,7 @@ def test_siblings_go_to_one_thread(
     tmp_path: Path, siblings: Callable[[int], str], expected: list[list[int]]
 ) -> None:
     write_siblings(tmp_path, {i: siblings(i) for i in range(8)})
-    assert partition_cpus(4, tmp_path) == expected
+    assert partition_cpus(4, root=tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -229,7 +251,7 @@ def test_threads_that_exceed_cores_have_siblings(
 ) -> None:
     """Each core has a thread before one has two."""
     write_cores(tmp_path, cores)
-    assert partition_cpus(num_threads, tmp_path) == expected
+    assert partition_cpus(num_threads, root=tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -250,14 +272,14 @@ def test_a_thread_has_no_sibling_of_anothers_processor(
     """Also if some cores have no sibling that may be used."""
     write_cores(tmp_path, cores)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: affinity)
-    assert partition_cpus(3, tmp_path) == expected
+    assert partition_cpus(3, root=tmp_path) == expected
 
 
 @given(fake_machines(), st.integers(1, 24))
 def test_parts_are_disjoint_and_even(machine: FakeMachine, num_threads: int) -> None:
     """No two threads share a core as long as there are enough."""
     with machine.files() as root:
-        parts = partition_cpus(num_threads, root)
+        parts = partition_cpus(num_threads, root=root)
     if num_threads > len(machine.affinity):
         assert parts == []
         return
