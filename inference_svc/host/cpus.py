@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +88,8 @@ def _within_quotas(count: int, root: Path) -> int:
     return max(1, count if quota is None else min(count, math.ceil(quota)))
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Share:
     """One of `count` equal shares of a machine's cores, such as a rank's."""
 
     index: int = 0

@@ -271,13 +271,9 @@ class NativeFactory:
         weights = reload.weights()
         pages = BatchPages(max_rows, max_pages(config))
         step = StepArrays(max_tokens, max_rows, config.page_size, pages)
-        lora = NativeLoraOps(
-            arena,
-            applied_targets(layout, config.lora_targets, config.max_added_tokens),
-            max_tokens,
-            max_rows,
-            max((each.num_chosen for each in decoder.mixtures), default=0),
-        )
+        targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
+        num_chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
+        lora = NativeLoraOps(arena, targets, max_tokens, max_rows, num_chosen)
         workspace = Workspace.allocate(
             decoder, max_tokens, max_rows, dtype, config.max_added_tokens
         )
