@@ -83,6 +83,24 @@ MODELS = {
     "Llama-3.3-70B": _model("Llama", 128256, 8192, 28672, 80, (64, 8), 131072),
 }
 """config.json by name. The half is one card's part of each layer if two cards share them."""
+SHARED = {
+    "Llama-3.3-70B": MODELS["Llama-3.3-70B"],
+    "Qwen3-235B-A22B": _model(
+        "Qwen3Moe",
+        151936,
+        4096,
+        12288,
+        94,
+        (64, 4),
+        40960,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        norm_topk_prob=True,
+    ),
+}
+"""Models that several ranks compute together."""
 CARDS = (16, 24, 40, 48, 80, 141)
 """Nominal gigabytes of cards."""
 

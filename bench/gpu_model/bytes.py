@@ -245,6 +245,7 @@ def _expand(a: Arguments, step: Step) -> Traffic:
 
 
 ELEMENTWISE = {"add", "add_", "mul", "mul_", "div", "tanh", "floor", "log1p", "to"}
+ELEMENTWISE |= {"sub", "lt", "ge", "__or__", "clamp", "masked_fill_", "pad"}
 """Operations of torch that read and write each element once."""
 COUNTS: dict[str, Callable[[Arguments, Step], Traffic]] = {
     "linear": _linear,

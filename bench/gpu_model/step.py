@@ -18,9 +18,10 @@ from inference_svc import core
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.cuda.backend import CudaBackend
 from inference_svc.backends.cuda.steps import StepLimits
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
+from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.transformer import Transformer
 
 DTYPE, PAGE_SIZE, MAX_LEN = torch.bfloat16, 16, 8192
@@ -62,8 +63,33 @@ def tensors_of(part: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(part, field.name))
 
 
+class Exchanged:
+    """The `Exchange` of a rank that is alone: notes the bytes of each exchange, whose results have
+    a shape, and no content."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.sums: list[int] = []
+        """The bytes of each sum."""
+        self.columns: list[int] = []
+        """The bytes of all ranks' columns, by exchange."""
+
+    def clear(self) -> None:
+        self.sums.clear()
+        self.columns.clear()
+
+    def sum(self, x: Tensor) -> None:
+        self.sums.append(x.nbytes)
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        found = x.new_empty(len(x), self._num_ranks * x.shape[1])
+        self.columns.append(found.nbytes)
+        return found
+
+
 class Step(NamedTuple):
-    """A step, and its launches in order. `adapter_targets` are the targets that adapters have."""
+    """A step, and its launches in order. `adapter_targets` are the targets that adapters have;
+    `sums` and `columns` the bytes that a rank exchanges with others, by exchange."""
 
     work: Workload
     decoder: Decoder
@@ -76,6 +102,8 @@ class Step(NamedTuple):
     adapter_targets: frozenset[int]
     adapter_bytes: int
     item_bytes: int = DTYPE.itemsize
+    sums: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
 
     @property
     def num_adapter_rows(self) -> int:
@@ -83,15 +111,19 @@ class Step(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _model(config: str) -> Transformer:
-    """Returns the model of the text of a config.json. Steps do not change it."""
-    decoder = read_description(json.loads(config))
-    return random_transformer(decoder, DTYPE, META, shares_layers=False)
+def _model(config: str, num_ranks: int) -> tuple[Transformer, Exchanged]:
+    """Returns the first rank's part of the model of the text of a config.json. Steps do not change
+    it."""
+    decoder = of_rank(read_description(json.loads(config)), Rank(0, num_ranks))
+    exchanged = Exchanged(num_ranks)
+    exchange = exchanged if num_ranks > 1 else None
+    made = random_transformer(decoder, DTYPE, META, shares_layers=False, exchange=exchange)
+    return made, exchanged
 
 
-def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
-    """Launches the step of a config.json's model on `meta`."""
-    transformer = _model(json.dumps(dict(config)))
+def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B, num_ranks: int = 1) -> Step:
+    """Launches the step of a config.json's model on `meta`, or of the first of several ranks."""
+    transformer, exchanged = _model(json.dumps(dict(config)), num_ranks)
     decoder = transformer.description
     weights, layout = transformer.weights, build_layout(decoder, "bench", DTYPE)
     arena = make_arena(layout, ARENA_BYTES, work.adapters, work.rank, META)
@@ -116,10 +148,11 @@ def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
         states=states,
     )
     prepared = backend.prepare(_batch(work))
+    exchanged.clear()  # which the step has been recorded with
     with launches() as noted:
         backend.forward(prepared)
     targets = [target for target in layout.targets if is_adapted(target)]
-    features = sum(target.in_features + target.out_features for target in targets)
+    features = sum(target.num_in + target.num_out for target in targets)
     return Step(
         work,
         decoder,
@@ -129,6 +162,8 @@ def trace(work: Workload, config: Mapping[str, Any] = LLAMA_8B) -> Step:
         [target.group.rpartition(".")[2] for target in layout.targets],
         frozenset(index for index, t in enumerate(layout.targets) if is_adapted(t)),
         work.rank * features * DTYPE.itemsize,
+        sums=tuple(exchanged.sums),
+        columns=tuple(exchanged.columns),
     )
 
 

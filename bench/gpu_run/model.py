@@ -34,6 +34,7 @@ from inference_svc.model.description import Decoder, ExpertsProjection, Norm, Pr
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes
 from inference_svc.model.layers import Linear, TorchLinear
 from inference_svc.model.operations import Scalar, Table, WeightSpec
+from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.model.transformer import Transformer
 from kernels.elementwise import NormWeight
 from kernels.lora import TableEntry
@@ -56,11 +57,16 @@ def read_description(config: dict[str, Any]) -> Decoder:
 
 
 def random_transformer(
-    decoder: Decoder, dtype: torch.dtype, device: torch.device, *, shares_layers: bool
+    decoder: Decoder,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    shares_layers: bool,
+    exchange: Exchange | None = None,
 ) -> Transformer:
     """Makes a model with random weights. With `shares_layers`, layers of the same shape share their
     weights, so that many processes have room. A tied head has its own memory, because a step reads
-    as much."""
+    as much. The decoder is a rank's part if there is an `exchange`."""
     num_bytes = 0
 
     def random(num_rows: int, size: int) -> Tensor:
@@ -85,7 +91,7 @@ def random_transformer(
     weights: ModelWeights[TorchLinear] = ModelWeights.made(
         decoder, functools.cache(make) if shares_layers else make
     )
-    return Transformer(decoder, replace(weights, num_bytes=num_bytes))
+    return Transformer(decoder, replace(weights, num_bytes=num_bytes), exchange)
 
 
 def tables(weights: ModelWeights[TorchLinear]) -> list[Tensor]:

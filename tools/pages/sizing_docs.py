@@ -14,11 +14,27 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from adapter_store.config import StoreSettings
+from inference_svc.adapters.targets import build_layout
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import human
+from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint.parameters import weights_bytes
+from inference_svc.model.description import Rank
+from inference_svc.model.kv_caches import kv_page_bytes
+from inference_svc.model.sharding.description import of_rank
 from tools.sizing import LINEAR, Adapters, Plan, hit_share, image_bytes, plan, rows
-from tools.sizing_models import BENCH_200M, CARDS, LLAMA_8B, MODELS, QWEN3_5_08B, card_bytes
+from tools.sizing_models import (
+    BENCH_200M,
+    CARDS,
+    LLAMA_8B,
+    MODELS,
+    QWEN3_5_08B,
+    SHARED,
+    card_bytes,
+)
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "operations" / "sizing.md"
@@ -44,6 +60,8 @@ NAMED_TARGETS = {
     "all linear layers, embedding and head": (*LINEAR, "embed_tokens", "lm_head"),
 }
 RANKS = (8, 16, 32, 64)
+RANK_COUNTS = (1, 2, 4, 8)
+"""Processes that compute a model together."""
 STATES_GIB = (4, 8, 16, 32, 64)
 KV_TYPES = {"auto": "bf16", "fp8": "FP8"}
 QUANTIZE = {"none": "bf16", "int8": "INT8", "fp8": "FP8", "int4": "INT4"}
@@ -75,6 +93,7 @@ def render() -> dict[str, str]:
         "kv": _kv_types(),
         "forms": _weight_forms(),
         "cpu": _side_by_side({"defaults, two cores": on_cpu}),
+        "ranks": _ranks(),
         "states": _states(),
         "hits": _hits(ours, 1000),
         "store": _stores(ours),
@@ -260,6 +279,27 @@ def _states() -> str:
         lines.append([f"{gib} GiB", *map(str, numbers), human(num_bytes)])
     columns = ("free memory", "`--max-sequences`", "states of these", "`--stored-states`", "all")
     return _table(columns, lines)
+
+
+def _ranks() -> str:
+    """Returns the table of the memory of one rank, by the number of ranks."""
+    lines = [
+        [name, str(count), *map(human, _rank_bytes(model, count))]
+        for name, model in SHARED.items()
+        for count in RANK_COUNTS
+    ]
+    columns = ("model, bf16", "ranks", "weights", "adapter of rank 16", "1,000 tokens")
+    return _table(columns, lines)
+
+
+def _rank_bytes(model: Mapping[str, Any], count: int) -> tuple[int, int, int]:
+    """Returns the bytes of one rank's weights, part of an adapter, and keys and values."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(model))
+        decoder = of_rank(load_description(Path(folder)), Rank(0, count))
+    layout = build_layout(decoder, "base", torch.bfloat16)
+    kv_bytes = kv_page_bytes(decoder, 1000, torch.bfloat16)
+    return weights_bytes(decoder, torch.bfloat16), image_bytes(layout, USUAL), kv_bytes
 
 
 def _hits(planned: Plan, num_adapters: int) -> str:
