@@ -30,11 +30,16 @@ NUM_TOKENS = 200
 FOLLOW = ["follow_keep", "follow_recompute"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["alone", "ranks"]
+)
 def system(
-    zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    zoos: Callable[[str], Zoo],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Services]:
-    flags = ("--adapter-wait-seconds", "3", "--http", "127.0.0.1:0")
+    ranks = ("--tensor-parallel", str(request.param))
+    flags = ("--adapter-wait-seconds", "3", "--http", "127.0.0.1:0", *ranks)
     folder = tmp_path_factory.mktemp("life")
     with Services(zoos("llama"), folder, inference_flags=flags) as made:
         yield made
