@@ -160,7 +160,7 @@ def _cores(root: Path) -> list[list[int]]:
     if not hasattr(os, "sched_getaffinity"):
         return []
     cores: dict[int, list[int]] = {}
-    for processor in sorted(os.sched_getaffinity(0)):
+    for processor in sorted(_affinity()):
         cores.setdefault(min(_siblings(processor, root)), []).append(processor)
     return list(cores.values())
 
@@ -183,8 +183,19 @@ def _tightest_quota(root: Path) -> float | None:
 
 def _affinity_size() -> int:
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
+        return len(_affinity())
     return os.cpu_count() or 1
+
+
+def _affinity() -> set[int]:
+    """Returns the processors that any thread of this process may run on: the calling one may have
+    been placed on a few, for an engine before this one."""
+    found = set(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                found |= os.sched_getaffinity(int(thread))
+    return found
 
 
 def _quota(group: ControlGroup) -> float | None:

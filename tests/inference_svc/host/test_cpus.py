@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,19 @@ def test_shares_of_cores_are_of_one_node(tmp_path: Path, monkeypatch: pytest.Mon
         assert bound == [{1, 3, 5, 7}]
     with bound_to(WHOLE, tmp_path), bound_to(Share(0, 9), tmp_path):
         assert bound == [{1, 3, 5, 7}, set(range(8))]
+
+
+def test_a_thread_that_is_placed_hides_no_processor() -> None:
+    """Here it is the calling one, which makes a second engine."""
+    before = os.sched_getaffinity(0)
+    with ThreadPoolExecutor(1) as threads:
+        all_parts = partition_cpus(1)
+
+        def place_and_ask() -> list[list[int]]:
+            os.sched_setaffinity(0, {min(before)})
+            return partition_cpus(1)
+
+        assert threads.submit(place_and_ask).result() == all_parts == [sorted(before)]
 
 
 def test_threads_have_disjoint_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
