@@ -280,7 +280,7 @@ class InferenceSettings(ServiceSettings):
     tensor_parallel: Annotated[int, Field(ge=1, le=64), DEVICE] = 1
     """Number of processes that compute the model together, each with a part of its weights, of the
     same machine's CPUs. Each takes --kv-memory and --adapter-memory for itself. Attention heads and
-    feed-forward sizes must divide by it. Above 1, adapters with DoRA or biases are refused."""
+    feed-forward sizes must divide by it. Adapters of every kind work as with one process."""
 
     native_kernels: Annotated[bool, Level.FILE, DEVICE] = True
     """Compute on CPU with the C++ kernels if they are built, otherwise with torch."""

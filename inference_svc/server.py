@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from contract.images.segment_kinds import FURTHER_KINDS
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.rank_layouts import NOT_OF_RANKS
 from inference_svc.api.access import AUDITED, Access
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
@@ -369,12 +368,11 @@ def _adapter_texts(
 
 def announcement_of(config: InferenceSettings, weight_form: str) -> Announcement:
     """`config` is resolved."""
-    refused = NOT_OF_RANKS if config.tensor_parallel > 1 else ()
     return Announcement(
         config.base_model_names[1:],
         config.max_rank,
         config.lora_targets,
-        tuple(kind for kind in FURTHER_KINDS if kind not in refused),
+        FURTHER_KINDS,
         config.max_added_tokens,
         weight_form,
     )

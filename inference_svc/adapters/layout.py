@@ -24,7 +24,6 @@ from contract.images.segment_kinds import (
 from contract.images.targets import Held, OtherName, Target, TargetKind
 from contract.words import listed
 from inference_svc.adapters.memory.resident import Shape
-from inference_svc.adapters.rank_layouts import check_cut
 from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model.checkpoint.base_hashes import HashesByName
 from inference_svc.model.checkpoint.headers import TowerModule
@@ -243,7 +242,6 @@ class ModelLayout:
             raise CorruptImage(str(error)) from error
         segments = tuple(Segment(order[each.target], *each[1:]) for each in header.segments)
         self._check_replaced(segments)
-        check_cut(self.targets, segments)
         return replace(header, segments=segments)
 
     def _check_replaced(self, segments: Iterable[Segment]) -> None:

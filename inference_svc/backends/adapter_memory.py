@@ -57,6 +57,11 @@ class AdapterMemory(ABC):
     def pop_completed_copies(self) -> list[str]:
         return self.arena.pop_completed_copies()
 
+    @property
+    def is_dividing(self) -> bool:
+        """Whether magnitudes are left to be divided."""
+        return self._magnitudes is not None and self._magnitudes.has_jobs
+
     def divide_magnitudes(self) -> list[Divided]:
         return [] if self._magnitudes is None else self._magnitudes.advance()
 

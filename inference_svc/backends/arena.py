@@ -194,13 +194,13 @@ class Arena:
         places = {target: index for index, target in enumerate(layout.weights)}
         for segment, granule in zip(segments, granules, strict=True):
             target, kind = segment.target, segment.kind
+            if self._is_of_another_rank(segment):
+                continue
             if kind in (SegmentKind.BIAS, SegmentKind.MAGNITUDE):
                 found = vectors.get(target, NO_VECTORS)
                 vectors[target] = found._replace(**{kind.value: granule})
             elif target in layout.biases:
                 column = layout.biases[target]
-                if layout.targets[column].inputs[0]:
-                    continue  # the rank with the first inputs adds it
                 vectors[column] = vectors.get(column, NO_VECTORS)._replace(base_bias=granule)
             elif target in places and kind not in LORA_KINDS:
                 own = replaced.get(target, ReplacedWeight(places[target]))
@@ -213,3 +213,11 @@ class Arena:
             for column in vectors
         }
         return row.with_others(vectors, sizes, tuple(replaced.values()))
+
+    def _is_of_another_rank(self, segment: Segment) -> bool:
+        """Returns whether it is a bias of a sum over inputs that are cut: the rank with the first
+        of them adds it. Others have its bytes, too, so that all ranks' images lie alike."""
+        column = self.layout.biases.get(segment.target)
+        if segment.kind is SegmentKind.BIAS:
+            column = segment.target
+        return column is not None and self.layout.targets[column].inputs[0] > 0

@@ -40,12 +40,11 @@ class Backend(Protocol[Inputs]):
     Several processes, ranks, can stand behind the same calls. Rank 0 then
 
     - sends `apply` with the `prepare` and `forward` that follow it, in one message for each step,
-      and, when they come, `score`, `use_idle_time`, `free_unused`, `free_memory` and `restore`;
-      `magnitudes` of outputs whose inputs are cut are reduced within them;
+      or with `divide_magnitudes`, which sums the squares of norms over ranks; and, when they come,
+      `score`, `use_idle_time`, `free_unused`, `free_memory` and `restore`;
     - returns its own logits and experts, the sums of all bytes, and the least `num_pages` and
       `num_states`;
-    - returns a digest from `pop_completed_copies` and `divide_magnitudes` once each rank has: ranks
-      send theirs with their answer to a step, the first error counts;
+    - returns a digest from `divide_magnitudes` when each rank does, with an error if any has one;
     - has only its own `pull_memory`: each rank pulls its own part of an image, into extents of its
       own. So a rank keeps its own `Slots`, and its `apply` finds extents by digest; slots of the
       table are equal everywhere, and residency asks all ranks whether an image fits.
@@ -164,6 +163,10 @@ class Backend(Protocol[Inputs]):
 
 class RankBackend(Backend[Inputs], Protocol):
     """A backend that computes a rank's part of a step, too."""
+
+    @property
+    def is_dividing(self) -> bool:
+        """Whether magnitudes are left to be divided."""
 
     def follow(self, data: StepData) -> None:
         """Computes this rank's part of a step that rank 0 prepares, computes and scores, and that

@@ -4,6 +4,12 @@ loaded.
 An adapter scales each output of W + BA to its magnitude (Liu et al., 2024): kernels need magnitude
 / ||W + BA||, of each output over the inputs, as PEFT computes it. It takes the place of the
 magnitude in the arena. W + BA is made a few rows at a time, between steps.
+
+Where a model is cut, a rank has a part of the inputs of some targets, and of the vocabulary: a norm
+is the root of the squares that all ranks have. They exchange these once for each adapter, when all
+of them are made. Ranks advance together, and by sizes that are equal on all of them: so they come
+to the exchange at the same time. A rank whose part fails takes part in it, and says so: then the
+adapter fails on all.
 """
 
 from __future__ import annotations
@@ -11,7 +17,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -20,7 +28,8 @@ from torch import Tensor
 
 from contract.images.header import GRANULE_BYTES, Segment
 from contract.images.segment_kinds import LORA_KINDS, SegmentKind
-from contract.images.targets import TargetKind
+from contract.images.targets import Target, TargetKind
+from inference_svc.adapters.layout import HEAD
 from inference_svc.adapters.memory.extents import locate
 from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.targets import lora_groups
@@ -28,6 +37,8 @@ from inference_svc.backends.arena import Arena
 from inference_svc.errors import TRY_LATER, AdapterUnusable, OutOfDeviceMemory
 from inference_svc.host.device_faults import find_fault
 from inference_svc.model.checkpoint.weights import ModelWeights
+from inference_svc.model.description import Rank
+from inference_svc.model.sharding.exchange import Exchange
 from kernels.lora.views import vector_at
 from servicekit.errors import Internal, ServiceError
 
@@ -59,52 +70,132 @@ class Divided(NamedTuple):
     error: ServiceError | None = None
 
 
-class Magnitudes:
-    """The jobs of adapters that are being loaded, one after the other."""
+class _Rows(NamedTuple):
+    """The rows of the base's weight that a rank reads of a target: `num_rows` from row `first` of
+    the whole on, of `size` elements each. Another rank may have more, at most `most_rows`."""
 
-    def __init__(self, weights: ModelWeights[Any], arena: Arena) -> None:
+    first: int
+    num_rows: int
+    most_rows: int
+    size: int
+
+
+@dataclass
+class _Scaled:
+    """A target whose outputs an adapter scales. `scale` is the factor of A's and B's values,
+    `squares`, fp32 [out], are sums over the rows and inputs that this rank has; if they are shared,
+    the others have the rest. `a` and `b` are there while they are made, in fp32 but for an A by
+    token."""
+
+    index: int
+    target: Target
+    own: Contents
+    scale: float
+    rows: _Rows
+    is_shared: bool
+    squares: Tensor = field(default_factory=lambda: torch.empty(0))
+    a: Tensor = field(default_factory=lambda: torch.empty(0))
+    b: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.target.kind is TargetKind.EMBEDDING
+
+    def clear(self) -> None:
+        """Forgets the squares."""
+        self.squares = torch.zeros_like(self.own[SegmentKind.MAGNITUDE])
+
+    def begin(self) -> None:
+        self.clear()
+        a = self.own[SegmentKind.A]
+        self.a = a if self.is_embedding else a.float()
+        self.b = self.own[SegmentKind.B].float()
+
+    def end(self) -> None:
+        self.a = self.b = self.b.new_empty(0)
+
+    def divide(self) -> Tensor:
+        """Divides the magnitude in the arena by the roots; returns it."""
+        return self.own[SegmentKind.MAGNITUDE].div_(self.squares.sqrt_())
+
+
+@dataclass
+class _Job:
+    """An adapter that is being loaded. `pieces` yields the elements of each piece of its work."""
+
+    digest: str
+    targets: list[_Scaled]
+    error: ServiceError | None = None
+    pieces: Iterator[int] = field(default_factory=lambda: iter(()))
+
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Does a part of the work, whose error is of this adapter alone: others are loaded, steps
+        computed. Raises the faults that no one survives."""
+        if self.error is not None:
+            return
+        try:
+            work()
+        except Exception as cause:
+            found = find_fault(cause)
+            if found is not None and found.is_fatal:
+                raise
+            if found is not None:
+                self.error = _out_of_memory(self.digest)
+            else:
+                logger.exception("magnitudes cannot be divided", extra={"digest": self.digest})
+                self.error = _failed(self.digest)
+
+
+class Magnitudes:
+    """The jobs of adapters that are being loaded, one after the other. `rank` is this one, of a
+    model that is cut; then `exchange` sums over all."""
+
+    def __init__(
+        self,
+        weights: ModelWeights[Any],
+        arena: Arena,
+        rank: Rank | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        assert (rank is None) == (exchange is None)
         self._weights = weights
         self._arena = arena
+        self._rank, self._exchange = rank, exchange
         is_cpu = arena.device.type == "cpu"
         self._step_elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
         self._slice_elements = CPU_SLICE_ELEMENTS if is_cpu else DEVICE_SLICE_ELEMENTS
         self._places = dict(_places(weights, arena))
-        self._jobs: deque[tuple[str, Iterator[int], list[str]]] = deque()
+        self._jobs: deque[_Job] = deque()
+
+    @property
+    def has_jobs(self) -> bool:
+        return bool(self._jobs)
 
     def start(self, resident: Resident) -> None:
         """Begins with an image that lies in the arena."""
-        faulty: list[str] = []
-        self._jobs.append((resident.digest, self._divide(resident, faulty), faulty))
+        job = _Job(resident.digest, list(self._scaled(resident)))
+        job.pieces = self._pieces(job)
+        self._jobs.append(job)
 
     @torch.inference_mode()
     def advance(self) -> list[Divided]:
-        """Does as much as may be done between two steps; returns the finished parts."""
+        """Does as much as may be done between two steps; returns the finished parts. All ranks call
+        it at the same times. Raises what the exchange does."""
         done: list[Divided] = []
         left = self._step_elements
         while self._jobs and left > 0:
-            digest, job, faulty = self._jobs[0]
-            try:
-                for num_elements in job:
-                    left -= num_elements
-                    if left <= 0:
-                        self._jobs.rotate(-1)  # a large one holds up no others
-                        return done
-                error: ServiceError | None = _refusal(digest, faulty) if faulty else None
-            except Exception as cause:  # of this adapter alone: others are loaded, steps computed
-                found = find_fault(cause)
-                if found is not None and found.is_fatal:
-                    raise
-                if found is not None:
-                    error = _out_of_memory(digest)
-                else:
-                    logger.exception("magnitudes cannot be divided", extra={"digest": digest})
-                    error = Internal(f"loading adapter {digest} failed")
+            job = self._jobs[0]
+            for num_elements in job.pieces:
+                left -= num_elements
+                if left <= 0:
+                    self._jobs.rotate(-1)  # a large one holds up no others
+                    return done
             self._jobs.popleft()
-            done.append(Divided(digest, error))
+            done.append(Divided(job.digest, self._finish(job)))
         return done
 
-    def _divide(self, resident: Resident, faulty: list[str]) -> Iterator[int]:
-        """Yields how many elements it has made; ends with the targets that are `faulty`."""
+    def _scaled(self, resident: Resident) -> Iterator[_Scaled]:
+        """Yields the targets that an image has magnitudes of."""
         segments = resident.header.segments
         offsets = np.array([segment.offset for segment in segments], dtype=np.int64)
         granules = (locate(resident.extents, offsets) // GRANULE_BYTES).tolist()
@@ -114,64 +205,96 @@ class Magnitudes:
             of_target.setdefault(segment.target, {})[segment.kind] = self._view(segment, granule)
             if segment.kind in LORA_KINDS:
                 scales[segment.target] *= segment.scale
-        ratios: list[tuple[str, Tensor]] = []
-        for target, own in of_target.items():
+        for index, own in of_target.items():
             if SegmentKind.MAGNITUDE not in own:
                 continue
-            if self._arena.layout.targets[target].kind is TargetKind.EMBEDDING:
-                norms = yield from self._embedding_norms(own, scales[target])
-            else:
-                norms = yield from self._norms(target, own, scales[target])
-            ratios.append(
-                (self._arena.layout.targets[target].name, own[SegmentKind.MAGNITUDE].div_(norms))
-            )
-        sums = torch.stack([ratio.sum() for _, ratio in ratios]).tolist()  # waits for a device once
-        faulty += [
-            name for (name, _), each in zip(ratios, sums, strict=True) if not math.isfinite(each)
-        ]
+            target, scale = self._arena.layout.targets[index], scales[index]
+            yield _Scaled(index, target, own, scale, *self._rows_of(target))
 
-    def _norms(self, target: int, own: Contents, scale: float) -> Generator[int, None, Tensor]:
-        """Computes the norms of all outputs, [out]. `scale` is the factor of A's and B's values."""
-        projection, first = self._places[target]
-        a, b = own[SegmentKind.A].float(), own[SegmentKind.B].float()
-        norms = own[SegmentKind.MAGNITUDE].new_empty(b.shape[1])
-        num_rows = max(1, self._slice_elements // a.shape[1])
-        for start in range(0, len(norms), num_rows):
-            end = min(start + num_rows, len(norms))
-            whole = self._base_rows(projection, first, own, start, end)
-            whole.addmm_(b[:, start:end].t(), a, alpha=scale)
-            torch.linalg.vector_norm(whole, dim=1, out=norms[start:end])
-            yield whole.numel()
-        return norms
+    def _rows_of(self, target: Target) -> tuple[_Rows, bool]:
+        """Returns the rows that this rank reads, and whether other ranks have parts of the same
+        outputs' squares."""
+        is_embedding = target.kind is TargetKind.EMBEDDING
+        count, size = target.num_out, target.num_in
+        if is_embedding:
+            count, size = size, count
+        if self._rank is not None and (is_embedding or target.group == HEAD):
+            start, end, _ = self._rank.part(count)
+            return _Rows(start, end - start, self._rank.part_size(count), size), True
+        return _Rows(0, count, count, size), target.in_slice is not None
 
-    def _base_rows(
-        self,
-        projection: Projection,
-        first: int,
-        own: Contents,
-        start: int,
-        end: int,
-    ) -> Tensor:
-        """Returns a copy of rows of the weight in fp32, with the rows that the adapter replaces."""
+    def _pieces(self, job: _Job) -> Iterator[int]:
+        """Makes the squares of a job; yields how many elements each piece has on the rank with the
+        most rows."""
+        for scaled in job.targets:
+            rows = scaled.rows
+            step = max(1, self._slice_elements // rows.size)
+            job.attempt(scaled.begin)
+            for start in range(0, rows.most_rows, step):
+                end = min(start + step, rows.most_rows)
+                if start < rows.num_rows:
+                    job.attempt(partial(self._add, scaled, start, min(end, rows.num_rows)))
+                if job.error is not None and self._exchange is None:
+                    return
+                yield (end - start) * rows.size
+            scaled.end()
+
+    def _add(self, scaled: _Scaled, start: int, end: int) -> None:
+        """Adds the squares of rows [start, end) of those that are here."""
+        first, last = scaled.rows.first + start, scaled.rows.first + end
+        whole = self._base_rows(scaled, start, end)
+        if scaled.is_embedding:
+            whole.addmm_(scaled.a[first:last].float(), scaled.b, alpha=scaled.scale)
+            scaled.squares += whole.square_().sum(dim=0)
+        else:
+            whole.addmm_(scaled.b[:, first:last].t(), scaled.a, alpha=scaled.scale)
+            squares = scaled.squares[first:last]
+            torch.linalg.vector_norm(whole, dim=1, out=squares).square_()
+
+    def _base_rows(self, scaled: _Scaled, start: int, end: int) -> Tensor:
+        """Returns a copy of rows of the weight that are here, in fp32, with those that the adapter
+        replaces."""
+        own, offset = scaled.own, scaled.rows.first
         if SegmentKind.FULL in own:
-            return own[SegmentKind.FULL][start:end].to(torch.float32, copy=True)
-        rows = projection.rows(first + start, first + end).to(torch.float32, copy=True)
-        return _with_rows(rows, own, start, end)
+            rows = own[SegmentKind.FULL][offset + start : offset + end]
+            return rows.to(torch.float32, copy=True)
+        if scaled.is_embedding:
+            rows = self._weights.embedding[start:end]
+        else:
+            projection, first = self._places[scaled.index]
+            rows = projection.rows(first + start, first + end)
+        return _with_rows(rows.to(torch.float32, copy=True), own, offset + start, offset + end)
 
-    def _embedding_norms(self, own: Contents, scale: float) -> Generator[int, None, Tensor]:
-        """Computes the norms of all features over the vocabulary, [features]."""
-        embedding = own.get(SegmentKind.FULL, self._weights.embedding)
-        a, b = own[SegmentKind.A], own[SegmentKind.B].float()
-        squares = b.new_zeros(b.shape[1])
-        num_rows = max(1, self._slice_elements // b.shape[1])
-        for start in range(0, len(embedding), num_rows):
-            end = min(start + num_rows, len(embedding))
-            rows = embedding[start:end].to(torch.float32, copy=True)
-            whole = _with_rows(rows, own, start, end)
-            whole.addmm_(a[start:end].float(), b, alpha=scale)
-            squares += whole.square_().sum(dim=0)
-            yield whole.numel()
-        return squares.sqrt_()
+    def _finish(self, job: _Job) -> ServiceError | None:
+        """Divides the magnitudes, whose squares are made; returns why they cannot be."""
+        faulty = torch.zeros(len(job.targets), device=self._arena.device)
+        job.attempt(lambda: _divide(job, faulty, is_shared=False))
+        if self._exchange is not None:
+            faulty = self._sum(job, faulty, self._exchange)
+        job.attempt(lambda: _divide(job, faulty, is_shared=True))
+        if job.error is not None:
+            return job.error
+        found = faulty.tolist()  # waits for a device once
+        names = [each.target.name for each, n in zip(job.targets, found, strict=True) if n]
+        return _refusal(job.digest, names[0]) if names else None
+
+    def _sum(self, job: _Job, faulty: Tensor, exchange: Exchange) -> Tensor:
+        """Sums squares over ranks, and returns which targets are faulty on any. The errors of other
+        ranks become the job's."""
+        is_full = isinstance(job.error, OutOfDeviceMemory)
+        for each in job.targets if job.error is not None else ():
+            each.clear()  # an error may have come before
+        errors = faulty.new_tensor([is_full, job.error is not None and not is_full])
+        shared = [each.squares for each in job.targets if each.is_shared]
+        summed = torch.cat([*shared, faulty, errors])
+        exchange.sum(summed)
+        *squares, faulty, errors = summed.split([*map(len, shared), len(faulty), len(errors)])
+        for own, whole in zip(shared, squares, strict=True):
+            own.copy_(whole)
+        num_full, num_failed = errors.tolist()
+        if num_full or num_failed:
+            job.error = job.error or (_failed if num_failed else _out_of_memory)(job.digest)
+        return faulty
 
     def _view(self, segment: Segment, granule: int) -> Tensor:
         """Returns the arena's bytes of a segment, in its shape."""
@@ -181,12 +304,24 @@ class Magnitudes:
         return values.view(shape)
 
 
-def _refusal(digest: str, faulty: Sequence[str]) -> ServiceError:
+def _divide(job: _Job, faulty: Tensor, *, is_shared: bool) -> None:
+    """Divides the magnitudes that are shared, or not, and notes in `faulty`, [targets], which are
+    not finite then."""
+    for place, scaled in enumerate(job.targets):
+        if scaled.is_shared is is_shared:
+            faulty[place] += ~scaled.divide().sum().isfinite()
+
+
+def _refusal(digest: str, faulty: str) -> ServiceError:
     return AdapterUnusable(
-        f"adapter {digest} has DoRA magnitudes that cannot be applied: a row of {faulty[0]} "
+        f"adapter {digest} has DoRA magnitudes that cannot be applied: a row of {faulty} "
         "becomes zero, or is not finite",
         subject="adapter",
     )
+
+
+def _failed(digest: str) -> ServiceError:
+    return Internal(f"loading adapter {digest} failed")
 
 
 def _out_of_memory(digest: str) -> ServiceError:

@@ -281,7 +281,8 @@ class TorchBackend(AdapterMemory):
 
     def _make_magnitudes(self) -> Magnitudes:
         assert self.transformer is not None, "the weights are freed"
-        return Magnitudes(self.transformer.weights, self.arena)
+        weights, rank = self.transformer.weights, self._decoder.rank
+        return Magnitudes(weights, self.arena, rank, self._exchange)
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Leaves torch's threads to the system."""

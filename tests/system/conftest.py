@@ -18,7 +18,7 @@ from tests.support.access.certificates import Authority
 from tests.support.models.zoo import Zoo, make_zoo
 from tests.support.servers.otlp import Receiver
 from tests.system import guarded
-from tests.system.engines import CompilingStore, Running
+from tests.system.engines import CompilingStore, Running, SavedStore
 from tests.system.guarded import Inference
 from tests.system.observed import ENVIRONMENT, Observed
 from tests.system.services import Services
@@ -38,7 +38,7 @@ def zoos(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Zoo]:
 
 
 @pytest.fixture
-def start(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Running]]:
+def start(zoos: Callable[[str], Zoo], tmp_path: Path) -> Iterator[Callable[..., Running]]:
     """Starts engines over a zoo, by its kind; all are stopped, and found whole, at the end of the
     test."""
     running: list[Running] = []
@@ -55,10 +55,14 @@ def start(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Running]]:
             arena_bytes=4 << 20,
             num_threads=1,
         )
-        engine = EngineThread(replace(defaults, **changes), store)
+        saved = tmp_path / f"store{len(running)}"
+        engine = EngineThread(replace(defaults, **changes), store, SavedStore(saved))
         made = Running(engine, store, digests)
         engine.start(made.on_outputs)
-        engine.send(LayoutAccepted(store.register_layout(engine.layout)))
+        layouts = (engine.layout, *engine.other_layouts)
+        accepted, *others = [store.register_layout(each) for each in layouts]
+        store.save(saved)
+        engine.send(LayoutAccepted(accepted, tuple(others)))
         running.append(made)
         return made
 

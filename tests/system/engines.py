@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ class Stream:
 
     store: CompilingStore
     digest: str
+    layout_id: str
     offset: int
     image_id: str
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -61,11 +63,11 @@ class Stream:
             yield message
 
     def _messages(self) -> Iterator[PullMessage]:
-        image = self.store.image(self.digest)
+        image = self.store.image(self.digest, self.layout_id)
         start = self.offset if self.image_id == image.plan.image_id else 0
         data = image.buffer.numpy().tobytes()
         plan = image.plan
-        header = replace(plan.header(), layout_id=self.store.layout_id, offset=start)
+        header = replace(plan.header(), layout_id=self.layout_id, offset=start)
         yield to_pull_message(to_pull_response(header))
         for part in image.parts:
             if part.start >= start:
@@ -81,12 +83,11 @@ class CompilingStore:
     them."""
 
     folders: dict[str, Path] = field(default_factory=dict)
-    layout: Layout | None = None
-    layout_id: str = ""
+    layouts: dict[str, Layout] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
     is_down: bool = False
     num_failed: int = 0
-    _images: dict[str, Image] = field(default_factory=dict)
+    _images: dict[tuple[str, str], Image] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -99,24 +100,55 @@ class CompilingStore:
 
     def register_layout(self, layout: ModelLayout) -> str:
         announced = store_convert.from_layout(from_layout(layout))
-        self.layout = replace(announced, image_format=layout.image_formats[-1])
-        self.layout_id = layout_id(self.layout)
-        return self.layout_id
+        made = replace(announced, image_format=layout.image_formats[-1])
+        name = layout_id(made)
+        self.layouts[name] = made
+        return name
 
-    def image(self, digest: str) -> Image:
+    @property
+    def layout(self) -> Layout:
+        """The one that was registered first: of an engine, or its first rank."""
+        return next(iter(self.layouts.values()))
+
+    def image(self, digest: str, layout_id: str = "") -> Image:
+        """Returns an adapter's image for a layout, which is the first unless it is named."""
         with self._lock:
             if digest not in self.folders:
                 raise AdapterNotFound(f"no adapter {digest}", subject="digest")
-            if digest not in self._images:
-                assert self.layout is not None
+            key = digest, layout_id or next(iter(self.layouts))
+            if key not in self._images:
                 checkpoint = open_checkpoint(self.folders[digest])
-                self._images[digest] = compile_image(checkpoint, self.layout)
-            return self._images[digest]
+                self._images[key] = compile_image(checkpoint, self.layouts[key[1]])
+            return self._images[key]
+
+    def put(self, digest: str, image: Image) -> None:
+        """Adds an image for the first layout."""
+        self._images[digest, next(iter(self.layouts))] = image
 
     def pull(
         self, digest: str, layout_id: str, offset: int = 0, image_id: str = "", avoid: object = ()
     ) -> Stream:
-        return Stream(self, digest, offset, image_id)
+        return Stream(self, digest, layout_id, offset, image_id)
+
+    def save(self, path: Path) -> None:
+        """Writes down what is registered, for `SavedStore`."""
+        path.write_bytes(pickle.dumps((self.folders, self.layouts)))
+
+
+@dataclass(frozen=True)
+class SavedStore:
+    """Makes the stores of other ranks, which have what is saved at `path` when they pull."""
+
+    path: Path
+
+    def __call__(self, publish: Callable[[Any], None]) -> SavedStore:
+        return self
+
+    def pull(
+        self, digest: str, layout_id: str, offset: int = 0, image_id: str = "", avoid: object = ()
+    ) -> Stream:
+        folders, layouts = pickle.loads(self.path.read_bytes())
+        return CompilingStore(folders, layouts).pull(digest, layout_id, offset, image_id)
 
 
 def label_of(adapter: str) -> str:

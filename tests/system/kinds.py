@@ -15,7 +15,8 @@ from peft.tuners.lora import LoraLayer
 
 from inference_svc.api.generate_call import activation_of
 from inference_svc.core import Part, Sum
-from tests.support.models.parity import RecordingSampler
+from inference_svc.engine.transport.messages import Output
+from tests.support.models.parity import RecordingSampler, relative_rms
 from tests.support.models.zoo import ALL, VOCAB, AdapterSpec, Zoo, adapted, make_model, quiet
 from tests.system.engines import Running
 
@@ -166,3 +167,23 @@ def begin(zoo: Zoo, start: Callable, **settings: Any) -> tuple[Running, Recordin
     recorder = RecordingSampler(running.engine.decoder.eos_token_ids)
     running.engine.built.engine.runner.sampler = recorder
     return running, recorder
+
+
+def check(
+    zoo: Kinds,
+    name: str,
+    prompt: list[int],
+    tokens: list[int],
+    last: Output,
+    recorded: list[torch.Tensor],
+) -> None:
+    """Requires the oracle's tokens, from its logits; of tokens that are not the adapter's none."""
+    assert last.error is None, last.error
+    given, start_of_answer = prompt + tokens[:-1], len(prompt) - 1
+    expected = zoo.of(name).logits(name, given, torch.float32)[start_of_answer:]
+    num_known = expected.shape[1]
+    for logits in recorded:
+        assert logits[num_known:].isneginf().all(), name
+    got = torch.stack([logits[:num_known] for logits in recorded])
+    assert relative_rms(got, expected) < 1e-4, name
+    assert tokens == expected.argmax(dim=-1).tolist(), name or "base"

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from inference_svc.adapters.targets import build_layout
-from inference_svc.engine.transport.messages import Output
 from inference_svc.model.architectures import load_description
 from loadout.cli.__main__ import main
-from tests.support.models.parity import prompts, relative_rms
+from tests.support.models.parity import prompts
 from tests.support.models.zoo import AdapterSpec, Zoo, adapted, make_model
 from tests.support.pairs import PATHS
-from tests.system.kinds import Kinds, begin, make_kinds, shake_to_float8, to_float8
+from tests.system.kinds import Kinds, begin, check, make_kinds, shake_to_float8, to_float8
 from tests.system.services import Services
 
 NUM_TOKENS = 12
@@ -25,23 +24,6 @@ NUM_TOKENS = 12
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     return make_kinds("qwen3", tmp_path_factory.mktemp("float8"), shake_to_float8)
-
-
-def check(
-    zoo: Kinds,
-    name: str,
-    prompt: list[int],
-    tokens: list[int],
-    last: Output,
-    recorded: list[torch.Tensor],
-) -> None:
-    """Requires the oracle's logits, and its tokens."""
-    assert last.error is None, last.error
-    given = prompt + tokens[:-1]
-    expected = zoo.of(name).logits(name, given, torch.float32)[len(prompt) - 1 :]
-    got = torch.stack([logits[: expected.shape[1]] for logits in recorded])
-    assert relative_rms(got, expected) < 1e-4, name
-    assert tokens == expected.argmax(dim=-1).tolist(), name
 
 
 @pytest.mark.parametrize("path", PATHS)

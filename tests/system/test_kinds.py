@@ -14,13 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference_svc.engine.transport.messages import Output
 from tests.support.models.parity import prompts, relative_rms
 from tests.support.models.trained import WEIGHTS, edited
 from tests.support.models.zoo import ALL, AdapterSpec, Zoo, adapted, make_model, quiet
 from tests.support.pairs import PATHS
 from tests.system.engines import Running
-from tests.system.kinds import ALORA, ROWS, Kinds, begin, make_kinds, shake
+from tests.system.kinds import ALORA, ROWS, Kinds, begin, check, make_kinds, shake
 
 KINDS = ("qwen3", "gemma2", "cohere2")
 """Norms of queries and keys, and biases; norms behind and caps; LayerNorms, a tied head."""
@@ -63,26 +62,6 @@ def test_each_kind_alone_has_the_oracles_logits(
         zoo.submit(running, name or "base", prompt, name, max_tokens=num_tokens)
         check(zoo, name, prompt, *running.result(name or "base"), recorder.logits[name or "base"])
     running.check_idle()
-
-
-def check(
-    zoo: Kinds,
-    name: str,
-    prompt: list[int],
-    tokens: list[int],
-    last: Output,
-    recorded: list[torch.Tensor],
-) -> None:
-    """Requires the oracle's tokens, from its logits; of tokens that are not the adapter's none."""
-    assert last.error is None, last.error
-    given, start_of_answer = prompt + tokens[:-1], len(prompt) - 1
-    expected = zoo.of(name).logits(name, given, torch.float32)[start_of_answer:]
-    num_known = expected.shape[1]
-    for logits in recorded:
-        assert logits[num_known:].isneginf().all(), name
-    got = torch.stack([logits[:num_known] for logits in recorded])
-    assert relative_rms(got, expected) < 1e-4, name
-    assert tokens == expected.argmax(dim=-1).tolist(), name or "base"
 
 
 def test_magnitudes_of_rows_of_zeros_are_refused_by_name(tmp_path: Path, start: Callable) -> None:

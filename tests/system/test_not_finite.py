@@ -205,7 +205,6 @@ def plant(running: Running, name: str, changes: list[Planted]) -> str:
     digest."""
     store = running.store
     image = store.image(running.digests[name])
-    assert store.layout is not None
     targets, buffer = store.layout.targets, image.buffer.clone()
     segments = [s for s in image.plan.segments if s.kind is not SegmentKind.ROW_IDS]
     for change in changes:
@@ -225,7 +224,7 @@ def plant(running: Running, name: str, changes: list[Planted]) -> str:
     )
     plan = dataclasses.replace(image.plan, digest=digest, image_id=digest)
     store.folders[digest] = store.folders[running.digests[name]]
-    store._images[digest] = Image(plan, buffer, parts)
+    store.put(digest, Image(plan, buffer, parts))
     return digest
 
 

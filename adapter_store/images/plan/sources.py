@@ -123,7 +123,7 @@ def _lora(use: Use, weights: TargetWeights, dtype: DataType) -> Iterator[Segment
     matrix = Matrix.of(weights.b, is_transposed=weights.is_transposed)
     b = Piece(matrix, outputs, range(weights.rank), True, weights.scale)
     yield _of_piece(SegmentKind.B, weights.rank, dtype, b)
-    if weights.bias is not None and target.inputs[0] == 0:  # with sliced inputs, one rank's
+    if weights.bias is not None:  # with sliced inputs one rank adds it
         yield _of_vector(SegmentKind.BIAS, Matrix.of(weights.bias), outputs, weights.scale)
     if weights.magnitude is not None:
         yield _of_vector(SegmentKind.MAGNITUDE, Matrix.of(weights.magnitude), outputs)

@@ -124,7 +124,7 @@ class NativeBackend(AdapterMemory):
 
     def _make_magnitudes(self) -> Magnitudes:
         assert self._weights is not None, "the weights are freed"
-        return Magnitudes(self._weights, self.arena)
+        return Magnitudes(self._weights, self.arena, self._decoder.rank, self._exchange)
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         self._library.place_threads(processors)

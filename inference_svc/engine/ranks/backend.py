@@ -7,12 +7,12 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from inference_svc.adapters.memory.tiers import ResidencyChange
-from inference_svc.backends.base import Backend, Logits, Scored, returns_experts
+from inference_svc.backends.base import Logits, RankBackend, Scored, returns_experts
 from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow
 from inference_svc.engine.ranks.group import RankGroup
-from inference_svc.engine.ranks.steps import StepWriter
+from inference_svc.engine.ranks.steps import StepWriter, encode_changes
 from inference_svc.model.description import Decoder
 from kernels.lora.plan import LoraContents
 
@@ -32,7 +32,7 @@ class RankedBackend:
     """
 
     def __init__(
-        self, own: Backend[Any], group: RankGroup, decoder: Decoder, max_scored: int
+        self, own: RankBackend[Any], group: RankGroup, decoder: Decoder, max_scored: int
     ) -> None:
         self._own, self._group, self._max_scored = own, group, max_scored
         self._decoder = decoder
@@ -91,7 +91,14 @@ class RankedBackend:
         return self._own.pop_completed_copies()
 
     def divide_magnitudes(self) -> list[Divided]:
-        return self._own.divide_magnitudes()
+        """Has all ranks go on, as they exchange the squares of norms."""
+        if not self._own.is_dividing:
+            return []
+        self._group.send_divide(encode_changes(self._begin()))
+        try:
+            return self._own.divide_magnitudes()
+        except Exception as error:
+            raise self._group.blame(error) from error
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         self._own.place_threads(processors)
@@ -102,29 +109,27 @@ class RankedBackend:
         return RankedInputs(self._own.prepare(batch), data)
 
     def forward(self, inputs: RankedInputs) -> Logits:
+        self._group.send_step(self._writer.write(self._begin(), inputs.data))
+        try:
+            found = self._own.forward(inputs.own)
+        except Exception as error:
+            raise self._group.blame(error) from error
+        self._scores = _blaming(self._group, self._own.score(inputs.own))
+        return found
+
+    def _begin(self) -> list[ResidencyChange]:
+        """Ends the step before, as other ranks do; returns the changes that go before the next."""
         if self._group.failure is not None:
             raise self._group.failure
         # Of a step that failed behind `forward`, as in the sampler: other ranks score all of it.
         for _ in self._scores:
             pass
         changes, self._changes = self._changes, []
-        self._group.send_step(self._writer.write(changes, inputs.data))
-        try:
-            found = self._own.forward(inputs.own)
-        except Exception as error:
-            raise self._group.blame(error) from error
-        self._scores = self._score(inputs)
-        return found
+        return changes
 
     def score(self, inputs: RankedInputs) -> Iterator[Scored]:
         """Returns what `forward` has begun; a caller may leave the rest to the next step."""
         return chain(self._scores)  # which, as `yield from` would not, stays open
-
-    def _score(self, inputs: RankedInputs) -> Iterator[Scored]:
-        try:
-            yield from self._own.score(inputs.own)
-        except Exception as error:
-            raise self._group.blame(error) from error
 
     def keep_part(self, row: BatchRow) -> None:
         self._own.keep_part(row)
@@ -143,3 +148,11 @@ class RankedBackend:
         wait_for_others = self._group.begin_restore()
         self._own.restore()
         wait_for_others()
+
+
+def _blaming(group: RankGroup, scores: Iterator[Scored]) -> Iterator[Scored]:
+    """Yields what a step scores; raises the failure that an error of it has."""
+    try:
+        yield from scores
+    except Exception as error:
+        raise group.blame(error) from error

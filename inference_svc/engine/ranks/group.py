@@ -22,6 +22,7 @@ from inference_svc.backends.base import RankFactory
 from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.core import EngineConfig
 from inference_svc.engine.ranks.messages import (
+    DIVIDE,
     FREE,
     FREE_ALL,
     LOST_CONTACT,
@@ -239,6 +240,10 @@ class RankGroup:
     def send_step(self, buffer: bytes) -> None:
         """Has all ranks compute a step, without waiting."""
         self._send_steps(STEP + buffer)
+
+    def send_divide(self, buffer: bytes) -> None:
+        """Has all ranks make changes and go on dividing magnitudes, without waiting."""
+        self._send_steps(DIVIDE + buffer)
 
     def begin_free(self, *, weights: bool) -> Callable[[], int]:
         """Has all ranks free their pages, or weights as well; the result waits for them, and

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from contract.images.header import ImageHeader, Segment
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.tiers import ResidencyChange, TableWrite
+from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange, TableWrite
 from inference_svc.adapters.pulls.pull import (
     ImageSink,
     PullDone,
@@ -36,6 +36,7 @@ from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.backends.select import select_backend
 from inference_svc.engine.build import describe, place_threads, set_num_threads
 from inference_svc.engine.ranks.messages import (
+    DIVIDE,
     FREE_ALL,
     LOST_CONTACT,
     RESTORE,
@@ -51,7 +52,13 @@ from inference_svc.engine.ranks.messages import (
     Start,
     StepFailed,
 )
-from inference_svc.engine.ranks.steps import Change, SlotWrite, StepReader
+from inference_svc.engine.ranks.steps import (
+    Change,
+    SlotDivide,
+    SlotWrite,
+    StepReader,
+    decode_changes,
+)
 from inference_svc.engine.transport.process_main import connect_to_parent, encode, portable
 from inference_svc.errors import CorruptImage
 from inference_svc.host.cpus import Share, bound_to
@@ -138,6 +145,10 @@ class Follower:
             backend.apply(images.changes(changes))
             backend.follow(data)
             return
+        if kind == DIVIDE:
+            backend.apply(images.changes(decode_changes(frame[1:])))
+            backend.divide_magnitudes()  # with the same result as rank 0
+            return
         num_bytes = 0
         if kind == RESTORE:
             backend.restore()
@@ -206,7 +217,8 @@ class RankImages:
         if isinstance(event, PullOpened):
             if not _lie_alike(event.header.segments, order.segments):
                 reason = "the store's image for another rank has other segments"
-                self._errors[job] = CorruptImage(reason)
+                hint = "upgrade the store if it is older than this server"
+                self._errors[job] = CorruptImage(f"{reason}; {hint}")
                 self.puller.cancel(job)
             elif job.grant(ImageSink(self._memory, order.extents)):
                 self.puller.start(job)
@@ -224,9 +236,16 @@ class RankImages:
 
     def changes(self, changes: Sequence[Change]) -> list[ResidencyChange]:
         """Returns rank 0's changes as this rank makes them."""
-        return [self._write(each) if isinstance(each, SlotWrite) else each for each in changes]
+        return [self._own(each) for each in changes]
 
-    def _write(self, change: SlotWrite) -> TableWrite:
+    def _own(self, change: Change) -> ResidencyChange:
+        if isinstance(change, SlotWrite):
+            return TableWrite(self._resident(change))
+        if isinstance(change, SlotDivide):
+            return DivideMagnitudes(self._resident(change))
+        return change
+
+    def _resident(self, change: SlotWrite | SlotDivide) -> Resident:
         with self._lock:
             header, extents = self._known[change.digest]
             self._used[change.slot] = change.digest
@@ -235,7 +254,7 @@ class RankImages:
                 if digest not in in_use:
                     del self._known[digest]
         rank = max((segment.rank for segment in header.segments), default=0)
-        return TableWrite(Resident(header, change.slot, extents, rank))
+        return Resident(header, change.slot, extents, rank)
 
 
 def _lie_alike(first: Sequence[Segment], second: Sequence[Segment]) -> bool:

@@ -13,9 +13,10 @@ from inference_svc.core import EngineConfig
 from inference_svc.model.description import Rank
 from servicekit.errors import ServiceError
 
-STEP, FREE, FREE_ALL, RESTORE = b"s", b"f", b"a", b"r"
-"""The first byte of what comes through a rank's step socket: a step follows, or the rank is to free
-its pages, or its weights as well, or to allocate them again, and answers."""
+STEP, DIVIDE, FREE, FREE_ALL, RESTORE = b"s", b"d", b"f", b"a", b"r"
+"""The first byte of what comes through a rank's step socket: a step follows; or changes, after
+which the rank goes on dividing magnitudes; or the rank is to free its pages, or its weights as
+well, or to allocate them again, and answers."""
 
 LOST_CONTACT = 3
 """The status of a rank that has ended because another rank did not exchange with it."""

@@ -1,4 +1,4 @@
-"""A step as one buffer of numbers: residency changes, and then rows.
+"""A step as one buffer of numbers: residency changes, and then rows. Changes alone are one, too.
 
 Lists of int64, each behind its length. An adapter is named by the bytes of its digest. Of a
 sequence's pages a step has those alone that the row of the step before had not.
@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from inference_svc.adapters.memory.tiers import (
+    DivideMagnitudes,
     MixWrite,
     ResidencyChange,
     TableClear,
@@ -22,7 +23,7 @@ from inference_svc.adapters.memory.tiers import (
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
 
-_CLEAR, _WRITE, _MIX = range(3)
+_CLEAR, _WRITE, _MIX, _DIVIDE = range(4)
 _ITEM_BYTES = 8
 
 
@@ -34,7 +35,16 @@ class SlotWrite:
     digest: str
 
 
-Change: TypeAlias = TableClear | SlotWrite | MixWrite
+@dataclass(frozen=True, slots=True)
+class SlotDivide:
+    """Starts to divide the magnitudes of this rank's part of an adapter, before it becomes visible
+    at `slot` of the table."""
+
+    slot: int
+    digest: str
+
+
+Change: TypeAlias = TableClear | SlotWrite | SlotDivide | MixWrite
 """A residency change as other ranks get it."""
 
 
@@ -57,7 +67,7 @@ class StepWriter:
         """Returns a step's buffer."""
         kept, added = self._pages(data.page_ids)
         lists: list[Sequence[int]] = [
-            list(chain.from_iterable(map(_encode_change, changes))),
+            _encode_all(changes),
             data.token_ids,
             data.starts,
             data.counts,
@@ -119,7 +129,7 @@ class StepReader:
             ],
             bool(returns_experts),
         )
-        return StepMessage(list(_decode_changes(changes)), data)
+        return StepMessage(list(_decode_all(changes)), data)
 
     def _pages(self, kept: list[int], sizes: list[int], pages: list[int]) -> list[list[int]]:
         self._rows += [[] for _ in range(len(kept) - len(self._rows))]
@@ -133,6 +143,16 @@ class StepReader:
         return self._rows[: len(kept)]
 
 
+def encode_changes(changes: Sequence[ResidencyChange]) -> bytes:
+    """Returns the buffer of changes without a step."""
+    return np.array(_encode_all(changes), dtype=np.int64).tobytes()
+
+
+def decode_changes(buffer: bytes) -> list[Change]:
+    """Returns the content of a buffer that `encode_changes` has made."""
+    return list(_decode_all(np.frombuffer(buffer, dtype=np.int64).tolist()))
+
+
 def _lists(buffer: bytes) -> Iterator[list[int]]:
     numbers = np.frombuffer(buffer, dtype=np.int64)
     at = 0
@@ -142,6 +162,10 @@ def _lists(buffer: bytes) -> Iterator[list[int]]:
         at = end
 
 
+def _encode_all(changes: Sequence[ResidencyChange]) -> list[int]:
+    return list(chain.from_iterable(map(_encode_change, changes)))
+
+
 def _encode_change(change: ResidencyChange) -> list[int]:
     if isinstance(change, TableClear):
         return [_CLEAR, change.slot]
@@ -149,14 +173,15 @@ def _encode_change(change: ResidencyChange) -> list[int]:
         slots = [slot for slot, _ in change.parts]
         scales = np.array([scale for _, scale in change.parts], dtype=np.float64)
         return [_MIX, change.slot, len(slots), *slots, *scales.view(np.int64).tolist()]
-    assert isinstance(change, TableWrite), "ranks have no host tier, and divide no magnitudes"
+    assert isinstance(change, TableWrite | DivideMagnitudes), "ranks have no host tier"
+    kind = _WRITE if isinstance(change, TableWrite) else _DIVIDE
     name = change.resident.digest.encode()
     padded = name.ljust(-(-len(name) // _ITEM_BYTES) * _ITEM_BYTES, b"\0")
     words = np.frombuffer(padded, dtype=np.int64).tolist()
-    return [_WRITE, change.resident.slot, len(words), *words]
+    return [kind, change.resident.slot, len(words), *words]
 
 
-def _decode_changes(numbers: list[int]) -> Iterator[Change]:
+def _decode_all(numbers: list[int]) -> Iterator[Change]:
     at = 0
     while at < len(numbers):
         kind, slot = numbers[at : at + 2]
@@ -166,9 +191,9 @@ def _decode_changes(numbers: list[int]) -> Iterator[Change]:
             continue
         size = numbers[at]
         first, at = numbers[at + 1 : at + 1 + size], at + 1 + size
-        if kind == _WRITE:
-            name = np.array(first, dtype=np.int64).tobytes().rstrip(b"\0")
-            yield SlotWrite(slot, name.decode())
+        if kind in (_WRITE, _DIVIDE):
+            name = np.array(first, dtype=np.int64).tobytes().rstrip(b"\0").decode()
+            yield SlotWrite(slot, name) if kind == _WRITE else SlotDivide(slot, name)
             continue
         scales = np.array(numbers[at : at + size], dtype=np.int64).view(np.float64).tolist()
         at += size

@@ -409,6 +409,26 @@ def test_the_parts_of_all_ranks_are_the_whole(everything, count):
             assert torch.cat(parts, -1).equal(value)
 
 
+def test_parts_of_cut_inputs_lie_alike(everything):
+    """Each has the whole bias and magnitude: a server adds the bias on one of its ranks."""
+    saved = everything
+    checkpoint = saved.checkpoint(saved.lora(QKV, bias="bias", magnitude="magnitude"))
+    layout, cuts = layout_of(), []
+    for part in ((0, HIDDEN // 2), (HIDDEN // 2, HIDDEN)):
+        targets = [
+            dataclasses.replace(target, in_slice=part) if target.name in SIZES else target
+            for target in layout.targets
+        ]
+        cuts.append(dataclasses.replace(layout, targets=tuple(targets)))
+    images = [compile_image(checkpoint, each) for each in cuts]
+    assert images[0].plan.segments == images[1].plan.segments
+    whole = values_of(compile_image(checkpoint, layout), layout)
+    for image, cut in zip(images, cuts, strict=True):
+        values = values_of(image, cut)
+        for kind in (SegmentKind.BIAS, SegmentKind.MAGNITUDE):
+            assert values[Q, kind].equal(whole[Q, kind])
+
+
 def held_experts(segment: torch.Tensor, num_features: int, count: int) -> list[torch.Tensor]:
     num_held = EXPERTS // count
     index = segment[: 16 * num_held].view(torch.int32).view(num_held, 4)

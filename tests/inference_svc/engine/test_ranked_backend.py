@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
+from inference_svc.adapters.memory.extents import Extent
+from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.memory.tiers import DivideMagnitudes
 from inference_svc.backends.exchange import ExchangeFailed
+from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
 from inference_svc.engine.ranks.backend import RankedBackend, RankedInputs
+from inference_svc.engine.ranks.steps import SlotDivide, decode_changes
 from inference_svc.errors import EngineFailed
+from tests.support.inference.memory_store import make_image
 
 STEP = StepData(
     [5], [0], [1], [[0]], SlotRuns([-1], [1]), [-1], [ScoredSlice([0], SlotRuns([-1], [1]))] * 3
@@ -23,6 +29,7 @@ class Recorded:
 
     failure: EngineFailed | None = None
     count = 2
+    is_dividing = False
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -30,6 +37,19 @@ class Recorded:
 
     def send_step(self, buffer: bytes) -> None:
         self.events.append("sent")
+
+    def send_divide(self, buffer: bytes) -> None:
+        self.events.append(f"sent {decode_changes(buffer)}")
+
+    def apply(self, changes: Any) -> None:
+        self.is_dividing = True
+
+    def divide_magnitudes(self) -> list[Divided]:
+        if self.error is not None:
+            raise self.error
+        self.events.append("divided")
+        self.is_dividing = False
+        return [Divided("sha256:abc")]
 
     def blame(self, error: Exception) -> EngineFailed:
         self.failure = EngineFailed.because(f"rank 1: {error}")
@@ -85,3 +105,30 @@ def test_after_an_error_in_a_step_nothing_is_computed(
     with pytest.raises(EngineFailed, match="rank 1: no answer"):
         backend.forward(INPUTS)
     assert recorded.events == ["sent"]
+
+
+HEADER = make_image("sha256:abc", 4).header
+DIVISION = DivideMagnitudes(Resident(HEADER, 3, (Extent(0, 0, 256),), 4))
+
+
+def test_ranks_divide_magnitudes_together(recorded: Recorded, backend: RankedBackend) -> None:
+    """While there are any, without a step too, and behind the scores that nobody has read."""
+    assert backend.divide_magnitudes() == []
+    backend.forward(INPUTS)
+    backend.apply([DIVISION])
+    assert backend.divide_magnitudes() == [Divided("sha256:abc")]
+    assert backend.divide_magnitudes() == []
+    scored = ["scored 0", "scored 1", "scored 2"]
+    sent = f"sent {[SlotDivide(3, 'sha256:abc')]}"
+    assert recorded.events == ["sent", "computed", *scored, sent, "divided"]
+
+
+def test_an_error_while_ranks_divide_ends_the_engine(
+    recorded: Recorded, backend: RankedBackend
+) -> None:
+    backend.apply([DIVISION])
+    recorded.error = ExchangeFailed("no answer")
+    for _ in range(2):
+        with pytest.raises(EngineFailed, match="rank 1: no answer"):
+            backend.divide_magnitudes()
+    assert len(recorded.events) == 1

@@ -20,13 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from contract.images.header import Segment
-from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.memory.tiers import MixWrite, TableClear, TableWrite
+from inference_svc.adapters.memory.tiers import (
+    DivideMagnitudes,
+    MixWrite,
+    TableClear,
+    TableWrite,
+)
 from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob
-from inference_svc.adapters.rank_layouts import check_cut
 from inference_svc.adapters.targets import build_layout, cut_as
 from inference_svc.backends.exchange import ExchangeFailed, GlooMeeting
 from inference_svc.backends.native.backend import NativeFactory
@@ -38,16 +40,23 @@ from inference_svc.engine.engine import Engine
 from inference_svc.engine.ranks import group
 from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
 from inference_svc.engine.ranks.pulls import RankPulls
-from inference_svc.engine.ranks.steps import SlotWrite, StepReader, StepWriter
+from inference_svc.engine.ranks.steps import (
+    SlotDivide,
+    SlotWrite,
+    StepReader,
+    StepWriter,
+    decode_changes,
+    encode_changes,
+)
 from inference_svc.engine.transport.messages import StepOutputs, Submit
 from inference_svc.engine.transport.thread import EngineThread
-from inference_svc.errors import AdapterUnusable, CorruptImage, EngineFailed, UnsupportedModel
+from inference_svc.errors import CorruptImage, EngineFailed, UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Rank
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.store.client import NoStore
 from servicekit.errors import Unavailable
-from tests.support.inference.memory_store import make_image, small_layout
+from tests.support.inference.memory_store import make_image
 from tests.support.inference.ranks import no_store
 from tests.support.wait import until
 
@@ -70,11 +79,14 @@ def test_a_step_survives_its_buffer() -> None:
         TableClear(7),
         TableWrite(Resident(HEADER, 3, EXTENTS, 4)),
         MixWrite(1, ((3, 0.3), (5, -1e-9))),
+        DivideMagnitudes(Resident(HEADER, 4, EXTENTS, 4)),
     ]
     writer, reader = StepWriter(), StepReader()
     found = reader.read(writer.write(changes, data))
     assert found.data == data
-    assert found.changes == [changes[0], SlotWrite(3, "sha256:abc"), changes[2]]
+    named = SlotWrite(3, "sha256:abc"), SlotDivide(4, "sha256:abc")
+    assert found.changes == [changes[0], named[0], changes[2], named[1]]
+    assert decode_changes(encode_changes(changes)) == found.changes
     empty = StepData([1], [0], [1], [[0]], SlotRuns([-1], [1]), [-1], [])
     assert reader.read(writer.write([], empty)) == ([], empty)
 
@@ -186,18 +198,6 @@ def test_a_pull_ends_with_its_ranks(failure: EngineFailed | None) -> None:
     pulls = Pulls()
     pulls.group.failure, pulls.group.is_ended = failure, True
     assert pulls.result() == PullFailed(pulls.job, failure)
-
-
-def test_kinds_that_ranks_do_not_apply_are_refused() -> None:
-    targets = small_layout().targets
-    cut = tuple(replace(target, out_slice=(0, 48)) for target in targets)
-    a, b, *_ = make_image("sha256:abc", 4).header.segments
-    header = make_image("sha256:abc", 4, targets=(0,)).header
-    shape = (48,)
-    vector = Segment(0, SegmentKind.MAGNITUDE, 0, header.total_bytes, 192, None, shape)
-    with pytest.raises(AdapterUnusable, match="which a server with --tensor-parallel does not"):
-        check_cut(cut, (a, b, vector))
-    check_cut(targets, (a, b, vector))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,130 @@
+"""Every kind of adapter where a model is cut over ranks, against transformers + peft: the same
+logits and greedy tokens as of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference_svc.errors import AdapterUnusable
+from tests.support.models.parity import prompts
+from tests.support.models.zoo import AdapterSpec, Zoo, adapted, make_model
+from tests.system.kinds import (
+    ADDED,
+    Kinds,
+    begin,
+    check,
+    make_kinds,
+    shake_to_float8,
+    to_float8,
+)
+from tests.system.sums import SUMS, check_sum, digest_of, summed
+
+NUM_TOKENS = 12
+KINDS = ["qwen3", *(pytest.param(each, marks=pytest.mark.long) for each in ("gemma2", "cohere2"))]
+counts = pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kinds:
+    return make_kinds(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def compare(zoo: Kinds, start: Callable, **settings: Any) -> None:
+    """All kinds together, with the base model and a sum, in chunks."""
+    settings |= {"native_kernels": False, "max_prefill_chunk": 24}
+    running, recorder = begin(zoo, start, **settings)
+    asked = [zoo.prompt_of(*each) for each in zip(zoo.names, prompts(len(zoo.names)), strict=True)]
+    for name, prompt in zip(zoo.names, asked, strict=True):
+        zoo.submit(running, name or "base", prompt, name, max_tokens=NUM_TOKENS)
+    for name, prompt in zip(zoo.names, asked, strict=True):
+        key = name or "base"
+        check(zoo, name, prompt, *running.result(key), recorder.logits[key])
+    running.check_idle()
+
+
+@counts
+def test_all_kinds_together_have_the_oracles_logits(
+    zoo: Kinds, count: int, start: Callable
+) -> None:
+    compare(zoo, start, tensor_parallel=count)
+
+
+@counts
+def test_float8_adapters_of_all_kinds(tmp_path: Path, count: int, start: Callable) -> None:
+    """Each rank's part of a matrix has a scale of its own."""
+    zoo = make_kinds("qwen3", tmp_path, shake_to_float8)
+    compare(zoo, start, tensor_parallel=count, adapter_dtype="fp8")
+
+
+@counts
+def test_sums_have_the_oracles_logits(tmp_path: Path, count: int, start: Callable) -> None:
+    zoo = make_kinds("qwen3", tmp_path)
+    settings = {"native_kernels": False, "max_prefill_chunk": 24, "tensor_parallel": count}
+    running, recorder = begin(zoo, start, **settings)
+    asked = dict(zip(SUMS, prompts(len(SUMS), seed=3), strict=True))
+    asked["tokens that one adds"] += ADDED
+    for name, prompt in asked.items():
+        running.submit(name, prompt, digest_of(running, SUMS[name]))
+    for name, prompt in asked.items():
+        check_sum(summed(zoo, SUMS[name]), prompt, running, name, recorder.logits)
+    running.check_idle()
+
+
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("fp8", marks=pytest.mark.long)])
+def test_experts_have_the_oracles_tokens(tmp_path: Path, dtype: str, start: Callable) -> None:
+    """Two projections of all experts, and the router."""
+    options = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    spec = AdapterSpec("experts", 4, ["q_proj", "o_proj"], options)
+    model = make_model("mixtral", tmp_path / "model")
+    reference = adapted(model, "mixtral", tmp_path / "adapters", [spec], to_float8)
+    zoo = Zoo("mixtral", tmp_path / "model", reference, {spec.name: tmp_path / "adapters/experts"})
+    running = start(zoo, tensor_parallel=2, native_kernels=False, adapter_dtype=dtype)
+    names = [spec.name, ""]
+    answers = [zoo.greedy(name, prompts(1)[0], NUM_TOKENS) for name in names]
+    assert answers[0] != answers[1], "the adapter changes what is compared"
+    for name, prompt in zip(names, prompts(len(names)), strict=True):
+        running.submit(name or "base", prompt, name, max_tokens=NUM_TOKENS)
+    for name, prompt in zip(names, prompts(len(names)), strict=True):
+        tokens, last = running.result(name or "base")
+        assert last.error is None, last.error
+        assert tokens == zoo.greedy(name, prompt, NUM_TOKENS), name or "base"
+    running.check_idle()
+
+
+def test_magnitudes_that_another_rank_refuses_are_refused(tmp_path: Path, start: Callable) -> None:
+    """A zero row of the last rank's outputs. Another adapter is not disturbed, nor is the next
+    load of the same one."""
+    base = make_model("llama", tmp_path / "model")
+    with torch.no_grad():
+        base.model.layers[1].self_attn.k_proj.weight[-1] = 0
+    base.save_pretrained(tmp_path / "model")
+
+    def zero(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if "layers.1.self_attn.k_proj.lora_B" in name:
+                parameter[-1] = 0
+
+    dirs = {}
+    for name, train in (("faulty", zero), ("sound", lambda model: None)):
+        spec = AdapterSpec(name, 4, ["k_proj", "o_proj"], {"use_dora": True})
+        adapted(copy.deepcopy(base), "llama", tmp_path / "adapters", [spec], train)
+        dirs[name] = tmp_path / "adapters" / name
+    zoo = Zoo("llama", tmp_path / "model", base, dirs)
+    running = start(zoo, tensor_parallel=2, native_kernels=False)
+    for number in range(2):
+        for name in ("faulty", "sound", ""):
+            running.submit(f"{name}{number}", [5, 6, 7], name, max_tokens=4)
+        error = running.result(f"faulty{number}")[1].error
+        assert isinstance(error, AdapterUnusable)
+        assert "model.layers.1.self_attn.k_proj becomes zero" in str(error)
+        for name in ("sound", ""):
+            tokens, last = running.result(f"{name}{number}")
+            assert last.error is None
+            assert len(tokens) == 4
+    running.check_idle()
