@@ -11,9 +11,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from inference_svc.adapters.targets import build_layout
+from inference_svc.model.architectures import load_description
+from inference_svc.model.description import Rank
+from inference_svc.model.sharding.description import of_rank
 from loadout import errors
-from tests.support.models.zoo import Zoo
+from loadout.prometheus import scrape
+from tests.support.models.zoo import ALL, AdapterSpec, Zoo, adapted, make_model
 from tests.support.wait import until
 from tests.system.services import Services
 
@@ -92,3 +98,34 @@ def test_a_rank_that_is_killed_ends_the_engine(zoos: Callable[[str], Zoo], tmp_p
             list(chunks)
         until(lambda: not services.inference.is_alive, 30)
         assert "rank 1 was ended by SIGKILL" in services.inference.log_path.read_text()
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_pull_one_image_and_what_is_whole_on_each(tmp_path: Path, count: int) -> None:
+    """By the store's own counter: what is cut crosses the wire once. A quarter of an image is A of
+    targets whose outputs are cut, or B of those whose inputs are, which each rank has."""
+    base = make_model("llama", tmp_path / "model", num_key_value_heads=4)
+    spec = AdapterSpec("r16", 16, ALL)
+    reference = adapted(base, "llama", tmp_path / "adapters", [spec])
+    zoo = Zoo("llama", tmp_path / "model", reference, {"r16": tmp_path / "adapters" / "r16"})
+    decoder = load_description(zoo.model_dir)
+    part = build_layout(of_rank(decoder, Rank(0, count)), "llama", torch.float32)
+    per_rank = 16 * torch.float32.itemsize
+    image_bytes = whole_bytes = 0
+    for target in part.targets:
+        if target.module in ALL:
+            image_bytes += per_rank * (target.in_features + target.out_features)
+            whole_bytes += 0 if target.in_slice else per_rank * target.in_features
+            whole_bytes += 0 if target.out_slice else per_rank * target.out_features
+    with serve(zoo, tmp_path / "services", count) as services:
+        services.client.register("r16", services.source("r16"))
+        services.client.load("r16")
+        pulled = scrape(services.store_metrics).one("loadout_store_pulled_bytes_total")
+        found = services.client.complete(
+            PROMPT, adapter="r16", max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+        )
+        expected = zoo.greedy("r16", PROMPT, NUM_TOKENS, guess=found.token_ids)
+        assert list(found.token_ids) == expected
+    assert image_bytes / 4 < whole_bytes < image_bytes / 2
+    needed_bytes = image_bytes + (count - 1) * whole_bytes
+    assert needed_bytes <= pulled <= needed_bytes + 0.02 * image_bytes
