@@ -109,6 +109,8 @@ def resolve(
         raise InvalidSetting("host-memory-limit: on a CPU, set memory-limit: it covers all memory")
     if settings.tensor_parallel > 1:
         _check_ranks(settings, device)
+    elif settings.fully_sharded_loras:
+        raise InvalidSetting("--fully-sharded-loras needs --tensor-parallel 2 or more")
     settings = resolve_model(settings, model).model_copy(update={"device": device})
     _check_length(settings, model)
     if device == "cpu":
@@ -139,6 +141,9 @@ def _check_ranks(settings: InferenceSettings, device: str) -> None:
         raise InvalidSetting("--tensor-parallel needs --engine process")
     if settings.host_memory:
         raise InvalidSetting("--tensor-parallel: ranks have no host tier; set --host-memory 0")
+    if settings.fully_sharded_loras and settings.adapter_dtype != "auto":
+        reason = "each process's part of A would have a scale of its own"
+        raise InvalidSetting(f"--fully-sharded-loras: {reason}; leave --adapter-dtype auto")
 
 
 def resolve_model(settings: InferenceSettings, model: ModelFacts) -> InferenceSettings:
@@ -311,6 +316,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         num_threads=settings.num_threads,
         native_kernels=settings.native_kernels,
         tensor_parallel=settings.tensor_parallel,
+        fully_sharded_loras=settings.fully_sharded_loras,
         record_steps=settings.cuda_graphs,
     )
 

@@ -282,6 +282,11 @@ class InferenceSettings(ServiceSettings):
     same machine's CPUs. Each takes --kv-memory and --adapter-memory for itself. Attention heads and
     feed-forward sizes must divide by it. Adapters of every kind work as with one process."""
 
+    fully_sharded_loras: Annotated[bool, DEVICE] = False
+    """With --tensor-parallel, cut A and B of all projections over the processes, so that none is
+    held or pulled twice. It costs a small sum over processes for each group of projections and
+    step with adapters, and torch computes. Adapters with DoRA are refused."""
+
     native_kernels: Annotated[bool, Level.FILE, DEVICE] = True
     """Compute on CPU with the C++ kernels if they are built, otherwise with torch."""
 

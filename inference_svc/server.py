@@ -10,7 +10,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol
 
-from contract.images.segment_kinds import FURTHER_KINDS
+from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.access import AUDITED, Access
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
@@ -368,11 +368,13 @@ def _adapter_texts(
 
 def announcement_of(config: InferenceSettings, weight_form: str) -> Announcement:
     """`config` is resolved."""
+    # The norms of outputs would be of sums of A and B that no rank has.
+    refused = (SegmentKind.MAGNITUDE,) if config.fully_sharded_loras else ()
     return Announcement(
         config.base_model_names[1:],
         config.max_rank,
         config.lora_targets,
-        FURTHER_KINDS,
+        tuple(each for each in FURTHER_KINDS if each not in refused),
         config.max_added_tokens,
         weight_form,
     )

@@ -64,6 +64,8 @@ class ModelLayout:
     unused: tuple[Target, ...] = ()
     adapter_dtype: DataType | None = None
     """The type of A and B, if it is not the model's."""
+    summed_groups: frozenset[str] = frozenset()
+    """Groups whose outputs are terms of sums over ranks, which have parts of the inputs."""
     weights: tuple[int, ...] = field(init=False)
     """Indices into `all_targets` of targets for which adapters may replace the base's weight: the
     embedding, the head, norms; in the order in which the table of resident adapters counts them."""
@@ -164,6 +166,16 @@ class ModelLayout:
         return replace(self, unused=tuple(unused))
 
     @property
+    def shared_groups(self) -> dict[str, int]:
+        """Groups of which ranks share A and B, by inputs and by outputs; and the first of the
+        inputs in the group's input here, which is whole but for sums."""
+        return {
+            target.group: 0 if target.group in self.summed_groups else target.inputs[0]
+            for target in self.targets
+            if target.in_slice is not None and target.out_slice is not None
+        }
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """Distinct last components of the targets' names, in order of use."""
         return tuple(dict.fromkeys(target.module for target in self.targets))
@@ -241,21 +253,9 @@ class ModelLayout:
         except InvalidImage as error:
             raise CorruptImage(str(error)) from error
         segments = tuple(Segment(order[each.target], *each[1:]) for each in header.segments)
-        self._check_replaced(segments)
+        _check_replaced(self, segments)
+        _check_shared(self, segments)
         return replace(header, segments=segments)
-
-    def _check_replaced(self, segments: Iterable[Segment]) -> None:
-        """Raises AdapterUnusable for a whole weight of a target that has none to replace."""
-        refused = [
-            self.all_targets[segment.target].short_name
-            for segment in segments
-            if segment.kind in REPLACED_KINDS
-            and segment.target not in self.biases
-            and segment.target not in self.weights
-        ]
-        if refused:
-            what = refused_kinds((SegmentKind.FULL,), refused)
-            raise AdapterUnusable(f"it has {what}", subject="adapter")
 
     def check_contents(
         self,
@@ -367,6 +367,39 @@ class ModelLayout:
         target = self.all_targets[segment.target]
         dtype, shape = rules.form_of(segment, target, self.data_type, self.lora_data_type)
         return getattr(torch, dtype.torch_name), shape
+
+
+def _check_replaced(layout: ModelLayout, segments: Iterable[Segment]) -> None:
+    """Raises AdapterUnusable for a whole weight of a target that has none to replace."""
+    refused = [
+        layout.all_targets[segment.target].short_name
+        for segment in segments
+        if segment.kind in REPLACED_KINDS
+        and segment.target not in layout.biases
+        and segment.target not in layout.weights
+    ]
+    if refused:
+        what = refused_kinds((SegmentKind.FULL,), refused)
+        raise AdapterUnusable(f"it has {what}", subject="adapter")
+
+
+def _check_shared(layout: ModelLayout, segments: Iterable[Segment]) -> None:
+    """Raises AdapterUnusable for a segment that changes all outputs of a target that ranks
+    share."""
+    shared = layout.shared_groups
+    for segment in segments:
+        column = layout.biases.get(segment.target, segment.target)
+        target = layout.all_targets[column]
+        is_base_bias = column != segment.target and target.group in layout.summed_groups
+        if target.group not in shared:
+            continue
+        if segment.kind is SegmentKind.MAGNITUDE or is_base_bias:
+            what = "a bias of its own" if is_base_bias else KIND_WORDS[segment.kind]
+            raise AdapterUnusable(
+                f"it has {what} for {target.short_name}, which a server with "
+                "--fully-sharded-loras does not apply",
+                subject="adapter",
+            )
 
 
 def refused_targets(names: Sequence[str], lora_targets: Collection[str]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -20,6 +20,7 @@ from inference_svc.adapters.layout import (
     ModelLayout,
 )
 from inference_svc.core import EngineConfig
+from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.parameters import vectors
 from inference_svc.model.description import (
     EMBED_TOKENS,
@@ -28,6 +29,7 @@ from inference_svc.model.description import (
     Decoder,
     ExpertsProjection,
     Projection,
+    Rank,
     layer_path,
 )
 from inference_svc.model.operations import key_of
@@ -38,15 +40,28 @@ from kernels.lora import LoraGroup
 def layout_of(config: EngineConfig, decoder: Decoder) -> ModelLayout:
     """Returns the layout that an engine with this config announces."""
     dtype = getattr(torch, config.dtype)
-    return build_layout(decoder, config.base_model, dtype, config.adapter_dtype)
+    return build_layout(
+        decoder,
+        config.base_model,
+        dtype,
+        config.adapter_dtype,
+        is_fully_sharded=config.fully_sharded_loras,
+    )
 
 
 @lru_cache(maxsize=4)
 def build_layout(
-    decoder: Decoder, base_model: str, dtype: torch.dtype, adapter_dtype: str = "auto"
+    decoder: Decoder,
+    base_model: str,
+    dtype: torch.dtype,
+    adapter_dtype: str = "auto",
+    *,
+    is_fully_sharded: bool = False,
 ) -> ModelLayout:
     """Returns the targets of a decoder, by the names of Hugging Face's modules. `adapter_dtype` is
-    the type of A and B, "fp8"; "auto": `dtype`."""
+    the type of A and B, "fp8"; "auto": `dtype`. If it `is_fully_sharded`, a rank's part of a
+    projection has a part of A's inputs and of B's outputs. Raises UnsupportedModel for inputs or
+    outputs that ranks cannot share."""
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
     targets = [
@@ -74,6 +89,9 @@ def build_layout(
         )
         for vector in vectors(decoder)
     )
+    summed = frozenset(target.group for target in targets if target.in_slice is not None)
+    if is_fully_sharded and decoder.rank is not None:
+        targets = [_shared(target, decoder.rank) for target in targets]
     config = decoder.config_sha256
     is_float8 = adapter_dtype == "fp8"
     return ModelLayout(
@@ -84,7 +102,24 @@ def build_layout(
         tuple(targets),
         more,
         adapter_dtype=FLOAT8 if is_float8 else None,
+        summed_groups=summed,
     )
+
+
+def _shared(target: Target, rank: Rank) -> Target:
+    """Returns a target that is cut by inputs or by outputs, cut by both."""
+    if target.in_slice is None and target.out_slice is None:
+        return target
+    inputs = target.in_slice or _even_part(target.in_features, rank, f"{target.name}'s inputs")
+    outputs = target.out_slice or _even_part(target.out_features, rank, f"{target.name}'s outputs")
+    return replace(target, in_slice=inputs, out_slice=outputs)
+
+
+def _even_part(whole: int, rank: Rank, what: str) -> tuple[int, int]:
+    if whole % rank.count:
+        reason = f"{what}, {whole}, do not divide by --tensor-parallel {rank.count}"
+        raise UnsupportedModel(f"--fully-sharded-loras: {reason}")
+    return rank.part(whole).range
 
 
 def cut_as(layout: ModelLayout, other: ModelLayout) -> ModelLayout:
@@ -183,13 +218,15 @@ def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Ite
 class AppliedTargets:
     """The targets that adapters of a server change: `groups` by name, `of_experts` the ones among
     these that are of experts, and the places in the table of `weights` that they replace, by the
-    names of these. Adapters may have `max_added_tokens` behind the `vocab_size` of the base."""
+    names of these. Adapters may have `max_added_tokens` behind the `vocab_size` of the base.
+    `shared` are `ModelLayout.shared_groups`."""
 
     groups: Mapping[str, LoraGroup]
     weights: Mapping[str, int]
     vocab_size: int
     max_added_tokens: int
     of_experts: frozenset[int] = frozenset()
+    shared: Mapping[str, int] = field(default_factory=dict)
 
     def names_of(self, places: Collection[int]) -> list[str]:
         """Returns the names of weights at these places, in the order of the layout."""
@@ -213,7 +250,9 @@ def applied_targets(
         for target in group.targets
         if layout.targets[target].kind is TargetKind.EXPERTS
     )
-    return AppliedTargets(groups, weights, vocab_size, max_added_tokens, of_experts)
+    return AppliedTargets(
+        groups, weights, vocab_size, max_added_tokens, of_experts, layout.shared_groups
+    )
 
 
 def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGroup]:
@@ -237,7 +276,8 @@ def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict
         if lora_targets and modules.isdisjoint(lora_targets):
             continue
         sizes = [layout.targets[column].num_out for column in members]
-        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        first = layout.targets[members[0]].outputs[0] if name in layout.summed_groups else 0
+        offsets = [first + sum(sizes[:index]) for index in range(len(sizes))]
         groups[name] = LoraGroup(
             targets=tuple(members),
             in_features=layout.targets[members[0]].num_in,

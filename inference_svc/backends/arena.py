@@ -216,8 +216,12 @@ class Arena:
 
     def _is_of_another_rank(self, segment: Segment) -> bool:
         """Returns whether it is a bias of a sum over inputs that are cut: the rank with the first
-        of them adds it. Others have its bytes, too, so that all ranks' images lie alike."""
+        of them adds it, unless ranks share the outputs. Others have its bytes, too, so that all
+        ranks' images lie alike."""
         column = self.layout.biases.get(segment.target)
         if segment.kind is SegmentKind.BIAS:
             column = segment.target
-        return column is not None and self.layout.targets[column].inputs[0] > 0
+        if column is None:
+            return False
+        target = self.layout.targets[column]
+        return target.inputs[0] > 0 and target.out_slice is None

@@ -158,6 +158,8 @@ class Magnitudes:
         exchange: Exchange | None = None,
     ) -> None:
         assert (rank is None) == (exchange is None)
+        is_cut = any(target.in_slice is not None for target in arena.layout.targets)
+        assert exchange is not None or not is_cut, "it has a part of the squares"
         self._weights = weights
         self._arena = arena
         self._rank, self._exchange = rank, exchange

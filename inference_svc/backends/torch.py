@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -84,7 +84,8 @@ class LoraStep:
     not in `targets` are passed over: no adapter that the server accepts changes them.
 
     `plan` covers all tokens of the step, `head_plan` the ones that get logits. `may_be_beside`: the
-    step is recorded, and its adapters have nothing but A and B.
+    step is recorded, and its adapters have nothing but A and B. `exchange` is there for groups that
+    ranks share.
     """
 
     arena: Arena
@@ -92,6 +93,7 @@ class LoraStep:
     plan: LoraPlan
     head_plan: LoraPlan
     may_be_beside: bool = False
+    exchange: Exchange | None = None
 
     @property
     def num_added_tokens(self) -> int:
@@ -110,7 +112,8 @@ class LoraStep:
     def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
         if group in self.targets.groups:
             arena, found = self.arena, self.targets.groups[group]
-            add_lora(out, x, arena.flat, arena.table, self.plan, found, bias)
+            x, sum_ranks = _shared(group, x, self.targets, self.exchange)
+            add_lora(out, x, arena.flat, arena.table, self.plan, found, bias, sum_ranks)
 
     def beside(self, group: str, x: Tensor, linear: TorchLinear) -> tuple[Tensor, Addend] | None:
         found, arena = self.targets.groups.get(group), self.arena
@@ -139,7 +142,7 @@ class LoraStep:
 
     def of_pairs(self, order: TokenOrder, experts: Tensor, pairs: Pairs) -> ExpertsLoraStep:
         plan = plan_pairs(self.plan, order, experts, pairs)
-        return ExpertsLoraStep(self.arena, self.targets, plan)
+        return ExpertsLoraStep(self.arena, self.targets, plan, self.exchange)
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
         arena, weight = self.arena, self.targets.weights.get(EMBED_TOKENS)
@@ -175,24 +178,47 @@ class ExpertsLoraStep:
     arena: Arena
     targets: AppliedTargets
     plan: LoraPlan
+    exchange: Exchange | None = None
 
     def add(self, group: str, x: Tensor, out: Tensor) -> None:
         if group in self.targets.groups:
             arena, found = self.arena, self.targets.groups[group]
-            add_lora_experts(out, x, arena.flat, arena.table, self.plan, found)
+            x, sum_ranks = _shared(group, x, self.targets, self.exchange)
+            add_lora_experts(out, x, arena.flat, arena.table, self.plan, found, sum_ranks)
 
 
-def plan_lora(rows: Sequence[BatchRow], arena: Arena, targets: AppliedTargets) -> LoraStep | None:
+def _shared(
+    group: str, x: Tensor, targets: AppliedTargets, exchange: Exchange | None
+) -> tuple[Tensor, Callable[[Tensor], None] | None]:
+    """Returns the inputs of a group's A here, and the sum over ranks of its products: all, and
+    none, unless ranks share the group."""
+    first = targets.shared.get(group)
+    if first is None:
+        return x, None
+    assert exchange is not None
+    return x.narrow(1, first, targets.groups[group].in_features), exchange.sum
+
+
+def plan_lora(
+    rows: Sequence[BatchRow],
+    arena: Arena,
+    targets: AppliedTargets,
+    exchange: Exchange | None = None,
+) -> LoraStep | None:
     """Returns None when no row of the batch has an adapter: the LoRA path is not entered."""
     if all(row.slot == BASE_SLOT for row in rows):
         return None
     sequences, starts, counts, _ = zip(*rows, strict=True)
     runs, last = slot_runs(sequences, starts, counts), last_slots(sequences, starts, counts)
-    return plan_runs(runs, last, arena, targets)
+    return plan_runs(runs, last, arena, targets, exchange)
 
 
 def plan_runs(
-    runs: SlotRuns, last: Sequence[int], arena: Arena, targets: AppliedTargets
+    runs: SlotRuns,
+    last: Sequence[int],
+    arena: Arena,
+    targets: AppliedTargets,
+    exchange: Exchange | None = None,
 ) -> LoraStep | None:
     """Returns the adapters of runs of tokens, and of each row's last token; None if there are
     none."""
@@ -200,7 +226,7 @@ def plan_runs(
         return None
     plan = LoraPlan.build(*runs, arena.table, arena.device)
     head_plan = LoraPlan.build(list(last), [1] * len(last), arena.table, arena.device)
-    return LoraStep(arena, targets, plan, head_plan)
+    return LoraStep(arena, targets, plan, head_plan, exchange=exchange)
 
 
 def score_slices(
@@ -289,7 +315,7 @@ class TorchBackend(AdapterMemory):
 
     def prepare(self, batch: Batch) -> TorchInputs:
         step = StepInputs.build(batch, self._page_size, self.arena.device, self._states)
-        lora = plan_lora(batch.rows, self.arena, self._targets)
+        lora = plan_lora(batch.rows, self.arena, self._targets, self._exchange)
         self.num_lora_steps += lora is not None
         runs = tuple(scored_runs(batch.rows))
         return TorchInputs(step, lora, returns_experts(batch, self._decoder), runs)
@@ -315,7 +341,8 @@ class TorchBackend(AdapterMemory):
         device = self.arena.device
         starts, counts = (np.asarray(each, np.int64) for each in (data.starts, data.counts))
         step = StepInputs.of(data.token_ids, starts, counts, data.page_ids, self._page_size, device)
-        lora = plan_runs(data.runs, data.last_slots, self.arena, self._targets)
+        arena, targets = self.arena, self._targets
+        lora = plan_runs(data.runs, data.last_slots, arena, targets, self._exchange)
         last = self.transformer.layers(step, self.kv_caches, lora)
         self.transformer.logits(last, step.logit_rows, lora)
         for indices, runs in data.scored:

@@ -59,6 +59,8 @@ SCORE_COPIES = 3
 """Copies of attention's scores in fp32, where they are bounded or have sinks."""
 CLAMPED_COPIES = 6
 """Copies in fp32 that a clamped activation takes."""
+SHARED_COPIES = 4
+"""Copies in fp32 of shrunk inputs that ranks share: theirs, joined, and their sum in pieces."""
 OUTPUT_COPIES = 5
 """Copies of a target's outputs in fp32 that adapters take which have more than A and B."""
 CONVOLVED_COPIES, GATED_COPIES = 5, 6
@@ -123,6 +125,8 @@ class _OwnBytes(NamedTuple):
             return 0
         widest, rank = max(group.out_features), self.config.max_lora_rank
         shrunk = 4 * num_rows * MAX_PARTS * len(group.targets) * rank
+        if name in self.targets.shared:
+            shrunk *= SHARED_COPIES
         if self.config.adapter_dtype != "auto":  # A or B in the model's dtype
             shrunk += self.item_bytes * rank * max(widest, group.in_features)
         return (

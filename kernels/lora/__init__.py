@@ -25,6 +25,7 @@ from kernels.dispatch import uses_triton
 from kernels.experts.reference import Pairs
 
 from . import cpu, pair_plan
+from .cpu import SumRanks
 from .pair_plan import TokenOrder
 from .plan import BASE_SLOT, LoraGroup, LoraPlan, LoraSegment
 from .rows import GRANULE_BYTES, OutputVectors, ReplacedWeight, TableEntry, TableRow
@@ -67,6 +68,7 @@ def add_lora(
     plan: LoraPlan,
     group: LoraGroup,
     base_bias: torch.Tensor | None = None,
+    sum_ranks: SumRanks | None = None,
 ) -> None:
     """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k, with the adapter's vectors over the
     outputs, if it has any; see `reference.add_lora`.
@@ -79,9 +81,11 @@ def add_lora(
         plan: Tokens by slot.
         group: Targets with the same input.
         base_bias: The base's bias in `out`, [>= group.out_end]. None: none.
+        sum_ranks: Sums x[t] @ A_k.T over ranks, which have parts of the inputs, and then of the
+            outputs; only on a CPU. None: this rank has all inputs.
     """
     assert not plan.has_experts
-    _add_lora(out, x, arena, table, plan, group, base_bias)
+    _add_lora(out, x, arena, table, plan, group, base_bias, sum_ranks)
 
 
 def compute_addend(
@@ -127,6 +131,7 @@ def add_lora_experts(
     table: LoraTable,
     plan: LoraPlan,
     group: LoraGroup,
+    sum_ranks: SumRanks | None = None,
 ) -> None:
     """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k[e].T) @ B_k[e], with t's expert e; see
     `reference.add_lora_experts`.
@@ -138,9 +143,10 @@ def add_lora_experts(
         table: The adapters' rows.
         plan: Tokens by slot. Each token has an expert.
         group: Targets with the same input.
+        sum_ranks: See `add_lora`.
     """
     assert plan.has_experts, "each token has an expert"
-    _add_lora(out, x, arena, table, plan, group)
+    _add_lora(out, x, arena, table, plan, group, None, sum_ranks)
 
 
 def _add_lora(
@@ -150,7 +156,8 @@ def _add_lora(
     table: LoraTable,
     plan: LoraPlan,
     group: LoraGroup,
-    base_bias: torch.Tensor | None = None,
+    base_bias: torch.Tensor | None,
+    sum_ranks: SumRanks | None,
 ) -> None:
     assert x.shape == (plan.num_tokens, group.in_features), "x is [T, in_features]"
     assert out.shape[0] == plan.num_tokens, "out is [T, sum of out]"
@@ -161,11 +168,12 @@ def _add_lora(
     if not plan.has_group(group):
         return
     if uses_triton(out):
+        assert sum_ranks is None, "no device has ranks yet"
         from .triton_ops import add_lora as launch  # Triton is an extra that the CPU does without
 
         launch(out, x, arena, table, plan, group, base_bias)
     else:
-        cpu.add_lora(out, x, table, plan, group, base_bias)
+        cpu.add_lora(out, x, table, plan, group, base_bias, sum_ranks)
 
 
 def add_lora_embedding(

@@ -8,9 +8,9 @@ latter; fp32 products go to MKL, which has no such overhead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -26,6 +26,10 @@ MAX_SHORT_TOKENS = 5
 _Tokens = TypeVar("_Tokens", slice, int)
 Product: TypeAlias = tuple[_Tokens, int, TargetWeights, torch.Tensor]
 """Tokens, which target of the group, its weights, and y, which A has made of their inputs."""
+
+
+SumRanks: TypeAlias = Callable[[torch.Tensor], None]
+"""Replaces a tensor, fp32 [N], by its sum over ranks. All call it in the same order."""
 
 
 class Shrunk(NamedTuple):
@@ -63,14 +67,18 @@ def add_lora(
     plan: LoraPlan,
     group: LoraGroup,
     base_bias: torch.Tensor | None = None,
+    sum_ranks: SumRanks | None = None,
 ) -> None:
     """Computes `reference.add_lora` and `reference.add_lora_experts`: out [T, >= group.out_end], x
     [T, in_features], base_bias [>= group.out_end].
 
     The shrunk rows are rounded to the model's dtype. Each is expanded as soon as it is there:
-    `expand` of the result of `shrink`.
+    `expand` of the result of `shrink`. With `sum_ranks`, once the sums of all are there.
     """
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
+    if sum_ranks is not None:
+        _add_summed(out, x, table, plan, group, base_bias, sum_ranks)
+        return
     segments, short = _segments(x.dtype, table, plan, group)
     parts = _parts(out, plan, group, base_bias)
     for segment in plan.segments:
@@ -82,6 +90,43 @@ def add_lora(
     if short:
         with _own_products():
             _expand_rows(parts, _shrink_rows(x, short))
+
+
+def _add_summed(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+    base_bias: torch.Tensor | None,
+    sum_ranks: SumRanks,
+) -> None:
+    """Expands sums over ranks of the shrunk rows. All ranks have rows of equal sizes, because their
+    plans and the ranks of their adapters are equal; what is missing on some has rank 0."""
+    of_mixes = [
+        (segment, list(_mixed(table, segment, group, x[segment.start : segment.end])))
+        for segment in plan.segments
+        if table.is_mix(segment.slot)
+    ]
+    shrunk = shrink(x, table, plan, group)
+    mixed = [product[-1] for _, products in of_mixes for product in products]
+    ys = [*mixed, *(product[-1] for product in chain(shrunk.segments, shrunk.rows))]
+    summed = iter(_summed(ys, sum_ranks))
+    parts = _parts(out, plan, group, base_bias)
+    for segment, products in of_mixes:
+        _add_mix(parts, segment, [(k, w, next(summed)) for k, w, _ in products])
+    segments = [(tokens, k, w, next(summed)) for tokens, k, w, _ in shrunk.segments]
+    rows = [(token, k, w, next(summed)) for token, k, w, _ in shrunk.rows]
+    expand(out, Shrunk(segments, rows), plan, group, base_bias)
+
+
+def _summed(ys: Sequence[torch.Tensor], sum_ranks: SumRanks) -> list[torch.Tensor]:
+    """Returns the sums over ranks of tensors, which are exchanged as one."""
+    flat = torch.cat([y.reshape(-1).float() for y in ys]) if ys else torch.empty(0)
+    if len(flat):
+        sum_ranks(flat)
+    pieces = flat.split([y.numel() for y in ys])
+    return [piece.view(y.shape).to(y.dtype) for piece, y in zip(pieces, ys, strict=True)]
 
 
 def add_lora_embedding(

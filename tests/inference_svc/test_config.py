@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
 from inference_svc.auto_settings import Machine, ModelFacts, Sizes, resolve, to_engine_config
 from inference_svc.config import InferenceSettings
 from inference_svc.core import padding_pages
+from inference_svc.server import announcement_of
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 
@@ -243,6 +245,15 @@ def test_other_models_ignore_the_settings_of_states(model: Path) -> None:
         (["--kv-memory", "1KiB"], CPU, "holds 0 tokens"),
         (["--max-model-len", "512", "--kv-memory", "1MiB"], GPU, "holds 496 tokens"),
         (["--kv-memory", "1KiB"], GPU, "holds 0 tokens"),
+        (["--fully-sharded-loras"], CPU, "--fully-sharded-loras needs --tensor-parallel 2 or more"),
+        (
+            ["--tensor-parallel", "2", "--fully-sharded-loras", "--adapter-dtype", "fp8"],
+            CPU,
+            "part of A would have a scale of its own; leave --adapter-dtype auto",
+        ),
+        (["--tensor-parallel", "2", "--engine", "thread"], CPU, "needs --engine process"),
+        (["--tensor-parallel", "2", "--host-memory", "1MiB"], CPU, "set --host-memory 0"),
+        (["--tensor-parallel", "2"], GPU, "--tensor-parallel: only CPUs so far"),
     ],
 )
 def test_impossible_settings(model: Path, args: list[str], machine: Machine, message: str) -> None:
@@ -273,3 +284,12 @@ def test_adapters_of_experts_have_space_for_one_of_all_experts(model: Path, monk
         assert found == 256 * MIB + expected
     given = parse(model, "--device", "cpu", "--adapter-memory", "1MiB")
     assert resolve(given, CPU, facts).adapter_memory == MIB
+
+
+def test_magnitudes_are_announced_unless_adapters_are_fully_sharded(model: Path) -> None:
+    """The store refuses such adapters, and the rest is announced all the same."""
+    ranks = ("--tensor-parallel", "2")
+    kinds = announcement_of(parse(model, *ranks), "").segment_kinds
+    assert set(kinds) == set(FURTHER_KINDS)
+    fully_sharded = announcement_of(parse(model, *ranks, "--fully-sharded-loras"), "").segment_kinds
+    assert set(kinds) - set(fully_sharded) == {SegmentKind.MAGNITUDE}

@@ -4,7 +4,7 @@ logits and greedy tokens as of one process."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from inference_svc.errors import AdapterUnusable
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import AdapterSpec, Zoo, adapted, make_model
+from tests.system.engines import Running
 from tests.system.kinds import (
     ADDED,
     Kinds,
@@ -35,17 +36,19 @@ def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return make_kinds(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def compare(zoo: Kinds, start: Callable, **settings: Any) -> None:
-    """All kinds together, with the base model and a sum, in chunks."""
+def compare(zoo: Kinds, start: Callable, names: Sequence[str] = (), **settings: Any) -> Running:
+    """Adapters of these names, or all, together with the base model and a sum, in chunks."""
     settings |= {"native_kernels": False, "max_prefill_chunk": 24}
     running, recorder = begin(zoo, start, **settings)
-    asked = [zoo.prompt_of(*each) for each in zip(zoo.names, prompts(len(zoo.names)), strict=True)]
-    for name, prompt in zip(zoo.names, asked, strict=True):
+    names = names or zoo.names
+    asked = [zoo.prompt_of(*each) for each in zip(names, prompts(len(names)), strict=True)]
+    for name, prompt in zip(names, asked, strict=True):
         zoo.submit(running, name or "base", prompt, name, max_tokens=NUM_TOKENS)
-    for name, prompt in zip(zoo.names, asked, strict=True):
+    for name, prompt in zip(names, asked, strict=True):
         key = name or "base"
         check(zoo, name, prompt, *running.result(key), recorder.logits[key])
     running.check_idle()
+    return running
 
 
 @counts
@@ -53,6 +56,29 @@ def test_all_kinds_together_have_the_oracles_logits(
     zoo: Kinds, count: int, start: Callable
 ) -> None:
     compare(zoo, start, tensor_parallel=count)
+
+
+UNSHARED = {
+    "dora": "DoRA magnitudes for q_proj",
+    "dora of both ends": "DoRA magnitudes for o_proj",
+    "dora and the head": "DoRA magnitudes for q_proj",
+    "bias=all": "a bias of its own for o_proj",
+}
+"""Adapters of which each rank would need all outputs, and the reason of their refusal."""
+
+
+@counts
+def test_fully_sharded_adapters(zoo: Kinds, count: int, start: Callable) -> None:
+    """A and B are cut by inputs and by outputs; adapters that need all outputs are refused."""
+    names = [name for name in zoo.names if name not in UNSHARED]
+    running = compare(zoo, start, names, tensor_parallel=count, fully_sharded_loras=True)
+    for name, reason in UNSHARED.items():
+        if name in zoo.adapter_dirs:
+            running.submit(name, [5], name, max_tokens=1)
+            error = running.result(name)[1].error
+            assert isinstance(error, AdapterUnusable)
+            assert f"has {reason}, which a server with --fully-sharded-loras" in str(error)
+    running.check_idle()
 
 
 @counts
@@ -76,15 +102,25 @@ def test_sums_have_the_oracles_logits(tmp_path: Path, count: int, start: Callabl
     running.check_idle()
 
 
-@pytest.mark.parametrize("dtype", ["auto", pytest.param("fp8", marks=pytest.mark.long)])
-def test_experts_have_the_oracles_tokens(tmp_path: Path, dtype: str, start: Callable) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"adapter_dtype": "fp8"}, marks=pytest.mark.long),
+        {"fully_sharded_loras": True},
+    ],
+    ids=str,
+)
+def test_experts_have_the_oracles_tokens(
+    tmp_path: Path, settings: dict[str, Any], start: Callable
+) -> None:
     """Two projections of all experts, and the router."""
     options = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
     spec = AdapterSpec("experts", 4, ["q_proj", "o_proj"], options)
     model = make_model("mixtral", tmp_path / "model")
     reference = adapted(model, "mixtral", tmp_path / "adapters", [spec], to_float8)
     zoo = Zoo("mixtral", tmp_path / "model", reference, {spec.name: tmp_path / "adapters/experts"})
-    running = start(zoo, tensor_parallel=2, native_kernels=False, adapter_dtype=dtype)
+    running = start(zoo, tensor_parallel=2, native_kernels=False, **settings)
     names = [spec.name, ""]
     answers = [zoo.greedy(name, prompts(1)[0], NUM_TOKENS) for name in names]
     assert answers[0] != answers[1], "the adapter changes what is compared"

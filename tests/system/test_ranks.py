@@ -32,10 +32,10 @@ ADAPTERS = {
 }
 
 
-def serve(zoo: Zoo, folder: Path, count: int) -> Services:
+def serve(zoo: Zoo, folder: Path, count: int, *more: str) -> Services:
     flags = ("--base-model", zoo.kind, "--adapter-wait-seconds", "60")
     ranks = ("--tensor-parallel", str(count))
-    return Services(zoo, folder, inference_flags=(*flags, *ranks))
+    return Services(zoo, folder, inference_flags=(*flags, *ranks, *more))
 
 
 def ranks_of(services: Services) -> list[int]:
@@ -100,16 +100,20 @@ def test_a_rank_that_is_killed_ends_the_engine(zoos: Callable[[str], Zoo], tmp_p
         assert "rank 1 was ended by SIGKILL" in services.inference.log_path.read_text()
 
 
+@pytest.mark.parametrize("is_fully_sharded", [False, True])
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ranks_pull_one_image_and_what_is_whole_on_each(tmp_path: Path, count: int) -> None:
-    """By the store's own counter: what is cut crosses the wire once. A quarter of an image is A of
-    targets whose outputs are cut, or B of those whose inputs are, which each rank has."""
+def test_ranks_pull_one_image_and_the_parts_that_each_has_whole(
+    tmp_path: Path, count: int, *, is_fully_sharded: bool
+) -> None:
+    """By the store's own counter. A third of an image is A of targets whose outputs are cut, or B
+    of targets whose inputs are, which each rank has; none if adapters are fully sharded."""
     base = make_model("llama", tmp_path / "model", num_key_value_heads=4)
     spec = AdapterSpec("r16", 16, ALL)
     reference = adapted(base, "llama", tmp_path / "adapters", [spec])
     zoo = Zoo("llama", tmp_path / "model", reference, {"r16": tmp_path / "adapters" / "r16"})
     decoder = load_description(zoo.model_dir)
-    part = build_layout(of_rank(decoder, Rank(0, count)), "llama", torch.float32)
+    rank = of_rank(decoder, Rank(0, count))
+    part = build_layout(rank, "llama", torch.float32, is_fully_sharded=is_fully_sharded)
     per_rank = 16 * torch.float32.itemsize
     image_bytes = whole_bytes = 0
     for target in part.targets:
@@ -117,7 +121,8 @@ def test_ranks_pull_one_image_and_what_is_whole_on_each(tmp_path: Path, count: i
             image_bytes += per_rank * (target.in_features + target.out_features)
             whole_bytes += 0 if target.in_slice else per_rank * target.in_features
             whole_bytes += 0 if target.out_slice else per_rank * target.out_features
-    with serve(zoo, tmp_path / "services", count) as services:
+    flags = ("--fully-sharded-loras",) if is_fully_sharded else ()
+    with serve(zoo, tmp_path / "services", count, *flags) as services:
         services.client.register("r16", services.source("r16"))
         services.client.load("r16")
         pulled = scrape(services.store_metrics).one("loadout_store_pulled_bytes_total")
@@ -126,6 +131,9 @@ def test_ranks_pull_one_image_and_what_is_whole_on_each(tmp_path: Path, count: i
         )
         expected = zoo.greedy("r16", PROMPT, NUM_TOKENS, guess=found.token_ids)
         assert list(found.token_ids) == expected
-    assert image_bytes / 4 < whole_bytes < image_bytes / 2
+    if is_fully_sharded:
+        assert whole_bytes == 0
+    else:
+        assert image_bytes / 4 < whole_bytes < image_bytes / 2
     needed_bytes = image_bytes + (count - 1) * whole_bytes
     assert needed_bytes <= pulled <= needed_bytes + 0.02 * image_bytes

@@ -220,6 +220,8 @@ class NativeFactory:
     def supports(self, config: EngineConfig) -> bool:
         if not config.native_kernels or torch.device(config.device).type != "cpu":
             return False
+        if config.fully_sharded_loras:
+            return False  # its program sums no shrunk rows over ranks
         return config.dtype in ("float32", "bfloat16") and load() is not None
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from contract.images.targets import TargetKind
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.memory.tiers import (
@@ -211,11 +212,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_layouts_of_ranks(model_dir: Path) -> None:
-    """They have the same targets, whose slices make up the whole."""
+@pytest.mark.parametrize("is_fully_sharded", [False, True])
+def test_layouts_of_ranks(model_dir: Path, *, is_fully_sharded: bool) -> None:
+    """They have the same targets, whose slices make up the whole; if they are fully sharded, of all
+    projections by inputs and by outputs."""
     whole = load_description(model_dir)
+    parts_of_four = [of_rank(whole, Rank(index, 4)) for index in range(4)]
     layouts = [
-        build_layout(of_rank(whole, Rank(index, 4)), "base", torch.float32) for index in range(4)
+        build_layout(part, "base", torch.float32, is_fully_sharded=is_fully_sharded)
+        for part in parts_of_four
     ]
     expected = build_layout(whole, "base", torch.float32)
     for index, target in enumerate(expected.all_targets):
@@ -229,7 +234,15 @@ def test_layouts_of_ranks(model_dir: Path) -> None:
             assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])]
             assert ends[-1][1] == size
         assert len({part.num_in * part.num_out for part in parts}) == 1, "images lie alike"
+        if target.layer is not None and target.kind is TargetKind.LINEAR:
+            assert all((p.in_slice and p.out_slice) for p in parts) == is_fully_sharded
     assert cut_as(layouts[0], layouts[3]) == layouts[3]
+
+
+def test_inputs_that_ranks_cannot_share_are_refused(model_dir: Path) -> None:
+    part = replace(of_rank(load_description(model_dir), Rank(0, 2)), rank=Rank(0, 3))
+    with pytest.raises(UnsupportedModel, match="q_proj's inputs, 32, do not divide by --tensor-pa"):
+        build_layout(part, "base", torch.float32, is_fully_sharded=True)
 
 
 def config_of(model_dir: Path, count: int, *, native: bool = True) -> EngineConfig:

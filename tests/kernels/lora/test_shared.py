@@ -1,0 +1,85 @@
+"""Ranks that share adapters by inputs and outputs: each shrinks its part of the inputs, and expands
+the sum of all to its part of the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.lora import BASE_SLOT, LoraGroup, LoraPlan, LoraTable, TableEntry, add_lora, reference
+from kernels.lora.plan import TILE_TOKENS
+from kernels.lora.table import MAX_PARTS, MixPart
+from tests.support.inference.ranks import exchanges, on_ranks
+from tests.support.kernels.adapters import NUM_SLOTS, Adapters
+from tests.support.kernels.packing import Packing
+
+MIXES = (((1, 0.5), (3, -2.0)), ((4, 1.0), (2, 0.25), (0, 3.0)))
+SLOTS = [BASE_SLOT, 0, 1, NUM_SLOTS, 2, 3, NUM_SLOTS + MAX_PARTS, 4, 5, BASE_SLOT, NUM_SLOTS]
+LENGTHS = [5, 7, 1, 3, TILE_TOKENS + 3, 1, 2, 1, 3, 1, 1]
+
+
+def part_of(size: int, index: int, count: int) -> slice:
+    return slice(index * size // count, (index + 1) * size // count)
+
+
+def table_of(adapters: Adapters, index: int, count: int) -> tuple[LoraTable, LoraGroup]:
+    """A rank's part of the adapters' group, with mixes."""
+    packing, group = Packing(adapters.dtype), adapters.group
+    inputs = part_of(group.in_features, index, count)
+    outputs = [part_of(width, index, count) for width in group.out_features]
+    num_in, rows = inputs.stop - inputs.start, []
+    for slot in range(NUM_SLOTS):
+        entries = []
+        for k, target in enumerate(group.targets):
+            if (slot, target) in adapters.dense:
+                a, b, scale = adapters.dense[slot, target]
+                a, b = a[:, inputs].contiguous(), b[:, outputs[k]].contiguous()
+                places = packing.place(a), packing.place(b), len(b)
+                entries.append(TableEntry(target, *places, num_in, b.shape[1], scale))
+        rows.append(entries)
+    whole, arena = adapters.table, packing.arena()
+    table = LoraTable.create(
+        *(NUM_SLOTS, whole.num_targets, arena, "cpu", whole.max_rank), num_mixes=len(MIXES)
+    )
+    for slot, entries in enumerate(rows):
+        table.set_row(slot, entries)
+    for place, parts in enumerate(MIXES):
+        table.set_mix(NUM_SLOTS + place * MAX_PARTS, [MixPart(*part) for part in parts])
+    starts = zip(group.out_offsets, outputs, strict=True)
+    offsets = tuple(offset + part.start for offset, part in starts)
+    widths = tuple(part.stop - part.start for part in outputs)
+    return table, LoraGroup(group.targets, num_in, offsets, widths)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_all_ranks_are_the_whole(
+    make_adapters: Callable[..., Adapters],
+    assert_close: Any,
+    ratio_of: Any,
+    dtype: torch.dtype,
+    count: int,
+) -> None:
+    """Rows of one token and longer ones, sums of adapters, and adapters that lack a target."""
+    adapters = make_adapters(dtype)
+    table, group = table_of(adapters, 0, 1)
+    plan = LoraPlan.build(SLOTS, LENGTHS, table, "cpu")
+    x, out = adapters.inputs(plan)
+    expected = out.clone()
+    reference.add_lora(expected, x, table.arena, table, plan, group)
+    all_exchanges = exchanges(count)
+
+    def run(index: int) -> torch.Tensor:
+        own, own_group = table_of(adapters, index, count)
+        own_plan = LoraPlan.build(SLOTS, LENGTHS, own, "cpu")
+        found = out.clone() if index == 0 else torch.zeros_like(out)
+        part = x[:, part_of(x.shape[1], index, count)]
+        exchange = all_exchanges[index]
+        add_lora(found, part, own.arena, own, own_plan, own_group, None, exchange.sum)
+        return found
+
+    found = torch.stack([each.float() for each in on_ranks(count, run)]).sum(dim=0).to(dtype)
+    assert_close("out", expected, found, ratio_of(dtype))
