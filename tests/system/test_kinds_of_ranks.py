@@ -14,6 +14,7 @@ import torch
 from inference_svc.errors import AdapterUnusable
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import AdapterSpec, Zoo, adapted, make_model
+from tests.support.pairs import PATHS
 from tests.system.engines import Running
 from tests.system.kinds import (
     ADDED,
@@ -29,6 +30,7 @@ from tests.system.sums import SUMS, check_sum, digest_of, summed
 NUM_TOKENS = 12
 KINDS = ["qwen3", *(pytest.param(each, marks=pytest.mark.long) for each in ("gemma2", "cohere2"))]
 counts = pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+paths = pytest.mark.parametrize("path", ["native", pytest.param("torch", marks=pytest.mark.long)])
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -38,8 +40,7 @@ def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def compare(zoo: Kinds, start: Callable, names: Sequence[str] = (), **settings: Any) -> Running:
     """Adapters of these names, or all, together with the base model and a sum, in chunks."""
-    settings |= {"native_kernels": False, "max_prefill_chunk": 24}
-    running, recorder = begin(zoo, start, **settings)
+    running, recorder = begin(zoo, start, max_prefill_chunk=24, **settings)
     names = names or zoo.names
     asked = [zoo.prompt_of(*each) for each in zip(names, prompts(len(names)), strict=True)]
     for name, prompt in zip(names, asked, strict=True):
@@ -51,11 +52,12 @@ def compare(zoo: Kinds, start: Callable, names: Sequence[str] = (), **settings: 
     return running
 
 
+@paths
 @counts
 def test_all_kinds_together_have_the_oracles_logits(
-    zoo: Kinds, count: int, start: Callable
+    zoo: Kinds, count: int, path: str, start: Callable
 ) -> None:
-    compare(zoo, start, tensor_parallel=count)
+    compare(zoo, start, tensor_parallel=count, native_kernels=PATHS[path])
 
 
 UNSHARED = {
@@ -81,17 +83,23 @@ def test_fully_sharded_adapters(zoo: Kinds, count: int, start: Callable) -> None
     running.check_idle()
 
 
+@paths
 @counts
-def test_float8_adapters_of_all_kinds(tmp_path: Path, count: int, start: Callable) -> None:
+def test_float8_adapters_of_all_kinds(
+    tmp_path: Path, count: int, path: str, start: Callable
+) -> None:
     """Each rank's part of a matrix has a scale of its own."""
     zoo = make_kinds("qwen3", tmp_path, shake_to_float8)
-    compare(zoo, start, tensor_parallel=count, adapter_dtype="fp8")
+    compare(zoo, start, tensor_parallel=count, adapter_dtype="fp8", native_kernels=PATHS[path])
 
 
+@paths
 @counts
-def test_sums_have_the_oracles_logits(tmp_path: Path, count: int, start: Callable) -> None:
+def test_sums_have_the_oracles_logits(
+    tmp_path: Path, count: int, path: str, start: Callable
+) -> None:
     zoo = make_kinds("qwen3", tmp_path)
-    settings = {"native_kernels": False, "max_prefill_chunk": 24, "tensor_parallel": count}
+    settings = {"max_prefill_chunk": 24, "native_kernels": PATHS[path], "tensor_parallel": count}
     running, recorder = begin(zoo, start, **settings)
     asked = dict(zip(SUMS, prompts(len(SUMS), seed=3), strict=True))
     asked["tokens that one adds"] += ADDED
@@ -120,7 +128,7 @@ def test_experts_have_the_oracles_tokens(
     model = make_model("mixtral", tmp_path / "model")
     reference = adapted(model, "mixtral", tmp_path / "adapters", [spec], to_float8)
     zoo = Zoo("mixtral", tmp_path / "model", reference, {spec.name: tmp_path / "adapters/experts"})
-    running = start(zoo, tensor_parallel=2, native_kernels=False, **settings)
+    running = start(zoo, tensor_parallel=2, **settings)
     names = [spec.name, ""]
     answers = [zoo.greedy(name, prompts(1)[0], NUM_TOKENS) for name in names]
     assert answers[0] != answers[1], "the adapter changes what is compared"
@@ -152,7 +160,7 @@ def test_magnitudes_that_another_rank_refuses_are_refused(tmp_path: Path, start:
         adapted(copy.deepcopy(base), "llama", tmp_path / "adapters", [spec], train)
         dirs[name] = tmp_path / "adapters" / name
     zoo = Zoo("llama", tmp_path / "model", base, dirs)
-    running = start(zoo, tensor_parallel=2, native_kernels=False)
+    running = start(zoo, tensor_parallel=2)
     for number in range(2):
         for name in ("faulty", "sound", ""):
             running.submit(f"{name}{number}", [5, 6, 7], name, max_tokens=4)

@@ -75,7 +75,7 @@ def recorded() -> Recorded:
 @pytest.fixture
 def backend(recorded: Recorded) -> RankedBackend:
     own: Any = recorded
-    return RankedBackend(own, own, max_scored=8)
+    return RankedBackend(own, own, own, max_scored=8)
 
 
 INPUTS = RankedInputs(None, STEP)  # type: ignore[arg-type]
