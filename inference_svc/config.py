@@ -285,7 +285,7 @@ class InferenceSettings(ServiceSettings):
     fully_sharded_loras: Annotated[bool, DEVICE] = False
     """With --tensor-parallel, cut A and B of all projections over the processes, so that none is
     held or pulled twice. It costs a small sum over processes for each group of projections and
-    step with adapters, and torch computes. Adapters with DoRA are refused."""
+    step with adapters. Adapters with DoRA are refused."""
 
     native_kernels: Annotated[bool, Level.FILE, DEVICE] = True
     """Compute on CPU with the C++ kernels if they are built, otherwise with torch."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.native.library import Library, NativeOp, dtype_name
+from kernels.ranks.memory import RankMemory, RanksArgs
 
 from .plan import BASE_SLOT, TILE_TOKENS, LoraGroup, LoraPlan
 from .rows import NO_EXPERT
@@ -73,6 +74,16 @@ class _LoraArgs(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
         ("base_bias", ctypes.c_void_p),
+    )
+
+
+class _SumShrunkArgs(ctypes.Structure):
+    _fields_ = (
+        ("ranks", RanksArgs),
+        ("plan", PlanArgs),
+        ("y", ctypes.c_void_p),
+        ("num_targets", ctypes.c_int64),
+        ("max_rank", ctypes.c_int64),
     )
 
 
@@ -247,13 +258,22 @@ class NativeLora:
         return max_group_targets * max_pairs * _even(max_rank) * itemsize
 
     def add_ops(
-        self, group: LoraGroup, x: Tensor, out: Tensor, base_bias: Tensor | None = None
+        self,
+        group: LoraGroup,
+        x: Tensor,
+        out: Tensor,
+        base_bias: Tensor | None = None,
+        ranks: RankMemory | None = None,
     ) -> list[NativeOp]:
         """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k; see `reference.add_lora` and,
         for a plan with experts, `reference.add_lora_experts`. See `shrink_op` and `expand_op`.
+
+        With `ranks`, x and A have this rank's part of the inputs, and the products with A are
+        summed over ranks; see `sum_op`.
         """
         assert self.table.rank_parts == 1, "others have parts of the shrunk rows"
-        return [self.shrink_op(group, x), self.expand_op(group, out, base_bias)]
+        sums = [] if ranks is None else [self.sum_op(group, ranks)]
+        return [self.shrink_op(group, x), *sums, self.expand_op(group, out, base_bias)]
 
     def add_embedding_ops(self, target: int, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
         """out[t] += scale * A[token_ids[t]] @ B; see `reference.add_lora_embedding`.
@@ -275,6 +295,14 @@ class NativeLora:
         args = self._args(group)
         args.x, args.x_stride, args.in_features = x.data_ptr(), x.stride(0), group.in_features
         return NativeOp(f"lora_shrink{self._suffix}", args, (self, x))
+
+    def sum_op(self, group: LoraGroup, ranks: RankMemory) -> NativeOp:
+        """Replaces a group's products with A in `shrunk` by their sums over ranks, whose plans are
+        equal."""
+        size = len(group.targets), _even(self.table.max_rank)
+        args = _SumShrunkArgs(ranks.args, self.plan.args(), self.shrunk.data_ptr(), *size)
+        name = f"sum_shrunk_{dtype_name(self.table.arena.dtype)}"
+        return NativeOp(name, args, (self, ranks))
 
     def gather_op(self, target: int, token_ids: Tensor) -> NativeOp:
         """Writes rows of an embedding's A to `shrunk`; see `reference.gather`.

@@ -9,8 +9,8 @@ import os
 import struct
 
 # As in native/src/ranks.cpp.
-_LINE_BYTES = 128
-_SHARE_BYTES = 2 * (_LINE_BYTES + (64 << 10))
+_MEMBER_BYTES = 128
+_SHARE_BYTES = 2 * (_MEMBER_BYTES + (64 << 10))
 
 
 class RankFault(enum.Enum):
@@ -87,4 +87,4 @@ class RankMemory:
 
 def _num_bytes(num_ranks: int, num_threads: int) -> int:
     num_members = num_ranks * num_threads
-    return _LINE_BYTES * (1 + num_members) + num_members * _SHARE_BYTES
+    return _MEMBER_BYTES * (1 + num_members) + num_members * _SHARE_BYTES

@@ -69,11 +69,13 @@ UNSHARED = {
 """Adapters of which each rank would need all outputs, and the reason of their refusal."""
 
 
+@paths
 @counts
-def test_fully_sharded_adapters(zoo: Kinds, count: int, start: Callable) -> None:
+def test_fully_sharded_adapters(zoo: Kinds, count: int, path: str, start: Callable) -> None:
     """A and B are cut by inputs and by outputs; adapters that need all outputs are refused."""
     names = [name for name in zoo.names if name not in UNSHARED]
-    running = compare(zoo, start, names, tensor_parallel=count, fully_sharded_loras=True)
+    settings = {"tensor_parallel": count, "native_kernels": PATHS[path]}
+    running = compare(zoo, start, names, fully_sharded_loras=True, **settings)
     for name, reason in UNSHARED.items():
         if name in zoo.adapter_dirs:
             running.submit(name, [5], name, max_tokens=1)

@@ -220,8 +220,6 @@ class NativeFactory:
     def supports(self, config: EngineConfig) -> bool:
         if not config.native_kernels or torch.device(config.device).type != "cpu":
             return False
-        if config.fully_sharded_loras:
-            return False  # its program sums no shrunk rows over ranks
         return config.dtype in ("float32", "bfloat16") and load() is not None
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
@@ -275,7 +273,7 @@ class NativeFactory:
         step = StepArrays(max_tokens, max_rows, config.page_size, pages)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
         num_chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
-        lora = NativeLoraOps(arena, targets, max_tokens, max_rows, num_chosen)
+        lora = NativeLoraOps(arena, targets, max_tokens, max_rows, num_chosen, ranks)
         workspace = Workspace.allocate(
             decoder, max_tokens, max_rows, dtype, config.max_added_tokens
         )

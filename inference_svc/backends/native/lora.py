@@ -20,6 +20,7 @@ from kernels.host_memory import allocate_host
 from kernels.lora.native import NativeLora, NativeLoraPlan
 from kernels.lora.plan import LoraContents
 from kernels.native.library import NativeOp
+from kernels.ranks.memory import RankMemory
 from kernels.replaced.native import replace_embeddings_op, replace_logits_op, token_weights_op
 
 MAX_EXPERTS_TARGETS = 2
@@ -31,7 +32,7 @@ MAX_KNOWN = 16
 class NativeLoraOps:
     """Operations for steps of up to `max_tokens` tokens, each of which has up to `max_chosen`
     experts, and `max_rows` rows; see `ops.AdapterOps`, also for shapes. There are none for
-    groups that are not among the targets'."""
+    groups that are not among the targets'. `ranks` is there for groups that ranks share."""
 
     def __init__(
         self,
@@ -40,8 +41,9 @@ class NativeLoraOps:
         max_tokens: int,
         max_rows: int,
         max_chosen: int = 0,
+        ranks: RankMemory | None = None,
     ) -> None:
-        self._targets = targets
+        self._targets, self._ranks = targets, ranks
         self._groups = groups = targets.groups
         self._table = arena.table
         self._rows, self._weight_rows = arena.table.rows.numpy(), arena.table.weight_rows.numpy()
@@ -150,7 +152,8 @@ class NativeLoraOps:
         if group not in self._groups:
             return []
         lora = self._logits_lora if logits_only else self._lora
-        return lora.add_ops(self._groups[group], x, out, bias)
+        x, ranks = self._shared(group, x)
+        return lora.add_ops(self._groups[group], x, out, bias, ranks)
 
     def add_experts(
         self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
@@ -159,7 +162,17 @@ class NativeLoraOps:
             return []
         tokens, lora = self._logits_plan if logits_only else self._plan, self._pairs_lora
         plan_op = lora.plan.of_pairs_op(tokens, pairs.tokens, pairs.starts)
-        return [plan_op, *lora.add_ops(self._groups[group], x, out)]
+        x, ranks = self._shared(group, x)
+        return [plan_op, *lora.add_ops(self._groups[group], x, out, None, ranks)]
+
+    def _shared(self, group: str, x: Tensor) -> tuple[Tensor, RankMemory | None]:
+        """Returns the inputs of a group's A here, and the memory in which its products are summed:
+        all, and None, unless ranks share the group."""
+        first = self._targets.shared.get(group)
+        if first is None:
+            return x, None
+        assert self._ranks is not None
+        return x.narrow(1, first, self._groups[group].in_features), self._ranks
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
         if EMBEDDING not in self._groups:

@@ -23,15 +23,16 @@
 #include <thread>
 #endif
 
+#include "lora.h"
 #include "simd.h"
 #include "slice.h"
 
 namespace loadout {
 
 // `kernels/ranks/memory.py` has the same sizes and faults.
-constexpr int64_t LINE_BYTES = 128;  // two cache lines, because processors fetch them in pairs
+constexpr int64_t MEMBER_BYTES = 128;  // two cache lines, because processors fetch them in pairs
 constexpr int64_t PIECE_BYTES = 64 << 10;
-constexpr int64_t SHARE_BYTES = 2 * (LINE_BYTES + PIECE_BYTES);  // both memories of a thread
+constexpr int64_t SHARE_BYTES = 2 * (MEMBER_BYTES + PIECE_BYTES);  // both memories of a thread
 enum Fault : uint32_t { NONE, CLOSED, TIMEOUT, DISAGREEMENT };
 
 struct RanksArgs {
@@ -44,11 +45,11 @@ struct RanksArgs {
 };
 
 // How many pieces a thread has given.
-struct alignas(LINE_BYTES) Line {
+struct alignas(MEMBER_BYTES) Line {
   std::atomic<uint32_t> round;
   std::atomic<int32_t> num_sleeping;
 };
-static_assert(sizeof(Line) == LINE_BYTES && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+static_assert(sizeof(Line) == MEMBER_BYTES && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
 // Stands before each piece.
 struct Header {
@@ -68,7 +69,7 @@ class Meeting {
   bool has_failed() const { return fault().load(std::memory_order_relaxed) != NONE; }
 
   // The piece of a rank in this round, PIECE_BYTES.
-  uint8_t* piece(int64_t rank) const { return share(rank) + LINE_BYTES; }
+  uint8_t* piece(int64_t rank) const { return share(rank) + MEMBER_BYTES; }
 
   // Gives this thread's piece. Returns true when those of all others are there; false when the memory
   // has failed.
@@ -101,7 +102,7 @@ class Meeting {
   }
 
   uint8_t* share(int64_t rank) const {
-    const int64_t lines_bytes = LINE_BYTES * (1 + args_.num_ranks * args_.max_threads);
+    const int64_t lines_bytes = MEMBER_BYTES * (1 + args_.num_ranks * args_.max_threads);
     const int64_t index = rank * args_.max_threads + thread_;
     return args_.memory + lines_bytes + index * SHARE_BYTES + (round_ & 1) * (SHARE_BYTES / 2);
   }
@@ -181,7 +182,34 @@ inline void exchange(const RanksArgs& ranks, const Slice& slice, int64_t num_ite
   }
 }
 
-// x = the sum of all ranks' x, in fp32, in the order of ranks, rounded once.
+// x = the sum of all ranks' x, in fp32, in the order of ranks, rounded once: of [count, size], rows
+// stride apart.
+template <typename T>
+void sum_rows(const RanksArgs& ranks, const Slice& slice, T* x, int64_t count, int64_t size,
+              int64_t stride) {
+  const auto row_of = [&](int64_t row) { return x + row * stride; };
+  exchange<T>(
+      ranks, slice, count * size,
+      [&](int64_t begin, int64_t end, T* own) {
+        for_runs(begin, end, size, [&](int64_t row, int64_t column, int64_t place, int64_t n) {
+          std::memcpy(own + place, row_of(row) + column, n * sizeof(T));
+        });
+      },
+      [&](int64_t begin, int64_t end, const Meeting& meeting) {
+        for_runs(begin, end, size, [&](int64_t row, int64_t column, int64_t place, int64_t n) {
+          T* out = row_of(row) + column;
+          for_vectors(n, [&](int64_t at, auto lanes) {
+            const auto term = [&](int64_t rank) {
+              return vload(reinterpret_cast<const T*>(meeting.piece(rank)) + place + at, lanes);
+            };
+            VF sum = term(0);
+            for (int64_t rank = 1; rank < ranks.num_ranks; ++rank) sum = vadd(sum, term(rank));
+            vstore(out + at, sum, lanes);
+          });
+        });
+      });
+}
+
 struct SumRanksArgs {
   RanksArgs ranks;
   void* x;  // [count, size], rows stride apart
@@ -192,27 +220,27 @@ struct SumRanksArgs {
 
 template <typename T>
 void sum_ranks(const SumRanksArgs& args, const Slice& slice) {
-  const auto row_of = [&](int64_t row) { return static_cast<T*>(args.x) + row * args.stride; };
-  exchange<T>(
-      args.ranks, slice, *args.count * args.size,
-      [&](int64_t begin, int64_t end, T* own) {
-        for_runs(begin, end, args.size, [&](int64_t row, int64_t column, int64_t place, int64_t n) {
-          std::memcpy(own + place, row_of(row) + column, n * sizeof(T));
-        });
-      },
-      [&](int64_t begin, int64_t end, const Meeting& meeting) {
-        for_runs(begin, end, args.size, [&](int64_t row, int64_t column, int64_t place, int64_t n) {
-          T* out = row_of(row) + column;
-          for_vectors(n, [&](int64_t at, auto lanes) {
-            const auto term = [&](int64_t rank) {
-              return vload(reinterpret_cast<const T*>(meeting.piece(rank)) + place + at, lanes);
-            };
-            VF sum = term(0);
-            for (int64_t rank = 1; rank < args.ranks.num_ranks; ++rank) sum = vadd(sum, term(rank));
-            vstore(out + at, sum, lanes);
-          });
-        });
-      });
+  sum_rows(args.ranks, slice, static_cast<T*>(args.x), *args.count, args.size, args.stride);
+}
+
+// The sums of the rows that shrink makes of parts of the inputs, for `lora_expand`: of all places of
+// tokens, whatever the ranks of their adapters.
+struct SumShrunkArgs {
+  RanksArgs ranks;
+  LoraPlan plan;
+  void* y;  // as in LoraArgs
+  int64_t num_targets;
+  int64_t max_rank;
+};
+
+template <typename T>
+void sum_shrunk(const SumShrunkArgs& args, const Slice& slice) {
+  const int32_t num_items = *args.plan.num_items;
+  if (num_items == 0) return;  // on all ranks, whose plans are equal
+  const LoraItem& last = args.plan.items[num_items - 1];
+  const int64_t num_places = last.first + last.count;
+  sum_rows(args.ranks, slice, static_cast<T*>(args.y), args.num_targets, num_places * args.max_rank,
+           args.plan.max_tokens * args.max_rank);
 }
 
 // x has the columns of all ranks, one behind the other: rank r's are [r * part, (r + 1) * part), and the
@@ -259,4 +287,6 @@ void rank_columns(const ColumnsArgs& args, const Slice& slice) {
 
 LOADOUT_EXPORT(sum_ranks_float, loadout::SumRanksArgs, loadout::sum_ranks<float>)
 LOADOUT_EXPORT(sum_ranks_bf16, loadout::SumRanksArgs, loadout::sum_ranks<loadout::bf16>)
+LOADOUT_EXPORT(sum_shrunk_float, loadout::SumShrunkArgs, loadout::sum_shrunk<float>)
+LOADOUT_EXPORT(sum_shrunk_bf16, loadout::SumShrunkArgs, loadout::sum_shrunk<loadout::bf16>)
 LOADOUT_EXPORT(rank_columns, loadout::ColumnsArgs, loadout::rank_columns)

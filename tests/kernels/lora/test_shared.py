@@ -3,18 +3,23 @@ the sum of all to its part of the outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from kernels.lora import BASE_SLOT, LoraGroup, LoraPlan, LoraTable, TableEntry, add_lora, reference
+from kernels.lora.native import NativeLora, NativeLoraPlan
 from kernels.lora.plan import TILE_TOKENS
 from kernels.lora.table import MAX_PARTS, MixPart
+from kernels.ranks.memory import RankMemory, create_file
 from tests.support.inference.ranks import exchanges, on_ranks
 from tests.support.kernels.adapters import NUM_SLOTS, Adapters
 from tests.support.kernels.packing import Packing
+from tests.support.native import native_library
 
 MIXES = (((1, 0.5), (3, -2.0)), ((4, 1.0), (2, 0.25), (0, 3.0)))
 SLOTS = [BASE_SLOT, 0, 1, NUM_SLOTS, 2, 3, NUM_SLOTS + MAX_PARTS, 4, 5, BASE_SLOT, NUM_SLOTS]
@@ -54,6 +59,45 @@ def table_of(adapters: Adapters, index: int, count: int) -> tuple[LoraTable, Lor
     return table, LoraGroup(group.targets, num_in, offsets, widths)
 
 
+AddLora = Callable[[int, torch.Tensor, torch.Tensor, LoraTable, LoraPlan, LoraGroup], None]
+"""Adds the LoRA of the rank with this index: out, x, its table, plan and group."""
+
+
+@contextmanager
+def in_torch(count: int) -> Iterator[AddLora]:
+    all_exchanges = exchanges(count)
+    yield lambda index, out, x, table, plan, group: add_lora(
+        out, x, table.arena, table, plan, group, None, all_exchanges[index].sum
+    )
+
+
+@contextmanager
+def in_native_kernels(count: int) -> Iterator[AddLora]:
+    library, num_threads = native_library(), torch.get_num_threads()
+    file = create_file(count, num_threads)
+
+    def add(
+        index: int,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        table: LoraTable,
+        plan: LoraPlan,
+        group: LoraGroup,
+    ) -> None:
+        own = NativeLoraPlan(plan.num_tokens, table=table)
+        own.fill(plan.token_slots.tolist())
+        lora = NativeLora.create(table, own, len(group.targets))
+        memory = RankMemory(file, index, count, num_threads, 60.0)
+        library.run(*lora.add_ops(group, x, out, None, memory))
+        assert memory.fault is None
+
+    try:
+        yield add
+    finally:
+        os.close(file)
+
+
+@pytest.mark.parametrize("start", [in_torch, in_native_kernels])
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parts_of_all_ranks_are_the_whole(
@@ -62,6 +106,7 @@ def test_parts_of_all_ranks_are_the_whole(
     ratio_of: Any,
     dtype: torch.dtype,
     count: int,
+    start: Callable[[int], AbstractContextManager[AddLora]],
 ) -> None:
     """Rows of one token and longer ones, sums of adapters, and adapters that lack a target."""
     adapters = make_adapters(dtype)
@@ -70,16 +115,16 @@ def test_parts_of_all_ranks_are_the_whole(
     x, out = adapters.inputs(plan)
     expected = out.clone()
     reference.add_lora(expected, x, table.arena, table, plan, group)
-    all_exchanges = exchanges(count)
+    with start(count) as add:
 
-    def run(index: int) -> torch.Tensor:
-        own, own_group = table_of(adapters, index, count)
-        own_plan = LoraPlan.build(SLOTS, LENGTHS, own, "cpu")
-        found = out.clone() if index == 0 else torch.zeros_like(out)
-        part = x[:, part_of(x.shape[1], index, count)]
-        exchange = all_exchanges[index]
-        add_lora(found, part, own.arena, own, own_plan, own_group, None, exchange.sum)
-        return found
+        def run(index: int) -> torch.Tensor:
+            own, own_group = table_of(adapters, index, count)
+            own_plan = LoraPlan.build(SLOTS, LENGTHS, own, "cpu")
+            found = out.clone() if index == 0 else torch.zeros_like(out)
+            part = x[:, part_of(x.shape[1], index, count)]
+            add(index, found, part, own, own_plan, own_group)
+            return found
 
-    found = torch.stack([each.float() for each in on_ranks(count, run)]).sum(dim=0).to(dtype)
+        terms = on_ranks(count, run)
+    found = torch.stack([each.float() for each in terms]).sum(dim=0).to(dtype)
     assert_close("out", expected, found, ratio_of(dtype))
