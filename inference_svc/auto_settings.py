@@ -211,6 +211,7 @@ def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts)
     most = min(settings.max_batch_tokens or CPU_SEQUENCES, CPU_SEQUENCES)
     left_bytes = settings.memory_limit or machine.host_free_bytes
     share_bytes = UNKNOWN_STATE_BYTES if left_bytes is None else left_bytes // CPU_STATE_SHARE
+    share_bytes //= settings.tensor_parallel
     fitting = running_within(share_bytes, model.state_bytes, most)
     max_sequences = settings.max_sequences or fitting
     kv_memory = settings.kv_memory or CPU_KV_MEMORY
@@ -317,6 +318,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         native_kernels=settings.native_kernels,
         tensor_parallel=settings.tensor_parallel,
         fully_sharded_loras=settings.fully_sharded_loras,
+        expert_parallel=settings.expert_parallel,
         record_steps=settings.cuda_graphs,
     )
 

@@ -279,13 +279,19 @@ class InferenceSettings(ServiceSettings):
 
     tensor_parallel: Annotated[int, Field(ge=1, le=64), DEVICE] = 1
     """Number of processes that compute the model together, each with a part of its weights, of the
-    same machine's CPUs. Each takes --kv-memory and --adapter-memory for itself. Attention heads and
-    feed-forward sizes must divide by it. Adapters of every kind work as with one process."""
+    same machine's CPUs. Each takes --kv-memory and --adapter-memory for itself. Attention heads,
+    heads or channels of recurrent layers, and feed-forward sizes must divide by it. Adapters of
+    every kind work as with one process."""
 
     fully_sharded_loras: Annotated[bool, DEVICE] = False
     """With --tensor-parallel, cut A and B of all projections over the processes, so that none is
     held or pulled twice. It costs a small sum over processes for each group of projections and
     step with adapters. Adapters with DoRA are refused."""
+
+    expert_parallel: Annotated[int, Field(ge=1, le=64), DEVICE] = 1
+    """Number of parts into which a mixture's experts are divided. 1: each process of
+    --tensor-parallel has a slice of every expert. As many as processes: each has some of the
+    experts, whole. It must divide --tensor-parallel and the number of experts."""
 
     native_kernels: Annotated[bool, Level.FILE, DEVICE] = True
     """Compute on CPU with the C++ kernels if they are built, otherwise with torch."""
@@ -356,6 +362,17 @@ class InferenceSettings(ServiceSettings):
             raise ValueError(
                 f"--state-interval-tokens {interval} is not a multiple of --page-size {size}: "
                 f"states are stored at the ends of pages; use {-(-interval // size) * size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_expert_parallel(self) -> Self:
+        parts, ranks = self.expert_parallel, self.tensor_parallel
+        if ranks % parts:
+            fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            raise ValueError(
+                f"--expert-parallel {parts} does not divide --tensor-parallel {ranks}; "
+                f"numbers that do: {fits}"
             )
         return self
 

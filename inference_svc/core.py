@@ -413,7 +413,8 @@ class EngineConfig:
     addition when its tokenizer is loaded. A model with recurrent layers stores a state every
     `state_pages` pages, at most `num_stored_states` of them, in addition to two per running
     sequence. `tensor_parallel` processes have a part of the model each, and the memory of pages and
-    arena each. `fully_sharded_loras`: nothing of an adapter's projections is whole on each.
+    arena each; experts of mixtures are divided into `expert_parallel` parts. `fully_sharded_loras`:
+    nothing of an adapter's projections is whole on each.
     """
 
     model_dir: Path
@@ -455,3 +456,4 @@ class EngineConfig:
     record_steps: bool = True
     tensor_parallel: int = 1
     fully_sharded_loras: bool = False
+    expert_parallel: int = 1

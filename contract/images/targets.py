@@ -104,6 +104,11 @@ class Target:
         return self.expert_slice or (0, self.experts)
 
     @property
+    def num_experts(self) -> int:
+        first, end = self.held_experts
+        return end - first
+
+    @property
     def num_rows(self) -> int:
         """The rows of the base's weight; a vector is one."""
         if self.kind is TargetKind.VECTOR:

@@ -194,7 +194,7 @@ class ModelLayout:
     def expert_elements_per_rank(self) -> int:
         """Elements of A and B of all experts for each rank."""
         return sum(
-            each.experts * (each.num_in + each.num_out)
+            each.num_experts * (each.num_in + each.num_out)
             for each in self.targets
             if each.kind is TargetKind.EXPERTS
         )
@@ -210,8 +210,8 @@ class ModelLayout:
             for features in (target.num_in, target.num_out):
                 matrix_bytes = align(rank * features * self.lora_dtype.itemsize)
                 if target.kind is TargetKind.EXPERTS:
-                    end += index_bytes(target.experts)
-                end += target.experts * matrix_bytes
+                    end += index_bytes(target.num_experts)
+                end += target.num_experts * matrix_bytes
         return Shape(end, tuple(cuts))
 
     def announced(self, image_format: int) -> tuple[Layout, Sequence[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,7 @@ from inference_svc.model.description import (
     Cut,
     Decoder,
     ExpertsProjection,
+    Member,
     Projection,
     Rank,
     layer_path,
@@ -128,7 +130,13 @@ def cut_as(layout: ModelLayout, other: ModelLayout) -> ModelLayout:
     def cut(own: Iterable[Target], others: Iterable[Target]) -> tuple[Target, ...]:
         pairs = zip(own, others, strict=True)
         return tuple(
-            replace(one, in_slice=two.in_slice, out_slice=two.out_slice) for one, two in pairs
+            replace(
+                one,
+                in_slice=two.in_slice,
+                out_slice=two.out_slice,
+                expert_slice=two.expert_slice,
+            )
+            for one, two in pairs
         )
 
     return replace(
@@ -148,23 +156,49 @@ def _targets_of(projection: Projection, layer: int | None) -> Iterator[Target]:
     group = key_of(projection.name, layer)
     start, inputs = 0, _inputs(projection)
     for member in projection.members:
-        end = start + member.outputs.whole
-        others = [OtherName(path(other)) for other in member.others]
-        if projection.fused:
-            others.append(OtherName(path(projection.fused), (start, end)))
-        yield Target(
-            name=path(member.module),
-            layer=layer,
-            group=group,
-            kind=TargetKind.LINEAR,
-            in_features=inputs.whole,
-            out_features=member.outputs.whole,
-            in_slice=_slice(inputs),
-            out_slice=_slice(member.outputs),
-            other_names=tuple(others),
-            space=TEXT,
-        )
-        start = end
+        for part in _parts_of(member):
+            end = start + part.outputs.whole
+            others = [replace(other, name=path(other.name)) for other in part.others]
+            if projection.fused:
+                others.append(OtherName(path(projection.fused), (start, end)))
+            yield Target(
+                name=path(part.module),
+                layer=layer,
+                group=group,
+                kind=TargetKind.LINEAR,
+                in_features=inputs.whole,
+                out_features=part.outputs.whole,
+                in_slice=_slice(inputs),
+                out_slice=_slice(part.outputs),
+                other_names=tuple(others),
+                space=TEXT,
+            )
+            start = end
+
+
+class _LinearPart(NamedTuple):
+    """Outputs of one kind of a linear layer, its name, and how else adapters call it."""
+
+    module: str
+    outputs: Cut
+    others: tuple[OtherName, ...]
+
+
+def _parts_of(member: Member) -> Iterator[_LinearPart]:
+    """Yields the kinds of outputs of a linear layer, each of which is cut by itself. Where there
+    are several, the layer's own name is another name of all of them, and each has the layer's last
+    component: restrictions to some targets name it."""
+    names = (member.module, *member.others)
+    if len(member.outputs) == 1:
+        yield _LinearPart(member.module, *member.outputs, tuple(map(OtherName, member.others)))
+        return
+    before, _, last = member.module.rpartition(".")
+    start = 0
+    for index, cut in enumerate(member.outputs):
+        place = start, start + cut.whole
+        others = tuple(OtherName(name, place) for name in names)
+        yield _LinearPart(f"{before}.part_{index}.{last}", cut, others)
+        start += cut.whole
 
 
 def _inputs(projection: Projection | ExpertsProjection) -> Cut:
@@ -184,7 +218,8 @@ def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Ite
     parameter, count = layer_path(layer, projection.parameter), len(projection.members)
     start, inputs = 0, _inputs(projection)
     for part, member in enumerate(projection.members):
-        end = start + member.outputs.whole
+        [outputs] = member.outputs
+        end = start + outputs.whole
         others = [OtherName(layer_path(layer, other)) for other in member.others]
         if projection.is_interleaved:
             others.append(
@@ -196,18 +231,19 @@ def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Ite
                 )
             )
         elif count > 1:
-            outputs = (start, end)
-            others.append(OtherName(parameter, outputs, transposed=projection.is_transposed))
+            place = start, end
+            others.append(OtherName(parameter, place, transposed=projection.is_transposed))
         yield Target(
             name=layer_path(layer, member.module),
             layer=layer,
             group=key_of(projection.name, layer),
             kind=TargetKind.EXPERTS,
             in_features=inputs.whole,
-            out_features=member.outputs.whole,
-            experts=projection.num_experts,
+            out_features=outputs.whole,
+            experts=projection.experts.whole,
+            expert_slice=_slice(projection.experts),
             in_slice=_slice(inputs),
-            out_slice=_slice(member.outputs),
+            out_slice=_slice(outputs),
             other_names=tuple(others),
             space=TEXT,
         )

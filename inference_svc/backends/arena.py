@@ -69,7 +69,7 @@ class Arena:
         self._in_features = np.array([t.num_in for t in targets], dtype=np.int64)
         self._out_features = np.array([t.num_out for t in targets], dtype=np.int64)
         self._num_experts = np.array(
-            [t.experts if t.kind is TargetKind.EXPERTS else 0 for t in targets], dtype=np.int64
+            [t.num_experts if t.kind is TargetKind.EXPERTS else 0 for t in targets], dtype=np.int64
         )
         self._is_embedding = np.array(
             [t.kind is TargetKind.EMBEDDING for t in targets], dtype=np.bool_

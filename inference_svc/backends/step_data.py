@@ -13,6 +13,7 @@ from inference_svc.backends.slot_runs import (
     slot_runs,
 )
 from inference_svc.core import BatchRow, scored_runs, scored_slices
+from inference_svc.model.recurrent_states import Segment, StateCopy, segments_of, spare_slot
 
 
 class ScoredSlice(NamedTuple):
@@ -25,8 +26,9 @@ class ScoredSlice(NamedTuple):
 
 class StepData(NamedTuple):
     """The rows of a step: their tokens one behind the other, and of each row its first position,
-    its number of tokens, its pages, and the slot of its last token. `runs` are of all tokens.
-    `returns_experts`: the experts of all tokens are needed, also in the last layer."""
+    its number of tokens, its pages, and the slot of its last token. `runs` are of all tokens. Of a
+    model with recurrent layers, `segments` say where states are, and `state_copies` are made before
+    the step. `returns_experts`: the experts of all tokens are needed, also in the last layer."""
 
     token_ids: list[int]
     starts: list[int]
@@ -35,13 +37,21 @@ class StepData(NamedTuple):
     runs: SlotRuns
     last_slots: list[int]
     scored: list[ScoredSlice]
+    segments: list[Segment]
+    state_copies: list[StateCopy]
     returns_experts: bool = False
 
     @classmethod
     def of(
-        cls, rows: Sequence[BatchRow], max_scored: int, *, returns_experts: bool = False
+        cls,
+        rows: Sequence[BatchRow],
+        max_scored: int,
+        num_states: int,
+        *,
+        returns_experts: bool = False,
     ) -> StepData:
-        """Returns the data of a batch's rows, which are scored at most so many tokens at once."""
+        """Returns the data of a batch's rows, which are scored at most so many tokens at once.
+        `num_states` are the states that sequences may own; 0: the model has none."""
         sequences, starts, counts, _ = zip(*rows, strict=True)
         token_ids: list[int] = []
         for sequence, start, count, _ in rows:
@@ -50,6 +60,9 @@ class StepData(NamedTuple):
             ScoredSlice(scored_indices(part), scored_slot_runs(part))
             for part in scored_slices(scored_runs(rows), max_scored)
         ]
+        segments: list[Segment] = []
+        for sequence, start, count, _ in rows if num_states else ():
+            segments += segments_of(sequence, start, count, spare_slot(num_states))
         return cls(
             token_ids,
             list(starts),
@@ -58,5 +71,7 @@ class StepData(NamedTuple):
             slot_runs(sequences, starts, counts),
             last_slots(sequences, starts, counts),
             scored,
+            segments,
+            [],
             returns_experts,
         )

@@ -54,7 +54,7 @@ from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchLinear, TorchProjections
-from inference_svc.model.recurrent_states import RecurrentStates
+from inference_svc.model.recurrent_states import RecurrentPlan, RecurrentStates
 from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTED, OF_RANKS, Transformer
@@ -340,7 +340,13 @@ class TorchBackend(AdapterMemory):
         assert self.kv_caches is not None, "the pages are freed"
         device = self.arena.device
         starts, counts = (np.asarray(each, np.int64) for each in (data.starts, data.counts))
-        step = StepInputs.of(data.token_ids, starts, counts, data.page_ids, self._page_size, device)
+        plan = None
+        if self._states is not None:
+            self._states.copy(data.state_copies)
+            plan = RecurrentPlan(self._states, tuple(data.segments))
+        step = StepInputs.of(
+            data.token_ids, starts, counts, data.page_ids, self._page_size, device, plan
+        )
         arena, targets = self.arena, self._targets
         lora = plan_runs(data.runs, data.last_slots, arena, targets, self._exchange)
         last = self.transformer.layers(step, self.kv_caches, lora)

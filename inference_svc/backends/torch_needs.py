@@ -32,6 +32,7 @@ from inference_svc.model.operations import (
     GateHeads,
     Growth,
     Logits,
+    NormBySums,
     NormOf,
     Op,
     Project,
@@ -42,6 +43,7 @@ from inference_svc.model.operations import (
     Scale,
     Spread,
     SumRanks,
+    SumSquares,
 )
 from inference_svc.model.transformer import transformer_bytes
 from kernels.lora.table import MAX_PARTS
@@ -227,7 +229,13 @@ def _of_logits(op: Logits, own: _OwnBytes) -> int:
 
 def _of_sum(op: SumRanks, own: _OwnBytes) -> int:
     """Gloo's copy of the terms of other ranks."""
-    return 2 * own.elements(op) * own.item_bytes
+    return 2 * own.elements(op) * own.sizes.dtype_of(op.out).itemsize
+
+
+def _of_normed(op: SumSquares | NormBySums, own: _OwnBytes) -> int:
+    """Columns in fp32, and as the norm and its product leave them."""
+    widest = max(each.norm.size for each in op.normed)
+    return own.sizes.rows(op.inputs[0]) * widest * 3 * 4
 
 
 def _of_copy(op: Op, own: _OwnBytes) -> int:
@@ -273,6 +281,7 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     GatedNorm: _of_gated_norm,
     Growth: _of_embedding,
     Logits: _of_logits,
+    NormBySums: _of_normed,
     NormOf: _of_norm,
     Project: _of_project,
     ProjectExperts: _of_experts,
@@ -282,6 +291,7 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     Scale: _nothing,
     Spread: _nothing,
     SumRanks: _of_sum,
+    SumSquares: _of_normed,
 }
 """The memory that each kind of operation takes while it runs, beside its inputs and outputs. A new
 kind without an entry is refused at start."""

@@ -190,8 +190,8 @@ def _other_layouts(config: EngineConfig, layout: ModelLayout) -> tuple[ModelLayo
 
 def describe(config: EngineConfig, index: int) -> Decoder:
     """Returns the decoder of the rank with this index. Raises UnsupportedModel."""
-    whole = load_description(config.model_dir, config.quantize)
-    return of_rank(whole.for_length(config.max_model_len), Rank(index, config.tensor_parallel))
+    whole = load_description(config.model_dir, config.quantize).for_length(config.max_model_len)
+    return of_rank(whole, Rank(index, config.tensor_parallel), config.expert_parallel)
 
 
 def make_states(config: EngineConfig, backend: Backend[Any]) -> States:

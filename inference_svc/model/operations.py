@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from inference_svc.model.description import (
@@ -65,12 +65,20 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """A tensor of the checkpoint, by its whole name, that is held in fp32, [size]. The checkpoint
-    has it in a `shape` of its own, if it says one. `cut` are the numbers that this rank has."""
+    has it in a `shape` of its own, if it says one. `cuts` are the ranges of its first dimension
+    that this rank has, each of one kind of numbers, which lie one kind behind the other; none:
+    all."""
 
     name: str
     size: int
     shape: tuple[int, ...] = ()
-    cut: Cut | None = None
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the checkpoint's tensor, of all ranks."""
+        shape = self.shape or (self.size,)
+        return (sum(each.whole for each in self.cuts), *shape[1:]) if self.cuts else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +265,9 @@ class Attend(Op):
     sinks: Numbers | None = field(init=False)
 
     def __post_init__(self) -> None:
-        attention = self.attention
-        sinks = numbers_of(attention.sinks, attention.num_heads, self.layer)
-        if sinks is not None:
-            sinks = replace(sinks, cut=attention.head_cut)
+        attention, cut = self.attention, self.attention.head_cut
+        cuts = () if cut is None else (cut,)
+        sinks = numbers_of(attention.sinks, attention.num_heads, self.layer, cuts=cuts)
         object.__setattr__(self, "sinks", sinks)
 
     @property
@@ -292,7 +299,7 @@ class Gate(Op):
 @dataclass(frozen=True, slots=True, eq=False)
 class Route(Op):
     """Chooses the experts of each token by the router's logits, and sorts the pairs of tokens and
-    experts by expert."""
+    experts by expert. Pairs of experts that other ranks have are left out."""
 
     experts: Experts
     bias: Numbers | None = field(init=False)
@@ -322,15 +329,48 @@ class ProjectExperts(Product[ExpertsProjection]):
 @dataclass(frozen=True, slots=True, eq=False)
 class Combine(Op):
     """Sums each token's pairs by their weights, and the half that all share, times the sigmoid of
-    its gate. `inputs` are the pairs and the routing, and `shared` and `gate` if there are any."""
+    its gate. `inputs` are the pairs and the routing, and `shared` and `gate` if there are any. If
+    it `lacks_pairs`, a token's other pairs are on other ranks."""
 
     shared: Value | None = None
     gate: Value | None = None
+    lacks_pairs: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SumRanks(Op):
     """Sums a value of which each rank has a term, in place."""
+
+
+class NormedColumns(NamedTuple):
+    """Columns from `start` on, of a norm over the same columns of all ranks."""
+
+    norm: Norm
+    start: int
+
+    @property
+    def range(self) -> slice:
+        return slice(self.start, self.start + self.norm.size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SumSquares(Op):
+    """Sums the squares of each of the `normed` columns: fp32 [T, norms]."""
+
+    normed: tuple[NormedColumns, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormBySums(Op):
+    """Norms columns, in place, by the sums of squares over `num_ranks` ranks, each of which has as
+    many. `inputs` are the value and the sums, which are SumSquares', summed over ranks."""
+
+    normed: tuple[NormedColumns, ...]
+    num_ranks: int
+
+    @property
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
+        return tuple(each.norm for each in self.normed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -346,7 +386,8 @@ class Logits(Op):
     @property
     def cut(self) -> Cut | None:
         """The tokens whose logits this rank computes, at most `part_size`; None: all."""
-        return self.projection.members[0].cut
+        cuts = self.projection.members[0].cuts
+        return cuts[0] if cuts else None
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
@@ -368,15 +409,22 @@ class Listing(Protocol):
 
 
 def numbers_of(
-    name: str, size: int, layer: int | None, shape: tuple[int, ...] = ()
+    name: str,
+    size: int,
+    layer: int | None,
+    shape: tuple[int, ...] = (),
+    cuts: tuple[Cut, ...] = (),
 ) -> Numbers | None:
     assert layer is not None
-    return Numbers(layer_path(layer, name), size, shape) if name else None
+    return Numbers(layer_path(layer, name), size, shape, cuts) if name else None
 
 
-def conv_kernels(name: str, channels: int, size: int, layer: int | None) -> Numbers | None:
-    """Returns the kernels of a convolution whose channels do not mix: `size` numbers for each."""
-    return numbers_of(name, channels * size, layer, (channels, 1, size))
+def conv_kernels(
+    name: str, channels: int, size: int, layer: int | None, cuts: tuple[Cut, ...]
+) -> Numbers | None:
+    """Returns the kernels of a convolution whose channels do not mix: `size` numbers for each.
+    `cuts` are the channels of a rank."""
+    return numbers_of(name, channels * size, layer, (channels, 1, size), cuts)
 
 
 def key_of(name: str, layer: int | None) -> str:

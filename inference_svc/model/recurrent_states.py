@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +27,13 @@ class Segment(NamedTuple):
     read: int
     written: int
     num_tokens: int
+
+
+class StateCopy(NamedTuple):
+    """The slot of a state, and a slot that gets a copy of it."""
+
+    source: int
+    target: int
 
 
 class RecurrentPlan(NamedTuple):
@@ -79,7 +86,7 @@ class RecurrentStates:
     @property
     def spare(self) -> int:
         """The slot of a row that is computed in parts."""
-        return self._num_slots - 1
+        return spare_slot(self.num_states)
 
     @property
     def num_bytes(self) -> int:
@@ -98,14 +105,15 @@ class RecurrentStates:
         return segments_of(row.sequence, row.start, row.num_tokens, self.spare)
 
     def keep_part(self, row: BatchRow) -> None:
-        """Keeps the state after a row's part, from which the next part continues: what that writes
-        may be computed again."""
-        sequence, end = row.sequence, row.start + row.num_tokens
-        kept = [slot for border, slot in sequence.state_borders if border == end]
-        for parts in self.layers.values():
-            for part in parts:
-                for slot in (self.spare, *kept):
-                    part[slot] = part[sequence.state_written]
+        """Keeps the state after a row's part; see `part_copies`."""
+        self.copy(part_copies(row, self.spare))
+
+    def copy(self, copies: Iterable[StateCopy]) -> None:
+        """Copies states of all layers."""
+        for source, target in copies:
+            for parts in self.layers.values():
+                for part in parts:
+                    part[target] = part[source]
 
 
 def segments_of(sequence: Sequence, start: int, num_tokens: int, spare: int) -> Iterator[Segment]:
@@ -122,9 +130,22 @@ def segments_of(sequence: Sequence, start: int, num_tokens: int, spare: int) -> 
     yield Segment(read, sequence.state_written, end - start)
 
 
+def part_copies(row: BatchRow, spare: int) -> list[StateCopy]:
+    """Returns the copies that keep the state after a row's part, from which the next part
+    continues: what that writes may be computed again."""
+    sequence, end = row.sequence, row.start + row.num_tokens
+    kept = [slot for border, slot in sequence.state_borders if border == end]
+    return [StateCopy(sequence.state_written, slot) for slot in (spare, *kept)]
+
+
 def num_slots(num_states: int) -> int:
     """Returns the slots of states that `num_states` sequences may own."""
     return num_states + 2
+
+
+def spare_slot(num_states: int) -> int:
+    """Returns the slot of a row that is computed in parts."""
+    return num_slots(num_states) - 1
 
 
 def slot_bytes(decoder: Decoder) -> int:

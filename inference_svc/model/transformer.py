@@ -18,13 +18,13 @@ from torch import Tensor
 
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.config.keys import names
-from inference_svc.model.description import Activation, ClampedSwiglu, Cut, Decoder
+from inference_svc.model.description import Activation, ClampedSwiglu, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import RotaryEmbedding, Rotation, TorchLinear
 from inference_svc.model.lifetimes import ValueSizes, last_uses, peak_bytes
 from inference_svc.model.lora import ExpertsLora, Lora
-from inference_svc.model.mixers import in_torch
+from inference_svc.model.mixers import in_torch as mixers_in_torch
 from inference_svc.model.operations import (
     HEAD_KEY,
     AddNorm,
@@ -47,10 +47,10 @@ from inference_svc.model.operations import (
     Run,
     Scale,
     Spread,
-    SumRanks,
     Value,
 )
 from inference_svc.model.rope import Rope
+from inference_svc.model.sharding import in_torch as ranks_in_torch
 from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.model.step import Step
 from inference_svc.model.walk import operations
@@ -63,7 +63,7 @@ from kernels.elementwise import (
     rms_norm,
     swiglu,
 )
-from kernels.experts import Pairs, Routing, combine, route, sort_pairs
+from kernels.experts import Pairs, Routing, combine, own_pairs, route, sort_pairs
 from kernels.recurrence import gate_heads
 
 COMPUTED = names(
@@ -97,7 +97,11 @@ COMPUTED = names(
 )
 """The features of decoders that it computes; see `model.features`."""
 
-OF_RANKS = names("decoder.rank rank projection.in_cut experts_projection.in_cut")
+OF_RANKS = names(
+    """
+    decoder.rank rank projection.in_cut experts_projection.in_cut experts_projection.cut norm.cut
+    """
+)
 """The features of a rank's part of a decoder, which it computes as well."""
 
 _GATED = {Activation.SILU: swiglu, Activation.GELU_TANH: geglu}
@@ -240,8 +244,7 @@ def _embed(op: Embed, step: Step) -> Tensor:
     table, token_ids = step.weights.tables[op.table.key], step.inputs.token_ids
     lora = step.lora
     if op.table.cut is not None:
-        out = _embed_own(token_ids, table, op.table.cut)
-        step.ranks.sum(out)
+        out = ranks_in_torch.embed(token_ids, table, op.table.cut, step.ranks)
     else:
         if lora is not None and lora.num_added_tokens:
             token_ids = token_ids.clamp(max=len(table) - 1)
@@ -249,20 +252,6 @@ def _embed(op: Embed, step: Step) -> Tensor:
     if lora is not None and op.is_adapted:
         lora.add_embedding(step.inputs.token_ids, out)
     return out
-
-
-def _embed_own(token_ids: Tensor, table: Tensor, cut: Cut) -> Tensor:
-    """Looks up the tokens whose rows are here; zeros for others."""
-    own = token_ids - cut.start
-    is_absent = (own < 0) | (own >= len(table))
-    out = F.embedding(own.clamp(0, len(table) - 1), table)
-    return out.masked_fill_(is_absent[:, None], 0)
-
-
-def _sum_ranks(op: SumRanks, step: Step) -> Tensor:
-    x: Tensor = step.values[op.out]
-    step.ranks.sum(x)
-    return x
 
 
 def _scale(op: Scale, step: Step) -> Tensor:
@@ -414,6 +403,8 @@ def _route(op: Route, step: Step) -> Routed:
     order = step.token_order
     tokens = None if order is None else order.tokens
     pairs = sort_pairs(routing.experts, experts.num_experts, tokens)
+    if experts.cut is not None:
+        pairs = own_pairs(pairs, experts.cut.range)
     lora = None
     if step.lora is not None and order is not None:
         lora = step.lora.of_pairs(order, routing.experts, pairs)
@@ -437,6 +428,8 @@ def _project_experts(op: ProjectExperts, step: Step) -> Tensor:
 
 def _combine(op: Combine, step: Step) -> Tensor:
     made, routed = (step.values[each] for each in op.inputs[:2])
+    if op.lacks_pairs:
+        made = F.pad(made, (0, 0, 0, 1))  # other ranks' pairs are this row
     shared, gate = (None if each is None else step.values[each] for each in (op.shared, op.gate))
     return combine(made, routed.pairs, routed.routing.weights, shared, gate)
 
@@ -445,8 +438,7 @@ def _logits(op: Logits, step: Step) -> Tensor:
     head, lora, normed = op.head, step.lora, step.values[op.inputs[0]]
     logits = step.weights.projections[HEAD_KEY](normed)
     if op.cut is not None:
-        own = F.pad(logits, (0, op.part_size - op.cut.size))
-        logits = step.ranks.side_by_side(own)[:, : op.out.width].contiguous()
+        logits = ranks_in_torch.gather_logits(logits, op, step.ranks)
         if op.cut.start:
             return logits  # the first rank's are used, and adapters add to these alone
     if lora is None:
@@ -478,7 +470,7 @@ COMPUTE: dict[type[Op], Callable[[Any, Step], object]] = {
     Route: _route,
     Scale: _scale,
     Spread: _spread,
-    SumRanks: _sum_ranks,
-    **in_torch.COMPUTE,
+    **mixers_in_torch.COMPUTE,
+    **ranks_in_torch.COMPUTE,
 }
 """The function that computes each kind of operation, and returns what it writes."""

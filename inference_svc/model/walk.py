@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from inference_svc.model.description import (
     Norm,
     Projection,
     QueryGrowth,
+    Rank,
     layer_path,
 )
 from inference_svc.model.mixers import gated_delta, short_conv
@@ -42,6 +44,8 @@ from inference_svc.model.operations import (
     Gather,
     Growth,
     Logits,
+    NormBySums,
+    NormedColumns,
     NormOf,
     Op,
     Project,
@@ -55,6 +59,7 @@ from inference_svc.model.operations import (
     Scale,
     Spread,
     SumRanks,
+    SumSquares,
     Table,
     Value,
     Weight,
@@ -168,7 +173,7 @@ class Walk:
         num_rows = decoder.vocab_size if cut is None else cut.size
         projection = Projection(
             HEAD_KEY,
-            (Member(LM_HEAD, num_rows, cut=cut),),
+            (Member(LM_HEAD, num_rows, cuts=() if cut is None else (cut,)),),
             decoder.hidden_size,
             formats=(decoder.head.format,),
         )
@@ -250,7 +255,8 @@ class Walk:
             gate = self.regroup(layer, qkv, "head_gates", gates)
             qkv = self.regroup(layer, qkv, "heads", (*queries, tail))
         inputs = tuple(each for each in (qkv, angles, grown) if each is not None)
-        self.ops.append(RotateAndStore(inputs, qkv, layer, attention, angles, grown))
+        of_heads = _norm_all_heads(self, self._decoder.rank, layer, attention, qkv)
+        self.ops.append(RotateAndStore(inputs, qkv, layer, of_heads, angles, grown))
         mixed = self.value("mixed", attention.q_size)
         self.ops.append(Attend((qkv,), mixed, layer, attention))
         if gate is not None:
@@ -320,16 +326,17 @@ class Walk:
         if experts.norm is not None:
             x = self._norm_of(self._hidden, experts.norm, layer, "experts_input")
         made = self._of_pairs(layer, experts, x, routing)
-        is_whole = experts.down.in_cut is None
+        lacks_pairs = experts.cut is not None
+        is_whole = experts.down.in_cut is None and not lacks_pairs
         if experts.post_norm is None:
             inputs = (each for each in (made, routing, shared, gate) if each is not None)
-            self.ops.append(Combine(tuple(inputs), delta, layer, shared, gate))
+            self.ops.append(Combine(tuple(inputs), delta, layer, shared, gate, lacks_pairs))
             _sum_ranks(self, delta, layer, is_whole=is_whole)
             return
         assert shared is not None
         assert gate is None
         routed = self.value("routed", self._decoder.hidden_size)
-        self.ops.append(Combine((made, routing), routed, layer))
+        self.ops.append(Combine((made, routing), routed, layer, lacks_pairs=lacks_pairs))
         _sum_ranks(self, routed, layer, is_whole=is_whole)
         self._norm_of(routed, experts.post_norm, layer)
         self.ops.append(AddNorm((delta, routed), delta, layer, None))
@@ -422,6 +429,30 @@ def _sum_ranks(walk: Walk, value: Value, layer: int, *, is_whole: bool) -> None:
     """Sums the terms of ranks, unless each has the whole."""
     if not is_whole:
         walk.ops.append(SumRanks((value,), value, layer))
+
+
+def _norm_all_heads(
+    walk: Walk, rank: Rank | None, layer: int, attention: Attention, qkv: Value
+) -> Attention:
+    """Norms the queries and keys whose norms are over the heads of all ranks; returns the
+    attention without these norms."""
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    normed: list[NormedColumns] = []
+    if q_norm is not None and q_norm.cut is not None:
+        normed.append(NormedColumns(q_norm, 0))
+        q_norm = None
+    if k_norm is not None and k_norm.cut is not None:
+        normed.append(NormedColumns(k_norm, attention.q_size))
+        k_norm = None
+    if not normed:
+        return attention
+    assert rank is not None
+    columns = tuple(normed)
+    sums = walk.value("square_sums", len(columns), is_wide=True)
+    walk.ops.append(SumSquares((qkv,), sums, layer, columns))
+    walk.ops.append(SumRanks((sums,), sums, layer))
+    walk.ops.append(NormBySums((qkv, sums), qkv, layer, columns, rank.count))
+    return replace(attention, q_norm=q_norm, k_norm=k_norm)
 
 
 MIXERS: dict[type, Callable[[Walk, int, Any, Value], Value]] = {

@@ -26,7 +26,7 @@ from kernels.elementwise.native import (
     scale_rows_op,
     swiglu_op,
 )
-from kernels.elementwise.reference import bound_logits
+from kernels.elementwise.reference import bound_logits, norm_by_sum
 
 __all__ = [
     "NormWeight",
@@ -37,6 +37,7 @@ __all__ = [
     "gather_op",
     "geglu",
     "geglu_op",
+    "norm_by_sum",
     "rms_norm",
     "rms_norm_op",
     "scale_rows_op",

@@ -36,6 +36,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centred: bool = False)
     return wide.to(weight.dtype).mul_(weight).to(x.dtype)
 
 
+def norm_by_sum(x: Tensor, weight: Tensor, eps: float, sums: Tensor, count: int) -> Tensor:
+    """Returns weight * x / sqrt(sum / count + eps): `rms_norm` of a part of the elements, by the
+    sum of squares of all. It rounds as that does.
+
+    Args:
+        x: [T, size], some of the elements.
+        weight: [size], or [T, size] for each row. Of x's dtype or float32.
+        eps: Added to the mean square.
+        sums: Squares of all elements, float32 [T].
+        count: Number of all elements.
+
+    Returns:
+        [T, size] of x's dtype.
+    """
+    scale = (sums / count + eps).rsqrt_()
+    return (x.float() * scale[:, None]).to(weight.dtype).mul_(weight).to(x.dtype)
+
+
 def add_rms_norm(
     hidden: Tensor,
     delta: Tensor | None,

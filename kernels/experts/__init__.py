@@ -21,6 +21,7 @@ from kernels.experts.reference import (
     Pairs,
     Routing,
     Scoring,
+    own_pairs,
     padded_rows,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "Scoring",
     "combine",
     "experts_linear",
+    "own_pairs",
     "padded_rows",
     "route",
     "sizes_to_warm_up",

@@ -147,6 +147,17 @@ def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -
     return Pairs(tokens, starts, rows)
 
 
+def own_pairs(pairs: Pairs, experts: tuple[int, int]) -> Pairs:
+    """Returns the pairs of experts [first, end) alone, in the same order, numbered from 0. Tokens'
+    other pairs have the place behind the last."""
+    first, end = experts
+    starts = pairs.starts[first : end + 1]
+    begin, last = starts[[0, -1]].tolist()
+    rows = pairs.rows - begin
+    is_own = (rows >= 0) & (rows < last - begin)
+    return Pairs(pairs.tokens[begin:last], starts - begin, rows.where(is_own, last - begin))
+
+
 def experts_linear(
     x: Tensor,
     weight: Tensor,

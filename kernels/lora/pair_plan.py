@@ -93,15 +93,16 @@ def plan_pairs(plan: LoraPlan, order: TokenOrder, experts: Tensor, pairs: Pairs)
         plan: The step's plan.
         order: Its tokens by slot.
         experts: int32 [T, num_chosen].
-        pairs: The pairs, sorted in `order`.
+        pairs: The pairs, sorted in `order`; all, or some experts' own.
 
     Returns:
         The plan of the pairs.
     """
     num_pairs = len(pairs.tokens)
     keys = order.keys[pairs.tokens]
-    of_pairs = torch.zeros_like(experts).flatten()
-    of_pairs[pairs.rows.flatten().long()] = experts.flatten()
+    num_experts = len(pairs.starts) - 1
+    numbers = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
+    of_pairs = numbers.repeat_interleave(pairs.starts.diff())
     slots = keys >> 1
     begins = _begins(keys, of_pairs)
     starts = begins.nonzero()[:, 0]
@@ -110,7 +111,6 @@ def plan_pairs(plan: LoraPlan, order: TokenOrder, experts: Tensor, pairs: Pairs)
     columns = (starts, ends - starts, slots[starts], kinds[starts], of_pairs[starts])
     rows = torch.stack(columns, dim=1).int()
     rows = rows[rows[:, 2] != BASE_SLOT]
-    num_experts = len(pairs.starts) - 1
     items = rows.new_zeros(max_items(plan, order, experts.shape[1], num_experts), 5)
     items[: len(rows)] = rows
     segments = plan_segments(slots.tolist(), [1] * num_pairs, of_pairs.tolist())

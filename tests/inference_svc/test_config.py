@@ -89,6 +89,11 @@ def test_store_addresses(model: Path) -> None:
         ),
         (["--state-interval-tokens", "-16"], "--state-interval-tokens: must be"),
         (["--stored-states", "-1"], "--stored-states: must be"),
+        (
+            ["--tensor-parallel", "6", "--expert-parallel", "4"],
+            "--expert-parallel 4 does not divide --tensor-parallel 6; numbers that do: 1, 2, 3, 6",
+        ),
+        (["--expert-parallel", "2"], "--expert-parallel 2 does not divide --tensor-parallel 1"),
     ],
 )
 def test_wrong_values(model: Path, args: list[str], message: str) -> None:
@@ -167,6 +172,7 @@ def test_dtype_that_is_not_computed(model: Path) -> None:
     [
         ((), 4 << 30, 8, 16),
         ((), 16 << 30, 32, 64),
+        (("--tensor-parallel", "4"), 16 << 30, 8, 16),  # each rank has states of so many bytes
         ((), 1 << 40, 64, 64 + 512),  # as prefixes in 512 MiB of pages can have, at most
         ((), 1 << 20, 1, 0),
         ((), None, 16, 32),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from inference_svc.adapters.targets import build_layout
 from inference_svc.model.architectures import load_description
@@ -19,8 +20,18 @@ from inference_svc.model.description import Rank
 from inference_svc.model.sharding.description import of_rank
 from loadout import errors
 from loadout.prometheus import scrape
-from tests.support.models.zoo import ALL, AdapterSpec, Zoo, adapted, make_model
+from tests.support.models.zoo import (
+    ALL,
+    PARAMETERS,
+    AdapterSpec,
+    Zoo,
+    adapted,
+    make_model,
+    make_zoo,
+)
 from tests.support.wait import until
+from tests.system.expert_forms import FORMS, write_form
+from tests.system.kinds import shake
 from tests.system.services import Services
 
 PROMPT = list(range(5, 26))
@@ -29,6 +40,10 @@ ADAPTERS = {
     "llama": ("", "r1", "r3", "r8", "r16", "r33", "embed"),
     "qwen3": ("", "r3", "r33", "embed"),
     "qwen3-moe": ("", "r3", "r8", "r16", "embed"),
+    "qwen3_5": ("", "r3", "r8", "r33"),
+    "qwen3-next": ("", "r3", "r8"),
+    "lfm2": ("", "r3", "r8", "r33"),
+    "olmo2": ("", "r3", "r33", "embed"),
 }
 
 
@@ -55,36 +70,78 @@ def check_nobody_else_reaches(ranks: list[int], count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"),
+    ("kind", "count", "expert_parallel"),
     [
-        ("llama", 2),
-        ("qwen3-moe", 2),
-        pytest.param("qwen3", 2, marks=pytest.mark.long),
-        pytest.param("qwen3-moe", 4, marks=pytest.mark.long),
+        ("llama", 2, 1),
+        ("qwen3-moe", 2, 1),
+        ("qwen3-moe", 2, 2),
+        ("qwen3_5", 2, 1),
+        pytest.param("lfm2", 2, 1, marks=pytest.mark.long),
+        pytest.param("olmo2", 2, 1, marks=pytest.mark.long),
+        pytest.param("qwen3-next", 2, 1, marks=pytest.mark.long),
+        pytest.param("qwen3", 2, 1, marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 4, 1, marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 4, 2, marks=pytest.mark.long),
     ],
 )
 def test_ranks_answer_as_peft(
-    kind: str, count: int, zoos: Callable[[str], Zoo], tmp_path: Path
+    kind: str,
+    count: int,
+    expert_parallel: int,
+    zoos: Callable[[str], Zoo],
+    tmp_path: Path,
 ) -> None:
     """Mixed adapters in one batch, greedy in fp32."""
     zoo = zoos(kind)
-    with serve(zoo, tmp_path, count) as services:
+    with serve(zoo, tmp_path, count, "--expert-parallel", str(expert_parallel)) as services:
         check_nobody_else_reaches(ranks_of(services), count)
-        names = ADAPTERS[kind]
-        for name in filter(None, names):
-            services.client.register(name, services.source(name))
-
-        def answer(name: str) -> list[int]:
-            found = services.client.generate(
-                PROMPT, adapter=name, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
-            )
-            return [token for chunk in found for token in chunk.token_ids]
-
-        with ThreadPoolExecutor(len(names)) as threads:
-            answers = dict(zip(names, threads.map(answer, names), strict=True))
-        for name, found in answers.items():
-            assert found == zoo.greedy(name, PROMPT, NUM_TOKENS, guess=found), name
+        check_answers(zoo, services, ADAPTERS[kind])
     assert services.exit_codes == [0, 0]
+
+
+def check_answers(zoo: Zoo, services: Services, names: Sequence[str]) -> None:
+    """All adapters, "" being none, in one batch."""
+    for name in filter(None, names):
+        services.client.register(name, services.source(name))
+
+    def answer(name: str) -> list[int]:
+        found = services.client.generate(
+            PROMPT, adapter=name, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+        )
+        return [token for chunk in found for token in chunk.token_ids]
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        answers = dict(zip(names, threads.map(answer, names), strict=True))
+    for name, found in answers.items():
+        assert found == zoo.greedy(name, PROMPT, NUM_TOKENS, guess=found), name
+
+
+@pytest.mark.long
+def test_norms_of_all_heads_that_adapters_replace(tmp_path: Path) -> None:
+    """Each rank has the part of its heads."""
+    spec = AdapterSpec("norms", 4, ["q_proj"], {"modules_to_save": ["norm"]})
+    model = make_model("olmo2", tmp_path / "model")
+    reference = adapted(model, "olmo2", tmp_path / "adapters", [spec], shake)
+    zoo = Zoo("olmo2", tmp_path / "model", reference, {"norms": tmp_path / "adapters" / "norms"})
+    with serve(zoo, tmp_path, 2) as services:
+        check_answers(zoo, services, ["", "norms"])
+
+
+@pytest.mark.long
+def test_adapters_of_some_experts_alone_are_refused(tmp_path: Path) -> None:
+    """Ranks' parts would have other sizes. Adapters of all experts go on being served."""
+    kind, folder = "qwen3-moe", tmp_path / "some"
+    spec = AdapterSpec("all", 4, [], {"target_parameters": list(PARAMETERS[kind][:2])})
+    zoo = make_zoo(kind, tmp_path, [spec])
+    write_form(FORMS["one by one"], zoo.adapter_dirs["all"], folder, zoo.model_dir)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name: each for name, each in tensors.items() if ".experts.5." not in name}, path)
+    with serve(zoo, tmp_path, 2, "--expert-parallel", "2") as services:
+        services.client.register("some", str(folder))
+        with pytest.raises(errors.LoadoutError, match="with --expert-parallel 2 each process"):
+            list(services.client.generate(PROMPT, adapter="some", max_tokens=2))
+        check_answers(zoo, services, ["", "all"])
 
 
 def test_a_rank_that_is_killed_ends_the_engine(zoos: Callable[[str], Zoo], tmp_path: Path) -> None:

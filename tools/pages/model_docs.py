@@ -32,7 +32,9 @@ You can serve models whose `config.json` names one of these architectures, in fp
 on CPUs and on GPUs. Your adapters may change every linear layer, the embedding and the head, unless
 the table says otherwise, and replace
 [norms, biases, embedding and head](adapters.md#what-adapters-have-besides-a-and-b). Each family is
-one module of data; you can [add one](development/add-an-architecture.md).
+one module of data; you can [add one](development/add-an-architecture.md). On CPUs you can divide a
+model of each family over [several processes](operations/sizing.md#models-in-several-processes), if
+its sizes divide.
 
 | architecture | family and features |
 |---|---|

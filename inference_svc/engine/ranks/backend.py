@@ -14,6 +14,7 @@ from inference_svc.core import Batch, BatchRow
 from inference_svc.engine.ranks.group import RankGroup
 from inference_svc.engine.ranks.steps import StepWriter, encode_changes
 from inference_svc.model.description import Decoder
+from inference_svc.model.recurrent_states import StateCopy, part_copies, spare_slot
 from kernels.lora.plan import LoraContents
 
 
@@ -27,8 +28,8 @@ class RankedInputs(NamedTuple):
 class RankedBackend:
     """A `Backend` of several ranks, whose first is `own`.
 
-    Changes go with the next step to the other ranks. An error of a step ends the engine: other
-    ranks may be in the middle of it, so that it cannot be computed in parts.
+    Changes, and copies of states, go with the next step to the other ranks. An error of a step ends
+    the engine: other ranks may be in the middle of it, so that it cannot be computed in parts.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class RankedBackend:
         self._own, self._group, self._max_scored = own, group, max_scored
         self._decoder = decoder
         self._changes: list[ResidencyChange] = []
+        self._state_copies: list[StateCopy] = []
         self._writer = StepWriter()
         self._scores: Iterator[Scored] = iter(())
 
@@ -105,11 +107,16 @@ class RankedBackend:
 
     def prepare(self, batch: Batch) -> RankedInputs:
         has_choices = returns_experts(batch, self._decoder)
-        data = StepData.of(batch.rows, self._max_scored, returns_experts=has_choices)
+        data = StepData.of(
+            batch.rows, self._max_scored, self.num_states, returns_experts=has_choices
+        )
         return RankedInputs(self._own.prepare(batch), data)
 
     def forward(self, inputs: RankedInputs) -> Logits:
-        self._group.send_step(self._writer.write(self._begin(), inputs.data))
+        changes = self._begin()
+        copies, self._state_copies = self._state_copies, []
+        data = inputs.data._replace(state_copies=copies)
+        self._group.send_step(self._writer.write(changes, data))
         try:
             found = self._own.forward(inputs.own)
         except Exception as error:
@@ -133,6 +140,8 @@ class RankedBackend:
 
     def keep_part(self, row: BatchRow) -> None:
         self._own.keep_part(row)
+        if self.num_states:
+            self._state_copies += part_copies(row, spare_slot(self.num_states))
 
     def use_idle_time(self) -> bool:
         return self._own.use_idle_time()

@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from contract.images.header import ImageHeader, Segment
+from contract.images.header import ImageHeader
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange, TableWrite
@@ -30,6 +30,7 @@ from inference_svc.adapters.pulls.pull import (
     PullOpened,
 )
 from inference_svc.adapters.pulls.threads import Puller
+from inference_svc.adapters.rank_layouts import check_alike
 from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.base import RankBackend, RankFactory
 from inference_svc.backends.exchange import ExchangeFailed
@@ -60,7 +61,6 @@ from inference_svc.engine.ranks.steps import (
     decode_changes,
 )
 from inference_svc.engine.transport.process_main import connect_to_parent, encode, portable
-from inference_svc.errors import CorruptImage
 from inference_svc.host.cpus import Share, bound_to
 from inference_svc.model.checkpoint.headers import tower_modules
 from servicekit.errors import ServiceError
@@ -132,7 +132,8 @@ class Follower:
             backend = factory.build_rank(config, decoder, layout, exchange)
         layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
         check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
-        self._pulls = RankImages(backend.pull_memory, self._send, 4 * config.max_loras)
+        max_known, parts = 4 * config.max_loras, config.expert_parallel
+        self._pulls = RankImages(backend.pull_memory, self._send, max_known, parts)
         self._pulls.puller = Puller(
             store, config.pull_workers, self._pulls.on_event, layout.read_header, check
         )
@@ -189,8 +190,9 @@ class RankImages:
 
     puller: Puller
 
-    def __init__(self, memory: memoryview, send: Any, max_known: int) -> None:
+    def __init__(self, memory: memoryview, send: Any, max_known: int, expert_parallel: int) -> None:
         self._memory, self._send, self._max_known = memory, send, max_known
+        self._expert_parallel = expert_parallel
         self._lock = threading.Lock()
         self._jobs: dict[int, PullJob] = {}
         self._orders: dict[PullJob, Pull] = {}
@@ -215,13 +217,14 @@ class RankImages:
         job = event.job
         order = self._orders[job]
         if isinstance(event, PullOpened):
-            if not _lie_alike(event.header.segments, order.segments):
-                reason = "the store's image for another rank has other segments"
-                hint = "upgrade the store if it is older than this server"
-                self._errors[job] = CorruptImage(f"{reason}; {hint}")
+            try:
+                check_alike(event.header.segments, order.segments, self._expert_parallel)
+            except ServiceError as refusal:
+                self._errors[job] = refusal
                 self.puller.cancel(job)
-            elif job.grant(ImageSink(self._memory, order.extents)):
-                self.puller.start(job)
+            else:
+                if job.grant(ImageSink(self._memory, order.extents)):
+                    self.puller.start(job)
             return
         with self._lock:
             del self._jobs[order.number], self._orders[job]
@@ -255,11 +258,3 @@ class RankImages:
                     del self._known[digest]
         rank = max((segment.rank for segment in header.segments), default=0)
         return Resident(header, change.slot, extents, rank)
-
-
-def _lie_alike(first: Sequence[Segment], second: Sequence[Segment]) -> bool:
-    """Returns whether two ranks' images have the same segments at the same offsets; scales may
-    differ."""
-    return [each._replace(scale=1.0) for each in first] == [
-        each._replace(scale=1.0) for each in second
-    ]

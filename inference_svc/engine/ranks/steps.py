@@ -22,6 +22,7 @@ from inference_svc.adapters.memory.tiers import (
 )
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
+from inference_svc.model.recurrent_states import Segment, StateCopy
 
 _CLEAR, _WRITE, _MIX, _DIVIDE = range(4)
 _ITEM_BYTES = 8
@@ -77,6 +78,8 @@ class StepWriter:
             *data.runs,
             data.last_slots,
             [data.returns_experts],
+            list(chain.from_iterable(data.segments)),
+            list(chain.from_iterable(data.state_copies)),
         ]
         for each in data.scored:
             lists += [each.indices, *each.runs]
@@ -115,7 +118,7 @@ class StepReader:
     def read(self, buffer: bytes) -> StepMessage:
         """Returns the content of a step's buffer. The next one changes its pages."""
         changes, token_ids, starts, counts, kept, sizes, pages, *rest = _lists(buffer)
-        slots, lengths, last_slots, [returns_experts], *scored = rest
+        slots, lengths, last_slots, [returns_experts], segments, copies, *scored = rest
         data = StepData(
             token_ids,
             starts,
@@ -127,6 +130,8 @@ class StepReader:
                 ScoredSlice(scored[at], SlotRuns(scored[at + 1], scored[at + 2]))
                 for at in range(0, len(scored), 3)
             ],
+            [Segment(*each) for each in _tuples(segments, 3)],
+            [StateCopy(*each) for each in _tuples(copies, 2)],
             bool(returns_experts),
         )
         return StepMessage(list(_decode_all(changes)), data)
@@ -151,6 +156,11 @@ def encode_changes(changes: Sequence[ResidencyChange]) -> bytes:
 def decode_changes(buffer: bytes) -> list[Change]:
     """Returns the content of a buffer that `encode_changes` has made."""
     return list(_decode_all(np.frombuffer(buffer, dtype=np.int64).tolist()))
+
+
+def _tuples(numbers: list[int], size: int) -> Iterator[list[int]]:
+    for at in range(0, len(numbers), size):
+        yield numbers[at : at + size]
 
 
 def _lists(buffer: bytes) -> Iterator[list[int]]:

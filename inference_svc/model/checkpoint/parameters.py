@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -56,23 +56,45 @@ class Sink(Protocol):
 class Piece:
     """A tensor of the checkpoint: its shape, and the writer that puts it into the projection that
     it is a part of, given the number of the first row; None: it is the whole of a parameter that is
-    no projection. With `num_experts` it has the parts of so many, which are put one by one, given
-    the number of the expert; each is [in, out] if it `is_transposed`.
+    no projection. With `num_experts` it has the parts of so many, of which the `experts` are put
+    one by one, given the place of each; each is [in, out] if it `is_transposed`.
 
     `module` is the module whose weight [out, in] it is, or "", and `format` the format that it is
     held in. The checkpoint may have other tensors of the module in its place, as its `Scheme` says.
-    Of a tensor with a `part` only that is read; of one that `is_elsewhere`, which another rank
-    adds, nothing: this rank has zeros.
+    Of a tensor with a `part` only that is read. Nothing is read of one that `is_elsewhere`, which
+    another rank adds: this rank has zeros; and nothing of one that `is_unused`, of another rank's
+    experts.
     """
 
     shape: tuple[int, ...]
     put: Callable[[Sink, Any, int], None] | None = None
-    num_experts: int = 0
+    experts: Cut | None = None
     module: str = ""
     format: WeightFormat | None = None
     is_transposed: bool = False
     part: Part | None = None
     is_elsewhere: bool = False
+    is_unused: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        """The experts in the tensor; 0: it is no tensor of experts."""
+        return 0 if self.experts is None else self.experts.whole
+
+    @property
+    def read_part(self) -> Part | None:
+        """The part of the tensor that is read, if it is plain: whole rows where these are quantised
+        with scales of all inputs, before columns are chosen."""
+        part = self.part
+        if part is None or self.format is None or self.format.group_size:
+            return part
+        return part.of_all_columns
+
+    @property
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Yields the place of each expert that is put, and its number in the tensor."""
+        assert self.experts is not None
+        return enumerate(range(*self.experts.range))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -102,15 +124,15 @@ class Parameter:
     that these may have: made when they are asked for, as experts have thousands.
 
     `key` is such as "layers.0.qkv", of a norm its module's path; `members` maps the modules that
-    adapters know to the outputs that are here. `in_size` is 0 for one dimension. `parts` are a
-    projection's rows by format.
+    adapters know to the ranges of outputs that are here. `in_size` is 0 for one dimension. `parts`
+    are a projection's rows by format.
     """
 
     key: str
     role: Role
     num_rows: int
     make_forms: Callable[[], Iterable[Form]] = field(repr=False, compare=False)
-    members: Mapping[str, Cut] = field(default_factory=dict)
+    members: Mapping[str, tuple[Cut, ...]] = field(default_factory=dict)
     in_size: int = 0
     has_bias: bool = False
     layer: int | None = None
@@ -188,16 +210,15 @@ def _parameter(weight: Weight) -> Parameter:
         return _norm_parameter(spec, layer)
     if isinstance(spec, Table):
         num_rows = spec.num_rows if spec.cut is None else spec.cut.whole
-        part = part_of(spec.cut)
-        form: Form = {f"{spec.module}.weight": Piece((num_rows, spec.size), part=part)}
-        members = {spec.module: spec.cut or _all(num_rows)}
+        cuts = () if spec.cut is None else (spec.cut,)
+        form: Form = {f"{spec.module}.weight": Piece((num_rows, spec.size), part=part_of(cuts))}
+        members = {spec.module: cuts or (_all(num_rows),)}
         return Parameter(spec.key, Role.TABLE, spec.num_rows, lambda: [form], members, spec.size)
     if isinstance(spec, Scalar):
         size, piece = 1, Piece((1,))
     else:
         size = spec.size
-        whole = size if spec.cut is None else spec.cut.whole
-        piece = Piece(spec.shape or (whole,), part=part_of(spec.cut))
+        piece = Piece(spec.whole_shape, part=part_of(spec.cuts))
     form = {spec.name: piece}
     return Parameter(spec.name, role_of(spec), size, lambda: [form], layer=layer)
 
@@ -227,9 +248,9 @@ def vectors(decoder: Decoder) -> Iterator[Vector]:
     for parameter in parameters(decoder):
         for name, outputs in parameter.members.items():
             if parameter.role is Role.NORM:
-                yield Vector(name, f"{name}.weight", parameter.layer, outputs)
+                yield Vector(name, f"{name}.weight", parameter.layer, *outputs)
             elif parameter.has_bias:
-                yield Vector(f"{name}.bias", f"{name}.bias", parameter.layer, outputs)
+                yield Vector(f"{name}.bias", f"{name}.bias", parameter.layer, *outputs)
 
 
 def unused(decoder: Decoder) -> tuple[str, ...]:
@@ -245,8 +266,10 @@ def unused(decoder: Decoder) -> tuple[str, ...]:
 def _norm_parameter(norm: Norm, layer: int | None) -> Parameter:
     path = norm.path(layer)
     tensor = norm.tensor if layer is None or not norm.tensor else layer_path(layer, norm.tensor)
-    form = {tensor or f"{path}.weight": Piece((norm.size,))}
-    members = {} if tensor else {path: _all(norm.size)}
+    cut = norm.cut or _all(norm.size)
+    part = None if norm.cut is None else part_of([cut])
+    form = {tensor or f"{path}.weight": Piece((cut.whole,), part=part)}
+    members = {} if tensor else {path: (cut,)}
     key = norm_key(norm, layer)
     return Parameter(key, Role.NORM, norm.size, lambda: [form], members, layer=layer, norm=norm)
 
@@ -327,12 +350,12 @@ def _bias_piece(
     shape: tuple[int, ...],
     put: Callable[[Sink, Any, int], None],
     part: Part | None,
-    num_experts: int = 0,
+    experts: Cut | None = None,
 ) -> Piece:
     """Returns a bias's tensor: of a projection whose inputs are cut it is the first rank's."""
     is_elsewhere = projection.in_cut is not None and projection.in_cut.start > 0
-    own = None if part is None else part.of_bias
-    return Piece(shape, put, num_experts, part=own, is_elsewhere=is_elsewhere)
+    own = None if part is None else part.of_all_columns
+    return Piece(shape, put, experts, part=own, is_elsewhere=is_elsewhere)
 
 
 def _put_rows(start: int, sink: Sink, rows: Rows, first: int) -> None:
@@ -373,32 +396,37 @@ def _apart_form(
     """Returns the tensors of a checkpoint that has each expert's by itself, by the members' names
     of this index."""
     form: dict[str, Piece] = {}
-    for expert in range(projection.num_experts):
-        start = expert * step
+    first, end, count = projection.experts
+    for expert in range(count):
+        start = (expert - first) * step
         for member in projection.members:
             module = (member.module, *member.others)[name]
             before, _, last = module.rpartition(".")
             path = path_of(f"{before}.{expert}.{last}")
-            form |= _linear_pieces(path, (member,), projection, start, projection.format)
+            pieces = _linear_pieces(path, (member,), projection, start, projection.format)
+            if not first <= expert < end:
+                pieces = {each: replace(piece, is_unused=True) for each, piece in pieces.items()}
+            form |= pieces
             start += member.out_features
     return form
 
 
 def _stacked_form(projection: ExpertsProjection, step: int, path_of: Callable[[str], str]) -> Form:
     """Returns the tensors of a checkpoint that has all experts in one."""
-    count, members = projection.num_experts, projection.members
+    experts, members = projection.experts, projection.members
     num_out, num_in = whole_outputs(members), _whole_inputs(projection)
-    shape = (num_in, num_out) if projection.is_transposed else (num_out, num_in)
+    shape: tuple[int, ...] = (num_in, num_out) if projection.is_transposed else (num_out, num_in)
     put = partial(_put_expert, step, projection)
     module, is_transposed = path_of(projection.parameter), projection.is_transposed
     takes_turns = projection.is_interleaved
     part = part_of_linear(members, projection.in_cut, take_turns=takes_turns)
     held = projection.format
-    form = {module: Piece((count, *shape), put, count, module, held, is_transposed, part)}
+    shape = experts.whole, *shape
+    form = {module: Piece(shape, put, experts, module, held, is_transposed, part)}
     if projection.has_bias:
         put = partial(_put_expert_bias, step, projection)
         name = path_of(f"{projection.parameter}_bias")
-        form[name] = _bias_piece(projection, (count, num_out), put, part, count)
+        form[name] = _bias_piece(projection, (experts.whole, num_out), put, part, experts)
     return form
 
 

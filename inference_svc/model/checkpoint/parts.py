@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from inference_svc.model.description import Cut, Member
@@ -20,14 +20,14 @@ class Part(NamedTuple):
         return sum(end - start for start, end in self.rows)
 
     @property
-    def of_bias(self) -> Part:
-        """The part of the bias of a matrix with this part."""
+    def of_all_columns(self) -> Part:
+        """The same rows with all of their columns; also the part of the matrix's bias."""
         return Part(self.rows)
 
 
-def part_of(cut: Cut | None) -> Part | None:
-    """Returns the part of a tensor whose rows are cut; None: all."""
-    return None if cut is None else Part((cut.range,))
+def part_of(cuts: Sequence[Cut]) -> Part | None:
+    """Returns the part of a tensor whose rows are cut, each kind of them by itself; None: all."""
+    return Part(tuple(_behind_each_other(cuts))) if cuts else None
 
 
 def part_of_linear(
@@ -35,23 +35,27 @@ def part_of_linear(
 ) -> Part | None:
     """Returns the part of a weight that has the outputs of these members one below the other, or,
     if they `take_turns`, one of each in turn. None: all."""
-    if in_cut is None and all(member.cut is None for member in members):
+    if in_cut is None and not any(member.cuts for member in members):
         return None
     return Part(tuple(_ranges(members, take_turns)), None if in_cut is None else in_cut.range)
 
 
 def whole_outputs(members: Sequence[Member]) -> int:
     """Returns how many outputs members have on all ranks together."""
-    return sum(member.outputs.whole for member in members)
+    return sum(member.whole_size for member in members)
 
 
 def _ranges(members: Sequence[Member], take_turns: bool) -> Iterator[tuple[int, int]]:
     if take_turns:
-        start, end, _ = members[0].outputs
+        [(start, end, _)] = members[0].outputs
         yield start * len(members), end * len(members)
         return
+    yield from _behind_each_other([cut for member in members for cut in member.outputs])
+
+
+def _behind_each_other(cuts: Iterable[Cut]) -> Iterator[tuple[int, int]]:
+    """Yields the rows of each cut in a tensor that has the whole of one behind the other."""
     first = 0
-    for member in members:
-        start, end, whole = member.outputs
+    for start, end, whole in cuts:
         yield first + start, first + end
         first += whole

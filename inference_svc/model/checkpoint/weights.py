@@ -44,6 +44,7 @@ from inference_svc.model.quantised.scheme import Rows, StoredMatrix
 from inference_svc.model.walk import operations, weights_of
 from kernels.attention import HeadNorms
 from kernels.elementwise import NormWeight
+from kernels.quantised import quantise
 
 BLOCK_ELEMENTS = 1 << 24
 """The most elements of a matrix that are read at once: 64 MiB in fp32."""
@@ -199,7 +200,9 @@ class _Assembly(Generic[P]):
         made = self._reading.get(parameter.key)
         if made is None:
             made = self._reading[parameter.key] = self._empty(parameter)
-        if source.matrix is not None:
+        if source.piece.is_unused:
+            pass
+        elif source.matrix is not None:
             _put_matrix(made, piece, source.matrix, source.tensors)
         else:
             _put_plain(made, piece, source.tensors[""])
@@ -263,34 +266,45 @@ def _put_plain(made: Any, piece: Piece, tensor: TextTensor) -> None:
     reads_parts = piece.num_experts > 0 or piece.part is not None
     with opened(tensor, reads_parts=reads_parts) as stored:
         if piece.num_experts and piece.put is not None:
-            for expert in range(piece.num_experts):
-                piece.put(made, _of_expert(stored, piece, expert), expert)
+            for place, expert in piece.places:
+                piece.put(made, _of_rank(_of_expert(stored, piece, expert), piece), place)
         elif piece.put is not None:
             for rows, place in _row_ranges(piece):
-                piece.put(made, stored[_index(rows, piece.part)], place)
+                piece.put(made, _of_rank(stored[_index(rows, piece.read_part)], piece), place)
         elif piece.part is not None or piece.shape == made.shape:
+            values = made.view(-1, *piece.shape[1:])
             for rows, place in _row_ranges(piece):
-                made[place : place + rows.stop - rows.start].copy_(stored[rows])
+                values[place : place + rows.stop - rows.start].copy_(stored[rows])
         else:
             made.copy_(stored[:].view_as(made))
+
+
+def _of_rank(rows: Tensor, piece: Piece) -> Rows:
+    """Returns the columns that are needed, quantised if that was not possible without the others:
+    ranks have the codes and scales of the whole."""
+    if piece.read_part == piece.part:
+        return rows
+    assert piece.format is not None
+    return _chosen_columns(quantise(rows, piece.format), piece.part)
 
 
 def _put_zeros(made: Any, piece: Piece) -> None:
     """Puts zeros in the place of a bias that another rank adds."""
     assert piece.put is not None
     size = piece.shape[-1] if piece.part is None else piece.part.num_rows
-    for place in range(max(1, piece.num_experts)):
+    for place in range(1 if piece.experts is None else piece.experts.size):
         piece.put(made, torch.zeros(size), place)
 
 
 def _of_expert(stored: Stored, piece: Piece, expert: int) -> Tensor:
     """Reads an expert's matrix [out, in], or its bias [out], or the part of it that is needed."""
-    if piece.part is None:
+    part = piece.read_part
+    if part is None:
         values = stored[expert]
         return values.t() if piece.is_transposed else values
     found = []
-    for start, end in piece.part.rows:
-        index = _index(slice(start, end), piece.part)
+    for start, end in part.rows:
+        index = _index(slice(start, end), part)
         if piece.is_transposed:
             index = (index if isinstance(index, tuple) else (index, slice(None)))[::-1]
         values = stored[(expert, *(index if isinstance(index, tuple) else (index,)))]
@@ -325,7 +339,7 @@ def _put_matrix(
     assert piece.put is not None
     parts: Iterable[tuple[int, Any]] = [(0, ...)]
     if piece.num_experts:
-        parts = enumerate(range(piece.num_experts))
+        parts = piece.places
     elif matrix.is_by_rows:
         parts = ((place, rows) for rows, place in _row_ranges(piece))
     with ExitStack() as stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from inference_svc.model.description.modules import ExpertsProjection, Norm, Projection
+from inference_svc.model.description.modules import Cut, ExpertsProjection, Norm, Projection
 from kernels.experts import Choice
 
 
@@ -79,7 +79,13 @@ class Experts:
 
     @property
     def num_experts(self) -> int:
-        return self.gate_up.num_experts
+        """All experts that tokens choose of."""
+        return self.gate_up.experts.whole
+
+    @property
+    def cut(self) -> Cut | None:
+        """The experts that this rank has; None: all."""
+        return self.gate_up.cut
 
     @property
     def num_chosen(self) -> int:

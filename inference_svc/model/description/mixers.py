@@ -70,8 +70,8 @@ class Attention:
     @property
     def norms_all_heads(self) -> bool:
         """Whether a norm of queries or keys is over all heads at once."""
-        norms = (self.q_norm, self.k_norm)
-        return any(norm is not None and norm.size != self.head_dim for norm in norms)
+        norms = (each for each in (self.q_norm, self.k_norm) if each is not None)
+        return any(each.size != self.head_dim or each.cut is not None for each in norms)
 
     @property
     def head_cut(self) -> Cut | None:

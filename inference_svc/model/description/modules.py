@@ -20,38 +20,6 @@ def layer_path(layer: int, module: str) -> str:
     return f"model.layers.{layer}.{module}"
 
 
-class NormKind(enum.Enum):
-    """RMS: x / sqrt(mean(x^2) + eps). LAYER: the same of x - mean(x)."""
-
-    RMS = "rms"
-    LAYER = "layer"
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A norm over `size` elements, times its weight plus `weight_offset`; without a `module` the
-    weight is 1.
-
-    Where it `is_wide` the weight is in fp32, and the product is rounded; else the norm is rounded
-    to the model's dtype before the product. `tensor` is the name of its weight in the checkpoint
-    where that is not "weight" of the module; then adapters do not have it. The weight is multiplied
-    by `weight_scale`.
-    """
-
-    module: str
-    size: int
-    eps: float
-    kind: NormKind = NormKind.RMS
-    weight_offset: float = 0.0
-    is_wide: bool = False
-    tensor: str = ""
-    weight_scale: float = 1.0
-
-    def path(self, layer: int | None) -> str:
-        """Returns the path of its module, of a layer or, None, of the whole."""
-        return self.module if layer is None else layer_path(layer, self.module)
-
-
 class Cut(NamedTuple):
     """Features [start, end) among all `whole`: the features that one rank has."""
 
@@ -67,20 +35,64 @@ class Cut(NamedTuple):
     def range(self) -> tuple[int, int]:
         return self.start, self.end
 
+    def times(self, width: int) -> Cut:
+        """Returns the elements of these features, each of which has so many."""
+        return Cut(self.start * width, self.end * width, self.whole * width)
+
+
+class NormKind(enum.Enum):
+    """RMS: x / sqrt(mean(x^2) + eps). LAYER: the same of x - mean(x)."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over `size` elements, times its weight plus `weight_offset`; without a `module` the
+    weight is 1.
+
+    Where it `is_wide` the weight is in fp32, and the product is rounded; else the norm is rounded
+    to the model's dtype before the product. `tensor` is the name of its weight in the checkpoint
+    where that is not "weight" of the module; then adapters do not have it. The weight is multiplied
+    by `weight_scale`. `cut` is the range of elements that this rank has, of a norm over the
+    elements of all ranks; None: all.
+    """
+
+    module: str
+    size: int
+    eps: float
+    kind: NormKind = NormKind.RMS
+    weight_offset: float = 0.0
+    is_wide: bool = False
+    tensor: str = ""
+    weight_scale: float = 1.0
+    cut: Cut | None = None
+
+    def path(self, layer: int | None) -> str:
+        """Returns the path of its module, of a layer or, None, of the whole."""
+        return self.module if layer is None else layer_path(layer, self.module)
+
 
 class Member(NamedTuple):
-    """A linear layer and its number of outputs; `others` are further names of the module. `cut` is
-    the range of outputs that this rank has; None: all."""
+    """A linear layer and its number of outputs; `others` are further names of the module. `cuts`
+    are the ranges of outputs that this rank has; none: all. Outputs of several kinds, such as
+    queries and keys, lie one kind behind the other, and have a range in each."""
 
     module: str
     out_features: int
     others: tuple[str, ...] = ()
-    cut: Cut | None = None
+    cuts: tuple[Cut, ...] = ()
 
     @property
-    def outputs(self) -> Cut:
-        """The range of its outputs."""
-        return self.cut or Cut(0, self.out_features, self.out_features)
+    def outputs(self) -> tuple[Cut, ...]:
+        """The ranges of its outputs."""
+        return self.cuts or (Cut(0, self.out_features, self.out_features),)
+
+    @property
+    def whole_size(self) -> int:
+        """Its outputs on all ranks together."""
+        return sum(each.whole for each in self.outputs)
 
 
 class WeightPart(NamedTuple):
@@ -145,11 +157,13 @@ class ExpertsProjection:
     layers of all experts, such as "mlp.experts.gate_proj": one expert's in the checkpoint is
     "mlp.experts.3.gate_proj".
 
+    `num_experts` are the ones that this rank has: `cut` among all; None: all. `in_cut` is as in
+    `Projection`.
+
     `parameter` is the one tensor that a checkpoint may have of all experts and members,
     [experts, out, in], or [experts, in, out] if it `is_transposed`; outputs of the members take
     turns if it `is_interleaved`, else they lie one behind the other. `parameter`_bias is its bias,
-    [experts, out]. `format` is of the weights of all experts; None: the model's dtype. `in_cut` is
-    as in `Projection`.
+    [experts, out]. `format` is of the weights of all experts; None: the model's dtype.
     """
 
     name: str
@@ -162,6 +176,12 @@ class ExpertsProjection:
     is_interleaved: bool = False
     format: WeightFormat | None = None
     in_cut: Cut | None = None
+    cut: Cut | None = None
+
+    @property
+    def experts(self) -> Cut:
+        """The experts that this rank has."""
+        return self.cut or Cut(0, self.num_experts, self.num_experts)
 
     @property
     def out_features(self) -> int:

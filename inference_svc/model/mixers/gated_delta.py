@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from inference_svc.model.description import Norm, Projection, Recurrence
+from inference_svc.model.description import Cut, Norm, Projection, Recurrence
 from inference_svc.model.operations import (
     Listing,
     Numbers,
@@ -57,6 +57,22 @@ class GatedDelta(Recurrence):
         return 2 * self.key_size + self.value_size
 
     @property
+    def conv_cuts(self) -> tuple[Cut, ...]:
+        """The channels of q, k and v that this rank has; none: all."""
+        values = self.out.in_cut
+        if values is None:
+            return ()
+        of_key_head = self.value_size // self.num_key_heads
+        keys = Cut(*(each // of_key_head * self.key_head_dim for each in values))
+        return keys, keys, values
+
+    @property
+    def head_cuts(self) -> tuple[Cut, ...]:
+        """The value heads that this rank has; none: all."""
+        values = self.out.in_cut
+        return () if values is None else (Cut(*(each // self.value_head_dim for each in values)),)
+
+    @property
     def heads(self) -> DeltaHeads:
         return DeltaHeads(
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
@@ -85,7 +101,8 @@ class Convolve(Op):
 
     def __post_init__(self) -> None:
         mixer = self.mixer
-        kernels = conv_kernels(mixer.conv, mixer.conv_size, mixer.kernel_size, self.layer)
+        sizes = mixer.conv_size, mixer.kernel_size
+        kernels = conv_kernels(mixer.conv, *sizes, self.layer, mixer.conv_cuts)
         object.__setattr__(self, "kernels", kernels)
 
     @property
@@ -105,7 +122,8 @@ class DeltaRule(Op):
     def __post_init__(self) -> None:
         mixer, count = self.mixer, self.mixer.num_value_heads
         for name, tensor in (("decay", mixer.decay), ("decay_bias", mixer.decay_bias)):
-            object.__setattr__(self, name, numbers_of(tensor, count, self.layer))
+            numbers = numbers_of(tensor, count, self.layer, cuts=mixer.head_cuts)
+            object.__setattr__(self, name, numbers)
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:

@@ -47,7 +47,10 @@ class GatedConvolve(Op):
 
     def __post_init__(self) -> None:
         mixer = self.mixer
-        kernels = conv_kernels(mixer.conv, mixer.num_channels, mixer.kernel_size, self.layer)
+        cut = mixer.out.in_cut
+        cuts = () if cut is None else (cut,)
+        sizes = mixer.num_channels, mixer.kernel_size
+        kernels = conv_kernels(mixer.conv, *sizes, self.layer, cuts)
         object.__setattr__(self, "kernels", kernels)
 
     @property

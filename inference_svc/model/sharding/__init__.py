@@ -2,4 +2,5 @@
 
 description  cuts a decoder's description into the parts of ranks
 exchange     the sums and rows that ranks exchange within a step
+in_torch     the operations of ranks in torch
 """

@@ -40,7 +40,8 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
         for name in ("llama", "qwen3-moe")
         for code, form in FORMATS.items()
     }
-    ranks = {"qwen3-moe-ranks": of_rank(plain["qwen3-moe"], Rank(1, 2))}
+    ranks = {f"{name}-ranks": of_rank(plain[name], Rank(1, 2)) for name in ("qwen3-moe", "olmo2")}
+    ranks["qwen3-moe-experts"] = of_rank(plain["qwen3-moe"], Rank(1, 2), expert_parallel=2)
     return plain | in_few_bits | ranks
 
 

@@ -19,9 +19,8 @@ from inference_svc.engine.ranks.steps import SlotDivide, decode_changes
 from inference_svc.errors import EngineFailed
 from tests.support.inference.memory_store import make_image
 
-STEP = StepData(
-    [5], [0], [1], [[0]], SlotRuns([-1], [1]), [-1], [ScoredSlice([0], SlotRuns([-1], [1]))] * 3
-)
+SCORED = [ScoredSlice([0], SlotRuns([-1], [1]))] * 3
+STEP = StepData([5], [0], [1], [[0]], SlotRuns([-1], [1]), [-1], SCORED, [], [])
 
 
 class Recorded:

@@ -30,14 +30,14 @@ from inference_svc.adapters.memory.tiers import (
     TableWrite,
 )
 from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob
+from inference_svc.adapters.rank_layouts import check_alike
 from inference_svc.adapters.targets import build_layout, cut_as
 from inference_svc.backends.exchange import ExchangeFailed, GlooMeeting
 from inference_svc.backends.native.backend import NativeFactory
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
-from inference_svc.core import EngineConfig, Request, SamplingParams
+from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.build import build_engine
-from inference_svc.engine.engine import Engine
 from inference_svc.engine.ranks import group
 from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
 from inference_svc.engine.ranks.pulls import RankPulls
@@ -51,14 +51,15 @@ from inference_svc.engine.ranks.steps import (
 )
 from inference_svc.engine.transport.messages import StepOutputs, Submit
 from inference_svc.engine.transport.thread import EngineThread
-from inference_svc.errors import CorruptImage, EngineFailed, UnsupportedModel
+from inference_svc.errors import AdapterUnusable, CorruptImage, EngineFailed, UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Rank
+from inference_svc.model.recurrent_states import Segment, StateCopy
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.store.client import NoStore
 from servicekit.errors import Unavailable
 from tests.support.inference.memory_store import make_image
-from tests.support.inference.ranks import no_store
+from tests.support.inference.ranks import config_of, generate, no_store
 from tests.support.wait import until
 
 HEADER = make_image("sha256:abc", 4).header
@@ -74,6 +75,8 @@ def test_a_step_survives_its_buffer() -> None:
         SlotRuns([-1, 3, 0], [1, 2, 1]),
         [3, 0],
         [ScoredSlice([0, 1], SlotRuns([3], [2])), ScoredSlice([2], SlotRuns([-1], [1]))],
+        [Segment(0, 4, 2), Segment(4, 1, 1), Segment(9, 2, 1)],
+        [StateCopy(1, 11), StateCopy(1, 6)],
         returns_experts=True,
     )
     changes = [
@@ -88,7 +91,7 @@ def test_a_step_survives_its_buffer() -> None:
     named = SlotWrite(3, "sha256:abc"), SlotDivide(4, "sha256:abc")
     assert found.changes == [changes[0], named[0], changes[2], named[1]]
     assert decode_changes(encode_changes(changes)) == found.changes
-    empty = StepData([1], [0], [1], [[0]], SlotRuns([-1], [1]), [-1], [])
+    empty = StepData([1], [0], [1], [[0]], SlotRuns([-1], [1]), [-1], [], [], [])
     assert reader.read(writer.write([], empty)) == ([], empty)
 
 
@@ -104,7 +107,7 @@ def test_pages_of_rows(data: st.DataObject) -> None:
         for each in running:
             each += data.draw(new_lists)
         numbers = [0] * len(running)
-        step = StepData(numbers, numbers, numbers, running, SlotRuns([], []), numbers, [])
+        step = StepData(numbers, numbers, numbers, running, SlotRuns([], []), numbers, [], [], [])
         assert reader.read(writer.write([], step)).data == step
 
 
@@ -201,6 +204,19 @@ def test_a_pull_ends_with_its_ranks(failure: EngineFailed | None) -> None:
     assert pulls.result() == PullFailed(pulls.job, failure)
 
 
+def test_images_of_ranks_lie_alike() -> None:
+    """Else they are refused: experts may differ in size between the parts that ranks have."""
+    first = HEADER.segments
+    check_alike([each._replace(scale=2.0) for each in first], first, 1)
+    longer = [first[0]._replace(length_bytes=9999), *first[1:]]
+    with pytest.raises(CorruptImage, match="another rank has other segments"):
+        check_alike(longer, first, 1)
+    with pytest.raises(AdapterUnusable, match="with --expert-parallel 2 each process"):
+        check_alike(longer, first, 2)
+    with pytest.raises(CorruptImage, match="another rank has other segments"):
+        check_alike(first[1:], first, 2)
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
@@ -245,27 +261,8 @@ def test_inputs_that_ranks_cannot_share_are_refused(model_dir: Path) -> None:
         build_layout(part, "base", torch.float32, is_fully_sharded=True)
 
 
-def config_of(model_dir: Path, count: int, *, native: bool = True) -> EngineConfig:
-    return EngineConfig(
-        model_dir,
-        "model",
-        max_model_len=128,
-        max_sequences=4,
-        max_batch_tokens=32,
-        max_prefill_chunk=7,
-        page_size=4,
-        kv_bytes=1 << 18,
-        arena_bytes=1 << 18,
-        native_kernels=native,
-        num_threads=1,
-        tensor_parallel=count,
-    )
-
-
-def tokens(
-    model_dir: Path, count: int, *, native: bool, sleeps: bool = False
-) -> dict[str, list[int]]:
-    config = replace(config_of(model_dir, count, native=native), prefix_cache=False)
+def tokens(model_dir: Path, count: int, *, native: bool, sleeps: bool = False) -> list[list[int]]:
+    config = config_of(model_dir, count, native_kernels=native, prefix_cache=False)
     built = build_engine(config, NoStore(), lambda event: None, no_store)
     try:
         backend = built.engine.runner.backend
@@ -274,23 +271,9 @@ def tokens(
             held_bytes = backend.weights_bytes
             assert backend.free_memory(weights=True) > 2 * held_bytes, "of both ranks"
             backend.restore()
-        return generate(built.engine)
+        return generate(built.engine, [tuple(range(n + 1, 3 * n + 12)) for n in range(5)], 32)[0]
     finally:
         built.close()
-
-
-def generate(engine: Engine) -> dict[str, list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-    requests = [Request(str(n), tuple(range(n + 1, 3 * n + 12)), params) for n in range(5)]
-    found: dict[str, list[int]] = {each.request_id: [] for each in requests}
-    messages: list[Any] = [Submit(each) for each in requests]
-    go_on = True
-    while go_on:
-        step, go_on = engine.step(messages)
-        messages = []
-        for output in step.outputs:
-            found[output.request_id] += output.token_ids
-    return found
 
 
 @pytest.mark.processes
@@ -298,7 +281,7 @@ def generate(engine: Engine) -> dict[str, list[int]]:
 def test_tokens_of_ranks_are_equal(model_dir: Path, *, native: bool) -> None:
     """More requests than run at once, in chunks of 7; also after ranks have slept."""
     expected = tokens(model_dir, 1, native=native)
-    assert all(len(each) == 32 for each in expected.values())
+    assert all(len(each) == 32 for each in expected)
     assert tokens(model_dir, 2, native=native, sleeps=True) == expected
     assert tokens(model_dir, 4, native=native) == expected
 

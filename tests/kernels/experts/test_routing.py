@@ -18,6 +18,7 @@ from kernels.experts import (
     Scoring,
     combine,
     experts_linear,
+    own_pairs,
     reference,
     route,
     sort_pairs,
@@ -149,3 +150,21 @@ def test_a_step_may_have_no_tokens():
     assert isinstance(found, Routing)
     pairs = sort_pairs(found.experts, EXPERTS)
     assert combine(torch.zeros(0, 4), pairs, found.weights).shape == (0, 4)
+
+
+def test_pairs_of_some_experts() -> None:
+    """Outputs of the pairs of all parts of the experts add up, also of a part without any."""
+    torch.manual_seed(2)
+    x, weight = torch.randn(TOKENS, HIDDEN), torch.randn(EXPERTS, HIDDEN, HIDDEN)
+    routing = route(torch.randn(TOKENS, EXPERTS), Choice(3))
+    routing.experts[routing.experts == EXPERTS - 1] = 0
+
+    def combined(experts: tuple[int, int]) -> torch.Tensor:
+        pairs = own_pairs(sort_pairs(routing.experts, EXPERTS), experts)
+        made = experts_linear(x[pairs.tokens], weight[slice(*experts)], pairs)
+        assert len(made) == pairs.starts[-1]
+        return combine(torch.cat([made, torch.zeros(1, HIDDEN)]), pairs, routing.weights)
+
+    parts = [combined(each) for each in ((0, 5), (5, EXPERTS - 1), (EXPERTS - 1, EXPERTS))]
+    torch.testing.assert_close(sum(parts), combined((0, EXPERTS)))
+    assert not parts[-1].any()

@@ -1,16 +1,22 @@
-"""Ranks of one process: a thread each, which exchange through its memory."""
+"""Ranks of one process, a thread each, which exchange through its memory; and engines of ranks."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from inference_svc.core import EngineConfig, Request, SamplingParams
+from inference_svc.engine.build import build_engine, describe
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.policy.memory_backoff import StepLimit
+from inference_svc.engine.transport.messages import Submit
 from inference_svc.store.client import NoStore
 
 T = TypeVar("T")
@@ -53,3 +59,76 @@ def on_ranks(count: int, run: Callable[[int], T]) -> Sequence[T]:
 def no_store(publish: Callable[[object], None]) -> NoStore:
     """Makes the store of a rank that pulls nothing."""
     return NoStore()
+
+
+def config_of(model_dir: Path, count: int, **changes: Any) -> EngineConfig:
+    """Returns the settings of a small engine of so many ranks; `changes` are of EngineConfig."""
+    config = EngineConfig(
+        model_dir,
+        "model",
+        max_model_len=128,
+        max_sequences=4,
+        max_batch_tokens=32,
+        max_prefill_chunk=7,
+        page_size=4,
+        kv_bytes=1 << 18,
+        arena_bytes=1 << 18,
+        native_kernels=False,
+        num_threads=1,
+        tensor_parallel=count,
+    )
+    return replace(config, **changes)
+
+
+@dataclass
+class Answers:
+    """The tokens of requests, in their order, and how the engine came to them."""
+
+    tokens: list[list[int]]
+    num_cached: int
+    num_preemptions: int
+
+
+NUM_TOKENS = 64
+NUM_PAGES = 64
+"""Too few for four requests of 64 tokens behind their prompts."""
+
+
+def answers_of_ranks(model_dir: Path, count: int, **changes: Any) -> Answers:
+    """Returns greedy tokens of more requests than run at once, in chunks of 7 tokens, of pages that
+    do not suffice, so that some are preempted; then of prompts that begin like earlier ones. The
+    first long steps are computed in parts."""
+    config = config_of(model_dir, count, state_pages=2, **changes)
+    page_bytes = config.page_size * 4 * describe(config, 0).kv_elements_per_token
+    config = replace(config, kv_bytes=NUM_PAGES * page_bytes)
+    built = build_engine(config, NoStore(), lambda event: None, no_store)
+    try:
+        engine = built.engine
+        # As if the memory did not suffice for a step that is planned already, again and again.
+        engine.runner._limit = limit = StepLimit(config.max_batch_tokens, config.max_sequences)
+        limit.ran_out(10)
+        prompts = [tuple(range(n + 1, 3 * n + 16)) for n in range(5)]
+        tokens = generate(engine, prompts)[0]
+        later, num_cached = generate(engine, [(*prompt, 5, 6) for prompt in prompts[-2:]], 8)
+        return Answers(tokens + later, num_cached, engine.scheduler.num_preemptions)
+    finally:
+        built.close()
+
+
+def generate(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], num_tokens: int = NUM_TOKENS
+) -> tuple[list[list[int]], int]:
+    """Returns the tokens that follow each prompt, and how many of prompts were in the cache."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    found: list[list[int]] = [[] for _ in prompts]
+    messages: list[Any] = [
+        Submit(Request(str(n), prompt, params)) for n, prompt in enumerate(prompts)
+    ]
+    num_cached, go_on = 0, True
+    while go_on:
+        step, go_on = engine.step(messages)
+        messages = []
+        for output in step.outputs:
+            found[int(output.request_id)] += output.token_ids
+            num_cached += output.usage.cached_prompt_tokens if output.usage else 0
+    return found, num_cached

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,82 +11,65 @@ import pytest
 import torch
 from torch import Tensor
 
+from contract.images import layout_rules
+from inference_svc.adapters.targets import build_layout
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model import architectures
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint import weights as reading
 from inference_svc.model.checkpoint.weights import ModelWeights, load_weights
-from inference_svc.model.description import Cut, Decoder, ExpertsProjection, Projection, Rank
+from inference_svc.model.description import Cut, Decoder, ExpertsProjection, Norm, Projection, Rank
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchProjections
-from inference_svc.model.operations import Numbers, Table, WeightSpec, weight_key
+from inference_svc.model.operations import Numbers, Scalar, Table, WeightSpec, weight_key
+from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.walk import weights_of
 from kernels.experts import padded_rows
+from kernels.quantised import Activations, Codes, WeightFormat
 from tests.support.inference.ranks import exchanges, on_ranks
 from tests.support.models.decoders import NUM_CELLS, TorchDecoder
 from tests.support.models.families import MODELS
+from tests.support.models.quantised import with_format
+from tests.support.models.saved_weights import FORMATS, pack
 from tests.support.pairs import long_but
 
 PAGE_SIZE = 4
-DIVISIBLE = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 80,
-    "moe_intermediate_size": 24,
-}
-"""Sizes that four ranks divide, in the place of a family's."""
-REFUSED = ("Olmo2", "Olmo3", "Olmoe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Lfm2", "Lfm2Moe")
-"""Families with parts that cannot be cut yet: norms over all heads, and recurrences."""
+SHAPES = (
+    "llama-no-gqa-biases",
+    "phi3-partial-sliding",
+    "gpt-oss",
+    "qwen3-moe",
+    "gemma4",
+    "qwen3_5",
+    "qwen3-next",
+    "lfm2",
+    "olmo2",
+)
+"""Models whose checkpoints have weights in most forms: fused, of experts, transposed, of several
+kinds of outputs in one; and norms of heads."""
+MIXTURES = [name for name in MODELS if any("experts" in key for key in MODELS[name][1])]
 
 
-CUT = [name for name, (family, _) in MODELS.items() if family not in REFUSED]
-
-
-SHAPES = ("llama-no-gqa-biases", "phi3-partial-sliding", "gpt-oss", "qwen3-moe", "gemma4")
-"""Models whose checkpoints have weights in most forms: fused, of experts, transposed."""
-
-
-def parts_of(decoder: Decoder, count: int) -> list[Decoder]:
-    return [of_rank(decoder, Rank(index, count)) for index in range(count)]
+def parts_of(decoder: Decoder, count: int, expert_parallel: int = 1) -> list[Decoder]:
+    return [of_rank(decoder, Rank(index, count), expert_parallel) for index in range(count)]
 
 
 def load(folder: Path, decoder: Decoder) -> ModelWeights[Any]:
     return load_weights(folder, decoder, torch.float32, "cpu", TorchProjections())
 
 
-@pytest.fixture(scope="module")
-def folder_of(random_model, tmp_path_factory):
-    """`folder_of(name)`: a model of `MODELS` whose sizes four ranks divide."""
-
-    @lru_cache(maxsize=2)
-    def make(name: str) -> Path:
-        family, changes = MODELS[name]
-        model = random_model(family, **(changes | divisible(family, changes)))
-        folder = tmp_path_factory.mktemp("model")
-        model.save_pretrained(folder)
-        return folder
-
-    return make
-
-
-def divisible(family: str, changes: dict[str, Any]) -> dict[str, Any]:
-    found = {key: DIVISIBLE[key] for key in ("num_attention_heads", "num_key_value_heads")}
-    found |= {key: DIVISIBLE[key] for key in DIVISIBLE.keys() & changes.keys()}
-    if changes.get("num_key_value_heads") == 1:
-        found["num_key_value_heads"] = 1
-    return found | ({"hidden_size": 64} if family == "Phi3" else {})
-
-
 def decoder_of(folder: Path, decoder: Decoder, exchange: Any) -> TorchDecoder:
     cache = KVCaches.allocate(
         decoder, num_pages=NUM_CELLS // PAGE_SIZE, page_size=PAGE_SIZE, dtype=torch.float32
     )
-    return TorchDecoder(cache, transformer=Transformer(decoder, load(folder, decoder), exchange))
+    transformer = Transformer(decoder, load(folder, decoder), exchange)
+    states = RecurrentStates.allocate(decoder, 2) if decoder.recurrences else None
+    return TorchDecoder(cache, transformer=transformer, states=states)
 
 
-@pytest.fixture(scope="module", params=CUT)
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request, folder_of):
     """A model of each family in turn, for all tests that want one."""
     return folder_of(request.param)
@@ -102,11 +84,18 @@ def test_logits_of_two_ranks(name, folder_of, relative_rms):
     compare_logits(folder_of(name), 2, relative_rms)
 
 
-def compare_logits(folder: Path, count: int, relative_rms: Any) -> None:
+@pytest.mark.parametrize("expert_parallel", [2, 4])
+@pytest.mark.parametrize("name", long_but(["qwen3-moe", "gpt-oss"], MIXTURES))
+def test_logits_of_parts_of_experts(name, expert_parallel, folder_of, relative_rms):
+    """Some of the experts, whole, or cut over two ranks that have the same."""
+    compare_logits(folder_of(name), 4, relative_rms, expert_parallel)
+
+
+def compare_logits(folder: Path, count: int, relative_rms: Any, expert_parallel: int = 1) -> None:
     whole = load_description(folder).for_length(NUM_CELLS)
     token_ids = torch.randint(0, whole.vocab_size, (40,)).tolist()
     expected = decoder_of(folder, whole, None).logits(token_ids, chunk=40)
-    parts, all_exchanges = parts_of(whole, count), exchanges(count)
+    parts, all_exchanges = parts_of(whole, count, expert_parallel), exchanges(count)
 
     def run(index: int) -> Tensor:
         decoder = decoder_of(folder, parts[index], all_exchanges[index])
@@ -120,21 +109,34 @@ def compare_logits(folder: Path, count: int, relative_rms: Any) -> None:
 
 def outputs_of(spec: WeightSpec) -> Iterator[tuple[int, Cut]]:
     """Yields the first row here, and the range in the whole, of each run of a weight's rows."""
-    if isinstance(spec, Table | Numbers):
-        size = spec.num_rows if isinstance(spec, Table) else spec.size
-        yield 0, spec.cut or Cut(0, size, size)
+    if isinstance(spec, Norm):
+        yield 0, spec.cut or Cut(0, spec.size, spec.size)
+        return
+    if isinstance(spec, Table):
+        yield 0, spec.cut or Cut(0, spec.num_rows, spec.num_rows)
+        return
+    if isinstance(spec, Numbers):
+        num_rows = sum(each.size for each in spec.cuts) or spec.whole_shape[0]
+        cuts = spec.cuts or (Cut(0, num_rows, num_rows),)
+        yield from one_behind_the_other([each.times(spec.size // num_rows) for each in cuts])
         return
     assert isinstance(spec, Projection | ExpertsProjection)
-    experts = spec.num_experts if isinstance(spec, ExpertsProjection) else 1
+    experts = spec.experts if isinstance(spec, ExpertsProjection) else Cut(0, 1, 1)
     step = padded_rows(spec.out_features) if isinstance(spec, ExpertsProjection) else 0
-    whole_size = sum(member.outputs.whole for member in spec.members)
+    whole_size = sum(member.whole_size for member in spec.members)
     whole_step = padded_rows(whole_size) if isinstance(spec, ExpertsProjection) else 0
-    for expert in range(experts):
-        here, whole = expert * step, expert * whole_step
-        for member in spec.members:
-            start, end, size = member.outputs
-            yield here, Cut(whole + start, whole + end, size)
-            here, whole = here + end - start, whole + size
+    for expert in range(*experts.range):
+        cuts = [each for member in spec.members for each in member.outputs]
+        here, place = (expert - experts.start) * step, expert * whole_step
+        yield from one_behind_the_other(cuts, here, place)
+
+
+def one_behind_the_other(
+    cuts: list[Cut], here: int = 0, whole: int = 0
+) -> Iterator[tuple[int, Cut]]:
+    for start, end, size in cuts:
+        yield here, Cut(whole + start, whole + end, size)
+        here, whole = here + end - start, whole + size
 
 
 def values_of(weights: ModelWeights[Any], spec: WeightSpec, key: str) -> tuple[Tensor, Any]:
@@ -143,20 +145,31 @@ def values_of(weights: ModelWeights[Any], spec: WeightSpec, key: str) -> tuple[T
         return weights.tables[key], None
     if isinstance(spec, Numbers):
         return weights.numbers[key], None
+    if isinstance(spec, Norm):
+        return weights.norms[key].weight, None
     linear = weights.projections[key]
     return linear.rows(0, linear.out_features), linear.bias
 
 
-@pytest.mark.parametrize("name", long_but(SHAPES, CUT))
+@pytest.mark.parametrize("name", long_but(SHAPES, MODELS))
 def test_parts_are_the_whole(name, folder_of):
+    check_parts(folder_of(name))
+
+
+@pytest.mark.parametrize("expert_parallel", [2, 4])
+@pytest.mark.parametrize("name", long_but(["qwen3-moe", "gpt-oss"], MIXTURES))
+def test_parts_of_experts_are_the_whole(name, expert_parallel, folder_of):
+    check_parts(folder_of(name), expert_parallel)
+
+
+def check_parts(folder: Path, expert_parallel: int = 1) -> None:
     """Each number of the whole is on a rank, where it belongs; biases of sums are on one."""
-    folder = folder_of(name)
     whole = load_description(folder)
-    expected, parts = load(folder, whole), parts_of(whole, 4)
+    expected, parts = load(folder, whole), parts_of(whole, 4, expert_parallel)
     loaded = [load(folder, part) for part in parts]
     for index, weight in enumerate(weights_of(whole)):
         spec, key = weight.spec, weight_key(weight)
-        if not isinstance(spec, Table | Numbers | Projection | ExpertsProjection):
+        if isinstance(spec, Scalar):
             continue
         values, bias = values_of(expected, spec, key)
         seen, sums = torch.zeros_like(values), None if bias is None else torch.zeros_like(bias)
@@ -198,8 +211,17 @@ class Counting:
         return found
 
 
-@pytest.mark.parametrize("name", ["llama-no-gqa-biases", "phi3-partial-sliding", "gpt-oss"])
-def test_a_rank_reads_its_part(name, folder_of, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "expert_parallel"),
+    [
+        ("llama-no-gqa-biases", 1),
+        ("phi3-partial-sliding", 1),
+        ("gpt-oss", 1),
+        ("gpt-oss", 4),
+        ("qwen3-moe", 4),
+    ],
+)
+def test_a_rank_reads_its_part(name, expert_parallel, folder_of, monkeypatch):
     folder, read = folder_of(name), list[int]()
     real = reading.opened
 
@@ -212,7 +234,7 @@ def test_a_rank_reads_its_part(name, folder_of, monkeypatch):
     whole = load_description(folder)
     load(folder, whole)
     all_bytes = sum(read)
-    for part in parts_of(whole, 4):
+    for part in parts_of(whole, 4, expert_parallel):
         read.clear()
         held_bytes = load(folder, part).num_bytes
         assert sum(read) <= held_bytes
@@ -231,8 +253,8 @@ def test_a_rank_reads_its_part(name, folder_of, monkeypatch):
             2,
             "experts.size = 25",
         ),
-        ("Olmo2", {}, 2, "q_norm.size = 48 is over all heads at once"),
-        ("Lfm2", MODELS["lfm2"][1], 2, "mixer = short_conv keeps a recurrent state"),
+        ("Lfm2", MODELS["lfm2"][1], 5, "short_conv.num_channels = 48 does not divide by 5"),
+        ("Qwen3_5", MODELS["qwen3_5"][1], 3, r"layers\[0\].gated_delta.num_key_heads = 2"),
         ("Llama", {"vocab_size": 4, "num_key_value_heads": 6}, 3, "decoder.vocab_size = 4 leaves"),
     ],
 )
@@ -242,8 +264,26 @@ def test_refused_by_name(name, changes, count, message, random_model, save_model
         parts_of(whole, count)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_logits_of_quantised_weights(name, random_model, save_model, relative_rms, monkeypatch):
+def test_experts_that_do_not_divide(random_model, save_model):
+    family, changes = MODELS["qwen3-moe"]
+    whole = load_description(save_model(random_model(family, **(changes | {"num_experts": 7}))))
+    message = r"--expert-parallel 2: layers\[0\].experts.num_experts = 7 does not divide by 2"
+    with pytest.raises(UnsupportedModel, match=message):
+        parts_of(whole, 2, expert_parallel=2)
+
+
+def test_a_model_without_experts_has_no_parts_of_them(folder_of):
+    whole = load_description(folder_of("llama"))
+    with pytest.raises(UnsupportedModel, match="--expert-parallel 2: the model has no experts"):
+        parts_of(whole, 2, expert_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "expert_parallel"), [("llama", 1), ("qwen3-moe", 1), ("qwen3-moe", 2)]
+)
+def test_logits_of_quantised_weights(
+    name, expert_parallel, random_model, save_model, relative_rms, monkeypatch
+):
     """Groups of 32 inputs, which two ranks do not cut."""
     family, changes = MODELS[name]
     sizes = {"intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "hidden_size": 96}
@@ -254,16 +294,64 @@ def test_logits_of_quantised_weights(name, random_model, save_model, relative_rm
         return architectures.load_description(folder, "int4")
 
     monkeypatch.setitem(globals(), "load_description", load_in_few_bits)
-    compare_logits(folder, 2, relative_rms)
-    with pytest.raises(UnsupportedModel, match="has groups of"):
+    compare_logits(folder, 2, relative_rms, expert_parallel)
+    with pytest.raises(UnsupportedModel, match=r"has groups of [^;]*; use --quantize int8, or"):
         parts_of(load_in_few_bits(folder), 4)
 
 
-@pytest.mark.parametrize("codes", ["int8", "fp8"])
-def test_scales_of_all_inputs_are_refused(codes, folder_of):
-    whole = load_description(folder_of("llama"), codes)
-    with pytest.raises(UnsupportedModel, match="has a scale for all inputs"):
+STORED = {
+    "fp8": ("Llama", {"intermediate_size": 96, "head_dim": 24}),
+    "mxfp4": ("GptOss", MODELS["gpt-oss"][1] | {"intermediate_size": 128, "head_dim": 32}),
+}
+"""The models of forms whose groups have other sizes, or are not of Llama's weights."""
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_logits_of_stored_forms(form, random_model, save_model, relative_rms):
+    """Groups, blocks and scales of checkpoints that are quantised already."""
+    sizes = {"intermediate_size": 128, "head_dim": 32, "num_attention_heads": 4, "hidden_size": 96}
+    family, changes = STORED.get(form, ("Llama", {}))
+    folder = save_model(random_model(family, **(sizes | changes)))
+    pack(folder, form)
+    compare_logits(folder, 2, relative_rms)
+
+
+def test_rounded_inputs_are_refused(folder_of):
+    form = WeightFormat(Codes.INT8, activations=Activations.INT8)
+    whole = with_format(load_description(folder_of("llama")), form)
+    with pytest.raises(
+        UnsupportedModel, match=r"layers\[0\].o.format = .* rounds a token's inputs"
+    ):
         parts_of(whole, 2)
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "qwen3_5"])
+def test_logits_of_scales_of_all_inputs(name, codes, folder_of, relative_rms, monkeypatch):
+    """Ranks have a part of the inputs, and the whole's scales."""
+
+    def load_in_few_bits(folder: Path) -> Decoder:
+        return architectures.load_description(folder, codes)
+
+    folder = folder_of(name)
+    monkeypatch.setitem(globals(), "load_description", load_in_few_bits)
+    compare_logits(folder, 4, relative_rms)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_kinds_of_outputs_of_one_layer_are_targets(name, folder_of):
+    """Adapters, and restrictions to some targets, name the layer."""
+    whole = load_description(folder_of(name))
+    expected = build_layout(whole, "base", torch.float32)
+    for part in parts_of(whole, 4):
+        layout = build_layout(part, "base", torch.float32)
+        layout_rules.validate(layout.announced(2)[0])
+        assert layout.modules == expected.modules
+        named = {each.name: each.out_features for each in layout.targets}
+        for each in layout.targets:
+            for other in each.other_names:
+                named[other.name] = named.get(other.name, 0) + each.out_features
+        assert all(named[each.name] == each.out_features for each in expected.targets)
 
 
 def test_one_rank_has_the_whole(folder_of):

@@ -1,0 +1,41 @@
+"""Tokens of ranks are equal to one rank's, whatever the scheduler does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.inference.ranks import NUM_TOKENS, answers_of_ranks
+
+LONG = pytest.mark.long
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "expert_parallel"),
+    [
+        ("qwen3_5", 2, 1),
+        ("lfm2", 2, 1),
+        ("olmo2", 2, 1),
+        ("qwen3-moe", 2, 2),
+        pytest.param("qwen3_5", 4, 1, marks=LONG),
+        pytest.param("qwen3-next", 2, 1, marks=LONG),
+        pytest.param("lfm2", 4, 1, marks=LONG),
+        pytest.param("olmo3", 4, 1, marks=LONG),
+        pytest.param("olmoe", 2, 1, marks=LONG),
+        pytest.param("gpt-oss", 4, 4, marks=LONG),
+        pytest.param("qwen3_5-moe", 4, 2, marks=LONG),
+    ],
+)
+def test_tokens(
+    name: str, count: int, expert_parallel: int, folder_of: Callable[[str], Path]
+) -> None:
+    """In a batch, in chunks, from the cache, after preemptions, and of steps in parts."""
+    folder = folder_of(name)
+    expected = answers_of_ranks(folder, 1)
+    assert max(len(each) for each in expected.tokens) == NUM_TOKENS
+    assert expected.num_cached > 0
+    assert expected.num_preemptions > 0
+    assert answers_of_ranks(folder, count, expert_parallel=expert_parallel) == expected
