@@ -144,6 +144,10 @@ def _check_ranks(settings: InferenceSettings, device: str) -> None:
     if settings.fully_sharded_loras and settings.adapter_dtype != "auto":
         reason = "each process's part of A would have a scale of its own"
         raise InvalidSetting(f"--fully-sharded-loras: {reason}; leave --adapter-dtype auto")
+    parts = settings.expert_parallel
+    if settings.fully_sharded_loras and 1 < parts < settings.tensor_parallel:
+        reason = f"--expert-parallel {parts} has some processes share experts that others lack"
+        raise InvalidSetting(f"--fully-sharded-loras: {reason}; set it to 1 or to all processes")
 
 
 def resolve_model(settings: InferenceSettings, model: ModelFacts) -> InferenceSettings:

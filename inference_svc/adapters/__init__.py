@@ -10,6 +10,5 @@ prefetch      Loads adapters before a request needs them, within a share of the 
 popularity    Counts how often each adapter was requested lately.
 layout        The parts of this model that adapters may change, and the contents of their images.
 targets       Makes a layout of a decoder, and groups the ones that are computed together.
-rank_layouts  Checks that images of ranks, each of which has a part of a model, lie alike.
 load_metrics  Metrics of loads: counts, times and spans.
 """

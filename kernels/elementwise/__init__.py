@@ -22,8 +22,10 @@ from kernels.elementwise.native import (
     clamped_swiglu_op,
     gather_op,
     geglu_op,
+    norm_by_sum_op,
     rms_norm_op,
     scale_rows_op,
+    sum_squares_op,
     swiglu_op,
 )
 from kernels.elementwise.reference import bound_logits, norm_by_sum
@@ -38,9 +40,11 @@ __all__ = [
     "geglu",
     "geglu_op",
     "norm_by_sum",
+    "norm_by_sum_op",
     "rms_norm",
     "rms_norm_op",
     "scale_rows_op",
+    "sum_squares_op",
     "swiglu",
     "swiglu_op",
 ]

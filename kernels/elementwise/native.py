@@ -48,6 +48,33 @@ class _RmsNormArgs(ctypes.Structure):
     )
 
 
+class _SumSquaresArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+    )
+
+
+class _NormBySumArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("weight_stride", ctypes.c_int64),
+        ("sums_stride", ctypes.c_int64),
+        ("num_summed", ctypes.c_int64),
+        ("is_wide", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+    )
+
+
 class _GatedArgs(ctypes.Structure):
     _fields_ = (
         ("gate", ctypes.c_void_p),
@@ -147,6 +174,62 @@ def rms_norm_op(
     )
     keep = (hidden, delta, weight, out, count)
     return NativeOp("rms_norm_" + dtype_name(hidden.dtype), args, keep)
+
+
+def sum_squares_op(x: Tensor, out: Tensor, count: Tensor) -> NativeOp:
+    """Builds out[t] = sum(x[t]^2) for t < count.
+
+    x: [T, size], with rows of unit stride that may be apart; out: float32 [T], whose elements may
+    be apart; count: int32 [1].
+    """
+    _check(count)
+    _check_rows(x.shape[1], x.dtype, x)
+    assert out.dtype == torch.float32
+    assert out.dim() == 1
+    args = _SumSquaresArgs(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        count=count.data_ptr(),
+        size=x.shape[1],
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+    )
+    return NativeOp("sum_squares_" + dtype_name(x.dtype), args, (x, out, count))
+
+
+def norm_by_sum_op(
+    x: Tensor, weight: Tensor, eps: float, sums: Tensor, count: Tensor, *, num_summed: int
+) -> NativeOp:
+    """Builds x = reference.norm_by_sum(x, ...), in place, for the first `count` rows.
+
+    Args:
+        x: [T, size], with rows of unit stride that may be apart.
+        weight: [size] of x's dtype or float32, or [T, size], one of each row; contiguous.
+        eps: Added to the mean square.
+        sums: Squares of all elements, float32 [T], which may be apart.
+        count: int32 [1], read when the program runs.
+        num_summed: The number of all elements.
+    """
+    _check(count)
+    _check_rows(x.shape[1], x.dtype, x)
+    assert weight.dtype in (x.dtype, torch.float32)
+    assert weight.is_contiguous()
+    assert weight.shape[-1] == x.shape[1]
+    assert sums.dtype == torch.float32
+    args = _NormBySumArgs(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        sums=sums.data_ptr(),
+        count=count.data_ptr(),
+        size=x.shape[1],
+        x_stride=x.stride(0),
+        weight_stride=weight.stride(0) if weight.dim() == 2 else 0,
+        sums_stride=sums.stride(0),
+        num_summed=num_summed,
+        is_wide=weight.dtype == torch.float32,
+        eps=eps,
+    )
+    return NativeOp("norm_by_sum_" + dtype_name(x.dtype), args, (x, weight, sums, count))
 
 
 def swiglu_op(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:

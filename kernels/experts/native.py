@@ -43,6 +43,7 @@ class _SortPairsArgs(ctypes.Structure):
         ("count", ctypes.c_void_p),
         ("num_experts", ctypes.c_int64),
         ("num_chosen", ctypes.c_int64),
+        ("first_expert", ctypes.c_int64),
     )
 
 
@@ -74,7 +75,8 @@ _SCORINGS = (Scoring.SOFTMAX, Scoring.SIGMOID, Scoring.SOFTMAX_OF_CHOSEN)
 @dataclass(frozen=True, eq=False, slots=True)
 class PairsBuffer:
     """The routing of up to `max_tokens` tokens, which is a step's when `route_op` and
-    `sort_pairs_op` have run: see `reference.Routing` and `reference.Pairs`."""
+    `sort_pairs_op` have run: see `reference.Routing` and `reference.Pairs`. The pairs may be of
+    some experts alone; others' have row -1."""
 
     experts: Tensor
     """int32 [max_tokens, num_chosen]"""
@@ -86,6 +88,7 @@ class PairsBuffer:
 
     @classmethod
     def allocate(cls, max_tokens: int, num_experts: int, num_chosen: int) -> PairsBuffer:
+        """`num_experts` are the ones whose pairs it has."""
         assert num_experts <= MAX_EXPERTS
         shape = (max_tokens, num_chosen)
         pairs = Pairs(
@@ -135,8 +138,9 @@ def route_op(
     """
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
-    assert logits.shape[1] == out.num_experts <= MAX_EXPERTS
-    assert out.experts.shape[1] == choice.num_chosen <= out.num_experts
+    num_experts = logits.shape[1]
+    assert out.num_experts <= num_experts <= MAX_EXPERTS
+    assert out.experts.shape[1] == choice.num_chosen <= num_experts
     for vector in (bias, expert_scales):
         assert vector is None or (vector.dtype == torch.float32 and vector.is_contiguous())
     args = _RouteArgs(
@@ -146,7 +150,7 @@ def route_op(
         experts=out.experts.data_ptr(),
         weights=out.weights.data_ptr(),
         count=count.data_ptr(),
-        num_experts=out.num_experts,
+        num_experts=num_experts,
         num_chosen=choice.num_chosen,
         num_groups=choice.num_groups,
         num_chosen_groups=choice.num_chosen_groups,
@@ -157,9 +161,10 @@ def route_op(
     return NativeOp("route", args, (logits, out, count, bias, expert_scales))
 
 
-def sort_pairs_op(out: PairsBuffer, count: Tensor) -> NativeOp:
+def sort_pairs_op(out: PairsBuffer, count: Tensor, first_expert: int = 0) -> NativeOp:
     """Builds `reference.sort_pairs` for the experts of the first `count` (int32 [1]) tokens, in
-    out.experts [T, num_chosen]."""
+    out.experts [T, num_chosen], and `reference.own_pairs` of the buffer's experts, from
+    `first_expert` on."""
     tokens, starts, rows = out.pairs
     args = _SortPairsArgs(
         experts=out.experts.data_ptr(),
@@ -170,6 +175,7 @@ def sort_pairs_op(out: PairsBuffer, count: Tensor) -> NativeOp:
         count=count.data_ptr(),
         num_experts=out.num_experts,
         num_chosen=rows.shape[1],
+        first_expert=first_expert,
     )
     return NativeOp("sort_pairs", args, (out, count))
 
@@ -204,7 +210,7 @@ def combine_op(
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
 ) -> NativeOp:
-    """Builds `reference.combine` for the first `count` tokens.
+    """Builds `reference.combine` for the first `count` tokens; pairs of other ranks add nothing.
 
     Args:
         x: [P, size], contiguous.

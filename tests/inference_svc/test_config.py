@@ -257,6 +257,11 @@ def test_other_models_ignore_the_settings_of_states(model: Path) -> None:
             CPU,
             "part of A would have a scale of its own; leave --adapter-dtype auto",
         ),
+        (
+            ["--tensor-parallel", "4", "--expert-parallel", "2", "--fully-sharded-loras"],
+            CPU,
+            "--expert-parallel 2 has some processes share experts that others lack; set it to 1",
+        ),
         (["--tensor-parallel", "2", "--engine", "thread"], CPU, "needs --engine process"),
         (["--tensor-parallel", "2", "--host-memory", "1MiB"], CPU, "set --host-memory 0"),
         (["--tensor-parallel", "2"], GPU, "--tensor-parallel: only CPUs so far"),

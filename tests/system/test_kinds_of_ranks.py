@@ -118,6 +118,7 @@ def test_sums_have_the_oracles_logits(
         pytest.param({}, marks=pytest.mark.long),
         pytest.param({"adapter_dtype": "fp8"}, marks=pytest.mark.long),
         {"fully_sharded_loras": True},
+        pytest.param({"fully_sharded_loras": True, "expert_parallel": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )

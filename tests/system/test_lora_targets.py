@@ -9,7 +9,7 @@ import pytest
 
 from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.app import describe_layout
-from inference_svc.backends.native.ops import ADDED_TOKENS
+from inference_svc.backends.native.adapter_ops import ADDED_TOKENS
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.transport.messages import Command
 from inference_svc.errors import AdapterUnusable

@@ -3,6 +3,7 @@
 backend      CPUs with AVX2 or better, and the memory that the program runs in
 program      the decoder as one program in C++
 ops          each operation in C++, with adapters' operations beside it
+adapter_ops  the interface of adapters' operations, and their groups
 projections  packed weights, and the operations that compute with them
 attention    the memory and the operations of attention
 states       where a step's rows find recurrent states

@@ -158,6 +158,10 @@ class NativeBackend(AdapterMemory):
     def follow(self, data: StepData) -> None:
         """Computes this rank's part of a step of the first rank, which has the logits."""
         self._step.fill_rows(data.token_ids, data.starts, data.counts, data.page_ids)
+        if self._states is not None:
+            assert self._loaded.states is not None
+            self._states.copy(data.state_copies)
+            self._loaded.states.fill_segments(data.segments, data.counts)
         groups = self._lora.plan_runs(data.runs, data.last_slots)
         is_scored = bool(data.scored)
         self._loaded.forward(groups, returns_experts=data.returns_experts, is_scored=is_scored)

@@ -10,7 +10,7 @@ from torch import Tensor
 from inference_svc.adapters.layout import EMBEDDING
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.arena import Arena
-from inference_svc.backends.native.ops import ADDED_TOKENS, HEAD_NORMS
+from inference_svc.backends.native.adapter_ops import ADDED_TOKENS, head_norms
 from inference_svc.backends.slot_runs import SlotRuns, last_slots, slot_runs
 from inference_svc.core import BASE_SLOT, BatchRow
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
@@ -31,7 +31,7 @@ MAX_KNOWN = 16
 
 class NativeLoraOps:
     """Operations for steps of up to `max_tokens` tokens, each of which has up to `max_chosen`
-    experts, and `max_rows` rows; see `ops.AdapterOps`, also for shapes. There are none for
+    experts, and `max_rows` rows; see `adapter_ops.AdapterOps`, also for shapes. There are none for
     groups that are not among the targets'. `ranks` is there for groups that ranks share."""
 
     def __init__(
@@ -222,5 +222,4 @@ def norm_role(module: str) -> str:
 def _weight_group(name: str) -> str:
     """Returns the group of a weight of the base: norms of queries, keys and values of a layer are
     one operation."""
-    module, _, last = name.rpartition(".")
-    return f"{module}.{HEAD_NORMS}" if last in _HEAD_NORMS else name
+    return head_norms(name) if name.rpartition(".")[2] in _HEAD_NORMS else name

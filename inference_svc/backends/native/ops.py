@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from inference_svc.adapters.layout import EMBEDDING, HEAD
+from inference_svc.backends.native.adapter_ops import (
+    WITHOUT,
+    AdapterOps,
+    GroupedOp,
+    head_norms,
+)
 from inference_svc.backends.native.attention import NativeAttentions
 from inference_svc.backends.native.buffers import StepArrays
 from inference_svc.backends.native.projections import PackedProjection, experts_ops, project_ops
@@ -33,6 +39,7 @@ from inference_svc.model.operations import (
     Gather,
     Growth,
     Logits,
+    NormBySums,
     NormOf,
     Op,
     Project,
@@ -44,6 +51,7 @@ from inference_svc.model.operations import (
     Scale,
     Spread,
     SumRanks,
+    SumSquares,
     Value,
 )
 from inference_svc.model.transformer import as_held
@@ -54,11 +62,12 @@ from kernels.elementwise import (
     clamped_swiglu_op,
     gather_op,
     geglu_op,
+    norm_by_sum_op,
     rms_norm_op,
     scale_rows_op,
+    sum_squares_op,
     swiglu_op,
 )
-from kernels.experts import Pairs
 from kernels.experts.native import (
     PairsBuffer,
     combine_op,
@@ -79,51 +88,8 @@ from kernels.recurrence.native import (
     gated_norm_op,
 )
 
-GroupedOp: TypeAlias = tuple[str, NativeOp]
 Tensors: TypeAlias = Mapping[Value, Tensor]
-
-ADDED_TOKENS, HEAD_NORMS = "added_tokens", "head_norms"
-"""Groups: of steps whose adapters may have tokens behind the vocabulary, and, behind the path of a
-layer's attention, of the norms of its queries, keys and values."""
-WITHOUT = "without "
-"""Before the name of a group: of operations that others of that group stand in for."""
 _GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
-
-
-class AdapterOps(Protocol):
-    """Operations that apply the step's adapters, after the base has computed; groups as in
-    `model.lora.Lora`, and the modules of replaced weights. They read a plan that is refilled before
-    each run. Tensors are in the model's dtype unless they say otherwise; M is `max_tokens`, or
-    `max_rows` with `logits_only`."""
-
-    def add(
-        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, logits_only: bool
-    ) -> list[NativeOp]:
-        """x: [M, in], out: [M, >= sum of the group's outs], in the model's dtype or fp32; their
-        rows are the tokens of the step, or only the ones that get logits. `bias`, fp32 [sum of the
-        group's outs], is the base's in `out`."""
-
-    def add_experts(
-        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
-    ) -> list[NativeOp]:
-        """x: [P, in], out: [P, sum of the group's outs]; their rows are pairs of a token and an
-        expert."""
-
-    def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
-        """token_ids: int64 [M], out: [M, hidden_size]."""
-
-    def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
-        """token_ids: int64 [M], out: [M, hidden_size]."""
-
-    def replace_logits(self, x: Tensor, out: Tensor) -> list[NativeOp]:
-        """x: [max_rows, hidden_size], out: fp32 [max_rows, >= vocab_size]; their rows are the
-        tokens that get logits."""
-
-    def token_weights(
-        self, module: str, norm: NormWeight, *, logits_only: bool
-    ) -> tuple[NativeOp, NormWeight] | None:
-        """Returns the operation that fills the weight of a norm for each token, and the norm with
-        that; None if no adapter replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +126,7 @@ class NativeOps:
             yield "", gather_op(table, out, token_ids, count)
         else:  # a token's row is of one rank, and zero on all others
             yield "", gather_op(table, out, token_ids, count, first_row=cut.start)
-            yield "", sum_ranks_op(out, count, self._ranks)
+            yield "", sum_ranks_op(out, count, self.rank_memory)
         if op.is_adapted:
             replaced = self.adapters.replace_embeddings(token_ids, out)
             yield from _of_group(EMBED_TOKENS, replaced)
@@ -291,7 +257,7 @@ class NativeOps:
             path = norm.path(op.layer)
             found = self.adapters.token_weights(path, weight, logits_only=False)
             if found is not None:
-                group = f"{path.rpartition('.')[0]}.{HEAD_NORMS}"
+                group = head_norms(path)
                 own[side] = found[1].weight
                 yield group, found[0]
         if group:
@@ -326,7 +292,8 @@ class NativeOps:
         vectors = (self.weights.numbers_of(each) for each in (op.bias, op.expert_scales))
         choice = op.experts.router.choice
         yield "", route_op(at[op.inputs[0]], choice, routing, count, *vectors)
-        yield "", sort_pairs_op(routing, count)
+        cut = op.experts.cut
+        yield "", sort_pairs_op(routing, count, 0 if cut is None else cut.start)
 
     def spread(self, op: Spread, at: Tensors) -> Iterator[GroupedOp]:
         routing = self._routing(op)
@@ -341,11 +308,9 @@ class NativeOps:
         ops = self.adapters.add_experts(op.group, x, out, routing.pairs, logits_only=logits_only)
         yield from _of_group(op.group, ops)
 
-    def sum_ranks(self, op: SumRanks, at: Tensors) -> Iterator[GroupedOp]:
-        yield "", sum_ranks_op(at[op.out], self.count(op.out), self._ranks)
-
     @property
-    def _ranks(self) -> RankMemory:
+    def rank_memory(self) -> RankMemory:
+        """The memory in which ranks exchange, of a model that is cut."""
         assert self.ranks is not None, "the model is not cut"
         return self.ranks
 
@@ -365,7 +330,7 @@ class NativeOps:
         own = whole if cut is None else whole[:, cut.start : cut.end]
         yield from _base(project_ops(normed, linear, own, count, self.int8_inputs))
         if cut is not None:
-            yield "", rank_columns_op(whole, count, op.part_size, self._ranks, to_all=False)
+            yield "", rank_columns_op(whole, count, op.part_size, self.rank_memory, to_all=False)
             if cut.start:
                 return  # the first rank's are used, and adapters add to these alone
         yield from _of_group(LM_HEAD, self.adapters.replace_logits(normed, logits))
@@ -414,6 +379,45 @@ def _gated_norm(ops: NativeOps, op: GatedNorm, at: Tensors) -> Iterator[GroupedO
     yield from ops.normed(norm.path(op.layer), weight, norm_op, op.out)
 
 
+def _sum_ranks(ops: NativeOps, op: SumRanks, at: Tensors) -> Iterator[GroupedOp]:
+    yield "", sum_ranks_op(at[op.out], ops.count(op.out), ops.rank_memory)
+
+
+def _sum_squares(ops: NativeOps, op: SumSquares, at: Tensors) -> Iterator[GroupedOp]:
+    x, out, count = at[op.inputs[0]], at[op.out], ops.count(op.out)
+    for index, each in enumerate(op.normed):
+        yield "", sum_squares_op(x[:, each.range], out[:, index], count)
+
+
+def _norm_by_sums(ops: NativeOps, op: NormBySums, at: Tensors) -> Iterator[GroupedOp]:
+    x, sums = (at[each] for each in op.inputs)
+    for index, each in enumerate(op.normed):
+        columns, of_columns = x[:, each.range], sums[:, index]
+        num_summed = each.norm.size * op.num_ranks
+
+        def norm_op(
+            made: NormWeight,
+            columns: Tensor = columns,
+            of_columns: Tensor = of_columns,
+            num_summed: int = num_summed,
+        ) -> NativeOp:
+            count = ops.count(op.out)
+            return norm_by_sum_op(
+                columns, made.weight, made.eps, of_columns, count, num_summed=num_summed
+            )
+
+        path, weight = each.norm.path(op.layer), ops.weights.norm(each.norm, op.layer)
+        assert weight is not None
+        own = ops.adapters.token_weights(path, weight, logits_only=False)
+        if own is None:
+            yield "", norm_op(weight)
+            continue
+        group = head_norms(path)
+        yield WITHOUT + group, norm_op(weight)
+        yield group, own[0]
+        yield group, norm_op(own[1])
+
+
 def _states(ops: NativeOps, op: Op) -> tuple[StateRows, tuple[Tensor, ...]]:
     """Returns the step's rows of states, and the states of an operation's layer."""
     assert ops.states is not None, "the model has recurrent layers"
@@ -439,11 +443,13 @@ _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]
     Route: NativeOps.route,
     Scale: NativeOps.scale,
     Spread: NativeOps.spread,
-    SumRanks: NativeOps.sum_ranks,
     Convolve: _convolve,
     DeltaRule: _delta_rule,
     GatedConvolve: _gated_convolve,
     GatedNorm: _gated_norm,
+    NormBySums: _norm_by_sums,
+    SumRanks: _sum_ranks,
+    SumSquares: _sum_squares,
 }
 """The function that makes each kind of operation."""
 
@@ -461,13 +467,6 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _part(x: Tensor, part: int | None, width: int) -> Tensor:
     return x if part is None else x.unflatten(1, (-1, width))[:, part]
-
-
-def is_in(group: str, groups: frozenset[str]) -> bool:
-    """Returns whether an operation runs where adapters change these groups."""
-    if group.startswith(WITHOUT):
-        return group.removeprefix(WITHOUT) not in groups
-    return not group or group in groups
 
 
 def _base(ops: Iterable[NativeOp]) -> Iterator[GroupedOp]:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from inference_svc.backends.base import choices_bytes, empty_choices
-from inference_svc.backends.native.attention import NativeAttentions
-from inference_svc.backends.native.buffers import StepArrays
-from inference_svc.backends.native.ops import (
+from inference_svc.backends.native.adapter_ops import (
     ADDED_TOKENS,
     WITHOUT,
     AdapterOps,
     GroupedOp,
-    NativeOps,
     is_in,
 )
+from inference_svc.backends.native.attention import NativeAttentions
+from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.backends.native.ops import NativeOps
 from inference_svc.backends.native.projections import PackedProjection
 from inference_svc.backends.native.states import NativeStates
 from inference_svc.backends.native.workspace import Workspace
@@ -215,7 +215,7 @@ def _routings(decoder: Decoder, choices: Tensor | None) -> Mapping[int, PairsBuf
     shape = decoder.expert_layers
     if shape is None or choices is None:
         return {}
-    shared = PairsBuffer.allocate(choices.shape[1], shape.num_experts, shape.num_chosen)
+    shared = PairsBuffer.allocate(choices.shape[1], _num_own(decoder), shape.num_chosen)
     return {
         layer: shared.with_experts(own) for layer, own in zip(shape.layers, choices, strict=True)
     }
@@ -226,5 +226,10 @@ def routings_bytes(decoder: Decoder, max_tokens: int) -> int:
     shape = decoder.expert_layers
     if shape is None:
         return 0
-    shared_bytes = PairsBuffer.bytes_of(max_tokens, shape.num_experts, shape.num_chosen)
+    shared_bytes = PairsBuffer.bytes_of(max_tokens, _num_own(decoder), shape.num_chosen)
     return choices_bytes(decoder, max_tokens) + shared_bytes
+
+
+def _num_own(decoder: Decoder) -> int:
+    """Returns how many experts of each mixture are here."""
+    return decoder.mixtures[0].gate_up.num_experts

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 
 from inference_svc.backends.native.buffers import StepArrays
 from inference_svc.core import BatchRow
-from inference_svc.model.recurrent_states import RecurrentStates
+from inference_svc.model.recurrent_states import RecurrentStates, Segment
 from kernels.recurrence.native import StateRows
 
 
@@ -27,11 +28,15 @@ class NativeStates:
 
     def fill(self, rows: Sequence[BatchRow]) -> None:
         """Describes the states of a batch's rows."""
-        by_row = [[*self.memory.segments(row)] for row in rows]
-        read, written, counts = zip(
-            *(each for segments in by_row for each in segments), strict=True
-        )
-        self.rows.firsts.numpy()[1 : len(rows) + 1] = np.cumsum([*map(len, by_row)])
-        self.rows.starts.numpy()[1 : len(counts) + 1] = np.cumsum(counts)
+        segments = chain.from_iterable(map(self.memory.segments, rows))
+        self.fill_segments([*segments], [row.num_tokens for row in rows])
+
+    def fill_segments(self, segments: Sequence[Segment], row_counts: Sequence[int]) -> None:
+        """Describes the states of rows with so many tokens, by the segments of all."""
+        read, written, counts = zip(*segments, strict=True)
+        ends = np.cumsum(counts)
+        num_rows = len(row_counts)
+        self.rows.firsts.numpy()[1 : num_rows + 1] = ends.searchsorted(np.cumsum(row_counts)) + 1
+        self.rows.starts.numpy()[1 : len(counts) + 1] = ends
         self.rows.read.numpy()[: len(read)] = read
         self.rows.written.numpy()[: len(written)] = written

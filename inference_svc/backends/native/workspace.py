@@ -19,12 +19,14 @@ from inference_svc.model.operations import (
     Gate,
     Gather,
     Logits,
+    NormBySums,
     Op,
     Project,
     ProjectExperts,
     RotateAndStore,
     Rows,
     SumRanks,
+    SumSquares,
     Value,
 )
 from inference_svc.model.walk import Narrowing, Operations, operations
@@ -87,9 +89,9 @@ def _strided(op: Op) -> tuple[Value | None, ...]:
             return (op.delta, None if op.out == op.hidden else op.out)
         case Attend():
             return (op.inputs[0], op.out)
-        case RotateAndStore() | SumRanks():
+        case RotateAndStore() | SumRanks() | NormBySums():
             return (op.out,)
-        case Gather() | Logits():
+        case Gather() | Logits() | SumSquares():
             return (op.inputs[0],)
     return ()
 

@@ -17,7 +17,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from contract.images.header import ImageHeader
+from contract.images.header import ImageHeader, Segment
+from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange, TableWrite
@@ -30,7 +31,6 @@ from inference_svc.adapters.pulls.pull import (
     PullOpened,
 )
 from inference_svc.adapters.pulls.threads import Puller
-from inference_svc.adapters.rank_layouts import check_alike
 from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.base import RankBackend, RankFactory
 from inference_svc.backends.exchange import ExchangeFailed
@@ -61,6 +61,7 @@ from inference_svc.engine.ranks.steps import (
     decode_changes,
 )
 from inference_svc.engine.transport.process_main import connect_to_parent, encode, portable
+from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.host.cpus import Share, bound_to
 from inference_svc.model.checkpoint.headers import tower_modules
 from servicekit.errors import ServiceError
@@ -258,3 +259,28 @@ class RankImages:
                     del self._known[digest]
         rank = max((segment.rank for segment in header.segments), default=0)
         return Resident(header, change.slot, extents, rank)
+
+
+def check_alike(own: Sequence[Segment], first: Sequence[Segment], expert_parallel: int) -> None:
+    """Checks that a rank's image has the segments of the first rank's at the same offsets, so that
+    it lies in the same extents; scales may differ. `expert_parallel` is how many parts of the
+    experts ranks have.
+
+    Raises AdapterUnusable for experts whose A and B differ in size between these parts, else
+    CorruptImage.
+    """
+    if [each._replace(scale=1.0) for each in own] == [each._replace(scale=1.0) for each in first]:
+        return
+    if expert_parallel > 1 and [_place(each) for each in own] == [_place(each) for each in first]:
+        raise AdapterUnusable(
+            "its experts have A and B of different sizes, or some have none: with "
+            f"--expert-parallel {expert_parallel} each process must get as many bytes as the "
+            "others; serve it without the setting",
+            subject="adapter",
+        )
+    reason = "the store's image for another rank has other segments"
+    raise CorruptImage(f"{reason}; upgrade the store if it is older than this server")
+
+
+def _place(segment: Segment) -> tuple[int, SegmentKind]:
+    return segment.target, segment.kind

@@ -78,6 +78,24 @@ VF add_delta(const RmsNormArgs& args, T* hidden, const T* delta) {
   return squares;
 }
 
+// out = x * scale * the weight that begins at `first`: [size].
+template <typename T, typename Args>
+void scale_by_weight(const Args& args, const T* x, int64_t first, VF scale, T* out) {
+  if (args.is_wide) {
+    const float* weight = static_cast<const float*>(args.weight) + first;
+    for_vectors(args.size, [&](int64_t at, auto lanes) {
+      const VF normed = vmul(vload(x + at, lanes), scale);
+      vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
+    });
+    return;
+  }
+  const T* weight = static_cast<const T*>(args.weight) + first;
+  for_vectors(args.size, [&](int64_t at, auto lanes) {
+    const VF normed = rounded<T>(vmul(vload(x + at, lanes), scale));
+    vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
+  });
+}
+
 template <typename T>
 void centred_norm(const RmsNormArgs& args, const T* hidden, const float* weight, T* out) {
   const int64_t size = args.size;
@@ -122,19 +140,57 @@ void rms_norm(const RmsNormArgs& args, const Slice& slice) {
       continue;
     }
     const VF scale = vset1(1.0f / std::sqrt(reduce_add(squares) / size + args.eps));
-    if (args.is_wide) {
-      const float* weight = static_cast<const float*>(args.weight) + first;
-      for_vectors(size, [&](int64_t at, auto lanes) {
-        const VF normed = vmul(vload(hidden + at, lanes), scale);
-        vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
-      });
-      continue;
-    }
-    const T* weight = static_cast<const T*>(args.weight) + first;
-    for_vectors(size, [&](int64_t at, auto lanes) {
-      const VF normed = rounded<T>(vmul(vload(hidden + at, lanes), scale));
-      vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
+    scale_by_weight(args, hidden, first, scale, out);
+  }
+}
+
+// out[t] = the sum of squares of x[t].
+struct SumSquaresArgs {
+  const void* x;  // [count, size], rows x_stride apart
+  float* out;     // [count], out_stride apart
+  const int32_t* count;
+  int64_t size;
+  int64_t x_stride;
+  int64_t out_stride;
+};
+
+template <typename T>
+void sum_squares(const SumSquaresArgs& args, const Slice& slice) {
+  const auto mine = slice.range(*args.count);
+  for (int64_t t = mine.begin; t < mine.end; ++t) {
+    const T* x = static_cast<const T*>(args.x) + t * args.x_stride;
+    VF squares = vzero();
+    for_vectors(args.size, [&](int64_t at, auto lanes) {
+      const VF each = vload(x + at, lanes);
+      squares = vfma(each, each, squares);
     });
+    args.out[t * args.out_stride] = reduce_add(squares);
+  }
+}
+
+// x[t] = x[t] / sqrt(sums[t] / num_summed + eps) * weight, rounded as rms_norm does.
+struct NormBySumArgs {
+  void* x;             // [count, size], rows x_stride apart
+  const void* weight;  // [size], of floats if it is wide; or one of each row
+  const float* sums;   // [count], sums_stride apart
+  const int32_t* count;
+  int64_t size;
+  int64_t x_stride;
+  int64_t weight_stride;  // 0: all rows have one weight
+  int64_t sums_stride;
+  int64_t num_summed;
+  int64_t is_wide;
+  float eps;
+};
+
+template <typename T>
+void norm_by_sum(const NormBySumArgs& args, const Slice& slice) {
+  const auto mine = slice.range(*args.count);
+  for (int64_t t = mine.begin; t < mine.end; ++t) {
+    const float mean = args.sums[t * args.sums_stride] / args.num_summed;
+    scale_by_weight(args, static_cast<T*>(args.x) + t * args.x_stride, t * args.weight_stride,
+                    vset1(1.0f / std::sqrt(mean + args.eps)),
+                    static_cast<T*>(args.x) + t * args.x_stride);
   }
 }
 
@@ -239,6 +295,10 @@ LOADOUT_EXPORT(gather_float, loadout::GatherArgs, loadout::gather<float>)
 LOADOUT_EXPORT(gather_bf16, loadout::GatherArgs, loadout::gather<loadout::bf16>)
 LOADOUT_EXPORT(rms_norm_float, loadout::RmsNormArgs, loadout::rms_norm<float>)
 LOADOUT_EXPORT(rms_norm_bf16, loadout::RmsNormArgs, loadout::rms_norm<loadout::bf16>)
+LOADOUT_EXPORT(sum_squares_float, loadout::SumSquaresArgs, loadout::sum_squares<float>)
+LOADOUT_EXPORT(sum_squares_bf16, loadout::SumSquaresArgs, loadout::sum_squares<loadout::bf16>)
+LOADOUT_EXPORT(norm_by_sum_float, loadout::NormBySumArgs, loadout::norm_by_sum<float>)
+LOADOUT_EXPORT(norm_by_sum_bf16, loadout::NormBySumArgs, loadout::norm_by_sum<loadout::bf16>)
 LOADOUT_EXPORT(swiglu_float, loadout::GatedArgs, (loadout::gated<float, loadout::Silu>))
 LOADOUT_EXPORT(swiglu_bf16, loadout::GatedArgs, (loadout::gated<loadout::bf16, loadout::Silu>))
 LOADOUT_EXPORT(geglu_float, loadout::GatedArgs, (loadout::gated<float, loadout::GeluTanh>))

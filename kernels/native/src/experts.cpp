@@ -133,30 +133,37 @@ struct SortPairsArgs {
   int32_t* rows;           // [T, num_chosen]
   int32_t* num_pairs;
   const int32_t* count;
-  int64_t num_experts;
+  int64_t num_experts;  // of which pairs are kept, from first_expert on
   int64_t num_chosen;
+  int64_t first_expert;
 };
 
+// Pairs of other experts have row -1.
 void sort_pairs(const SortPairsArgs& args, const Slice& slice) {
   if (slice.take() != 0) return;  // one thread: a step has few pairs
   const int64_t num_experts = args.num_experts, num_pairs = *args.count * args.num_chosen;
+  const auto own = [&](int64_t p) { return args.experts[p] - args.first_expert; };
+  const auto is_own = [&](int64_t p) { return own(p) >= 0 && own(p) < num_experts; };
   int32_t* starts = args.starts;
   std::fill_n(starts, num_experts + 1, 0);
-  for (int64_t p = 0; p < num_pairs; ++p) ++starts[args.experts[p] + 1];
+  for (int64_t p = 0; p < num_pairs; ++p)
+    if (is_own(p)) ++starts[own(p) + 1];
   for (int64_t e = 0; e < num_experts; ++e) starts[e + 1] += starts[e];
   int32_t next[MAX_EXPERTS];
   std::copy_n(starts, num_experts, next);
   for (int64_t p = 0; p < num_pairs; ++p) {
-    const int32_t row = next[args.experts[p]]++;
+    args.rows[p] = -1;
+    if (!is_own(p)) continue;
+    const int32_t row = next[own(p)]++;
     args.rows[p] = row;
     args.tokens[row] = p / args.num_chosen;
   }
-  *args.num_pairs = static_cast<int32_t>(num_pairs);
+  *args.num_pairs = starts[num_experts];
 }
 
 struct CombineArgs {
   const void* x;         // [P, size]
-  const int32_t* rows;   // [T, num_chosen]
+  const int32_t* rows;   // [T, num_chosen]; -1: another rank's
   const float* weights;  // [T, num_chosen]
   const void* shared;    // [T, size] or null
   const float* shared_logits;  // [T] or null
@@ -181,7 +188,8 @@ void combine(const CombineArgs& args, const Slice& slice) {
     for_vectors(size, [&](int64_t at, auto lanes) {
       VF sum = vzero();
       for (int64_t j = 0; j < args.num_chosen; ++j)
-        sum = vfma(vset1(weights[j]), vload(x + rows[j] * size + at, lanes), sum);
+        if (rows[j] >= 0)
+          sum = vfma(vset1(weights[j]), vload(x + rows[j] * size + at, lanes), sum);
       if (shared) sum = vfma(vset1(gate), vload(shared + at, lanes), sum);
       vstore(out + at, sum, lanes);
     });

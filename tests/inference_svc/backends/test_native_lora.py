@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 
 from inference_svc.adapters.targets import AppliedTargets
+from inference_svc.backends.native.adapter_ops import ADDED_TOKENS
 from inference_svc.backends.native.lora import MAX_KNOWN, NativeLoraOps
-from inference_svc.backends.native.ops import ADDED_TOKENS
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
 from kernels.lora import LoraGroup
 from kernels.lora.plan import LoraContents

@@ -30,7 +30,6 @@ from inference_svc.adapters.memory.tiers import (
     TableWrite,
 )
 from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob
-from inference_svc.adapters.rank_layouts import check_alike
 from inference_svc.adapters.targets import build_layout, cut_as
 from inference_svc.backends.exchange import ExchangeFailed, GlooMeeting
 from inference_svc.backends.native.backend import NativeFactory
@@ -39,6 +38,7 @@ from inference_svc.backends.step_data import ScoredSlice, StepData
 from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.ranks import group
+from inference_svc.engine.ranks.main import check_alike
 from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
 from inference_svc.engine.ranks.pulls import RankPulls
 from inference_svc.engine.ranks.steps import (

@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from inference_svc.backends.native.adapter_ops import AdapterOps
 from inference_svc.backends.native.buffers import BatchPages, StepArrays
-from inference_svc.backends.native.ops import AdapterOps
 from inference_svc.backends.native.program import NativeTransformer
 from inference_svc.backends.native.projections import PackedProjections
 from inference_svc.backends.native.workspace import Workspace

@@ -12,8 +12,10 @@ from kernels.elementwise import (
     clamped_swiglu_op,
     gather_op,
     geglu_op,
+    norm_by_sum_op,
     rms_norm_op,
     scale_rows_op,
+    sum_squares_op,
     swiglu_op,
 )
 from kernels.elementwise.reference import (
@@ -21,6 +23,7 @@ from kernels.elementwise.reference import (
     bound_logits,
     clamped_swiglu,
     geglu,
+    norm_by_sum,
     rms_norm,
     swiglu,
 )
@@ -199,6 +202,28 @@ def test_norms_of_parts_of_rows(library: Library, dtype: torch.dtype) -> None:
     library.run(rms_norm_op(parts, None, weight, parts, count(5), eps=1e-5, rows_per_count=5))
     torch.testing.assert_close(parts[:25], expected)
     assert torch.equal(whole[5], untouched)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["narrow", "wide", "of rows"])
+def test_norms_by_sums_of_ranks(library: Library, dtype: torch.dtype, size: int, kind: str) -> None:
+    """Of some columns of rows that are apart; the sums lie in a column, too."""
+    x, sums = spaced(rows(17, size, dtype)), torch.full((17, 3), torch.nan)
+    weight = rows(17, size, torch.float32 if kind == "wide" else dtype)
+    weight = weight if kind == "of rows" else weight[0].contiguous()
+    library.run(sum_squares_op(x, sums[:, 1], count(16)))
+    torch.testing.assert_close(sums[:16, 1], x[:16].float().square().sum(dim=1))
+    assert sums[16].isnan().all()
+    others = 3.0
+    sums[:16, 1] += others
+    before, eps, num_summed = x.clone(), 1e-3, 2 * size
+    expected = norm_by_sum(
+        x[:16], weight[:16] if kind == "of rows" else weight, eps, sums[:16, 1], num_summed
+    )
+    library.run(norm_by_sum_op(x, weight, eps, sums[:, 1], count(16), num_summed=num_summed))
+    torch.testing.assert_close(x[:16], expected)
+    assert torch.equal(x[16], before[16])
 
 
 def test_no_rows_are_no_work(library: Library) -> None:

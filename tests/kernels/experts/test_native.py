@@ -77,6 +77,34 @@ def test_routing(library, case, num_tokens, has_vectors):
     check_pairs(found, num_tokens)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 5, MOST])
+@pytest.mark.parametrize("own", [(0, 3), (3, EXPERTS), (7, 8)])
+def test_pairs_of_some_experts(library, dtype, num_tokens, own):
+    """Of others nothing is added."""
+    logits, choice, count = numbers(MOST, EXPERTS), CHOICES["groups"], torch.tensor([num_tokens])
+    out = PairsBuffer.allocate(MOST, own[1] - own[0], choice.num_chosen)
+    count = count.int()
+    library.run(route_op(logits, choice, out, count), sort_pairs_op(out, count, own[0]))
+    routing = reference.route(logits[:num_tokens], choice)
+    assert torch.equal(out.experts[:num_tokens], routing.experts)
+    whole = reference.sort_pairs(routing.experts, EXPERTS)
+    expected = reference.own_pairs(whole, own)
+    num_pairs = len(expected.tokens)
+    assert out.num_pairs.tolist() == [num_pairs]
+    assert torch.equal(out.pairs.starts, expected.starts)
+    assert torch.equal(out.pairs.tokens[:num_pairs], expected.tokens)
+    rows = expected.rows.where(expected.rows < num_pairs, -1)
+    assert torch.equal(out.pairs.rows[:num_tokens], rows)
+    x = numbers(MOST * choice.num_chosen, 37).to(dtype)
+    x[num_pairs:] = torch.nan
+    combined = torch.empty(MOST, 37, dtype=dtype)
+    library.run(combine_op(x, out, combined, count))
+    with_zeros = torch.cat([x[:num_pairs], torch.zeros(1, 37, dtype=dtype)])
+    wanted = reference.combine(with_zeros, expected, routing.weights)
+    torch.testing.assert_close(combined[:num_tokens], wanted)
+
+
 @given(
     st.lists(st.lists(st.integers(-2, 2), min_size=8, max_size=8), max_size=30),
     st.sampled_from([Choice(1), Choice(3), Choice(8), Choice(2, Scoring.SOFTMAX_OF_CHOSEN)]),

@@ -73,7 +73,7 @@ def config_of(model_dir: Path, count: int, **changes: Any) -> EngineConfig:
         page_size=4,
         kv_bytes=1 << 18,
         arena_bytes=1 << 18,
-        native_kernels=False,
+        native_kernels=True,
         num_threads=1,
         tensor_parallel=count,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.inference.ranks import NUM_TOKENS, answers_of_ranks
+from tests.support.pairs import PATHS
 
 LONG = pytest.mark.long
 pytestmark = pytest.mark.processes
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.processes
     ("name", "count", "expert_parallel"),
     [
         ("qwen3_5", 2, 1),
-        ("lfm2", 2, 1),
         ("olmo2", 2, 1),
         ("qwen3-moe", 2, 2),
+        pytest.param("lfm2", 2, 1, marks=LONG),
         pytest.param("qwen3_5", 4, 1, marks=LONG),
         pytest.param("qwen3-next", 2, 1, marks=LONG),
         pytest.param("lfm2", 4, 1, marks=LONG),
@@ -29,13 +30,15 @@ pytestmark = pytest.mark.processes
         pytest.param("qwen3_5-moe", 4, 2, marks=LONG),
     ],
 )
+@pytest.mark.parametrize("path", ["native", pytest.param("torch", marks=LONG)])
 def test_tokens(
-    name: str, count: int, expert_parallel: int, folder_of: Callable[[str], Path]
+    name: str, count: int, expert_parallel: int, path: str, folder_of: Callable[[str], Path]
 ) -> None:
     """In a batch, in chunks, from the cache, after preemptions, and of steps in parts."""
-    folder = folder_of(name)
-    expected = answers_of_ranks(folder, 1)
+    folder, native_kernels = folder_of(name), PATHS[path]
+    expected = answers_of_ranks(folder, 1, native_kernels=native_kernels)
     assert max(len(each) for each in expected.tokens) == NUM_TOKENS
     assert expected.num_cached > 0
     assert expected.num_preemptions > 0
-    assert answers_of_ranks(folder, count, expert_parallel=expert_parallel) == expected
+    changes = {"expert_parallel": expert_parallel, "native_kernels": native_kernels}
+    assert answers_of_ranks(folder, count, **changes) == expected

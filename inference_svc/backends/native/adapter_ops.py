@@ -1,0 +1,67 @@
+"""Operations of adapters in a program, by group: a program holds the groups that its step needs."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from kernels.elementwise import NormWeight
+from kernels.experts import Pairs
+from kernels.native.library import NativeOp
+
+GroupedOp: TypeAlias = tuple[str, NativeOp]
+
+ADDED_TOKENS, HEAD_NORMS = "added_tokens", "head_norms"
+"""Groups: of steps whose adapters may have tokens behind the vocabulary, and, behind the path of a
+layer's attention, of the norms of its queries, keys and values."""
+WITHOUT = "without "
+"""Before the name of a group: of operations that others of that group stand in for."""
+
+
+class AdapterOps(Protocol):
+    """Operations that apply the step's adapters, after the base has computed; groups as in
+    `model.lora.Lora`, and the modules of replaced weights. They read a plan that is refilled before
+    each run. Tensors are in the model's dtype unless they say otherwise; M is `max_tokens`, or
+    `max_rows` with `logits_only`."""
+
+    def add(
+        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, logits_only: bool
+    ) -> list[NativeOp]:
+        """x: [M, in], out: [M, >= sum of the group's outs], in the model's dtype or fp32; their
+        rows are the tokens of the step, or only the ones that get logits. `bias`, fp32 [sum of the
+        group's outs], is the base's in `out`."""
+
+    def add_experts(
+        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
+    ) -> list[NativeOp]:
+        """x: [P, in], out: [P, sum of the group's outs]; their rows are pairs of a token and an
+        expert."""
+
+    def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
+        """token_ids: int64 [M], out: [M, hidden_size]."""
+
+    def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
+        """token_ids: int64 [M], out: [M, hidden_size]."""
+
+    def replace_logits(self, x: Tensor, out: Tensor) -> list[NativeOp]:
+        """x: [max_rows, hidden_size], out: fp32 [max_rows, >= vocab_size]; their rows are the
+        tokens that get logits."""
+
+    def token_weights(
+        self, module: str, norm: NormWeight, *, logits_only: bool
+    ) -> tuple[NativeOp, NormWeight] | None:
+        """Returns the operation that fills the weight of a norm for each token, and the norm with
+        that; None if no adapter replaces it."""
+
+
+def is_in(group: str, groups: frozenset[str]) -> bool:
+    """Returns whether an operation runs where adapters change these groups."""
+    if group.startswith(WITHOUT):
+        return group.removeprefix(WITHOUT) not in groups
+    return not group or group in groups
+
+
+def head_norms(module: str) -> str:
+    """Returns the group of a norm of queries, keys or values, which the other two share."""
+    return f"{module.rpartition('.')[0]}.{HEAD_NORMS}"
