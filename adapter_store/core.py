@@ -72,6 +72,18 @@ class EventKind(enum.Enum):
     BOOKMARK = "bookmark"
 
 
+class Part(NamedTuple):
+    """Which of `num_ranks` processes, that compute a model together, a layout is of; 0: there is
+    one. `first_announcement_id` is the one of the first, in those of the others."""
+
+    num_ranks: int = 0
+    rank_index: int = 0
+    first_announcement_id: str = ""
+
+
+WHOLE = Part()
+
+
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """A server's announcement: its name of the base model, "" for the layout's, and further ones,
@@ -93,6 +105,7 @@ class Announcement:
     max_added_tokens: int = 0
     applies_invocation_tokens: bool = False
     weight_form: str = ""
+    part: Part = WHOLE
 
 
 class Demands(Protocol):
@@ -122,6 +135,7 @@ class ServerLimits:
     max_added_tokens: int = 0
     applies_invocation_tokens: bool = False
     weight_form: str = ""
+    part: Part = WHOLE
 
     def note(self, config_base_model: str) -> str:
         """Returns the difference between the servers' base model and the one that an adapter was
@@ -380,7 +394,8 @@ class AdapterRecord:
 def _texts_of(server: ServerLimits, adapter: AdapterRecord, verdict: LayoutVerdict) -> list[str]:
     """Returns the texts of a server's verdict."""
     note = server.note(adapter.config_base_model)
-    return [server.announcement_id, server.refusal(adapter, verdict), note]
+    ids = [server.announcement_id, server.part.first_announcement_id]
+    return [*ids, server.refusal(adapter, verdict), note]
 
 
 class Pruned(NamedTuple):

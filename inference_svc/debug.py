@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from servicekit.telemetry.debug_bundle import (
     make_parts,
 )
 from servicekit.telemetry.recent_errors import RecentErrors, format_time
+from servicekit.telemetry.stacks import thread_stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class DebugInfo:
             "residency.json": lambda: self._residency(details()),
             "queue.json": lambda: self._queue(details()),
             "metrics.txt": self._metrics_text,
+            "stacks.txt": self._stacks,
         }
         try:
             async for part in make_parts(makers, secrets_of(self.config)):
@@ -124,6 +127,16 @@ class DebugInfo:
         running = [asdict(each) | {"names": names.get(each.digest)} for each in details.running]
         waiting = [asdict(each) | {"names": names.get(each.digest)} for each in details.waiting]
         return {"running": running, "num_waiting": details.num_waiting, "waiting": waiting}
+
+    async def _stacks(self) -> str:
+        """Returns where all threads are, of the processes of all ranks."""
+        own = {f"process {os.getpid()}, the server": thread_stacks()}
+        try:
+            async with asyncio.timeout(PART_SECONDS / 2):
+                own |= await self.engine.calls.stacks()
+        except TimeoutError:
+            own["the engine"] = "no answer\n"
+        return "\n".join(f"=== {name}\n\n{text}" for name, text in own.items())
 
     async def _metrics_text(self) -> str:
         text, _ = await asyncio.to_thread(self.metrics.exposition)

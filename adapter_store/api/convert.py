@@ -21,6 +21,7 @@ from adapter_store.core import (
     ImageState,
     LayoutInfo,
     LayoutVerdict,
+    Part,
     Recorded,
     ServerLimits,
     SignatureState,
@@ -260,6 +261,13 @@ def from_announcement(message: pb.RegisterLayoutRequest) -> Announcement:
         max_added_tokens=announcement.max_added_tokens,
         applies_invocation_tokens=announcement.applies_invocation_tokens,
         weight_form=announcement.weight_form,
+        part=Part(
+            announcement.num_ranks,
+            announcement.rank_index,
+            _optional_digest(
+                announcement.first_announcement_id, "announcement.first_announcement_id"
+            ),
+        ),
     )
 
 
@@ -371,6 +379,7 @@ def _to_server_verdict(
         servable=not reason,
         reason=reason,
         note="" if reason else limits.note(record.config_base_model),
+        **limits.part._asdict(),
     )
 
 

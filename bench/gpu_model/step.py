@@ -67,6 +67,8 @@ class Exchanged:
     """The `Exchange` of a rank that is alone: notes the bytes of each exchange, whose results have
     a shape, and no content."""
 
+    seconds = 0.0
+
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self.sums: list[int] = []

@@ -4,7 +4,10 @@ where ranks meet."""
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -100,6 +103,7 @@ class GlooExchange:
 
     def __init__(self, rank: Rank, store: Any, timeout_s: float) -> None:
         self._rank = rank
+        self.seconds = 0.0
         # Not the process's default group: several engines may live in one process.
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -119,15 +123,22 @@ class GlooExchange:
             self._sum(x)
 
     def _sum(self, x: Tensor) -> None:
-        try:
+        with self._exchanging():
             self._group.allreduce([x]).wait()
-        except RuntimeError as error:
-            raise ExchangeFailed(str(error)) from error
 
     def side_by_side(self, x: Tensor) -> Tensor:
         found = [torch.empty_like(x) for _ in range(self._rank.count)]
-        try:
+        with self._exchanging():
             self._group.allgather([found], [x]).wait()
+        return torch.cat(found, dim=1)
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Counts the seconds of an exchange, and raises its error as ExchangeFailed."""
+        began_s = perf_counter()
+        try:
+            yield
         except RuntimeError as error:
             raise ExchangeFailed(str(error)) from error
-        return torch.cat(found, dim=1)
+        finally:
+            self.seconds += perf_counter() - began_s

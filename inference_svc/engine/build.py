@@ -169,7 +169,7 @@ def _build(
         residency=residency,
         sum_checks=SumChecks(layout, residency.device, config.max_added_tokens),
         commands=_make_commands(
-            config, post, layout, budget, settler, residency, runner, profiler, times, losses
+            config, post, layout, budget, settler, residency, runner, profiler, times, losses, ranks
         ),
         admission=Admission(scheduler, config.max_queue, config.max_tenant_queue),
         times=times,
@@ -271,8 +271,9 @@ def _make_commands(
     profiler: StepProfiler,
     times: StepTimes,
     losses: Losses,
+    ranks: RankGroup | None,
 ) -> Commands:
-    scheduler = settler.scheduler
+    scheduler, backend = settler.scheduler, runner.backend
     life_cycle = LifeCycle(scheduler, runner, residency, post)
     describe = Describe(
         scheduler=scheduler,
@@ -282,15 +283,16 @@ def _make_commands(
         budget=budget,
         times=times,
         machine=machine_name(config.device),
-        state_bytes=_state_bytes(runner.backend),
+        state_bytes=_state_bytes(backend),
         life_cycle=life_cycle,
         losses=losses,
+        describe_ranks=None if ranks is None else partial(ranks.describe, backend),
     )
     return Commands(
         residency=residency,
         describe=describe,
         inspect=Inspect(scheduler, residency, config.device),
-        inspect_image=InspectImage(runner.backend, layout),
+        inspect_image=InspectImage(backend, layout),
         forget_prefixes=scheduler.states.forget_prefixes,
         profiler=profiler,
         life_cycle=life_cycle,

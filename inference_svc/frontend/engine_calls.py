@@ -81,6 +81,11 @@ class EngineCalls:
         details: EngineDetails = await self._call(Command.INSPECT, limit=limit)
         return details
 
+    async def stacks(self) -> dict[str, str]:
+        """Returns where all threads of the engine's processes are, also while they hang."""
+        stacks: dict[str, str] = await self._call(Command.STACKS)
+        return stacks
+
     async def inspect_adapter(self, digest: str, adapter: str = "") -> AdapterDetails:
         """Returns the details of a resident adapter, which errors call `adapter`. Raises
         AdapterNotFound."""

@@ -259,6 +259,24 @@ STEPS = (
     _OWN.gauge("memory_capacity_bytes", "Memory available, by area.", "area"),
 )
 
+RANKS = (
+    _OWN.gauge(
+        "rank_up",
+        "Processes that compute the model together (--tensor-parallel), by index: 1 while the "
+        "process answers. After 30 seconds of silence the server ends.",
+        "rank",
+    ),
+    _OWN.gauge("rank_resident_bytes", "Resident memory of the process.", "rank"),
+    _OWN.counter("rank_steps", "Steps that the process has computed.", "rank"),
+    _OWN.counter("rank_step_seconds", "Time of these steps.", "rank"),
+    _OWN.counter(
+        "rank_exchange_seconds",
+        "Time of these steps in exchanges with the other processes, mostly of waiting for them.",
+        "rank",
+    ),
+    _OWN.counter("rank_pulled_bytes", "Bytes of adapters that the process has pulled.", "rank"),
+)
+
 ABOUT = (
     _OWN.gauge(
         "info", "Always 1; the labels describe the served model.", "base_model", "dtype", "device"
@@ -316,6 +334,7 @@ SECTIONS = {
     "Adapters in memory": TIERS,
     "Loads and the store": LOADS,
     "Steps and pages": STEPS,
+    "Several processes for one model": RANKS,
     "Places that tenants share": define_places(_OWN),
     "Process": ABOUT,
     "For gateways": GATEWAYS,

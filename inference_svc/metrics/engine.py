@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 
 from inference_svc.core import ANYONE
-from inference_svc.engine.control.status_types import EngineStatus, ResidentAdapter, TierStatus
+from inference_svc.engine.control.status_types import (
+    EngineStatus,
+    RankStatus,
+    ResidentAdapter,
+    TierStatus,
+)
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.gateway_routing import LOADED, gateway_metrics, residency_series
@@ -40,6 +45,14 @@ TIER_GAUGES: dict[str, Callable[[TierStatus], float]] = {
     "tier_misses": lambda tier: tier.misses,
 }
 """A tier's metrics without further labels."""
+RANK_FIGURES: dict[str, Callable[[RankStatus], float]] = {
+    "rank_up": lambda rank: rank.answers,
+    "rank_resident_bytes": lambda rank: rank.resident_bytes,
+    "rank_steps": lambda rank: rank.num_steps,
+    "rank_step_seconds": lambda rank: rank.step_s,
+    "rank_exchange_seconds": lambda rank: rank.exchange_s,
+    "rank_pulled_bytes": lambda rank: rank.pulled_bytes,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +141,8 @@ def engine_metrics(
     yield from _numbers(status)
     yield from _histograms(status, resolve_times)
     yield from _tiers(status.tiers)
+    for key, read in RANK_FIGURES.items():
+        yield _by_label(key, {str(rank.index): read(rank) for rank in status.ranks})
     yield _by_label("loads_in_progress", status.loads)
     for key, place in (("memory_used_bytes", 0), ("memory_capacity_bytes", 1)):
         yield _by_label(key, {area: sizes[place] for area, sizes in status.memory.items()})

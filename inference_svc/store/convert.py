@@ -169,6 +169,9 @@ def from_announcement(announcement: Announcement) -> pb.Announcement:
         segment_kinds=_from_kinds(announcement.segment_kinds),
         max_added_tokens=announcement.max_added_tokens,
         weight_form=announcement.weight_form,
+        num_ranks=announcement.num_ranks,
+        rank_index=announcement.rank_index,
+        first_announcement_id=announcement.first_announcement_id,
     )
 
 

@@ -74,7 +74,8 @@ class Announcement:
     rank that it accepts, the targets that it is restricted to, if it is, the kinds of segments that
     it applies besides A and B, how many tokens adapters may add, and the form of the base model's
     weights, "" for plain ones. Adapters are applied from their invocation tokens on, if they have
-    any."""
+    any. Of several ranks each has one of its own, with its index and their number; all but the
+    first's have the first's id."""
 
     aliases: tuple[str, ...]
     max_rank: int
@@ -82,6 +83,9 @@ class Announcement:
     segment_kinds: tuple[SegmentKind, ...] = ()
     max_added_tokens: int = 0
     weight_form: str = ""
+    num_ranks: int = 0
+    rank_index: int = 0
+    first_announcement_id: str = ""
 
 
 class AcceptedLayout(NamedTuple):

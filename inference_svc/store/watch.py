@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import StoreUnavailable, notes_of
@@ -138,7 +139,7 @@ class CatalogWatch:
         session = await self._catalog.connect(self._avoid)
         self._source = session.source
         layout_id, announcement_id = await session.register_layout(self._layout, self._announcement)
-        others = await self._register_others(session)
+        others = await self._register_others(session, announcement_id)
         if layout_id != self._directory.layout_id:
             logger.info("the store accepted layout %s", layout_id)
             self._directory.layout_id = layout_id
@@ -164,12 +165,17 @@ class CatalogWatch:
                 await session.register_layout(self._layout, self._announcement)
             if now_s - renewed_s >= RENEW_SECONDS:
                 renewed_s = now_s
-                await self._register_others(session)
+                await self._register_others(session, announcement_id)
             yield event
 
-    async def _register_others(self, session: CatalogSession) -> tuple[str, ...]:
-        """Registers the other ranks' layouts, which no watch keeps; returns their ids."""
-        found = [await session.register_layout(each, self._announcement) for each in self._others]
+    async def _register_others(self, session: CatalogSession, first_id: str) -> tuple[str, ...]:
+        """Registers the other ranks' layouts, which no watch keeps; returns their ids. `first_id`
+        is the id of the first's announcement."""
+        announced = replace(self._announcement, first_announcement_id=first_id)
+        found = [
+            await session.register_layout(layout, replace(announced, rank_index=index))
+            for index, layout in enumerate(self._others, start=1)
+        ]
         return tuple(each.layout_id for each in found)
 
     def _check_behind(self, source: str, revision: int) -> None:

@@ -10,6 +10,7 @@ import struct
 
 # As in native/src/ranks.cpp.
 _MEMBER_BYTES = 128
+_SPENT_OFFSET = 8
 _SHARE_BYTES = 2 * (_MEMBER_BYTES + (64 << 10))
 
 
@@ -78,6 +79,13 @@ class RankMemory:
         """Why nothing is exchanged any more; None: ranks do."""
         number = struct.unpack_from("I", self._memory)[0]
         return RankFault(number) if number else None
+
+    @property
+    def seconds(self) -> float:
+        """The time that this rank's first thread has spent in exchanges so far."""
+        line = _MEMBER_BYTES * (1 + self.args.rank * self.args.max_threads)
+        nanoseconds: int = struct.unpack_from("q", self._memory, line + _SPENT_OFFSET)[0]
+        return nanoseconds / 1e9
 
     def fail(self) -> None:
         """Ends all exchanges, of all ranks, because one has ended. Idempotent, from any thread."""

@@ -106,6 +106,36 @@ class WeightFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One of the processes that compute a model together, as of its last answer to rank 0, which
+    asks every second."""
+
+    index: int
+    """Rank 0 leads the others."""
+    process_id: int
+    answers: bool
+    """Whether it has answered within ten seconds."""
+    resident_bytes: int
+    weights_bytes: int
+    """Bytes of its part of the weights."""
+    kv_bytes: int
+    """Bytes allocated for its part of keys and values."""
+    arena_bytes: int
+    """Bytes allocated for its parts of adapters."""
+    num_steps: int
+    step_seconds: float
+    """Seconds of its steps."""
+    exchange_seconds: float
+    """Seconds of these in exchanges with other ranks, mostly of waiting for them."""
+    pulled_bytes: int
+    running_pulls: int
+    num_threads: int
+    """Threads that compute."""
+    processors: tuple[int, ...]
+    """The processors that it may use."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """The model of a server, its limits, and its use of memory."""
 
@@ -151,3 +181,6 @@ class ServerInfo:
     """Empty: the model has no weights in few bits, or the server is too old to report them."""
     processor: Processor | None = None
     """The machine's, also if a GPU computes; None: the server is too old to report it."""
+    ranks: tuple[RankStatus, ...] = ()
+    """The processes that compute the model together; empty: there is one, or the server is too old
+    to report them."""

@@ -17,6 +17,7 @@ from loadout._rpc.server_info import ExpertLayers as ExpertLayers
 from loadout._rpc.server_info import GenerationState as GenerationState
 from loadout._rpc.server_info import MemoryUse as MemoryUse
 from loadout._rpc.server_info import Processor as Processor
+from loadout._rpc.server_info import RankStatus as RankStatus
 from loadout._rpc.server_info import RecurrentStates as RecurrentStates
 from loadout._rpc.server_info import SamplingDefaults as SamplingDefaults
 from loadout._rpc.server_info import ServerInfo as ServerInfo

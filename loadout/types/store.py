@@ -56,6 +56,13 @@ class ServerVerdict:
     """Why they cannot serve it; otherwise ""."""
     note: str = ""
     """That they hold the base model in another form than it was trained on, such as in INT4."""
+    num_ranks: int = 0
+    """How many processes compute the model together, each with a layout and verdict of its own; 0:
+    one, or the server or the store is too old to report it. All must be able to serve it."""
+    rank_index: int = 0
+    """Which of them this verdict is about."""
+    first_announcement_id: str = ""
+    """The first one's `announcement_id`, in the verdicts of the others."""
 
 
 @dataclass(frozen=True, slots=True)

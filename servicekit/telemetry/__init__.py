@@ -11,5 +11,6 @@ place_metrics   metrics of the resources that tenants share, the same for each s
 exposition      writes metrics in the text format
 metrics_server  serves metrics over HTTP
 recent_errors   the calls that failed most recently, by method and reason
+stacks          lists where the threads of a process are
 debug_bundle    makes the parts of a debug bundle, without secrets
 """

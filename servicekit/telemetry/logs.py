@@ -29,6 +29,8 @@ FLUSH_SECONDS = 2.0
 """Bounds how long a process that ends waits for a stalled reader."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_of_process: dict[str, object] = {}
+"""Fields of all lines of this process; see `mark_process`."""
 _PLAIN = re.compile(r"[\x21\x23-\x7e]+")
 """Matches values that need no quotes."""
 
@@ -42,6 +44,12 @@ def configure_logging(log_format: LogFormat, level: str, noisy_loggers: Iterable
     least = max(logging.WARNING, logging.getLogger().level)
     for name in noisy_loggers:
         logging.getLogger(name).setLevel(least)
+
+
+def mark_process(**fields: object) -> None:
+    """Adds fields to all further lines of this process, such as rank=1: for one of several that
+    write to one place. In text they come before the message, as [rank 1]."""
+    _of_process.update(fields)
 
 
 class _Formatter(logging.Formatter):
@@ -65,6 +73,7 @@ class JsonFormatter(_Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **_of_process,
             **_fields(record),
         }
         if record.exc_info:
@@ -79,7 +88,8 @@ class TextFormatter(_Formatter):
         named = redact_tree(_fields(record), redact_text)
         fields = "".join(f" {key}={_quoted(value)}" for key, value in named.items())
         message = redact_text(record.getMessage())
-        line = f"{_time(record)} {record.levelname:<7} {record.name}: {message}{fields}"
+        marks = "".join(f"[{key} {value}] " for key, value in _of_process.items())
+        line = f"{_time(record)} {record.levelname:<7} {record.name}: {marks}{message}{fields}"
         if record.exc_info:
             line += "\n" + redact_text(self.formatException(record.exc_info))
         return line

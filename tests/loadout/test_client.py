@@ -12,6 +12,7 @@ import pytest
 from loadout import Client, errors, types
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as inference_pb
+from tests.support.loadout.server_info import rank_status
 from tests.support.wait import TIMEOUT_S
 
 
@@ -177,6 +178,7 @@ def test_remaining_inference_calls(client, fake_inference):
         ),
         weight_formats=[inference_pb.WeightFormat(format="nf4", kernels="triton W4A16")],
         processor=inference_pb.Processor(name="Xeon", num_cores=4, num_processors=8, quota=2.5),
+        ranks=[rank_status(1)],
     )
     fake_inference.on("GetServerInfo", info)
     loaded = client.load("a", pin=True)
@@ -191,6 +193,8 @@ def test_remaining_inference_calls(client, fake_inference):
     assert client.server_info().recurrent_states == types.RecurrentStates(20, 512, 12, 4, 2, 3)
     assert client.server_info().weight_formats == (types.WeightFormat("nf4", "triton W4A16"),)
     assert client.server_info().processor == types.Processor("Xeon", 4, 8, 2.5)
+    rank = types.RankStatus(1, 4711, True, 100, 40, 30, 20, 5, 2.0, 0.5, 60, 2, 3, (0, 1, 2, 7))
+    assert client.server_info().ranks == (rank,)
 
 
 def test_inspected_adapter_has_names_for_numbers(client, fake_inference):

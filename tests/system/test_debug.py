@@ -36,7 +36,7 @@ TOKENS = ("root", "server", "operator-a")
 
 INFERENCE = {
     *("config.json", "versions.json", "errors.json", "store.json", "engine.json"),
-    *("slots.json", "residency.json", "queue.json", "metrics.txt"),
+    *("slots.json", "residency.json", "queue.json", "metrics.txt", "stacks.txt"),
 }
 STORE = {"config.json", "versions.json", "errors.json", "work.json", "catalog.json", "metrics.txt"}
 
@@ -142,6 +142,8 @@ def test_an_archive_has_everything_but_secrets(
     assert of("store/catalog.json")["catalog"]["adapters"] == 1
     assert b"loadout_store_adapters 1.0" in found["store/metrics.txt"]
     assert b"loadout_inference_tier_images" in found["inference/metrics.txt"]
+    for thread in (b"MainThread", b"loadout-engine"):
+        assert b"thread " + thread in found["inference/stacks.txt"]
 
 
 def test_an_archive_names_refusals_and_services_that_are_down(

@@ -49,12 +49,16 @@ CLUSTERS = ("east", "west")
 ELSEWHERE = {"adapter-store": "stores", "inference": "gpus"}
 """What the jobs are called where there are neither clusters nor namespaces."""
 DOCUMENTED = frozenset(re.findall(r"^\| `([^`]+)`", PAGE.read_text(), re.MULTILINE))
-OF_SOME_MODELS = {
-    *(name for name in DOCUMENTED if name.startswith("loadout_inference_recurrent_")),
+OF_SOME_SERVERS = {
+    *(
+        name
+        for name in DOCUMENTED
+        if name.startswith(("loadout_inference_recurrent_", "loadout_inference_rank_"))
+    ),
     "loadout_inference_weight_format_info",
 }
-"""Exported for models with recurrent layers alone, and for those with weights in few bits:
-test_recurrent_states, test_few_bits."""
+"""Exported for models with recurrent layers alone, for those with weights in few bits, and for
+servers of several ranks: test_recurrent_states, test_few_bits, test_ranks."""
 DROPPED = {"vllm:lora_adapter_loaded", "vllm:lora_requests_info"}
 
 
@@ -86,6 +90,10 @@ class Watched:
         """Returns whether a query has series of each cluster, and of none: all share addresses."""
         found = {series.labels.get("cluster", "") for series in self.prometheus.query(promql)}
         return found == {"", *CLUSTERS}
+
+
+def _asks_some_servers(promql: str) -> bool:
+    return bool(OF_SOME_SERVERS & {metric(selector) for selector in selectors(promql)})
 
 
 def _has_number(series: Series) -> bool:
@@ -157,7 +165,7 @@ def test_every_query_of_every_panel_gives_data(
         query
         for each in dashboards
         for query in each.queries()
-        if not OF_SOME_MODELS & {metric(selector) for selector in selectors(query.promql)}
+        if not _asks_some_servers(query.promql)
     ]
     assert len(queries) > 100
     assert sum(query.bare != query.promql for query in queries) == 5
@@ -171,7 +179,7 @@ def test_queries_by_replica_tell_the_same_address_in_two_clusters_apart(
         query.where: partial(watched.tells_replicas_apart, query.bare)
         for dashboard in dashboards
         for query in dashboard.queries()
-        if query.is_by_replica
+        if query.is_by_replica and not _asks_some_servers(query.promql)
     }
     assert len(asked) > 30
     assert watched.missing(asked) == []
@@ -185,7 +193,7 @@ def test_no_target_is_not_shown_as_zero(watched: Watched, dashboards: list[Dashb
 
 
 def test_every_metric_of_a_dashboard_exists(watched: Watched, dashboards: list[Dashboard]) -> None:
-    exported = names(watched) | OF_SOME_MODELS
+    exported = names(watched) | OF_SOME_SERVERS
     for dashboard in dashboards:
         for query in dashboard.queries():
             used = {metric(selector) for selector in selectors(query.promql)}
@@ -203,6 +211,8 @@ def test_an_alert_asks_for_what_there_is(watched: Watched, name: str) -> None:
     watched.prometheus.query(ALERTS[name]["expr"])
     wanted = {}
     for selector in selectors(ALERTS[name]["expr"]):
+        if metric(selector) in OF_SOME_SERVERS:
+            continue
         labelled = ",".join(f'{label}!=""' for label, _, _ in matchers(selector))
         wanted[selector] = f"{metric(selector)}{{{labelled}}}"
     assert watched.without_data(wanted) == []
@@ -240,8 +250,8 @@ def _alerts(prometheus: Prometheus, state: str) -> set[tuple[str, str]]:
 
 def test_what_is_exported_is_documented_and_the_reverse(watched: Watched) -> None:
     found = {_family(name) for name in names(watched) if not ITS_OWN.fullmatch(name)}
-    assert not found & OF_SOME_MODELS
-    assert found | OF_SOME_MODELS == DOCUMENTED - DROPPED
+    assert not found & OF_SOME_SERVERS
+    assert found | OF_SOME_SERVERS == DOCUMENTED - DROPPED
     assert (
         set(re.findall(r"^([\w:]+)\{", exposition(watched, "inference"), re.MULTILINE)) >= DROPPED
     )

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Rank
 from inference_svc.model.sharding.description import of_rank
 from loadout import errors
+from loadout.cli.adapters.verdicts import print_verdicts
 from loadout.prometheus import scrape
 from tests.support.models.zoo import (
     ALL,
@@ -69,6 +71,40 @@ def check_nobody_else_reaches(ranks: list[int], count: int) -> None:
     assert not [each for each in connections if each.status == psutil.CONN_LISTEN]
 
 
+def check_operators_see_all(services: Services, ranks: list[int]) -> None:
+    """Each rank has a status, which its own process has counted, and stacks."""
+    indices = range(len(ranks) + 1)
+
+    def is_counted() -> bool:  # other ranks report every second
+        found = services.client.server_info().ranks
+        return all(each.num_steps for each in found) and len({e.pulled_bytes for e in found}) == 1
+
+    until(is_counted)
+    found = services.client.server_info().ranks
+    assert [each.index for each in found] == [*indices]
+    assert [each.process_id for each in found[1:]] == ranks
+    for each in found:
+        resident = psutil.Process(each.process_id).memory_info().rss
+        assert abs(each.resident_bytes - resident) < 0.2 * resident
+        assert each.answers
+        assert each.num_threads == 1
+        assert set(each.processors) <= {*range(os.cpu_count() or 1)}
+        assert min(each.weights_bytes, each.kv_bytes, each.pulled_bytes) > 0
+        assert 0 < each.exchange_seconds < each.step_seconds
+    metrics = scrape(services.inference_metrics)
+    seconds = ("step_seconds_total", "exchange_seconds_total")
+    for name in ("up", "resident_bytes", "steps_total", "pulled_bytes_total", *seconds):
+        samples = metrics.select(f"loadout_inference_rank_{name}")
+        assert {each.labels["rank"]: each.value > 0 for each in samples} == {
+            str(index): True for index in indices
+        }
+    parts = {each.name: each.content for each in services.client.server_debug_info()}
+    stacks = parts["stacks.txt"].decode()
+    for index in indices[1:]:
+        _, _, of_rank = stacks.partition(f"=== rank {index}\n")
+        assert "in recv_bytes" in of_rank.partition("===")[0], "it waits for a step"
+
+
 @pytest.mark.parametrize(
     ("kind", "count", "expert_parallel"),
     [
@@ -90,12 +126,18 @@ def test_ranks_answer_as_peft(
     expert_parallel: int,
     zoos: Callable[[str], Zoo],
     tmp_path: Path,
+    capsys: Any,
 ) -> None:
     """Mixed adapters in one batch, greedy in fp32."""
     zoo = zoos(kind)
     with serve(zoo, tmp_path, count, "--expert-parallel", str(expert_parallel)) as services:
         check_nobody_else_reaches(ranks_of(services), count)
-        check_answers(zoo, services, ADAPTERS[kind])
+        names = ADAPTERS[kind]
+        check_answers(zoo, services, names)
+        check_operators_see_all(services, ranks_of(services))
+        print_verdicts(services.client.get(names[1]))
+        expected = rf"servable by layout \w+, --tensor-parallel {count}, ranks up to 64"
+        assert re.fullmatch(expected, capsys.readouterr().out.strip()), "a line for all ranks"
     assert services.exit_codes == [0, 0]
 
 
@@ -150,6 +192,10 @@ def test_a_rank_that_is_killed_ends_the_engine(zoos: Callable[[str], Zoo], tmp_p
         chunks = iter(services.client.generate(PROMPT, max_tokens=220, ignore_eos=True))
         next(chunks)
         [rank] = ranks_of(services)
+        os.kill(rank, signal.SIGSTOP)
+        parts = {each.name: each.content.decode() for each in services.client.server_debug_info()}
+        assert "=== rank 1\n\nno answer within 2 s" in parts["stacks.txt"]
+        assert "=== process" in parts["stacks.txt"], "of the others"
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(errors.Unavailable, match="rank 1 was ended by SIGKILL"):
             list(chunks)

@@ -220,6 +220,14 @@ STORE_FIELDS: Sequence[Line] = (
         "test_announcements_of_one_account_leave_places_to_others",
     ),
     line(
+        "RegisterLayout.announcement.{num_ranks,rank_index,first_announcement_id}",
+        "which of several processes of a server, that compute a model together, a layout is of",
+        "as long as the announcement, and an hour",
+        "the servers of the layout",
+        "1,024 processes; 16 announcements per layout, share",
+        "test_invalid_announcements test_layout_has_a_bounded_number_of_announcements",
+    ),
+    line(
         "RegisterLayout.announcement.{segment_kinds,lora_targets,max_rank,max_added_tokens,"
         "applies_invocation_tokens,weight_form}",
         "the kinds and sizes of adapters that a server accepts, and the form of its weights",

@@ -74,6 +74,7 @@ TYPES = (
     types.RecurrentStates,
     types.WeightFormat,
     types.Processor,
+    types.RankStatus,
     types.MemoryUse,
     types.StoreStatus,
     types.TierStatus,
@@ -83,6 +84,7 @@ TYPES = (
     top_overview.RecurrentStates,
     top_overview.Tier,
     top_overview.AdapterRates,
+    top_overview.RankRates,
 )
 """The types of outputs; Error is written out below."""
 SHARED = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(Connection)}

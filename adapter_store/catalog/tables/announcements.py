@@ -84,6 +84,7 @@ def add(
             max_added_tokens=announcement.max_added_tokens,
             applies_invocation_tokens=announcement.applies_invocation_tokens,
             weight_form=announcement.weight_form,
+            **announcement.part._asdict(),
         )
         .on_conflict_do_update(
             index_elements=["announcement_id"], set_={"expire_time": expire_time}

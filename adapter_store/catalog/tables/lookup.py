@@ -27,6 +27,7 @@ from adapter_store.core import (
     ImageContent,
     ImageState,
     LayoutVerdict,
+    Part,
     ServerLimits,
     SourceFile,
     Tenants,
@@ -313,6 +314,7 @@ def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[Serve
             max_added_tokens=row.max_added_tokens,
             applies_invocation_tokens=row.applies_invocation_tokens,
             weight_form=row.weight_form,
+            part=Part(row.num_ranks, row.rank_index, row.first_announcement_id),
         )
         result.setdefault(row.layout_id, []).append(limits)
     return result

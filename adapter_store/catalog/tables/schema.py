@@ -173,6 +173,9 @@ announcements = Table(
     Column("applies_invocation_tokens", Boolean, nullable=False, server_default=false()),
     Column("base_model", Text, nullable=False, server_default=""),  # "": the layout's
     Column("weight_form", Text, nullable=False, server_default=""),  # "": plain
+    Column("num_ranks", Integer, nullable=False, server_default="0"),  # 0: one has all
+    Column("rank_index", Integer, nullable=False, server_default="0"),
+    Column("first_announcement_id", Text, nullable=False, server_default=""),
     Index("announcements_by_layout", "layout_id"),
 )
 

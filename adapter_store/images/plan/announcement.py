@@ -25,6 +25,7 @@ MAX_UNUSED_SPACES = 16
 adapter carries them."""
 MAX_MODULE_CHARS = 128
 MAX_FORM_CHARS = 64
+MAX_RANKS = 1024
 
 _MODULE = re.compile(r"[A-Za-z0-9_\-]+")
 _FORM = re.compile(r"[a-z0-9_]+( [a-z0-9_]+)*")
@@ -44,6 +45,7 @@ def announcement_id(layout_id: str, announcement: Announcement) -> str:
         "max_added_tokens": announcement.max_added_tokens,
         "applies_invocation_tokens": announcement.applies_invocation_tokens,
         "weight_form": announcement.weight_form,
+        "part": announcement.part if announcement.part.num_ranks else None,
     }
     said = {key: value for key, value in more.items() if value}
     return sha256_text(
@@ -78,6 +80,13 @@ def validate_announcement(announcement: Announcement, layout: Layout) -> None:
     form = announcement.weight_form
     is_form = not form or (len(form) <= MAX_FORM_CHARS and _FORM.fullmatch(form) is not None)
     require(is_form, "weight_form", 'not a form of weights, such as "int4" or "gguf q4_k"')
+    part = announcement.part
+    require(part.num_ranks <= MAX_RANKS, "num_ranks", f"above {MAX_RANKS}")
+    is_one = part.rank_index < max(1, part.num_ranks)
+    require(is_one, "rank_index", f"{part.rank_index} where num_ranks is {part.num_ranks}")
+    is_first = part.rank_index == 0
+    is_named = not (is_first and part.first_announcement_id)
+    require(is_named, "first_announcement_id", "the first of the processes names another as first")
 
 
 def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:

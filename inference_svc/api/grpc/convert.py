@@ -32,6 +32,7 @@ from inference_svc.core import (
 )
 from inference_svc.engine.control.status_types import (
     AdapterDetails,
+    RankStatus,
     RecurrentStatus,
     ResidentAdapter,
 )
@@ -358,6 +359,25 @@ def to_memory(memory: dict[str, tuple[int, int]]) -> list[pb.MemoryUse]:
         pb.MemoryUse(name=name, used_bytes=used, capacity_bytes=capacity)
         for name, (used, capacity) in memory.items()
     ]
+
+
+def to_rank_status(rank: RankStatus) -> pb.RankStatus:
+    return pb.RankStatus(
+        index=rank.index,
+        process_id=rank.process_id,
+        answers=rank.answers,
+        resident_bytes=rank.resident_bytes,
+        weights_bytes=rank.weights_bytes,
+        kv_bytes=rank.kv_bytes,
+        arena_bytes=rank.arena_bytes,
+        num_steps=rank.num_steps,
+        step_seconds=rank.step_s,
+        exchange_seconds=rank.exchange_s,
+        pulled_bytes=rank.pulled_bytes,
+        running_pulls=rank.num_pulls,
+        num_threads=rank.num_threads,
+        processors=rank.processors,
+    )
 
 
 def to_recurrent_states(status: RecurrentStatus | None) -> pb.RecurrentStates | None:

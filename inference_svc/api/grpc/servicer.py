@@ -185,6 +185,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             processor=convert.to_processor(facts.processor),
             speed_notes=facts.speed_notes,
             recurrent_states=convert.to_recurrent_states(status.recurrent),
+            ranks=[convert.to_rank_status(each) for each in status.ranks],
             weight_formats=[pb.WeightFormat(**each._asdict()) for each in facts.weight_formats],
         )
 

@@ -53,6 +53,10 @@ class SharedExchange:
     def __init__(self, memory: RankMemory, library: Library) -> None:
         self.memory, self._library = memory, library
 
+    @property
+    def seconds(self) -> float:
+        return self.memory.seconds
+
     def check(self) -> None:
         """Raises ExchangeFailed if a run of operations has not exchanged all of its values."""
         if self.memory.fault is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from inference_svc.adapters.load_states import LoadState
 from inference_svc.adapters.memory.eviction import EvictionReason
 from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.residency import Residency
@@ -16,6 +17,7 @@ from inference_svc.engine.compute.step_times import StepTimes
 from inference_svc.engine.control.life_cycle import LifeCycle, Sleep
 from inference_svc.engine.control.status_types import (
     EngineStatus,
+    RankStatus,
     RecurrentStatus,
     TierStatus,
 )
@@ -32,7 +34,8 @@ from servicekit.telemetry.histogram import HistogramState
 @dataclass(frozen=True, slots=True)
 class Describe:
     """Called in the engine's thread. `state_bytes`: a sequence's recurrent state; 0 if the model
-    has none."""
+    has none. `describe_ranks` is called with rank 0's bytes pulled and running pulls; None if there
+    is one rank."""
 
     scheduler: Scheduler
     residency: Residency
@@ -44,6 +47,7 @@ class Describe:
     life_cycle: LifeCycle
     losses: Losses
     state_bytes: int
+    describe_ranks: Callable[[int, int], tuple[RankStatus, ...]] | None
 
     def __call__(self) -> EngineStatus:
         scheduler = self.scheduler
@@ -67,7 +71,14 @@ class Describe:
             },
             generation=self.life_cycle.state,
             recurrent=self._recurrent(),
+            ranks=self._ranks(),
         )
+
+    def _ranks(self) -> tuple[RankStatus, ...]:
+        if self.describe_ranks is None:
+            return ()
+        num_pulls = self.residency.loads.num_by_state[LoadState.PULLING]
+        return self.describe_ranks(self.residency.counters.pulled_bytes, num_pulls)
 
     def _recurrent(self) -> RecurrentStatus | None:
         recurrent = self.scheduler.states.recurrent

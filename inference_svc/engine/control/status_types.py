@@ -82,6 +82,32 @@ class RecurrentStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One of the processes that compute a model together, as it was at its last answer to rank 0.
+
+    `answers`: it has done so within ten seconds. `weights_bytes`, `kv_bytes` and `arena_bytes` are
+    allocated. `num_steps`, `step_s`, `exchange_s` and `pulled_bytes` are monotonic; `exchange_s` is
+    the part of `step_s` in exchanges, mostly of waiting for other ranks. `num_pulls` counts running
+    pulls, and `processors` are the ones that the process may use.
+    """
+
+    index: int
+    process_id: int
+    answers: bool
+    resident_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    arena_bytes: int
+    num_steps: int
+    step_s: float
+    exchange_s: float
+    pulled_bytes: int
+    num_pulls: int
+    num_threads: int
+    processors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot of the engine for GetServerInfo, `loadout top` and metrics.
 
@@ -91,7 +117,8 @@ class EngineStatus:
     engine's. `kernels` names the code that computes, such as "native avx512_bf16" or "torch", and
     `machine` the hardware. `counters`, `histograms` and `phases` are monotonic; `phases` are
     histograms by name and then by their label. `tiers` are "device" and perhaps "host"; `loads`
-    counts adapters by state. `generation` is "running", "paused" or "asleep".
+    counts adapters by state. `generation` is "running", "paused" or "asleep". `ranks` are all, or
+    empty if there is one; the other figures are rank 0's.
     """
 
     num_running: int
@@ -112,6 +139,7 @@ class EngineStatus:
     generation: str = "running"
     recurrent: RecurrentStatus | None = None
     """None: the model has no recurrent layers."""
+    ranks: tuple[RankStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,8 @@ class RankedBackend:
         data = inputs.data._replace(state_copies=copies)
         self._group.send_step(self._writer.write(changes, data))
         try:
-            found = self._own.forward(inputs.own)
+            with self._group.report.step():
+                found = self._own.forward(inputs.own)
         except Exception as error:
             raise self._group.blame(error) from error
         self._scores = _blaming(self._group, self._own.score(inputs.own))
@@ -162,6 +163,11 @@ class RankedBackend:
 def _blaming(group: RankGroup, scores: Iterator[Scored]) -> Iterator[Scored]:
     """Yields what a step scores; raises the failure that an error of it has."""
     try:
-        yield from scores
+        while True:
+            with group.report.step(is_new=False):
+                found = next(scores, None)
+            if found is None:
+                return
+            yield found
     except Exception as error:
         raise group.blame(error) from error

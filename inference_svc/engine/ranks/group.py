@@ -15,12 +15,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from inference_svc.backends.base import RankFactory
 from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.core import EngineConfig
+from inference_svc.engine.control.status_types import RankStatus
+from inference_svc.engine.ranks.liveness import Limits, Liveness
 from inference_svc.engine.ranks.messages import (
     DIVIDE,
     FREE,
@@ -34,9 +37,13 @@ from inference_svc.engine.ranks.messages import (
     Ping,
     Pong,
     PullEnded,
+    Stacks,
     Start,
     StepFailed,
+    StoreUpdate,
+    TellStacks,
 )
+from inference_svc.engine.ranks.report import Held, RankStacks, Report
 from inference_svc.errors import EngineFailed
 from inference_svc.host.cpus import compute_threads
 from inference_svc.model.description import Rank
@@ -50,11 +57,18 @@ END_S = 10.0
 """How long a rank may take to end."""
 DEATH_S = 5.0
 """How long a failed exchange waits for the end of the process that caused it."""
-PING_S = 5.0
-"""How often each rank is asked whether it answers."""
+PING_S = 1.0
+"""How often each rank is asked whether it answers, and for its status."""
+QUIET_S = 10.0
+"""How long a rank may not answer until operators see that."""
 SILENCE_S = 30.0
 """How long a rank may not answer, or take no message. Rank 0 notices it before an exchange
 that waits for the rank fails, which then does not blame another."""
+FIRST_ANSWER_S = 120.0
+"""How long a rank may take to its first answer: until then it imports its modules."""
+STALL_S = 300.0
+"""How long a rank may make no progress while it starts. Files that come over a network may have to
+be fetched whole before the first byte of them is read."""
 # This process's path, so that the child imports the same modules, and none from the working folder.
 _PROGRAM = """
 import sys
@@ -96,9 +110,10 @@ class RankProcess:
         """The messages of its start."""
         self.why = ""
         """Why it ends, as it has said."""
-        self.num_unanswered = 0
-        """Pings since its last message."""
-        self.has_lost_contact = self._hangs = False
+        self.liveness = Liveness()
+        self._status: RankStatus | None = None
+        self.has_lost_contact = False
+        self._hangs = ""
         self._lock = threading.Lock()
 
     @property
@@ -108,6 +123,16 @@ class RankProcess:
     @property
     def name(self) -> str:
         return f"rank {self.rank.index}"
+
+    @property
+    def status(self) -> RankStatus | None:
+        """Its last, which it sends with an answer; None before the first."""
+        answers = self.liveness.num_unanswered * PING_S <= QUIET_S
+        return self._status and replace(self._status, answers=answers)
+
+    def on_pong(self, pong: Pong) -> None:
+        self.liveness.answered(pong.progress)
+        self._status = pong.status
 
     def send(self, message: object) -> None:
         """Sends a message, from any thread, or kills a rank that takes none for SILENCE_S. Its
@@ -125,9 +150,10 @@ class RankProcess:
         """Returns its next message. Raises EOFError or OSError when it has ended."""
         return pickle.loads(self.control.recv_bytes())
 
-    def kill(self) -> None:
-        """Kills a rank that does not answer."""
-        self._hangs = self._hangs or self._process.poll() is None
+    def kill(self, why: str = "does not answer") -> None:
+        """Kills a rank that hangs."""
+        if not self._hangs and self._process.poll() is None:
+            self._hangs = why
         self._process.kill()
 
     def end(self, timeout_s: float) -> str:
@@ -138,7 +164,7 @@ class RankProcess:
             self.kill()
             code = self._process.wait()
         if self._hangs:
-            return "does not answer"
+            return self._hangs
         self.has_lost_contact = code == LOST_CONTACT
         if self.why:
             return f"failed: {self.why}"
@@ -164,8 +190,10 @@ class RankProcess:
 class RankGroup:
     """All ranks but the first. They begin to load the model when this is made.
 
-    `on_failure` is called once, from any thread, when a rank has ended, failed or does not answer
-    after it was built; `on_pull_ended` with the index of a rank.
+    A rank that hangs is killed, also while it starts. `on_failure` is called once, from any thread,
+    when a rank has ended, failed or does not answer after it was built; `on_pull_ended` with the
+    index of a rank; `on_store_update` with a finding that a rank's store publishes, which the other
+    ranks get, too.
     """
 
     def __init__(
@@ -176,10 +204,12 @@ class RankGroup:
         on_failure: Callable[[EngineFailed], None],
     ) -> None:
         self.count = config.tensor_parallel
+        self.report = Report(Rank(0, self.count), compute_threads(config.num_threads, self.count))
         self.failure: EngineFailed | None = None
         self.on_pull_ended: Callable[[int, PullEnded], None] = lambda index, ended: None
+        self.on_store_update: Callable[[Any], None] = lambda content: None
         self._on_failure = on_failure
-        self._is_built = self._is_closing = False
+        self._is_asking = self._is_built = self._is_closing = False
         self._not_built: Exception | None = None
         self._failed, self._ended = threading.Event(), threading.Event()
         self._changed = threading.Condition()
@@ -198,21 +228,25 @@ class RankGroup:
             )
             for each in self.others
         ]
+        self.stacks = RankStacks([each.name for each in self.others], self._ask_for_stacks)
         self._threads = [watch, *readers]
         for each, reader in zip(self.others, readers, strict=True):
             reader.start()
             start = Start(config, each.rank, make_store, factory.name, self._meeting, each.steps_fd)
             each.send(start)
+        self._is_asking = True  # pings follow Start
 
     def meet(self) -> Exchange:
         """Returns rank 0's exchange, once every rank is there. Raises the error of a rank that
         cannot load the model, and EngineFailed for a rank that ends."""
         self._expect(Described)
         try:
-            return self._meeting.join(Rank(0, self.count))
+            exchange = self._meeting.join(Rank(0, self.count))
         except ExchangeFailed as error:
             failure = self.blame(error)
             raise self._not_built or failure from error
+        self.report.exchange = exchange
+        return exchange
 
     def wait_until_built(self) -> int:
         """Waits until every rank has loaded its part, and watches them from then on; returns the
@@ -275,6 +309,18 @@ class RankGroup:
                 raise self.lost(each) from None
         return total
 
+    def update_stores(self, content: Any, *, but: RankProcess | None = None) -> None:
+        """Tells the stores of the ranks, but one, a finding of another process's store."""
+        for each in self.others:
+            if each is not but:
+                each.send(StoreUpdate(content))
+
+    def describe(self, backend: Held, pulled_bytes: int, num_pulls: int) -> tuple[RankStatus, ...]:
+        """Returns all ranks' status. The arguments are rank 0's; see RankStatus."""
+        self.report.note_memory(backend)
+        others = (each.status for each in self.others)
+        return self.report.status(pulled_bytes, num_pulls), *filter(None, others)
+
     @property
     def is_ended(self) -> bool:
         """Whether no rank computes or pulls any more."""
@@ -319,12 +365,19 @@ class RankGroup:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = rank.receive()
-                rank.num_unanswered = 0
-                if isinstance(message, PullEnded):
+                rank.liveness.answered()
+                if isinstance(message, Pong):
+                    rank.on_pong(message)
+                elif isinstance(message, StoreUpdate):
+                    self.on_store_update(message.content)
+                    self.update_stores(message.content, but=rank)
+                elif isinstance(message, Stacks):
+                    self.stacks.take(rank.name, message.text)
+                elif isinstance(message, PullEnded):
                     self.on_pull_ended(rank.rank.index, message)
                 elif isinstance(message, StepFailed):
                     rank.why = message.why
-                elif not isinstance(message, Pong):
+                else:
                     self._on_started(rank, message)
         if not self._is_closing:
             self.lost(rank)
@@ -335,13 +388,11 @@ class RankGroup:
                 logger.error("%s cannot load the model: %s", rank.name, message.error)
                 self._not_built = self._not_built or message.error
             rank.said[type(message)] = message
+            rank.liveness.waits_for_steps = isinstance(message, Built)
             self._changed.notify_all()
 
     def _watch(self, started: Future[list[RankProcess]]) -> None:
-        """Starts all ranks, and kills one that is built and does not answer, until all have ended.
-
-        Counts pings, not seconds: this process may have been stopped itself.
-        """
+        """Starts all ranks, and asks each whether it answers, until all have ended."""
         try:
             ranks = [Rank(index, self.count) for index in range(1, self.count)]
             others = [RankProcess(each, self._meeting.files) for each in ranks]
@@ -350,11 +401,21 @@ class RankGroup:
             return
         started.set_result(others)
         while not self._ended.wait(PING_S):
-            for each in others if self._is_built and not self._is_closing else ():
-                if each.num_unanswered * PING_S >= SILENCE_S:
-                    each.kill()
-                each.num_unanswered += 1
-                each.send(Ping())
+            for each in others if self._is_asking and not self._is_closing else ():
+                self._ask(each)
+
+    def _ask(self, rank: RankProcess) -> None:
+        """Kills a rank that hangs."""
+        limits = Limits(PING_S, FIRST_ANSWER_S, SILENCE_S, STALL_S)
+        fault = rank.liveness.fault(limits, serves=self._is_built)
+        if fault:
+            rank.kill(fault)
+        rank.liveness.asked()
+        rank.send(Ping())
+
+    def _ask_for_stacks(self) -> None:
+        for each in self.others:
+            each.send(TellStacks())
 
     def close(self) -> None:
         """Ends all ranks, and all waits for them. Idempotent."""

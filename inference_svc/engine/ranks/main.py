@@ -36,6 +36,8 @@ from inference_svc.backends.base import RankBackend, RankFactory
 from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.backends.select import select_backend
 from inference_svc.engine.build import describe, place_threads, set_num_threads
+from inference_svc.engine.control.status_types import RankStatus
+from inference_svc.engine.ranks.liveness import progress
 from inference_svc.engine.ranks.messages import (
     DIVIDE,
     FREE_ALL,
@@ -50,9 +52,13 @@ from inference_svc.engine.ranks.messages import (
     Pong,
     Pull,
     PullEnded,
+    Stacks,
     Start,
     StepFailed,
+    StoreUpdate,
+    TellStacks,
 )
+from inference_svc.engine.ranks.report import Report
 from inference_svc.engine.ranks.steps import (
     Change,
     SlotDivide,
@@ -62,9 +68,11 @@ from inference_svc.engine.ranks.steps import (
 )
 from inference_svc.engine.transport.process_main import connect_to_parent, encode, portable
 from inference_svc.errors import AdapterUnusable, CorruptImage
-from inference_svc.host.cpus import Share, bound_to
+from inference_svc.host.cpus import Share, bound_to, compute_threads
 from inference_svc.model.checkpoint.headers import tower_modules
 from servicekit.errors import ServiceError
+from servicekit.telemetry.logs import mark_process
+from servicekit.telemetry.stacks import thread_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +85,12 @@ def main() -> None:
         os._exit(1)  # rank 0 has ended: its memory is needed
 
 
+def _end(status: int) -> NoReturn:
+    """Ends the process, whatever its threads do, once its log is written."""
+    logging.shutdown()
+    os._exit(status)
+
+
 class Follower:
     """A rank that computes its part of rank 0's steps."""
 
@@ -86,6 +100,9 @@ class Follower:
         self._lock = threading.Lock()
         self._pulls: RankImages | None = None
         self._reader = StepReader()
+        config = start.config
+        num_threads = compute_threads(config.num_threads, config.tensor_parallel)
+        self._report = Report(start.rank, num_threads)
 
     def run(self) -> None:
         """Serves until rank 0 closes the sockets."""
@@ -93,20 +110,21 @@ class Follower:
         try:
             backend = self._build()
         except ExchangeFailed:
-            os._exit(LOST_CONTACT)
+            _end(LOST_CONTACT)
         except Exception as error:
             self._send(NotBuilt(portable(error)))
             return
         assert self._pulls is not None
+        self._send(Pong(progress(), self._status()))  # so that a built rank has a status
         self._send(Built(backend.num_pages))
         place_threads(backend, self._start.rank)
         try:
             while True:
                 self._take(self._steps.recv_bytes(), backend, self._pulls)
         except EOFError:
-            os._exit(0)
+            _end(0)
         except ExchangeFailed:
-            os._exit(LOST_CONTACT)
+            _end(LOST_CONTACT)
         except Exception as error:
             self._fail(error)
 
@@ -115,11 +133,13 @@ class Follower:
         logger.error("rank %d fails", self._start.rank.index, exc_info=error)
         with contextlib.suppress(OSError):
             self._send(StepFailed(f"{type(error).__name__}: {error}"))
-        os._exit(1)
+        _end(1)
 
     def _build(self) -> RankBackend[Any]:
         config, rank = self._start.config, self._start.rank
-        store = self._start.make_store(lambda content: None)
+        mark_process(rank=rank.index)
+        store = self._start.make_store(lambda content: self._send(StoreUpdate(content)))
+        self._on_store_update = store.on_update
         set_num_threads(config)
         decoder = describe(config, rank.index)
         factory = select_backend(config, decoder)
@@ -127,10 +147,11 @@ class Follower:
             ours = f"rank {rank.index} would compute with {factory.name}"
             raise ValueError(f"{ours}, and rank 0 with {self._start.backend}")
         self._send(Described())
-        exchange = self._start.meeting.join(rank)
+        self._report.exchange = exchange = self._start.meeting.join(rank)
         layout = layout_of(config, decoder)
         with bound_to(Share(rank.index, rank.count)):
             backend = factory.build_rank(config, decoder, layout, exchange)
+        self._report.note_memory(backend)
         layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
         check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
         max_known, parts = 4 * config.max_loras, config.expert_parallel
@@ -143,9 +164,10 @@ class Follower:
     def _take(self, frame: bytes, backend: RankBackend[Any], images: RankImages) -> None:
         kind = frame[:1]
         if kind == STEP:
-            changes, data = self._reader.read(frame[1:])
-            backend.apply(images.changes(changes))
-            backend.follow(data)
+            with self._report.step():
+                changes, data = self._reader.read(frame[1:])
+                backend.apply(images.changes(changes))
+                backend.follow(data)
             return
         if kind == DIVIDE:
             backend.apply(images.changes(decode_changes(frame[1:])))
@@ -156,6 +178,7 @@ class Follower:
             backend.restore()
         else:
             num_bytes = backend.free_memory(weights=kind == FREE_ALL)
+        self._report.note_memory(backend)
         self._steps.send_bytes(num_bytes.to_bytes(8, "little"))
 
     def _listen(self) -> None:
@@ -164,21 +187,33 @@ class Follower:
             try:
                 frame = self._control.recv_bytes()
             except (EOFError, OSError):
-                os._exit(0)
+                _end(0)
             try:
                 self._take_message(pickle.loads(frame))
             except Exception as error:
                 self._fail(error)
 
-    def _take_message(self, message: Ping | Pull | CancelPull) -> None:
+    def _take_message(self, message: Ping | TellStacks | StoreUpdate | Pull | CancelPull) -> None:
         if isinstance(message, Ping):
-            self._send(Pong())
+            self._send(Pong(progress(), self._status()))
+            return
+        if isinstance(message, TellStacks):
+            self._send(Stacks(thread_stacks()))
+            return
+        if isinstance(message, StoreUpdate):
+            self._on_store_update(message.content)  # these follow Built
             return
         assert self._pulls is not None, "pulls follow Built"
         if isinstance(message, Pull):
             self._pulls.start(message)
         else:
             self._pulls.cancel(message.number)
+
+    def _status(self) -> RankStatus | None:
+        pulls = self._pulls
+        if pulls is None:
+            return None
+        return self._report.status(pulls.pulled_bytes, pulls.num_running)
 
     def _send(self, message: object) -> None:
         with self._lock:
@@ -200,6 +235,11 @@ class RankImages:
         self._errors: dict[PullJob, ServiceError] = {}
         self._known: OrderedDict[str, tuple[ImageHeader, tuple[Extent, ...]]] = OrderedDict()
         self._used: dict[int, str] = {}
+        self.pulled_bytes = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._jobs)
 
     def start(self, order: Pull) -> None:
         job = PullJob(order.digest, order.layout_id)
@@ -231,6 +271,7 @@ class RankImages:
             del self._jobs[order.number], self._orders[job]
             if isinstance(event, PullDone):
                 assert job.progress.header is not None
+                self.pulled_bytes += job.progress.header.total_bytes
                 self._known[job.digest] = job.progress.header, order.extents
                 self._known.move_to_end(job.digest)
         error = self._errors.pop(job, None)

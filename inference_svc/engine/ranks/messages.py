@@ -10,6 +10,8 @@ from contract.images.header import Segment
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.backends.exchange import Meeting
 from inference_svc.core import EngineConfig
+from inference_svc.engine.control.status_types import RankStatus
+from inference_svc.engine.ranks.liveness import Progress
 from inference_svc.model.description import Rank
 from servicekit.errors import ServiceError
 
@@ -83,6 +85,13 @@ class PullEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreUpdate:
+    """A finding about the store's replicas, in either direction; see `process_main.ChildStore`."""
+
+    content: Any
+
+
+@dataclass(frozen=True, slots=True)
 class StepFailed:
     """The rank could not compute a step, or take a message, and ends."""
 
@@ -91,9 +100,24 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Asks whether a rank still answers, which it does while it computes, too."""
+    """Asks whether a rank still answers, which it does while it loads or computes, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """Answers a Ping."""
+    """Answers a Ping. `status` is None until the rank has loaded its part."""
+
+    progress: Progress
+    status: RankStatus | None
+
+
+@dataclass(frozen=True, slots=True)
+class TellStacks:
+    """Asks where the threads of a rank are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Answers TellStacks."""
+
+    text: str

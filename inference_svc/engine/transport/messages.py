@@ -76,6 +76,7 @@ class Command(enum.Enum):
     INSPECT = "inspect"
     INSPECT_ADAPTER = "inspect_adapter"
     PROFILE = "profile"
+    STACKS = "stacks"
     RESET_PREFIX_CACHE = "reset_prefix_cache"
     PAUSE = "pause"
     RESUME = "resume"
@@ -89,9 +90,10 @@ class Call:
 
     LOAD and PIN answer ResidentAdapter (LOAD once it is resident), UNLOAD the freed bytes,
     LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus, INSPECT EngineDetails,
-    INSPECT_ADAPTER AdapterDetails, PROFILE a StepTrace, PAUSE the number of requests that are held,
-    SLEEP the freed bytes, WAKE the seconds that it took. `timeout_s` of PAUSE is when generation
-    resumes by itself, 0 for never; `frees_weights` is for SLEEP. `limit` is the maximum number that
+    INSPECT_ADAPTER AdapterDetails, PROFILE a StepTrace, STACKS the stacks of all threads by
+    process, also while the engine hangs, PAUSE the number of requests that are held, SLEEP the
+    freed bytes, WAKE the seconds that it took. `timeout_s` of PAUSE is when generation resumes by
+    itself, 0 for never; `frees_weights` is for SLEEP. `limit` is the maximum number that
     LIST_RESIDENT returns, 0 for all: those on the device before the others, the last used of each
     tier first; of the rows of each list that INSPECT returns; and of the steps that PROFILE traces,
     within `timeout_s`. `trace` and `adapter` are as in a Request. A pin counts against the share of

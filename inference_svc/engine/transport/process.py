@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 END_S = 30.0
 """How long a child may take to end; a hanging one is killed."""
+DUMP_S = 0.2
+"""How long a line of the log, or the stacks of a process, may take to be written."""
 KILL_S = 10.0
 """How long a killed child may take to be gone: a child that waits in the driver may stay for
 ever."""
@@ -70,6 +72,7 @@ class EngineProcess:
         self._writer = threading.Thread(target=self._write, name="loadout-engine-out", daemon=True)
         self._is_stopping = False
         self._failed = False
+        self._rank_pids: dict[str, int] = {}
         self._socket, theirs = socket.socketpair()
         with theirs:
             program = _PROGRAM.format(path=sys.path)
@@ -93,6 +96,7 @@ class EngineProcess:
         assert isinstance(answer, Ready)
         self.layout, self.other_layouts = answer.layout, answer.other_layouts
         self.decoder, self.speed = answer.decoder, answer.speed
+        self._rank_pids = answer.rank_pids
         return self
 
     @property
@@ -105,9 +109,20 @@ class EngineProcess:
         return self._reader.is_alive() and not self._failed
 
     def dump_stacks(self) -> None:
-        """Has the child write to standard error where its threads are, also while they hang."""
-        if self._process.poll() is None:
-            self._process.send_signal(DUMP_SIGNAL)
+        """Has the child, and other ranks, write to standard error where their threads are, also
+        while they hang."""
+        threading.Thread(target=self._dump_stacks, name="loadout-stacks", daemon=True).start()
+
+    def _dump_stacks(self) -> None:
+        """Has one write after the other, so that their lines do not mix."""
+        for name, pid in {"the engine": self.pid, **self._rank_pids}.items():
+            if self._process.poll() is not None:
+                return  # ranks have ended with it
+            logger.warning("where the threads of %s, process %d, are:", name, pid)
+            time.sleep(DUMP_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, DUMP_SIGNAL)
+            time.sleep(DUMP_S)
 
     def start(self, on_outputs: Callable[[StepOutputs], None]) -> None:
         """Starts to serve. `on_outputs` is called in a thread of this object's, at most once per

@@ -61,12 +61,13 @@ class StoreFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine is built."""
+    """The engine is built. `rank_pids` are the processes of the other ranks by their names."""
 
     layout: ModelLayout
     other_layouts: tuple[ModelLayout, ...]
     decoder: Decoder
     speed: Speed
+    rank_pids: dict[str, int]
 
 
 def encode(frame: object) -> bytes:
@@ -132,22 +133,40 @@ class Child:
         for message in messages:
             if isinstance(message, StoreMessage):
                 self._store.on_update(message.content)
+                self._update_ranks(message.content)
             elif not isinstance(message, Stop):
                 self._engine.send(message)
         return not any(isinstance(message, Stop) for message in messages)
+
+    def _update_ranks(self, content: Any) -> None:
+        if self._engine is not None and self._engine.built.ranks is not None:
+            self._engine.built.ranks.update_stores(content)
+
+    def _publish(self, content: Any) -> None:
+        """Passes a finding of this process's store on to its counterparts."""
+        self._send(StoreMessage(content))
+        self._update_ranks(content)
+
+    def _on_rank_update(self, content: Any) -> None:
+        assert self._store is not None
+        self._store.on_update(content)
+        self._send(StoreMessage(content))
 
     def _build(self) -> None:
         # Before the engine is there: `gc.get_objects` does not list frozen objects for bench.
         interpreter_gc.resume()
         try:
-            self._store = self._make_store(lambda content: self._send(StoreMessage(content)))
+            self._store = self._make_store(self._publish)
             self._engine = EngineThread(self._config, self._store, self._make_store)
         except Exception as error:
             self._send(portable(error))
             return
+        built, pids = self._engine.built, {}
+        if built.ranks is not None:
+            built.ranks.on_store_update = self._on_rank_update
+            pids = {each.name: each.pid for each in built.ranks.others}
         self._engine.start(self._send)
-        built = self._engine.built
-        self._send(Ready(built.layout, built.other_layouts, built.decoder, built.speed))
+        self._send(Ready(built.layout, built.other_layouts, built.decoder, built.speed, pids))
 
     def _send(self, frame: object) -> None:
         data = encode(frame)

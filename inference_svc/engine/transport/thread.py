@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import queue
 import sys
 import threading
@@ -22,6 +23,7 @@ from inference_svc.core import EngineConfig
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.transport.messages import (
     Call,
+    Command,
     Message,
     Output,
     Reply,
@@ -32,6 +34,7 @@ from inference_svc.engine.transport.messages import (
 from inference_svc.host.device_faults import engine_failed, fault_fields, start_failed
 from inference_svc.model.description import Decoder
 from servicekit.errors import Draining
+from servicekit.telemetry.stacks import thread_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +94,25 @@ class EngineThread:
         return self._thread.is_alive() and not self._failed
 
     def start(self, on_outputs: Callable[[StepOutputs], None]) -> None:
-        """Starts to serve. `on_outputs` is called in the engine's thread, at most once per step; it
-        must not block."""
+        """Starts to serve. `on_outputs` is called in the engine's thread, at most once per step,
+        and in others that answer while it hangs; it must not block."""
         self._on_outputs = on_outputs
         self._thread.start()
 
     def send(self, message: Message) -> None:
         """Queues a message. Never blocks; may be called from any thread."""
+        if isinstance(message, Call) and message.command is Command.STACKS:
+            name = "loadout-stacks"
+            threading.Thread(target=self._tell, args=(message,), name=name, daemon=True).start()
+            return
         self._inbox.put(message)
+
+    def _tell(self, call: Call) -> None:
+        """Answers where all threads are, in a thread that hangs with none of them."""
+        stacks = {f"process {os.getpid()}, the engine": thread_stacks()}
+        if self.built.ranks is not None:
+            stacks |= self.built.ranks.stacks.collect()
+        self._on_outputs(StepOutputs(replies=(Reply(call.call_id, stacks),)))
 
     def dump_stacks(self) -> None:
         """Writes to standard error where all threads are."""

@@ -12,6 +12,10 @@ class Exchange(Protocol):
     results are equal on all ranks, bit by bit. Raises RuntimeError if another rank has failed, or
     does not answer in time."""
 
+    @property
+    def seconds(self) -> float:
+        """The time that this rank has spent in exchanges, most of it waiting for others."""
+
     def sum(self, x: Tensor) -> None:
         """Replaces x, of any shape and float dtype, by the sum over ranks. x is contiguous."""
 

@@ -44,10 +44,11 @@ struct RanksArgs {
   int64_t timeout_ms;
 };
 
-// How many pieces a thread has given.
+// How many pieces a thread has given, and the nanoseconds that it has spent in exchanges.
 struct alignas(MEMBER_BYTES) Line {
   std::atomic<uint32_t> round;
   std::atomic<int32_t> num_sleeping;
+  std::atomic<int64_t> spent_ns;
 };
 static_assert(sizeof(Line) == MEMBER_BYTES && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
@@ -87,6 +88,10 @@ class Meeting {
   }
 
   void next_round() { ++round_; }
+
+  void add_spent(int64_t nanoseconds) {
+    line(args_.rank).spent_ns.fetch_add(nanoseconds, std::memory_order_relaxed);
+  }
 
  private:
   // 6 to 15 us; see barrier.h.
@@ -172,6 +177,7 @@ inline void exchange(const RanksArgs& ranks, const Slice& slice, int64_t num_ite
   const auto lines = slice.range((num_items + LINE_ITEMS - 1) / LINE_ITEMS);
   const int64_t last = std::min(num_items, lines.end * LINE_ITEMS);
   Meeting meeting(ranks, slice, num_items);
+  const auto began = std::chrono::steady_clock::now();
   for (int64_t begin = lines.begin * LINE_ITEMS; begin < last; begin += PIECE_ITEMS) {
     if (meeting.has_failed()) return;
     const int64_t end = std::min(begin + PIECE_ITEMS, last);
@@ -180,6 +186,8 @@ inline void exchange(const RanksArgs& ranks, const Slice& slice, int64_t num_ite
     read(begin, end, meeting);
     meeting.next_round();
   }
+  const std::chrono::nanoseconds spent = std::chrono::steady_clock::now() - began;
+  meeting.add_spent(spent.count());
 }
 
 // x = the sum of all ranks' x, in fp32, in the order of ranks, rounded once: of [count, size], rows

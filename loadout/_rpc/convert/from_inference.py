@@ -239,6 +239,26 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         kv_dtype=message.kv_dtype,
         weight_form=message.weight_form,
         processor=_processor(message.processor) if message.HasField("processor") else None,
+        ranks=tuple(_rank(each) for each in message.ranks),
+    )
+
+
+def _rank(message: inference_pb.RankStatus) -> types.RankStatus:
+    return types.RankStatus(
+        index=message.index,
+        process_id=message.process_id,
+        answers=message.answers,
+        resident_bytes=message.resident_bytes,
+        weights_bytes=message.weights_bytes,
+        kv_bytes=message.kv_bytes,
+        arena_bytes=message.arena_bytes,
+        num_steps=message.num_steps,
+        step_seconds=message.step_seconds,
+        exchange_seconds=message.exchange_seconds,
+        pulled_bytes=message.pulled_bytes,
+        running_pulls=message.running_pulls,
+        num_threads=message.num_threads,
+        processors=tuple(message.processors),
     )
 
 

@@ -82,7 +82,14 @@ def _layout_state(message: store_pb.LayoutState) -> types.LayoutState:
         image_bytes=message.image_bytes,
         servers=tuple(
             types.ServerVerdict(
-                each.announcement_id, each.max_rank, each.servable, each.reason, each.note
+                each.announcement_id,
+                each.max_rank,
+                each.servable,
+                each.reason,
+                each.note,
+                each.num_ranks,
+                each.rank_index,
+                each.first_announcement_id,
             )
             for each in message.servers
         ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import typer
 
@@ -20,6 +22,9 @@ REQUIRED_WAIT_S = 60.0
 SERVABLE, NOT_SERVABLE, AS_FAR_AS_KNOWN = "servable", "not servable", "as far as is known"
 SERVERS_NOT_SAID = "this store, of an earlier release, does not report which servers can serve it"
 MIN_DELAY_S, MAX_DELAY_S = 0.05, 1.0
+
+Replicas: TypeAlias = list[tuple[LayoutState, ServerVerdict]]
+"""The verdicts on servers that have announced the same: one, or one for each rank."""
 
 
 def wait_for_verdicts(client: Client, adapter: Adapter, *, is_required: bool) -> Adapter:
@@ -40,14 +45,15 @@ def wait_for_verdicts(client: Client, adapter: Adapter, *, is_required: bool) ->
 
 def print_verdicts(adapter: Adapter) -> None:
     """Prints a line for every server of the adapter's base model; servers that have announced the
-    same are one. Of an earlier store a line for every image."""
+    same are one, and so are the processes that compute a model together, if their verdicts agree.
+    Of an earlier store a line for every image."""
     states = adapter.layout_states
     if _is_of_earlier_store(adapter):
         lines = [
             f"{_where(state)}: image {state.state.value}, {SERVERS_NOT_SAID}" for state in states
         ]
     else:
-        lines = [_line(state, server) for state in states for server in state.servers]
+        lines = [line for replicas in _replicas(states) for line in _lines(replicas)]
     lines = lines or [f"no server serves base model {adapter.base_model}"]
     for line in lines:
         typer.echo(line)
@@ -60,7 +66,7 @@ def short_verdicts(adapter: Adapter) -> str:
     if _is_of_earlier_store(adapter):
         images = ", ".join(dict.fromkeys(state.state.value for state in states))
         return f"unknown to this store (images: {images})"
-    counts = Counter(_summary(state, server) for state in states for server in state.servers)
+    counts = Counter(_summary(replicas) for replicas in _replicas(states))
     words = (text if count == 1 else f"{count} {text}" for text, count in counts.items())
     return ", ".join(words) or "no server"
 
@@ -69,13 +75,13 @@ def check_servable(adapter: Adapter) -> None:
     """Raises CommandFailed unless a server can serve the adapter."""
     if _is_of_earlier_store(adapter):
         raise CommandFailed(f"{adapter.ref} is registered, but {SERVERS_NOT_SAID}")
-    states = [state for state in adapter.layout_states if state.servers]
-    settled = [state for state in states if not _is_open(state)]
-    if any(server.servable for state in settled for server in state.servers):
+    found = _replicas(adapter.layout_states)
+    settled = [each for each in found if _is_settled(each)]
+    if any(all(server.servable for _, server in each) for each in settled):
         return
-    if len(settled) < len(states):
+    if len(settled) < len(found):
         why = f"it is not known after {REQUIRED_WAIT_S:.0f} seconds whether a server can serve it"
-    elif states:
+    elif found:
         why = "no server of its base model can serve it"
     else:
         why = f"no server serves base model {adapter.base_model}"
@@ -97,28 +103,80 @@ def _is_open(state: LayoutState) -> bool:
     return not is_settled and any(server.servable for server in state.servers)
 
 
-def _line(state: LayoutState, server: ServerVerdict) -> str:
-    where = _where(state)
-    if server.max_rank:
-        where += f", ranks up to {server.max_rank}"
+def _replicas(states: Sequence[LayoutState]) -> list[Replicas]:
+    """Returns the verdicts of each announcement: one, or one for each rank, in their order."""
+    found: dict[object, Replicas] = {}
+    for state in states:
+        for server in state.servers:
+            first_id = server.first_announcement_id or server.announcement_id
+            key = first_id if server.num_ranks > 1 else (state.layout_id, id(server))
+            found.setdefault(key, []).append((state, server))
+    return [sorted(each, key=lambda verdict: verdict[1].rank_index) for each in found.values()]
+
+
+def _is_settled(replicas: Replicas) -> bool:
+    """Returns whether it is known if the servers can serve the adapter: one rank may decide it."""
+    is_refused = any(not server.servable for _, server in replicas)
+    return is_refused or (_is_whole(replicas) and not any(_is_open(state) for state, _ in replicas))
+
+
+def _is_whole(replicas: Replicas) -> bool:
+    """Returns whether all ranks of the servers are known."""
+    _, server = replicas[0]
+    return [each.rank_index for _, each in replicas] == [*range(max(1, server.num_ranks))]
+
+
+def _lines(replicas: Replicas) -> list[str]:
+    """Returns a line for servers whose ranks agree, or for each rank."""
+    verdicts = [_verdict(state, server) for state, server in replicas]
+    state, server = replicas[0]
+    if _is_whole(replicas) and len(set(verdicts)) == 1:
+        ranks = f", --tensor-parallel {server.num_ranks}" if server.num_ranks > 1 else ""
+        return [_line(verdicts[0], f"{_where(state)}{ranks}", server)]
+    places = [
+        f"{_where(state)}, rank {server.rank_index} of --tensor-parallel {server.num_ranks}"
+        for state, server in replicas
+    ]
+    return [
+        _line(verdict, place, server)
+        for verdict, place, (_, server) in zip(verdicts, places, replicas, strict=True)
+    ]
+
+
+class _Verdict(NamedTuple):
+    """The parts of a line before and after its place."""
+
+    word: str
+    end: str
+
+
+def _verdict(state: LayoutState, server: ServerVerdict) -> _Verdict:
     if not server.servable:
-        return f"{NOT_SERVABLE} by {where}: {server.reason}"
+        return _Verdict(NOT_SERVABLE, f": {server.reason}")
+    end = ""
     if state.unused_spaces:
         spaces = ", ".join(state.unused_spaces)
-        where += f", except its changes in {spaces}, which no request passes through"
-    line = f"{SERVABLE} by {where}"
+        end = f", except its changes in {spaces}, which no request passes through"
     if _is_open(state):
-        line += f", {AS_FAR_AS_KNOWN}: its image is {state.state.value}"
+        end += f", {AS_FAR_AS_KNOWN}: its image is {state.state.value}"
     elif state.state is not ImageState.READY:
-        line += "; its image is compiled when it is first used"
-    return f"{line}; note: {server.note}" if server.note else line
+        end += "; its image is compiled when it is first used"
+    return _Verdict(SERVABLE, f"{end}; note: {server.note}" if server.note else end)
+
+
+def _line(verdict: _Verdict, place: str, server: ServerVerdict) -> str:
+    if server.max_rank:
+        place += f", ranks up to {server.max_rank}"
+    return f"{verdict.word} by {place}{verdict.end}"
 
 
 def _where(state: LayoutState) -> str:
     return f"layout {state.layout_id.removeprefix('sha256:')[:12]}"
 
 
-def _summary(state: LayoutState, server: ServerVerdict) -> str:
-    if not server.servable:
-        return f"{NOT_SERVABLE}: {server.reason}"
-    return f"{SERVABLE}, {AS_FAR_AS_KNOWN}" if _is_open(state) else SERVABLE
+def _summary(replicas: Replicas) -> str:
+    reasons = dict.fromkeys(server.reason for _, server in replicas if not server.servable)
+    if reasons:
+        return f"{NOT_SERVABLE}: {'; '.join(reasons)}"
+    is_open = not _is_whole(replicas) or any(_is_open(state) for state, _ in replicas)
+    return f"{SERVABLE}, {AS_FAR_AS_KNOWN}" if is_open else SERVABLE

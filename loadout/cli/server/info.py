@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.filesize import decimal
 
 from loadout.cli import options
 from loadout.cli.connection import Connection, connects, only_replica
 from loadout.cli.output import CommandFailed, error_text, new_table, print_json, table_console
 from loadout.errors import LoadoutError
-from loadout.types import Processor, ServerInfo, StoreStatus, TierStatus
+from loadout.types import Processor, RankStatus, ServerInfo, StoreStatus, TierStatus
 
 EXAMPLES = """\b
 Examples:
@@ -29,8 +31,9 @@ def info(
 ) -> None:
     """Show the configuration of one replica and the store.
 
-    Shows model, device, kernels, threads, processor, layout, limits, memory and versions, and what
-    would make the replica faster. Fails if one of the services does not answer.
+    Shows model, device, kernels, threads, processor, layout, limits, memory and versions, the
+    processes of --tensor-parallel, and what would make the replica faster. Fails if one of the
+    services does not answer.
     """
     server: ServerInfo | LoadoutError
     status: StoreStatus | LoadoutError
@@ -97,11 +100,43 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
             "tokens"
         )
         rows.append(("recurrent states", text))
+    rows += [(f"rank {each.index}", _rank(each)) for each in server.ranks]
     for use in server.memory:
         text = f"{decimal(use.used_bytes)} of {decimal(use.capacity_bytes)}"
         rows.append((f"memory {use.name}", text))
     rows += [(f"version {name}", version) for name, version in server.versions.items()]
     return rows
+
+
+def _rank(rank: RankStatus) -> str:
+    """Returns a line on one of the processes that compute the model."""
+    parts = [
+        f"process {rank.process_id}" + ("" if rank.answers else ", which does not answer"),
+        f"{decimal(rank.resident_bytes)} resident: weights {decimal(rank.weights_bytes)}, pages "
+        f"{decimal(rank.kv_bytes)}, adapters {decimal(rank.arena_bytes)}",
+        f"{rank.num_threads} threads on processors {_ranges(rank.processors)}",
+    ]
+    if rank.num_steps:
+        computing_ms, waiting_ms = (
+            1000 * seconds / rank.num_steps
+            for seconds in (rank.step_seconds - rank.exchange_seconds, rank.exchange_seconds)
+        )
+        steps = f"{computing_ms:.1f} ms computing and {waiting_ms:.1f} ms waiting for others"
+        parts.append(f"a step has {steps}")
+    pulls = f", {rank.running_pulls} pulls in progress" if rank.running_pulls else ""
+    parts.append(f"{decimal(rank.pulled_bytes)} pulled{pulls}")
+    return "; ".join(parts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns ascending numbers with runs as ranges, such as "0-3, 8"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _device(server: ServerInfo) -> str:

@@ -50,7 +50,8 @@ def profile(
     """Trace steps of one replica's running engine.
 
     Writes a file for ui.perfetto.dev with the parts and operators of each step, and on a GPU the
-    kernels. Requests continue meanwhile. Needs the role operator for all tenants.
+    kernels. Requests continue meanwhile. Of several processes (--tensor-parallel) it traces rank
+    0, in whose steps you see the waits for others. Needs the role operator for all tenants.
     """
     replica = only_replica(inference)
     path = out or Path(f"loadout-profile-{time_stamp()}.json.gz")

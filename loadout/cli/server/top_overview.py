@@ -78,6 +78,14 @@ class RecurrentStates:
 
 
 @dataclass(frozen=True, slots=True)
+class RankRates:
+    """Seconds per step that a rank computed, and waited for the others."""
+
+    computing_s: float
+    waiting_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Traffic:
     """The metrics' values. `rates` and `latencies` are of the time between two samples, and empty
     in the first one; latencies without observations are left out."""
@@ -97,6 +105,8 @@ class Traffic:
     is_watching: bool
     adapters: dict[str, AdapterRates]
     """Rates by name, the most tokens first, without idle ones."""
+    ranks: dict[str, RankRates]
+    """By index, without idle ones; empty unless several processes compute one model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +150,12 @@ def _traffic(now: Metrics, before: Metrics | None, seconds: float) -> Traffic:
     rates: dict[str, float] = {}
     latencies: dict[str, Quantiles] = {}
     adapters: dict[str, AdapterRates] = {}
+    ranks: dict[str, RankRates] = {}
     if before is not None and seconds > 0:
         rates = {name: rate(now, before, seconds, counter) for name, counter in RATES.items()}
         latencies = dict(_latencies(now, before))
         adapters = _adapter_rates(now, before, seconds)
+        ranks = dict(_rank_rates(now, before))
     return Traffic(
         running=int(now.sum("vllm:num_requests_running")),
         waiting=int(now.sum("vllm:num_requests_waiting")),
@@ -166,6 +178,7 @@ def _traffic(now: Metrics, before: Metrics | None, seconds: float) -> Traffic:
         },
         is_watching=bool(now.sum(f"{PREFIX}store_connected")),
         adapters=adapters,
+        ranks=ranks,
     )
 
 
@@ -193,6 +206,18 @@ def _adapter_rates(now: Metrics, before: Metrics, seconds: float) -> dict[str, A
         if (requests or tokens) and name not in MERGED:
             found[name] = AdapterRates(requests, tokens)
     return dict(sorted(found.items(), key=lambda each: -each[1].tokens_per_second))
+
+
+def _rank_rates(now: Metrics, before: Metrics) -> Iterable[tuple[str, RankRates]]:
+    for sample in now.select(f"{PREFIX}rank_up"):
+        rank = sample.labels.get("rank", "")
+        # A rank's counters are of one moment, which is not the sample's.
+        num_steps, step_s, waiting_s = (
+            rate(now, before, 1.0, f"rank_{counter}_total", rank=rank)
+            for counter in ("steps", "step_seconds", "exchange_seconds")
+        )
+        if num_steps:
+            yield rank, RankRates(max(0.0, step_s - waiting_s) / num_steps, waiting_s / num_steps)
 
 
 def _states(metrics: Metrics) -> RecurrentStates | None:

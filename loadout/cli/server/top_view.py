@@ -26,6 +26,7 @@ from loadout.errors import LoadoutError
 from loadout.types import (
     AdapterTier,
     MemoryUse,
+    RankStatus,
     ResidentAdapter,
     ServerInfo,
     StoreStatus,
@@ -50,7 +51,7 @@ HOST_MEMORY = ("host_tier", "routed_experts", "process", "frontend")
 FIXED_MEMORY = ("weights", "workspace", "arena", "host_tier", "process", "frontend")
 """Memory that is meant to be full."""
 WIDE_BAR, NARROW_BAR = 24, 14
-DISPENSABLE = ("tiers", "latency", "store", "memory")
+DISPENSABLE = ("tiers", "latency", "store", "ranks", "memory")
 """Panels in the order in which a low terminal does without them."""
 EIGHTHS = " ▏▎▍▌▋▊▉"
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -133,6 +134,8 @@ class Screen:
             "tiers": _panel("adapter tiers", now.traffic, lambda each: _tiers(each, length)),
             "store": _panel("store", now.store, lambda store: _store(store, now.traffic)),
         }
+        if isinstance(now.server, ServerInfo) and (ranks := now.server.ranks):
+            panels["ranks"] = _panel("ranks", ranks, lambda each: _ranks(each, now.traffic, length))
         if isinstance(now.traffic, LoadoutError):
             del panels["latency"], panels["tiers"]  # one error of the metrics is enough
         return panels
@@ -288,6 +291,26 @@ def _memory(server: ServerInfo, length: int) -> RenderableType:
         text = f"{decimal(total_bytes)} of at most {decimal(limit_bytes)}"
         total = Text("total", style="bold")
         grid.add_row(total, bar(share, FIXED, length), f"{share:.0%}", Text(text, style="bold"))
+    return grid
+
+
+def _ranks(
+    ranks: Sequence[RankStatus], traffic: Traffic | LoadoutError, length: int
+) -> RenderableType:
+    """Draws the share of a step that each rank computes; in the rest it waits for others."""
+    rates = {} if isinstance(traffic, LoadoutError) else traffic.ranks
+    grid = _grid("left", "left", "right")
+    for each in ranks:
+        found, share = rates.get(str(each.index)), 0.0
+        text = Text("" if each.answers else "does not answer, ", style=f"bold {BAD}")
+        text.append(decimal(each.resident_bytes), style="default")
+        if found is not None:
+            share = found.computing_s / ((found.computing_s + found.waiting_s) or 1.0)
+            times = f"{found.computing_s * 1000:,.1f} ms + {found.waiting_s * 1000:,.1f} ms waiting"
+            text.append(f", {times}", style=DIM)
+        if each.running_pulls:
+            text.append(f", {each.running_pulls} pulls", style=BUSY)
+        grid.add_row(f"rank {each.index}", bar(share, FIXED, length), f"{share:.0%}", text)
     return grid
 
 

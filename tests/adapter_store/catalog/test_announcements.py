@@ -15,7 +15,7 @@ from adapter_store.catalog.tables.announcements import (
 )
 from adapter_store.catalog.tables.layouts import LayoutLimits
 from adapter_store.catalog.tables.lookup import LASTS_FOR, MAX_SKEW_MICROS, PRESENT_FOR
-from adapter_store.core import Announcement, ImageContent, ImageKey, ImageState, LayoutVerdict
+from adapter_store.core import Announcement, ImageContent, ImageKey, ImageState, LayoutVerdict, Part
 from adapter_store.errors import LimitExceeded
 from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
 from servicekit.refs import AdapterName
@@ -436,3 +436,21 @@ def test_added_tokens_are_known_once_an_image_is_planned(catalog, names):
     content = ImageContent(("embed_tokens",), (), added_tokens=3)
     catalog.images.set_verdict("d1", LayoutVerdict("M", ImageState.READY, "", 256, content=content))
     assert names.get("a").added_tokens == 3
+
+
+def test_verdicts_say_which_rank_they_are_about(catalog, names):
+    first, part = "sha256:" + "a" * 64, Part(2, 0)
+    second = Part(2, 1, first)
+    for layout_id, id_, each in (("L", first, part), ("M", "B", second)):
+        catalog.layouts.add(layout_id, BASE, "{}")
+        catalog.servers.announce(layout_id, id_, Announcement(part=each))
+    names.register("a", "d1")
+    record = names.get("a")
+    message = to_adapter(record)
+    found = [
+        (server.num_ranks, server.rank_index, server.first_announcement_id)
+        for state in message.layout_states
+        for server in state.servers
+    ]
+    assert found == [part, second]
+    assert record.message_bytes >= message.ByteSize()

@@ -137,12 +137,12 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
 NEW_COLUMNS = {
     "announcements": (
         *("segment_kinds", "lora_targets", "max_added_tokens", "applies_invocation_tokens"),
-        *("base_model", "weight_form"),
+        *("base_model", "weight_form", "num_ranks", "rank_index", "first_announcement_id"),
     ),
     "images": ("content", "retry_micros"),
     "blobs": ("segment_kinds", "invocation_tokens"),
 }
-"""Those of migrations 0008, 0009, 0012 and 0013."""
+"""Those of migrations 0008, 0009, 0012, 0013 and 0014."""
 _TEXT_COLUMNS = ("tokenizer_digest", "chat_template_digest")
 WITHOUT_TEXTS = (
     "DROP TABLE texts",

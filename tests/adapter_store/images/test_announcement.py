@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import Announcement, ImageContent
+from adapter_store.core import Announcement, ImageContent, Part
 from adapter_store.images.plan.announcement import announcement_id, content_of
 from adapter_store.images.plan.plan import plan_image
 from contract.images.segment_kinds import SegmentKind
@@ -52,6 +52,10 @@ def test_identity_follows_what_is_said_and_not_its_order():
             {"applies_invocation_tokens": True},
             {"max_rank": 1},
             {"weight_form": "int4"},
+            {"part": Part(2, 0)},
+            {"part": Part(2, 1)},
+            {"part": Part(3, 1)},
+            {"part": Part(2, 1, LAYOUT_ID)},
         )
     ]
     ids = {announcement_id(LAYOUT_ID, each) for each in (first, *others)}

@@ -159,6 +159,17 @@ def test_layout_of_a_server_that_announces_nothing(served, make_adapter, make_la
         ({"max_added_tokens": 2**31}, "announcement.max_added_tokens"),
         ({"weight_form": "int4\n"}, "announcement.weight_form"),
         ({"weight_form": "a" * 65}, "announcement.weight_form"),
+        ({"num_ranks": 1025}, "announcement.num_ranks"),
+        ({"num_ranks": 2, "rank_index": 2}, "announcement.rank_index"),
+        ({"rank_index": 1}, "announcement.rank_index"),
+        (
+            {"num_ranks": 2, "rank_index": 1, "first_announcement_id": "x"},
+            "announcement.first_announcement_id",
+        ),
+        (
+            {"num_ranks": 2, "first_announcement_id": "sha256:" + "0" * 64},
+            "announcement.first_announcement_id",
+        ),
     ],
 )
 def test_invalid_announcements(unchanged, make_layout, refused, fields, subject):

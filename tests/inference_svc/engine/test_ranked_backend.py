@@ -15,8 +15,10 @@ from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
 from inference_svc.engine.ranks.backend import RankedBackend, RankedInputs
+from inference_svc.engine.ranks.report import Report
 from inference_svc.engine.ranks.steps import SlotDivide, decode_changes
 from inference_svc.errors import EngineFailed
+from inference_svc.model.description import Rank
 from tests.support.inference.memory_store import make_image
 
 SCORED = [ScoredSlice([0], SlotRuns([-1], [1]))] * 3
@@ -31,6 +33,7 @@ class Recorded:
     is_dividing = False
 
     def __init__(self) -> None:
+        self.report = Report(Rank(0, 2), 1)
         self.events: list[str] = []
         self.error: Exception | None = None
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from contract.images.targets import TargetKind
 from inference_svc.adapters.memory.extents import Extent
@@ -59,7 +58,7 @@ from inference_svc.model.sharding.description import of_rank
 from inference_svc.store.client import NoStore
 from servicekit.errors import Unavailable
 from tests.support.inference.memory_store import make_image
-from tests.support.inference.ranks import config_of, generate, no_store
+from tests.support.inference.ranks import config_of, generate, no_store, save_model
 from tests.support.wait import until
 
 HEADER = make_image("sha256:abc", 4).header
@@ -219,13 +218,7 @@ def test_images_of_ranks_lie_alike() -> None:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.3))
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("is_fully_sharded", [False, True])

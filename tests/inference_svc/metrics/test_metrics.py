@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_svc.engine.control.status_types import EngineStatus, ResidentAdapter, TierStatus
+from inference_svc.engine.control.status_types import (
+    EngineStatus,
+    RankStatus,
+    ResidentAdapter,
+    TierStatus,
+)
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import Snapshot
@@ -110,6 +115,25 @@ def test_loads_from_the_host_tier_do_not_hide_those_from_the_store() -> None:
         (("source", "host"),): 0.0625,
         (("source", "store"),): 3.0,
     }
+
+
+def test_each_rank_has_its_series() -> None:
+    """A server of one process has none."""
+    first = RankStatus(0, 7, True, 900, 4, 3, 2, 5, 2.5, 0.5, 60, 0, 1, (0,))
+    ranks = (first, replace(first, index=1, answers=False, exchange_s=0.25))
+    snapshot = replace(SNAPSHOT, status=replace(STATUS, ranks=ranks))
+    samples = scrape(Metrics(4, lambda: snapshot))
+
+    def of(name: str) -> list[float]:
+        return [samples[f"{PREFIX}rank_{name}"][(("rank", index),)] for index in ("0", "1")]
+
+    assert of("up") == [1, 0]
+    assert of("resident_bytes") == [900, 900]
+    assert of("steps_total") == [5, 5]
+    assert of("step_seconds_total") == [2.5, 2.5]
+    assert of("exchange_seconds_total") == [0.5, 0.25]
+    assert of("pulled_bytes_total") == [60, 60]
+    assert f"{PREFIX}rank_up" not in scrape(Metrics(4, lambda: SNAPSHOT))
 
 
 def test_snapshot_age() -> None:

@@ -128,3 +128,7 @@ def test_server_announces_what_it_applies() -> None:
     restricted = from_announcement(Announcement((), 16, ("q_proj", "v_proj")))
     assert list(restricted.lora_targets) == ["q_proj", "v_proj"]
     assert from_announcement(Announcement((), 16, weight_form="nf4")).weight_form == "nf4"
+    of_rank = Announcement((), 16, num_ranks=2, rank_index=1, first_announcement_id="sha256:0")
+    message = from_announcement(of_rank)
+    assert (message.num_ranks, message.rank_index) == (2, 1)
+    assert message.first_announcement_id == "sha256:0"

@@ -82,6 +82,9 @@ def test_layouts_of_other_ranks_are_renewed(engine: Any, monkeypatch: pytest.Mon
             store.emit(7)
             await until_async(lambda: watched.directory.revision == 7)
             assert len(store.layouts) == 3 + 2 * 2
+            said = [(each.rank_index, each.first_announcement_id) for each in store.announcements]
+            others = [(1, ANNOUNCEMENT), (2, ANNOUNCEMENT)]
+            assert said == [(0, ""), *others * 3]
 
     serve(body)
 

@@ -16,6 +16,7 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.cli.app import app
 from loadout.cli.local import demo
 from loadout.inference.v1 import inference_pb2 as inference_pb
+from tests.support.loadout.server_info import rank_status
 
 COMMANDS = (
     *("demo", "up", "download", "quantize", "store", "serve"),
@@ -443,6 +444,22 @@ def test_info_says_what_a_recurrent_state_costs(run, fake_store, fake_inference)
     assert text in " ".join(out.split())
     found = json.loads(run("info", "--json")[1])["server"]["recurrent_states"]
     assert (found["state_bytes"], found["stored"]) == (20_000_000, 5)
+
+
+def test_info_has_a_line_for_each_rank(run, fake_store, fake_inference):
+    fake_store.on("GetStoreStatus", store_pb.GetStoreStatusResponse())
+    ranks = [rank_status(0), rank_status(1, answers=False)]
+    fake_inference.on("GetServerInfo", inference_pb.GetServerInfoResponse(ranks=ranks))
+    text = " ".join(run("info")[1].replace("inference", "").split())
+    line = (
+        "100 bytes resident: weights 40 bytes, pages 30 bytes, adapters 20 bytes; 3 threads on "
+        "processors 0-2, 7; a step has 300.0 ms computing and 100.0 ms waiting for others; 60 "
+        "bytes pulled, 2 pulls in progress"
+    )
+    assert f"rank 0 process 4711; {line}" in text
+    assert f"rank 1 process 4711, which does not answer; {line}" in text
+    found = json.loads(run("info", "--json")[1])["server"]["ranks"]
+    assert [each["answers"] for each in found] == [True, False]
 
 
 @pytest.mark.parametrize("form", ["", "nf4"])

@@ -105,6 +105,26 @@ LARGE = store_pb.ServerVerdict(max_rank=64, servable=True)
 SMALL = store_pb.ServerVerdict(
     max_rank=4, reason="rank 8 is above this server's limit 4 (--max-rank)"
 )
+FIRST_ID = "sha256:" + "f" * 64
+
+
+def rank_state(
+    index: int, state: int = store_pb.IMAGE_STATE_READY, reason: str = ""
+) -> store_pb.LayoutState:
+    """A state of one of two ranks' layouts, whose verdict has this reason, or none."""
+    server = store_pb.ServerVerdict(
+        announcement_id="sha256:" + "e" * 64 if index else FIRST_ID,
+        max_rank=64,
+        servable=not reason,
+        reason=reason,
+        num_ranks=2,
+        rank_index=index,
+        first_announcement_id=FIRST_ID if index else "",
+    )
+    layout_id = "sha256:" + str(index + 1) * 64
+    return store_pb.LayoutState(layout_id=layout_id, state=state, servers=[server], fits=True)
+
+
 NOTED = store_pb.ServerVerdict(servable=True, note="trained on the nf4 form, served on int4")
 NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj has 64")
 
@@ -171,6 +191,25 @@ NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj h
             1,
             "this store, of an earlier release, does not report which servers can serve it",
         ),
+        (
+            [rank_state(1), rank_state(0), layout_state(store_pb.IMAGE_STATE_READY, LARGE)],
+            [
+                "servable by layout 111111111111, --tensor-parallel 2, ranks up to 64",
+                "servable by layout 555555555555, ranks up to 64",
+            ],
+            0,
+            "",
+        ),
+        (
+            [rank_state(0), rank_state(1, store_pb.IMAGE_STATE_INCOMPATIBLE, "it has a bias")],
+            [
+                "servable by layout 111111111111, rank 0 of --tensor-parallel 2, ranks up to 64",
+                "not servable by layout 222222222222, rank 1 of --tensor-parallel 2, ranks up to "
+                "64: it has a bias",
+            ],
+            1,
+            "no server of its base model can serve it",
+        ),
         ([], ["no server serves base model org/base"], 1, "no server serves base model org/base"),
     ],
 )
@@ -214,6 +253,31 @@ def test_register_does_not_wait_for_ever(run, fake_store, registered, monkeypatc
     )
     code, _, err = run("register", "a", "s3://b/p", "--require-servable")
     assert (code, "it is not known after" in err) == (1, True)
+
+
+def test_a_rank_that_is_not_announced_yet_is_not_known(run, fake_store, registered, monkeypatch):
+    monkeypatch.setattr(verdicts, "REQUIRED_WAIT_S", 0.0)
+    registered.base_model_reason = "as given"
+    registered.adapter.layout_states.append(rank_state(1))
+    fake_store.on("RegisterAdapter", registered)
+    code, out, err = run("register", "a", "s3://b/p", "--require-servable")
+    place = "layout 222222222222, rank 1 of --tensor-parallel 2, ranks up to 64"
+    assert out.splitlines()[2:] == [f"servable by {place}"]
+    assert (code, "it is not known after" in err) == (1, True)
+
+
+def test_adapters_count_the_ranks_of_a_server_as_one(run, fake_store, registered):
+    states = [rank_state(0), rank_state(1)]
+    registered.adapter.layout_states.extend(states)
+    listed = store_pb.ListAdaptersResponse(adapters=[registered.adapter])
+    fake_store.on("ListAdapters", listed)
+    assert "  servable" in run("adapters")[1]
+    states[1].servers[0].MergeFrom(store_pb.ServerVerdict(reason="it has a bias"))
+    states[1].servers[0].servable = False
+    del listed.adapters[0].layout_states[:]
+    listed.adapters[0].layout_states.extend(states)
+    fake_store.on("ListAdapters", listed)
+    assert "not servable: it has a bias" in run("adapters")[1]
 
 
 def test_what_is_registered_stays_so_if_it_is_deleted_then(run, fake_store, registered, fail):

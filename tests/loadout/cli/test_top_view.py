@@ -116,6 +116,34 @@ def test_recurrent_states_are_shown_where_a_model_has_some():
     assert "states" not in shown(Sample(SERVER, (), scraped(100), STORE, 12.0))
 
 
+RANK = types.RankStatus(0, 1, True, 2000, 40, 30, 20, 5, 2.0, 0.5, 60, 0, 1, (0,))
+
+
+def of_ranks(num_steps: int) -> Metrics:
+    """Each step has 30 ms of computing on rank 0, and on the slower rank 1 36 of the same 40."""
+    lines = []
+    for rank, waiting_s in ((0, 0.01), (1, 0.004)):
+        lines += [
+            f'{PREFIX}rank_up{{rank="{rank}"}} 1',
+            f'{PREFIX}rank_steps_total{{rank="{rank}"}} {num_steps}',
+            f'{PREFIX}rank_step_seconds_total{{rank="{rank}"}} {num_steps * 0.04}',
+            f'{PREFIX}rank_exchange_seconds_total{{rank="{rank}"}} {num_steps * waiting_s}',
+        ]
+    return parse("\n".join(lines) + "\n")
+
+
+def test_ranks_are_shown_where_there_are_several():
+    silent = dataclasses.replace(RANK, index=1, answers=False, running_pulls=3)
+    server = dataclasses.replace(SERVER, ranks=(RANK, silent))
+    before = Sample(server, (), of_ranks(100), STORE, 10.0)
+    text = shown(Sample(server, (), of_ranks(150), STORE, 12.0), before, width=100)
+    assert "75%  2.0 kB, 30.0 ms + 10.0 ms waiting" in text
+    assert "90%  does not answer, 2.0 kB, 36.0 ms + 4.0 ms waiting, 3" in text
+    idle = shown(Sample(server, (), of_ranks(100), STORE, 12.0), before, width=100)
+    assert "ms waiting" not in idle
+    assert "rank 0" not in shown(Sample(SERVER, (), scraped(100), STORE, 12.0))
+
+
 def test_superseded_versions_are_shown_as_old():
     before = Sample(SERVER, (), scraped(100), STORE, 10.0)
     old = dataclasses.replace(resident(1, "t/a0@1"), superseded=True)

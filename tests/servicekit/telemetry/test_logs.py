@@ -12,11 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from servicekit.telemetry import logs
 from servicekit.telemetry.logs import (
     BackgroundHandler,
     JsonFormatter,
     TextFormatter,
     configure_logging,
+    mark_process,
 )
 
 NOISY = """
@@ -58,6 +60,14 @@ def test_text_lines_carry_fields_on_one_line() -> None:
     line = TextFormatter().format(record(digest="sha256:1", request_id='a b\n"c'))
     expected = 'INFO    service.x: pulled 3 digest=sha256:1 request_id="a b\\n\\"c"'
     assert line.endswith(expected)
+
+
+def test_lines_say_which_process_they_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of several processes are in one place."""
+    monkeypatch.setattr(logs, "_of_process", {})
+    mark_process(rank=1)
+    assert TextFormatter().format(record()).endswith(" INFO    service.x: [rank 1] pulled 3")
+    assert json.loads(JsonFormatter().format(record()))["rank"] == 1
 
 
 @pytest.mark.parametrize("formatter", FORMATTERS)

@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_svc.core import EngineConfig, Request, SamplingParams
 from inference_svc.engine.build import build_engine, describe
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.policy.memory_backoff import StepLimit
 from inference_svc.engine.transport.messages import Submit
-from inference_svc.store.client import NoStore
+from inference_svc.store.client import NoStore, RemoteNoStore
 
 T = TypeVar("T")
 
@@ -29,6 +30,7 @@ class ThreadExchange:
     index: int
     values: list[Tensor | None]
     barrier: threading.Barrier
+    seconds: float = 0.0
 
     def _all(self, x: Tensor) -> list[Tensor]:
         self.values[self.index] = x.clone()
@@ -56,9 +58,19 @@ def on_ranks(count: int, run: Callable[[int], T]) -> Sequence[T]:
         return list(threads.map(run, range(count)))
 
 
-def no_store(publish: Callable[[object], None]) -> NoStore:
+def no_store(publish: Callable[[object], None]) -> RemoteNoStore:
     """Makes the store of a rank that pulls nothing."""
-    return NoStore()
+    return RemoteNoStore()
+
+
+def save_model(folder: Path) -> Path:
+    """Saves a small Llama of random weights; returns its folder."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.3))
+    model.save_pretrained(folder)
+    return folder
 
 
 def config_of(model_dir: Path, count: int, **changes: Any) -> EngineConfig:

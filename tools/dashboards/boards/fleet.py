@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.dashboards import limits, links
 from tools.dashboards.board import Board, Row
-from tools.dashboards.boards import adapters_tiers, fleet_engine
+from tools.dashboards.boards import adapters_tiers, fleet_engine, fleet_ranks
 from tools.dashboards.boards.places import places
 from tools.dashboards.panels import Panel, Query, distribution, lines, number, percentiles
 from tools.dashboards.queries import INFERENCE, REPLICA, STORE, WHICH
@@ -26,6 +26,7 @@ def build() -> Board:
             Row("Steps", fleet_engine.steps()),
             Row("Pages", fleet_engine.pages()),
             Row("Recurrent states", fleet_engine.states()),
+            Row("Ranks of --tensor-parallel", fleet_ranks.panels()),
             Row("Memory", fleet_engine.memory()),
             Row("Places that tenants share", places(INFERENCE)),
             Row("Replicas", fleet_engine.replicas()),

@@ -1,0 +1,172 @@
+"""Ranks that hang while they start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_svc.core import EngineConfig
+from inference_svc.engine.ranks import group
+from inference_svc.engine.ranks.liveness import Limits, Liveness, Progress, progress
+from inference_svc.errors import EngineFailed
+from servicekit.telemetry.logs import configure_logging
+from tests.support.wait import until
+
+LIMITS = Limits(ping_s=5, first_s=20, silence_s=10, stall_s=30)
+
+
+def pinged(liveness: Liveness, count: int, *answers: Progress) -> Liveness:
+    """Asks so many times; after each the rank reports this progress, if any is left."""
+    left = iter(answers)
+    for _ in range(count):
+        liveness.asked()
+        reported = next(left, None)
+        if reported is not None:
+            liveness.answered(reported)
+    return liveness
+
+
+def test_a_rank_may_take_longer_to_its_first_answer() -> None:
+    assert pinged(Liveness(), 3).fault(LIMITS, serves=False) == ""
+    assert pinged(Liveness(), 4).fault(LIMITS, serves=False) == "did not answer for 20 s"
+
+
+def test_an_answer_is_due_soon_after_the_first() -> None:
+    liveness = Liveness()
+    liveness.answered()
+    assert pinged(liveness, 1).fault(LIMITS, serves=True) == ""
+    assert pinged(liveness, 1).fault(LIMITS, serves=True) == "does not answer"
+
+
+@pytest.mark.parametrize("moved", [Progress(1.5, 8, 2), Progress(1, 9, 2), Progress(1, 8, 3)])
+def test_any_progress_keeps_a_start(moved: Progress) -> None:
+    first = Progress(1, 8, 2)
+    liveness = pinged(Liveness(), 6, *[first] * 5, moved)
+    assert liveness.fault(LIMITS, serves=False) == ""
+    pinged(liveness, 6, *[moved] * 6)
+    assert liveness.fault(LIMITS, serves=False) == "made no progress for 30 s"
+    liveness.waits_for_steps = True
+    assert liveness.fault(LIMITS, serves=False) == ""
+
+
+def test_only_work_of_the_main_thread_is_progress() -> None:
+    """As long as another thread waits, it moves nothing."""
+    busy, found = threading.Event(), []
+
+    def work() -> None:
+        found.append(progress())
+        busy.set()
+        end_s = time.thread_time() + 0.05
+        while time.thread_time() < end_s:
+            pass
+        found.append(progress())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    first, second = found
+    assert second.cpu_s - first.cpu_s < 0.04
+    end_s = time.thread_time() + 0.05
+    while time.thread_time() < end_s:
+        pass
+    assert progress().cpu_s - second.cpu_s >= 0.05
+
+
+@contextmanager
+def starting(config: EngineConfig, make_store: Callable[[Any], Any]) -> Iterator[group.RankGroup]:
+    failures: list[EngineFailed] = []
+    ranks = group.RankGroup(config, make_store, failures.append)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+    assert not failures, "nobody serves yet"
+
+
+def hanging_store(publish: Callable[[object], None]) -> None:
+    """Never returns, as a read of a file whose server is gone."""
+    threading.Event().wait()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return EngineConfig(tmp_path, "model", tensor_parallel=2)
+
+
+@pytest.mark.processes
+def test_a_rank_whose_start_gets_nowhere(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers all the same."""
+    monkeypatch.setattr(group, "PING_S", 0.2)
+    monkeypatch.setattr(group, "STALL_S", 2.0)
+    with starting(config, hanging_store) as ranks:
+        with pytest.raises(EngineFailed, match="rank 1 made no progress for 2 s while it started"):
+            ranks.meet()
+        pid = ranks.others[0].pid
+        assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_stopped_while_it_starts(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has answered, silence is short."""
+    monkeypatch.setattr(group, "PING_S", 0.2)
+    monkeypatch.setattr(group, "SILENCE_S", 1.0)
+    with starting(config, hanging_store) as ranks:
+        [rank] = ranks.others
+        until(lambda: rank.liveness.has_answered)
+        os.kill(rank.pid, signal.SIGSTOP)
+        with pytest.raises(EngineFailed, match="rank 1 did not answer for 1 s while it started"):
+            ranks.meet()
+
+
+def logging_store(publish: Callable[[object], None]) -> None:
+    """Configures the log as a server does, and hangs."""
+    configure_logging("json", "debug")
+    logging.getLogger("rank").debug("a detail")
+    threading.Event().wait()
+
+
+@pytest.mark.processes
+def test_the_log_of_a_rank_names_it(config: EngineConfig, capfd: Any) -> None:
+    """At its level, and to the last line, which says why the rank ends."""
+    with starting(config, logging_store) as ranks:
+        [rank] = ranks.others
+        written: list[str] = []
+
+        def is_there() -> bool:
+            written.append(capfd.readouterr().err)
+            return "a detail" in "".join(written)
+
+        until(is_there)
+        rank.send("no message")
+        with pytest.raises(EngineFailed, match="rank 1 failed: AssertionError"):
+            ranks.meet()
+    written.append(capfd.readouterr().err)
+    text = "".join(written)
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    found = [(each["rank"], each["level"], each["message"]) for each in lines]
+    assert found == [(1, "DEBUG", "a detail"), (1, "ERROR", "rank 1 fails")]
+    assert "AssertionError" in lines[1]["exception"]
+
+
+@pytest.mark.processes
+def test_a_rank_that_never_answers(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "PING_S", 0.2)
+    monkeypatch.setattr(group, "FIRST_ANSWER_S", 1.0)
+    with starting(config, hanging_store) as ranks:
+        os.kill(ranks.others[0].pid, signal.SIGSTOP)
+        with pytest.raises(EngineFailed, match="rank 1 did not answer for 1 s while it started"):
+            ranks.meet()

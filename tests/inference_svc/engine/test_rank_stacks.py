@@ -1,0 +1,55 @@
+"""Where the threads of all ranks are, for operators."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_svc.engine.ranks import report
+from inference_svc.engine.ranks.report import RankStacks
+from inference_svc.engine.transport import process
+from inference_svc.engine.transport.process import EngineProcess
+from tests.support.inference.ranks import config_of, no_store, save_model
+from tests.support.wait import until
+
+
+def test_ranks_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "ANSWER_S", 0.2)
+    collected = RankStacks(["rank 1", "rank 2"], lambda: collected.take("rank 2", "here"))
+    assert collected.collect() == {"rank 1": "no answer within 0.2 s\n", "rank 2": "here"}
+
+
+def test_answers_are_awaited() -> None:
+    def ask() -> None:
+        threading.Timer(0.1, collected.take, ("rank 1", "here")).start()
+
+    collected = RankStacks(["rank 1"], ask)
+    assert collected.collect() == {"rank 1": "here"}
+
+
+@pytest.mark.processes
+def test_all_ranks_write_where_their_threads_are(
+    tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, so that their lines do not mix."""
+    monkeypatch.setattr(process, "DUMP_S", 1.0)  # others use the processors
+    engine = EngineProcess(config_of(save_model(tmp_path), 2), no_store).load()
+    try:
+        engine.start(lambda outputs: None)
+        engine.dump_stacks()
+        written: list[str] = []
+
+        def is_all_written() -> bool:
+            written.append(capfd.readouterr().err)
+            return 'ranks/main.py", line' in "".join(written)
+
+        until(is_all_written)
+    finally:
+        engine.stop()
+    found = re.findall(r"transport/thread.py|ranks/main.py", "".join(written))
+    assert found == sorted(found, reverse=True)
+    assert "transport/thread.py" in found
