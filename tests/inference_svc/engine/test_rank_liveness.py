@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from inference_svc.backends.native.backend import NativeFactory
 from inference_svc.core import EngineConfig
 from inference_svc.engine.ranks import group
 from inference_svc.engine.ranks.liveness import Limits, Liveness, Progress, progress
@@ -85,7 +86,7 @@ def test_only_work_of_the_main_thread_is_progress() -> None:
 @contextmanager
 def starting(config: EngineConfig, make_store: Callable[[Any], Any]) -> Iterator[group.RankGroup]:
     failures: list[EngineFailed] = []
-    ranks = group.RankGroup(config, make_store, failures.append)
+    ranks = group.RankGroup(config, NativeFactory(), make_store, failures.append)
     try:
         yield ranks
     finally:
