@@ -3,6 +3,7 @@
 engine            runs our engine in the benchmark's process, driven by messages as in the product
 engine_transport  compares the engine in a thread of the gRPC server with the engine in its own
                   process
+ranks             measures steps of a model that several processes compute together
 few_bits          compares steps with base weights in few bits with bf16
 float8_adapters   the cost of float8 adapters in accuracy, and how many more of them are resident
 kv_exactness      measures the cost of keys and values in FP8 in exactness

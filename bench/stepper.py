@@ -13,7 +13,7 @@ from bench.store.memory_store import MemoryStore
 from inference_svc.core import EngineConfig, Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.engine.transport.messages import Cancel, LayoutAccepted, Submit
-from inference_svc.store.client import NoStore
+from inference_svc.store.client import RemoteNoStore
 
 NUM_REQUESTS, NUM_IN, MAX_LEN = 16, 64, 512
 WARM_UP_STEPS = 8
@@ -133,5 +133,5 @@ class Stepper:
         self.built.close()
 
 
-def _no_store(on_update: Callable[[Any], None]) -> NoStore:
-    return NoStore()
+def _no_store(on_update: Callable[[Any], None]) -> RemoteNoStore:
+    return RemoteNoStore()
