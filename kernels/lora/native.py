@@ -8,7 +8,7 @@ adapter only, bit for bit. 16-bit models are bf16 here, and their shrunk rows ar
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -263,16 +263,16 @@ class NativeLora:
         x: Tensor,
         out: Tensor,
         base_bias: Tensor | None = None,
-        ranks: RankMemory | None = None,
+        sum_ranks: Callable[[LoraGroup], NativeOp] | None = None,
     ) -> list[NativeOp]:
         """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k; see `reference.add_lora` and,
         for a plan with experts, `reference.add_lora_experts`. See `shrink_op` and `expand_op`.
 
-        With `ranks`, x and A have this rank's part of the inputs, and the products with A are
-        summed over ranks; see `sum_op`.
+        With `sum_ranks`, x and A have this rank's part of the inputs, and it makes the operation
+        that sums the products with A over ranks, such as `sum_op`.
         """
         assert self.table.rank_parts == 1, "others have parts of the shrunk rows"
-        sums = [] if ranks is None else [self.sum_op(group, ranks)]
+        sums = [] if sum_ranks is None else [sum_ranks(group)]
         return [self.shrink_op(group, x), *sums, self.expand_op(group, out, base_bias)]
 
     def add_embedding_ops(self, target: int, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
@@ -295,6 +295,16 @@ class NativeLora:
         args = self._args(group)
         args.x, args.x_stride, args.in_features = x.data_ptr(), x.stride(0), group.in_features
         return NativeOp(f"lora_shrink{self._suffix}", args, (self, x))
+
+    def shrunk_of(self, group: LoraGroup) -> Tensor:
+        """Returns the part of `shrunk` that the last run of a plan's `shrink_op` may have written,
+        and more: [targets, N], whose rows are apart."""
+        items, count = self.plan.items, len(group.targets)
+        num_places = int(items[-1, 0] + items[-1, 1]) if len(items) else 0
+        max_rank = _even(self.table.max_rank)
+        row_size = self.plan.max_pairs * max_rank
+        rows = self.shrunk[: count * row_size].view(count, row_size)
+        return rows[:, : num_places * max_rank]
 
     def sum_op(self, group: LoraGroup, ranks: RankMemory) -> NativeOp:
         """Replaces a group's products with A in `shrunk` by their sums over ranks, whose plans are

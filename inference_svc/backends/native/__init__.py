@@ -9,7 +9,7 @@ attention    the memory and the operations of attention
 states       where a step's rows find recurrent states
 workspace    the memory of a step's values, which is shared over time
 needs        its memory, before any of it is allocated
-exchange     sums and rows that ranks of one machine exchange
+exchange     sums and rows that ranks exchange within a program
 buffers      the inputs of that program, at fixed addresses
 lora         the operations that add LoRA in that program
 """

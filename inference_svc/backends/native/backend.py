@@ -26,7 +26,12 @@ from inference_svc.backends.base import (
 from inference_svc.backends.exchange import Meeting
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.native.buffers import BatchPages, StepArrays
-from inference_svc.backends.native.exchange import SharedExchange, SharedMeeting
+from inference_svc.backends.native.exchange import (
+    CalledExchange,
+    ProgramExchange,
+    SharedExchange,
+    SharedMeeting,
+)
 from inference_svc.backends.native.lora import NativeLoraOps
 from inference_svc.backends.native.needs import memory_needs
 from inference_svc.backends.native.program import NativeTransformer
@@ -78,7 +83,7 @@ class NativeBackend(AdapterMemory):
         lora: NativeLoraOps,
         library: Library,
         states: RecurrentStates | None = None,
-        exchange: SharedExchange | None = None,
+        exchange: ProgramExchange | None = None,
     ) -> None:
         super().__init__(arena)
         self._exchange = exchange
@@ -253,19 +258,20 @@ class NativeFactory:
     def build_rank(
         self, config: EngineConfig, decoder: Decoder, layout: ModelLayout, exchange: Exchange
     ) -> RankBackend[NativeInputs]:
-        assert isinstance(exchange, SharedExchange), "of its own meeting"
-        return self._build(config, decoder, layout, exchange)
+        assert decoder.rank is not None, "a rank's part"
+        if isinstance(exchange, SharedExchange):
+            return self._build(config, decoder, layout, exchange)
+        return self._build(config, decoder, layout, CalledExchange(decoder.rank, exchange))
 
     def _build(
         self,
         config: EngineConfig,
         decoder: Decoder,
         layout: ModelLayout,
-        exchange: SharedExchange | None,
+        exchange: ProgramExchange | None,
     ) -> NativeBackend:
         library, dtype = load(), getattr(torch, config.dtype)
         assert library is not None, "the backend is supported"
-        ranks = None if exchange is None else exchange.memory
         max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
         reload = make_reload(
             config, decoder, lambda: PackedProjections(Slab().take), prefers_tiles=True
@@ -277,7 +283,7 @@ class NativeFactory:
         step = StepArrays(max_tokens, max_rows, config.page_size, pages)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
         num_chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
-        lora = NativeLoraOps(arena, targets, max_tokens, max_rows, num_chosen, ranks)
+        lora = NativeLoraOps(arena, targets, max_tokens, max_rows, num_chosen, exchange)
         workspace = Workspace.allocate(
             decoder, max_tokens, max_rows, dtype, config.max_added_tokens
         )
@@ -288,7 +294,7 @@ class NativeFactory:
             states: RecurrentStates | None,
         ) -> NativeTransformer:
             return NativeTransformer(
-                decoder, weights, kv_caches, step, workspace, lora, library, states, ranks
+                decoder, weights, kv_caches, step, workspace, lora, library, states, exchange
             )
 
         return NativeBackend(

@@ -1,18 +1,55 @@
-"""Sums and rows that ranks of one machine exchange through memory that they share."""
+"""Sums and rows that ranks exchange within a program: ranks of one machine through memory that they
+share, and others through a process group."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.model.description import Rank
-from kernels.native.library import Library, load
+from inference_svc.model.sharding.exchange import Exchange
+from kernels.lora import LoraGroup
+from kernels.lora.native import NativeLora
+from kernels.native.library import Library, NativeOp, load
+from kernels.ranks.called import call_op
 from kernels.ranks.memory import RankMemory, create_file
 from kernels.ranks.native import rank_columns_op, sum_ranks_op
+
+
+class ProgramExchange(Protocol):
+    """The operations of a program that exchange with all other ranks, which run the same in the
+    same order. They return at once, with anything as their result, when an exchange has failed."""
+
+    def sum_op(self, x: Tensor, count: Tensor) -> NativeOp:
+        """Builds x[:count] = the sum of all ranks' x[:count].
+
+        Args:
+            x: [N, size], float32 or bfloat16, with rows of unit stride that may be apart.
+            count: int32 [1], read when the program runs.
+        """
+
+    def columns_op(self, x: Tensor, count: Tensor, part_size: int) -> NativeOp:
+        """Builds x[:count] = the columns of all ranks side by side, on rank 0; on others they are
+        anything. Rank r computes the columns from r * part_size on, `part_size` or as many as there
+        are.
+
+        Args:
+            x: float32 [N, size], with rows of unit stride that may be apart. It has this rank's
+                columns.
+            count: int32 [1], read when the program runs.
+            part_size: The number of columns of each rank.
+        """
+
+    def shrunk_op(self, lora: NativeLora, group: LoraGroup) -> NativeOp:
+        """Builds the sums over ranks of a group's products with A; see `NativeLora.sum_op`."""
+
+    def check(self) -> None:
+        """Raises ExchangeFailed if a run of operations has not exchanged all of its values."""
 
 
 class SharedMeeting:
@@ -47,8 +84,8 @@ class SharedMeeting:
 
 
 class SharedExchange:
-    """An `Exchange` in memory that ranks share, of float32 and bfloat16. Programs exchange in the
-    same memory, and `check` then."""
+    """An `Exchange` in memory that ranks share, of float32 and bfloat16, and a `ProgramExchange` in
+    the same memory."""
 
     def __init__(self, memory: RankMemory, library: Library) -> None:
         self.memory, self._library = memory, library
@@ -57,8 +94,16 @@ class SharedExchange:
     def seconds(self) -> float:
         return self.memory.seconds
 
+    def sum_op(self, x: Tensor, count: Tensor) -> NativeOp:
+        return sum_ranks_op(x, count, self.memory)
+
+    def columns_op(self, x: Tensor, count: Tensor, part_size: int) -> NativeOp:
+        return rank_columns_op(x, count, part_size, self.memory, to_all=False)
+
+    def shrunk_op(self, lora: NativeLora, group: LoraGroup) -> NativeOp:
+        return lora.sum_op(group, self.memory)
+
     def check(self) -> None:
-        """Raises ExchangeFailed if a run of operations has not exchanged all of its values."""
         if self.memory.fault is not None:
             raise ExchangeFailed(str(self.memory.fault))
 
@@ -74,6 +119,63 @@ class SharedExchange:
         self._library.run(rank_columns_op(found, _count(x), width, self.memory, to_all=True))
         self.check()
         return found.to(x.dtype)
+
+
+class CalledExchange:
+    """A `ProgramExchange` that has another exchange compute, in the thread that runs the program,
+    while the threads of its team wait. Its first error ends all exchanges."""
+
+    def __init__(self, rank: Rank, exchange: Exchange) -> None:
+        self._rank, self._exchange = rank, exchange
+        self._error: BaseException | None = None
+
+    def sum_op(self, x: Tensor, count: Tensor) -> NativeOp:
+        def run() -> None:
+            rows = x[: int(count)]
+            whole = rows.contiguous()
+            self._exchange.sum(whole)
+            if whole is not rows:
+                rows.copy_(whole)
+
+        return self._op(run)
+
+    def columns_op(self, x: Tensor, count: Tensor, part_size: int) -> NativeOp:
+        size, first = x.shape[1], self._rank.index * part_size
+
+        def run() -> None:
+            rows = x[: int(count)]
+            own = rows[:, first : first + part_size]
+            # The last rank may have fewer.
+            padded = rows.new_zeros(len(rows), part_size)
+            padded[:, : own.shape[1]] = own
+            rows.copy_(self._exchange.side_by_side(padded)[:, :size])
+
+        return self._op(run)
+
+    def shrunk_op(self, lora: NativeLora, group: LoraGroup) -> NativeOp:
+        def run() -> None:
+            used = lora.shrunk_of(group)
+            whole = used.contiguous()
+            if whole.numel():
+                self._exchange.sum(whole)
+                used.copy_(whole)
+
+        return self._op(run)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _op(self, run: Callable[[], None]) -> NativeOp:
+        def run_unless_failed() -> None:
+            if self._error is not None:
+                return
+            try:
+                run()
+            except BaseException as error:
+                self._error = error
+
+        return call_op(run_unless_failed)
 
 
 def _count(x: Tensor) -> Tensor:

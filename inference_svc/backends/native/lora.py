@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -11,6 +12,7 @@ from inference_svc.adapters.layout import EMBEDDING
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.native.adapter_ops import ADDED_TOKENS, head_norms
+from inference_svc.backends.native.exchange import ProgramExchange
 from inference_svc.backends.slot_runs import SlotRuns, last_slots, slot_runs
 from inference_svc.core import BASE_SLOT, BatchRow
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
@@ -20,7 +22,6 @@ from kernels.host_memory import allocate_host
 from kernels.lora.native import NativeLora, NativeLoraPlan
 from kernels.lora.plan import LoraContents
 from kernels.native.library import NativeOp
-from kernels.ranks.memory import RankMemory
 from kernels.replaced.native import replace_embeddings_op, replace_logits_op, token_weights_op
 
 MAX_EXPERTS_TARGETS = 2
@@ -32,7 +33,7 @@ MAX_KNOWN = 16
 class NativeLoraOps:
     """Operations for steps of up to `max_tokens` tokens, each of which has up to `max_chosen`
     experts, and `max_rows` rows; see `adapter_ops.AdapterOps`, also for shapes. There are none for
-    groups that are not among the targets'. `ranks` is there for groups that ranks share."""
+    groups that are not among the targets'. `exchange` is there for groups that ranks share."""
 
     def __init__(
         self,
@@ -41,9 +42,9 @@ class NativeLoraOps:
         max_tokens: int,
         max_rows: int,
         max_chosen: int = 0,
-        ranks: RankMemory | None = None,
+        exchange: ProgramExchange | None = None,
     ) -> None:
-        self._targets, self._ranks = targets, ranks
+        self._targets, self._exchange = targets, exchange
         self._groups = groups = targets.groups
         self._table = arena.table
         self._rows, self._weight_rows = arena.table.rows.numpy(), arena.table.weight_rows.numpy()
@@ -152,8 +153,7 @@ class NativeLoraOps:
         if group not in self._groups:
             return []
         lora = self._logits_lora if logits_only else self._lora
-        x, ranks = self._shared(group, x)
-        return lora.add_ops(self._groups[group], x, out, bias, ranks)
+        return self._add_ops(lora, group, x, out, bias)
 
     def add_experts(
         self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
@@ -162,17 +162,18 @@ class NativeLoraOps:
             return []
         tokens, lora = self._logits_plan if logits_only else self._plan, self._pairs_lora
         plan_op = lora.plan.of_pairs_op(tokens, pairs.tokens, pairs.starts)
-        x, ranks = self._shared(group, x)
-        return [plan_op, *lora.add_ops(self._groups[group], x, out, None, ranks)]
+        return [plan_op, *self._add_ops(lora, group, x, out, None)]
 
-    def _shared(self, group: str, x: Tensor) -> tuple[Tensor, RankMemory | None]:
-        """Returns the inputs of a group's A here, and the memory in which its products are summed:
-        all, and None, unless ranks share the group."""
-        first = self._targets.shared.get(group)
+    def _add_ops(
+        self, lora: NativeLora, name: str, x: Tensor, out: Tensor, bias: Tensor | None
+    ) -> list[NativeOp]:
+        """Builds the operations of a group, of whose inputs this rank may have a part."""
+        group, first = self._groups[name], self._targets.shared.get(name)
         if first is None:
-            return x, None
-        assert self._ranks is not None
-        return x.narrow(1, first, self._groups[group].in_features), self._ranks
+            return lora.add_ops(group, x, out, bias)
+        assert self._exchange is not None
+        own = x.narrow(1, first, group.in_features)
+        return lora.add_ops(group, own, out, bias, partial(self._exchange.shrunk_op, lora))
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
         if EMBEDDING not in self._groups:

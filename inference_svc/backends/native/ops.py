@@ -21,6 +21,7 @@ from inference_svc.backends.native.adapter_ops import (
 )
 from inference_svc.backends.native.attention import NativeAttentions
 from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.backends.native.exchange import ProgramExchange
 from inference_svc.backends.native.projections import PackedProjection, experts_ops, project_ops
 from inference_svc.backends.native.states import NativeStates
 from inference_svc.model.checkpoint.weights import ModelWeights
@@ -76,8 +77,6 @@ from kernels.experts.native import (
 )
 from kernels.native.library import NativeOp
 from kernels.quantised.native import Int8Inputs
-from kernels.ranks.memory import RankMemory
-from kernels.ranks.native import rank_columns_op, sum_ranks_op
 from kernels.recurrence.native import (
     StateRows,
     causal_conv_op,
@@ -96,8 +95,8 @@ _GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
 class NativeOps:
     """Makes operations over fixed memory: the `step` that they read, and the `logits` that they
     write, fp32 [N, at least vocab_size]. `int8_inputs` is for products of inputs in int8;
-    `routings` has the routing of each layer with experts; `ranks` is the memory in which ranks of a
-    model that is cut exchange."""
+    `routings` has the routing of each layer with experts; `exchange` makes those in which ranks of
+    a model that is cut exchange."""
 
     weights: ModelWeights[PackedProjection]
     step: StepArrays
@@ -107,7 +106,7 @@ class NativeOps:
     states: NativeStates | None
     routings: Mapping[int, PairsBuffer]
     adapters: AdapterOps
-    ranks: RankMemory | None = None
+    exchange: ProgramExchange | None = None
 
     def make(self, ops: Sequence[Op], tensors: Iterable[Tensors]) -> Iterator[GroupedOp]:
         """Yields the operations that compute `ops`, whose values are these tensors, by
@@ -126,7 +125,7 @@ class NativeOps:
             yield "", gather_op(table, out, token_ids, count)
         else:  # a token's row is of one rank, and zero on all others
             yield "", gather_op(table, out, token_ids, count, first_row=cut.start)
-            yield "", sum_ranks_op(out, count, self.rank_memory)
+            yield "", self.program_exchange.sum_op(out, count)
         if op.is_adapted:
             replaced = self.adapters.replace_embeddings(token_ids, out)
             yield from _of_group(EMBED_TOKENS, replaced)
@@ -309,10 +308,10 @@ class NativeOps:
         yield from _of_group(op.group, ops)
 
     @property
-    def rank_memory(self) -> RankMemory:
-        """The memory in which ranks exchange, of a model that is cut."""
-        assert self.ranks is not None, "the model is not cut"
-        return self.ranks
+    def program_exchange(self) -> ProgramExchange:
+        """The exchange with other ranks, of a model that is cut."""
+        assert self.exchange is not None, "the model is not cut"
+        return self.exchange
 
     def combine(self, op: Combine, at: Tensors) -> Iterator[GroupedOp]:
         routing, count = self._routing(op), self.count(op.out)
@@ -330,7 +329,7 @@ class NativeOps:
         own = whole if cut is None else whole[:, cut.start : cut.end]
         yield from _base(project_ops(normed, linear, own, count, self.int8_inputs))
         if cut is not None:
-            yield "", rank_columns_op(whole, count, op.part_size, self.rank_memory, to_all=False)
+            yield "", self.program_exchange.columns_op(whole, count, op.part_size)
             if cut.start:
                 return  # the first rank's are used, and adapters add to these alone
         yield from _of_group(LM_HEAD, self.adapters.replace_logits(normed, logits))
@@ -380,7 +379,7 @@ def _gated_norm(ops: NativeOps, op: GatedNorm, at: Tensors) -> Iterator[GroupedO
 
 
 def _sum_ranks(ops: NativeOps, op: SumRanks, at: Tensors) -> Iterator[GroupedOp]:
-    yield "", sum_ranks_op(at[op.out], ops.count(op.out), ops.rank_memory)
+    yield "", ops.program_exchange.sum_op(at[op.out], ops.count(op.out))
 
 
 def _sum_squares(ops: NativeOps, op: SumSquares, at: Tensors) -> Iterator[GroupedOp]:

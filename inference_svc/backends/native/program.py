@@ -25,6 +25,7 @@ from inference_svc.backends.native.adapter_ops import (
 )
 from inference_svc.backends.native.attention import NativeAttentions
 from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.backends.native.exchange import ProgramExchange
 from inference_svc.backends.native.ops import NativeOps
 from inference_svc.backends.native.projections import PackedProjection
 from inference_svc.backends.native.states import NativeStates
@@ -36,7 +37,6 @@ from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.walk import Narrowing, operations
 from kernels.experts.native import PairsBuffer
 from kernels.native.library import Library, Program
-from kernels.ranks.memory import RankMemory
 
 MAX_PROGRAMS = 16
 """Tenants choose the targets of their adapters, so that the number must be limited: of each part of
@@ -80,7 +80,7 @@ class NativeTransformer:
         adapters: AdapterOps,
         library: Library,
         states: RecurrentStates | None = None,
-        ranks: RankMemory | None = None,
+        exchange: ProgramExchange | None = None,
     ) -> None:
         self._description = description
         self._step = step
@@ -97,7 +97,7 @@ class NativeTransformer:
             self.states,
             _routings(description, self._choices),
             adapters,
-            ranks,
+            exchange,
         )
         self._program_ops = self._ops_of(_Part.STEP)
         self._apart: dict[_Part, tuple[GroupedOp, ...]] = {}  # made when first needed

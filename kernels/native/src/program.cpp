@@ -47,7 +47,18 @@ void take_place(const Places* places, int thread, int num_threads) {
 #endif
 }
 
+// Calls back into the program that runs the operations, in the thread that does.
+struct CallArgs {
+  void (*function)();
+};
+
+void call(const CallArgs& args, const loadout::Slice& slice) {
+  if (slice.thread == 0) args.function();
+}
+
 }  // namespace
+
+LOADOUT_EXPORT(call, CallArgs, call)
 
 // Programs that the calling thread runs from now on with `num_threads` threads have thread i on the
 // processors of masks[i]. Whoever has told OpenMP where its threads belong has decided already.

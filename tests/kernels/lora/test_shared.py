@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,7 +89,8 @@ def in_native_kernels(count: int) -> Iterator[AddLora]:
         own.fill(plan.token_slots.tolist())
         lora = NativeLora.create(table, own, len(group.targets))
         memory = RankMemory(file, index, count, num_threads, 60.0)
-        library.run(*lora.add_ops(group, x, out, None, memory))
+        sum_ranks = partial(lora.sum_op, ranks=memory)
+        library.run(*lora.add_ops(group, x, out, None, sum_ranks))
         assert memory.fault is None
 
     try:
