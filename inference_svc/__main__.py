@@ -134,7 +134,8 @@ def _run(settings: InferenceSettings) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     with ExitStack() as stack:
         try:
-            check_ports(settings)
+            # The other nodes have no API.
+            check_ports(settings, ("metrics_listen",) if settings.node_rank else None)
             settings = stack.enter_context(_found_model(settings))
         except (InvalidSetting, UnsupportedModel, OSError) as error:
             return _fail(error, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -26,6 +26,7 @@ from inference_svc.auto_settings import (
 from inference_svc.config import InferenceSettings
 from inference_svc.core import NO_DEFAULTS, SamplingDefaults, SamplingParams
 from inference_svc.engine.memory_fit import fit_device
+from inference_svc.engine.ranks.nodes.node import Node, check_node
 from inference_svc.engine.transport.messages import StoreMessage
 from inference_svc.engine.transport.process import EngineProcess
 from inference_svc.engine.transport.thread import EngineThread
@@ -34,6 +35,7 @@ from inference_svc.host.cpus import usable_cpus
 from inference_svc.host.device_faults import device_failure
 from inference_svc.host.device_info import find_machine
 from inference_svc.host.memory import resident_bytes
+from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.fault_report import hold
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
@@ -55,8 +57,10 @@ from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from servicekit import interpreter_gc
 from servicekit.errors import InvalidArgument, InvalidSetting
 from servicekit.rpc.reload import reloading
-from servicekit.rpc.server import stop_on_signals
+from servicekit.rpc.server import announce_ready, stop_on_signals, with_port, withdraw_ready
 from servicekit.settings.types import split_address
+from servicekit.telemetry.metrics import MetricRegistry
+from servicekit.telemetry.metrics_server import MetricsServer
 
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")
 
@@ -69,7 +73,7 @@ async def serve(config: InferenceSettings) -> None:
     """
     stop = stop_on_signals()
     try:
-        await _serve(config, stop)
+        await (_serve_node if config.node_rank else _serve)(config, stop)
     except (EngineFailed, DeviceFull) as error:
         failure = await asyncio.to_thread(device_failure, error)
         if failure is not None:
@@ -92,7 +96,9 @@ async def _serve(config: InferenceSettings, stop: asyncio.Event) -> None:
         with make_engine(config, server.replicas, access) as load:
             try:
                 text = await asyncio.to_thread(_load_tokenizer, config)
-                engine = await asyncio.to_thread(load)
+                engine = await _loaded(load, config, stop)
+                if engine is None:
+                    return
                 speed, notes = engine.speed, machine.speed_notes + engine.speed.notes
                 facts = replace(
                     facts,
@@ -106,6 +112,69 @@ async def _serve(config: InferenceSettings, stop: asyncio.Event) -> None:
                 await server.run(stop)
             finally:
                 await server.close()
+
+
+async def _loaded(
+    load: Load, config: InferenceSettings, stop: asyncio.Event
+) -> EngineThread | EngineProcess | None:
+    """Returns the engine when it is loaded; None if `stop` comes while other machines may be
+    waited for."""
+    loading = asyncio.ensure_future(asyncio.to_thread(load))
+    if config.nnodes == 1:
+        return await loading
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if loading.done():
+        return loading.result()
+    # The engine ends, and it fails.
+    loading.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return None
+
+
+async def _serve_node(config: InferenceSettings, stop: asyncio.Event) -> None:
+    """Computes for rank 0 of another machine until `stop`, and then as long as that one drains.
+    Raises as `serve`; EngineFailed, too, when a rank ends, as all do when rank 0 has."""
+    withdraw_ready(config.ready_file)
+    decoder = load_description(config.model, config.quantize)
+    machine = await asyncio.to_thread(find_machine, config)
+    config = resolve_settings(config, machine, decoder)
+    read_store_access(config)
+    engine_config = to_engine_config(config)
+    facts = await asyncio.to_thread(check_node, engine_config)
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def on_change() -> None:
+        loop.call_soon_threadsafe(changed.set)
+
+    with ExitStack() as stack:
+        node = Node(
+            engine_config,
+            facts,
+            ImageClientRecipe(config),
+            on_change,
+        )
+        stack.callback(node.close)
+        page = MetricsServer(
+            MetricRegistry(DEFINITIONS),
+            *split_address(config.metrics_listen),
+            lambda: node.has_joined,
+        )
+        stack.callback(page.close)
+        address = with_port(config.metrics_listen, page.port)
+        stopping = asyncio.ensure_future(stop.wait())
+        is_announced = False
+        while not stop.is_set() and not node.endings:
+            changed.clear()
+            if node.has_joined and not is_announced:
+                announce_ready({"metrics": address}, config.ready_file, [])
+                is_announced = True
+            waiting = asyncio.ensure_future(changed.wait())
+            await asyncio.wait((stopping, waiting), return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+        if not stop.is_set():
+            raise EngineFailed(f"{node.endings[0]}; this machine's other ranks end with it")
+        await asyncio.to_thread(node.wait_for_end, config.grace_seconds)
 
 
 def _load_tokenizer(config: InferenceSettings) -> TextModel:

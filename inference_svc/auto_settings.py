@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pydantic import ByteSize
 
 from inference_svc.config import InferenceSettings
-from inference_svc.core import EngineConfig, padding_pages
+from inference_svc.core import EngineConfig, Nodes, padding_pages
 from servicekit.errors import InvalidSetting
 
 CPU_SEQUENCES, CPU_BATCH_TOKENS = 64, 512
@@ -275,7 +275,8 @@ def _cpu_adapter_memory(settings: InferenceSettings, machine: Machine, model: Mo
     largest = settings.max_rank * model.expert_elements_per_rank * item_bytes
     left_bytes = settings.memory_limit or machine.host_free_bytes
     if left_bytes is not None:
-        largest = min(largest, left_bytes // (CPU_ADAPTER_SHARE * settings.tensor_parallel))
+        local_ranks = settings.tensor_parallel // settings.nnodes
+        largest = min(largest, left_bytes // (CPU_ADAPTER_SHARE * local_ranks))
     return CPU_ADAPTER_MEMORY + largest
 
 
@@ -323,7 +324,21 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         tensor_parallel=settings.tensor_parallel,
         fully_sharded_loras=settings.fully_sharded_loras,
         expert_parallel=settings.expert_parallel,
+        nodes=_nodes(settings),
         record_steps=settings.cuda_graphs,
+    )
+
+
+def _nodes(settings: InferenceSettings) -> Nodes | None:
+    if settings.nnodes == 1:
+        return None
+    assert settings.rendezvous_token is not None, "the settings are valid"
+    return Nodes(
+        settings.nnodes,
+        settings.node_rank,
+        settings.rendezvous,
+        settings.rendezvous_timeout_seconds,
+        settings.rendezvous_token.get_secret_value(),
     )
 
 

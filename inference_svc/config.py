@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import AfterValidator, ByteSize, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contract.base_model_names import hub_name, without_form
@@ -36,6 +36,7 @@ from servicekit.settings.types import (
     PositiveSeconds,
     Seconds,
     Size,
+    split_address,
     split_commas,
 )
 from servicekit.telemetry.redact import redact
@@ -51,11 +52,26 @@ NO_MODEL = (
 MODEL = Group("Model")
 STORE = Group("Adapter store")
 DEVICE = Group("Device")
+NODES = Group("Several machines")
 SCHEDULING = Group("Scheduling")
 ADAPTERS = Group("Adapters")
 
+MIN_TOKEN_CHARS = 16
+"""The length of the secret of several machines."""
+
 Count = Annotated[int, Field(ge=1)]
 OptionalCount = Annotated[int, Field(ge=0)]
+
+
+def check_meeting(value: str) -> str:
+    """Returns the address at which machines meet, "" for none. Raises ValueError."""
+    if value:
+        host, port = split_address(value)
+        if port == 0:
+            raise ValueError(f"{value} has no port that other machines could know: choose one")
+        if host in ("0.0.0.0", "::"):
+            raise ValueError(f"{value} is no address that other machines reach: name machine 0's")
+    return value
 
 
 class InferenceSettings(ServiceSettings):
@@ -73,7 +89,7 @@ class InferenceSettings(ServiceSettings):
     }
     groups = (
         *(BASICS, NETWORK, SECURITY, MEMORY, SCHEDULING, ADAPTERS, MODEL, DEVICE),
-        *(STORE, TELEMETRY, PROCESS),
+        *(NODES, STORE, TELEMETRY, PROCESS),
     )
 
     model: Annotated[Path, Metavar("MODEL"), Level.COMMON, BASICS]
@@ -279,9 +295,9 @@ class InferenceSettings(ServiceSettings):
 
     tensor_parallel: Annotated[int, Field(ge=1, le=64), DEVICE] = 1
     """Number of processes that compute the model together, each with a part of its weights, of the
-    same machine's CPUs. Each takes --kv-memory and --adapter-memory for itself. Attention heads,
-    heads or channels of recurrent layers, and feed-forward sizes must divide by it. Adapters of
-    every kind work as with one process."""
+    CPUs of one machine or of --nnodes machines. Each takes --kv-memory and --adapter-memory for
+    itself. Attention heads, heads or channels of recurrent layers, and feed-forward sizes must
+    divide by it. Adapters of every kind work as with one process."""
 
     fully_sharded_loras: Annotated[bool, DEVICE] = False
     """With --tensor-parallel, cut A and B of all projections over the processes, so that none is
@@ -292,6 +308,26 @@ class InferenceSettings(ServiceSettings):
     """Number of parts into which a mixture's experts are divided. 1: each process of
     --tensor-parallel has a slice of every expert. As many as processes: each has some of the
     experts, whole. It must divide --tensor-parallel and the number of experts."""
+
+    nnodes: Annotated[int, Field(ge=1, le=64), NODES] = 1
+    """Number of machines that the processes of --tensor-parallel run on, equally many on each.
+    Start the same command on each machine, with its --node-rank."""
+
+    node_rank: Annotated[OptionalCount, NODES] = 0
+    """Number of this machine: 0 to --nnodes - 1. Machine 0 serves; the others compute for it, and
+    have nothing but a page for probes and metrics at --metrics-listen."""
+
+    rendezvous: Annotated[str, AfterValidator(check_meeting), Metavar("LEADER:PORT"), NODES] = ""
+    """Address of machine 0, at which the other machines reach it. All of them need
+    rendezvous-token, too. The machines also connect to further ports of each other, which no token
+    protects: give them a network of their own."""
+
+    rendezvous_timeout_seconds: Annotated[PositiveSeconds, NODES] = 600.0
+    """Maximum time that machines wait for each other at the start."""
+
+    rendezvous_token: Annotated[SecretStr | None, Metavar("TOKEN"), Level.FILE, NODES] = None
+    """Secret of at least 16 characters by which the machines of --nnodes know each other; the same
+    on all of them. Set it in the environment."""
 
     native_kernels: Annotated[bool, Level.FILE, DEVICE] = True
     """Compute on CPU with the C++ kernels if they are built, otherwise with torch."""
@@ -375,6 +411,38 @@ class InferenceSettings(ServiceSettings):
                 f"numbers that do: {fits}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> Self:
+        if self.tensor_parallel % self.nnodes:
+            raise ValueError(
+                f"--tensor-parallel {self.tensor_parallel} does not divide by --nnodes "
+                f"{self.nnodes}: each machine has as many ranks"
+            )
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}: machines are "
+                "counted from 0"
+            )
+        if self.nnodes == 1:
+            return self
+        if not self.rendezvous:
+            raise ValueError("--rendezvous is required with --nnodes: machine 0's address")
+        if self.rendezvous_token is None:
+            raise ValueError(
+                "LOADOUT_INFERENCE_RENDEZVOUS_TOKEN is required with --nnodes: a secret that all "
+                f"machines have, of at least {MIN_TOKEN_CHARS} characters"
+            )
+        return self
+
+    @field_validator("rendezvous_token")
+    @classmethod
+    def _check_token(cls, value: SecretStr | None) -> SecretStr | None:
+        # Files of Secrets often end in a line break.
+        text = "" if value is None else value.get_secret_value().strip()
+        if text and len(text) < MIN_TOKEN_CHARS:
+            raise ValueError(f"must have at least {MIN_TOKEN_CHARS} characters")
+        return SecretStr(text) if text else None
 
     @property
     def store_addresses(self) -> tuple[str, ...]:

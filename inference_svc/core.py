@@ -397,6 +397,19 @@ def padding_pages(device: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Nodes:
+    """The machines whose ranks compute together: `count` of them, of which this is the one with
+    this `index`. Rank 0 listens at the `rendezvous`, HOST:PORT, and waits for others for
+    `timeout_s`; all of them know the `token`."""
+
+    count: int
+    index: int
+    rendezvous: str
+    timeout_s: float
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """`dtype` and `device` are resolved ("float32", "cpu"); sizes in bytes. `quantize` is the type
     in which plain weights of layers are held ("int4"); "none": in `dtype`. `adapter_dtype` is the
@@ -412,9 +425,10 @@ class EngineConfig:
     engine serves from a process of its own, `tokenizer_bytes` the memory that it will take in
     addition when its tokenizer is loaded. A model with recurrent layers stores a state every
     `state_pages` pages, at most `num_stored_states` of them, in addition to two per running
-    sequence. `tensor_parallel` processes have a part of the model each, and the memory of pages and
-    arena each; experts of mixtures are divided into `expert_parallel` parts. `fully_sharded_loras`:
-    nothing of an adapter's projections is whole on each.
+    sequence. `tensor_parallel` processes, of one machine or of several `nodes`, have a part of the
+    model each, and the memory of pages and arena each; experts of mixtures are divided into
+    `expert_parallel` parts. `fully_sharded_loras`: nothing of an adapter's projections is whole on
+    each.
     """
 
     model_dir: Path
@@ -457,3 +471,11 @@ class EngineConfig:
     tensor_parallel: int = 1
     fully_sharded_loras: bool = False
     expert_parallel: int = 1
+    nodes: Nodes | None = None
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this machine."""
+        count, index = (1, 0) if self.nodes is None else (self.nodes.count, self.nodes.index)
+        num_ranks = self.tensor_parallel // count
+        return range(index * num_ranks, (index + 1) * num_ranks)

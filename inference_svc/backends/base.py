@@ -311,6 +311,11 @@ class BackendFactory(Protocol):
 class RankFactory(BackendFactory, Protocol):
     """Makes backends of ranks, each of which computes a part of a model."""
 
+    @property
+    def instructions(self) -> str:
+        """Names the processor's instructions that it computes with. Ranks must have the same: what
+        each computes for itself, such as the experts of a token, is equal then."""
+
     def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> Meeting:
         """Opens the place where so many ranks of this machine meet, each of which computes with so
         many threads. A rank that keeps another waiting for `timeout_s` fails both. Raises

@@ -27,8 +27,8 @@ class ExchangeFailed(RuntimeError):
 
 
 class Meeting(Protocol):
-    """The place where the ranks of one machine meet. Rank 0's backend opens it, and other ranks get
-    a copy in their first message."""
+    """The place where ranks meet. Rank 0 opens it, and other ranks get a copy in their first
+    message."""
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -45,11 +45,12 @@ class Meeting(Protocol):
 
 
 class GlooMeeting:
-    """A `Meeting` at a store of torch.distributed, which the process listens with that makes it."""
+    """A `Meeting` at a store of torch.distributed, with which the process that makes it listens at
+    this address of its machine."""
 
-    def __init__(self, count: int, timeout_s: float) -> None:
-        self._count, self._timeout_s = count, timeout_s
-        self._store = _listening_store(count, timeout_s)
+    def __init__(self, count: int, timeout_s: float, address: str = LOCAL) -> None:
+        self._count, self._timeout_s, self._address = count, timeout_s, address
+        self._store = _listening_store(address, count, timeout_s)
         self._port: int = self._store.port
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,8 +61,10 @@ class GlooMeeting:
         return ()
 
     def join(self, rank: Rank) -> GlooExchange:
-        store = self._store or _store_at(self._port, self._count, self._timeout_s)
-        return GlooExchange(rank, store, self._timeout_s)
+        store = self._store
+        if store is None:
+            store = _store_at(self._address, self._port, self._count, self._timeout_s)
+        return GlooExchange(rank, store, self._timeout_s, own_address(self._address))
 
     def fail(self) -> None:
         """The system closes the connections of a process that ends."""
@@ -70,11 +73,24 @@ class GlooMeeting:
         self._store = None
 
 
-def _listening_store(count: int, timeout_s: float) -> Any:
+def own_address(address: str) -> str:
+    """Returns the address by which this machine reaches the one with that address, and is reached
+    by it. Raises ExchangeFailed."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # which sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ExchangeFailed(f"ranks did not meet: no way to {address}: {error}") from error
+
+
+def _listening_store(address: str, count: int, timeout_s: float) -> Any:
     # By itself it would listen on all of the machine's addresses.
-    listening = socket.create_server((LOCAL, 0))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family)
     return _TORCH.TCPStore(
-        LOCAL,
+        address,
         listening.getsockname()[1],
         count,
         is_master=True,
@@ -84,30 +100,30 @@ def _listening_store(count: int, timeout_s: float) -> Any:
     )
 
 
-def _store_at(port: int, count: int, timeout_s: float) -> Any:
+def _store_at(address: str, port: int, count: int, timeout_s: float) -> Any:
     timeout = timedelta(seconds=timeout_s)
     try:
         return _TORCH.TCPStore(
-            LOCAL, port, count, is_master=False, wait_for_workers=False, timeout=timeout
+            address, port, count, is_master=False, wait_for_workers=False, timeout=timeout
         )
     except RuntimeError as error:
         raise ExchangeFailed(f"ranks did not meet: {error}") from error
 
 
 class GlooExchange:
-    """An `Exchange` of processes on one machine, on CPUs.
+    """An `Exchange` of processes on CPUs, through connections of this machine's `address`.
 
     Made at the same time on all ranks, which find each other through `store`. A rank that does not
     come, or answer, for `timeout_s` fails the exchange. Raises ExchangeFailed.
     """
 
-    def __init__(self, rank: Rank, store: Any, timeout_s: float) -> None:
+    def __init__(self, rank: Rank, store: Any, timeout_s: float, address: str = LOCAL) -> None:
         self._rank = rank
         self.seconds = 0.0
         # Not the process's default group: several engines may live in one process.
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=LOCAL)]
+        options._devices = [gloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout_s)
         try:
             self._group = gloo(store, rank.index, rank.count, options)

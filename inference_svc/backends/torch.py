@@ -411,7 +411,7 @@ class TorchFactory:
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
         is_chosen = not config.native_kernels
-        num_ranks = config.tensor_parallel
+        num_ranks = len(config.local_ranks)
         of_threads = thread_notes(num_threads, usable_cores(), usable_cpus(), num_ranks)
         faults = () if is_chosen or config.dtype == "float16" else choose(None).faults
         notes = torch_notes(config.dtype, is_chosen=is_chosen, faults=faults)
@@ -430,6 +430,10 @@ class TorchFactory:
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None
+
+    @property
+    def instructions(self) -> str:
+        return str(torch.backends.cpu.get_cpu_capability())
 
     def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> Meeting:
         return GlooMeeting(count, timeout_s)

@@ -51,9 +51,12 @@ from inference_svc.engine.policy.states.recurrent import Recurrent
 from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.ranks.backend import RankedBackend
 from inference_svc.engine.ranks.group import RankGroup
+from inference_svc.engine.ranks.nodes.facts import facts_of
+from inference_svc.engine.ranks.nodes.rendezvous import NodeRendezvous
 from inference_svc.engine.ranks.pulls import RankPulls
 from inference_svc.engine.transport.messages import RankFailed, Restored
 from inference_svc.host.cpus import (
+    WHOLE,
     Share,
     bound_to,
     compute_threads,
@@ -98,7 +101,8 @@ class BuiltEngine:
     def place_threads(self) -> None:
         """Binds the calling thread, which will call `engine.step`, and the threads that compute
         with it to processors of their own, if there are enough for all ranks."""
-        place_threads(self.engine.runner.backend, self.decoder.rank or Rank(0, 1))
+        share = WHOLE if self.ranks is None else self.ranks.share
+        place_threads(self.engine.runner.backend, share)
 
 
 def build_engine(
@@ -121,7 +125,10 @@ def build_engine(
         raise ValueError("--host-memory must be 0 with --tensor-parallel: ranks have no host tier")
     assert make_store is not None, "the stores of other ranks"
     assert isinstance(factory, RankFactory), "it computes a rank's part"
-    ranks = RankGroup(config, factory, make_store, lambda error: post(RankFailed(error)))
+    rendezvous = None if config.nodes is None else NodeRendezvous(config, facts_of(config, factory))
+    ranks = RankGroup(
+        config, factory, make_store, lambda error: post(RankFailed(error)), rendezvous
+    )
     try:
         return _build(config, decoder, factory, store, post, ranks)
     except BaseException:
@@ -147,7 +154,7 @@ def _build(
     host = _host_tier(config, has_device_memory=factory.has_device_memory)
     backend, layout = _load_model(config, decoder, factory, layout, num_threads, ranks)
     is_shared = not factory.has_device_memory
-    num_computing = num_threads * config.tensor_parallel
+    num_computing = num_threads * len(config.local_ranks)
     pace = PullPace.where_shared(usable_cpus(), num_computing) if is_shared else None
     others = None if ranks is None else RankPulls(ranks)
     memory = backend.pull_memory
@@ -212,10 +219,15 @@ def _state_bytes(backend: Backend[Any]) -> int:
     return backend.recurrent_bytes // num_slots(backend.num_states)
 
 
-def place_threads(backend: Backend[Any], rank: Rank) -> None:
+def share_of(config: EngineConfig, index: int) -> Share:
+    """Returns the share of its machine's cores that the rank with this index has."""
+    return Share(config.local_ranks.index(index), len(config.local_ranks))
+
+
+def place_threads(backend: Backend[Any], share: Share) -> None:
     """Binds the calling thread and the ones that compute with it to processors of their own in a
-    rank's share, if there are enough."""
-    processors = partition_cpus(torch.get_num_threads(), Share(rank.index, rank.count))
+    share, if there are enough."""
+    processors = partition_cpus(torch.get_num_threads(), share)
     if processors:
         backend.place_threads(processors)
 
@@ -223,7 +235,7 @@ def place_threads(backend: Backend[Any], rank: Rank) -> None:
 def set_num_threads(config: EngineConfig) -> int:
     """Sets and returns how many threads compute on each rank."""
     # Torch's own number is a guess that knows neither quotas nor ranks.
-    num_threads = compute_threads(config.num_threads, config.tensor_parallel)
+    num_threads = compute_threads(config.num_threads, len(config.local_ranks))
     torch.set_num_threads(num_threads)
     return num_threads
 
@@ -244,7 +256,7 @@ def _load_model(
         else:
             assert isinstance(factory, RankFactory), "it computes a rank's part"
             exchange = ranks.meet()
-            with bound_to(Share(0, ranks.count)):
+            with bound_to(ranks.share):
                 own = factory.build_rank(config, decoder, layout, exchange)
             assert own.num_pages == ranks.wait_until_built(), "ranks have equal memories"
             backend = RankedBackend(own, ranks, decoder, config.max_sequences)
@@ -308,7 +320,7 @@ def _speed(
     reasons."""
     processor = find_processor()
     if not factory.has_device_memory:
-        computing = computing_threads(num_threads, config.tensor_parallel)
+        computing = computing_threads(num_threads, len(config.local_ranks))
         counts = {
             "num_threads": num_threads,
             "num_cores": processor.num_cores,

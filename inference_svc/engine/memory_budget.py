@@ -146,9 +146,9 @@ def plan_budgets(
 
 
 def _of_all_ranks(lines: tuple[Line, ...], config: EngineConfig) -> tuple[Line, ...]:
-    """Returns the lines of all ranks together, of which `lines` are one's, and a line of the other
-    ranks' processes."""
-    count = config.tensor_parallel
+    """Returns the lines of all ranks of this machine, of which `lines` are one's, and a line of the
+    other ranks' processes."""
+    count = len(config.local_ranks)
     if count == 1:
         return lines
     all_lines = tuple(replace(line, num_bytes=count * line.num_bytes) for line in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Collection
 
 from servicekit.settings.describe import describe
 from servicekit.settings.service import ServiceSettings
@@ -13,13 +14,14 @@ _LISTENS = "HOST:PORT"
 """The form of settings that name an address of the service's own."""
 
 
-def check_ports(settings: ServiceSettings) -> None:
+def check_ports(settings: ServiceSettings, names: Collection[str] | None = None) -> None:
     """Raises OSError naming the flag of an address at which the service cannot listen now, or that
-    another of its own has too."""
+    another of its own has too; of the settings of these names, or of all."""
     taken: dict[str, str] = {}
     for setting in describe(type(settings)):
         address = getattr(settings, setting.name)
-        if setting.metavar != _LISTENS or not address:
+        is_checked = names is None or setting.name in names
+        if setting.metavar != _LISTENS or not address or not is_checked:
             continue
         if address in taken and split_address(address)[1]:
             raise OSError(f"{setting.flag}: {address} is also the address of {taken[address]}")

@@ -27,6 +27,7 @@ scrape; further ones are closed."""
 REQUEST_SECONDS = 10.0
 """How long a request may take to arrive, and its answer to be read."""
 MAX_HEADER_BYTES = 16 << 10
+HEALTH_PATH = "/health"
 GZIP_LEVEL = 1
 """The lowest: higher ones take several times as long, and a scraper is near."""
 _END_OF_HEADERS = b"\r\n\r\n"
@@ -97,13 +98,18 @@ class _ServerV6(_Server):
     address_family = socket.AF_INET6
 
 
-def _text_app(registry: CollectorRegistry) -> Callable[..., Iterable[bytes]]:
+def _text_app(
+    registry: CollectorRegistry, is_healthy: Callable[[], bool] | None
+) -> Callable[..., Iterable[bytes]]:
     """Returns an application that always answers in the text format: OpenMetrics has no colons in
     names, which gateways expect."""
 
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] != "GET":
             start_response("405 Method Not Allowed", [("Allow", "GET")])
+            return [b""]
+        if is_healthy is not None and environ["PATH_INFO"] == HEALTH_PATH:
+            start_response("200 OK" if is_healthy() else "503 Service Unavailable", [])
             return [b""]
         names = parse_qs(environ.get("QUERY_STRING", "")).get("name[]")
         data, media_type = exposition(registry.restricted_registry(names) if names else registry)
@@ -122,12 +128,19 @@ def _accepts_gzip(encodings: str) -> bool:
 
 
 class MetricsServer:
-    """Serves `registry` from a thread until closed. Raises OSError if it cannot listen."""
+    """Serves `registry` from a thread until closed, and, with `is_healthy`, whether the service is
+    healthy, at /health. Raises OSError if it cannot listen."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        is_healthy: Callable[[], bool] | None = None,
+    ) -> None:
         kind = _ServerV6 if ":" in host else _Server
         try:
-            self._server = make_server(host, port, _text_app(registry), kind, _Handler)
+            self._server = make_server(host, port, _text_app(registry, is_healthy), kind, _Handler)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = self._server.server_port

@@ -45,8 +45,12 @@ VALUES = {
     "DIR": "/somewhere",
     "FILE": "/somewhere/file",
     "TEXT": "something",
+    "LEADER:PORT": "10.0.0.1:29500",
+    "TOKEN": "a secret of machines",
 }
 """Values by their form."""
+NAMED = {"model": str(MODEL), "node_rank": "3"}
+"""Values by their setting."""
 BARE = {"", "N", "NUMBER", "SECONDS"}
 """Forms of values that a file has without quotes."""
 
@@ -56,7 +60,7 @@ def value_of(setting: Setting) -> str:
         return "false" if setting.default == "true" else "true"
     if "|" in setting.metavar:
         return next(each for each in setting.metavar.split("|") if each != setting.default)
-    return str(MODEL) if setting.name == "model" else VALUES[setting.metavar]
+    return NAMED.get(setting.name) or VALUES[setting.metavar]
 
 
 def values_of(service: Service, *, with_flag: bool) -> dict[str, str]:
@@ -92,6 +96,8 @@ def give(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     """Gives settings in one of the ways; returns the flags that this takes."""
 
     def by_flag(service: Service, values: dict[str, str]) -> list[str]:
+        # Several machines need it, and it has no flag.
+        monkeypatch.setenv("LOADOUT_INFERENCE_RENDEZVOUS_TOKEN", VALUES["TOKEN"])
         flags = {setting.name: setting.flag for setting in describe(service)}
         return [word for name, value in values.items() for word in (flags[name], value)]
 

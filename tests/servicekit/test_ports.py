@@ -37,6 +37,14 @@ def test_free_ports(tmp_path: Path) -> None:
         check_ports(each)
 
 
+def test_ports_that_are_not_used(tmp_path: Path, taken: str) -> None:
+    """Of a program that is not to listen at all of its addresses."""
+    for each in settings(tmp_path, listen=taken):
+        check_ports(each, ("metrics_listen",))
+        with pytest.raises(OSError, match="--listen"):
+            check_ports(each, ("listen",))
+
+
 @pytest.mark.parametrize("name", ["listen", "metrics_listen", "http"])
 def test_a_port_in_use(tmp_path: Path, taken: str, name: str) -> None:
     for each in settings(tmp_path, **{name: taken}):

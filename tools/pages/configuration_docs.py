@@ -162,6 +162,8 @@ SAMPLES = {
     "KEY,...": "trainer_version",
     "URL": "http://127.0.0.1:4317",
     "SIZE": "4GiB",
+    "LEADER:PORT": "10.0.0.1:29500",
+    "TOKEN": "a secret that all machines have",
 }
 """Values of settings without a default, by their key or by the form of their values."""
 

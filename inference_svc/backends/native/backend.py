@@ -235,7 +235,7 @@ class NativeFactory:
         library, faults = choose(None)
         assert library is not None, "the backend is supported"
         notes = native_notes(config.dtype, library.variant, processor_flags(), faults)
-        num_ranks = config.tensor_parallel
+        num_ranks = len(config.local_ranks)
         return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus(), num_ranks)]
 
     def weight_kernels(self, form: WeightFormat) -> str:
@@ -246,6 +246,12 @@ class NativeFactory:
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None
+
+    @property
+    def instructions(self) -> str:
+        library = load()
+        assert library is not None, "the backend is supported"
+        return library.variant
 
     def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> Meeting:
         return SharedMeeting(count, num_threads, timeout_s)

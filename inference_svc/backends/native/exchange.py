@@ -21,9 +21,10 @@ from kernels.ranks.memory import RankMemory, create_file
 from kernels.ranks.native import rank_columns_op, sum_ranks_op
 
 
-class ProgramExchange(Protocol):
-    """The operations of a program that exchange with all other ranks, which run the same in the
-    same order. They return at once, with anything as their result, when an exchange has failed."""
+class ProgramExchange(Exchange, Protocol):
+    """An exchange, and the operations of a program that exchange with all other ranks, which run
+    the same in the same order. They return at once, with anything as their result, when an exchange
+    has failed."""
 
     def sum_op(self, x: Tensor, count: Tensor) -> NativeOp:
         """Builds x[:count] = the sum of all ranks' x[:count].
@@ -128,6 +129,11 @@ class CalledExchange:
     def __init__(self, rank: Rank, exchange: Exchange) -> None:
         self._rank, self._exchange = rank, exchange
         self._error: BaseException | None = None
+        self.sum, self.side_by_side = exchange.sum, exchange.side_by_side
+
+    @property
+    def seconds(self) -> float:
+        return self._exchange.seconds
 
     def sum_op(self, x: Tensor, count: Tensor) -> NativeOp:
         def run() -> None:

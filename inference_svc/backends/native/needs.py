@@ -62,7 +62,7 @@ def held_bytes(config: EngineConfig, decoder: Decoder) -> int:
 def _attention_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory of attention: each thread's, and the work items of each window."""
     item_bytes = getattr(torch, config.dtype).itemsize
-    num_threads = compute_threads(config.num_threads, config.tensor_parallel)
+    num_threads = compute_threads(config.num_threads, len(config.local_ranks))
     windows: dict[AttentionShape, set[int | None]] = {}
     for each in decoder.attentions:
         shape = AttentionShape(each.num_heads, each.num_kv_heads, each.head_dim, item_bytes)

@@ -1,4 +1,4 @@
-"""A model over several ranks: processes of one machine, which rank 0 leads.
+"""A model over several ranks: processes of one machine or of several, which rank 0 leads.
 
 messages  what rank 0 sends to the others, and gets from them, outside of steps
 steps     a step as one buffer of numbers
@@ -9,4 +9,5 @@ report    reports for operators: memory, the seconds of steps, and where threads
 pulls     each rank's part of an adapter, pulled together
 main      the main program of the other ranks
 orphans   ends a rank with the process that started it
+nodes     ranks of several machines
 """

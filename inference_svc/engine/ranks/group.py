@@ -10,17 +10,17 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from inference_svc.backends.base import RankFactory
-from inference_svc.backends.exchange import ExchangeFailed
+from inference_svc.backends.exchange import ExchangeFailed, Meeting
 from inference_svc.core import EngineConfig
 from inference_svc.engine.control.status_types import RankStatus
 from inference_svc.engine.ranks.liveness import Limits, Liveness
@@ -28,11 +28,11 @@ from inference_svc.engine.ranks.messages import (
     DIVIDE,
     FREE,
     FREE_ALL,
-    LOST_CONTACT,
     RESTORE,
     STEP,
     Built,
     Described,
+    LostContact,
     NotBuilt,
     Ping,
     Pong,
@@ -43,9 +43,10 @@ from inference_svc.engine.ranks.messages import (
     StoreUpdate,
     TellStacks,
 )
+from inference_svc.engine.ranks.orphans import rank_command
 from inference_svc.engine.ranks.report import Held, RankStacks, Report
 from inference_svc.errors import EngineFailed
-from inference_svc.host.cpus import compute_threads
+from inference_svc.host.cpus import Share, compute_threads
 from inference_svc.model.description import Rank
 from inference_svc.model.sharding.exchange import Exchange
 
@@ -69,15 +70,6 @@ FIRST_ANSWER_S = 120.0
 STALL_S = 300.0
 """How long a rank may make no progress while it starts. Files that come over a network may have to
 be fetched whole before the first byte of them is read."""
-# This process's path, so that the child imports the same modules, and none from the working folder.
-_PROGRAM = """
-import sys
-sys.path[:] = {path!r}
-from inference_svc.engine.ranks.orphans import end_with
-end_with({parent})
-from inference_svc.engine.ranks.main import main
-main()
-"""
 
 
 def _pair(send_s: float) -> tuple[Connection, socket.socket]:
@@ -89,23 +81,14 @@ def _pair(send_s: float) -> tuple[Connection, socket.socket]:
     return Connection(ours.detach()), theirs
 
 
-class RankProcess:
-    """One other rank: `control` for messages in both directions, `steps` for steps. It ends with
-    the thread that makes it."""
+class OtherRank(ABC):
+    """One other rank: `control` for messages in both directions, `steps` for steps."""
 
-    def __init__(self, rank: Rank, files: tuple[int, ...] = ()) -> None:
-        """`files` are open in its process, too."""
+    control: Connection
+    steps: Connection
+
+    def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        self.control, theirs = _pair(SILENCE_S)
-        self.steps, their_steps = _pair(EXCHANGE_S)
-        self.steps_fd = their_steps.fileno()
-        program = _PROGRAM.format(path=sys.path, parent=os.getpid())
-        with theirs, their_steps:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", program],
-                stdin=theirs.fileno(),
-                pass_fds=(self.steps_fd, *files),
-            )
         self.said: dict[type, Any] = {}
         """The messages of its start."""
         self.why = ""
@@ -114,15 +97,23 @@ class RankProcess:
         self._status: RankStatus | None = None
         self.has_lost_contact = False
         self._hangs = ""
+        self.is_read = threading.Event()
+        """Its reader has taken all messages, behind which it has ended."""
         self._lock = threading.Lock()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def name(self) -> str:
         return f"rank {self.rank.index}"
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """Where it runs, for operators, such as "process 123"."""
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it takes messages."""
+        return True
 
     @property
     def status(self) -> RankStatus | None:
@@ -150,29 +141,21 @@ class RankProcess:
         """Returns its next message. Raises EOFError or OSError when it has ended."""
         return pickle.loads(self.control.recv_bytes())
 
+    @abstractmethod
     def kill(self, why: str = "does not answer") -> None:
         """Kills a rank that hangs."""
-        if not self._hangs and self._process.poll() is None:
-            self._hangs = why
-        self._process.kill()
 
+    @abstractmethod
     def end(self, timeout_s: float) -> str:
         """Waits for its end, after so long by killing it; returns how it ended."""
-        try:
-            code = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            code = self._process.wait()
+
+    def _ending(self, how: str) -> str:
+        """Returns how it has ended: as it has said, or `how` it looks."""
         if self._hangs:
             return self._hangs
-        self.has_lost_contact = code == LOST_CONTACT
         if self.why:
             return f"failed: {self.why}"
-        if self.has_lost_contact:
-            return "lost contact with another rank"
-        if code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with status {code}"
+        return "lost contact with another rank" if self.has_lost_contact else how
 
     def hang_up(self) -> None:
         """Has it end, which it does when these sockets do."""
@@ -185,6 +168,67 @@ class RankProcess:
         with self._lock:
             self.control.close()
         self.steps.close()
+
+
+class RankProcess(OtherRank):
+    """A rank of this machine. It ends with the thread that makes it."""
+
+    def __init__(self, rank: Rank, files: tuple[int, ...] = ()) -> None:
+        """`files` are open in its process, too."""
+        super().__init__(rank)
+        self.control, theirs = _pair(SILENCE_S)
+        self.steps, their_steps = _pair(EXCHANGE_S)
+        self.steps_fd = their_steps.fileno()
+        with theirs, their_steps:
+            self._process = subprocess.Popen(
+                rank_command("inference_svc.engine.ranks.main"),
+                stdin=theirs.fileno(),
+                pass_fds=(self.steps_fd, *files),
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def place(self) -> str:
+        return f"process {self.pid}"
+
+    def kill(self, why: str = "does not answer") -> None:
+        if not self._hangs and self._process.poll() is None:
+            self._hangs = why
+        self._process.kill()
+
+    def end(self, timeout_s: float) -> str:
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self._process.wait()
+        if not self._hangs:
+            self.is_read.wait(DEATH_S)
+        if code < 0:
+            return self._ending(f"was ended by {signal.Signals(-code).name}")
+        return self._ending(f"ended with status {code}")
+
+
+class Rendezvous(Protocol):
+    """The place to which the ranks of other machines come; see `ranks.nodes`."""
+
+    @property
+    def others(self) -> Sequence[OtherRank]:
+        """The ranks of other machines, which may not have come yet."""
+
+    def open(
+        self, meeting: Meeting, backend: str, on_missing: Callable[[EngineFailed], None]
+    ) -> None:
+        """Lets ranks come, and tells them these; calls `on_missing` if one does not."""
+
+    def open_meeting(self, timeout_s: float) -> Meeting:
+        """Opens the meeting of all ranks; see `RankFactory.open_meeting`."""
+
+    def close(self) -> None:
+        """Lets no rank come any more. Idempotent."""
 
 
 class RankGroup:
@@ -202,6 +246,7 @@ class RankGroup:
         factory: RankFactory,
         make_store: Callable[[Callable[[Any], None]], Any],
         on_failure: Callable[[EngineFailed], None],
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         self.count = config.tensor_parallel
         self.report = Report(Rank(0, self.count), compute_threads(config.num_threads, self.count))
@@ -213,15 +258,22 @@ class RankGroup:
         self._not_built: Exception | None = None
         self._failed, self._ended = threading.Event(), threading.Event()
         self._changed = threading.Condition()
-        num_threads = compute_threads(config.num_threads, self.count)
-        self._meeting = factory.open_meeting(self.count, num_threads, EXCHANGE_S)
+        num_local = len(config.local_ranks)
+        self.share = Share(0, num_local)
+        self._rendezvous = rendezvous
+        if rendezvous is None:
+            num_threads = compute_threads(config.num_threads, num_local)
+            self._meeting = factory.open_meeting(self.count, num_threads, EXCHANGE_S)
+        else:
+            self._meeting = rendezvous.open_meeting(EXCHANGE_S)
         # The watch starts ranks: they end with the thread that starts them.
         started: Future[list[RankProcess]] = Future()
         watch = threading.Thread(
-            target=self._watch, args=(started,), name="loadout-ranks", daemon=True
+            target=self._watch, args=(started, num_local), name="loadout-ranks", daemon=True
         )
         watch.start()
-        self.others = started.result()
+        self.local = started.result()
+        self.others = [*self.local, *(() if rendezvous is None else rendezvous.others)]
         readers = [
             threading.Thread(
                 target=self._read, args=(each,), name=f"loadout-{each.name}", daemon=True
@@ -230,8 +282,11 @@ class RankGroup:
         ]
         self.stacks = RankStacks([each.name for each in self.others], self._ask_for_stacks)
         self._threads = [watch, *readers]
-        for each, reader in zip(self.others, readers, strict=True):
+        for reader in readers:
             reader.start()
+        if rendezvous is not None:
+            rendezvous.open(self._meeting, factory.name, self._miss)
+        for each in self.local:
             start = Start(config, each.rank, make_store, factory.name, self._meeting, each.steps_fd)
             each.send(start)
         self._is_asking = True  # pings follow Start
@@ -253,7 +308,7 @@ class RankGroup:
         least number of pages. Raises as `meet`."""
         found = self._expect(Built)
         for each in self.others:
-            logger.info("%s is process %d", each.name, each.pid)
+            logger.info("%s is %s", each.name, each.place)
         return min(each.num_pages for each in found)
 
     def _expect(self, kind: type) -> list[Any]:
@@ -309,7 +364,7 @@ class RankGroup:
                 raise self.lost(each) from None
         return total
 
-    def update_stores(self, content: Any, *, but: RankProcess | None = None) -> None:
+    def update_stores(self, content: Any, *, but: OtherRank | None = None) -> None:
         """Tells the stores of the ranks, but one, a finding of another process's store."""
         for each in self.others:
             if each is not but:
@@ -326,7 +381,7 @@ class RankGroup:
         """Whether no rank computes or pulls any more."""
         return self._is_closing or self.failure is not None
 
-    def lost(self, rank: RankProcess) -> EngineFailed:
+    def lost(self, rank: OtherRank) -> EngineFailed:
         """Returns the failure of a rank that has ended; of one that another has left alone, the
         other's."""
         how = rank.end(DEATH_S)
@@ -360,7 +415,7 @@ class RankGroup:
             self._on_failure(failure)
         return failure
 
-    def _read(self, rank: RankProcess) -> None:
+    def _read(self, rank: OtherRank) -> None:
         """Takes a rank's messages until it ends."""
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -377,12 +432,21 @@ class RankGroup:
                     self.on_pull_ended(rank.rank.index, message)
                 elif isinstance(message, StepFailed):
                     rank.why = message.why
+                elif isinstance(message, LostContact):
+                    rank.has_lost_contact = True
                 else:
                     self._on_started(rank, message)
+        rank.is_read.set()
         if not self._is_closing:
             self.lost(rank)
 
-    def _on_started(self, rank: RankProcess, message: Described | Built | NotBuilt) -> None:
+    def _miss(self, failure: EngineFailed) -> None:
+        """Ends the start, because ranks have not come."""
+        with self._changed:
+            self._not_built = self._not_built or failure
+            self._changed.notify_all()
+
+    def _on_started(self, rank: OtherRank, message: Described | Built | NotBuilt) -> None:
         with self._changed:
             if isinstance(message, NotBuilt):
                 logger.error("%s cannot load the model: %s", rank.name, message.error)
@@ -391,21 +455,23 @@ class RankGroup:
             rank.liveness.waits_for_steps = isinstance(message, Built)
             self._changed.notify_all()
 
-    def _watch(self, started: Future[list[RankProcess]]) -> None:
-        """Starts all ranks, and asks each whether it answers, until all have ended."""
+    def _watch(self, started: Future[list[RankProcess]], num_local: int) -> None:
+        """Starts this machine's ranks, and asks each rank whether it answers, until all have
+        ended."""
         try:
-            ranks = [Rank(index, self.count) for index in range(1, self.count)]
-            others = [RankProcess(each, self._meeting.files) for each in ranks]
+            ranks = [Rank(index, self.count) for index in range(1, num_local)]
+            local = [RankProcess(each, self._meeting.files) for each in ranks]
         except BaseException as error:
             started.set_exception(error)
             return
-        started.set_result(others)
+        started.set_result(local)
         while not self._ended.wait(PING_S):
-            for each in others if self._is_asking and not self._is_closing else ():
-                self._ask(each)
+            for each in self.others if self._is_asking and not self._is_closing else ():
+                if each.has_come:
+                    self._ask(each)
 
-    def _ask(self, rank: RankProcess) -> None:
-        """Kills a rank that hangs."""
+    def _ask(self, rank: OtherRank) -> None:
+        """Kills a rank that hangs. A rank of another machine ends when it hears nothing."""
         limits = Limits(PING_S, FIRST_ANSWER_S, SILENCE_S, STALL_S)
         fault = rank.liveness.fault(limits, serves=self._is_built)
         if fault:
@@ -423,6 +489,8 @@ class RankGroup:
             if self._is_closing:
                 return
             self._is_closing = True
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         for each in self.others:
             each.hang_up()
         deadline_s = time.monotonic() + END_S

@@ -35,18 +35,18 @@ from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.base import RankBackend, RankFactory
 from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.backends.select import select_backend
-from inference_svc.engine.build import describe, place_threads, set_num_threads
+from inference_svc.engine.build import describe, place_threads, set_num_threads, share_of
 from inference_svc.engine.control.status_types import RankStatus
 from inference_svc.engine.ranks.liveness import progress
 from inference_svc.engine.ranks.messages import (
     DIVIDE,
     FREE_ALL,
-    LOST_CONTACT,
     RESTORE,
     STEP,
     Built,
     CancelPull,
     Described,
+    LostContact,
     NotBuilt,
     Ping,
     Pong,
@@ -68,7 +68,7 @@ from inference_svc.engine.ranks.steps import (
 )
 from inference_svc.engine.transport.process_main import connect_to_parent, encode, portable
 from inference_svc.errors import AdapterUnusable, CorruptImage
-from inference_svc.host.cpus import Share, bound_to, compute_threads
+from inference_svc.host.cpus import bound_to, compute_threads
 from inference_svc.model.checkpoint.headers import tower_modules
 from servicekit.errors import ServiceError
 from servicekit.telemetry.logs import mark_process
@@ -110,23 +110,29 @@ class Follower:
         try:
             backend = self._build()
         except ExchangeFailed:
-            _end(LOST_CONTACT)
+            self._leave()
         except Exception as error:
             self._send(NotBuilt(portable(error)))
             return
         assert self._pulls is not None
         self._send(Pong(progress(), self._status()))  # so that a built rank has a status
         self._send(Built(backend.num_pages))
-        place_threads(backend, self._start.rank)
+        place_threads(backend, share_of(self._start.config, self._start.rank.index))
         try:
             while True:
                 self._take(self._steps.recv_bytes(), backend, self._pulls)
         except EOFError:
             _end(0)
         except ExchangeFailed:
-            _end(LOST_CONTACT)
+            self._leave()
         except Exception as error:
             self._fail(error)
+
+    def _leave(self) -> NoReturn:
+        """Ends the process, because another rank has ended or hangs."""
+        with contextlib.suppress(OSError):
+            self._send(LostContact())
+        _end(1)
 
     def _fail(self, error: Exception) -> NoReturn:
         """Ends the process, and says why."""
@@ -149,7 +155,7 @@ class Follower:
         self._send(Described())
         self._report.exchange = exchange = self._start.meeting.join(rank)
         layout = layout_of(config, decoder)
-        with bound_to(Share(rank.index, rank.count)):
+        with bound_to(share_of(config, rank.index)):
             backend = factory.build_rank(config, decoder, layout, exchange)
         self._report.note_memory(backend)
         layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))

@@ -20,9 +20,6 @@ STEP, DIVIDE, FREE, FREE_ALL, RESTORE = b"s", b"d", b"f", b"a", b"r"
 which the rank goes on dividing magnitudes; or the rank is to free its pages, or its weights as
 well, or to allocate them again, and answers."""
 
-LOST_CONTACT = 3
-"""The status of a rank that has ended because another rank did not exchange with it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -96,6 +93,11 @@ class StepFailed:
     """The rank could not compute a step, or take a message, and ends."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LostContact:
+    """The rank ends because another rank did not exchange with it."""
 
 
 @dataclass(frozen=True, slots=True)

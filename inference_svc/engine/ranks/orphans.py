@@ -1,13 +1,32 @@
-"""Ends this process with the thread that started it."""
+"""Starts a process that ends with the thread that started it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import sys
 
 PR_SET_PDEATHSIG = 1
 """A number of Linux's prctl.h."""
+
+
+# This process's path, so that the child imports the same modules, and none from the working folder.
+_PROGRAM = """
+import sys
+sys.path[:] = {path!r}
+from inference_svc.engine.ranks.orphans import end_with
+end_with({parent})
+from {module} import main
+main()
+"""
+
+
+def rank_command(module: str) -> list[str]:
+    """Returns the command of a process that runs a module's `main`, and ends with the calling
+    thread."""
+    program = _PROGRAM.format(path=sys.path, parent=os.getpid(), module=module)
+    return [sys.executable, "-P", "-c", program]
 
 
 def end_with(parent: int) -> None:

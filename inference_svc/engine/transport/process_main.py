@@ -164,7 +164,7 @@ class Child:
         built, pids = self._engine.built, {}
         if built.ranks is not None:
             built.ranks.on_store_update = self._on_rank_update
-            pids = {each.name: each.pid for each in built.ranks.others}
+            pids = {each.name: each.pid for each in built.ranks.local}
         self._engine.start(self._send)
         self._send(Ready(built.layout, built.other_layouts, built.decoder, built.speed, pids))
 

@@ -132,6 +132,23 @@ def test_a_scrape_is_compressed_for_those_that_accept_it() -> None:
     assert scraping == ["scrape"] * 3, "in threads of their own, on no event loop"
 
 
+def test_health() -> None:
+    """At its path, where a service says it; elsewhere there are metrics."""
+    health = [False]
+    registry = MetricRegistry(DEFINITIONS)
+    with closing(MetricsServer(registry, "127.0.0.1", 0, lambda: health[0])) as server:
+        url = f"http://127.0.0.1:{server.port}/health"
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(url, timeout=60)
+        with caught.value as error:
+            assert error.code == 503
+        health[0] = True
+        with urllib.request.urlopen(url, timeout=60) as response:
+            assert (response.status, response.read()) == (200, b"")
+        with urllib.request.urlopen(url.replace("health", "metrics"), timeout=60) as response:
+            assert response.headers["Content-Type"].startswith("text/plain")
+
+
 def test_only_scrapes_are_answered() -> None:
     with closing(MetricsServer(MetricRegistry(DEFINITIONS), "127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.port}/metrics"

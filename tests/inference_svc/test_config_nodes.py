@@ -1,0 +1,104 @@
+"""Settings of several machines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from inference_svc.auto_settings import Machine, ModelFacts, resolve, to_engine_config
+from inference_svc.config import InferenceSettings
+from inference_svc.core import Nodes
+from servicekit.errors import InvalidSetting
+from servicekit.settings.load import load_settings
+
+TOKEN = "LOADOUT_INFERENCE_RENDEZVOUS_TOKEN"
+SECRET = "0123456789abcdef"
+SECOND = ("--tensor-parallel", "4", "--nnodes", "2", "--node-rank", "1")
+THERE = ("--rendezvous", "10.0.0.1:29500")
+FACTS = ModelFacts("float32", 4096, kv_elements_per_token=1024, kv_vectors_per_token=16)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("LOADOUT_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv(TOKEN, SECRET)
+
+
+def parse(folder: Path, *flags: str) -> InferenceSettings:
+    (folder / "config.json").write_text("{}")
+    return load_settings(InferenceSettings, ["--model", str(folder), *flags])
+
+
+def test_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing prints the token, which may end in a line break."""
+    monkeypatch.setenv(TOKEN, f"{SECRET}\n")
+    settings = parse(tmp_path, *SECOND, *THERE)
+    config = to_engine_config(resolve(settings, Machine(has_cuda=False), FACTS))
+    assert config.nodes == Nodes(2, 1, "10.0.0.1:29500", 600.0, SECRET)
+    assert config.local_ranks == range(2, 4)
+    assert SECRET not in f"{settings!r} {config!r}"
+
+
+def test_one_machine(tmp_path: Path) -> None:
+    settings = parse(tmp_path, "--tensor-parallel", "4")
+    config = to_engine_config(resolve(settings, Machine(has_cuda=False), FACTS))
+    assert config.nodes is None
+    assert config.local_ranks == range(4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--node-rank", "1"), "--node-rank 1 is not below --nnodes 1"),
+        (
+            ("--tensor-parallel", "3", "--nnodes", "2", *THERE),
+            "--tensor-parallel 3 does not divide by --nnodes 2",
+        ),
+        (("--nnodes", "2", *THERE), "--tensor-parallel 1 does not divide by --nnodes 2"),
+        (
+            (*SECOND, "--node-rank", "2", *THERE),
+            "--node-rank 2 is not below --nnodes 2: machines are counted from 0",
+        ),
+        (SECOND, "--rendezvous is required with --nnodes"),
+        ((*SECOND, "--rendezvous", "leader"), "--rendezvous: 'leader' is not HOST:PORT"),
+        ((*SECOND, "--rendezvous", "leader:0"), "--rendezvous: leader:0 has no port"),
+        ((*SECOND, "--rendezvous", "0.0.0.0:29500"), "is no address that other machines reach"),
+        (
+            (*SECOND, *THERE, "--rendezvous-timeout-seconds", "0"),
+            "--rendezvous-timeout-seconds: must be more than 0",
+        ),
+        (("--nnodes", "0"), "--nnodes: must be at least 1"),
+    ],
+)
+def test_wrong_settings(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        parse(tmp_path, *flags)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("", f"{TOKEN} is required with --nnodes"),
+        (" \n", f"{TOKEN} is required with --nnodes"),
+        ("fifteen letters", f"{TOKEN}: must have at least 16 characters"),
+    ],
+)
+def test_wrong_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, message: str
+) -> None:
+    monkeypatch.setenv(TOKEN, token)
+    with pytest.raises(InvalidSetting) as caught:
+        parse(tmp_path, *SECOND, *THERE)
+    assert str(caught.value).startswith(message)
+    assert "fifteen" not in str(caught.value)
+
+
+def test_the_token_is_no_flag(tmp_path: Path) -> None:
+    """Others on the machine could read it there."""
+    with pytest.raises(InvalidSetting, match=f"set rendezvous-token in the file .* {TOKEN}"):
+        parse(tmp_path, "--rendezvous-token", SECRET)
