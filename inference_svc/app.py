@@ -26,6 +26,7 @@ from inference_svc.auto_settings import (
 from inference_svc.config import InferenceSettings
 from inference_svc.core import NO_DEFAULTS, SamplingDefaults, SamplingParams
 from inference_svc.engine.memory_fit import fit_device
+from inference_svc.engine.ranks.group import END_S
 from inference_svc.engine.ranks.nodes.node import Node, check_node
 from inference_svc.engine.transport.messages import StoreMessage
 from inference_svc.engine.transport.process import EngineProcess
@@ -174,7 +175,8 @@ async def _serve_node(config: InferenceSettings, stop: asyncio.Event) -> None:
             waiting.cancel()
         if not stop.is_set():
             raise EngineFailed(f"{node.endings[0]}; this machine's other ranks end with it")
-        await asyncio.to_thread(node.wait_for_end, config.grace_seconds)
+        if node.has_joined:  # rank 0 may have been told to end at the same time, and drains as long
+            await asyncio.to_thread(node.wait_for_end, config.grace_seconds + END_S)
 
 
 def _load_tokenizer(config: InferenceSettings) -> TextModel:

@@ -19,9 +19,11 @@ def manifests(request: pytest.FixtureRequest) -> Manifests:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`workload`: each of each overlay."""
+    """`workload`: each of each overlay; in modules that say so, workers, too."""
     if "workload" in metafunc.fixturenames:
         found: list[tuple[str, Workload]] = list(all_workloads())
+        if getattr(metafunc.module, "INCLUDES_WORKERS", False):
+            found += [(f"{name}-worker", each) for name in BUILDS for each in overlay(name).workers]
         ids = [f"{name}-{workload.name}" for name, workload in found]
         metafunc.parametrize("workload", [workload for _, workload in found], ids=ids)
 

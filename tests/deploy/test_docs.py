@@ -313,5 +313,5 @@ def test_numbers_are_the_overlays():
         sleep = workload.container["lifecycle"]["preStop"]["sleep"]["seconds"]
         assert sleep == 10, "the page says ten seconds"
     assert f"Kubernetes {VERSIONS[0]} or newer" in DOCS
-    assert len(DOCUMENTED) == 9
+    assert len(DOCUMENTED) == 10
     assert any(is_custom(each) for each in production.objects)

@@ -42,7 +42,8 @@ def test_every_pod_is_closed_by_default(manifests):
 def test_every_policy_is_for_somebody(manifests):
     for policy in policies(manifests):
         selector = policy["spec"]["podSelector"]
-        assert any(matches(selector, each.labels) for each in manifests.workloads)
+        pods = (*manifests.workloads, *manifests.workers)
+        assert any(matches(selector, each.labels) for each in pods)
 
 
 def test_a_service_makes_its_connections(workload):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.deploy import dockerfile
 from tests.support.deploy.manifests import ROOT, gibibytes, variables
 
+INCLUDES_WORKERS = True
 ALLOWED_VOLUMES = {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}
 HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC", "hostUsers", "shareProcessNamespace")
 

@@ -76,5 +76,8 @@ def test_a_rollout_leaves_somebody_serving(workload: Workload):
         assert update["maxSurge"] + update["maxUnavailable"] == 1
     elif kind == "DaemonSet":
         assert spec["updateStrategy"]["rollingUpdate"]["maxUnavailable"] == 1
+    elif kind == "LeaderWorkerSet":
+        update = spec["rolloutStrategy"]["rollingUpdateConfiguration"]
+        assert update["maxSurge"] + update["maxUnavailable"] == 1
     else:
         assert spec["podManagementPolicy"] == "Parallel", "they wait for no other to start"

@@ -61,9 +61,17 @@ def test_a_misspelt_field_is_refused(version):
         kubernetes_validate.validate(thing, version, strict=True)
 
 
-@pytest.mark.parametrize("kind", ["ServiceMonitor", "PrometheusRule", "ScaledObject"])
-def test_a_misspelt_field_of_a_custom_object_is_refused(kind):
-    [thing, *_] = overlay("production-keda").of_kind(kind)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("ServiceMonitor", "production-keda"),
+        ("PrometheusRule", "production-keda"),
+        ("ScaledObject", "production-keda"),
+        ("LeaderWorkerSet", "dev-several-machines"),
+    ],
+)
+def test_a_misspelt_field_of_a_custom_object_is_refused(kind, name):
+    [thing, *_] = overlay(name).of_kind(kind)
     thing = copy.deepcopy(thing)
     thing["spec"]["endpoint"] = []
     with pytest.raises(jsonschema.ValidationError, match="endpoint"):

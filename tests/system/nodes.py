@@ -28,6 +28,7 @@ class NodeServices(Services):
     """Before the second machine's command."""
     rendezvous: str = ""
     node: Process = field(init=False)
+    node_metrics: str = field(init=False)
 
     def __exit__(self, *exc: object) -> None:
         """The other machine ends when the first has drained."""
@@ -48,7 +49,7 @@ class NodeServices(Services):
             raise
         finally:
             self.inference_flags = flags
-        self.node.wait_ready(READY_S)
+        self.node_metrics = self.node.wait_ready(READY_S)["metrics"]
 
     def start_node(self) -> None:
         ready = self.folder / "node.json"

@@ -7,6 +7,8 @@ import re
 import signal
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,6 +78,7 @@ def test_machines_answer_as_peft(zoos: Callable[[str], Zoo], tmp_path: Path) -> 
     zoo = zoos("llama")
     with serve(zoo, tmp_path) as services:
         assert len(remote_ranks(services)) == 1
+        assert health(services.node_metrics) == 200
         check_addresses(services)
         for name, found in answers(services).items():
             assert found == zoo.greedy(name, PROMPT, NUM_TOKENS, guess=found), name
@@ -212,6 +215,33 @@ def test_machines_that_do_not_come(zoos: Callable[[str], Zoo], tmp_path: Path) -
     assert alone.process.stop(0) == 1
     missing = f"rank 2 on node 1, rank 3 on node 1 did not come to {alone.rendezvous} within 1 s"
     assert f"loadout: {missing}" in alone.log
+
+
+def health(address: str) -> int:
+    """Returns the status of a machine's page; 0 before it has one."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/health", timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except OSError:
+        return 0
+
+
+def test_a_machine_that_waits_for_the_first(zoos: Callable[[str], Zoo], tmp_path: Path) -> None:
+    """Its page says so. It ends at once when it is told to, and well."""
+    page = f"127.0.0.1:{free_port('127.0.0.1')}"
+    command = [
+        *(sys.executable, "-m", "inference_svc", "--model", str(zoos("llama").model_dir)),
+        *("--metrics-listen", page, "--num-threads", "1", "--tensor-parallel", "2"),
+        *("--nnodes", "2", "--node-rank", "1", "--rendezvous", f"{LOCAL}:{free_port(LOCAL)}"),
+    ]
+    process = ForkedProcess("node", command, tmp_path, tmp_path / "ready.json")
+    until(lambda: health(page) == 503)
+    until(lambda: "rank 1 waits for rank 0" in process.log_path.read_text())
+    assert process.stop(30) == 0
+    assert "Traceback" not in process.log_path.read_text()
 
 
 def test_a_machine_that_is_ended_while_it_waits(zoos: Callable[[str], Zoo], tmp_path: Path) -> None:

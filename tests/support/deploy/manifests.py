@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import subprocess
@@ -52,8 +53,8 @@ def kustomize(folder: Path) -> list[Object]:
 
 @dataclass(frozen=True)
 class Workload:
-    """What runs pods: a Deployment, StatefulSet or DaemonSet. Each has one container, and inference
-    may have one that runs before."""
+    """What runs pods: a Deployment, StatefulSet or DaemonSet, or the leaders or the workers of a
+    LeaderWorkerSet. Each has one container, and inference may have one that runs before."""
 
     object: Object
     manifests: Manifests
@@ -175,12 +176,46 @@ class Manifests:
 
     @property
     def workloads(self) -> list[Workload]:
+        """All but workers, which serve nobody."""
         kinds = ("Deployment", "StatefulSet", "DaemonSet")
-        return [Workload(each, self) for each in self.of_kind(*kinds)]
+        leaders = self._of_sets("leaderTemplate", 0)
+        return [*(Workload(each, self) for each in self.of_kind(*kinds)), *leaders]
+
+    @property
+    def workers(self) -> list[Workload]:
+        """The first worker of each LeaderWorkerSet."""
+        return self._of_sets("workerTemplate", 1)
+
+    def _of_sets(self, template: str, index: int) -> list[Workload]:
+        return [
+            Workload(_of_pods(each, template, index), self)
+            for each in self.of_kind("LeaderWorkerSet")
+        ]
 
     def workloads_with(self, labels: Labels) -> list[Workload]:
         """Returns the workloads whose pods carry the labels."""
         return [each for each in self.workloads if labels.items() <= each.labels.items()]
+
+
+def _of_pods(thing: Object, name: str, index: int) -> Object:
+    """Returns a LeaderWorkerSet as what runs the pods of one of its templates, with the variables
+    that these are given, of the first group."""
+    spec, metadata = thing["spec"], thing["metadata"]
+    group = spec["leaderWorkerTemplate"]
+    given = {
+        "LWS_GROUP_SIZE": str(group["size"]),
+        "LWS_WORKER_INDEX": str(index),
+        "LWS_LEADER_ADDRESS": f"{metadata['name']}-0.{metadata['name']}.{metadata['namespace']}",
+    }
+    template = copy.deepcopy(group[name])
+    for container in template["spec"]["containers"]:
+        for variable in container["env"]:
+            for key, value in given.items():
+                if "value" in variable:
+                    variable["value"] = variable["value"].replace(f"$({key})", value)
+    label = "app.kubernetes.io/name"
+    selector = {"matchLabels": {label: template["metadata"]["labels"][label]}}
+    return {**thing, "spec": {**spec, "template": template, "selector": selector}}
 
 
 HUB_SETTINGS = {

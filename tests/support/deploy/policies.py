@@ -113,11 +113,13 @@ def _is_peer(selected: Object, other: Peer, policy: Object) -> bool:
 
 
 def _is_port(allowed: Object, port: int, protocol: str, listening: Peer) -> bool:
-    assert allowed.keys() == {"port", "protocol"}, "a port that this does not know"
+    assert allowed.keys() - {"endPort"} == {"port", "protocol"}, "a port that this does not know"
     number = allowed["port"]
     if isinstance(number, str):
         number = listening.ports.get(number)
-    return (number, allowed["protocol"]) == (port, protocol)
+    if allowed["protocol"] != protocol or number is None:
+        return False
+    return bool(number <= port <= allowed.get("endPort", number))
 
 
 DNS, HTTPS, POSTGRES, OTLP = 53, 443, 5432, 4317

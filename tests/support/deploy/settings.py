@@ -11,4 +11,7 @@ CLASSES = {
 }
 DEMO_MODEL = "/opt/loadout/demo/model"
 """Where the images have the demo's model; see finish.sh."""
-SAMPLE_SECRETS = {"LOADOUT_STORE_CATALOG_DSN": "postgresql+psycopg://loadout:x@postgres/loadout"}
+SAMPLE_SECRETS = {
+    "LOADOUT_STORE_CATALOG_DSN": "postgresql+psycopg://loadout:x@postgres/loadout",
+    "LOADOUT_INFERENCE_RENDEZVOUS_TOKEN": "a secret of all machines",
+}

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """How soon the end is noticed."""
+RESOLVE_S = 2.0
+"""Between two questions for the rendezvous's address."""
 MAX_CALLERS, PEER_SHARE = 64, 0.5
 """Connections whose callers are not known yet, and the share of one address in the places that
 others leave free. Further ones are closed; ranks come again."""
@@ -198,9 +200,8 @@ class NodeRendezvous:
 
 
 def _listen(nodes: Nodes) -> socket.socket:
-    host, port = split_address(nodes.rendezvous)
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = _resolve(nodes)[0]
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         why = error.strerror or str(error)
@@ -208,6 +209,21 @@ def _listen(nodes: Nodes) -> socket.socket:
         raise OSError(
             f"--rendezvous: cannot listen on {nodes.rendezvous}: {why}; {hint}"
         ) from error
+
+
+def _resolve(nodes: Nodes) -> list[Any]:
+    """Resolves the rendezvous, again for a while: where pods have names, a new one's may come after
+    its start."""
+    host, port = split_address(nodes.rendezvous)
+    deadline_s = time.monotonic() + nodes.timeout_s
+    while True:
+        try:
+            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if time.monotonic() > deadline_s:
+                raise
+            logger.warning("%s has no address yet: %s", host, error.strerror)
+        time.sleep(RESOLVE_S)
 
 
 def _names(ranks: Sequence[RemoteRank]) -> str:

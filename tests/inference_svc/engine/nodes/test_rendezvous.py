@@ -231,3 +231,25 @@ def test_a_port_in_use() -> None:
         with pytest.raises(OSError, match=f"--rendezvous: cannot listen on 127.0.0.1:{port}"):
             NodeRendezvous(config_of(port, 0), FACTS)
     assert split_address(f"127.0.0.1:{port}")[1] == port
+
+
+def test_a_name_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "RESOLVE_S", 0.01)
+    real = socket.getaddrinfo
+    asked: list[str] = []
+
+    def resolve(host: str, port: int, **options: Any) -> Any:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real("127.0.0.1", port, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    config = config_of(free_port(), 0)
+    assert config.nodes is not None
+    named = replace(config.nodes, rendezvous=f"leader.test:{free_port()}")
+    NodeRendezvous(replace(config, nodes=named), FACTS).close()
+    assert asked == ["leader.test"] * 3
+    asked.clear()
+    with pytest.raises(OSError, match=r"--rendezvous: cannot listen on .* Name or service not"):
+        NodeRendezvous(replace(config, nodes=replace(named, timeout_s=0.0)), FACTS)
