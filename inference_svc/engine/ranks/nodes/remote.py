@@ -76,10 +76,10 @@ class RemoteRank(OtherRank):
         return self._ending("closed its connection")
 
     def hang_up(self) -> None:
-        if self.has_come:
-            super().hang_up()
         self._is_over = True
-        self._has_come.set()
+        if self._process:
+            super().hang_up()
+        self._has_come.set()  # its reader ends
 
     def close(self) -> None:
         if self._process:

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from inference_svc.core import EngineConfig, Nodes
 from inference_svc.engine.ranks.messages import Ping, Pong
 from inference_svc.engine.ranks.nodes import handshake, main, rendezvous
+from inference_svc.engine.ranks.nodes import remote as remote_rank
 from inference_svc.engine.ranks.nodes.handshake import Call, call
 from inference_svc.engine.ranks.nodes.main import Accepted, NotAccepted, come
 from inference_svc.engine.ranks.nodes.messages import Orders
@@ -253,3 +255,76 @@ def test_a_name_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
     with pytest.raises(OSError, match=r"--rendezvous: cannot listen on .* Name or service not"):
         NodeRendezvous(replace(config, nodes=replace(named, timeout_s=0.0)), FACTS)
+
+
+def test_a_rank_0_that_says_nothing(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, and its system still answers for it: the rank does not wait for it."""
+    monkeypatch.setattr(main, "SILENCE_S", 0.5)
+    accepted = waiting.come(2)
+    until(lambda: waiting.present == [2])
+    waiting.rendezvous.others[0].send(Ping())
+    assert pickle.loads(accepted.control.recv_bytes()) == Ping()
+    with pytest.raises(BlockingIOError):
+        accepted.control.recv_bytes()
+    close(accepted)
+
+
+def read_all(waiting: Waiting, index: int) -> threading.Thread:
+    """Takes a rank's messages, as rank 0 does, until it has ended."""
+    remote = waiting.rendezvous.others[index]
+
+    def read() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                remote.receive()
+        remote.is_read.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def test_a_rank_that_is_given_up(waiting: Waiting) -> None:
+    """It notices."""
+    accepted = waiting.come(2)
+    until(lambda: waiting.present == [2])
+    remote, reader = waiting.rendezvous.others[0], read_all(waiting, 0)
+    remote.kill()
+    with pytest.raises(EOFError):
+        accepted.control.recv_bytes()
+    assert remote.end(20.0) == "does not answer"
+    reader.join(20)
+    close(accepted)
+
+
+def test_a_rank_that_takes_no_messages(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fill its connection: it is given up, and later ones do not wait."""
+    monkeypatch.setattr(remote_rank, "SILENCE_S", 0.5)
+    accepted = waiting.come(2)
+    until(lambda: waiting.present == [2])
+    remote, reader = waiting.rendezvous.others[0], read_all(waiting, 0)
+    for _ in range(100):
+        remote.send(bytes(1 << 20))
+    assert remote.end(20.0) == "does not answer"
+    reader.join(20)
+    close(accepted)
+
+
+def test_a_rank_that_closes_its_connections(waiting: Waiting) -> None:
+    accepted = waiting.come(2)
+    until(lambda: waiting.present == [2])
+    reader = read_all(waiting, 0)
+    close(accepted)
+    assert waiting.rendezvous.others[0].end(20.0) == "closed its connection"
+    reader.join(20)
+
+
+def test_a_rank_that_never_comes_is_closed(waiting: Waiting) -> None:
+    """Its reader ends, and nothing is sent."""
+    remote, reader = waiting.rendezvous.others[1], read_all(waiting, 1)
+    remote.send(Ping())
+    remote.hang_up()
+    reader.join(20)
+    assert not reader.is_alive()
+    with pytest.raises(NotAccepted):
+        come(waiting.orders(3, timeout_s=0.5), lambda why: None)
