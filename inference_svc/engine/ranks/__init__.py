@@ -3,6 +3,7 @@
 messages  what rank 0 sends to the others, and gets from them, outside of steps
 steps     a step as one buffer of numbers
 backend   rank 0's backend, which has all ranks compute its steps
+peers     another rank, as rank 0 sees it
 group     the processes of the other ranks, as rank 0 starts and watches them
 liveness  whether a rank still answers, and whether its start goes on
 report    reports for operators: memory, the seconds of steps, and where threads are

@@ -36,7 +36,7 @@ from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
 from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.build import build_engine
-from inference_svc.engine.ranks import group
+from inference_svc.engine.ranks import group, peers
 from inference_svc.engine.ranks.main import check_alike
 from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
 from inference_svc.engine.ranks.pulls import RankPulls
@@ -352,9 +352,9 @@ def test_a_rank_that_cannot_take_a_message(model_dir: Path) -> None:
 @pytest.mark.processes
 def test_messages_that_a_rank_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """They fill its socket: it is killed, and later ones do not wait."""
-    monkeypatch.setattr(group, "SILENCE_S", 1.0)
+    monkeypatch.setattr(peers, "SILENCE_S", 1.0)
     with ThreadPoolExecutor(1) as starter:
-        rank = starter.submit(group.RankProcess, Rank(1, 2)).result()
+        rank = starter.submit(peers.RankProcess, Rank(1, 2)).result()
         os.kill(rank.pid, signal.SIGSTOP)
         for _ in range(100):
             rank.send(bytes(1 << 16))
@@ -393,7 +393,7 @@ def test_ranks_that_do_not_meet() -> None:
 
 ENGINE_PROGRAM = """
 import sys, time
-from inference_svc.engine.ranks.group import RankProcess
+from inference_svc.engine.ranks.peers import RankProcess
 from inference_svc.model.description import Rank
 rank = RankProcess(Rank(1, 2))
 print(rank.pid, flush=True)

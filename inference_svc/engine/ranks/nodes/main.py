@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from inference_svc.core import Nodes
-from inference_svc.engine.ranks.group import SILENCE_S
 from inference_svc.engine.ranks.main import Follower
 from inference_svc.engine.ranks.messages import Start
 from inference_svc.engine.ranks.nodes.connections import limit_time, prepare
@@ -27,6 +26,7 @@ from inference_svc.engine.ranks.nodes.messages import (
     Refused,
     Welcome,
 )
+from inference_svc.engine.ranks.peers import SILENCE_S
 from inference_svc.engine.transport.process_main import connect_to_parent, encode
 from servicekit.settings.types import split_address
 

@@ -7,8 +7,8 @@ import socket
 import threading
 from typing import Any
 
-from inference_svc.engine.ranks.group import EXCHANGE_S, SILENCE_S, OtherRank
 from inference_svc.engine.ranks.nodes.connections import as_connection, limit_time, prepare
+from inference_svc.engine.ranks.peers import EXCHANGE_S, SILENCE_S, OtherRank
 from inference_svc.model.description import Rank
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from inference_svc.core import EngineConfig, Nodes
+from inference_svc.engine.ranks.liveness import progress
 from inference_svc.engine.ranks.messages import Ping, Pong
 from inference_svc.engine.ranks.nodes import handshake, main, rendezvous
 from inference_svc.engine.ranks.nodes import remote as remote_rank
@@ -23,6 +24,7 @@ from inference_svc.engine.ranks.nodes.handshake import Call, call
 from inference_svc.engine.ranks.nodes.main import Accepted, NotAccepted, come
 from inference_svc.engine.ranks.nodes.messages import Orders
 from inference_svc.engine.ranks.nodes.rendezvous import NodeRendezvous
+from inference_svc.engine.ranks.report import Report
 from inference_svc.errors import EngineFailed
 from inference_svc.model.description import Rank
 from servicekit.settings.types import split_address
@@ -97,8 +99,9 @@ def test_ranks_come(waiting: Waiting, caplog: pytest.LogCaptureFixture) -> None:
     assert remote.place.endswith("at 127.0.0.1")
     remote.send(Ping())
     assert pickle.loads(first.control.recv_bytes()) == Ping()
-    first.control.send_bytes(pickle.dumps(Pong()))
-    assert remote.receive() == Pong()
+    pong = Pong(progress(), Report(Rank(2, 4), 1).status(0, 0))
+    first.control.send_bytes(pickle.dumps(pong))
+    assert remote.receive() == pong
     remote.steps.send_bytes(b"step")
     with socket.socket(fileno=first.steps_fd) as steps:
         assert steps.recv(100) == struct.pack("!i", 4) + b"step"
