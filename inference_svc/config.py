@@ -301,8 +301,8 @@ class InferenceSettings(ServiceSettings):
 
     fully_sharded_loras: Annotated[bool, DEVICE] = False
     """With --tensor-parallel, cut A and B of all projections over the processes, so that none is
-    held or pulled twice. It costs a small sum over processes for each group of projections and
-    step with adapters. Adapters with DoRA are refused."""
+    held or pulled twice. It costs a sum over processes for each group of projections and step with
+    adapters, of --max-rank numbers per token and projection. Adapters with DoRA are refused."""
 
     expert_parallel: Annotated[int, Field(ge=1, le=64), DEVICE] = 1
     """Number of parts into which a mixture's experts are divided. 1: each process of

@@ -39,18 +39,16 @@ class Backend(Protocol[Inputs]):
 
     Several processes, ranks, can stand behind the same calls. Rank 0 then
 
-    - sends `apply` with the `prepare` and `forward` that follow it, in one message for each step,
-      or with `divide_magnitudes`, which sums the squares of norms over ranks; and, when they come,
-      `score`, `use_idle_time`, `free_unused`, `free_memory` and `restore`;
-    - returns its own logits and experts, the sums of all bytes, and the least `num_pages` and
-      `num_states`;
+    - sends `apply` with the `prepare`, `forward` and `score` that follow it, in one message for
+      each step, or with `divide_magnitudes`, which sums the squares of norms over ranks; and, when
+      they come, `free_memory` and `restore`;
+    - returns its own logits and experts, its own bytes, and the bytes that all ranks have freed;
     - returns a digest from `divide_magnitudes` when each rank does, with an error if any has one;
-    - has only its own `pull_memory`: each rank pulls its own part of an image, into extents of its
-      own. So a rank keeps its own `Slots`, and its `apply` finds extents by digest; slots of the
-      table are equal everywhere, and residency asks all ranks whether an image fits.
+    - has only its own `pull_memory`: each rank pulls its own part of an image, to the extents that
+      rank 0 has chosen, because images of all ranks lie alike. Slots of the table are equal.
 
-    A rank that fails raises in rank 0, and ends the engine. `place_threads`, `lora_launches` and
-    the counters are each rank's own; rank 0 answers for all.
+    A rank that fails raises in rank 0, and ends the engine, unless it fails in `restore`.
+    `place_threads`, `lora_launches` and the counters are each rank's own; rank 0 answers for all.
     """
 
     @property

@@ -35,7 +35,8 @@ class Meeting(Protocol):
         """The files that processes of other ranks inherit."""
 
     def join(self, rank: Rank) -> Exchange:
-        """Returns the exchange of a rank, when all others join, too. Raises ExchangeFailed."""
+        """Returns the exchange of a rank; it may wait until all others join, too. Raises
+        ExchangeFailed."""
 
     def fail(self) -> None:
         """Has exchanges that wait for a rank return, because it has ended. From any thread."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -102,7 +103,9 @@ class BuiltEngine:
         """Binds the calling thread, which will call `engine.step`, and the threads that compute
         with it to processors of their own, if there are enough for all ranks."""
         share = WHOLE if self.ranks is None else self.ranks.share
-        place_threads(self.engine.runner.backend, share)
+        processors = place_threads(self.engine.runner.backend, share)
+        if self.ranks is not None:
+            self.ranks.report.processors = processors
 
 
 def build_engine(
@@ -224,12 +227,13 @@ def share_of(config: EngineConfig, index: int) -> Share:
     return Share(config.local_ranks.index(index), len(config.local_ranks))
 
 
-def place_threads(backend: Backend[Any], share: Share) -> None:
+def place_threads(backend: Backend[Any], share: Share) -> tuple[int, ...]:
     """Binds the calling thread and the ones that compute with it to processors of their own in a
-    share, if there are enough."""
+    share, if there are enough; returns these."""
     processors = partition_cpus(torch.get_num_threads(), share)
     if processors:
         backend.place_threads(processors)
+    return tuple(sorted(chain.from_iterable(processors)))
 
 
 def set_num_threads(config: EngineConfig) -> int:

@@ -133,16 +133,20 @@ def bound_to(share: Share, root: Path = Path("/")) -> Iterator[None]:
         yield
         return
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, processors)
+    with contextlib.suppress(OSError):  # a sandbox may forbid it: slower, not wrong
+        os.sched_setaffinity(0, processors)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)
 
 
 def _cores_of(share: Share, root: Path) -> list[list[int]]:
-    """Returns the processors of a share's cores, by core."""
+    """Returns the processors of a share's cores, by core; none if some share would have none."""
     cores = sorted(_cores(root), key=lambda core: _node(core[0], root))
+    if len(cores) < share.count:
+        return []
     first, end = (len(cores) * each // share.count for each in (share.index, share.index + 1))
     return cores[first:end]
 

@@ -162,7 +162,8 @@ class CatalogWatch:
             now_s = time.monotonic()
             if not announcement_id and now_s - registered_s >= ANNOUNCE_AGAIN_SECONDS:
                 registered_s = now_s
-                await session.register_layout(self._layout, self._announcement)
+                registered = await session.register_layout(self._layout, self._announcement)
+                announcement_id = registered.announcement_id
             if now_s - renewed_s >= RENEW_SECONDS:
                 renewed_s = now_s
                 await self._register_others(session, announcement_id)

@@ -27,7 +27,7 @@ class RankFault(enum.Enum):
 
 _WORDS = {
     RankFault.CLOSED: "another rank has ended",
-    RankFault.TIMEOUT: "another rank has not exchanged in time",
+    RankFault.TIMEOUT: "another rank has not taken part in an exchange in time",
     RankFault.DISAGREEMENT: "ranks exchange values of different sizes",
 }
 
@@ -68,8 +68,9 @@ class RankMemory:
     ) -> None:
         num_bytes, found_bytes = _num_bytes(num_ranks, num_threads), os.fstat(file).st_size
         if found_bytes != num_bytes:
-            ranks = f"{num_ranks} ranks of {num_threads} threads share {num_bytes} bytes"
-            raise ValueError(f"{ranks}, and the file has {found_bytes}")
+            found = f"ranks share memory of {found_bytes} bytes, and {num_ranks} ranks of "
+            needed = f"{num_threads} threads need {num_bytes}: set --num-threads to the same number"
+            raise ValueError(f"{found}{needed} for all")
         self._memory = mmap.mmap(file, num_bytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.args = RanksArgs(address, rank, num_ranks, num_threads, int(timeout_s * 1000))

@@ -144,6 +144,9 @@ class SavedStore:
     def __call__(self, publish: Callable[[Any], None]) -> SavedStore:
         return self
 
+    def on_update(self, content: object) -> None:
+        """Has no replicas."""
+
     def pull(
         self, digest: str, layout_id: str, offset: int = 0, image_id: str = "", avoid: object = ()
     ) -> Stream:

@@ -16,29 +16,33 @@ from tests.system.services import Services
 
 NUM_TOKENS = 64
 ADAPTERS = ("", "r1", "r3", "r8", "r16", "r33", "embed")
-PAGES_BYTES = {"llama": 14 * 4096, "qwen3-moe": 14 * 8192}
+PAGES_BYTES = {"llama": 14 * 4096, "qwen3-moe": 14 * 8192, "qwen3_5": 14 * 4096}
 """Of a rank: of 16 tokens each, fewer than two requests have."""
 PRESSURE = ("--max-model-len", "160", "--max-sequences", "6", "--max-batch-tokens", "7")
 Ask = tuple[str, list[int]]
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"),
+    ("kind", "count", "more"),
     [
-        ("llama", 2),
-        pytest.param("llama", 4, marks=pytest.mark.long),
-        pytest.param("qwen3-moe", 2, marks=pytest.mark.long),
-        pytest.param("qwen3-moe", 4, marks=pytest.mark.long),
+        ("llama", 2, ()),
+        pytest.param("llama", 4, (), marks=pytest.mark.long),
+        pytest.param("llama", 2, ("--fully-sharded-loras",), marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 2, (), marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 4, (), marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 2, ("--expert-parallel", "2"), marks=pytest.mark.long),
+        pytest.param("qwen3_5", 2, (), marks=pytest.mark.long),
     ],
+    ids=str,
 )
 def test_any_company_leaves_the_tokens_of_ranks(
-    kind: str, count: int, zoos: Callable[[str], Zoo], tmp_path: Path
+    kind: str, count: int, more: tuple[str, ...], zoos: Callable[[str], Zoo], tmp_path: Path
 ) -> None:
     """Greedy in fp32: the tokens are PEFT's."""
     zoo, chosen = zoos(kind), random.Random(count)
     flags = (
         *("--base-model", kind, "--tensor-parallel", str(count), "--max-loras", "2", *PRESSURE),
-        *("--kv-memory", str(PAGES_BYTES[kind]), "--adapter-wait-seconds", "120"),
+        *("--kv-memory", str(PAGES_BYTES[kind]), "--adapter-wait-seconds", "120", *more),
     )
     with Services(zoo, tmp_path, inference_flags=flags) as services:
         for name in filter(None, ADAPTERS):

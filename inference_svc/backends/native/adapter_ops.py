@@ -25,6 +25,11 @@ class AdapterOps(Protocol):
     each run. Tensors are in the model's dtype unless they say otherwise; M is `max_tokens`, or
     `max_rows` with `logits_only`."""
 
+    @property
+    def every_group(self) -> frozenset[str]:
+        """All groups that adapters may change, and ADDED_TOKENS. Equal on all ranks, which choose
+        their programs alike, although some have fewer operations."""
+
     def add(
         self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, logits_only: bool
     ) -> list[NativeOp]:

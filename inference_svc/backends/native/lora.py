@@ -59,7 +59,7 @@ class NativeLoraOps:
         self._token_weights: dict[tuple[str, int, int], Tensor] = {}
         weights = {place: _weight_group(name) for name, place in targets.weights.items()}
         names = (*groups, *dict.fromkeys(weights.values()), ADDED_TOKENS)
-        self._names, self._every_group = names, frozenset(names)
+        self._names, self.every_group = names, frozenset(names)
         # Targets of no group, which no adapter here changes, are of one behind all groups.
         self._group_of_target = np.full(arena.table.num_targets, len(names), np.int64)
         for index, group in enumerate(groups.values()):
@@ -117,7 +117,7 @@ class NativeLoraOps:
         key = changed.tobytes()
         if key not in self._known:
             if len(self._known) >= MAX_KNOWN:
-                return self._every_group
+                return self.every_group
             self._known[key] = self._names_of(changed)
         return self._known[key]
 
@@ -130,7 +130,7 @@ class NativeLoraOps:
         changed[-2] |= contents.has_rows and self._targets.max_added_tokens > 0
         changed = changed[:-1]
         if changed.tobytes() not in self._known and len(self._known) >= MAX_KNOWN:
-            return self._every_group
+            return self.every_group
         return self._names_of(changed)
 
     def by_weight(self, counts: Mapping[str, int], contents: LoraContents) -> dict[str, int]:

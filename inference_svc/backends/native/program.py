@@ -101,10 +101,7 @@ class NativeTransformer:
         )
         self._program_ops = self._ops_of(_Part.STEP)
         self._apart: dict[_Part, tuple[GroupedOp, ...]] = {}  # made when first needed
-        tagged = (
-            group for group, _ in self._program_ops if group and not group.startswith(WITHOUT)
-        )
-        self.every_group = frozenset((*tagged, ADDED_TOKENS))
+        self.every_group = adapters.every_group
         always_there = (_ProgramKey(frozenset()), _ProgramKey(self.every_group))
         self._programs = {key: self._build(key) for key in always_there}
 

@@ -116,8 +116,8 @@ class RankedBackend:
         changes = self._begin()
         copies, self._state_copies = self._state_copies, []
         data = inputs.data._replace(state_copies=copies)
-        self._group.send_step(self._writer.write(changes, data))
         try:
+            self._group.send_step(self._writer.write(changes, data))
             with self._group.report.step():
                 found = self._own.forward(inputs.own)
         except Exception as error:
@@ -129,9 +129,7 @@ class RankedBackend:
         """Ends the step before, as other ranks do; returns the changes that go before the next."""
         if self._group.failure is not None:
             raise self._group.failure
-        # Of a step that failed behind `forward`, as in the sampler: other ranks score all of it.
-        for _ in self._scores:
-            pass
+        _score_rest(self._scores)
         changes, self._changes = self._changes, []
         return changes
 
@@ -151,13 +149,16 @@ class RankedBackend:
         self._own.free_unused()
 
     def free_memory(self, *, weights: bool) -> int:
+        _score_rest(self._scores)
         others_bytes = self._group.begin_free(weights=weights)
         return self._own.free_memory(weights=weights) + others_bytes()
 
     def restore(self) -> None:
         wait_for_others = self._group.begin_restore()
-        self._own.restore()
-        wait_for_others()
+        try:
+            self._own.restore()
+        finally:
+            wait_for_others()
 
 
 def _blaming(group: RankGroup, scores: Iterator[Scored]) -> Iterator[Scored]:
@@ -171,3 +172,10 @@ def _blaming(group: RankGroup, scores: Iterator[Scored]) -> Iterator[Scored]:
             yield found
     except Exception as error:
         raise group.blame(error) from error
+
+
+def _score_rest(scores: Iterator[Scored]) -> None:
+    """Scores the rest of a step that failed behind `forward`, as in the sampler: other ranks score
+    all of it."""
+    for _ in scores:
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -202,13 +203,20 @@ class RankGroup:
         return self._collect
 
     def _collect(self) -> int:
-        """Returns the sum of all ranks' answers."""
-        total = 0
+        """Returns the sum of all ranks' answers; raises the first error among them."""
+        total, errors = 0, []
         for each in self.others:
             try:
-                total += int.from_bytes(each.steps.recv_bytes(), "little")
+                answer = pickle.loads(each.steps.recv_bytes())
             except (EOFError, OSError):
                 raise self.lost(each) from None
+            if isinstance(answer, Exception):
+                logger.error("%s: %s", each.name, answer)
+                errors.append(answer)
+            else:
+                total += answer
+        if errors:
+            raise errors[0]
         return total
 
     def update_stores(self, content: Any, *, but: OtherRank | None = None) -> None:

@@ -117,7 +117,8 @@ class Follower:
         assert self._pulls is not None
         self._send(Pong(progress(), self._status()))  # so that a built rank has a status
         self._send(Built(backend.num_pages))
-        place_threads(backend, share_of(self._start.config, self._start.rank.index))
+        share = share_of(self._start.config, self._start.rank.index)
+        self._report.processors = place_threads(backend, share)
         try:
             while True:
                 self._take(self._steps.recv_bytes(), backend, self._pulls)
@@ -179,13 +180,16 @@ class Follower:
             backend.apply(images.changes(decode_changes(frame[1:])))
             backend.divide_magnitudes()  # with the same result as rank 0
             return
-        num_bytes = 0
+        answer: int | Exception = 0
         if kind == RESTORE:
-            backend.restore()
+            try:
+                backend.restore()
+            except Exception as error:  # rank 0 may have it tried again
+                answer = portable(error)
         else:
-            num_bytes = backend.free_memory(weights=kind == FREE_ALL)
+            answer = backend.free_memory(weights=kind == FREE_ALL)
         self._report.note_memory(backend)
-        self._steps.send_bytes(num_bytes.to_bytes(8, "little"))
+        self._steps.send_bytes(encode(answer))
 
     def _listen(self) -> None:
         """Takes messages; ends the process when rank 0 has ended, or when one cannot be taken."""

@@ -45,6 +45,8 @@ class Report:
     def __init__(self, rank: Rank, num_threads: int) -> None:
         self._rank, self._num_threads = rank, num_threads
         self.exchange: Exchange | None = None
+        self.processors: tuple[int, ...] = ()
+        """The processors that its threads are bound to; empty: the system decides."""
         self._memory = (0, 0, 0)
         self._num_steps = 0
         self._step_s = 0.0
@@ -79,7 +81,7 @@ class Report:
             pulled_bytes=pulled_bytes,
             num_pulls=num_pulls,
             num_threads=self._num_threads,
-            processors=tuple(sorted(os.sched_getaffinity(0))),
+            processors=self.processors,
         )
 
 

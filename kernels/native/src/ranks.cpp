@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <climits>
 #include <cstdint>
@@ -59,13 +60,14 @@ struct Header {
 };
 
 // One thread's part of an exchange of `num_items`.
-class Meeting {
+class Round {
  public:
-  Meeting(const RanksArgs& args, const Slice& slice, int64_t num_items)
+  Round(const RanksArgs& args, const Slice& slice, int64_t num_items)
       : args_(args),
         thread_(slice.thread),
         header_{num_items, slice.num_threads},
-        round_(line(args.rank).round.load(std::memory_order_relaxed)) {}
+        round_(thread_ < args.max_threads
+                   ? line(args.rank).round.load(std::memory_order_relaxed) : 0) {}
 
   bool has_failed() const { return fault().load(std::memory_order_relaxed) != NONE; }
 
@@ -88,6 +90,9 @@ class Meeting {
   }
 
   void next_round() { ++round_; }
+
+  // Whether the memory has a share for this thread.
+  bool has_place() { return thread_ < args_.max_threads || fail(DISAGREEMENT); }
 
   void add_spent(int64_t nanoseconds) {
     line(args_.rank).spent_ns.fetch_add(nanoseconds, std::memory_order_relaxed);
@@ -121,12 +126,12 @@ class Meeting {
       if (has_come(other)) return true;
       _mm_pause();
     }
-    const auto deadline =
-        std::chrono::steady_clock::now() + std::chrono::milliseconds(args_.timeout_ms);
+    // Sleeps are counted, and not time: all ranks may have been stopped together.
+    int64_t left_ns = args_.timeout_ms * 1'000'000;
     other.num_sleeping.fetch_add(1);
     while (!has_come(other) && !has_failed()) {
-      if (std::chrono::steady_clock::now() > deadline) fail(TIMEOUT);
-      sleep(other.round);
+      if (left_ns <= 0) fail(TIMEOUT);
+      if (!sleep(other.round)) left_ns -= SLEEP_NS;
     }
     other.num_sleeping.fetch_sub(1);
     return has_come(other);
@@ -139,14 +144,17 @@ class Meeting {
   }
 
 #if defined(__linux__)
-  // Unless the other has come meanwhile.
-  void sleep(std::atomic<uint32_t>& round) {
+  // Unless the other has come meanwhile. Returns whether it was woken before the end of the time.
+  bool sleep(std::atomic<uint32_t>& round) {
     const timespec most{0, SLEEP_NS};
-    syscall(SYS_futex, &round, FUTEX_WAIT, round_, &most);
+    return syscall(SYS_futex, &round, FUTEX_WAIT, round_, &most) == 0 || errno != ETIMEDOUT;
   }
   void wake_all(std::atomic<uint32_t>& round) { syscall(SYS_futex, &round, FUTEX_WAKE, INT_MAX); }
 #else
-  void sleep(std::atomic<uint32_t>&) { std::this_thread::yield(); }
+  bool sleep(std::atomic<uint32_t>&) {
+    std::this_thread::sleep_for(std::chrono::nanoseconds(SLEEP_NS));
+    return false;
+  }
   void wake_all(std::atomic<uint32_t>&) {}
 #endif
 
@@ -169,25 +177,27 @@ inline void for_runs(int64_t begin, int64_t end, int64_t width, Body body) {
 }
 
 // Gives pieces of [0, num_items) to `write(begin, end, own)`, and, when all ranks have given theirs, to
-// `read(begin, end, meeting)`.
+// `read(begin, end, round)`.
 template <typename T, typename Write, typename Read>
 inline void exchange(const RanksArgs& ranks, const Slice& slice, int64_t num_items, Write write,
                      Read read) {
   constexpr int64_t LINE_ITEMS = 64 / sizeof(T), PIECE_ITEMS = PIECE_BYTES / sizeof(T);
   const auto lines = slice.range((num_items + LINE_ITEMS - 1) / LINE_ITEMS);
   const int64_t last = std::min(num_items, lines.end * LINE_ITEMS);
-  Meeting meeting(ranks, slice, num_items);
-  const auto began = std::chrono::steady_clock::now();
+  Round round(ranks, slice, num_items);
+  const bool counts = slice.thread == 0;  // one thread speaks for all
+  const auto began = counts ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
   for (int64_t begin = lines.begin * LINE_ITEMS; begin < last; begin += PIECE_ITEMS) {
-    if (meeting.has_failed()) return;
+    if (round.has_failed() || !round.has_place()) return;
     const int64_t end = std::min(begin + PIECE_ITEMS, last);
-    write(begin, end, reinterpret_cast<T*>(meeting.piece(ranks.rank)));
-    if (!meeting.meet()) return;
-    read(begin, end, meeting);
-    meeting.next_round();
+    write(begin, end, reinterpret_cast<T*>(round.piece(ranks.rank)));
+    if (!round.meet()) return;
+    read(begin, end, round);
+    round.next_round();
   }
+  if (!counts) return;
   const std::chrono::nanoseconds spent = std::chrono::steady_clock::now() - began;
-  meeting.add_spent(spent.count());
+  round.add_spent(spent.count());
 }
 
 // x = the sum of all ranks' x, in fp32, in the order of ranks, rounded once: of [count, size], rows
@@ -203,12 +213,12 @@ void sum_rows(const RanksArgs& ranks, const Slice& slice, T* x, int64_t count, i
           std::memcpy(own + place, row_of(row) + column, n * sizeof(T));
         });
       },
-      [&](int64_t begin, int64_t end, const Meeting& meeting) {
+      [&](int64_t begin, int64_t end, const Round& round) {
         for_runs(begin, end, size, [&](int64_t row, int64_t column, int64_t place, int64_t n) {
           T* out = row_of(row) + column;
           for_vectors(n, [&](int64_t at, auto lanes) {
             const auto term = [&](int64_t rank) {
-              return vload(reinterpret_cast<const T*>(meeting.piece(rank)) + place + at, lanes);
+              return vload(reinterpret_cast<const T*>(round.piece(rank)) + place + at, lanes);
             };
             VF sum = term(0);
             for (int64_t rank = 1; rank < ranks.num_ranks; ++rank) sum = vadd(sum, term(rank));
@@ -279,11 +289,11 @@ void rank_columns(const ColumnsArgs& args, const Slice& slice) {
           std::memcpy(piece + place, x, n * sizeof(float));
         });
       },
-      [&](int64_t begin, int64_t end, const Meeting& meeting) {
+      [&](int64_t begin, int64_t end, const Round& round) {
         if (args.ranks.rank && !args.to_all) return;
         for (int64_t rank = 0; rank < args.ranks.num_ranks; ++rank) {
           if (rank == args.ranks.rank) continue;
-          const auto* piece = reinterpret_cast<const float*>(meeting.piece(rank));
+          const auto* piece = reinterpret_cast<const float*>(round.piece(rank));
           for_columns(rank, begin, end, [&](float* x, int64_t place, int64_t n) {
             std::memcpy(x, piece + place, n * sizeof(float));
           });

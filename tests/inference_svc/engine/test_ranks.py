@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -277,6 +278,29 @@ def test_tokens_of_ranks_are_equal(model_dir: Path, *, native: bool) -> None:
     assert all(len(each) == 32 for each in expected)
     assert tokens(model_dir, 2, native=native, sleeps=True) == expected
     assert tokens(model_dir, 4, native=native) == expected
+
+
+@pytest.mark.processes
+def test_memory_that_some_ranks_cannot_restore(model_dir: Path, tmp_path: Path) -> None:
+    """The error is rank 0's to raise, and the next try succeeds."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir, folder)
+    config = config_of(folder, 2, prefix_cache=False)
+    built = build_engine(config, NoStore(), lambda event: None, no_store)
+    try:
+        backend, file = built.engine.runner.backend, folder / "model.safetensors"
+        freed_bytes = backend.free_memory(weights=True)
+        file.rename(tmp_path / "away")
+        for _ in range(2):
+            with pytest.raises((OSError, UnsupportedModel)):
+                backend.restore()
+        (tmp_path / "away").rename(file)
+        backend.restore()
+        prompts = [tuple(range(n + 1, 3 * n + 12)) for n in range(5)]
+        assert generate(built.engine, prompts, 32)[0] == tokens(model_dir, 1, native=True)
+        assert backend.free_memory(weights=True) == freed_bytes
+    finally:
+        built.close()
 
 
 class Failing:

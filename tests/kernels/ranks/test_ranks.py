@@ -108,7 +108,7 @@ def test_a_rank_that_does_not_come(library: Library) -> None:
     with memories(2, timeout_s=0.2) as (memory, _):
         sum_alone(library, memory)
         assert memory.fault is RankFault.TIMEOUT
-        assert str(memory.fault) == "another rank has not exchanged in time"
+        assert str(memory.fault) == "another rank has not taken part in an exchange in time"
 
 
 def test_a_rank_that_has_ended(library: Library) -> None:
@@ -129,6 +129,6 @@ def test_ranks_that_exchange_different_sizes(library: Library) -> None:
 
 def test_memory_of_other_ranks() -> None:
     file = create_file(2, 3)
-    with pytest.raises(ValueError, match="3 ranks of 3 threads share"):
+    with pytest.raises(ValueError, match="3 ranks of 3 threads need"):
         RankMemory(file, 0, 3, 3, 1.0)
     os.close(file)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from inference_svc import core
+from inference_svc.backends.native.adapter_ops import ADDED_TOKENS
 from inference_svc.backends.native.buffers import StepArrays
 from inference_svc.backends.native.program import NativeTransformer
 from inference_svc.model.inputs import StepInputs
@@ -145,6 +146,8 @@ def batch_of(rows: Rows) -> core.Batch:
 
 
 class NoAdapters:
+    every_group = frozenset({ADDED_TOKENS})
+
     def add(
         self,
         group: str,

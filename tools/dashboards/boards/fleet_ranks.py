@@ -52,7 +52,7 @@ def panels() -> list[Panel]:
         lines(
             "Bytes pulled by ranks",
             "Each process pulls its part of each adapter.",
-            "Bps",
+            "binBps",
             Query(INFERENCE.rate("rank_pulled_bytes_total", by), which),
         ),
     ]
