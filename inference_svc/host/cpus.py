@@ -142,6 +142,14 @@ def bound_to(share: Share, root: Path = Path("/")) -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
+def unbind() -> None:
+    """Lets the calling thread, and what it starts, run on all processors of this process: it may
+    come from a thread that has been placed on a few."""
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, _affinity())
+
+
 def _cores_of(share: Share, root: Path) -> list[list[int]]:
     """Returns the processors of a share's cores, by core; none if some share would have none."""
     cores = sorted(_cores(root), key=lambda core: _node(core[0], root))

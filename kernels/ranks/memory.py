@@ -11,6 +11,7 @@ import struct
 # As in native/src/ranks.cpp.
 _MEMBER_BYTES = 128
 _SPENT_OFFSET = 8
+_SPIN_NS = 200_000
 _SHARE_BYTES = 2 * (_MEMBER_BYTES + (64 << 10))
 
 
@@ -41,6 +42,7 @@ class RanksArgs(ctypes.Structure):
         ("num_ranks", ctypes.c_int64),
         ("max_threads", ctypes.c_int64),
         ("timeout_ms", ctypes.c_int64),
+        ("spin_ns", ctypes.c_int64),
     )
 
 
@@ -59,12 +61,20 @@ def create_file(num_ranks: int, num_threads: int) -> int:
 class RankMemory:
     """One rank's view of the file that `create_file` has made for as many ranks and threads.
 
-    An exchange fails if another rank does not come for `timeout_s`. Raises ValueError for a file
-    that was made for others.
+    An exchange fails if another rank does not come for `timeout_s`. Threads that wait keep their
+    processors for a while if all have one of their own, `spins`. Raises ValueError for a file that
+    was made for others.
     """
 
     def __init__(
-        self, file: int, rank: int, num_ranks: int, num_threads: int, timeout_s: float
+        self,
+        file: int,
+        rank: int,
+        num_ranks: int,
+        num_threads: int,
+        timeout_s: float,
+        *,
+        spins: bool = False,
     ) -> None:
         num_bytes, found_bytes = _num_bytes(num_ranks, num_threads), os.fstat(file).st_size
         if found_bytes != num_bytes:
@@ -73,7 +83,8 @@ class RankMemory:
             raise ValueError(f"{found}{needed} for all")
         self._memory = mmap.mmap(file, num_bytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.args = RanksArgs(address, rank, num_ranks, num_threads, int(timeout_s * 1000))
+        times = int(timeout_s * 1000), _SPIN_NS * spins
+        self.args = RanksArgs(address, rank, num_ranks, num_threads, *times)
 
     @property
     def fault(self) -> RankFault | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.backends.exchange import ExchangeFailed
+from inference_svc.host.cpus import usable_cores
 from inference_svc.model.description import Rank
 from inference_svc.model.sharding.exchange import Exchange
 from kernels.lora import LoraGroup
@@ -58,6 +59,7 @@ class SharedMeeting:
 
     def __init__(self, count: int, num_threads: int, timeout_s: float) -> None:
         self._num_threads, self._timeout_s = num_threads, timeout_s
+        self._spins = count * num_threads <= usable_cores()
         self._file = create_file(count, num_threads)
         self._opened: RankMemory | None = self._memory(Rank(0, count))
 
@@ -81,7 +83,14 @@ class SharedMeeting:
         os.close(self._file)
 
     def _memory(self, rank: Rank) -> RankMemory:
-        return RankMemory(self._file, rank.index, rank.count, self._num_threads, self._timeout_s)
+        return RankMemory(
+            self._file,
+            rank.index,
+            rank.count,
+            self._num_threads,
+            self._timeout_s,
+            spins=self._spins,
+        )
 
 
 class SharedExchange:

@@ -45,7 +45,7 @@ from inference_svc.engine.ranks.peers import (
 )
 from inference_svc.engine.ranks.report import Held, RankStacks, Report
 from inference_svc.errors import EngineFailed
-from inference_svc.host.cpus import Share, compute_threads
+from inference_svc.host.cpus import Share, compute_threads, unbind
 from inference_svc.model.description import Rank
 from inference_svc.model.sharding.exchange import Exchange
 
@@ -313,6 +313,7 @@ class RankGroup:
     def _watch(self, started: Future[list[RankProcess]], num_local: int) -> None:
         """Starts this machine's ranks, and asks each rank whether it answers, until all have
         ended."""
+        unbind()  # processes inherit it
         try:
             ranks = [Rank(index, self.count) for index in range(1, num_local)]
             local = [RankProcess(each, self._meeting.files) for each in ranks]

@@ -43,6 +43,9 @@ struct RanksArgs {
   int64_t num_ranks;
   int64_t max_threads;
   int64_t timeout_ms;
+  // As long as ranks that do the same work are apart: to be woken takes 50 us and more. Who waits
+  // longer leaves the processor to others.
+  int64_t spin_ns;
 };
 
 // How many pieces a thread has given, and the nanoseconds that it has spent in exchanges.
@@ -99,8 +102,7 @@ class Round {
   }
 
  private:
-  // 6 to 15 us; see barrier.h.
-  static constexpr int SPINS = 400;
+  static constexpr int SPINS = 64;  // between two looks at the clock
   static constexpr int64_t SLEEP_NS = 50'000'000;  // then it looks whether the memory has failed
 
   std::atomic<uint32_t>& fault() const {
@@ -122,10 +124,13 @@ class Round {
   }
 
   bool wait(Line& other) {
-    for (int i = 0; i < SPINS; ++i) {
-      if (has_come(other)) return true;
-      _mm_pause();
-    }
+    const auto spins_until = std::chrono::steady_clock::now() + std::chrono::nanoseconds(args_.spin_ns);
+    do {
+      for (int i = 0; i < SPINS; ++i) {
+        if (has_come(other)) return true;
+        _mm_pause();
+      }
+    } while (std::chrono::steady_clock::now() < spins_until);
     // Sleeps are counted, and not time: all ranks may have been stopped together.
     int64_t left_ns = args_.timeout_ms * 1'000'000;
     other.num_sleeping.fetch_add(1);

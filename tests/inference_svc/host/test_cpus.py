@@ -19,6 +19,7 @@ from inference_svc.host.cpus import (
     compute_threads,
     find_processor,
     partition_cpus,
+    unbind,
     usable_cores,
     usable_cpus,
 )
@@ -225,6 +226,18 @@ def test_a_thread_that_is_placed_hides_no_processor() -> None:
             return partition_cpus(1)
 
         assert threads.submit(place_and_ask).result() == all_parts == [sorted(before)]
+
+
+def test_a_thread_that_is_placed_starts_others_everywhere() -> None:
+    before = os.sched_getaffinity(0)
+
+    def place_and_unbind() -> set[int]:
+        os.sched_setaffinity(0, {min(before)})
+        unbind()
+        return os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(place_and_unbind).result() == before
 
 
 def test_threads_have_disjoint_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
