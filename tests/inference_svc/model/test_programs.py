@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from inference_svc.backends.native.adapter_ops import ADDED_TOKENS
 from inference_svc.backends.native.program import MAX_PROGRAMS
 from kernels.attention.native import rotary_angles_op
 from kernels.native.library import NativeOp
@@ -15,6 +16,10 @@ class CountedAdapters(NoAdapters):
 
     def __init__(self) -> None:
         self.groups = {"embed", "head"}
+
+    @property
+    def every_group(self) -> frozenset[str]:
+        return frozenset({*self.groups, ADDED_TOKENS})
 
     def add(
         self,

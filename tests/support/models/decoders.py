@@ -146,7 +146,9 @@ def batch_of(rows: Rows) -> core.Batch:
 
 
 class NoAdapters:
-    every_group = frozenset({ADDED_TOKENS})
+    @property
+    def every_group(self) -> frozenset[str]:
+        return frozenset({ADDED_TOKENS})
 
     def add(
         self,
