@@ -50,8 +50,8 @@ from servicekit.rpc.server import (
     withdraw_ready,
 )
 from servicekit.rpc.tls import CertificateFiles, check_exposure
+from servicekit.settings.addresses import split_address
 from servicekit.settings.load import unknown_variables
-from servicekit.settings.types import split_address
 from servicekit.shares import Pace, Shares
 from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.metrics_server import MetricsServer

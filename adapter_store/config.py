@@ -11,6 +11,7 @@ from pydantic import ByteSize, Field, SecretStr, field_validator, model_validato
 from pydantic_settings import SettingsConfigDict
 
 from servicekit.hub_client import REDIRECT_HOSTS
+from servicekit.settings.addresses import shown
 from servicekit.settings.service import (
     BASICS,
     MEMORY,
@@ -32,7 +33,6 @@ from servicekit.settings.types import (
     PositiveSeconds,
     Seconds,
     Size,
-    shown,
 )
 
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")

@@ -59,7 +59,7 @@ from servicekit import interpreter_gc
 from servicekit.errors import InvalidArgument, InvalidSetting
 from servicekit.rpc.reload import reloading
 from servicekit.rpc.server import announce_ready, stop_on_signals, with_port, withdraw_ready
-from servicekit.settings.types import split_address
+from servicekit.settings.addresses import split_address
 from servicekit.telemetry.metrics import MetricRegistry
 from servicekit.telemetry.metrics_server import MetricsServer
 

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ByteSize, Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from contract.base_model_names import hub_name, without_form
+from servicekit.settings.addresses import split_address
 from servicekit.settings.service import (
     BASICS,
     MEMORY,
@@ -36,7 +37,6 @@ from servicekit.settings.types import (
     PositiveSeconds,
     Seconds,
     Size,
-    split_address,
     split_commas,
 )
 from servicekit.telemetry.redact import redact

@@ -48,8 +48,8 @@ from servicekit.rpc.places import CallPlaces
 from servicekit.rpc.reload import Reloader
 from servicekit.rpc.server import RpcServer, announce_ready, with_port, withdraw_ready
 from servicekit.rpc.tls import CertificateFiles, check_exposure
+from servicekit.settings.addresses import split_address
 from servicekit.settings.load import unknown_variables
-from servicekit.settings.types import split_address
 from servicekit.shares import Shares
 from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.metrics_server import MetricsServer

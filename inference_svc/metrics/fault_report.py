@@ -12,7 +12,7 @@ from prometheus_client import Counter
 
 from inference_svc.errors import DeviceFault, EngineFailed
 from inference_svc.metrics.definitions import DEFINITIONS
-from servicekit.settings.types import split_address
+from servicekit.settings.addresses import split_address
 from servicekit.telemetry.metrics import MetricRegistry
 from servicekit.telemetry.metrics_server import MetricsServer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from inference_svc.config import InferenceSettings
 from servicekit.errors import InvalidSetting, PermissionDenied
 from servicekit.rpc.tls import invalid_setting, is_loopback
-from servicekit.settings.types import split_address
+from servicekit.settings.addresses import split_address
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from inference_svc.store.replicas import Endpoint, Replicas
-from servicekit.settings.types import split_address
+from servicekit.settings.addresses import split_address
 
 logger = logging.getLogger(__name__)
 

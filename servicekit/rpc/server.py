@@ -20,7 +20,7 @@ from servicekit.rpc.requests import RequestTable, largest_request
 from servicekit.rpc.stranger_calls import StrangerInterceptor
 from servicekit.rpc.strangers import Strangers
 from servicekit.rpc.tls import CertificateFiles, Certificates
-from servicekit.settings.types import split_address
+from servicekit.settings.addresses import split_address
 
 logger = logging.getLogger(__name__)
 

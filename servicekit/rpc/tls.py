@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from servicekit.errors import InvalidSetting
+from servicekit.settings.addresses import split_address
 from servicekit.settings.files import Contents, ReloadableFiles
 from servicekit.settings.service import ServiceSettings
-from servicekit.settings.types import split_address
 
 
 @dataclass(frozen=True, slots=True)

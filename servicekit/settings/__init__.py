@@ -1,5 +1,6 @@
 """How a service's settings are declared, read and shown.
 
+addresses  addresses of settings, and values as errors show them
 types      types of values, with their checks: addresses, sizes, seconds, lists
 service    the settings that all services have: a service's class adds its own
 load       reads flags, environment and file into a service's class

@@ -20,9 +20,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from servicekit.errors import InvalidSetting
+from servicekit.settings.addresses import shown
 from servicekit.settings.describe import Setting, describe, help_text, size
 from servicekit.settings.service import ServiceSettings
-from servicekit.settings.types import check_endpoint, shown
+from servicekit.settings.types import check_endpoint
 
 _OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")

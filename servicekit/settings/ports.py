@@ -6,9 +6,9 @@ import errno
 import socket
 from collections.abc import Collection
 
+from servicekit.settings.addresses import split_address
 from servicekit.settings.describe import describe
 from servicekit.settings.service import ServiceSettings
-from servicekit.settings.types import split_address
 
 _LISTENS = "HOST:PORT"
 """The form of settings that name an address of the service's own."""

@@ -8,6 +8,8 @@ from inference_svc.engine.ranks.group import FIRST_ANSWER_S, STALL_S
 from loadout.demo.train import SHAPE
 from tests.support.deploy.manifests import Manifests, Workload, overlay
 
+pytestmark = pytest.mark.processes  # kubectl builds what they read
+
 
 @pytest.fixture(scope="module")
 def manifests() -> Manifests:

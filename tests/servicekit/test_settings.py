@@ -15,10 +15,11 @@ from pydantic import ValidationError
 from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from servicekit.errors import InvalidSetting
+from servicekit.settings.addresses import split_address
 from servicekit.settings.describe import describe, duration, help_text, size
 from servicekit.settings.load import load_settings, standard_endpoint, unknown_variables
 from servicekit.settings.service import ServiceSettings
-from servicekit.settings.types import Level, check_endpoint, split_address
+from servicekit.settings.types import Level, check_endpoint
 
 SERVICES = [StoreSettings, InferenceSettings]
 SWITCHES = {"adapter_store": "compile-ahead", "inference_svc": "prefetch"}

@@ -15,7 +15,7 @@ import pytest
 
 from loadout import Client, errors
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from servicekit.settings.types import split_address
+from servicekit.settings.addresses import split_address
 from tests.support.access.certificates import Authority
 from tests.support.access.policies import audit_lines, token_lines, token_of
 from tests.support.forks import engine_of

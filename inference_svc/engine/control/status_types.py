@@ -88,7 +88,7 @@ class RankStatus:
     `answers`: it has done so within ten seconds. `weights_bytes`, `kv_bytes` and `arena_bytes` are
     allocated. `num_steps`, `step_s`, `exchange_s` and `pulled_bytes` are monotonic; `exchange_s` is
     the part of `step_s` in exchanges, mostly of waiting for other ranks. `num_pulls` counts running
-    pulls, and `processors` are the ones that the process may use.
+    pulls, and `processors` are the ones that its threads are bound to.
     """
 
     index: int

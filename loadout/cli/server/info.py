@@ -114,15 +114,19 @@ def _rank(rank: RankStatus) -> str:
         f"process {rank.process_id}" + ("" if rank.answers else ", which does not answer"),
         f"{decimal(rank.resident_bytes)} resident: weights {decimal(rank.weights_bytes)}, pages "
         f"{decimal(rank.kv_bytes)}, adapters {decimal(rank.arena_bytes)}",
-        f"{rank.num_threads} threads on processors {_ranges(rank.processors)}",
+        f"{rank.num_threads} threads"
+        + (f" on processors {_ranges(rank.processors)}" if rank.processors else ""),
     ]
     if rank.num_steps:
         computing_ms, waiting_ms = (
             1000 * seconds / rank.num_steps
-            for seconds in (rank.step_seconds - rank.exchange_seconds, rank.exchange_seconds)
+            for seconds in (
+                max(0.0, rank.step_seconds - rank.exchange_seconds),
+                rank.exchange_seconds,
+            )
         )
         steps = f"{computing_ms:.1f} ms computing and {waiting_ms:.1f} ms waiting for others"
-        parts.append(f"a step has {steps}")
+        parts.append(f"per step {steps}")
     pulls = f", {rank.running_pulls} pulls in progress" if rank.running_pulls else ""
     parts.append(f"{decimal(rank.pulled_bytes)} pulled{pulls}")
     return "; ".join(parts)

@@ -453,7 +453,7 @@ def test_info_has_a_line_for_each_rank(run, fake_store, fake_inference):
     text = " ".join(run("info")[1].replace("inference", "").split())
     line = (
         "100 bytes resident: weights 40 bytes, pages 30 bytes, adapters 20 bytes; 3 threads on "
-        "processors 0-2, 7; a step has 300.0 ms computing and 100.0 ms waiting for others; 60 "
+        "processors 0-2, 7; per step 300.0 ms computing and 100.0 ms waiting for others; 60 "
         "bytes pulled, 2 pulls in progress"
     )
     assert f"rank 0 process 4711; {line}" in text

@@ -22,7 +22,7 @@ from inference_svc.api.http.serving.connections import (
 )
 from inference_svc.api.http.serving.middleware import RequestMiddleware
 from servicekit.rpc.tls import CertificateFiles, rotating_context
-from servicekit.settings.types import split_address
+from servicekit.settings.addresses import split_address
 from servicekit.shares import Shares
 
 MAX_HEADER_BYTES = 32 << 10

@@ -28,7 +28,7 @@ from inference_svc.engine.ranks.nodes.messages import (
 )
 from inference_svc.engine.ranks.peers import SILENCE_S
 from inference_svc.engine.transport.process_main import connect_to_parent, encode
-from servicekit.settings.types import split_address
+from servicekit.settings.addresses import split_address
 
 logger = logging.getLogger(__name__)
 

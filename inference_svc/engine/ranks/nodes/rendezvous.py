@@ -25,7 +25,7 @@ from inference_svc.engine.ranks.nodes.remote import RemoteRank
 from inference_svc.errors import EngineFailed
 from inference_svc.model.description import Rank
 from servicekit.errors import ShareExceeded
-from servicekit.settings.types import split_address
+from servicekit.settings.addresses import split_address
 from servicekit.shares import Reservation, Shares
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from inference_svc.engine.ranks.nodes.rendezvous import NodeRendezvous
 from inference_svc.engine.ranks.report import Report
 from inference_svc.errors import EngineFailed
 from inference_svc.model.description import Rank
-from servicekit.settings.types import split_address
+from servicekit.settings.addresses import split_address
 from tests.support.inference.ranks import no_store
 from tests.support.wait import until
 
@@ -153,7 +153,7 @@ def test_many_strangers(waiting: Waiting) -> None:
     for each in strangers:
         each.close()
     coming.join(20)
-    assert waiting.present == [2]
+    until(lambda: waiting.present == [2])
     close(found[0])
 
 
