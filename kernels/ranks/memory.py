@@ -10,7 +10,7 @@ import struct
 
 # As in native/src/ranks.cpp.
 _MEMBER_BYTES = 128
-_SPENT_OFFSET = 8
+_SPENT_OFFSET = 64
 _SPIN_NS = 200_000
 _SHARE_BYTES = 2 * (_MEMBER_BYTES + (64 << 10))
 

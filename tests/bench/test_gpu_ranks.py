@@ -14,7 +14,7 @@ from bench.results import FOLDER
 from tools.sizing_models import LLAMA_8B
 
 NUM_LAYERS = LLAMA_8B["num_hidden_layers"]
-HEAD_PARTS = [2, 4, 8]
+NUM_RANKS = [2, 4, 8]
 
 
 def test_predictions_are_of_this_code() -> None:
@@ -26,7 +26,7 @@ def test_predictions_are_of_this_code() -> None:
     assert ranks.markdown(written) in FOLDER.with_name("README.md").read_text()
 
 
-@pytest.mark.parametrize("num_ranks", HEAD_PARTS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_rank_reads_its_part_once(num_ranks: int) -> None:
     work = Workload(4, 2)
     step, whole = trace(work, LLAMA_8B, num_ranks), trace(work, LLAMA_8B)

@@ -97,7 +97,6 @@ class RankGroup:
         rendezvous: Rendezvous | None = None,
     ) -> None:
         self.count = config.tensor_parallel
-        self.report = Report(Rank(0, self.count), compute_threads(config.num_threads, self.count))
         self.failure: EngineFailed | None = None
         self.on_pull_ended: Callable[[int, PullEnded], None] = lambda index, ended: None
         self.on_store_update: Callable[[Any], None] = lambda content: None
@@ -108,9 +107,10 @@ class RankGroup:
         self._changed = threading.Condition()
         num_local = len(config.local_ranks)
         self.share = Share(0, num_local)
+        num_threads = compute_threads(config.num_threads, num_local)
+        self.report = Report(Rank(0, self.count), num_threads)
         self._rendezvous = rendezvous
         if rendezvous is None:
-            num_threads = compute_threads(config.num_threads, num_local)
             self._meeting = factory.open_meeting(self.count, num_threads, EXCHANGE_S)
         else:
             self._meeting = rendezvous.open_meeting(EXCHANGE_S)

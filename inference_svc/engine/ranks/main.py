@@ -101,7 +101,7 @@ class Follower:
         self._pulls: RankImages | None = None
         self._reader = StepReader()
         config = start.config
-        num_threads = compute_threads(config.num_threads, config.tensor_parallel)
+        num_threads = compute_threads(config.num_threads, len(config.local_ranks))
         self._report = Report(start.rank, num_threads)
 
     def run(self) -> None:
