@@ -231,6 +231,20 @@ def test_factors_of_frequencies(factor: float, random_model: Random, tmp_path: P
             config_with(broken.astype(np.float32))
 
 
+def test_a_claimed_head_size_costs_nothing_before_it_is_compared(
+    random_model: Random, tmp_path: Path
+) -> None:
+    """Factors of 2^31 dimensions would fill the memory."""
+    size = 1 << 31
+    sizes = {".attention.key_length": size, ".attention.value_length": size}
+    sizes[".rope.dimension_count"] = size
+    path = tmp_path / "a.gguf"
+    factors = {"rope_freqs.weight": llama3_factors(8.0, 500_000.0, 64)}
+    write_gguf(path, "llama", random_model("Llama", **SIZES), {}, sizes, factors)
+    with pytest.raises(UnsupportedModel, match=r"the tensor rope_freqs\.weight"):
+        config_of(read_header(path))
+
+
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
 def test_the_largest_models_scale_scores_by_all_heads(architecture: str) -> None:
     """The published files of 27B have 46 and 62 layers, and do not say it."""
