@@ -42,6 +42,7 @@ from inference_svc.engine.ranks.peers import (
     SILENCE_S,
     OtherRank,
     RankProcess,
+    start_ranks,
 )
 from inference_svc.engine.ranks.report import Held, RankStacks, Report
 from inference_svc.errors import EngineFailed
@@ -110,33 +111,29 @@ class RankGroup:
         num_threads = compute_threads(config.num_threads, num_local)
         self.report = Report(Rank(0, self.count), num_threads)
         self._rendezvous = rendezvous
-        if rendezvous is None:
-            self._meeting = factory.open_meeting(self.count, num_threads, EXCHANGE_S)
-        else:
-            self._meeting = rendezvous.open_meeting(EXCHANGE_S)
-        # The watch starts ranks: they end with the thread that starts them.
-        started: Future[list[RankProcess]] = Future()
-        watch = threading.Thread(
-            target=self._watch, args=(started, num_local), name="loadout-ranks", daemon=True
-        )
-        watch.start()
-        self.local = started.result()
-        self.others = [*self.local, *(() if rendezvous is None else rendezvous.others)]
-        readers = [
-            threading.Thread(
-                target=self._read, args=(each,), name=f"loadout-{each.name}", daemon=True
-            )
-            for each in self.others
-        ]
-        self.stacks = RankStacks([each.name for each in self.others], self._ask_for_stacks)
-        self._threads = [watch, *readers]
-        for reader in readers:
-            reader.start()
-        if rendezvous is not None:
-            rendezvous.open(self._meeting, factory.name, self._miss)
-        for each in self.local:
-            start = Start(config, each.rank, make_store, factory.name, self._meeting, each.steps_fd)
-            each.send(start)
+        self._threads: list[threading.Thread] = []
+        with contextlib.ExitStack() as unused:
+            if rendezvous is None:
+                self._meeting = factory.open_meeting(self.count, num_threads, EXCHANGE_S)
+            else:
+                unused.callback(rendezvous.close)
+                self._meeting = rendezvous.open_meeting(EXCHANGE_S)
+            unused.callback(self._meeting.close)
+            # The watch starts ranks: they end with the thread that starts them.
+            started: Future[list[RankProcess]] = Future()
+            self._threads.append(_run("ranks", self._watch, started, num_local))
+            self.local = started.result()
+            self.others = [*self.local, *(() if rendezvous is None else rendezvous.others)]
+            unused.pop_all()
+            unused.callback(self.close)
+            self.stacks = RankStacks([each.name for each in self.others], self._ask_for_stacks)
+            self._threads += [_run(each.name, self._read, each) for each in self.others]
+            if rendezvous is not None:
+                rendezvous.open(self._meeting, factory.name, self._miss)
+            name, meeting = factory.name, self._meeting
+            for each in self.local:
+                each.send(Start(config, each.rank, make_store, name, meeting, each.steps_fd))
+            unused.pop_all()
         self._is_asking = True  # pings follow Start
 
     def meet(self) -> Exchange:
@@ -315,8 +312,7 @@ class RankGroup:
         ended."""
         unbind()  # processes inherit it
         try:
-            ranks = [Rank(index, self.count) for index in range(1, num_local)]
-            local = [RankProcess(each, self._meeting.files) for each in ranks]
+            local = start_ranks(range(1, num_local), self.count, self._meeting.files)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -358,3 +354,10 @@ class RankGroup:
         for each in self.others:
             each.close()
         self._meeting.close()
+
+
+def _run(name: str, work: Callable[..., None], *args: Any) -> threading.Thread:
+    """Starts a thread that does this work."""
+    thread = threading.Thread(target=work, args=args, name=f"loadout-{name}", daemon=True)
+    thread.start()
+    return thread

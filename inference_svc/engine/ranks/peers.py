@@ -12,6 +12,7 @@ import struct
 import subprocess
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -142,11 +143,15 @@ class RankProcess(OtherRank):
         self.steps, their_steps = _pair(EXCHANGE_S)
         self.steps_fd = their_steps.fileno()
         with theirs, their_steps:
-            self._process = subprocess.Popen(
-                rank_command("inference_svc.engine.ranks.main"),
-                stdin=theirs.fileno(),
-                pass_fds=(self.steps_fd, *files),
-            )
+            try:
+                self._process = subprocess.Popen(
+                    rank_command("inference_svc.engine.ranks.main"),
+                    stdin=theirs.fileno(),
+                    pass_fds=(self.steps_fd, *files),
+                )
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def pid(self) -> int:
@@ -172,3 +177,20 @@ class RankProcess(OtherRank):
         if code < 0:
             return self._ending(f"was ended by {signal.Signals(-code).name}")
         return self._ending(f"ended with status {code}")
+
+    def discard(self) -> None:
+        """Ends a rank that nobody has heard yet, and closes its sockets."""
+        self._process.kill()
+        self._process.wait()
+        self.close()
+
+
+def start_ranks(indices: Sequence[int], count: int, files: tuple[int, ...]) -> list[RankProcess]:
+    """Starts ranks of this machine, all or none; see RankProcess."""
+    with contextlib.ExitStack() as unused:
+        found: list[RankProcess] = []
+        for index in indices:
+            found.append(RankProcess(Rank(index, count), files))
+            unused.callback(found[-1].discard)
+        unused.pop_all()
+        return found

@@ -1,24 +1,32 @@
-"""Ranks that hang while they start."""
+"""Ranks that hang while they start, or cannot be started."""
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import logging
 import os
+import pickle
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inference_svc.backends.exchange import GlooMeeting
 from inference_svc.backends.native.backend import NativeFactory
-from inference_svc.core import EngineConfig
+from inference_svc.core import EngineConfig, Nodes
 from inference_svc.engine.ranks import group
 from inference_svc.engine.ranks.liveness import Limits, Liveness, Progress, progress
+from inference_svc.engine.ranks.nodes.node import Node
+from inference_svc.engine.ranks.nodes.rendezvous import NodeRendezvous
 from inference_svc.errors import EngineFailed
 from servicekit.telemetry.logs import configure_logging
 from tests.support.wait import until
@@ -171,3 +179,67 @@ def test_a_rank_that_never_answers(config: EngineConfig, monkeypatch: pytest.Mon
         os.kill(ranks.others[0].pid, signal.SIGSTOP)
         with pytest.raises(EngineFailed, match="rank 1 did not answer for 1 s while it started"):
             ranks.meet()
+
+
+@pytest.fixture
+def fails_third(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The system refuses the third process that a module of ranks starts; returns the others'."""
+    started: list[int] = []
+    start = subprocess.Popen
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        if len(started) == 2:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        process = start(*args, **options)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    return started
+
+
+def open_files() -> list[str]:
+    """Returns this process's open files, and the memory that it shares with ranks."""
+    gc.collect()
+    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sorted(links) + [each for each in maps if "loadout-ranks" in each]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_rank_that_cannot_be_started(
+    config: EngineConfig, fails_third: list[int], num_nodes: int
+) -> None:
+    """The ranks before it end, and nothing stays open."""
+    GlooMeeting(2, 1.0).close()  # torch keeps a pipe of the first
+    before = open_files()
+    rendezvous, config = None, replace(config, tensor_parallel=4 * num_nodes)
+    if num_nodes > 1:
+        config = replace(config, nodes=Nodes(num_nodes, 0, "127.0.0.1:0", 60, "secret"))
+        rendezvous = NodeRendezvous(config, {})
+    with pytest.raises(BlockingIOError):
+        group.RankGroup(config, NativeFactory(), hanging_store, lambda error: None, rendezvous)
+    assert [Path(f"/proc/{pid}").exists() for pid in fails_third] == [False, False]
+    del rendezvous
+    assert open_files() == before
+
+
+@pytest.mark.processes
+def test_a_rank_of_a_node_that_cannot_be_started(
+    config: EngineConfig, fails_third: list[int]
+) -> None:
+    before = open_files()
+    nodes = Nodes(2, 1, "127.0.0.1:1", 60, "secret")
+    with pytest.raises(BlockingIOError):
+        Node(replace(config, tensor_parallel=6, nodes=nodes), {}, hanging_store)
+    assert [Path(f"/proc/{pid}").exists() for pid in fails_third] == [False, False]
+    assert open_files() == before
+
+
+@pytest.mark.processes
+def test_a_start_that_cannot_be_sent(config: EngineConfig) -> None:
+    before = open_files()
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        group.RankGroup(config, NativeFactory(), lambda publish: None, lambda error: None)
+    assert open_files() == before

@@ -42,10 +42,12 @@ class NodeRank:
         self.ending = ""
         """How it has ended."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as unused:
+            unused.callback(ours.close)
             self._process = subprocess.Popen(
                 rank_command("inference_svc.engine.ranks.nodes.main"), stdin=theirs.fileno()
             )
+            unused.pop_all()
         self._connection = Connection(ours.detach())
         with contextlib.suppress(OSError):  # it has ended: its reader finds out
             self._connection.send_bytes(encode(orders))
@@ -109,7 +111,11 @@ class Node:
         count = config.tensor_parallel
         for index in config.local_ranks:
             orders = Orders(config, Rank(index, count), make_store, facts)
-            self.ranks.append(NodeRank(orders, on_change))
+            try:
+                self.ranks.append(NodeRank(orders, on_change))
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def has_joined(self) -> bool:
