@@ -188,6 +188,23 @@ class ServerLimits:
                 "it is active from its invocation tokens on (aLoRA), which this server does not "
                 "apply"
             )
+        if self.part.num_ranks > 1:
+            yield from _refusals_of_ranks(changes)
+
+
+def _refusals_of_ranks(changes: ImageContent) -> Iterator[str]:
+    """Yields the reasons why a server of several processes does not accept an image."""
+    if changes.uneven_experts:
+        yield (
+            f"its experts have A and B of different sizes, or some have none: "
+            f"{listed(changes.uneven_experts)}; with --expert-parallel each process must get as "
+            "many bytes as the others: serve it without the setting"
+        )
+    if changes.shared_biases:
+        yield (
+            f"it has biases in place of the base's, which this server does not apply with "
+            f"--fully-sharded-loras: {listed(changes.shared_biases)}; serve it without the setting"
+        )
 
 
 REPLACES = frozenset(KIND_WORDS[kind] for kind in (SegmentKind.ROWS, SegmentKind.FULL))
@@ -215,7 +232,13 @@ class Quota:
 class ImageContent(NamedTuple):
     """The contents of an image: last components of its targets' names in the layout, its contents
     beside A and B, and of which targets. `added_tokens` are the adapter's, whichever rank holds
-    their rows. `unused_spaces` are the spaces of its targets that no request passes through."""
+    their rows. `unused_spaces` are the spaces of its targets that no request passes through.
+
+    Of a layout that is a rank's, the names without layers of contents that ranks cannot compute
+    together: `uneven_experts` are targets of experts whose sizes differ between the ranks' parts,
+    `shared_biases` are in place of the base's, of targets of which each rank has some inputs and
+    some outputs.
+    """
 
     modules: tuple[str, ...]
     segment_kinds: tuple[SegmentKind, ...]
@@ -223,6 +246,8 @@ class ImageContent(NamedTuple):
     """The names of the targets of each of `segment_kinds`, without layers."""
     added_tokens: int = 0
     unused_spaces: tuple[str, ...] = ()
+    uneven_experts: tuple[str, ...] = ()
+    shared_biases: tuple[str, ...] = ()
 
     def by_kind(self) -> Iterator[tuple[SegmentKind, tuple[str, ...]]]:
         """Yields the kinds with the names of their targets, as far as these are known."""

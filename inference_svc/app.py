@@ -19,6 +19,7 @@ from inference_svc.api.service import ServerFacts
 from inference_svc.auto_settings import (
     Machine,
     ModelFacts,
+    check_sharded_loras,
     resolve,
     resolve_model,
     to_engine_config,
@@ -56,7 +57,7 @@ from inference_svc.text.no_tokenizer import NoTokenizer
 from inference_svc.text.text_model import TextModel
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from servicekit import interpreter_gc
-from servicekit.errors import InvalidArgument, InvalidSetting
+from servicekit.errors import InvalidArgument
 from servicekit.rpc.reload import reloading
 from servicekit.rpc.server import announce_ready, stop_on_signals, with_port, withdraw_ready
 from servicekit.settings.addresses import split_address
@@ -186,12 +187,18 @@ def _load_tokenizer(config: InferenceSettings) -> TextModel:
 def describe_layout(config: InferenceSettings) -> str:
     """Returns the description of a server with these settings that it gives to the store: a
     RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
-    if config.tensor_parallel > 1:
-        raise InvalidSetting("--tensor-parallel: each rank has its own layout; leave it 1 here")
     decoder = load_description(config.model, config.quantize)
     config = resolve_model(config, _model_facts(decoder))
-    dtype = getattr(torch, config.dtype)
-    layout = build_layout(decoder, config.base_model_names[0], dtype, config.adapter_dtype)
+    check_sharded_loras(config)
+    if config.tensor_parallel > 1:
+        decoder = of_rank(decoder, Rank(0, config.tensor_parallel), config.expert_parallel)
+    layout = build_layout(
+        decoder,
+        config.base_model_names[0],
+        getattr(torch, config.dtype),
+        config.adapter_dtype,
+        is_fully_sharded=config.fully_sharded_loras,
+    )
     with hashing_base(config.model, decoder, usable_cpus()) as base:
         layout = layout.with_base(base())
     layout = layout.with_towers(tower_modules(config.model, decoder.wrapper))

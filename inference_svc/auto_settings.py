@@ -107,10 +107,9 @@ def resolve(
         raise InvalidSetting(f"--device cuda: {machine.why_no_device or 'there is no CUDA device'}")
     if device == "cpu" and settings.host_memory_limit is not None:
         raise InvalidSetting("host-memory-limit: on a CPU, set memory-limit: it covers all memory")
+    check_sharded_loras(settings)
     if settings.tensor_parallel > 1:
         _check_ranks(settings, device)
-    elif settings.fully_sharded_loras:
-        raise InvalidSetting("--fully-sharded-loras needs --tensor-parallel 2 or more")
     settings = resolve_model(settings, model).model_copy(update={"device": device})
     _check_length(settings, model)
     if device == "cpu":
@@ -141,6 +140,12 @@ def _check_ranks(settings: InferenceSettings, device: str) -> None:
         raise InvalidSetting("--tensor-parallel needs --engine process")
     if settings.host_memory:
         raise InvalidSetting("--tensor-parallel: ranks have no host tier; set --host-memory 0")
+
+
+def check_sharded_loras(settings: InferenceSettings) -> None:
+    """Raises InvalidSetting for a setting with which ranks cannot share all of an adapter."""
+    if settings.fully_sharded_loras and settings.tensor_parallel == 1:
+        raise InvalidSetting("--fully-sharded-loras needs --tensor-parallel 2 or more")
     if settings.fully_sharded_loras and settings.adapter_dtype != "auto":
         reason = "each process's part of A would have a scale of its own"
         raise InvalidSetting(f"--fully-sharded-loras: {reason}; leave --adapter-dtype auto")

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import peft
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint.features import Feature
 from loadout.cli.__main__ import main
 from loadout.cli.adapters.engines import NOTES, Does, Engine
-from tests.support.models.trained import Trainer, as_mlx
+from tests.support.models.trained import CONFIG, PREFIX, WEIGHTS, Trainer, as_mlx
 from tests.support.models.whole_models import make_whole
-from tests.support.models.zoo import AdapterSpec, make_zoo
+from tests.support.models.zoo import AdapterSpec, make_model, make_zoo
 from tests.support.servers.hub_cache import linked
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked_commands")]
@@ -99,6 +101,33 @@ def test_what_a_server_does_not_apply_fails(trainer, tmp_path, capfd):
     ]
     assert report["engine"]["notes"][0]["does"] == Does.REFUSES.value
     assert "dora" in report["features"]
+
+
+def test_what_several_processes_do_not_apply_fails(tmp_path, capfd):
+    """A bias of sums over processes, and experts that one process has more of."""
+    model = tmp_path / "model"
+    make_model("qwen3-moe", model, attention_bias=True)
+    folder = replace(Trainer.load(model), folder=tmp_path / "biased").lora(
+        target_modules=["o_proj"], bias="lora_only"
+    )
+    weights = {key: value + 1 for key, value in load_file(folder / WEIGHTS).items()}
+    save_file(weights, folder / WEIGHTS)
+    flags = ("--model", model, "--tensor-parallel", "2")
+    code, out, err = run(capfd, "check", folder, *flags)
+    assert (code, err) == (0, "")
+    assert out.endswith(" for each of 2 processes\n")
+    code, out, _ = run(capfd, "check", folder, *flags, "--fully-sharded-loras")
+    assert code == 1
+    assert "does not apply with --fully-sharded-loras: o_proj.bias; serve it without" in out
+    down = f"{PREFIX}model.layers.0.mlp.experts.0.down_proj.lora_"
+    weights |= {f"{down}A.weight": torch.ones(4, 24), f"{down}B.weight": torch.ones(64, 4)}
+    save_file(weights, folder / WEIGHTS)
+    config = json.loads((folder / CONFIG).read_text()) | {"target_modules": "all-linear"}
+    (folder / CONFIG).write_text(json.dumps(config))
+    assert run(capfd, "check", folder, *flags)[0] == 0
+    code, out, _ = run(capfd, "check", folder, *flags, "--expert-parallel", "2")
+    assert code == 1
+    assert "its experts have A and B of different sizes, or some have none: down_proj; " in out
 
 
 def test_what_equals_the_base_is_dropped(trainer, tmp_path, capfd):

@@ -357,7 +357,7 @@ def verdict_at(now: int, verdict: LayoutVerdict) -> LayoutVerdict:
 
 def dump_content(content: ImageContent) -> str:
     kinds = [kind.value for kind in content.segment_kinds]
-    parts = [content.modules, kinds, content.names, content.added_tokens, content.unused_spaces]
+    parts = [content.modules, kinds, *content[2:]]
     return json.dumps(parts, separators=(",", ":"))
 
 
@@ -368,6 +368,8 @@ def _load_content(text: str) -> ImageContent:
         "names": lambda names: tuple(map(tuple, names)),
         "added_tokens": int,
         "unused_spaces": tuple,
+        "uneven_experts": tuple,
+        "shared_biases": tuple,
     }  # earlier releases recorded none, or the first of them
     later = zip(read.items(), more, strict=False)
     return found._replace(**{name: parse(value) for (name, parse), value in later})

@@ -12,6 +12,7 @@ from adapter_store.core import Announcement, ImageContent
 from adapter_store.images.plan.plan import ImagePlan
 from contract.images.layouts import Layout
 from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
+from contract.images.targets import TargetKind
 from servicekit.errors import InvalidArgument
 
 MAX_ALIASES = 64
@@ -104,4 +105,23 @@ def content_of(plan: ImagePlan, layout: Layout) -> ImageContent:
         names=tuple(tuple(sorted(names[kind])) for kind in kinds),
         added_tokens=plan.added_tokens,
         unused_spaces=tuple(sorted({space for space, _ in plan.unused})[:MAX_UNUSED_SPACES]),
+        uneven_experts=plan.uneven_experts,
+        shared_biases=tuple(sorted(_shared_biases(plan, layout))),
     )
+
+
+def _shared_biases(plan: ImagePlan, layout: Layout) -> set[str]:
+    """Returns the names of biases in place of the base's, whole, of targets of which each rank has
+    some inputs and some outputs: all ranks would add them."""
+    replaced = {
+        layout.targets[segment.target]
+        for segment in plan.segments
+        if segment.kind is SegmentKind.FULL
+    }
+    biases = {each.name: each for each in replaced if each.kind is TargetKind.VECTOR}
+    return {
+        biases[name].short_name
+        for target in layout.targets
+        if target.in_slice is not None and target.out_slice is not None
+        if (name := f"{target.name}.bias") in biases and biases[name].out_slice is None
+    }

@@ -148,6 +148,7 @@ def _check_server(checkpoint: Checkpoint, server: Server) -> ServerReport:
         max_added_tokens=announced.max_added_tokens,
         applies_invocation_tokens=announced.applies_invocation_tokens,
         weight_form=announced.weight_form,
+        part=announced.part,
     )
     try:
         plan = plan_image(checkpoint, layout)

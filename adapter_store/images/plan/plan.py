@@ -23,7 +23,7 @@ from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.plan.base_rows import Kept, kept_rows
 from adapter_store.images.plan.fit import count_added_tokens, fit
 from adapter_store.images.plan.layout import layout_id
-from adapter_store.images.plan.sources import SegmentSource, segment_sources
+from adapter_store.images.plan.sources import SegmentSource, has_even_experts, segment_sources
 from adapter_store.images.plan.uses import Use
 from contract.images import rules
 from contract.images.dtypes import FLOAT8, DataType
@@ -68,6 +68,8 @@ class ImagePlan:
     """Rows that the adapter has behind the base's vocabulary, here or elsewhere."""
     unused: tuple[tuple[str, str], ...] = ()
     """The adapter's contents that no request passes through: the target's space, and the module."""
+    uneven_experts: tuple[str, ...] = ()
+    """Targets of experts, without layers, whose segments have other sizes in other ranks' parts."""
     has_scales: bool = True
     """Whether the scales of the segments are known. Those of float8 follow from values: see
     `scales`."""
@@ -147,6 +149,7 @@ def plan_image(checkpoint: Checkpoint, layout: Layout, *, identity: str = "") ->
         sources=tuple(sources),
         added_tokens=count_added_tokens(all_uses),
         unused=tuple(_unused(all_uses)),
+        uneven_experts=tuple(sorted(_uneven(uses, layout))),
         has_scales=all(segment.dtype is not FLOAT8 for segment in segments),
     )
     rules.validate(plan.header(), layout)
@@ -169,6 +172,10 @@ def _unused(uses: Iterable[Use]) -> Iterator[tuple[str, str]]:
     for use in uses:
         if use.target.held is Held.UNUSED:
             yield use.target.space or use.target.name, use.changes.name
+
+
+def _uneven(uses: Iterable[Use], layout: Layout) -> set[str]:
+    return {use.target.short_name for use in uses if not has_even_experts(use, layout)}
 
 
 def _uses_of(checkpoint: Checkpoint, layout: Layout) -> list[Use]:

@@ -20,6 +20,7 @@ that the adapter lacks has rank 0.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -93,6 +94,19 @@ def segment_sources(use: Use, layout: Layout, kept: Kept) -> Iterator[SegmentSou
         return _experts(use, changes, layout.lora_dtype)
     assert isinstance(changes, Replacement)
     return _replacement(use.target, changes, layout.dtype, kept)
+
+
+def has_even_experts(use: Use, layout: Layout) -> bool:
+    """Returns whether a target's segments have the same sizes in each part of the experts, where
+    the layout holds one of several."""
+    target, changes = use.target, use.changes
+    if target.expert_slice is None or not isinstance(changes, ExpertWeights):
+        return True
+    size = target.num_experts
+    parts = [(start, start + size) for start in range(0, target.experts - size + 1, size)]
+    others = (use._replace(target=replace(target, expert_slice=part)) for part in parts)
+    segments = (_experts(each, changes, layout.lora_dtype) for each in others)
+    return len({tuple((each.rank, each.length_bytes) for each in found) for found in segments}) < 2
 
 
 def outputs_of(use: Use, num_outputs: int) -> Selection:

@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.filesize import decimal
@@ -50,6 +50,19 @@ _NOTHING: Report = {
 }
 """The text about a folder that is no adapter's."""
 
+_MaxRank: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="--max-rank of that server.")
+]
+_TensorParallel: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="--tensor-parallel of that server.")
+]
+_ExpertParallel: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="--expert-parallel of that server.")
+]
+_FullyShardedLoras: TypeAlias = Annotated[
+    bool, typer.Option("--fully-sharded-loras", help="That server has --fully-sharded-loras.")
+]
+
 
 def check(
     folder: Annotated[
@@ -64,12 +77,13 @@ def check(
             "cache.",
         ),
     ] = "",
-    max_rank: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="--max-rank of that server.")
-    ] = None,
+    max_rank: _MaxRank = None,
     lora_targets: Annotated[
         str, typer.Option(metavar="NAMES", help="--lora-targets of that server.")
     ] = "",
+    tensor_parallel: _TensorParallel = None,
+    expert_parallel: _ExpertParallel = None,
+    fully_sharded_loras: _FullyShardedLoras = False,
     allow_config_keys: Annotated[
         str, typer.Option(metavar="KEYS", help="--allow-config-keys of the store.")
     ] = "",
@@ -88,7 +102,13 @@ def check(
     server of that model. Fails if one of them refuses the adapter. You can check a folder that you
     do not trust.
     """
-    flags = {"--max-rank": max_rank, "--lora-targets": lora_targets}
+    flags = {
+        "--max-rank": max_rank,
+        "--lora-targets": lora_targets,
+        "--tensor-parallel": tensor_parallel,
+        "--expert-parallel": expert_parallel,
+        "--fully-sharded-loras": fully_sharded_loras,
+    }
     given = {flag: str(value) for flag, value in flags.items() if value}
     if given and not model:
         raise typer.BadParameter("needs --model", param_hint=next(iter(given)))
@@ -96,7 +116,7 @@ def check(
     if as_json:
         print_json({**report, "engine": None if engine is None else _engine_json(report, engine)})
     else:
-        _print(report, folder, model)
+        _print(report, folder, model, tensor_parallel or 1)
         if engine is not None:
             _print_engine(report, engine)
     _raise_refusal(report)
@@ -122,7 +142,7 @@ def _check(folder: Path, flags: list[str], model: str, of_server: Mapping[str, s
         )
 
 
-def _print(report: Report, folder: Path, model: str) -> None:
+def _print(report: Report, folder: Path, model: str, num_ranks: int) -> None:
     if report["refusal"]:
         return
     base = report["base_model"] or "a base model that it does not name"
@@ -163,7 +183,10 @@ def _print(report: Report, folder: Path, model: str) -> None:
             "not used, because no request passes through them: "
             f"{', '.join(_without_layers(unused))}"
         )
-    typer.echo(f"applied by {where}, {much}; image of {decimal(server['image_bytes'])}")
+    size = f"image of {decimal(server['image_bytes'])}"
+    if num_ranks > 1:
+        size += f" for each of {num_ranks} processes"
+    typer.echo(f"applied by {where}, {much}; {size}")
     if server["note"]:
         typer.echo(f"note: {server['note']}")
 

@@ -285,6 +285,20 @@ REFUSALS = [
     ),
     (Announcement(applies_invocation_tokens=True), {"invocation_tokens": (7, 8)}, ""),
     (
+        Announcement(part=Part(2, 1)),
+        {"uneven_experts": ("down_proj", "up_proj")},
+        "its experts have A and B of different sizes, or some have none: down_proj, up_proj; with "
+        "--expert-parallel each process must get as many bytes as the others: serve it without "
+        "the setting",
+    ),
+    (
+        Announcement(part=Part(2, 0)),
+        {"shared_biases": ("o_proj.bias",)},
+        "it has biases in place of the base's, which this server does not apply with "
+        "--fully-sharded-loras: o_proj.bias; serve it without the setting",
+    ),
+    (Announcement(), {"uneven_experts": ("up_proj",), "shared_biases": ("o_proj.bias",)}, ""),
+    (
         Announcement(max_rank=8, lora_targets=("q_proj",)),
         {"rank": 12, "targets": tuple(f"t{number:02}" for number in range(10))},
         "rank 12 is above this server's limit 8 (--max-rank); "
@@ -298,10 +312,10 @@ REFUSALS = [
 def test_verdict_names_what_is_refused(catalog, names, announcement, fields, reason):
     catalog.layouts.add("L", BASE, "{}")
     catalog.servers.announce("L", "A", announcement)
-    added_tokens = fields.get("added_tokens", 0)
-    names.register("a", "d1", **{key: fields[key] for key in fields if key != "added_tokens"})
+    of_image = {key: fields[key] for key in fields if key in ImageContent._fields[3:]}
+    names.register("a", "d1", **{key: fields[key] for key in fields if key not in of_image})
     record = names.get("a")
-    changes = ImageContent(record.targets, record.segment_kinds, added_tokens=added_tokens)
+    changes = ImageContent(record.targets, record.segment_kinds, **of_image)
     catalog.images.set_verdict("d1", LayoutVerdict("L", ImageState.READY, "", 256, content=changes))
     assert refusals(names) == [reason]
 
