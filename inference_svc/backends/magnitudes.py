@@ -7,9 +7,10 @@ magnitude in the arena. W + BA is made a few rows at a time, between steps.
 
 Where a model is cut, a rank has a part of the inputs of some targets, and of the vocabulary: a norm
 is the root of the squares that all ranks have. They exchange these once for each adapter, when all
-of them are made. Ranks advance together, and by sizes that are equal on all of them: so they come
-to the exchange at the same time. A rank whose part fails takes part in it, and says so: then the
-adapter fails on all.
+of them are made, and once more when all have divided by them. Ranks advance together, and by sizes
+that are equal on all of them: so they come to the exchanges at the same time. A rank whose part
+fails takes part in them, and says so: then the adapter fails on all. Behind the last one no rank
+writes to the adapter's memory, which rank 0 may give to another.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -272,26 +273,30 @@ class Magnitudes:
         faulty = torch.zeros(len(job.targets), device=self._arena.device)
         job.attempt(lambda: _divide(job, faulty, is_shared=False))
         if self._exchange is not None:
-            faulty = self._sum(job, faulty, self._exchange)
-        job.attempt(lambda: _divide(job, faulty, is_shared=True))
+            shared = [each for each in job.targets if each.is_shared]
+            faulty = self._sum(job, faulty, shared, self._exchange)
+            job.attempt(lambda: _divide(job, faulty, is_shared=True))
+            faulty = self._sum(job, faulty, (), self._exchange) if shared else faulty
         if job.error is not None:
             return job.error
         found = faulty.tolist()  # waits for a device once
         names = [each.target.name for each, n in zip(job.targets, found, strict=True) if n]
         return _refusal(job.digest, names[0]) if names else None
 
-    def _sum(self, job: _Job, faulty: Tensor, exchange: Exchange) -> Tensor:
-        """Sums squares over ranks, and returns which targets are faulty on any. The errors of other
-        ranks become the job's."""
+    def _sum(
+        self, job: _Job, faulty: Tensor, shared: Sequence[_Scaled], exchange: Exchange
+    ) -> Tensor:
+        """Sums the squares of these targets over ranks, and returns which targets are faulty on
+        any. The errors of other ranks become the job's."""
         is_full = isinstance(job.error, OutOfDeviceMemory)
-        for each in job.targets if job.error is not None else ():
+        for each in shared if job.error is not None else ():
             each.clear()  # an error may have come before
         errors = faulty.new_tensor([is_full, job.error is not None and not is_full])
-        shared = [each.squares for each in job.targets if each.is_shared]
-        summed = torch.cat([*shared, faulty, errors])
+        parts = [each.squares for each in shared]
+        summed = torch.cat([*parts, faulty, errors])
         exchange.sum(summed)
-        *squares, faulty, errors = summed.split([*map(len, shared), len(faulty), len(errors)])
-        for own, whole in zip(shared, squares, strict=True):
+        *squares, faulty, errors = summed.split([*map(len, parts), len(faulty), len(errors)])
+        for own, whole in zip(parts, squares, strict=True):
             own.copy_(whole)
         num_full, num_failed = errors.tolist()
         if num_full or num_failed:

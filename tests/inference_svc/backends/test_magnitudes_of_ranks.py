@@ -223,6 +223,24 @@ def test_an_adapter_that_one_rank_cannot_divide_fails_on_all(
         assert other == Divided("two")
 
 
+def test_ranks_wait_for_the_last_that_divides(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails as late as it can, and all know. Rank 0 frees the memory of an adapter that fails:
+    until then the last rank may write to it."""
+    divide_whole = magnitudes._divide
+
+    def divide_late(job: Any, faulty: torch.Tensor, *, is_shared: bool) -> None:
+        divide_whole(job, faulty, is_shared=is_shared)
+        if is_shared and job.targets[0].rows.num_rows == 7:
+            raise ValueError("what nobody has thought of")
+
+    monkeypatch.setattr(magnitudes, "_divide", divide_late)
+    for _, done in divide(whole, ["one"]):
+        [(_, (digest, error))] = done
+        assert (digest, type(error)) == ("one", Internal)
+
+
 def test_an_exchange_that_fails_is_no_fault_of_the_adapter(whole: Whole) -> None:
     class Broken:
         def sum(self, x: torch.Tensor) -> None:
