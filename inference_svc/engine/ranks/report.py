@@ -1,6 +1,6 @@
 """Reports of ranks for operators: memory, the seconds of steps, and where threads are.
 
-Counting costs a step two readings of the clock, and two for each exchange. Nothing here pickles
+Counting costs a step four readings of clocks, and two for each exchange. Nothing here pickles
 within a step: the figures travel with the answers to pings.
 """
 
@@ -49,7 +49,7 @@ class Report:
         """The processors that its threads are bound to; empty: the system decides."""
         self._memory = (0, 0, 0)
         self._num_steps = 0
-        self._step_s = 0.0
+        self._step_s = self._exchange_s = 0.0
 
     def note_memory(self, backend: Held) -> None:
         arena_bytes = backend.pull_memory.nbytes
@@ -57,13 +57,19 @@ class Report:
 
     @contextmanager
     def step(self, *, is_new: bool = True) -> Iterator[None]:
-        """Counts the seconds of a step, or of a further part of the last one."""
-        began_s = perf_counter()
+        """Counts the seconds of a step, or of a further part of the last one, and of its exchanges:
+        loading adapters takes others."""
+        began_s, exchanged_s = perf_counter(), self._exchanged_s
         try:
             yield
         finally:
             self._step_s += perf_counter() - began_s
+            self._exchange_s += self._exchanged_s - exchanged_s
             self._num_steps += is_new
+
+    @property
+    def _exchanged_s(self) -> float:
+        return 0.0 if self.exchange is None else self.exchange.seconds
 
     def status(self, pulled_bytes: int, num_pulls: int) -> RankStatus:
         weights_bytes, kv_bytes, arena_bytes = self._memory
@@ -77,7 +83,7 @@ class Report:
             arena_bytes=arena_bytes,
             num_steps=self._num_steps,
             step_s=self._step_s,
-            exchange_s=0.0 if self.exchange is None else self.exchange.seconds,
+            exchange_s=self._exchange_s,
             pulled_bytes=pulled_bytes,
             num_pulls=num_pulls,
             num_threads=self._num_threads,

@@ -1,9 +1,10 @@
-"""Where the threads of all ranks are, for operators."""
+"""Reports of ranks for operators: where threads are, and the seconds of steps."""
 
 from __future__ import annotations
 
 import re
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from inference_svc.engine.ranks import report
 from inference_svc.engine.ranks.report import RankStacks
 from inference_svc.engine.transport import process
 from inference_svc.engine.transport.process import EngineProcess
+from inference_svc.model.description import Rank
 from tests.support.inference.ranks import config_of, no_store, save_model
 from tests.support.wait import until
 
@@ -53,3 +55,29 @@ def test_all_ranks_write_where_their_threads_are(
     found = re.findall(r"transport/thread.py|ranks/main.py", "".join(written))
     assert found == sorted(found, reverse=True)
     assert "transport/thread.py" in found
+
+
+@dataclass
+class Exchanged:
+    """An exchange that nobody uses, which has taken so long so far."""
+
+    seconds: float
+
+    def sum(self, x: Any) -> None:
+        raise AssertionError
+
+    def side_by_side(self, x: Any) -> Any:
+        raise AssertionError
+
+
+def test_exchanges_that_load_adapters_are_none_of_steps() -> None:
+    """Seconds in exchanges are a part of the seconds of steps."""
+    figures, exchange = report.Report(Rank(0, 2), 1), Exchanged(3.0)
+    figures.exchange = exchange
+    exchange.seconds = 5.0  # of magnitudes
+    with figures.step():
+        exchange.seconds = 5.25
+    with figures.step(is_new=False):
+        exchange.seconds = 5.5
+    found = figures.status(0, 0)
+    assert (found.num_steps, found.exchange_s) == (1, 0.5)
