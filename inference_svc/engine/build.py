@@ -156,9 +156,7 @@ def _build(
     layout = layout_of(config, decoder)
     host = _host_tier(config, has_device_memory=factory.has_device_memory)
     backend, layout = _load_model(config, decoder, factory, layout, num_threads, ranks)
-    is_shared = not factory.has_device_memory
-    num_computing = num_threads * len(config.local_ranks)
-    pace = PullPace.where_shared(usable_cpus(), num_computing) if is_shared else None
+    pace = pull_pace(config, factory, num_threads)
     others = None if ranks is None else RankPulls(ranks)
     memory = backend.pull_memory
     puller, residency = _make_residency(config, store, post, layout, memory, host, pace, others)
@@ -166,6 +164,8 @@ def _build(
     scheduler = Scheduler(_limits(config), states, residency, prices_of(decoder))
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
+        if ranks is not None:
+            ranks.needs_pace = pace.is_needed
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
     routed = _routed_pages(config, decoder, backend)
@@ -234,6 +234,15 @@ def place_threads(backend: Backend[Any], share: Share) -> tuple[int, ...]:
     if processors:
         backend.place_threads(processors)
     return tuple(sorted(chain.from_iterable(processors)))
+
+
+def pull_pace(config: EngineConfig, factory: BackendFactory, num_threads: int) -> PullPace | None:
+    """Returns the pace of a rank's pulls beside steps, of which each rank of this machine computes
+    with so many threads; None: they take none of these processors' time."""
+    if factory.has_device_memory:
+        return None
+    num_ranks = len(config.local_ranks)
+    return PullPace.where_shared(usable_cpus(), num_threads * num_ranks, num_ranks)
 
 
 def set_num_threads(config: EngineConfig) -> int:

@@ -86,7 +86,7 @@ class RankGroup:
     A rank that hangs is killed, also while it starts. `on_failure` is called once, from any thread,
     when a rank has ended, failed or does not answer after it was built; `on_pull_ended` with the
     index of a rank; `on_store_update` with a finding that a rank's store publishes, which the other
-    ranks get, too.
+    ranks get, too; `needs_pace` from any thread, to tell the other ranks about their pulls.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class RankGroup:
         self.failure: EngineFailed | None = None
         self.on_pull_ended: Callable[[int, PullEnded], None] = lambda index, ended: None
         self.on_store_update: Callable[[Any], None] = lambda content: None
+        self.needs_pace: Callable[[], bool] = lambda: False
         self._on_failure = on_failure
         self._is_asking = self._is_built = self._is_closing = False
         self._not_built: Exception | None = None
@@ -329,7 +330,7 @@ class RankGroup:
         if fault:
             rank.kill(fault)
         rank.liveness.asked()
-        rank.send(Ping())
+        rank.send(Ping(self.needs_pace()))
 
     def _ask_for_stacks(self) -> None:
         for each in self.others:

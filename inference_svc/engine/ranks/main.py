@@ -35,7 +35,13 @@ from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.base import RankBackend, RankFactory
 from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.backends.select import select_backend
-from inference_svc.engine.build import describe, place_threads, set_num_threads, share_of
+from inference_svc.engine.build import (
+    describe,
+    place_threads,
+    pull_pace,
+    set_num_threads,
+    share_of,
+)
 from inference_svc.engine.control.status_types import RankStatus
 from inference_svc.engine.ranks.liveness import progress
 from inference_svc.engine.ranks.messages import (
@@ -103,6 +109,7 @@ class Follower:
         config = start.config
         num_threads = compute_threads(config.num_threads, len(config.local_ranks))
         self._report = Report(start.rank, num_threads)
+        self._needs_pace = False
 
     def run(self) -> None:
         """Serves until rank 0 closes the sockets."""
@@ -147,7 +154,7 @@ class Follower:
         mark_process(rank=rank.index)
         store = self._start.make_store(lambda content: self._send(StoreUpdate(content)))
         self._on_store_update = store.on_update
-        set_num_threads(config)
+        num_threads = set_num_threads(config)
         decoder = describe(config, rank.index)
         factory = select_backend(config, decoder)
         if factory.name != self._start.backend or not isinstance(factory, RankFactory):
@@ -163,8 +170,11 @@ class Follower:
         check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
         max_known, parts = 4 * config.max_loras, config.expert_parallel
         self._pulls = RankImages(backend.pull_memory, self._send, max_known, parts)
+        pace = pull_pace(config, factory, num_threads)
+        if pace is not None:
+            pace.is_needed = lambda: self._needs_pace
         self._pulls.puller = Puller(
-            store, config.pull_workers, self._pulls.on_event, layout.read_header, check
+            store, config.pull_workers, self._pulls.on_event, layout.read_header, check, pace
         )
         return backend
 
@@ -205,6 +215,7 @@ class Follower:
 
     def _take_message(self, message: Ping | TellStacks | StoreUpdate | Pull | CancelPull) -> None:
         if isinstance(message, Ping):
+            self._needs_pace = message.needs_pace
             self._send(Pong(progress(), self._status()))
             return
         if isinstance(message, TellStacks):

@@ -102,7 +102,10 @@ class LostContact:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Asks whether a rank still answers, which it does while it loads or computes, too."""
+    """Asks whether a rank still answers, which it does while it loads or computes, too. Its pulls
+    keep a pace from then on if they need one; see `PullPace.is_needed`."""
+
+    needs_pace: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
-"""The stores of all ranks, and of the server's own process, know the same of replicas."""
+"""The stores of all ranks, and of the server's own process, know the same of replicas; pulls of all
+ranks keep one pace."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +11,13 @@ from typing import Any
 
 import pytest
 
+from inference_svc.adapters.pulls.pace import PROCESSOR_BYTES_PER_S, PullPace
+from inference_svc.core import Request, SamplingParams, Sequence
+from inference_svc.engine.build import build_engine
+from inference_svc.engine.ranks import group
 from inference_svc.engine.transport.messages import StoreMessage
 from inference_svc.engine.transport.process import EngineProcess
+from inference_svc.host.cpus import usable_cpus
 from inference_svc.store.client import NoStore
 from tests.support.inference.ranks import config_of, save_model
 from tests.support.wait import until
@@ -51,3 +58,45 @@ def test_a_finding_of_one_rank_reaches_all(tmp_path: Path) -> None:
         assert heard == {pid: tuple(pids - {pid}) for pid in pids}
     finally:
         engine.stop()
+
+
+class PacedStore(NoStore):
+    """Publishes what is asked for of the pace of this rank's pulls."""
+
+    def __init__(self, publish: Callable[[Any], None]) -> None:
+        self._publish = publish
+
+    def on_update(self, content: Any) -> None:
+        [pace] = [each for each in gc.get_objects() if isinstance(each, PullPace)]
+        self._publish((pace.is_needed(), pace.bytes_per_s))
+
+
+@pytest.mark.processes
+def test_pulls_of_all_ranks_keep_a_pace_beside_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together the one of a single rank."""
+    monkeypatch.setattr(group, "PING_S", 0.1)
+    num_processors = usable_cpus()
+    config = config_of(save_model(tmp_path), 2, num_threads=num_processors)
+    built = build_engine(config, NoStore(), lambda event: None, PacedStore)
+    try:
+        ranks, own = built.ranks, built.puller._pace
+        assert ranks is not None
+        assert own is not None
+        told: list[Any] = []
+        ranks.on_store_update = told.append
+
+        def is_told(*, needs_pace: bool) -> bool:
+            ranks.update_stores("pace")
+            return told[-1:] == [(needs_pace, own.bytes_per_s)]
+
+        until(lambda: is_told(needs_pace=False))
+        assert own.bytes_per_s == num_processors * PROCESSOR_BYTES_PER_S / 2
+        sequence = Sequence(Request("r", (1,), SamplingParams()))
+        built.engine.scheduler.running.append(sequence)
+        until(lambda: is_told(needs_pace=True))
+        built.engine.scheduler.running.clear()
+        until(lambda: is_told(needs_pace=False))
+    finally:
+        built.close()
