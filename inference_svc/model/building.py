@@ -229,7 +229,7 @@ def with_windows(block: Block, windows: Iterable[int | None]) -> tuple[Block, ..
 
 def dense_layers(config: ConfigReader) -> Container[int]:
     """Returns the layers without a mixture: every `decoder_sparse_step`-th layer has it, but for
-    `mlp_only_layers`."""
+    `mlp_only_layers`. Raises UnsupportedModel if config.json has no such list."""
     step, listed = config.positive("decoder_sparse_step"), config.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(each) is int for each in listed):
         raise config.unsupported("mlp_only_layers", "must be a list of layers")

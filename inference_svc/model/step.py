@@ -57,7 +57,8 @@ class Step:
         return self.inputs.token_ids.device
 
     def states(self, op: Op) -> tuple[tuple[Tensor, ...], Segments]:
-        """Returns the recurrent states of an operation's layer, and the step's segments."""
+        """Returns the recurrent states of an operation's layer, each [slots, ...] as its mixer
+        describes it, and the step's segments."""
         plan = self.inputs.recurrent
         assert plan is not None
         return plan.states.layers[op.of_layer], plan.of_kernels

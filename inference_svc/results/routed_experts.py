@@ -42,6 +42,7 @@ class ExpertsOption(Option):
     token_bytes: int = 0
 
     def served_by(self, server: Server) -> ExpertsOption:
+        """See `Option`. Raises InvalidArgument for a model without experts."""
         if not server.expert_token_bytes:
             raise InvalidArgument(
                 f"return_routed_experts: {server.base_model} has no experts",

@@ -142,7 +142,7 @@ class KVCache:
         return self.data.nbytes + scale_bytes
 
     def scales_of(self, layer: int) -> Tensor | None:
-        """Returns a layer of `scales`."""
+        """Returns a layer of `scales`, without its first dimension."""
         return None if self.scales is None else self.scales[layer]
 
     def write(self, layer: int, cells: Tensor, kv: Tensor) -> None:

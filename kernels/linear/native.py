@@ -16,10 +16,12 @@ class PackedWeight(Protocol):
     """A packed weight [out_features, in_features] that products of `dtype` read."""
 
     @property
-    def weights(self) -> Tensor: ...
+    def weights(self) -> Tensor:
+        """[panels, ...]: rows in the order that products read; see the class."""
 
     @property
-    def bias(self) -> Tensor | None: ...
+    def bias(self) -> Tensor | None:
+        """float32 [out_features]."""
 
     @property
     def dtype(self) -> torch.dtype: ...

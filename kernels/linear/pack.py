@@ -42,8 +42,8 @@ class PackedLinear:
         dtype: torch.dtype,
         allocate: Callable[[int], Tensor] = allocate_host,
     ) -> PackedLinear:
-        """Returns a projection of float32 or bfloat16 whose rows are zero until they are put.
-        `allocate` gives zeroed bytes, uint8, on 64 bytes."""
+        """Returns a projection of float32 or bfloat16, [out_features, in_features], whose rows are
+        zero until they are put. `allocate` gives zeroed bytes, uint8, on 64 bytes."""
         assert dtype in (torch.float32, torch.bfloat16)
         num_panels = -(-out_features // PANEL)
         num_steps = -(-in_features * dtype.itemsize // 4)

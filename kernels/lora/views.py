@@ -98,7 +98,9 @@ class Float8Weights:
     which loses nothing. They would take twice the arena's memory if they were kept."""
 
     a_values: torch.Tensor
+    """`[a_rank, in]`, for an embedding `[vocab, a_rank]`."""
     b_values: torch.Tensor
+    """`[b_rank, out]`."""
     dtype: torch.dtype
     scale: float
     vectors: VectorValues | None = None

@@ -41,7 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Returns the address of a contiguous tensor, for an argument that may be absent."""
+    """Returns the address of a contiguous tensor of any shape; None without a tensor."""
     assert tensor is None or tensor.is_contiguous()
     return None if tensor is None else tensor.data_ptr()
 

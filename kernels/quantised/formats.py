@@ -46,7 +46,7 @@ class Codes(enum.Enum):
         return _table(self)
 
     def table_on(self, device: torch.device) -> Tensor:
-        """Returns the table on a device, always the same one."""
+        """Returns `table`, float32 [2 ** num_bits], on a device: always the same tensor."""
         return _table_on(self, device)
 
 

@@ -45,8 +45,9 @@ def quantise(weight: Tensor, form: WeightFormat) -> QuantisedRows:
 
 
 def nearest_codes(values: Tensor, codes: Codes) -> Tensor:
-    """Returns the code, uint8, whose value is the nearest to each of fp32 `values`; of two that are
-    as near, the even one, as rounding does it, or of NF4 and FP4 the lower. Overwrites `values`."""
+    """Returns the code whose value is the nearest to each of `values`, uint8 for fp32 [...]; of two
+    that are as near, the even one, as in rounding, or of NF4 and FP4 the lower. Overwrites
+    `values`."""
     if codes is Codes.INT8:
         return values.round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
     if codes is Codes.FP8:

@@ -69,7 +69,8 @@ class Ranks:
                 )
 
     def reader(self, tensors: Sequence[Tensor]) -> Read:
-        """Returns a function that reads tensors on the first rank, in any thread."""
+        """Returns a function that reads tensors on the first rank, in any thread. The function
+        raises LoadoutError after `end`."""
         places = {id(each.values): place for place, each in enumerate(in_order(tensors))}
 
         def read_whole(values: Any) -> memoryview:

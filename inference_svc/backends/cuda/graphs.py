@@ -156,7 +156,7 @@ class RecordedSteps:
 
     def run(self, shape: StepShape) -> bool:
         """Computes a step of this shape. Returns whether it was replayed: if not, it is recorded
-        now."""
+        now. Raises the error of a recording if every step of this shape needs it."""
         if shape in self._recorded:
             self._recorded[shape].replay()
             return True

@@ -133,7 +133,15 @@ def experts_ops(
     routing: PairsBuffer,
     inputs: Int8Inputs,
 ) -> Iterator[NativeOp]:
-    """Yields the operations of pairs, each by its expert's weight; see `experts_linear_op`."""
+    """Yields the operations of pairs, each by its expert's weight; see `experts_linear_op`.
+
+    Args:
+        x: [P, in], a row for each pair, in the model's dtype.
+        projection: The weights of all experts, one part.
+        out: [P, out], overwritten.
+        routing: The pairs of a step.
+        inputs: Buffers for rows that are rounded to INT8.
+    """
     [part] = projection.parts
     if isinstance(part, PackedQuantised):
         yield from quantised_experts_ops(x, part, out, routing, inputs)

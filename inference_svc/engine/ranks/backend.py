@@ -93,7 +93,8 @@ class RankedBackend:
         return self._own.pop_completed_copies()
 
     def divide_magnitudes(self) -> list[Divided]:
-        """Has all ranks go on, as they exchange the squares of norms."""
+        """Has all ranks go on, as they exchange the squares of norms. Raises EngineFailed if one
+        of them has ended or hangs."""
         if not self._own.is_dividing:
             return []
         self._group.send_divide(encode_changes(self._begin()))

@@ -31,7 +31,7 @@ def rank_command(module: str) -> list[str]:
 
 def end_with(parent: int) -> None:
     """Has the kernel kill this process, even while it is stopped, once the thread that started it
-    has ended; `parent` is that thread's process."""
+    has ended; `parent` is that thread's process. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

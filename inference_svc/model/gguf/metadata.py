@@ -38,7 +38,8 @@ def short(value: float) -> float:
 
 
 class Values:
-    """The metadata of the model's architecture; it remembers the keys that were asked for."""
+    """The metadata of the model's architecture; it remembers the keys that were asked for. Every
+    method raises UnsupportedModel for a value that has no meaning here."""
 
     def __init__(self, header: Header) -> None:
         self._header = header

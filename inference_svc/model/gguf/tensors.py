@@ -60,7 +60,8 @@ def tensors(path: Path) -> list[ModelTensor]:
 
 
 def read(path: Path, name: str) -> Tensor:
-    """Reads all of a tensor, by its name in the model; see `GgufRows`."""
+    """Reads all of a tensor, by its name in the model; see `GgufRows` for its shape. Raises
+    UnsupportedModel if the file cannot be read."""
     return GgufRows(path, name)[:]
 
 
@@ -101,7 +102,7 @@ class GgufRows:
 
 
 def read_plain(header: Header, stored: StoredTensor) -> Tensor:
-    """Reads a tensor that is no weight. Raises UnsupportedModel unless it is a vector of fp32."""
+    """Reads a tensor that is no weight, fp32 [size]. Raises UnsupportedModel for another form."""
     if stored.type.name != "F32" or len(stored.shape) != 1:
         raise UnsupportedModel(f"{header.path}: the tensor {stored.name} must be a vector of F32")
     return _read_bytes(header.path, stored.start, stored.num_bytes).view(torch.float32)

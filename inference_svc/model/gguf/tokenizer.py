@@ -122,7 +122,8 @@ class Vocabulary:
                 raise header.unsupported(_KEY + name, reason)
 
     def merges(self) -> list[tuple[str, str]]:
-        """Returns pairs of tokens that become one, the first to merge first."""
+        """Returns pairs of tokens that become one, the first to merge first. Raises
+        UnsupportedModel if a text is no pair."""
         found = []
         for each in self._list("merges", str):
             left, space, right = each[1:].partition(_SPACE)

@@ -57,7 +57,8 @@ class Awq:
     def matrix(
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
-        """See `Scheme`."""
+        """See `Scheme`. Raises UnsupportedModel if inputs do not divide into groups, or
+        outputs into words."""
         if num_experts or module in self._plain:
             return None
         size = self._size or in_features

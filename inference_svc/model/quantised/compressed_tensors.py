@@ -237,7 +237,7 @@ class CompressedTensors:
     def matrix(
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
-        """See `Scheme`."""
+        """See `Scheme`. Raises UnsupportedModel if inputs do not divide into groups."""
         group = None if module in self._ignored else self._group_of(module)
         if group is None or num_experts:
             return None

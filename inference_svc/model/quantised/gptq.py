@@ -89,7 +89,7 @@ class Gptq:
     def matrix(
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
-        """See `Scheme`."""
+        """See `Scheme`. Raises UnsupportedModel if inputs do not divide into words."""
         if num_experts or not self._is_quantised(module):
             return None
         per_word = _WORD_BITS // self._num_bits

@@ -45,7 +45,7 @@ class Mxfp4:
     def matrix(
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
-        """See `Scheme`."""
+        """See `Scheme`. Raises UnsupportedModel if inputs do not divide into blocks."""
         if not num_experts or module in self._plain:
             return None
         if in_features % _BLOCK:

@@ -33,8 +33,8 @@ def unpack(words: Tensor, num_bits: int) -> Tensor:
 
 
 def finite_scales(end: str, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns scales in another dtype. Raises UnsupportedModel if one is not finite, so large that
-    weights are not, or not exact in that dtype."""
+    """Returns scales, of any shape [...], in another dtype. Raises UnsupportedModel if one is not
+    finite, is so large that weights are not, or is not exact in that dtype."""
     made, wide = scales.to(dtype), scales.float()
     if not (wide.abs() <= MAX_SCALE).all():
         raise broken(end, "has values that are no numbers, or so large that weights are none")
@@ -109,7 +109,8 @@ def groups_of(end: str, order: Tensor | None, in_features: int, group_size: int)
 
 
 def require_runs(end: str, order: Tensor | None, in_features: int, group_size: int) -> None:
-    """Raises UnsupportedModel if inputs are in another order than runs of `group_size`."""
+    """Raises UnsupportedModel if inputs are in another order than runs of `group_size`. `order` has
+    each input's group, any integer dtype [in_features]; None: runs."""
     groups = groups_of(end, order, in_features, group_size)
     if not torch.equal(groups, groups_of(end, None, in_features, group_size)):
         raise broken(end, "has an order of activations, and config.json says that there is none")

@@ -37,7 +37,8 @@ def embed(token_ids: Tensor, table: Tensor, cut: Cut, ranks: Exchange) -> Tensor
 
 
 def gather_logits(own: Tensor, op: Logits, ranks: Exchange) -> Tensor:
-    """Returns the logits of all ranks, of which this rank has `own`, side by side."""
+    """Returns the logits of all ranks side by side, [rows, vocabulary], of which this rank has
+    `own`, [rows, op.cut.size]."""
     assert op.cut is not None
     padded = F.pad(own, (0, op.part_size - op.cut.size))
     return ranks.side_by_side(padded)[:, : op.out.width].contiguous()
