@@ -12,6 +12,7 @@ import pytest
 
 from loadout.prometheus import scrape
 from tests.support.models.zoo import Zoo
+from tests.support.wait import until
 from tests.system.services import Services
 
 NUM_TOKENS = 64
@@ -61,12 +62,30 @@ def test_any_company_leaves_the_tokens_of_ranks(
             found = [each.result(300) for each in answers]
         for _ in range(2):  # the second finds the first one's pages
             assert answer(services, asks[0], NUM_TOKENS) == found[0]
+        check_ends(services, len(asks) + 2, [num_tokens for _, num_tokens in left])
         metrics = scrape(services.inference_metrics)
     for (name, prompt), tokens in zip(asks, found, strict=True):
         assert tokens == zoo.greedy(name, prompt, NUM_TOKENS, guess=tokens), name
     for name in ("preemptions", "tier_evictions", "cached_prompt_tokens"):
         assert metrics.sum(f"loadout_inference_{name}_total") > 0, name
     assert services.exit_codes == [0, 0]
+
+
+def check_ends(services: Services, num_whole: int, left: list[int]) -> None:
+    """Each request is counted by its end; one whose client left as cancelled, unless the client was
+    late. A server may never hear of one that was left before its first token."""
+    num_late = 0.0
+
+    def all_ended() -> bool:
+        nonlocal num_late
+        metrics, name = scrape(services.inference_metrics), "loadout_inference_requests_total"
+        cancelled = metrics.sum(name, finish_reason="cancelled")
+        num_late = metrics.sum(name, finish_reason="length") - num_whole
+        assert metrics.sum(name) == num_whole + num_late + cancelled, "no other end"
+        return num_late >= 0 and sum(map(bool, left)) <= num_late + cancelled <= len(left)
+
+    until(all_ended)
+    assert num_late < sum(map(bool, left)), "none was cancelled"
 
 
 def answer(services: Services, ask: Ask, num_tokens: int) -> list[int]:
