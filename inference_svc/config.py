@@ -431,7 +431,8 @@ class InferenceSettings(ServiceSettings):
         if self.rendezvous_token is None:
             raise ValueError(
                 "LOADOUT_INFERENCE_RENDEZVOUS_TOKEN is required with --nnodes: a secret that all "
-                f"machines have, of at least {MIN_TOKEN_CHARS} characters"
+                f"machines have, of at least {MIN_TOKEN_CHARS} characters, such as "
+                "`openssl rand -hex 32` prints"
             )
         return self
 

@@ -100,6 +100,18 @@ ELSEWHERE = (
         "def test_the_steps_secure_both_services",
     ),
     Elsewhere(
+        r"docs/operations/sizing.md: (export|loadout serve .* --nnodes) .*",
+        "tests/system/nodes.py",
+        '"--nnodes", "2"',
+        "addresses of one machine",
+    ),
+    Elsewhere(
+        r"docs/operations/sizing.md: loadout serve .* --tensor-parallel 2",
+        "tests/system/test_ranks.py",
+        '"--tensor-parallel"',
+        "a small model",
+    ),
+    Elsewhere(
         r"docs/security.md: loadout register .*",
         "tests/loadout/cli/test_register.py",
         "def test_register_with_a_signature",

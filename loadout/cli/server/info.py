@@ -114,7 +114,7 @@ def _rank(rank: RankStatus) -> str:
         f"process {rank.process_id}" + ("" if rank.answers else ", which does not answer"),
         f"{decimal(rank.resident_bytes)} resident: weights {decimal(rank.weights_bytes)}, pages "
         f"{decimal(rank.kv_bytes)}, adapters {decimal(rank.arena_bytes)}",
-        f"{rank.num_threads} threads"
+        f"{rank.num_threads} thread{'' if rank.num_threads == 1 else 's'}"
         + (f" on processors {_ranges(rank.processors)}" if rank.processors else ""),
     ]
     if rank.num_steps:

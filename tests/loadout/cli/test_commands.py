@@ -449,6 +449,7 @@ def test_info_says_what_a_recurrent_state_costs(run, fake_store, fake_inference)
 def test_info_has_a_line_for_each_rank(run, fake_store, fake_inference):
     fake_store.on("GetStoreStatus", store_pb.GetStoreStatusResponse())
     ranks = [rank_status(0), rank_status(1, answers=False)]
+    ranks.append(rank_status(2, num_threads=1))
     fake_inference.on("GetServerInfo", inference_pb.GetServerInfoResponse(ranks=ranks))
     text = " ".join(run("info")[1].replace("inference", "").split())
     line = (
@@ -458,8 +459,9 @@ def test_info_has_a_line_for_each_rank(run, fake_store, fake_inference):
     )
     assert f"rank 0 process 4711; {line}" in text
     assert f"rank 1 process 4711, which does not answer; {line}" in text
+    assert f"rank 2 process 4711; {line.replace('3 threads', '1 thread')}" in text
     found = json.loads(run("info", "--json")[1])["server"]["ranks"]
-    assert [each["answers"] for each in found] == [True, False]
+    assert [each["answers"] for each in found] == [True, False, True]
 
 
 @pytest.mark.parametrize("form", ["", "nf4"])

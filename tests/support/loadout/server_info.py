@@ -11,7 +11,9 @@ SERVER = types.ServerInfo(
 )
 
 
-def rank_status(index: int, *, answers: bool = True) -> inference_pb2.RankStatus:
+def rank_status(
+    index: int, *, answers: bool = True, num_threads: int = 3
+) -> inference_pb2.RankStatus:
     """Returns the status of a rank that has computed five steps."""
     return inference_pb2.RankStatus(
         index=index,
@@ -26,6 +28,6 @@ def rank_status(index: int, *, answers: bool = True) -> inference_pb2.RankStatus
         exchange_seconds=0.5,
         pulled_bytes=60,
         running_pulls=2,
-        num_threads=3,
+        num_threads=num_threads,
         processors=[0, 1, 2, 7],
     )
