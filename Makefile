@@ -35,7 +35,7 @@ PYTEST = $(BIN)/python -m pytest -q --dist loadfile --numprocesses
 test: $(VENV)/.installed-dev $(PROMETHEUS)
 	$(PYTEST) $(TEST_WORKERS) --junitxml build/junit.xml -m "not artifacts and not long and not containers and not trl"
 
-# What starts no process, for the inner loop.
+# Tests that start no process, for the inner loop: of a large matrix every fifth cell (tests/support/pairs.py).
 test-unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q --forked-workers $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl"
 

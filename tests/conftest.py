@@ -16,6 +16,7 @@ import pytest
 # Or gRPC tells of connections that end, at any time, where tests read what commands print.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
+from tests.support import pairs
 from tests.support.durations import Durations
 from tests.support.workers import forked_workers, late_grammars, processes, root_logs, share
 
@@ -95,6 +96,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.processes)
         if item.nodeid.startswith(ARTIFACT_FILES) or not ARTIFACT_FIXTURES.isdisjoint(fixtures):
             item.add_marker(pytest.mark.artifacts)
+    pairs.thin(items)
 
 
 def pytest_collection_finish() -> None:

@@ -20,8 +20,8 @@ from tools.house import (
     UNIFORM,
     Sizes,
     is_under,
-    measure,
     num_files,
+    num_fragments,
     read_table,
     shared_runs,
     shrunk,
@@ -250,8 +250,8 @@ def test_services_do_not_repeat_each_other() -> None:
 
 def test_what_can_be_counted() -> None:
     """Docstrings begin with a verb or name their subject; a README is read in one go."""
-    house = measure(ROOT)
-    assert house.fragment_docstrings < 20
-    assert house.shared_lines <= 60
-    assert house.readme_lines <= 150
-    assert house.readme_longest_line <= 120
+    assert num_fragments(TREE) < 20
+    assert sum(shared_runs(TREE).values()) <= 60
+    readme = (ROOT / "README.md").read_text().splitlines()
+    assert len(readme) <= 150
+    assert max(map(len, readme)) <= 120

@@ -282,7 +282,7 @@ def measure(root: Path) -> House:
         ),
         shared_lines=sum(shared.values()),
         shared_by=[f"{one} ~ {other}: {number}" for (one, other), number in shared.items()],
-        fragment_docstrings=sum(len(list(_fragments(path))) for path in tree.paths.values()),
+        fragment_docstrings=num_fragments(tree),
         too_large=too_large(root),
         readme_lines=len(readme),
         readme_longest_line=max(map(len, readme)),
@@ -304,12 +304,15 @@ def _flat(package: Path) -> list[Path]:
     return [path for path in package.glob("*.py") if path.stem != "__init__"]
 
 
-def _fragments(path: Path) -> Iterator[str]:
-    for node in nodes(path):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            text = node.value.value
-            if isinstance(text, str) and FRAGMENT.match(text.strip()):
-                yield text
+def num_fragments(tree: Tree) -> int:
+    """Counts the docstrings that are no sentence about their subject."""
+    texts = (
+        node.value.value
+        for path in tree.paths.values()
+        for node in nodes(path)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+    return sum(isinstance(text, str) and bool(FRAGMENT.match(text.strip())) for text in texts)
 
 
 def _code_lines(path: Path) -> list[str]:

@@ -17,6 +17,7 @@ NUM_LAYERS = LLAMA_8B["num_hidden_layers"]
 NUM_RANKS = [2, 4, 8]
 
 
+@pytest.mark.slow
 def test_predictions_are_of_this_code() -> None:
     """If they have changed for the better: python -m bench.gpu_model.ranks"""
     written = json.loads((FOLDER / "gpu_ranks.json").read_text())

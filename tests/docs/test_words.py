@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tools.words import FOR_USERS, ROOT, code_of, count, pages, prose_of
 
 MAX_WHATS, MIN_YOUS, MAX_STAND_INS = 2.6, 5.0, 0.5
@@ -41,6 +43,7 @@ def test_pages_for_users_speak_to_them() -> None:
     assert [page for page, each in counts.items() if each.rate(each.yous) < MIN_YOUS] == []
 
 
+@pytest.mark.slow
 def test_texts_of_tools_and_benchmarks_name_their_nouns() -> None:
     for folder, (max_whats, max_stand_ins) in BESIDES.items():
         found = count(code_of(folder))
@@ -49,6 +52,7 @@ def test_texts_of_tools_and_benchmarks_name_their_nouns() -> None:
         assert found.longest_words <= MAX_SENTENCE_WORDS, f"{folder}: {found.longest}"
 
 
+@pytest.mark.slow
 def test_texts_of_the_code_name_their_nouns() -> None:
     counts = {package: count(code_of(package)) for package in PRODUCT}
     assert [name for name, each in counts.items() if each.rate(each.whats) > MAX_WHATS] == []

@@ -19,7 +19,7 @@ logs            the log lines of the code under test
 machine         the limits of a machine: volumes, files, threads, memory, installed packages
 models          small models, adapters and tokenizers, and the oracle's logits
 native          the variants of the native kernels that this machine can run
-pairs           the cells of a matrix that `make test` runs
+pairs           the cells of a matrix that `make test` and `make test-unit` run
 servers         servers that services call: S3, the Hub, PostgreSQL, OTLP
 store           the adapter store, its clients, and adapters for it
 up              `loadout up` in a process of its own

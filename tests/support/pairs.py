@@ -3,6 +3,10 @@
 Each family of models meets each backend and each dtype, but not each backend in each dtype. So a
 fault of a family, a backend or a dtype shows in `make test`. A fault of one crossing shows in
 `make test-long`, and for the families in BOTH in `make test`, too.
+
+A test with the mark `matrix` makes one claim of many cells, such as of each family of models or of
+each size for each kernel. `make test-unit` runs every fifth of the cells that `make test` runs, and
+files begin with different cells, so that each family and each kernel is in some matrix.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -18,6 +23,26 @@ PATHS = {"native": True, "torch": False}
 PAIRS = {("float32", "native"), ("bfloat16", "torch")}
 BOTH = ("llama", "gpt-oss", "Llama", "GptOss", "Gemma3")
 """A dense family and a mixture, as the zoo and as transformers call them, and a whole model."""
+
+STEP = 5
+"""No number of kernel variants, or of dtypes, is a multiple of it: each is among the chosen."""
+
+
+def thin(items: Iterable[pytest.Item]) -> None:
+    """Marks the cells that `make test-unit` leaves to `make test` as `slow`."""
+    matrices: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("matrix") and not item.get_closest_marker("long"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cells in matrices.items():
+        for index in left_out(name.partition("::")[0], len(cells)):
+            cells[index].add_marker(pytest.mark.slow)
+
+
+def left_out(file: str, num_cells: int) -> list[int]:
+    """Returns the cells of a file's matrix that are not chosen; none of a small matrix."""
+    first = crc32(file.encode()) % STEP
+    return [each for each in range(num_cells) if num_cells >= STEP and each % STEP != first]
 
 
 def pairs(families: Iterable[str]) -> list[Any]:

@@ -26,6 +26,8 @@ from tests.adapter_store.checkpoint.initialised import (
 )
 from tests.support.servers.hub_cache import linked
 
+pytestmark = pytest.mark.matrix
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPUTED = ("pissa", "olora")
 INITS = (*COMPUTED, "pissa_niter_4", "corda", "lora_ga")

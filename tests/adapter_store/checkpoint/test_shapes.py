@@ -28,6 +28,8 @@ from tests.support.store.checkpoints import CONFIG, WEIGHTS
 from tests.support.store.trained_experts import FOLDERS
 from tests.support.store.trained_experts import layout as experts_layout
 
+pytestmark = pytest.mark.matrix
+
 HIDDEN, VOCAB, RANK = 16, 64, 2
 EMBEDDING, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm"
 Q = "model.layers.0.self_attn.q_proj"

@@ -28,6 +28,8 @@ from tests.support.store.peft_models import (
     moe_layout,
 )
 
+pytestmark = pytest.mark.matrix
+
 SQUARE = HIDDEN
 OUTSIDE_A = f"base_model.model.{EXPERTS}.lora_A.weight"
 SWAPS: dict[str, Callable[[bool], bool]] = {

@@ -54,6 +54,8 @@ from tests.support.store.peft_models import (
     tied,
 )
 
+pytestmark = pytest.mark.matrix
+
 
 def check_format_1(checkpoint: Checkpoint, kind: str) -> None:
     with pytest.raises(IncompatibleAdapter, match=kind) as caught:

@@ -41,6 +41,8 @@ from tests.support.gpu.models import (
 )
 from tests.support.gpu.shortage import little_memory, tokens
 
+pytestmark = pytest.mark.matrix
+
 MANY_TOKENS = tuning.constants("store")["many_tokens"]
 SPLIT_TOKENS = tuning.constants("shrink")["split_tokens"]
 

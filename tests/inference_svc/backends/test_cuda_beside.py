@@ -16,6 +16,8 @@ from tests.support.gpu.features import FEATURES
 from tests.support.gpu.lora import GROUP, Bench, rows_of
 from tests.support.gpu.models import Eager, Model, make_decoder, run, steps
 
+pytestmark = pytest.mark.matrix
+
 BESIDE = "beside"
 WRITTEN = {
     "shrink_kernel": ("y",),

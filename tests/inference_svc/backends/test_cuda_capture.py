@@ -28,6 +28,8 @@ from kernels.elementwise import NormWeight, add_rms_norm, swiglu
 from tests.support.gpu.features import FEATURES
 from tests.support.gpu.models import Eager, Model, make_decoder, steps
 
+pytestmark = pytest.mark.matrix
+
 BASE, ALL, SOME = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]
 
 

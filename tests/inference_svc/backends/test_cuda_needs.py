@@ -38,6 +38,8 @@ from tests.support.inference.results import asking
 from tests.support.models.quantised import FORMATS
 from tests.support.pairs import pairwise
 
+pytestmark = pytest.mark.matrix
+
 SPARED_NODES = 2
 """The embedding's adapters have one kernel, and the first layer has nothing to add to the stream:
 both are counted as the others."""

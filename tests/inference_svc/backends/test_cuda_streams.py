@@ -301,6 +301,7 @@ def search(
     return sites
 
 
+@pytest.mark.slow
 def test_no_step_sees_what_is_not_its_own(model):
     assert search(model, None) == SITES
 

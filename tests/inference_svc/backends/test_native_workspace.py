@@ -49,6 +49,8 @@ from tests.support.gpu.models import (
 from tests.support.models.quantised import FORMATS, with_format
 from tests.support.native import native_library
 
+pytestmark = pytest.mark.matrix
+
 EVEN_LINES = {"hidden_size": 64, "intermediate_size": 64}
 """The sizes of a model whose rows of activations are an even number of cache lines, in bf16 too."""
 APART = {

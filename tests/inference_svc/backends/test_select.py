@@ -29,6 +29,8 @@ from tests.support.models.families import MODELS, TEXT_PARTS
 from tests.support.models.quantised import FORMATS, with_format
 from tests.support.models.whole_models import SHAPE
 
+pytestmark = pytest.mark.matrix
+
 
 @pytest.fixture(scope="session")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:

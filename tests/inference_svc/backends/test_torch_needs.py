@@ -41,6 +41,8 @@ from tests.support.gpu.models import (
     steps,
 )
 
+pytestmark = pytest.mark.matrix
+
 long = pytest.mark.long
 NUM_DECODES = 20
 MOST_TIMES_MORE = 3

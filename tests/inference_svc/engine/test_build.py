@@ -89,6 +89,7 @@ def test_an_engine_computes_with_the_threads_that_its_log_names(
     assert vars(record)["num_cores"] == find_processor().num_cores
 
 
+@pytest.mark.slow
 def test_large_pulls_have_a_pace_beside_steps_on_all_processors(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from tests.inference_svc.engine.server import NEVER_S, AllResident, Server
 
+pytestmark = pytest.mark.matrix
+
 STEP_S = 0.05
 NUM_PAGES, PAGE_SIZE, NUM_TENANTS, AT_ONCE = 400, 4, 8, 6
 OWN_PART = NUM_PAGES // (NUM_TENANTS + 1) * PAGE_SIZE

@@ -15,6 +15,8 @@ from tests.support.models.families import LONGROPE, MODELS
 from tests.support.models.whole_models import WHOLE
 from tests.support.pairs import pairs
 
+pytestmark = pytest.mark.matrix
+
 NUM_TOKENS = 100
 ENDS, NUM_DECODED = (8, 27, 50, 73, 100), 8
 """Where rows end that decode so many tokens: the first with no context, the others with more."""

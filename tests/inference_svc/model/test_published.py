@@ -18,6 +18,8 @@ from inference_svc.model.architectures import families, load_description
 from inference_svc.model.checkpoint.parameters import parameters
 from inference_svc.model.description import Decoder
 
+pytestmark = pytest.mark.matrix
+
 PUBLISHED = {path.stem: path for path in sorted((Path(__file__).parent / "published").iterdir())}
 
 

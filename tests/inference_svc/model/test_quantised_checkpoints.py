@@ -8,6 +8,8 @@ import torch
 from tests.support.models.families import MODELS
 from tests.support.models.saved_weights import FORMATS, pack
 
+pytestmark = pytest.mark.matrix
+
 NUM_TOKENS = 40
 APART = [name for name in FORMATS if name != "mxfp4"]
 WHOLE = {"hidden_size": 64, "intermediate_size": 32}

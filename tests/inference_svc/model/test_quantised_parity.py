@@ -9,6 +9,8 @@ from inference_svc.model.architectures import load_description
 from tests.support.models.families import MODELS
 from tests.support.models.quantised import FORMATS, dequantise, with_format
 
+pytestmark = pytest.mark.matrix
+
 NUM_TOKENS = 60
 
 

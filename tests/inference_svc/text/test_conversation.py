@@ -14,6 +14,8 @@ from servicekit.errors import InvalidArgument
 from tests.support.models.templates import FAMILIES
 from tests.support.models.tokenizers import byte_level, save_tokenizer
 
+pytestmark = pytest.mark.matrix
+
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 SYSTEM = ("system", "Only say BANANA.")
 DEVELOPER = ("developer", " never apologise\n")

@@ -7,6 +7,8 @@ import torch
 
 from kernels.attention import FP8, KVCache, attend, cpu, page_bytes, reference
 
+pytestmark = pytest.mark.matrix
+
 WORKLOADS = {
     "decode-one": [(0, 1)],
     "decode-equal": [(16, 1)] * 5,

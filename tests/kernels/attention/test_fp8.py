@@ -13,6 +13,8 @@ from kernels.attention.kv_cache import to_fp8
 from kernels.attention.native import StepRows
 from tests.support.pairs import pairwise
 
+pytestmark = pytest.mark.matrix
+
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 NATIVE = [torch.float32, torch.bfloat16]
 MIXED = [(0, 17), (40, 1), (127, 1), (12, 5), (0, 1), (9, 24), (530, 2)]

@@ -18,6 +18,8 @@ from kernels.elementwise.reference import rms_norm
 from tests.support.native import native_library
 from tests.support.pairs import pairwise
 
+pytestmark = pytest.mark.matrix
+
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCES)
 MIXED = [(0, 17), (40, 1), (127, 1), (63, 1), (12, 5), (64, 1), (0, 1), (9, 24), (530, 2)]

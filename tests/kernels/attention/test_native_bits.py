@@ -11,6 +11,8 @@ import torch
 
 from kernels.attention import FP8, AttentionPlan, KVCache, native
 
+pytestmark = pytest.mark.matrix
+
 DTYPES = [torch.float32, torch.bfloat16]
 LOG2_E = 1.44269504
 POWERS = 2.0**60

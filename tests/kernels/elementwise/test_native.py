@@ -29,6 +29,8 @@ from kernels.elementwise.reference import (
 )
 from kernels.native.library import Library
 
+pytestmark = pytest.mark.matrix
+
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [1, 16, 101, 256]
 

@@ -21,6 +21,8 @@ from kernels.linear.pack import PANEL
 from kernels.native.library import Library
 from tests.support.native import native_library
 
+pytestmark = pytest.mark.matrix
+
 assert EXPERT_ROWS == PANEL, "experts begin with a panel"
 DTYPES = [torch.float32, torch.bfloat16]
 CHOICES = {

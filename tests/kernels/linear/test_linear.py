@@ -12,6 +12,8 @@ from kernels.linear import PackedLinear, linear, linear_op
 from kernels.linear.pack import BLOCK
 from kernels.linear.reference import linear as definition
 
+pytestmark = pytest.mark.matrix
+
 DTYPES = [torch.float32, torch.bfloat16]
 NUM_TOKENS = [0, 1, 2, 5, 6, 7, 13, 14, 15, 16, 17, 29, 64, 100]
 SIZES = [(64, 64), (1, 1), (2, 33), (101, 47), (96, 16), (255, 129)]

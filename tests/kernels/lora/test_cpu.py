@@ -8,6 +8,8 @@ import torch
 from kernels import lora
 from kernels.lora import BASE_SLOT, LoraGroup, cpu, reference
 
+pytestmark = pytest.mark.matrix
+
 POPULARITIES = ["distinct", "uniform", "zipf:1.5", "identical", "skewed", "empty"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

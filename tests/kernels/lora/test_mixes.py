@@ -26,6 +26,8 @@ from kernels.lora.table import MAX_PARTS, MixPart
 from tests.support.kernels.adapters import without_views
 from tests.support.kernels.packing import Packing
 
+pytestmark = pytest.mark.matrix
+
 IN, WIDTHS, VOCAB = 70, (96, 33, 40), 50
 RANKS = (1, 3, 8, 16, 33, 5, 12)
 VECTORS: dict[int, dict[int, set[str]]] = {

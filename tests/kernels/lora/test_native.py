@@ -23,6 +23,8 @@ from kernels.lora import (
 )
 from tests.support.examples import examples
 
+pytestmark = pytest.mark.matrix
+
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(64, (64, 32)), (1, (1,)), (257, (33, 5, 7)), (96, (200, 64, 128)), (1000, (129,))]
 

@@ -12,7 +12,10 @@ from tests.support.kernels.parts import join, join_native, join_tensors, part_ta
 ROWS = ([BASE_SLOT, 0, 1, 1, 2, 3, 4, 5, BASE_SLOT], [5, 7, 1, TILE_TOKENS + 3, 1, 2, 1, 3, 1])
 """Ranks 1, 3, 8, 16, 33 and 64."""
 NATIVE_DTYPES = [torch.float32, torch.bfloat16]
-pytestmark = pytest.mark.parametrize("num_parts", [2, pytest.param(4, marks=pytest.mark.long), 8])
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.parametrize("num_parts", [2, pytest.param(4, marks=pytest.mark.long), 8]),
+]
 
 
 @pytest.fixture(autouse=True)

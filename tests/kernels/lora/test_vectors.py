@@ -25,6 +25,8 @@ from kernels.lora.rows import ABSENT
 from tests.support.kernels.adapters import RATIOS, without_views
 from tests.support.kernels.packing import Packing
 
+pytestmark = pytest.mark.matrix
+
 DTYPES = [torch.float32, torch.bfloat16]
 IN, WIDTHS, VOCAB = 70, (96, 33, 40), 50
 KINDS = [

@@ -27,6 +27,8 @@ from kernels.quantised.reference import int8_inputs
 from kernels.quantised.reference import linear as definition
 from tests.support.native import native_library, variants_here
 
+pytestmark = pytest.mark.matrix
+
 DTYPES = [torch.float32, torch.bfloat16]
 SCALES = ("float32", "bfloat16", "float16")
 GROUPS = (0, 16, 32, 64, 128, 192, 20)

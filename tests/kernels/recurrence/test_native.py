@@ -31,6 +31,8 @@ from kernels.recurrence.native import (
 )
 from tests.support.native import native_library
 
+pytestmark = pytest.mark.matrix
+
 DTYPES = [torch.float32, torch.bfloat16]
 MOST = 96
 """Room for more tokens than a step has: rows behind them must stay as they are."""

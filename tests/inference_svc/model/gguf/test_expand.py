@@ -27,6 +27,8 @@ from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 from tests.support.inference.gguf_files import SIZES, apart, llama3_factors, write_gguf
 
+pytestmark = pytest.mark.matrix
+
 Random = Callable[..., PreTrainedModel]
 KINDS = {"embed_tokens": "Q8_0", "proj": "Q4_K"}
 

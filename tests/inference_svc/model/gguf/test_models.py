@@ -15,6 +15,8 @@ from inference_svc.text.tokenizer import Tokenizer
 from tests.support.inference.gguf_files import SIZES, llama3_factors, write_gguf
 from tests.support.models import smollm2
 
+pytestmark = pytest.mark.matrix
+
 NUM_TOKENS = 60
 THETA = 500_000.0
 MIXED = {"v_proj": "Q6_K", "down_proj": "Q6_K", "proj": "Q4_K"}

@@ -35,6 +35,8 @@ from tests.support.models.quantised import with_format
 from tests.support.models.saved_weights import FORMATS, pack
 from tests.support.pairs import long_but
 
+pytestmark = pytest.mark.matrix
+
 PAGE_SIZE = 4
 SHAPES = (
     "llama-no-gqa-biases",
