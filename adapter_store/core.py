@@ -184,10 +184,7 @@ class ServerLimits:
                 f"server's limit {self.max_added_tokens} (--max-added-tokens)"
             )
         if adapter.invocation_tokens and not self.applies_invocation_tokens:
-            yield (
-                "it is active from its invocation tokens on (aLoRA), which this server does not "
-                "apply"
-            )
+            yield "it has invocation tokens (aLoRA), which this server does not apply"
         if self.part.num_ranks > 1:
             yield from _refusals_of_ranks(changes)
 

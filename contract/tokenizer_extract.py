@@ -345,7 +345,7 @@ def _with_decoder(
     texts = {each.id: each.content for each in added}
     fields = _object(found or {}, "added_tokens_decoder")
     if len(fields) > MAX_ADDED_TOKENS or not all(key.isascii() and key.isdigit() for key in fields):
-        raise _invalid("added_tokens_decoder is not of ids and tokens")
+        raise _invalid("added_tokens_decoder is not a map of ids to tokens")
     for token_id in sorted(map(int, filter(lambda key: len(key) < 10, fields))):
         token = _to_token(_object(fields[str(token_id)], "added_tokens_decoder"), token_id)
         known = tokens.get(token.content)

@@ -188,7 +188,7 @@ class InferenceSettings(ServiceSettings):
     """Maximum time that a request waits for its adapter before it fails with UNAVAILABLE. Once the
     adapter's size is known, the request gets one more second per 16 MiB."""
 
-    adapter_dtype: Annotated[Literal["auto", "fp8"], Level.COMMON, ADAPTERS] = "auto"
+    adapter_dtype: Annotated[Literal["auto", "fp8"], ADAPTERS] = "auto"
     """Data type of adapters' A and B in memory and between store and server. auto: the model's
     type. fp8: E4M3 with a scale for each matrix, half the bytes of bfloat16, at a small loss of
     accuracy. On CUDA, it needs compute capability 8.9 or later."""

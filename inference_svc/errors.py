@@ -17,7 +17,7 @@ FailedPrecondition
  └─ CannotWake           the server cannot get back the memory or weights that it freed
 ResourceExhausted
  ├─ QueueFull            too many requests wait; RetryInfo has the time of a retry
- └─ OutOfDeviceMemory    device memory does not suffice for one token of the request
+ └─ OutOfDeviceMemory    the device has too little memory for one token of the request
 DeadlineExceeded
  └─ NoSteps              no step ran in time
 Unavailable

@@ -271,14 +271,14 @@ class Shares:
         who = account or "all callers together"
         message = f"{self.name}: {self._used[account]} of {self.capacity}{setting} held by {who}"
         if not can_wait:
-            message += f"; {grown + amount} can never be had at once, the most is {most}"
+            message += f"; {grown + amount} at once are more than the maximum of {most}"
         elif num_waiting:
             message += f", and {num_waiting} more waited for; try again later"
         elif self.share == 1:
-            message += f"; {amount} more cannot be had now: try again later"
+            message += f"; {amount} more are not free now: try again later"
         else:
             message += (
-                f"; {amount} more cannot be had now: one tenant's share is at most "
+                f"; {amount} more are not free now: one tenant's share is at most "
                 f"{self.share:.0%} of the part that others leave free; try again later"
             )
         wait_s = self._retry_after_s if can_wait else 0.0

@@ -65,7 +65,7 @@ WORDS: Mapping[Feature, str] = {
     Feature.BIASES: "biases of the base",
     Feature.NORMS: "norms of the base",
     Feature.WHOLE_WEIGHTS: "whole matrices (`modules_to_save`)",
-    Feature.SAVED_ALONG: "the base's embedding or head, saved along",
+    Feature.SAVED_ALONG: "a copy of the base's embedding or head",
     Feature.TOKEN_ROWS: "rows of tokens (`trainable_token_indices`)",
     Feature.EXPERTS: "LoRA of experts",
     Feature.EXPERT_PARAMETERS: "LoRA of experts' parameters (`target_parameters`)",

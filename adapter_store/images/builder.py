@@ -405,8 +405,8 @@ class ImageBuilder:
         extra = {"digest": key.digest, "layout_id": key.layout_id, "why": repr(error)}
         logger.error("compiling failed", extra=extra, exc_info=error if is_new else None)
         return IncompatibleAdapter(
-            f"the store failed to compile {key.digest}, by a bug ({type(error).__name__}) of which "
-            f"its log has more; it tries again after {RETRY_SECONDS:g} seconds",
+            f"the store failed to compile {key.digest} because of a bug ({type(error).__name__}): "
+            f"see its log; it tries again after {RETRY_SECONDS:g} seconds",
             subject=key.digest,
             reason="COMPILE_FAILED",
         )

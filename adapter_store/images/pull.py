@@ -190,7 +190,7 @@ def start_offset(offset: int, offset_image_id: str, image_id: str, total_bytes: 
         return 0
     if offset > total_bytes:
         raise InvalidArgument(
-            f"offset: {offset} lies beyond the image's {total_bytes} bytes", subject="offset"
+            f"offset: {offset} is after the image's {total_bytes} bytes", subject="offset"
         )
     return offset
 

@@ -360,7 +360,7 @@ def _check_base_model(name: str, field: str) -> None:
 def _check_description(text: str) -> None:
     if len(text) > MAX_DESCRIPTION_CHARS or "\0" in text:
         raise InvalidArgument(
-            f"description: longer than {MAX_DESCRIPTION_CHARS} characters, or holds a NUL",
+            f"description: longer than {MAX_DESCRIPTION_CHARS} characters, or contains a NUL",
             subject="description",
         )
 

@@ -286,12 +286,12 @@ def _read_on(
         hf_raise_for_status(answer)
         for response in (*answer.history, answer):
             if response.headers.get("X-Repo-Commit", commit) != commit:
-                raise _changed(where, f"is answered from another commit than {commit}")
+                raise _changed(where, f"came from another commit than {commit}")
         length = answer.headers.get("Content-Length", "")
         if length != str(size_bytes - start):
-            raise _changed(where, f"has {length[:20]} bytes, but {size_bytes} by its commit")
+            raise _changed(where, f"has {length[:20]} bytes, but its commit names {size_bytes}")
         if start and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-            raise _unavailable(where, "it was not continued where it broke")
+            raise _unavailable(where, "the server did not resume the download where it broke off")
         for data in in_blocks(answer.iter_raw(STEP_BYTES), staging):
             if file.size_bytes + len(data) > size_bytes:
                 raise _changed(where, f"is longer than the {size_bytes} bytes in its commit")

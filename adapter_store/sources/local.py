@@ -80,8 +80,8 @@ class LocalSource:
             resolved = None
         if resolved is None or self._root_of(resolved) is None:
             raise InvalidArgument(
-                f"source_uri: {uri}: {path.name} does not lie in one of the folders that this "
-                "store may read (--source-roots)",
+                f"source_uri: {uri}: {path.name} is outside the folders that this store may "
+                "read (--source-roots)",
                 subject="source_uri",
                 reason="SOURCE_NOT_ALLOWED",
             )
@@ -173,7 +173,7 @@ def _translate_errors(uri: str) -> Iterator[None]:
     except OSError as exc:
         if exc.errno == errno.ENAMETOOLONG:
             raise NotFound(
-                f"source_uri: {uri} does not exist, no file has so long a name",
+                f"source_uri: {uri} does not exist: its name is too long for a file",
                 subject="source_uri",
                 reason="SOURCE_NOT_FOUND",
             ) from exc

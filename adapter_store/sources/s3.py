@@ -108,8 +108,7 @@ class S3Source:
             if path.startswith(f"{allowed}/"):
                 return endpoint_url
         raise InvalidArgument(
-            f"source_uri: {place} does not lie in one of the buckets that this store may read "
-            "(--s3-buckets)",
+            f"source_uri: {place} is outside the buckets that this store may read (--s3-buckets)",
             subject="source_uri",
             reason="SOURCE_NOT_ALLOWED",
         )
@@ -206,7 +205,7 @@ def _read_on(get: Any, where: str, expected: S3Object, file: StagedFile, staging
         if answer["ETag"] != expected.etag or answer["ContentLength"] != size - start:
             raise _changed(where)
         if start and not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
-            raise _unavailable(where, "it was not continued where it broke")
+            raise _unavailable(where, "the server did not resume the download where it broke off")
         for data in in_blocks(iter(partial(body.read, STEP_BYTES), b""), staging):
             file.write(data)
     if file.size_bytes != size:

@@ -78,7 +78,7 @@ class Load:
             failed_for_s = max(0.0, now_s - self.job.failed_s)
             return f"{failure.message}, for {failed_for_s:.0f} s now; {TRY_LATER_SEE_LOG}"
         if self.header is None:
-            return f"the adapter store has sent nothing of it yet; {TRY_LATER}"
+            return f"the adapter store has not sent any of it yet; {TRY_LATER}"
         arrived = f"{self.job.progress.offset:,} of {self.header.total_bytes:,} bytes"
         return f"its pull is under way, {arrived} have arrived; {TRY_LATER}"
 

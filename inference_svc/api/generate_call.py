@@ -166,8 +166,8 @@ class GenerateCall:
         if self.max_tokens_field or bound < per_token * len(requests):
             field = self.max_tokens_field or "logprobs"
             raise InvalidArgument(
-                f"{field}: up to {num_tokens} tokens of all choices, with {per_token} logprobs "
-                f"each, are more than the {bound} that are left of an answer",
+                f"{field}: {num_tokens} tokens of all choices with {per_token} logprobs each "
+                f"exceed the {bound} logprobs that this answer may still have",
                 subject=field,
             )
         max_tokens = bound // (per_token * len(requests))
@@ -184,8 +184,8 @@ class GenerateCall:
         )
         if count > bound:
             raise InvalidArgument(
-                f"prompt_logprobs: {count} of all prompts are more than the {bound} of an answer: "
-                "ask for fewer, or over gRPC",
+                f"prompt_logprobs: {count} of all prompts exceed the {bound} that an answer may "
+                "have: ask for fewer, or use gRPC",
                 subject="prompt_logprobs",
             )
         return count

@@ -251,8 +251,8 @@ class Service:
             for earlier, _ in parts:
                 if earlier.digest == binding.digest:
                     raise InvalidArgument(
-                        f"{subject}: {binding.label} is the same as {earlier.label}: give one of "
-                        "them the sum of their scales",
+                        f"{subject}: {binding.label} and {earlier.label} are the same "
+                        "adapter: name it once, with the sum of both scales",
                         subject=subject,
                     )
             parts.append((binding, scale))

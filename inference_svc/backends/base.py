@@ -196,7 +196,7 @@ def make_reload(
         for path, stamp in weight_stamps(config.model_dir).items():
             if stamps.get(path) != stamp:
                 raise UnsupportedModel(
-                    f"{path} has changed since the server started: start it anew"
+                    f"{path} has changed since the server started: restart the server"
                 )
         dtype = getattr(torch, config.dtype)
         return load_weights(config.model_dir, decoder, dtype, config.device, projections())

@@ -57,13 +57,13 @@ class Budget:
         if self.limit_bytes is None or self.needed_bytes <= self.limit_bytes:
             return
         missing = self.needed_bytes - self.limit_bytes
-        message = f"the {self.place} memory does not suffice: {human(missing)} are missing"
+        message = f"the {self.place} memory is too small by {human(missing)}"
         others_bytes = max(0, self.bytes_of(IN_USE) - DRIVER_BYTES)
         if missing <= others_bytes:
             used_bytes = self.bytes_of(IN_USE)
             raise DeviceFull(
-                f"{message}, and other programs have {human(used_bytes)} of it: of "
-                f"{human(self.needed_bytes - used_bytes)} that this server needs, "
+                f"{message}, and other programs use {human(used_bytes)} of it: this server needs "
+                f"{human(self.needed_bytes - used_bytes)}, and "
                 f"{human(max(0, self.limit_bytes - used_bytes))} are free\n{self}"
             )
         raise ValueError(f"{message}\n{self}")
@@ -137,7 +137,7 @@ def plan_budgets(
         return (_host_budget(lines, limit_bytes, change),)
     limit_bytes = config.memory_limit_bytes or memory.total_bytes
     in_use_bytes = memory.total_bytes - memory.free_bytes
-    in_use = Line(IN_USE, in_use_bytes, "other programs on the device, beside the driver's part")
+    in_use = Line(IN_USE, in_use_bytes, "other programs on the device, without the driver's part")
     change = "memory-limit, or a larger device"
     return (
         Budget("device", (*on_device, in_use), limit_bytes, change),

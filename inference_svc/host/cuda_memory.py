@@ -52,7 +52,7 @@ def ask_memory() -> CudaMemory:
         raise CudaUnavailable(f"the driver has not answered for {TIMEOUT_S:g} s") from None
     if done.returncode:
         reason = done.stderr.strip() or f"it ended with status {done.returncode}"
-        raise CudaUnavailable(f"the device's memory cannot be asked for: {reason}")
+        raise CudaUnavailable(f"cannot read the size of the device's memory: {reason}")
     free_bytes, total_bytes = done.stdout.split()
     return CudaMemory(int(free_bytes), int(total_bytes))
 

@@ -126,16 +126,15 @@ SENTENCES = {
     DeviceFault.HARDWARE: "the device is damaged: its memory or a link has an uncorrectable error",
     DeviceFault.LOST: "the device has vanished: the driver does not find it, or cannot reach it",
     DeviceFault.DRIVER: "the device's driver cannot be used",
-    DeviceFault.KERNEL: "a computation on the device went wrong, and nothing can be computed after",
+    DeviceFault.KERNEL: "a computation on the device failed, and the process cannot continue",
     DeviceFault.HUNG: "a computation on the device does not end",
-    DeviceFault.BUSY: "another program has the device for itself",
+    DeviceFault.BUSY: "another program uses the device exclusively",
 }
 _DRAIN = "drain the node (`kubectl drain`), read the kernel's log (`dmesg`, Xid lines)"
 _RESET = "reset the device (`nvidia-smi -r`, with no program on it)"
 REMEDIES = {
     DeviceFault.MEMORY: (
-        "move the other programs elsewhere, or give less to --kv-memory, --adapter-memory or "
-        "memory-limit"
+        "move the other programs elsewhere, or lower --kv-memory, --adapter-memory or memory-limit"
     ),
     DeviceFault.HARDWARE: (
         f"{_DRAIN}, {_RESET} or reboot; replace the device if the error comes back"

@@ -139,7 +139,9 @@ LOADS = (
     _OWN.gauge(
         "text_cache_entries", "Tokenizers and chat templates of adapters that are ready to use."
     ),
-    _OWN.gauge("text_cache_used_bytes", "Their approximate size in bytes."),
+    _OWN.gauge(
+        "text_cache_used_bytes", "Approximate bytes of tokenizers and chat templates of adapters."
+    ),
     _OWN.counter(
         "text_loads",
         "Tokenizers and chat templates of adapters fetched from the store: made, "
@@ -201,11 +203,11 @@ STEPS = (
     _OWN.counter("lora_steps", "Steps whose batch used an adapter."),
     _OWN.counter(
         "eager_steps",
-        "Steps that a GPU computed kernel by kernel, as they had no recording, or are scored.",
+        "Steps that a GPU computed kernel by kernel: scored steps, and steps without a recording.",
     ),
     _OWN.counter(
         "step_out_of_memory",
-        "Steps for which the device's memory did not suffice; they were computed in parts.",
+        "Steps that ran out of the device's memory and were computed in parts.",
     ),
     _OWN.counter(
         "not_finite_requests",
@@ -227,8 +229,8 @@ STEPS = (
     ),
     _OWN.gauge(
         "step_token_limit",
-        "Maximum tokens computed at once: fewer than --max-batch-tokens after the "
-        "device's memory did not suffice for a step.",
+        "Maximum tokens computed at once: fewer than --max-batch-tokens after a step ran out of "
+        "the device's memory.",
     ),
     _OWN.gauge("kv_pages_used", "KV cache pages that requests hold."),
     _OWN.gauge("kv_pages_known", "KV cache pages, held or free, whose content a prefix can match."),

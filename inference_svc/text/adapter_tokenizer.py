@@ -155,7 +155,7 @@ class BaseTokenizer:
             if own is None and content not in in_files:
                 continue  # transformers adds it by itself where there is none
             if own is None:
-                raise _changed(f"token {show(content)} of the model, which it has not", content)
+                raise _changed(f"token {show(content)} of the model, which it lacks", content)
             if own.id != token.id:
                 detail = f"token {show(content)} of the model: its id is {own.id}, not {token.id}"
                 raise _changed(detail, content)
@@ -319,7 +319,7 @@ def _from_added(token: AddedToken) -> Any:
 
 def _changed(what: str, subject: str) -> TokenizerChanged:
     return TokenizerChanged(
-        f"the adapter's tokenizer changes {what}; an adapter may only add tokens to its model's "
-        "(register it without its tokenizer's files to have it served with the model's)",
+        f"the adapter's tokenizer changes {what}, but an adapter may only add tokens. To serve it "
+        "with the model's tokenizer, register it without its tokenizer's files",
         subject=show(subject),
     )

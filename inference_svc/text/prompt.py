@@ -177,15 +177,15 @@ class PromptEncoder:
         texts = [prompt.text] if isinstance(prompt, Text) else [m.content for m in prompt.messages]
         if isinstance(prompt, Chat) and len(texts) > self._max_model_len:
             raise InvalidArgument(
-                f"prompt has {len(texts)} messages; the {self._max_model_len} tokens of this "
-                f"model's context hold fewer",
+                f"prompt has {len(texts)} messages, more than fit into this model's context of "
+                f"{self._max_model_len} tokens",
                 subject="prompt",
             )
         num_chars = sum(map(len, texts))
         if num_chars > self._max_chars(text):
             raise InvalidArgument(
-                f"prompt has {num_chars} characters; the {self._max_model_len} tokens of this "
-                f"model's context are at most {self._max_chars(text)}",
+                f"prompt has {num_chars} characters; this model's context of "
+                f"{self._max_model_len} tokens holds at most {self._max_chars(text)}",
                 subject="prompt",
             )
 

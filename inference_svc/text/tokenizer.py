@@ -142,8 +142,8 @@ class Tokenizer(BackendText):
         except Exception as error:
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", MAX_REASON_CHARS)
             raise UnsupportedModel(
-                f"no tokenizer loads from {model_dir}, whose files are broken or of a kind that "
-                f"transformers cannot read: {reason}"
+                f"cannot load the tokenizer in {model_dir}: its files are damaged, or "
+                f"transformers does not support them: {reason}"
             ) from error
         if not getattr(tokenizer, "is_fast", False):
             raise UnsupportedModel(

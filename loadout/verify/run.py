@@ -167,16 +167,16 @@ def _hint(form: str, *, is_quantised: bool) -> str:
     """Returns a next step where base models differ. `form` is the form of the service's weights, ""
     for plain ones; the reference's may be quantised, too."""
     if not form:
-        plain = "The service's weights are plain: if those of the model given are in few bits"
-        return f". {plain}, give the plain model with --model" if is_quantised else ""
+        plain = "The service holds plain weights: give the plain model with --model"
+        return f". {plain}, not one in few bits" if is_quantised else ""
     if not is_quantised:
         return (
-            f". The service holds weights in {form}, and the model given is plain: give the same "
-            "checkpoint with --model, or verify with a server of the plain one"
+            f". The service holds weights in {form}: give the same checkpoint with --model, or "
+            "verify with a server of the plain model"
         )
     return (
-        f". The service holds weights in {form}: if the model given is the same checkpoint, the "
-        "library that reads it may round otherwise, so verify with a server of the plain model"
+        f". The service holds weights in {form}. The library that computes the reference may round "
+        "them differently: if --model is the same checkpoint, verify with a server of the plain one"
     )
 
 
@@ -191,8 +191,8 @@ def _fault(dtype: str, base: Measured, adapter: Measured, num_wrong_tokens: int,
     if not adapter.has_effect:
         return (
             f"nothing is proven: the adapter changes log probabilities by {adapter.effect:.4f}, "
-            f"too little beside rounding in {dtype} ({adapter.accepted:.4f}). Give prompts like "
-            "those that it was trained on with --prompts"
+            f"less than rounding in {dtype} can ({adapter.accepted:.4f}). Give prompts from its "
+            "training with --prompts"
         )
     if not adapter.is_equal:
         return (

@@ -61,7 +61,7 @@ class Principal(Generic[ActionT]):
         about any of them."""
         if self.tenants is not None:
             raise PermissionDenied(
-                f"the token {self.name!r} is not for all tenants, and the answer is about all"
+                f"this call covers all tenants, and the token {self.name!r} only some"
             )
 
     def require_tenant(self, tenant: str, subject: str) -> None:

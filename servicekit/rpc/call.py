@@ -142,8 +142,8 @@ class Call:
 
     def _stalled(self) -> ReaderStalled:
         return ReaderStalled(
-            f"the reader has taken nothing for {self._pace.stall_seconds:g} seconds, or less than "
-            f"{self._pace.bytes_per_second} bytes per second for too long",
+            f"the reader has read nothing for {self._pace.stall_seconds:g} seconds, or less than "
+            f"{self._pace.bytes_per_second} bytes per second for as long",
             subject="answer",
         )
 

@@ -45,7 +45,7 @@ class ServiceSettings(BaseSettings):
     """TOML file with tokens, roles, quotas and trusted keys. If unset, every caller may do
     everything."""
 
-    allow_open_access: Annotated[bool, Level.COMMON, SECURITY] = False
+    allow_open_access: Annotated[bool, SECURITY] = False
     """Accept calls from other machines even without --policy-file."""
 
     audit_file: Annotated[Path | None, SECURITY] = None
@@ -77,7 +77,6 @@ class ServiceSettings(BaseSettings):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         BeforeValidator(lower),
-        Level.COMMON,
         TELEMETRY,
     ] = "info"
     """Lowest level that is logged."""

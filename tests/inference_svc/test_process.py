@@ -279,7 +279,7 @@ def test_tokenizer_that_its_library_cannot_load_ends_the_start_in_one_line(
     (folder / "tokenizer.json").write_text('{"model": {"type": "Another", "vocab": {"a": 0}}}')
     done = forks.run("inference_svc", *command(folder)[3:])
     assert done.returncode == 1
-    assert f"loadout: no tokenizer loads from {folder}" in done.stderr.splitlines()[-1]
+    assert f"loadout: cannot load the tokenizer in {folder}" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
@@ -298,7 +298,7 @@ def test_a_memory_limit_that_does_not_suffice_shows_the_arithmetic(model: Path) 
     limit = {"LOADOUT_INFERENCE_MEMORY_LIMIT": "600MiB"}
     done = forks.run("inference_svc", *command(model)[3:], environment=limit)
     assert done.returncode == 1
-    assert "loadout: the host memory does not suffice" in done.stderr
+    assert "loadout: the host memory is too small" in done.stderr
     names = [line.split()[0] for line in done.stderr.splitlines() if line.startswith("  ")]
     areas = ["weights", "kv_pages", "arena", "workspace", "host_tier", "tokenizer", "process"]
     assert names == [*areas, "needed", "limit"]

@@ -403,7 +403,7 @@ def test_help_all_has_every_setting(service: type[ServiceSettings]) -> None:
 def test_help_has_the_common_settings(service: type[ServiceSettings]) -> None:
     text = help_text(service)
     common = [each for each in describe(service) if each.level is Level.COMMON]
-    assert 18 <= len(common) <= 25
+    assert 17 <= len(common) <= 22
     listed = {word.strip(",") for word in re.findall(r"^  (--\S+)", text, re.MULTILINE)}
     assert listed == {setting.flag for setting in common}
     assert all(each in common for each in describe(service) if each.is_required)

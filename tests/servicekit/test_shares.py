@@ -150,7 +150,7 @@ def test_what_grows_beyond_a_share_is_not_told_to_try_again() -> None:
     assert refusal.value.retry_after_s > 0  # once b has let go
     others.release()
     held.grow(2)
-    with pytest.raises(ShareExceeded, match="6 can never be had at once, the most is 5") as refusal:
+    with pytest.raises(ShareExceeded, match="6 at once are more than the maximum of 5") as refusal:
         held.grow(1)
     assert refusal.value.retry_after_s == 0
     assert shares.use().num_refused == 2

@@ -63,7 +63,7 @@ def test_figures_and_baselines(bench: Callable[..., int], tmp_path: Path, capfd:
     assert bench("--baseline", str(scaled(out, 1000)), "--max-tokens", "7") == 1
     refused = capfd.readouterr()
     assert refused.out == ""
-    assert "of other conditions: workload.num_tokens was 6, is 7 (--force" in refused.err
+    assert "under other conditions: workload.num_tokens was 6, is 7 (--force" in refused.err
     slower = str(scaled(out, 0.001))
     assert bench("--baseline", slower, "--max-tokens", "7", "--force") == 0
     assert "num_tokens was 6, is 7" in capfd.readouterr().err

@@ -14,7 +14,7 @@ from adapter_store.checkpoint.features import WORDS, Feature
 from adapter_store.checkpoint.formats.readers import EXPERT_FORMS, TRAINERS
 from adapter_store.checkpoint.peft.fields import FOREIGN
 from contract import side_files
-from loadout.cli.adapters.engines import ENGINES, NOTES
+from loadout.cli.adapters.engines import ENGINES, NOTES, Engine
 from tools.conformance import WRITERS, verdicts
 
 PATH = Path(__file__).parents[2] / "docs" / "adapters.md"
@@ -37,16 +37,14 @@ def render() -> dict[str, str]:
         [WORDS[feature], *(cells[writer.name] for writer in WRITERS)]
         for feature, cells in verdicts().items()
     ]
-    others = [
-        [WORDS[Feature(note.feature)], ENGINES[note.engine], note.does, note.what, note.where]
-        for note in NOTES
-    ]
+    noted = dict.fromkeys(note.feature for note in NOTES)
+    others = [[WORDS[Feature(each)], *(_treatment(each, of) for of in ENGINES)] for each in noted]
     forms = [[each.name, each.trainers, each.tensors, each.note] for each in EXPERT_FORMS]
     keys = [[f"`{key}`", each.what, each.source] for key, each in FOREIGN.items()]
     return {
         "keys": _table(("key", "meaning", "source"), keys),
         "experts": _table(("form", "written by", "tensors below `<experts>`", "notes"), forms),
-        "engines": _table(("content", "engine", "effect", "detail", "source"), others),
+        "engines": _table(("content", *ENGINES.values()), others),
         "trainers": _table(head, trainers),
         "contents": _table(("content", *(writer.name for writer in WRITERS)), contents),
         "files": _table(("file (regular expression)", "verdict"), rows),
@@ -62,6 +60,12 @@ def replaced(page: str, tables: Mapping[str, str]) -> str:
             raise KeyError(name)
         page = f"{before}{start}{table}\n{rest[rest.index(end) :]}"
     return page
+
+
+def _treatment(feature: str, engine: Engine) -> str:
+    """Returns the words on an engine's treatment of a feature."""
+    found = [each for each in NOTES if (each.feature, each.engine) == (feature, engine)]
+    return "; ".join(f"{each.does}: {each.what}" for each in found) or "as PEFT"
 
 
 def _verdict(verdict: str, files: Mapping[str, str]) -> dict[str, str]:

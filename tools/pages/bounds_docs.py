@@ -48,7 +48,7 @@ def render() -> str:
         head = [table.first, "Holds", "Kept", *owner, "Limit", "Tests"]
         parts += [f"### {table.heading}", ""]
         if table.owner:
-            parts += [f"A row counts for {table.owner} if it names nobody else.", ""]
+            parts += [f"A row counts for {table.owner} unless it names another account.", ""]
         parts += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
         parts += [_row(line, table) for line in table.lines]
         parts.append("")

@@ -107,16 +107,16 @@ def _check_num_names(conn: Connection, name: AdapterName) -> None:
     found = conn.scalar(select(func.count()).select_from(of_tenant.limit(MAX_NAMES).subquery()))
     if (found or 0) >= MAX_NAMES:
         raise QuotaExceeded(
-            f"name: tenant {name.tenant!r} has had {MAX_NAMES} names, which the catalog keeps also "
-            "when they are deleted: register under one that it has had",
+            f"name: tenant {name.tenant!r} has used all of its {MAX_NAMES} names, and deleted "
+            "names count: register under a name that it has used before",
             subject="name",
         )
 
 
 def _too_many_bytes(tenant: str, stored_bytes: int, what: str, quota: Quota) -> QuotaExceeded:
     return QuotaExceeded(
-        f"max_bytes: tenant {tenant!r} stores {stored_bytes} bytes of adapters, those deleted "
-        f"within the grace included; {what} its quota of {quota.max_bytes}",
+        f"max_bytes: tenant {tenant!r} stores {stored_bytes} bytes of adapters, including deleted "
+        f"ones until their grace ends; {what} its quota of {quota.max_bytes}",
         subject="max_bytes",
     )
 

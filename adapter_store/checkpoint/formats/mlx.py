@@ -81,7 +81,7 @@ def parse_mlx_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Ada
         raise invalid_value(
             "peft_type",
             fields["peft_type"],
-            f"PEFT's config, beside {MLX_WEIGHTS_FILE}, which MLX-LM saves",
+            f"PEFT's config, next to {MLX_WEIGHTS_FILE}, which MLX-LM saves",
         )
     _check_kind(fields)
     parameters = fields.get("lora_parameters")
@@ -200,9 +200,7 @@ def _last_layers(fields: Mapping[str, Any]) -> int:
     """Returns how many layers are adapted, 0 for all."""
     given = {key: fields[key] for key in LAYER_KEYS if fields.get(key) is not None}
     if not given:
-        raise invalid_value(
-            "num_layers", None, "how many of the last layers are adapted is missing"
-        )
+        raise invalid_value("num_layers", None, "the number of adapted layers is missing")
     for key, value in given.items():
         if type(value) is not int or value != next(iter(given.values())):
             raise invalid_value(key, value, "not one number of layers")

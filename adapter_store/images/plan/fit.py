@@ -51,8 +51,8 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
     """
     if layout.image_format == 1 and checkpoint.invocation_tokens:
         raise IncompatibleAdapter(
-            "it is active from its invocation tokens on (aLoRA), and the server reads images of "
-            "format 1, of adapters that always are: upgrade it",
+            "it has invocation tokens (aLoRA), which need image format 2, and the server reads "
+            "only format 1: upgrade the server",
             subject="alora_invocation_tokens",
             reason="FORMAT_TOO_OLD",
         )

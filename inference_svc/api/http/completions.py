@@ -92,7 +92,7 @@ class Completions:
             raise InvalidArgument("best_of: must be n", subject="best_of")
         if body.echo and body.logprobs is not None and (body.n or 1) > 1:
             raise InvalidArgument(
-                "n: must be 1 with echo and logprobs, which are of the prompt, too", subject="n"
+                "n: must be 1 with echo and logprobs, which cover the prompt, too", subject="n"
             )
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         return body.to_sampling(max_tokens, facts.sampling)

@@ -413,8 +413,8 @@ class CudaFactory:
             if not is_out_of_memory(error):
                 raise
             raise DeviceFull(
-                "the device's memory does not suffice for the planned use: give less to "
-                f"--kv-memory, or set memory-limit ({error})"
+                "the device has too little memory for the planned use: lower --kv-memory, or set "
+                f"memory-limit ({error})"
             ) from error
 
     def _build(

@@ -107,8 +107,8 @@ class Losses:
     def _error(self, request: Request, loss: Loss) -> ServiceError:
         if loss is Loss.MEMORY:
             return OutOfDeviceMemory(
-                "the device's memory does not suffice for one token of the request: the server "
-                "needs a smaller --kv-memory or --adapter-memory",
+                "the device has too little memory for one token of the request: the server needs a "
+                "smaller --kv-memory or --adapter-memory",
                 subject="device",
                 retry_after_s=RETRY_S,
             )
@@ -118,8 +118,8 @@ class Losses:
         name = request.adapter or request.key
         user = f"with adapter {name} " if name else ""
         return Internal(
-            f"computing the request {user}failed, without others in its step too: the server's "
-            "log has the error"
+            f"computing the request {user}failed, also alone in a step: the server's log has the "
+            "error"
         )
 
 

@@ -142,7 +142,7 @@ class Runner:
         self.backend.free_unused()
         self._limit.ran_out(num_tokens)
         logger.warning(
-            "the device's memory does not suffice for a step of %d tokens: %d at once",
+            "a step of %d tokens ran out of the device's memory: computing %d at once",
             num_tokens,
             self._limit.tokens,
         )

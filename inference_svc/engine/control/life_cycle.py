@@ -163,7 +163,7 @@ class LifeCycle:
         """Resumes generation once the time of its pause has passed; called before a batch."""
         if self._resume_s is None or now_s < self._resume_s:
             return []
-        logger.warning("generation resumes: its pause has lasted as long as it may")
+        logger.warning("generation resumes: the pause has reached its time limit")
         replies = self._end_pause()
         self._set_hold()
         return replies

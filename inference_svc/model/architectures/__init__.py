@@ -138,7 +138,7 @@ def _has_own_head(model_dir: Path, wrapper: Wrapper, *, is_said: bool) -> bool:
     is_own = not is_same_content(found[EMBEDDING], found[HEAD])
     if is_own and is_said:
         logger.warning(
-            "%s has the embedding as the head, and %s has another head: the latter is served",
+            "%s ties the head to the embedding, but %s has other values: these are served",
             CONFIG,
             HEAD,
         )

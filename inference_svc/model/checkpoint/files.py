@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The most that safetensors accepts of a file's header."""
 VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json")
 """Files of which a tokenizer has one."""
-_COPY = "copy it from where the model came from"
+_COPY = "copy it from the model's source"
 _SHARD = re.compile(r"[^/*?\[\x00-\x1f]+\.safetensors")
 """The name of a shard: of a file beside the index, and nothing that a download would take for a
 pattern."""
@@ -110,8 +110,8 @@ def _advice(model_dir: Path, name: str) -> str:
     if name == TOKENIZER:
         save = f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(model_dir)!r})"
         return (
-            f": put the tokenizer's files there, in Python with {save}, or do without "
-            "(--no-tokenizer): token ids in, token ids out"
+            f": put the tokenizer's files there, in Python with {save}, or start "
+            "with --no-tokenizer and send token ids"
         )
     if name == SINGLE:
         return f" and no {INDEX}{_advice_on_pickles(model_dir)}"

@@ -215,8 +215,8 @@ def _explained(name: str) -> Iterator[None]:
         ) from None
     except ValueError as error:
         raise InvalidSetting(
-            f"{name}: the hub's library does not take its variables, HF_ENDPOINT and others, as "
-            f"they are ({redact(str(error))}); when they are right: loadout download {name}"
+            f"{name}: the hub's library refuses its environment variables, such as HF_ENDPOINT "
+            f"({redact(str(error))}); correct them, then run: loadout download {name}"
         ) from error
     endpoint = redact(constants.ENDPOINT)
     # The base class of the errors of the HTTP library underneath, whichever that is.

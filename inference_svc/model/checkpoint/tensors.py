@@ -175,11 +175,11 @@ def _check(
 def _check_tensor(tensor: TextTensor, spec: TensorSpec) -> None:
     if not spec.fits(tensor.shape):
         raise UnsupportedModel(
-            f"{tensor.name} has shape {list(tensor.shape)}, but {spec.sizes} by config.json"
+            f"{tensor.name} has shape {list(tensor.shape)}, but config.json says {spec.sizes}"
         )
     if tensor.dtype not in spec.dtypes:
         raise UnsupportedModel(
-            f"{tensor.name} has dtype {tensor.dtype}, which is not supported, but "
+            f"{tensor.name} has dtype {tensor.dtype}; supported are "
             f"{', '.join(spec.dtypes)}{_remedy(spec)}"
         )
 

@@ -158,7 +158,7 @@ def _check_places(reader: _Reader, tensors: list[StoredTensor], file_bytes: int)
         if end > file_bytes:
             raise reader.fail(
                 f"the tensor {shown(each.name)} ends at byte {end}, but the file has {file_bytes}: "
-                "it is not whole, copy or download it again"
+                "it is incomplete, copy or download it again"
             )
 
 
@@ -220,7 +220,7 @@ class _Reader:
         if number not in TYPES:
             found = _OTHER_TYPES.get(number, number)
             raise self.fail(
-                f"{what} has the type {found}, which is not supported, but "
+                f"{what} has the type {found}; supported are "
                 f"{', '.join(each.name for each in TYPES.values())}: serve a file of these "
                 "types, such as Q4_K_M"
             )
@@ -260,7 +260,7 @@ class _Reader:
         """Reads bytes of the header, if that many can be there."""
         if num_bytes > self._end - self.position:
             limit = f", or its header has more than {MAX_HEADER_BYTES >> 20} MiB"
-            raise self.fail(f"{what} ends after the file{limit}: it is broken, download it again")
+            raise self.fail(f"{what} ends after the file{limit}: it is damaged, download it again")
         found = self._file.read(num_bytes)
         if len(found) < num_bytes:
             raise self.fail("the file has become shorter")

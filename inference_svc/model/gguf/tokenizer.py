@@ -118,7 +118,7 @@ class Vocabulary:
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         for name, found in (("token_type", self.types), ("tokens", list(self.ids))):
             if found and len(found) != len(self.tokens):
-                reason = f"{len(found)} for {len(self.tokens)} tokens, each of which must be once"
+                reason = f"{len(found)} for {len(self.tokens)} tokens: each must occur once"
                 raise header.unsupported(_KEY + name, reason)
 
     def merges(self) -> list[tuple[str, str]]:

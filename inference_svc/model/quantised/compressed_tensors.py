@@ -169,7 +169,7 @@ class _Weights:
     def _require_no_zeros(self, tensors: Mapping[str, Tensor]) -> None:
         zeros = tensors.get("weight_zero_point")
         if zeros is not None and zeros.float().any():
-            raise broken("weight_zero_point", "is not 0, and config.json says symmetric")
+            raise broken("weight_zero_point", "is not 0, but config.json says symmetric")
 
     def _groups(self, order: Tensor | None, in_features: int) -> Tensor:
         """Returns each input's group. Before actorder was removed, a module without it could have

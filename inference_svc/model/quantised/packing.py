@@ -37,7 +37,7 @@ def finite_scales(end: str, scales: Tensor, dtype: torch.dtype = torch.float32) 
     finite, is so large that weights are not, or is not exact in that dtype."""
     made, wide = scales.to(dtype), scales.float()
     if not (wide.abs() <= MAX_SCALE).all():
-        raise broken(end, "has values that are no numbers, or so large that weights are none")
+        raise broken(end, "has values that are NaN, infinite or too large")
     if not torch.equal(made.float(), wide):
         held, wanted = (str(each).removeprefix("torch.") for each in (scales.dtype, dtype))
         raise UnsupportedModel(
@@ -113,4 +113,4 @@ def require_runs(end: str, order: Tensor | None, in_features: int, group_size: i
     each input's group, any integer dtype [in_features]; None: runs."""
     groups = groups_of(end, order, in_features, group_size)
     if not torch.equal(groups, groups_of(end, None, in_features, group_size)):
-        raise broken(end, "has an order of activations, and config.json says that there is none")
+        raise broken(end, "orders inputs by activations, but config.json says that it does not")

@@ -85,7 +85,7 @@ NOTES = (
         "models whose checkpoints have separate parts, such as Llama and Qwen",
         "worker_manager.py, _load_adapter",
     ),
-    Note(_V, "lora_bias", Does.REFUSES, "before 0.32 it drops it", "peft_helper.py"),
+    Note(_V, "lora_bias", Does.REFUSES, "before 0.32 it was dropped", "peft_helper.py"),
     Note(_V, "dora", Does.REFUSES, "with a message", "peft_helper.py; vllm-project/vllm#10849"),
     Note(_V, "biases", Does.REFUSES, "by the config", "peft_helper.py, validate_legal"),
     Note(
@@ -120,25 +120,25 @@ NOTES = (
         _V,
         "experts",
         Does.REFUSES_FOR_SOME,
-        "models that keep all experts in one tensor; and if an expert lacks one of its three",
+        "models that keep all experts in one tensor; others if an expert lacks a projection",
         "lora_model.py, lora_weights.py; vllm-project/vllm#40005",
     ),
     Note(
         _V,
         "expert_parameters",
         Does.REFUSES_FOR_SOME,
-        "models that keep each expert by itself, such as Qwen3-MoE and Mixtral",
+        "models that keep each expert as a module, such as Qwen3-MoE and Mixtral",
         "model_manager.py; vllm-project/vllm#42242",
     ),
     Note(
         _V,
         "alora",
         Does.REFUSES,
-        "before 0.32 it applies it to every token",
+        "before 0.32 it applied to every token",
         "peft_helper.py; vllm-project/vllm#19710",
     ),
-    Note(_V, "mlx", Does.REFUSES, "because the config is another", "peft_helper.py, from_dict"),
-    Note(_V, "shards", Does.REFUSES, "because it finds no tensors in the folder", "lora_model.py"),
+    Note(_V, "mlx", Does.REFUSES, "it expects PEFT's config", "peft_helper.py, from_dict"),
+    Note(_V, "shards", Does.REFUSES, "it finds no tensors in the folder", "lora_model.py"),
     Note(
         _S,
         "rslora",
@@ -193,7 +193,7 @@ NOTES = (
         "it applies to every token",
         "lora_config.py; sgl-project/sglang#16942",
     ),
-    Note(_S, "mlx", Does.REFUSES, "because the config is another", "lora_config.py"),
+    Note(_S, "mlx", Does.REFUSES, "it expects PEFT's config", "lora_config.py"),
 )
 
 

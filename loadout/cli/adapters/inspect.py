@@ -179,7 +179,7 @@ def _operations(inspected: InspectedAdapter) -> Sequence[str]:
     if idle:
         launches = sum(group.launches for group in idle)
         lines.append(
-            f"of them {len(idle)} groups, {launches} {unit}, change nothing: "
-            "steps here serve any mix of adapters"
+            f"{len(idle)} of these groups, {launches} {unit}, change nothing: they run because a "
+            "step serves any mix of adapters"
         )
     return lines

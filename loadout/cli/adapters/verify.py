@@ -51,8 +51,8 @@ def verify(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help=r"Prompts, one per line; \n in a line is a new line. Use some like those of its "
-            "training. Default: eight general ones.",
+            help=r"Prompts, one per line; \n in a line is a new line. Use prompts like its "
+            "training data. Default: eight general ones.",
         ),
     ] = None,
     max_tokens: Annotated[

@@ -42,7 +42,7 @@ def quantize(
         ),
     ] = WeightType.INT4,
 ) -> None:
-    """Write a model anew, with weights in few bits.
+    """Write a copy of a model with weights in few bits.
 
     The result is a compressed-tensors checkpoint, which Loadout, vLLM and transformers open.
     Weights are rounded to the nearest value; embedding, head, norms and routers stay as they are.

@@ -138,8 +138,8 @@ def bench(
     """Measure a running server and compare with a baseline.
 
     Sends mixed requests for the base model and adapters; run nothing else meanwhile. Fails if a
-    metric is worse than the baseline by more than its tolerance, or if the baseline is of another
-    workload, model or machine.
+    metric is worse than the baseline by more than its tolerance, or if the baseline was measured
+    with another workload, model or machine.
     """
     workload = Workload(requests, in_flight, rounds, prompt_chars, max_tokens, loads)
     tolerances = read_tolerances(tolerance or [])
@@ -212,7 +212,7 @@ def _check_conditions(before: Result, conditions: dict[str, Any], *, force: bool
         return
     shown = "; ".join(f"{each.path} was {each.before!r}, is {each.now!r}" for each in found[:6])
     more = f"; and {len(found) - 6} more" if len(found) > 6 else ""
-    message = f"the baseline is of other conditions: {shown}{more}"
+    message = f"the baseline was measured under other conditions: {shown}{more}"
     if not force:
         raise CommandFailed(f"{message} (--force compares anyway)")
     typer.echo(message, err=True)

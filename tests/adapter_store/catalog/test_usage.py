@@ -73,7 +73,9 @@ def test_names_in_all_are_bounded(names, monkeypatch):
         names.catalog.names.check_capacity(AdapterName(*name.split("/")), "", quota)
         register(names, name, "d1", quota)
         names.catalog.names.remove(AdapterName(*name.split("/")))
-    with pytest.raises(QuotaExceeded, match=r"^name: tenant 't' has had 2 names") as caught:
+    with pytest.raises(
+        QuotaExceeded, match=r"^name: tenant 't' has used all of its 2 names"
+    ) as caught:
         names.catalog.names.check_capacity(AdapterName("t", "c"), "", quota)
     assert caught.value.subject == "name"
     names.catalog.names.check_capacity(AdapterName("t", "a"), "", quota)  # it has its row

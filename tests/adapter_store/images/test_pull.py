@@ -63,6 +63,6 @@ def test_where_a_stream_starts():
     assert start_offset(60, "", "i1", 100) == 0
     assert start_offset(100, "i1", "i1", 100) == 100
     assert start_offset(10**9, "i0", "i1", 100) == 0
-    with pytest.raises(InvalidArgument, match="beyond the image's 100 bytes") as caught:
+    with pytest.raises(InvalidArgument, match="after the image's 100 bytes") as caught:
         start_offset(101, "i1", "i1", 100)
     assert caught.value.subject == "offset"

@@ -139,8 +139,8 @@ def test_an_honest_answer_is_taken(fetch):
 @pytest.mark.parametrize(
     ("said", "error", "text"),
     [
-        (with_weights(size=10), SourceUnavailable, "has 2048 bytes, but 10 by its commit"),
-        (with_weights(size=4096), SourceUnavailable, "has 2048 bytes, but 4096 by its commit"),
+        (with_weights(size=10), SourceUnavailable, "has 2048 bytes, but its commit names 10"),
+        (with_weights(size=4096), SourceUnavailable, "has 2048 bytes, but its commit names 4096"),
         (with_weights(size=1 << 62), LimitExceeded, "limit"),
         (with_weights(size=-1), InvalidAdapter, "is missing"),
         (with_weights(size=True), InvalidAdapter, "is missing"),

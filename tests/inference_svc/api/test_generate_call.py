@@ -156,7 +156,7 @@ def test_choices_have_ids_and_seeds_of_their_own() -> None:
 def test_logprobs_are_bounded() -> None:
     asked = asking({"max_tokens": 50, "logprobs": 9})
     made = call(**asked, num_choices=4, max_logprobs=1000, max_tokens_field="limit")
-    with pytest.raises(InvalidArgument, match="are more than the 1000") as caught:
+    with pytest.raises(InvalidArgument, match="exceed the 1000") as caught:
         made.bounded(requests(made))
     assert caught.value.subject == "limit"
     made = replace(made, max_tokens_field="")

@@ -197,6 +197,6 @@ def test_a_device_that_others_fill(
     until(server.holds)
     assert server.count("memory") == 1
     message = server.log("memory")["message"]
-    for words in ("are missing, and other programs have", "process 41: 81000 MiB, /opt/train.py"):
+    for words in ("and other programs use", "process 41: 81000 MiB, /opt/train.py"):
         assert words in message
     assert server.process.stop(ENDED_S) == 1

@@ -25,6 +25,8 @@ from kernels.attention.native import NativeAttention
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from tests.support.native import native_library
 
+pytestmark = pytest.mark.matrix
+
 MIB = 1 << 20
 NATIVE, TORCH = NativeFactory(), TorchFactory()
 
@@ -82,10 +84,10 @@ def test_the_arithmetic_is_of_all_ranks(config: EngineConfig) -> None:
 def test_refusal_shows_the_arithmetic() -> None:
     lines = (Line("weights", 3 << 30, "a smaller model"), Line("kv_pages", 1536 * MIB, "--kv"))
     Budget("host", lines, 4608 * MIB, "memory-limit").check()
-    with pytest.raises(ValueError, match=r"512\.0 MiB are missing") as refused:
+    with pytest.raises(ValueError, match=r"too small by 512\.0 MiB") as refused:
         Budget("host", lines, 4096 * MIB, "memory-limit").check()
     assert str(refused.value).splitlines() == [
-        "the host memory does not suffice: 512.0 MiB are missing",
+        "the host memory is too small by 512.0 MiB",
         "  weights           3,221,225,472 bytes     3.0 GiB  a smaller model",
         "  kv_pages          1,610,612,736 bytes     1.5 GiB  --kv",
         "  needed            4,831,838,208 bytes     4.5 GiB",
@@ -177,7 +179,7 @@ def test_attention_takes_its_line(tokens: int, rows: int, threads: int) -> None:
 
 def test_engine_beyond_its_limit_is_not_built(config: EngineConfig) -> None:
     limited = replace(config, memory_limit_bytes=100 * MIB)
-    with pytest.raises(ValueError, match=r"the host memory does not suffice.*\n  weights"):
+    with pytest.raises(ValueError, match=r"the host memory is too small.*\n  weights"):
         build_engine(limited, NoStore(), lambda event: None)
 
 

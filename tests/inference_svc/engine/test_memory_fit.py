@@ -188,7 +188,7 @@ def test_given_numbers_of_states_count(tmp_path: Path, hybrid: Decoder) -> None:
     config = resolved(tmp_path, machine_of(24), max_sequences=128, stored_states=3)
     assert (config.max_sequences, config.stored_states) == (128, 3)
     assert resolved(tmp_path, machine_of(24), prefix_cache=False).stored_states == 0
-    with pytest.raises(ValueError, match="memory does not suffice") as refused:
+    with pytest.raises(ValueError, match="memory is too small") as refused:
         resolved(tmp_path, machine_of(24), stored_states=2000)
     (line,) = (each for each in str(refused.value).splitlines() if "recurrent_states" in each)
     assert line.endswith("--max-sequences, --stored-states")
@@ -272,7 +272,7 @@ def test_a_limit_is_kept(folder: Path) -> None:
 def test_a_refusal_shows_the_arithmetic(
     folder: Path, settings: dict[str, int], gigabytes: int
 ) -> None:
-    with pytest.raises(ValueError, match="the device memory does not suffice") as refused:
+    with pytest.raises(ValueError, match="the device memory is too small") as refused:
         resolved(folder, machine_of(gigabytes), **settings)
     lines = str(refused.value).splitlines()
     named = [line.split()[0] for line in lines[1:]]

@@ -176,7 +176,7 @@ def test_torch_says_by_its_type_that_memory_is_short() -> None:
     ],
 )
 def test_numbers_of_the_driver_are_told_at_start(words: str, kind: DeviceFault) -> None:
-    error = CudaUnavailable(f"the device's memory cannot be asked for: {words}")
+    error = CudaUnavailable(f"cannot read the size of the device's memory: {words}")
     failure = start_failed(error)
     assert failure is not None
     assert device_failure(failure) is failure
@@ -229,9 +229,9 @@ def test_a_device_that_others_fill_is_full() -> None:
     with pytest.raises(DeviceFull) as caught:
         budget(60 * GIB, 50 * GIB).check()
     for words in (
-        "30.0 GiB are missing",
-        "other programs have 50.0 GiB",
-        "of 60.0 GiB",
+        "too small by 30.0 GiB",
+        "other programs use 50.0 GiB",
+        "needs 60.0 GiB",
         "30.0 GiB are free",
     ):
         assert words in str(caught.value)
@@ -240,7 +240,7 @@ def test_a_device_that_others_fill_is_full() -> None:
 
 @pytest.mark.parametrize("in_use_bytes", [0, GIB, DRIVER_BYTES])
 def test_a_plan_that_is_too_large_is_nobody_elses_fault(in_use_bytes: int) -> None:
-    with pytest.raises(ValueError, match="does not suffice") as caught:
+    with pytest.raises(ValueError, match="is too small") as caught:
         budget(81 * GIB, in_use_bytes).check()
     assert not isinstance(caught.value, DeviceFull)
 

@@ -23,6 +23,8 @@ from inference_svc.model.layers import TorchProjections
 from tests.support.models.families import MODELS
 from tests.support.models.whole_models import WHOLE, make_whole
 
+pytestmark = pytest.mark.matrix
+
 FIRST = dict(reversed(MODELS.values()))
 """A model of each family."""
 
@@ -90,7 +92,7 @@ def test_tensors(folder: Path) -> None:
         for changed, message in (
             (
                 {**saved, name: [2 * shape[0], *shape[1:]]},
-                rf"{known} has shape \[.*\], but \[.*\] by config\.json",
+                rf"{known} has shape \[.*\], but config\.json says \[.*\]",
             ),
             (others, rf"missing tensors: {known}"),
             ({**saved, f"{name}_scale": [1]}, rf"unexpected tensors: {known}_scale"),

@@ -44,7 +44,9 @@ def test_shards(folder: Path) -> None:
     assert weight_files(folder) == [folder / "model.safetensors"], "which is read first"
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     assert missing_files(folder) == ["model-2.safetensors"]
-    with pytest.raises(UnsupportedModel, match=r"has no model-2.safetensors: copy it from where"):
+    with pytest.raises(
+        UnsupportedModel, match=r"has no model-2.safetensors: copy it from the model's source"
+    ):
         check_files(folder)
     (folder / "model-2.safetensors").write_bytes(b"")
     check_files(folder)
@@ -62,18 +64,26 @@ def test_pickled_weights_are_seen(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", None, "has no config.json: copy it from where the model came from"),
+        ("config.json", None, "has no config.json: copy it from the model's source"),
         ("config.json", POINTER, "config.json is a pointer of Git LFS"),
         ("tokenizer_config.json", POINTER, "tokenizer_config.json is a pointer of Git LFS"),
         ("model.safetensors", None, "has no model.safetensors and no model.safetensors.index.json"),
         ("model.safetensors", POINTER, "model.safetensors is a pointer of Git LFS .* git lfs pull"),
         ("tokenizer.json", None, r"has no tokenizer.json: put .*save_pretrained\('{folder}'\)"),
-        ("tokenizer.json", "", r"tokenizer.json cannot be read: .*; copy it from where the model"),
+        (
+            "tokenizer.json",
+            "",
+            r"tokenizer.json cannot be read: .*; copy it from the model's source",
+        ),
         ("tokenizer.json", TOKENIZER[:-9], "tokenizer.json cannot be read: .* column"),
         ("tokenizer.json", POINTER, "tokenizer.json is a pointer of Git LFS in place of the file"),
         ("tokenizer.json", "[" * 200_000, "tokenizer.json cannot be read: "),
         ("tokenizer.json", "[]", "tokenizer.json does not hold a JSON object; copy it"),
-        ("tokenizer.json", "{}", "tokenizer.json has no vocabulary: copy it from where the model"),
+        (
+            "tokenizer.json",
+            "{}",
+            "tokenizer.json has no vocabulary: copy it from the model's source",
+        ),
         ("tokenizer.json", '{"model": {"vocab": {}}}', "tokenizer.json has no vocabulary"),
         ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read: "),
     ],

@@ -238,8 +238,8 @@ def test_a_variable_that_the_library_does_not_take() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (
         1,
         "",
-        f"loadout: {NAME}: the hub's library does not take its variables, HF_ENDPOINT and others, "
-        f"as they are (Invalid IPv6 URL); when they are right: loadout download {NAME}\n",
+        f"loadout: {NAME}: the hub's library refuses its environment variables, such as "
+        f"HF_ENDPOINT (Invalid IPv6 URL); correct them, then run: loadout download {NAME}\n",
     )
 
 

@@ -130,11 +130,11 @@ def change(saved: dict[str, torch.Tensor], fault: str) -> None:
     [
         ("missing", rf"/\S+: missing tensors: {UP}, {NORM}; is config\.json of another model"),
         ("unexpected", r"unexpected tensors: model\.layers\.3\.input_layernorm\.weight"),
-        ("shape", rf"{UP} has shape \[79, 48\], but \[80, 48\] by config.json"),
+        ("shape", rf"{UP} has shape \[79, 48\], but config.json says \[80, 48\]"),
         ("transposed", rf"{UP} has shape \[48, 80\]"),
         (
             "dtype",
-            rf"{UP} has dtype I8, .* F64, F32, F16, BF16: config.json has no quant",
+            rf"{UP} has dtype I8; supported are F64, F32, F16, BF16: config.json has no quant",
         ),
         ("head", "missing tensors: lm_head.weight"),
     ],
@@ -174,7 +174,7 @@ def test_truncated_file(model_dir):
         ('{"weight_map": ["a"]}', "cannot be read"),
         ('{"weight_map": {"a": ["b.safetensors"]}}', "cannot be read"),
         ("[" * 200_000, "cannot be read"),
-        ('{"weight_map": {}}', "names no file: copy it from where the model came from"),
+        ('{"weight_map": {}}', "names no file: copy it from the model's source"),
         *(
             (
                 json.dumps({"weight_map": {"a": name}}),

@@ -194,7 +194,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
             edited(lambda found: found["added_tokens"].pop(1))(folder),
             edited(lambda found: found.update(eos_token="<s>"), CONFIG)(folder),
         ],
-        "'</s>' of the model, which it has not",
+        "'</s>' of the model, which it lacks",
     ),
     "a token is found otherwise": (
         edited(lambda found: found["added_tokens"][1].update(lstrip=True)),
@@ -226,6 +226,7 @@ def test_ids_that_the_library_would_not_give_are_refused(tmp_path: Path) -> None
         base.load(folder)
 
 
+@pytest.mark.slow
 def test_tokens_count_as_the_models_normalizer_makes_them(tmp_path: Path) -> None:
     """Of one character NFKC makes eighteen."""
     base = Base("unigram", tmp_path)

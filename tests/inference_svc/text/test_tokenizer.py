@@ -72,7 +72,7 @@ def test_vocabulary_facts(tokenizers: dict[str, Tokenizer]) -> None:
 
 
 def test_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="no tokenizer loads from"):
+    with pytest.raises(UnsupportedModel, match="cannot load the tokenizer in"):
         Tokenizer(tmp_path)
 
 

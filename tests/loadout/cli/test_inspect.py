@@ -65,7 +65,8 @@ def test_layers_with_the_same_parts_are_a_row(run, fake_inference):
         "0-2     o      none                 6",
         "",
         "7 groups, 13 launches per decode step of its requests alone (triton, captured)",
-        "of them 3 groups, 6 launches, change nothing: steps here serve any mix of adapters",
+        "3 of these groups, 6 launches, change nothing: they run because a step serves any mix of "
+        "adapters",
     ]
     assert [each.ref for each in fake_inference.requests["InspectAdapter"]] == ["a"]
 

@@ -62,9 +62,9 @@ def test_a_library_that_is_missing_is_named(adapter: Path, tmp_path: Path) -> No
     ("form", "is_quantised", "hint"),
     [
         ("", False, ""),
-        ("", True, "The service's weights are plain: if those of the model given are in few bits"),
-        ("int4", False, "The service holds weights in int4, and the model given is plain"),
-        ("nf4", True, "The service holds weights in nf4: if the model given is the same"),
+        ("", True, "The service holds plain weights: give the plain model"),
+        ("int4", False, "The service holds weights in int4: give the same checkpoint"),
+        ("nf4", True, "The service holds weights in nf4. The library that computes"),
     ],
 )
 def test_base_models_of_other_forms(form: str, is_quantised: bool, hint: str) -> None:

@@ -96,7 +96,9 @@ def test_tenants() -> None:
 
 def test_all_tenants() -> None:
     principal_of(STORE, tenants=None).require_all_tenants()
-    with pytest.raises(PermissionDenied, match="'someone' is not for all tenants"):
+    with pytest.raises(
+        PermissionDenied, match="covers all tenants, and the token 'someone' only some"
+    ):
         principal_of(STORE).require_all_tenants()
 
 

@@ -209,9 +209,8 @@ def _out_of_memory() -> list[Panel]:
     return [
         lines(
             "Steps out of memory",
-            "Number of steps within five minutes for which the device's memory did not "
-            "suffice; they were computed in parts. The usual cause is another program on "
-            "the device.",
+            "Number of steps within five minutes that ran out of the device's memory and were "
+            "computed in parts. The usual cause is another program on the device.",
             "short",
             Query(INFERENCE.growth("step_out_of_memory_total", REPLICA), WHICH),
             limit=limits.ANY,

@@ -64,9 +64,9 @@ ORDER = "4 bits 64 act-order float16"
 @pytest.mark.parametrize(
     ("name", "case", "end", "change", "match"),
     [
-        (CT, GROUPS, "weight_scale", put(NAN), "no numbers"),
-        (CT, GROUPS, "weight_scale", put(-INF), "no numbers"),
-        (CT, ZEROS, "weight_scale", put(2.0**120), "so large"),
+        (CT, GROUPS, "weight_scale", put(NAN), "NaN, infinite or too large"),
+        (CT, GROUPS, "weight_scale", put(-INF), "NaN, infinite or too large"),
+        (CT, ZEROS, "weight_scale", put(2.0**120), "NaN, infinite or too large"),
         (CT, GROUPS, "weight_shape", put(255), r"is \[12, 255\], must be \[12, 256\]"),
         (
             CT,
@@ -75,18 +75,24 @@ ORDER = "4 bits 64 act-order float16"
             lambda scale: scale.float() * 1.001,
             "set its dtype to float32",
         ),
-        (CT, "int8 int8 inputs channel bfloat16", "weight_scale", put(INF), "no numbers"),
+        (
+            CT,
+            "int8 int8 inputs channel bfloat16",
+            "weight_scale",
+            put(INF),
+            "NaN, infinite or too large",
+        ),
         (CT, "fp8 channel bfloat16", "weight", byte(0xFF), "has NaN"),
         (CT, "fp8 block bfloat16", "weight", byte(0x7F), "has NaN"),
-        (CT, "fp8 block bfloat16", "weight_scale", put(NAN), "no numbers"),
+        (CT, "fp8 block bfloat16", "weight_scale", put(NAN), "NaN, infinite or too large"),
         (BNB, SINGLE, "weight.absmax", put(-1), "negative maxima"),
-        (BNB, SINGLE, "weight.absmax", put(NAN), "no numbers"),
+        (BNB, SINGLE, "weight.absmax", put(NAN), "NaN, infinite or too large"),
         (BNB, SINGLE, "weight.absmax", lambda scales: scales[:-1], "has 35 scales, must be 36"),
         (BNB, SINGLE, "weight.quant_map", put(0.5), "other values than NF4"),
         (BNB, SINGLE, "weight.quant_map", put(NAN), "other values than NF4"),
         (BNB, NESTED, "weight.nested_absmax", put(-1), "negative maxima"),
         (BNB, NESTED, "weight.nested_absmax", lambda x: x.repeat(2), "has 2 scales, must be 1"),
-        (BNB, NESTED, "weight.nested_quant_map", put(INF), "no numbers"),
+        (BNB, NESTED, "weight.nested_quant_map", put(INF), "NaN, infinite or too large"),
         (BNB, NESTED, STATE, state(nested_offset="1e3"), "nested_offset = '1e3'"),
         (BNB, NESTED, STATE, state(nested_offset=NAN), "nested_offset = 'nan'"),
         (BNB, NESTED, STATE, state(nested_offset=10**400), "nested_offset = "),
@@ -101,16 +107,16 @@ ORDER = "4 bits 64 act-order float16"
         (BNB, SINGLE, STATE, lambda old: old | 0x80, "no JSON"),
         (BNB, "int8 float16", "SCB", put(-1), "negative maxima"),
         (BNB, "int8 float16", "weight_format", put(1), "is 1, supported is 0"),
-        (GPTQ, "4 bits 32 symmetric float16", "scales", put(NAN), "no numbers"),
+        (GPTQ, "4 bits 32 symmetric float16", "scales", put(NAN), "NaN, infinite or too large"),
         (GPTQ, "4 bits 32 symmetric float16", "qzeros", put(0), "other zero points than 8"),
         (GPTQ, "4 bits 32 zeros float16", "qzeros", put(-1), "has 15"),
         (GPTQ, "8 bits 32 zeros float16", "qzeros", put(-1), "has 255"),
-        (GPTQ, "4 bits 32 zeros float16", "g_idx", put(0), "an order of activations"),
+        (GPTQ, "4 bits 32 zeros float16", "g_idx", put(0), "orders inputs by activations"),
         (GPTQ, "4 bits 32 zeros float16", "g_idx", put(8), "out of range: there are 8"),
         (GPTQ, ORDER, "g_idx", put(4), "out of range: there are 4"),
         (GPTQ, ORDER, "g_idx", put(-1), "out of range"),
-        (AWQ, "groups of 32 float16", "scales", put(INF), "no numbers"),
-        ("transformers", "fp8 float32", "weight_scale_inv", put(NAN), "no numbers"),
+        (AWQ, "groups of 32 float16", "scales", put(INF), "NaN, infinite or too large"),
+        ("transformers", "fp8 float32", "weight_scale_inv", put(NAN), "NaN, infinite or too large"),
         ("transformers", "fp8 float32", "weight", byte(0x7F), "has NaN"),
         ("transformers", "mxfp4 bfloat16", "_scales", put(255), "exponents above 252"),
     ],
@@ -142,7 +148,7 @@ def test_packed_weights_may_have_an_order_of_runs_alone() -> None:
     matrix, tensors = first_of(CT, GROUPS)
     for order in (torch.arange(256) // 32, torch.full((256,), -1)):
         matrix.decode({**tensors, "weight_g_idx": order.int()})
-    with pytest.raises(UnsupportedModel, match=r"^weight_g_idx: has an order"):
+    with pytest.raises(UnsupportedModel, match=r"^weight_g_idx: orders inputs"):
         matrix.decode({**tensors, "weight_g_idx": torch.arange(256).flip(0) // 32})
 
 
