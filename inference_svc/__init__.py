@@ -6,6 +6,7 @@ server         the running server: starts the parts in order, serves, drains, cl
 config         the settings
 auto_settings  decides settings that are left open, for a model on this machine
 core           plain data that every module shares: requests, sequences, batches
+grammars       the form that an answer must have, and masks that enforce it
 results        the results that a request can ask for beside its tokens
 errors         the errors that a caller can get, each with its reason
 debug          the debug bundle of a running server

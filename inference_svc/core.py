@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.base import NOTHING, PlacedPart, ResultPart, Scope, Wanted
 from inference_svc.results.logprobs import LogprobsMode
 from servicekit.auth import principal
@@ -162,9 +163,10 @@ class Request:
     `cache_seed` separates prefix caches (tenants and salt); so do some of the results that are
     `wanted`. Of requests of one `group`, which have one prompt, the first one computes it, and the
     others wait for that; "" is none. `vocab_size` is how many tokens it may name: the model's, and
-    its adapter's; 0: all that there are. `tenant` is the caller's: tenants share the machine in
-    equal parts. `trace` is the SpanContext that loads for it belong to, None if it is not traced.
-    Times are `time.monotonic()` seconds, which processes of one machine share.
+    its adapter's; 0: all that there are. `grammar` is the form of its output. `tenant` is the
+    caller's: tenants share the machine in equal parts. `trace` is the SpanContext that loads for it
+    belong to, None if it is not traced. Times are `time.monotonic()` seconds, which processes of
+    one machine share.
     """
 
     request_id: str
@@ -183,6 +185,7 @@ class Request:
     version_policy: VersionPolicy = VersionPolicy.PIN
     group: str = ""
     vocab_size: int = 0
+    grammar: Grammar | None = None
 
     @property
     def has_inactive_adapter(self) -> bool:
@@ -236,7 +239,8 @@ class Sequence:
     Timings.load. `num_returned` counts the positions whose parts of each kind were returned, also
     across preemptions, and `num_scored` the tokens of the prompt whose results need not be computed
     any more. `token_counts` belong to the sampler, as does `is_sorted`: the vocabulary had
-    to be sorted to choose its last token. `num_output_at_start` is the number of its output tokens
+    to be sorted to choose its last token. `masked` is its `grammars.lanes.Row` while it runs, None
+    without a grammar. `num_output_at_start` is the number of its output tokens
     when it last started, and `may_move_at` the number that it needs before it is computed anew for
     a newer version.
     """
@@ -273,6 +277,7 @@ class Sequence:
     load_trace: Any = None
     token_counts: Any = field(default=None, repr=False)
     is_sorted: bool = False
+    masked: Any = field(default=None, repr=False)
     num_output_at_start: int = 0
     may_move_at: int = 0
 

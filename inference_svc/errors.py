@@ -1,7 +1,8 @@
 """The inference service's own errors, below the general kinds whose status code they have.
 
 InvalidArgument
- └─ TemplateTimeout      the chat template takes too long for these messages
+ ├─ TemplateTimeout      the chat template takes too long for these messages
+ └─ GrammarRefused       the answer's form is invalid, or cannot be enforced
 NotFound
  └─ AdapterNotFound      no adapter has this reference
 AlreadyExists
@@ -77,6 +78,10 @@ def with_name(error: ServiceError, digest: str, name: str) -> ServiceError:
 
 class TemplateTimeout(InvalidArgument):
     reason = "TEMPLATE_TIMEOUT"
+
+
+class GrammarRefused(InvalidArgument):
+    reason = "GRAMMAR_REFUSED"
 
 
 class AdapterNotFound(NotFound):

@@ -24,6 +24,8 @@ from inference_svc.engine.transport.messages import LayoutAccepted, Repointed, S
 from inference_svc.engine.transport.process import END_S
 from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
 from inference_svc.frontend.watchdog import watch_engine
+from inference_svc.grammars.checks import GrammarChecks
+from inference_svc.grammars.vocabulary import make_vocabulary
 from inference_svc.host.device_faults import engine_hung
 from inference_svc.metrics.engine import Snapshots
 from inference_svc.metrics.requests import Metrics
@@ -138,9 +140,10 @@ class InferenceServer:
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
         self._texts: AdapterTexts | None = None
+        self._grammars: GrammarChecks | None = None
         self._store: StoreConnection | None = None
         # Last, because a scrape may come at once.
-        for samples in (self._place_samples, self.reloader.samples, self._text_samples):
+        for samples in (self._place_samples, self.reloader.samples, self._made_samples):
             self._metrics.registry.collect_samples(samples)
 
     def _make_metrics(self) -> Metrics:
@@ -153,8 +156,7 @@ class InferenceServer:
     async def start(self, engine: Engine, text: TextModel, facts: ServerFacts) -> None:
         """Starts the engine, the link to the store, and answering. The server stops the engine
         when it closes."""
-        config = self._config
-        self._engine = engine
+        config, self._engine = self._config, engine
         if config.store:
             self._store = StoreConnection(config.store_addresses, self.replicas, self._store_access)
         catalog = None if self._store is None else self._store.catalog
@@ -170,6 +172,7 @@ class InferenceServer:
             self._places.request_work,
             config.share,
         )
+        self._grammars = self._open_grammars(text, facts)
         self._texts = await asyncio.to_thread(
             _adapter_texts, config, text, catalog, self._places.request_work
         )
@@ -190,6 +193,7 @@ class InferenceServer:
             work=self._places.request_work,
             request_log=RequestLog(self._metrics, code_name, log_prompts=config.log_prompts),
             access=Access(self._authenticator, self._audit),
+            grammars=self._grammars,
         )
         parts = (self._async_engine, directory, self._metrics, self.replicas, self._errors)
         servicer = InferenceServicer(service, DebugInfo(config, *parts))
@@ -201,6 +205,10 @@ class InferenceServer:
         self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
         self._metrics.describe_weights(facts.weight_formats)
         self._announce([*facts.speed_notes])
+
+    def _open_grammars(self, text: TextModel, facts: ServerFacts) -> GrammarChecks:
+        vocabulary = partial(make_vocabulary, text.pieces, facts.vocab_size, facts.eos_token_ids)
+        return GrammarChecks(vocabulary, self._places.request_work)
 
     def _open_directory(self, catalog: Catalog | None, layout: ModelLayout) -> Directory:
         config = self._config
@@ -273,6 +281,8 @@ class InferenceServer:
             self._prompts.close()
         if self._texts is not None:
             self._texts.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self._places.close()
         await asyncio.to_thread(self._metrics_server.close)
         self._audit.close()
@@ -321,9 +331,11 @@ class InferenceServer:
         for place in places:
             yield from place_samples(place.use())
 
-    def _text_samples(self) -> Iterator[Sample]:
+    def _made_samples(self) -> Iterator[Sample]:
         if self._texts is not None:
             yield from self._texts.samples()
+        if self._grammars is not None:
+            yield from self._grammars.samples()
 
     async def _set_serving(self, is_serving: bool) -> None:
         """Sets the answer of health checks, over gRPC and HTTP."""

@@ -28,7 +28,8 @@ SERVICES = ("adapter_store", "inference_svc")
 LAYERS = {
     "inference_svc": """
         __main__ > app > server > api > debug > metrics > frontend > engine > backends | store
-        > adapters > model | text > host > auto_settings > config > core > results | errors
+        > adapters > model | text > host > auto_settings > config > core > grammars
+        > results | errors
     """,
     "adapter_store": """
         __main__ > app > api > debug | build > service > store_status | garbage_collector

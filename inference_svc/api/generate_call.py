@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.core import MAX_PARTS, AdapterKey, Request, SamplingParams, VersionPolicy
+from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.base import NOTHING, Scope, Wanted
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.prompt import Chat, ChatMessage, Prompt
@@ -70,6 +71,7 @@ class GenerateCall:
     version_policy: VersionPolicy = VersionPolicy.PIN
     echo: bool = False
     withholds_parts: bool = False
+    grammar: Grammar | None = None
 
     def without_prompts(self) -> GenerateCall:
         """Returns the parts of the call that are still needed once its requests are made."""
@@ -116,6 +118,7 @@ class GenerateCall:
             wanted=self.wanted,
             version_policy=self.version_policy,
             vocab_size=vocab_size + (0 if binding is None else binding.added_tokens),
+            grammar=self.grammar,
         )
         return self._choices(request, prompt_index)
 
@@ -299,6 +302,23 @@ def checked_sampling(
             "repetition_penalty", params.repetition_penalty, MIN_REPETITION, MAX_REPETITION
         ),
     )
+
+
+def check_grammar(call: GenerateCall, *, has_ends: bool) -> None:
+    """Raises InvalidArgument, naming the fields, where a call's grammar and its other fields
+    contradict each other. `has_ends`: its answers can end with a token."""
+    assert call.grammar is not None
+    field, sampling = call.grammar.field, call.sampling
+    path = call.stop_field.removesuffix("stop")
+    refused = ""
+    if sampling.ignore_eos:
+        refused = f"not with {path}ignore_eos: the answer ends where its text is complete"
+    elif sampling.min_tokens:
+        refused = f"not with {path}min_tokens: the form decides how long a text is"
+    elif not (has_ends or sampling.stop_token_ids):
+        refused = f"this model has no end token: set {path}stop_token_ids"
+    if refused:
+        raise InvalidArgument(f"{field}: {refused}", subject=field)
 
 
 def checked_parts(parts: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:

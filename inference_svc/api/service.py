@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple, Protocol
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.access import Access, Caller
 from inference_svc.api.followers import Followers, check_followed
-from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.generate_call import GenerateCall, check_grammar
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
 from inference_svc.api.request_record import RequestLog
@@ -21,7 +21,9 @@ from inference_svc.api.residents import Residents
 from inference_svc.backends.speed_notes import FormatKernels
 from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
 from inference_svc.engine.control.status_types import EngineStatus
+from inference_svc.engine.transport.messages import SetVocabulary
 from inference_svc.frontend.async_engine import AsyncEngine
+from inference_svc.grammars.checks import GrammarChecks
 from inference_svc.host.cpus import Processor
 from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
@@ -139,6 +141,7 @@ class Service:
         work: WorkBudget,
         request_log: RequestLog,
         access: Access,
+        grammars: GrammarChecks,
     ) -> None:
         self.facts = facts
         self.layout = layout
@@ -152,6 +155,8 @@ class Service:
         self._work = work
         self._request_log = request_log
         self.access = access
+        self._grammars = grammars
+        self._has_vocabulary = False
         self.residents = Residents(engine.calls, directory, registry, facts.base_model, access)
         self.life_cycle = LifeCycle(engine.calls, access)
         self._followers = Followers(directory, engine)
@@ -181,6 +186,7 @@ class Service:
                 record.bind(binding)
                 check_followed(call, binding, principal.home_tenant)
                 text = await self._text_of(binding, principal)
+                call = await self._with_grammar(call, text, principal, threads)
                 made = await self._to_requests(call, binding, principal, text)
                 call.check_bans(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
@@ -206,6 +212,21 @@ class Service:
             return self._text
         threads = self._prompts.threads_of(principal.account)
         return await self._texts.get(binding, principal.account, threads)
+
+    async def _with_grammar(
+        self, call: GenerateCall, text: TextModel, principal: Principal, threads: Executor
+    ) -> GenerateCall:
+        """Returns the call with its grammar as it was checked. Raises InvalidArgument for one that
+        cannot be enforced, or not together with other fields, and ShareExceeded."""
+        if call.grammar is None:
+            return call
+        check_grammar(call, has_ends=bool(self.facts.eos_token_ids or text.end_ids))
+        tenant, account = principal.home_tenant, principal.account
+        grammar = await self._grammars.check(call.grammar, tenant, account, threads)
+        if not self._has_vocabulary:
+            self._has_vocabulary = True
+            self._engine.send(SetVocabulary(self._grammars.vocabulary))
+        return replace(call, grammar=grammar)
 
     @asynccontextmanager
     async def _place_for(self, caller: Principal, num_bytes: int) -> AsyncIterator[None]:
@@ -324,4 +345,7 @@ def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:
     if call.sampling.stop and not facts.has_tokenizer:
         detail = f"{call.stop_field}: {NO_TOKENIZER}: use stop_token_ids"
         raise InvalidArgument(detail, subject=call.stop_field)
+    if call.grammar is not None and not facts.has_tokenizer:
+        field = call.grammar.field
+        raise InvalidArgument(f"{field}: {NO_TOKENIZER}, and so no texts of tokens", subject=field)
     return replace(call, wanted=call.wanted.served_by(facts))

@@ -55,7 +55,8 @@ from inference_svc.engine.ranks.group import RankGroup
 from inference_svc.engine.ranks.nodes.facts import facts_of
 from inference_svc.engine.ranks.nodes.rendezvous import NodeRendezvous
 from inference_svc.engine.ranks.pulls import RankPulls
-from inference_svc.engine.transport.messages import RankFailed, Restored
+from inference_svc.engine.transport.messages import MaskReady, RankFailed, Restored
+from inference_svc.grammars.masks import Masks
 from inference_svc.host.cpus import (
     WHOLE,
     Share,
@@ -93,8 +94,9 @@ class BuiltEngine:
     other_layouts: tuple[ModelLayout, ...] = ()
 
     def close(self) -> None:
-        """Ends other ranks, and the pull threads, which may wait for them. Every job of these must
-        have been cancelled."""
+        """Ends other ranks, the processes of masks, and the pull threads, which may wait for
+        ranks. Every job of these must have been cancelled."""
+        self.engine.masks.close()
         if self.ranks is not None:
             self.ranks.close()
         self.puller.close()
@@ -111,7 +113,7 @@ class BuiltEngine:
 def build_engine(
     config: EngineConfig,
     store: AdapterStore,
-    post: Callable[[PullEvent | Restored | RankFailed], None],
+    post: Callable[[PullEvent | Restored | RankFailed | MaskReady], None],
     make_store: Callable[[Callable[[Any], None]], Any] | None = None,
 ) -> BuiltEngine:
     """Loads the model and allocates all memory. `post` receives pull events, notices that freed
@@ -144,7 +146,7 @@ def _build(
     decoder: Decoder,
     factory: BackendFactory,
     store: AdapterStore,
-    post: Callable[[PullEvent | Restored | RankFailed], None],
+    post: Callable[[PullEvent | Restored | RankFailed | MaskReady], None],
     ranks: RankGroup | None,
 ) -> BuiltEngine:
     if not 0 < config.max_sequences <= config.max_batch_tokens:
@@ -161,7 +163,8 @@ def _build(
     memory = backend.pull_memory
     puller, residency = _make_residency(config, store, post, layout, memory, host, pace, others)
     states = make_states(config, backend)
-    scheduler = Scheduler(_limits(config), states, residency, prices_of(decoder))
+    masks = Masks(lambda: post(MaskReady()))
+    scheduler = Scheduler(_limits(config), states, residency, prices_of(decoder), masks)
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
         if ranks is not None:
@@ -169,8 +172,8 @@ def _build(
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
     routed = _routed_pages(config, decoder, backend)
-    runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed)
-    settler = Settler(scheduler, frozenset(decoder.eos_token_ids), config.max_model_len)
+    runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed, masks)
+    settler = Settler(scheduler, frozenset(decoder.eos_token_ids), config.max_model_len, masks)
     times, losses = StepTimes(), Losses(config.dtype)
     engine = Engine(
         scheduler=scheduler,
@@ -184,6 +187,7 @@ def _build(
         admission=Admission(scheduler, config.max_queue, config.max_tenant_queue),
         times=times,
         losses=losses,
+        masks=masks,
         adapter_wait_s=config.adapter_wait_s,
     )
     other_layouts = _other_layouts(config, layout)

@@ -29,6 +29,7 @@ from inference_svc.engine.transport.messages import (
     Cancel,
     Command,
     LayoutAccepted,
+    MaskReady,
     Message,
     Move,
     Output,
@@ -37,12 +38,20 @@ from inference_svc.engine.transport.messages import (
     Reply,
     Repointed,
     Restored,
+    SetVocabulary,
     StepOutputs,
     Stop,
     Submit,
     Superseded,
 )
-from inference_svc.errors import AdapterUnusable, DuplicateRequest, EngineFailed, with_name
+from inference_svc.errors import (
+    AdapterUnusable,
+    DuplicateRequest,
+    EngineFailed,
+    GrammarRefused,
+    with_name,
+)
+from inference_svc.grammars.masks import Masks
 from servicekit.errors import Draining, ServiceError
 
 
@@ -60,6 +69,7 @@ class Engine:
     admission: Admission
     times: StepTimes
     losses: Losses
+    masks: Masks
     adapter_wait_s: float
     sequences: dict[str, Sequence] = field(default_factory=dict)
     is_stopping: bool = False
@@ -120,9 +130,10 @@ class Engine:
         if batch is None:
             return False
         scheduled_s = time.monotonic()
-        sampled, timings, lost, parts = self.runner.run(batch)
-        if lost:
-            rows = tuple(row for row in batch.rows if row.sequence not in lost)
+        sampled, timings, lost, parts, late = self.runner.run(batch)
+        if lost or late:
+            left_out = late.union(lost)
+            rows = tuple(row for row in batch.rows if row.sequence not in left_out)
             batch = replace(batch, rows=rows)
         self.times.add_load(timings.change_residency)
         settled_s = time.monotonic()
@@ -178,6 +189,10 @@ class Engine:
             self._replies += self.life_cycle.on_restored(message, now_s)
         elif isinstance(message, Abandon):
             self.commands.profiler.abandon(message.call_id)
+        elif isinstance(message, SetVocabulary):
+            self.masks.set_vocabulary(message.vocabulary)
+        elif isinstance(message, MaskReady):
+            pass  # it has woken the engine
         elif isinstance(message, LayoutAccepted):
             self.residency.loader.set_layout(message.layout_id, message.others)
         elif isinstance(message, RankFailed):
@@ -262,6 +277,7 @@ class Engine:
         for digest, error in self.residency.loader.pop_failures():
             self._fail_adapter(digest, error, now_s)
         self._end_expired(now_s)
+        self._end_refused(now_s)
         self._replies += self.life_cycle.expire(now_s)
         self.moves.apply(now_s)
         self.admission.update_rates(now_s)
@@ -282,6 +298,15 @@ class Engine:
             error = self._adapter_waits.error(sequence, now_s)
             if error is not None:
                 self._end(sequence, now_s, error=error, expired=True)
+
+    def _end_refused(self, now_s: float) -> None:
+        """Ends sequences whose grammars cannot be matched any further."""
+        for row in self.masks.pop_failed():
+            sequence = self.sequences.get(row.request_id)
+            if sequence is not None and sequence.masked is row:
+                field = row.grammar.field
+                error = GrammarRefused(f"{field}: {row.error}", subject=field)
+                self._end(sequence, now_s, error=error)
 
     def _fail_adapter(self, digest: str, error: ServiceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)

@@ -83,6 +83,29 @@ REQUESTS = (
     _OWN.gauge("asleep", "1 while the server's memory is freed, and until it is awake again."),
 )
 
+STRUCTURE = (
+    _OWN.counter(
+        "structured_requests",
+        "Requests for a form of the answer, by the verdict on it: accepted or refused.",
+        "result",
+    ),
+    _OWN.counter("grammar_check_hits", "Forms whose verdict was known."),
+    _OWN.counter("grammar_check_seconds", "Time of checks of forms, in processes of their own."),
+    _OWN.counter("grammar_opens", "Sequences that began, or began again, to follow a form."),
+    _OWN.counter("grammar_cache_hits", "Sequences whose form was compiled already."),
+    _OWN.counter("grammar_compile_seconds", "Processor time of compiling forms for sequences."),
+    _OWN.counter("grammar_masks", "Masks: one for each token of a structured answer."),
+    _OWN.counter("grammar_mask_seconds", "Processor time of masks."),
+    _OWN.counter(
+        "grammar_late_masks",
+        "Rows of steps that were left out, because their mask was not there in time.",
+    ),
+    _OWN.counter(
+        "grammar_process_restarts",
+        "Processes of masks that ended, because a form took too much time or memory.",
+    ),
+)
+
 _BY_ADAPTER = (
     "By adapter, as tenant/name: the busiest have a series each (see `--metrics-adapters`); base "
     "is the base model, other all adapters without a series, former the counts of adapters that "
@@ -336,6 +359,7 @@ SECTIONS = {
     "Adapters in memory": TIERS,
     "Loads and the store": LOADS,
     "Steps and pages": STEPS,
+    "Structured answers": STRUCTURE,
     "Several processes for one model": RANKS,
     "Places that tenants share": define_places(_OWN),
     "Process": ABOUT,

@@ -7,6 +7,7 @@ not fit into a request, before anything is sent.
 from __future__ import annotations
 
 import enum
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ Prompt = str | Sequence[int] | Sequence[types.ChatMessage]
 """Text, token ids, or chat messages."""
 
 SAMPLING_NAMES = tuple(get_type_hints(types.SamplingParams))
+STRUCTURE_NAMES = tuple(get_type_hints(types.Structure))
 
 
 class Service(enum.Enum):
@@ -355,9 +357,28 @@ def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
         given["logprobs_mode"] = _named(
             from_inference.LOGPROBS_MODES, given["logprobs_mode"], "sampling.logprobs_mode"
         )
+    if "structure" in given:
+        given["structure"] = _structure(given["structure"])
     return cast(
         inference_pb.SamplingParams, build(inference_pb.SamplingParams, "sampling", **given)
     )
+
+
+def _structure(values: Mapping[str, Any]) -> Message:
+    field = "sampling.structure"
+    if len(values) != 1:
+        raise InvalidArgument(
+            f"{field} must have one of {', '.join(STRUCTURE_NAMES)}",
+            code="INVALID_ARGUMENT",
+            subject=field,
+        )
+    given = dict(values)
+    schema = given.get("json_schema")
+    if schema is not None and not isinstance(schema, str):
+        given["json_schema"] = json.dumps(schema)
+    if "choice" in given:
+        given["choice"] = build(inference_pb.Structure.Choices, field, texts=given["choice"])
+    return cast(Message, build(inference_pb.Structure, field, **given))
 
 
 def _named(names: Mapping[int, str], name: str, field: str) -> int:

@@ -30,6 +30,7 @@ from loadout.types.generation import Completion as Completion
 from loadout.types.generation import FinishReason as FinishReason
 from loadout.types.generation import Logprob as Logprob
 from loadout.types.generation import SamplingParams as SamplingParams
+from loadout.types.generation import Structure as Structure
 from loadout.types.generation import Timings as Timings
 from loadout.types.generation import TokenLogprobs as TokenLogprobs
 from loadout.types.generation import Usage as Usage

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from loadout._rpc.arrays import PackedLogprobs, RoutedExperts
 
@@ -20,6 +21,23 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORTED = "aborted"
     UNKNOWN = "unknown"
+
+
+class Structure(TypedDict, total=False):
+    """The form that an answer must have: exactly one of these. Of each token, only those can be
+    chosen that continue such a text. An answer without enough tokens ends incomplete, with
+    `FinishReason.LENGTH`."""
+
+    json_schema: Mapping[str, Any] | str | bool
+    """JSON that this JSON Schema allows: as objects, or as JSON."""
+    json_object: Literal[True]
+    """Any JSON object."""
+    regex: str
+    """A text that this regular expression matches as a whole, in the syntax of Rust's regex."""
+    choice: list[str] | tuple[str, ...]
+    """One of these texts."""
+    grammar: str
+    """A text of this grammar, in Lark or EBNF (GBNF)."""
 
 
 class SamplingParams(TypedDict, total=False):
@@ -63,6 +81,8 @@ class SamplingParams(TypedDict, total=False):
     prompt_logprobs: int
     """Return the log probability of each prompt token except the first, and of this many (at most
     1,024) most likely tokens, from the model's own distribution."""
+    structure: Structure
+    """The form that the answer must have."""
 
 
 class ChatMessage(TypedDict):

@@ -44,6 +44,21 @@ NOT_SHOWN = {
     "vllm:lora_adapter_load_seconds": "shown as load_seconds, with percentiles",
     "loadout_inference_text_cache_entries": "no cause of anything: a miss takes milliseconds",
     "loadout_inference_text_cache_used_bytes": "at most a quarter of a GiB, by its own bound",
+    **{
+        f"loadout_inference_{name}_total": "for who uses structured answers; see docs/structured.md"
+        for name in (
+            "structured_requests",
+            "grammar_check_hits",
+            "grammar_check_seconds",
+            "grammar_opens",
+            "grammar_cache_hits",
+            "grammar_compile_seconds",
+            "grammar_masks",
+            "grammar_mask_seconds",
+            "grammar_late_masks",
+            "grammar_process_restarts",
+        )
+    },
     "loadout_inference_text_loads_total": "what is refused is shown as rejections, by reason",
     "loadout_inference_files_refused": "0 or 1, of which LoadoutFilesRefused alerts",
     "loadout_inference_weight_format_info": "a fact of the model: `loadout info` shows it",

@@ -66,6 +66,17 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_sampling_out_of_range_names_the_field test_too_many_entries_are_refused",
     ),
     line(
+        "Generate.sampling.structure.{json_schema,json_object,regex,grammar} "
+        "Generate.sampling.structure.choice.texts",
+        "the form of an answer: its source, and a compiled grammar in processes of its own",
+        "the source as long as the request; compiled, until others are used more recently",
+        "the tenant, whose grammars others never share",
+        "256 KiB, 4,096 choices; a second of a processor and 512 MiB to check it, in the account's "
+        "turn; 16 grammars and 512 KiB of a tenant's are kept compiled, 64 and 1 MiB of all; 10 ms "
+        "and 20,000 states for a mask, 1 GiB for all masks",
+        "test_hostile_grammars_are_refused test_sources_are_bounded test_templates_are_bounded",
+    ),
+    line(
         "Generate.{n,sampling.max_tokens}",
         "rows, KV pages and recurrent states while it runs, a place in the queue until then",
         QUEUED,
@@ -181,6 +192,24 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_errors_name_the_field",
     ),
     line(
+        "response_format response_format.{type,json_schema} response_format.json_schema.schema "
+        "structured_outputs structured_outputs.{json,json_object,regex,choice,grammar,"
+        "disable_fallback} guided_json guided_regex guided_choice guided_grammar",
+        "the form of an answer: its source, and a compiled grammar",
+        "as over gRPC",
+        CALLER,
+        "as over gRPC; the body's parts are counted before it is parsed",
+        "test_hostile_grammars_are_refused test_errors_name_the_field",
+    ),
+    line(
+        "response_format.json_schema.{name,description,strict}",
+        "nothing; the service discards them",
+        "until the body is read",
+        CALLER,
+        "64 characters; 16,384 characters",
+        "test_errors_name_the_field",
+    ),
+    line(
         "n max_tokens max_completion_tokens min_tokens ignore_eos best_of",
         "rows, KV pages and recurrent states while it runs, a place in the queue until then",
         QUEUED,
@@ -234,11 +263,12 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_errors_name_the_field test_bad_bodies_name_the_field",
     ),
     line(
-        "messages.{refusal,audio,function_call,tool_calls} store response_format "
-        "response_format.type modalities tools functions tool_choice function_call "
-        "parallel_tool_calls logit_bias suffix features kv_transfer_params detokenize "
-        "skip_special_tokens spaces_between_special_tokens output_kind structured_outputs "
-        "bad_words allowed_token_ids truncate_prompt_tokens",
+        "messages.{refusal,audio,function_call,tool_calls} store modalities tools functions "
+        "tool_choice function_call parallel_tool_calls logit_bias suffix features "
+        "kv_transfer_params detokenize "
+        "skip_special_tokens spaces_between_special_tokens output_kind "
+        "structured_outputs.{disable_any_whitespace,disable_additional_properties,"
+        "whitespace_pattern,structural_tag} bad_words allowed_token_ids truncate_prompt_tokens",
         "nothing; the service accepts only values without effect",
         "until the body is read",
         CALLER,

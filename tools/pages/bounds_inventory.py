@@ -95,7 +95,7 @@ def paths_of(message: Descriptor, prefix: str = "") -> Iterator[str]:
 
 def _of_body(body: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in body.model_fields.items():
-        path = prefix + name
+        path = prefix + (field.alias or name)
         inner = next(_models_in(field.annotation), None)
         if inner is None or get_origin(field.annotation) is not None:
             yield path

@@ -5,6 +5,7 @@ from __future__ import annotations
 from inference_svc.api.generate_call import MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from inference_svc.api.service import TRACE_CHUNK_BYTES
 from inference_svc.core import MAX_PARTS
+from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.requests import RequestBounds, RequestTable
 
@@ -32,6 +33,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
             "adapters": 2 * MAX_PARTS,  # the limit itself is told by name
             "sampling.stop": MAX_STOPS,
             "sampling.stop_token_ids": MAX_STOP_TOKEN_IDS,
+            "sampling.structure.choice.texts": MAX_CHOICE_TEXTS,
         },
     )
     return {

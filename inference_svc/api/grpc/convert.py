@@ -38,6 +38,7 @@ from inference_svc.engine.control.status_types import (
 )
 from inference_svc.engine.transport.messages import PauseMode, Timings, Usage
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.grammars.grammar import Grammar
 from inference_svc.host.cpus import Processor
 from inference_svc.results.base import NOTHING, Scope, Wanted, grouped
 from inference_svc.store.adapter_resolver import Binding
@@ -111,7 +112,27 @@ def from_generate_request(
         version_policy=_from_policy(request.version_policy),
         num_choices=request.n or 1,
         echo=request.echo,
+        grammar=_from_structure(request.sampling),
     )
+
+
+def _from_structure(sampling: pb.SamplingParams) -> Grammar | None:
+    if not sampling.HasField("structure"):
+        return None
+    structure = sampling.structure
+    form = structure.WhichOneof("form")
+    field = f"sampling.structure.{form}"
+    if form == "json_schema":
+        return Grammar.json_schema(structure.json_schema, field)
+    if form == "regex":
+        return Grammar.regex(structure.regex, field)
+    if form == "choice":
+        return Grammar.choice(structure.choice.texts, field)
+    if form == "grammar":
+        return Grammar.grammar(structure.grammar, field)
+    forms = "one of json_schema, json_object, regex, choice, grammar"
+    _check(structure.json_object, "sampling.structure", forms)
+    return Grammar.json_object(field)
 
 
 def _from_policy(value: pb.VersionPolicy) -> VersionPolicy:

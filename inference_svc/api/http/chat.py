@@ -80,10 +80,6 @@ class Message(Body):
         return "" if self.content is None and self.role == "assistant" else self.content
 
 
-class ResponseFormat(Body):
-    type: Literal["text"]
-
-
 class ChatBody(GenerationBody):
     messages: Annotated[
         list[Message],
@@ -100,7 +96,6 @@ class ChatBody(GenerationBody):
 
     # Accepted with values that change nothing.
     store: Literal[False] | None = None
-    response_format: ResponseFormat | None = None
     modalities: (
         Annotated[list[Literal["text"]], Field(fail_fast=True), Field(max_length=8)] | None
     ) = None

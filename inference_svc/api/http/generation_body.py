@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from inference_svc.api.generate_call import (
     MAX_CHOICES,
@@ -20,6 +20,7 @@ from inference_svc.api.generate_call import (
 from inference_svc.api.http.request import Body
 from inference_svc.api.http.results import LogprobsFields, ResultFields
 from inference_svc.core import MAX_PARTS, SamplingDefaults, SamplingParams, VersionPolicy
+from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar
 from inference_svc.results.base import Wanted
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
@@ -61,6 +62,123 @@ class StreamOptions(Body):
 class AdapterPartBody(Body):
     ref: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
     scale: float = 1.0
+
+
+# --- the form of answers ---
+
+MAX_FORMAT_NAME_CHARS, MAX_DESCRIPTION_CHARS = 64, 1 << 14
+
+_Form = Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)]
+_Schema = _Form | dict[str, Any] | bool
+_Choices = Annotated[
+    list[_Form], Field(fail_fast=True), Field(min_length=1, max_length=MAX_CHOICE_TEXTS)
+]
+
+
+class JsonSchema(Body):
+    """`name`, `description` and `strict` change nothing: a schema is always enforced."""
+
+    name: Annotated[str, Field(max_length=MAX_FORMAT_NAME_CHARS)] | None = None
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def to_grammar(self, field: str) -> Grammar | None:
+        """Returns None for any text. Raises InvalidArgument naming the field."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            subject = f"{field}.json_schema"
+            raise InvalidArgument(
+                f'{subject}: set it with type "json_schema", and only then', subject=subject
+            )
+        if self.json_schema is not None:
+            return Grammar.json_schema(self.json_schema.schema_, f"{field}.json_schema.schema")
+        return Grammar.json_object(field) if self.type == "json_object" else None
+
+
+class StructuredOutputs(Body):
+    """Exactly one form, by vLLM's names."""
+
+    json_: Annotated[_Schema | None, Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    regex: _Form | None = None
+    choice: _Choices | None = None
+    grammar: _Form | None = None
+
+    # Accepted with values that change nothing.
+    disable_fallback: bool | None = None  # there is one engine
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
+
+    def to_grammars(self, field: str) -> list[Grammar]:
+        return [
+            *_grammars(self.json_, self.regex, self.choice, self.grammar, f"{field}."),
+            *([Grammar.json_object(f"{field}.json_object")] if self.json_object else []),
+        ]
+
+
+class StructureFields(BaseModel):
+    """Fields of a body that say what form the answer has; at most one may be set."""
+
+    structured_outputs: StructuredOutputs | None = None
+
+    # vLLM's names before that.
+    guided_json: _Schema | None = None
+    guided_regex: _Form | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _Form | None = None
+
+    def to_grammar(
+        self, path: str, response_format: ResponseFormat | None = None
+    ) -> Grammar | None:
+        """Returns the form that is asked for; `path` is before the names of these fields. Raises
+        InvalidArgument, naming it, for a second one."""
+        found: list[Grammar] = []
+        if response_format is not None:
+            of_format = response_format.to_grammar("response_format")
+            found += [] if of_format is None else [of_format]
+        if self.structured_outputs is not None:
+            field = f"{path}structured_outputs"
+            of_outputs = self.structured_outputs.to_grammars(field)
+            if not of_outputs:
+                raise InvalidArgument(
+                    f"{field}: one of json, json_object, regex, choice, grammar", subject=field
+                )
+            found += of_outputs
+        guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        found += _grammars(*guided, f"{path}guided_")
+        if len(found) > 1:
+            first, second = found[0].field, found[1].field
+            raise InvalidArgument(f"{second}: not with {first}: give one form", subject=second)
+        return found[0] if found else None
+
+
+def _grammars(
+    schema: _Schema | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+    prefix: str,
+) -> list[Grammar]:
+    found = []
+    if schema is not None:
+        found.append(Grammar.json_schema(schema, f"{prefix}json"))
+    if regex is not None:
+        found.append(Grammar.regex(regex, f"{prefix}regex"))
+    if choice is not None:
+        found.append(Grammar.choice(choice, f"{prefix}choice"))
+    if grammar is not None:
+        found.append(Grammar.grammar(grammar, f"{prefix}grammar"))
+    return found
+
+
+# --- requests ---
 
 
 class RequestBody(ResultFields, Body):
@@ -113,12 +231,18 @@ class RequestBody(ResultFields, Body):
             version_policy=VersionPolicy(self.version_policy or "pin"),
             echo=self.is_echoed,
             withholds_parts=self.withholds_parts,
+            grammar=fields.to_grammar(path, self.format_field),
         )
 
     @property
     def is_echoed(self) -> bool:
         """Whether answers begin with their prompt."""
         return False
+
+    @property
+    def format_field(self) -> ResponseFormat | None:
+        """OpenAI's field for the form of an answer."""
+        return None
 
     @property
     def withholds_parts(self) -> bool:
@@ -143,7 +267,7 @@ class RequestBody(ResultFields, Body):
         return AnswerOptions(bool(self.stream), bool(includes_usage))
 
 
-class SamplingBody(LogprobsFields, Body):
+class SamplingBody(LogprobsFields, StructureFields, Body):
     """The fields about sampling; null means absent."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -209,6 +333,7 @@ class GenerationBody(RequestBody, SamplingBody):
     """The fields that both of OpenAI's routes have."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+    response_format: ResponseFormat | None = None
 
     # Extensions, by vLLM's names.
     add_special_tokens: bool | None = None
@@ -227,6 +352,10 @@ class GenerationBody(RequestBody, SamplingBody):
         ]
         | None
     ) = None
+
+    @property
+    def format_field(self) -> ResponseFormat | None:
+        return self.response_format
 
     @property
     def withholds_parts(self) -> bool:

@@ -45,7 +45,6 @@ class TokensSampling(SamplingBody):
 
     # Accepted with values that change nothing.
     output_kind: Literal[2] | None = None  # the whole answer at its end
-    structured_outputs: None = None
     bad_words: Annotated[list[Any], Field(max_length=0)] | None = None
     allowed_token_ids: None = None
     truncate_prompt_tokens: None = None

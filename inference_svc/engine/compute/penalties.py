@@ -1,4 +1,5 @@
-"""Penalties on tokens that a sequence contains, and bans of stop tokens before `min_tokens`.
+"""Penalties on tokens that a sequence contains, bans of stop tokens before `min_tokens`, and masks
+of grammars.
 
 Tokens are counted as a sequence grows, never anew; all rows of a batch are changed at once.
 """
@@ -94,3 +95,31 @@ def ban_ends(
     if banned:
         at = to_device(banned, logits.device).unbind(1)
         logits[at] = -torch.inf
+
+
+def keep_allowed(
+    logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]], eos_token_ids: Collection[int]
+) -> None:
+    """Sets the logits, fp32 [N, vocab], of tokens that the grammars of (row, sequence) do not allow
+    to -inf. Where an answer may end, so may it with any of the sequence's stop tokens, and of the
+    model's own."""
+    width = logits.shape[1]
+    packed = np.zeros((len(rows), -(-width // 8)), np.uint8)
+    for bits, (_, sequence) in zip(packed, rows, strict=True):
+        mask = np.frombuffer(sequence.masked.mask, np.uint8)[: len(bits)]
+        bits[: len(mask)] = mask
+        if sequence.masked.may_end:
+            for token in (*eos_token_ids, *sequence.request.sampling.stop_token_ids):
+                bits[token >> 3] |= 1 << (token & 7)
+    if logits.device.type == "cpu":
+        forbidden = np.unpackbits(~packed, axis=1, count=width, bitorder="little").view(bool)
+        values = logits.numpy()
+        for each, (row, _) in zip(forbidden, rows, strict=True):
+            values[row][each] = -np.inf
+        return
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    unpacked = (to_device(packed, logits.device).unsqueeze(2) >> places) & 1
+    allowed = unpacked.flatten(1)[:, :width].bool()
+    numbers = to_device([row for row, _ in rows], logits.device)
+    kept = logits.index_select(0, numbers).masked_fill_(~allowed, -torch.inf)
+    logits.index_copy_(0, numbers, kept)

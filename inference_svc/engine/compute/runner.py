@@ -28,6 +28,7 @@ from inference_svc.engine.compute.sampler import NOT_FINITE, Sampler
 from inference_svc.engine.compute.scorer import score
 from inference_svc.engine.policy.memory_backoff import Rows, StepLimit
 from inference_svc.errors import CannotWake, EngineFailed
+from inference_svc.grammars.masks import Masks
 from inference_svc.host.device_faults import find_fault, is_out_of_memory
 from inference_svc.results.base import PlacedPart
 
@@ -46,19 +47,27 @@ class RunTimings(NamedTuple):
 
 class StepResult(NamedTuple):
     """`sampled` has a token for each row that samples, in their order, except for `lost` rows.
-    `parts` are the results of a row that do not come with its token, in the order of its tokens."""
+    `parts` are the results of a row that do not come with its token, in the order of its tokens.
+    Rows of `late` sequences, whose masks were not there, are to be computed again."""
 
     sampled: list[SampledToken]
     timings: RunTimings
     lost: dict[Sequence, Loss]
     parts: dict[Sequence, list[PlacedPart]]
+    late: frozenset[Sequence] = frozenset()
 
     def plus(self, other: StepResult) -> StepResult:
         timings = RunTimings(*map(sum, zip(self.timings, other.timings, strict=True)))
         parts = dict(self.parts)
         for sequence, found in other.parts.items():  # the rest of a row that was cut, perhaps
             parts[sequence] = parts.get(sequence, []) + found
-        return StepResult(self.sampled + other.sampled, timings, self.lost | other.lost, parts)
+        return StepResult(
+            self.sampled + other.sampled,
+            timings,
+            self.lost | other.lost,
+            parts,
+            self.late | other.late,
+        )
 
 
 class Runner:
@@ -72,11 +81,13 @@ class Runner:
         marks: Marks,
         limit: StepLimit,
         routed: RoutedPages | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self.backend = backend
         self.sampler = sampler
         self._marks = marks
         self._limit = limit
+        self._masks = masks
         self.routed = routed
         self._has_logged = False  # why rows of this step fail
 
@@ -194,7 +205,10 @@ class Runner:
             logits, argmax, experts = self.backend.forward(inputs)
         computed_s = time.perf_counter()
         with self._marks("sample"):
-            choosing = [row.sequence if row.samples else None for row in rows]
+            late = self._late(rows)
+            choosing = [
+                row.sequence if row.samples and row.sequence not in late else None for row in rows
+            ]
             tokens = self.sampler.sample(logits, choosing, argmax)
             parts: dict[Sequence, list[PlacedPart]] = {}
             lost: dict[Sequence, Loss] = {}
@@ -219,9 +233,18 @@ class Runner:
         sampled = [
             token
             for row, token in zip(rows, tokens, strict=True)
-            if row.samples and row.sequence not in lost
+            if row.samples and row.sequence not in lost and row.sequence not in late
         ]
-        return StepResult(sampled, timings, lost, parts)
+        return StepResult(sampled, timings, lost, parts, late)
+
+    def _late(self, rows: Rows) -> frozenset[Sequence]:
+        """Returns the sequences that choose a token and have no mask for it, after a moment."""
+        masked = [row.sequence for row in rows if row.samples and row.sequence.masked is not None]
+        if not masked:
+            return frozenset()
+        assert self._masks is not None
+        late = self._masks.wait(sequence.masked for sequence in masked)
+        return frozenset(sequence for sequence in masked if id(sequence.masked) in late)
 
 
 def _plain_row(row: BatchRow) -> BatchRow:

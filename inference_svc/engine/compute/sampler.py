@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc.core import SampledToken, SamplingParams, Sequence
-from inference_svc.engine.compute.penalties import ban_ends, has_penalties, penalise
+from inference_svc.engine.compute.penalties import ban_ends, has_penalties, keep_allowed, penalise
 from inference_svc.host.copies import to_device
 from inference_svc.results.logprobs import LogprobsMode, LogprobsOption, TokenLogprobs
 
@@ -146,6 +146,7 @@ class _Rows:
         rows = [(row, s, s.request.sampling) for row, s in enumerate(sequences) if s is not None]
         self.limited = [(row, s) for row, s, p in rows if p.min_tokens > 0]
         self.penalised = [(row, s) for row, s, p in rows if has_penalties(p)]
+        self.masked = [(row, s) for row, s, _ in rows if s.masked is not None]
         self.explained = [
             _Explained(
                 row,
@@ -204,7 +205,9 @@ class Sampler:
             ban_ends(logits, rows.limited, self._eos_token_ids)
         if rows.penalised:
             penalise(logits, rows.penalised)
-        if rows.limited or rows.penalised:
+        if rows.masked:
+            keep_allowed(logits, rows.masked, self._eos_token_ids)
+        if rows.limited or rows.penalised or rows.masked:
             argmax = self._argmax(logits)
             peaks = logits.gather(1, argmax.unsqueeze(1))
             is_sound &= peaks.isfinite()

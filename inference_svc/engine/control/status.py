@@ -27,6 +27,7 @@ from inference_svc.engine.policy.settle import Settler
 from inference_svc.engine.policy.states.kind import StateKind
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.recurrent import Recurrent
+from inference_svc.grammars.lanes import LaneCounts
 from inference_svc.host.memory import resident_bytes
 from servicekit.telemetry.histogram import HistogramState
 
@@ -147,7 +148,21 @@ class Describe:
             "eager_steps": self.runner.backend.num_eager_steps,
             "version_moves": self.scheduler.num_moves,
             "kv_page_evictions": states.pages.pool.num_evictions,
+            **self._grammar_counters(),
             **recurrent,
+        }
+
+    def _grammar_counters(self) -> dict[str, float]:
+        masks = self.settler.masks
+        counts = LaneCounts() if masks is None else masks.counts
+        return {
+            "grammar_opens": counts.num_opened,
+            "grammar_cache_hits": counts.num_hits,
+            "grammar_compile_seconds": counts.compile_s,
+            "grammar_masks": counts.num_masks,
+            "grammar_mask_seconds": counts.mask_s,
+            "grammar_late_masks": counts.num_late,
+            "grammar_process_restarts": counts.num_restarts,
         }
 
     def _gauges(self) -> dict[str, float]:

@@ -30,6 +30,7 @@ from inference_svc.engine.policy.siblings import Siblings
 from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.policy.step_budget import Grants, share_step
 from inference_svc.engine.policy.throughput import PrefixMissRatio
+from inference_svc.grammars.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,14 @@ class AdapterView(Protocol):
     def pop_changes(self) -> tuple[Any, ...]: ...
 
 
+class MaskView(Protocol):
+    """The part of `grammars.masks.Masks` that the scheduler uses."""
+
+    def open(self, request_id: str, grammar: Grammar, tenant: str, tokens: list[int]) -> Any: ...
+    def close_row(self, row: Any) -> None: ...
+    def num_computable(self, row: Any, num_tokens: int, num_left: int) -> int: ...
+
+
 def _rank(sequence: Sequence) -> tuple[int, int, float]:
     """Orders running sequences: the last is preempted first."""
     request = sequence.request
@@ -85,12 +94,14 @@ class Scheduler:
     """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
     resident, or held among `siblings`. `is_short`: in the last step there was no room to start
     another sequence. `num_moves` counts moves to newer versions. The runner lowers `step_limit`
-    where the device's memory does not suffice for the plan."""
+    where the device's memory does not suffice for the plan. `masks` has those of sequences with
+    grammars."""
 
     limits: Limits
     states: States
     adapters: AdapterView
     prices: Prices = FREE
+    masks: MaskView | None = None
     queue: FairQueue = field(init=False)
     places: Places = field(init=False)
     step_limit: StepLimit = field(init=False)
@@ -185,6 +196,10 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.states.release(sequence)
+        if sequence.masked is not None:
+            assert self.masks is not None
+            self.masks.close_row(sequence.masked)
+            sequence.masked = None
         if sequence.request.key:
             self.adapters.release(sequence.request.key)
         sequence.slot = BASE_SLOT
@@ -221,6 +236,10 @@ class Scheduler:
             num_tokens = grants.of(sequence)
             if not num_tokens or sequence.state is not SequenceState.RUNNING:
                 continue  # preempted in this loop, for one before it
+            if sequence.masked is not None:
+                num_tokens = _computable(self.masks, sequence, num_tokens)
+                if not num_tokens:
+                    continue  # its mask is late
             end = sequence.num_computed + num_tokens
             if end <= sequence.num_reserved or self._allocate(sequence, end, now_s):
                 rows.append(_row(sequence, num_tokens))
@@ -334,6 +353,10 @@ class Scheduler:
                 self.is_short = True
                 return  # there is no room: the next in order must not be overtaken
             num_tokens = grants.start(sequence)
+            if sequence.masked is not None:
+                num_tokens = _computable(self.masks, sequence, num_tokens)
+                if not num_tokens:
+                    continue
             has_room = self.states.allocate(sequence, sequence.num_computed + num_tokens)
             assert has_room, "it has started"
             rows.append(_row(sequence, num_tokens))
@@ -366,6 +389,13 @@ class Scheduler:
             sequence.slot = self.adapters.acquire(sequence.request.key)
         sequence.state = SequenceState.RUNNING
         sequence.num_output_at_start = sequence.num_output
+        request = sequence.request
+        if request.grammar is not None:
+            assert self.masks is not None, "a server with grammars has masks"
+            output = sequence.token_ids[sequence.num_prompt :]
+            sequence.masked = self.masks.open(
+                request.request_id, request.grammar, request.tenant, output
+            )
         self.places.started(sequence, now_s)
         sequence.is_aged = self.queue.is_aged(sequence, now_s)
         if sequence.started_s is None:
@@ -392,6 +422,12 @@ class Scheduler:
 def _note_ready(sequence: Sequence, now_s: float) -> None:
     if sequence.adapter_ready_s is None:
         sequence.adapter_ready_s = now_s
+
+
+def _computable(masks: MaskView | None, sequence: Sequence, num_tokens: int) -> int:
+    """Returns how many of its next tokens a sequence with a grammar may have computed."""
+    assert masks is not None
+    return masks.num_computable(sequence.masked, num_tokens, sequence.num_uncomputed)
 
 
 def _place(row: BatchRow) -> int:

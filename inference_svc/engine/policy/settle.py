@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from inference_svc.core import Batch, FinishReason, SampledToken, Sequence
 from inference_svc.engine.policy.scheduler import Scheduler
 from inference_svc.engine.transport.messages import Output, Timings, Usage
+from inference_svc.grammars.masks import Masks
 from inference_svc.results.base import PlacedPart, ResultPart
 from servicekit.telemetry.histogram import Histogram
 
@@ -25,6 +26,7 @@ class Settler:
     scheduler: Scheduler
     eos_token_ids: Collection[int]
     max_model_len: int
+    masks: Masks | None = None
     token_gaps: Histogram = field(default_factory=Histogram)
     num_sampled: int = 0
     _settled_s: float = -math.inf
@@ -110,6 +112,9 @@ class Settler:
             parts += found
         request_id = sequence.request.request_id
         if reason is None:
+            if sequence.masked is not None:
+                assert self.masks is not None
+                self.masks.accept(sequence.masked, token.token_id)
             return Output(request_id, (token.token_id,), parts, version=sequence.version)
         self.scheduler.remove(sequence)
         return Output(

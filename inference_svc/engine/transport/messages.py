@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from inference_svc.core import AdapterVersion, FinishReason, Request
 from inference_svc.errors import EngineFailed
+from inference_svc.grammars.vocabulary import Vocabulary
 from inference_svc.results.base import ResultPart
 from servicekit.errors import ServiceError
 
@@ -173,6 +174,18 @@ class Superseded:
 
 
 @dataclass(frozen=True, slots=True)
+class SetVocabulary:
+    """The tokens that grammars are matched with; comes before the first request with a grammar."""
+
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class MaskReady:
+    """A mask is there that a sequence waits for, or will never be."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Ends the loop; open requests and calls end with Draining."""
 
@@ -188,6 +201,8 @@ Message = (
     | Superseded
     | Restored
     | RankFailed
+    | SetVocabulary
+    | MaskReady
     | Stop
 )
 

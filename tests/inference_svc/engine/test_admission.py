@@ -36,6 +36,7 @@ from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.policy.throughput import Throughput
 from inference_svc.engine.transport.messages import Cancel, Output, Submit, Usage
+from inference_svc.grammars.masks import Masks
 from tests.inference_svc.engine.server import Server
 from tests.support.examples import examples
 from tests.support.inference.world import World
@@ -280,6 +281,7 @@ def test_engine_updates_rates_every_step() -> None:
         admission,
         StepTimes(),
         losses,
+        Masks(lambda: None),
         10.0,
     )
     for number, digest in enumerate("abcde"):

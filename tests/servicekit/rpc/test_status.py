@@ -53,6 +53,7 @@ STORE_CODES = {
 }
 INFERENCE_CODES = {
     "TemplateTimeout": "INVALID_ARGUMENT",
+    "GrammarRefused": "INVALID_ARGUMENT",
     "AdapterNotFound": "NOT_FOUND",
     "DuplicateRequest": "ALREADY_EXISTS",
     "AdapterUnusable": "FAILED_PRECONDITION",

@@ -77,6 +77,7 @@ def test_lasting_errors_are_not_retried() -> None:
         errors.NoRoom,
         errors.NotFinite,
         errors.TemplateTimeout,
+        errors.GrammarRefused,
     }
     for kind, status in ERROR_STATUSES.items():
         assert (status.status in RETRIED) == (kind not in lasting), kind

@@ -111,7 +111,7 @@ def test_stream_has_the_same_content(serve_http) -> None:
         (
             {"sampling_params": {"structured_outputs": {}}},
             "sampling_params.structured_outputs",
-            "must be null",
+            "one of json, json_object, regex, choice, grammar",
         ),
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens", "at least 1"),
         ({"stream_options": {}}, "stream_options", "only with stream set"),

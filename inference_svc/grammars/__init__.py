@@ -1,0 +1,12 @@
+"""The form that an answer must have: a JSON schema, a regular expression, choices, or a grammar.
+
+Grammars are strangers' programs: they are compiled, and their masks computed, in sandboxed
+processes, which bound their time and memory. The engine gets one mask for each token.
+
+grammar     the form that a request asks for, as plain data
+vocabulary  the bytes of a model's tokens, which a grammar is matched with
+task        compiles grammars and computes masks, in those processes
+checks      compiles a request's grammar once before it runs, and remembers the verdict
+lanes       the processes that compute masks for running sequences
+masks       the masks of running sequences, on the engine's side
+"""

@@ -1,0 +1,221 @@
+"""Compiles a request's grammar once before it runs, and remembers the verdict.
+
+A check takes a process, which is started by the first one and ended if a grammar takes too much.
+Verdicts are kept by content: of each tenant, so that none finds out what others use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from inference_svc.errors import GrammarRefused
+from inference_svc.grammars.grammar import Grammar
+from inference_svc.grammars.vocabulary import Vocabulary
+from servicekit.sandbox.process import Limits, SandboxFailure, SandboxProcess, Task
+from servicekit.telemetry.metrics import Sample
+from servicekit.work_budget import WorkBudget
+
+PROGRAM = Path(__file__).with_name("task.py")
+MAX_SECONDS = 1.0
+"""Processor time that a grammar may take to compile."""
+MEMORY_BYTES = 512 << 20
+"""Memory of a check, with the vocabulary's."""
+TASK = Task(PROGRAM, Limits(MEMORY_BYTES, wall_seconds=20.0))
+MAX_ANSWER_BYTES = 1 << 16
+NUM_PROCESSES = 2
+MAX_VERDICTS, TENANT_VERDICTS = 4096, 512
+RESULTS = ("accepted", "refused")
+
+
+class Verdict(NamedTuple):
+    """`error` "": the grammar can be used."""
+
+    error: str
+    is_slow: bool = False
+
+
+@dataclass
+class GrammarChecks:
+    """Lives on one event loop. `make_vocabulary` is called once, in a thread. `work` is charged
+    with the time of checks."""
+
+    make_vocabulary: Callable[[], Vocabulary]
+    work: WorkBudget
+
+    def __post_init__(self) -> None:
+        self._processes = CheckProcesses(self.make_vocabulary)
+        self._verdicts: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
+        self._num_of: Counter[str] = Counter()
+        self._checking: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
+        self._results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
+        self._num_hits = 0
+        self._seconds = 0.0
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._processes.close()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary that grammars were checked with."""
+        return self._processes.vocabulary
+
+    async def check(
+        self, grammar: Grammar, tenant: str, account: str, threads: Executor
+    ) -> Grammar:
+        """Returns the grammar with what the check found. A new one is checked in one of the
+        account's `threads`, once its work allows that. Raises GrammarRefused, naming the field, and
+        ShareExceeded where the account's earlier checks took too much work."""
+        key = tenant, grammar.key
+        verdict = self._verdicts.get(key)
+        if verdict is not None:
+            self._verdicts.move_to_end(key)
+            self._num_hits += 1
+        elif key in self._checking:
+            verdict = await asyncio.shield(self._checking[key])
+        else:
+            async with self.work.turn(account):
+                checking = self._start(key, grammar, account, threads)
+                try:
+                    # A caller that is cancelled must not cancel the others'.
+                    verdict = await asyncio.shield(checking)
+                finally:
+                    # Nor end its account's turn before its work is charged.
+                    await asyncio.wait({checking})
+        self._results["refused" if verdict.error else "accepted"] += 1
+        if verdict.error:
+            raise GrammarRefused(f"{grammar.field}: {verdict.error}", subject=grammar.field)
+        return replace(grammar, is_slow=verdict.is_slow)
+
+    def samples(self) -> Iterator[Sample]:
+        """Returns the metrics, in any thread."""
+        for result in RESULTS:
+            yield Sample("structured_requests", self._results[result], (result,))
+        yield Sample("grammar_check_hits", self._num_hits)
+        yield Sample("grammar_check_seconds", self._seconds)
+
+    def _start(
+        self, key: tuple[str, str], grammar: Grammar, account: str, threads: Executor
+    ) -> asyncio.Task[Verdict]:
+        def done(task: asyncio.Task[Verdict]) -> None:
+            del self._checking[key]
+            if not task.cancelled():
+                task.exception()  # each caller has it
+
+        task = asyncio.create_task(self._check(key, grammar, account, threads))
+        self._checking[key] = task
+        task.add_done_callback(done)
+        return task
+
+    async def _check(
+        self, key: tuple[str, str], grammar: Grammar, account: str, threads: Executor
+    ) -> Verdict:
+        loop = asyncio.get_running_loop()
+        verdict, seconds = await loop.run_in_executor(threads, self._processes.check, grammar)
+        self._seconds += seconds
+        self.work.charge(account, seconds)
+        self._verdicts[key] = verdict
+        tenant = key[0]
+        self._num_of[tenant] += 1
+        if self._num_of[tenant] > TENANT_VERDICTS:
+            self._drop(tenant)
+        elif len(self._verdicts) > MAX_VERDICTS:
+            [(most, _)] = self._num_of.most_common(1)
+            self._drop(most)
+        return verdict
+
+    def _drop(self, tenant: str) -> None:
+        del self._verdicts[next(key for key in self._verdicts if key[0] == tenant)]
+        self._num_of[tenant] -= 1
+        if not self._num_of[tenant]:
+            del self._num_of[tenant]
+
+
+class CheckProcesses:
+    """Processes, started when they are needed, each of which checks one grammar at a time. Blocking
+    and thread-safe."""
+
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._make_vocabulary = make_vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._free = threading.BoundedSemaphore(NUM_PROCESSES)
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._idle: list[SandboxProcess] = []
+        self._is_closed = False
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Makes the vocabulary if nobody has yet."""
+        with self._making:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
+
+    def close(self) -> None:
+        """Ends processes that are idle, and others once they have answered."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.end()
+
+    def check(self, grammar: Grammar) -> tuple[Verdict, float]:
+        """Returns the verdict, and the seconds that it took."""
+        with self._free:
+            process = self._take()
+            start_s = time.monotonic()
+            request = {
+                "kind": grammar.kind.value,
+                "source": grammar.source,
+                "max_seconds": MAX_SECONDS,
+            }
+            try:
+                answer = process.ask(request, MAX_ANSWER_BYTES)
+            except SandboxFailure:
+                process.end()
+                verdict = Verdict(
+                    f"it takes more than {MAX_SECONDS:g} s of a processor to compile, or more than "
+                    f"{MEMORY_BYTES >> 20} MiB of memory: simplify it"
+                )
+                return verdict, time.monotonic() - start_s
+            except BaseException:
+                process.end()
+                raise
+            self._put(process)
+        found = json.loads(answer.content)
+        seconds = time.monotonic() - start_s
+        if "error" in found:
+            return Verdict(f"this server cannot enforce it: {found['error']}"), seconds
+        return Verdict("", bool(found["is_slow"])), seconds
+
+    def _take(self) -> SandboxProcess:
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_running:
+                    return process
+                process.end()
+        process = SandboxProcess(TASK)
+        try:
+            process.ask({"vocabulary": self.vocabulary.packed}, 0)
+        except BaseException:
+            process.end()
+            raise
+        return process
+
+    def _put(self, process: SandboxProcess) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(process)
+                return
+        process.end()

@@ -1,0 +1,89 @@
+"""The form that a request asks for, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from servicekit.errors import InvalidArgument
+
+MAX_GRAMMAR_BYTES = 256 << 10
+"""The largest source. A schema with OpenAI's limits has less."""
+MAX_CHOICE_TEXTS = 4096
+
+
+class GrammarKind(enum.Enum):
+    """The language of a source: a JSON schema; a regular expression; a JSON list of choices; Lark
+    or EBNF."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form that a request's answer must have. `field` is the caller's name of the field that
+    says so. `is_slow`: it may take long to compile, or a mask of it may."""
+
+    kind: GrammarKind
+    source: str
+    field: str = dataclasses.field(default="", compare=False)
+    is_slow: bool = dataclasses.field(default=False, compare=False)
+
+    @classmethod
+    def json_schema(cls, schema: object, field: str = "") -> Grammar:
+        """Returns the grammar of JSON texts that a schema allows: an object, a boolean, or the JSON
+        text of one. Raises InvalidArgument for one that is too large."""
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return cls._checked(GrammarKind.JSON_SCHEMA, text, field)
+
+    @classmethod
+    def json_object(cls, field: str = "") -> Grammar:
+        """Returns the grammar of any JSON object."""
+        return cls(GrammarKind.JSON_SCHEMA, '{"type": "object"}', field)
+
+    @classmethod
+    def regex(cls, pattern: str, field: str = "") -> Grammar:
+        """Raises InvalidArgument for a pattern that is empty or too large."""
+        return cls._checked(GrammarKind.REGEX, pattern, field)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str], field: str = "") -> Grammar:
+        """Raises InvalidArgument for no choices, an empty choice, or too much text."""
+        if not choices or not all(choices):
+            raise InvalidArgument(f"{field} must have choices, none of them empty", subject=field)
+        if len(choices) > MAX_CHOICE_TEXTS:
+            raise InvalidArgument(
+                f"{field} must have at most {MAX_CHOICE_TEXTS} choices", subject=field
+            )
+        return cls._checked(GrammarKind.CHOICE, json.dumps(list(choices)), field)
+
+    @classmethod
+    def grammar(cls, text: str, field: str = "") -> Grammar:
+        """Returns a grammar in Lark or EBNF (GBNF). Raises InvalidArgument for one that is empty or
+        too large."""
+        return cls._checked(GrammarKind.GRAMMAR, text, field)
+
+    @classmethod
+    def _checked(cls, kind: GrammarKind, source: str, field: str) -> Grammar:
+        if not source.strip():
+            raise InvalidArgument(f"{field} must not be empty", subject=field)
+        # A surrogate alone is no text; it has as many bytes as its escape at most.
+        num_bytes = len(source.encode(errors="replace"))
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise InvalidArgument(
+                f"{field} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}", subject=field
+            )
+        return cls(kind, source, field)
+
+    @property
+    def key(self) -> str:
+        """The identity of its content."""
+        text = f"{self.kind.value}\0{self.source}"
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

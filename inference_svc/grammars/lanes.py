@@ -1,0 +1,319 @@
+"""The processes that compute masks for running sequences, each with a thread of the engine's.
+
+All grammars begin in the fast lane unless their check found them slow. A grammar that turns out to
+be slow goes on in the slow lane, whose rows wait for each other; so does each one whose process
+ended while it computed. In the slow lane one row is computed at a time, and a row that ends the
+process again fails alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from inference_svc.grammars.grammar import Grammar
+from inference_svc.grammars.vocabulary import Vocabulary
+from servicekit.sandbox.process import Answer, Limits, SandboxFailure, SandboxProcess, Task
+
+logger = logging.getLogger(__name__)
+
+MEMORY_BYTES = 1 << 30
+"""Memory of a lane, with the vocabulary's."""
+WALL_SECONDS = 20.0
+TASK = Task(Path(__file__).with_name("task.py"), Limits(MEMORY_BYTES, wall_seconds=WALL_SECONDS))
+POLL_SECONDS = 2e-3
+"""How often a lane asks for grammars that are being compiled."""
+MAX_BATCH = 4096
+SLOW_NICENESS = 19
+HEADER_BYTES = 1 << 20
+"""More than the header of an answer can have."""
+MAX_ENDS = 2
+"""A row that was computed when so many processes ended is taken to be the cause."""
+TOO_COSTLY = "takes too much time or memory: simplify it"
+
+
+class Row:
+    """A running sequence, as the engine and its lane know it.
+
+    `mask` has a bit for each token of the model that may come next; None while it is computed. The
+    answer `may_end` instead. `error` says why there will be no mask. A
+    row that `was_late` is not computed before its mask is there; `is_awaited` asks for a notice
+    then.
+    """
+
+    def __init__(self, request_id: str, grammar: Grammar, tenant: str, tokens: list[int]) -> None:
+        self.request_id = request_id
+        self.grammar = grammar
+        self.tenant = tenant
+        self.tokens = tokens
+        self.mask: bytes | None = None
+        self.may_end = False
+        self.error = ""
+        self.was_late = False
+        self.is_awaited = False
+        self.num_ends = 0
+        self.id = 0
+        self.lane: Lane | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its next token can be chosen, or will never be."""
+        return self.mask is not None or bool(self.error)
+
+
+class _Open(NamedTuple):
+    row: Row
+    tokens: list[int]
+    id: int
+
+
+class _Step(NamedTuple):
+    row: Row
+    token: int
+    id: int
+
+
+class _Close(NamedTuple):
+    id: int
+
+
+@dataclass
+class LaneCounts:
+    """Sums over all lanes since the start."""
+
+    num_opened: int = 0
+    num_hits: int = 0
+    num_masks: int = 0
+    num_late: int = 0
+    num_restarts: int = 0
+    compile_s: float = 0.0
+    mask_s: float = 0.0
+
+
+@dataclass
+class Board:
+    """The state that lanes and the engine share, under one lock. `notify` is called, in a lane's
+    thread, when an awaited mask is there."""
+
+    notify: Callable[[], None]
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    counts: LaneCounts = field(default_factory=LaneCounts)
+    failed: list[Row] = field(default_factory=list)
+
+
+class _LaneClosed(Exception):
+    """The lane ends while its process computes."""
+
+
+class Lane:
+    """A process that computes masks, and the thread that talks to it."""
+
+    def __init__(
+        self,
+        board: Board,
+        vocabulary: Vocabulary,
+        ids: itertools.count[int],
+        name: str,
+        slower: Lane | None = None,
+    ) -> None:
+        """`slower`: the lane of rows that turn out to be slow; None: this is the slow one."""
+        self._board = board
+        self._vocabulary = vocabulary
+        self._slower = slower
+        self._ids = ids
+        self._rows: dict[int, Row] = {}
+        self._opening: set[int] = set()
+        self._work: deque[_Open | _Step | _Close] = deque()
+        self._process: SandboxProcess | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=f"loadout-{name}", daemon=True)
+        self._thread.start()
+
+    # Called with the board's lock held.
+
+    def open(self, row: Row) -> None:
+        row.lane, row.id = self, next(self._ids)
+        self._rows[row.id] = row
+        self._work.append(_Open(row, list(row.tokens), row.id))
+        self._board.changed.notify_all()
+
+    def step(self, row: Row, token: int) -> None:
+        self._work.append(_Step(row, token, row.id))
+        self._board.changed.notify_all()
+
+    def close_row(self, row: Row) -> None:
+        if self._rows.pop(row.id, None) is not None:
+            self._opening.discard(row.id)
+            self._work.append(_Close(row.id))
+            self._board.changed.notify_all()
+
+    # Called without it.
+
+    def close(self) -> None:
+        """Ends the thread and the process; what it computes is lost."""
+        with self._board.changed:
+            self._is_closed = True
+            self._board.changed.notify_all()
+        self._thread.join()
+
+    # In the lane's thread.
+
+    def _run(self) -> None:
+        if self._slower is None:
+            _lower_priority()
+        try:
+            while (work := self._next_work()) is not None:
+                self._do(work)
+        except _LaneClosed:
+            pass
+        finally:
+            self._end_process()
+
+    def _next_work(self) -> list[_Open | _Step | _Close] | None:
+        """Returns the work to do now, [] to ask for grammars that are compiled; None at the end."""
+        with self._board.changed:
+            while not (self._work or self._opening or self._is_closed):
+                self._board.changed.wait()
+            if self._opening and not self._work and not self._is_closed:
+                self._board.changed.wait(POLL_SECONDS)
+            if self._is_closed:
+                return None
+            size = len(self._work) if self._slower is not None else min(1, len(self._work))
+            if self._opening and self._slower is None:
+                size = 0  # one at a time
+            return [self._work.popleft() for _ in range(size)]
+
+    def _do(self, work: list[_Open | _Step | _Close]) -> None:
+        with self._board.changed:
+            for each in work:
+                if isinstance(each, _Open) and each.id in self._rows:
+                    self._opening.add(each.id)
+                    self._board.counts.num_opened += 1
+        try:
+            answer = self._ask(work)
+        except SandboxFailure as error:
+            logger.warning("a grammar's process ended: %s", error)
+            self._end_process()
+            with self._board.changed:
+                self._restart(work)
+            return
+        header, masks = _parts(answer)
+        with self._board.changed:
+            self._take(header, masks)
+
+    def _ask(self, work: list[_Open | _Step | _Close]) -> Answer:
+        if self._process is None:
+            self._process = SandboxProcess(TASK, ends_with_starter=True)
+            self._process.ask({"vocabulary": self._vocabulary.packed}, 0)
+        request = {
+            "open": [_opening(each) for each in work if isinstance(each, _Open)],
+            "step": [[each.id, each.token] for each in work if isinstance(each, _Step)],
+            "close": [each.id for each in work if isinstance(each, _Close)],
+        }
+        max_masks = len(work) + len(self._opening)
+        max_bytes = HEADER_BYTES + max_masks * self._vocabulary.mask_bytes
+        return self._process.ask(request, max_bytes, self._check_open)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise _LaneClosed
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+    # There, with the board's lock held.
+
+    def _take(self, header: dict[str, Any], masks: memoryview) -> None:
+        size, counts, notifies = self._vocabulary.mask_bytes, self._board.counts, False
+        counts.num_hits += header["num_hits"]
+        counts.compile_s += header["compile_s"]
+        counts.mask_s += header["seconds"]
+        counts.num_masks += len(header["masks"])
+        for place, (row_id, num_tokens, may_end) in enumerate(header["masks"]):
+            self._opening.discard(row_id)
+            row = self._rows.get(row_id)
+            if row is not None and num_tokens == len(row.tokens):
+                row.mask = bytes(masks[place * size : (place + 1) * size])
+                row.may_end = may_end
+                notifies |= row.is_awaited
+        for row_id, error in header["errors"]:
+            self._opening.discard(row_id)
+            row = self._rows.pop(row_id, None)
+            if row is not None:
+                self._fail(row, error)
+                notifies = True
+        for row_id in header["slow"]:
+            row = self._rows.get(row_id)
+            if row is not None and self._slower is not None:
+                self._move(row, self._slower)
+        self._board.changed.notify_all()
+        if notifies:
+            self._board.notify()
+
+    def _fail(self, row: Row, error: str) -> None:
+        row.error = error
+        self._board.failed.append(row)
+
+    def _move(self, row: Row, lane: Lane) -> None:
+        """Lets a row go on in another lane, from its tokens so far."""
+        self.close_row(row)
+        lane.open(row)
+
+    def _restart(self, work: list[_Open | _Step | _Close]) -> None:
+        """Goes on after the process has ended while it did this work."""
+        self._board.counts.num_restarts += 1
+        blamed = {each.id for each in work if not isinstance(each, _Close)} | self._opening
+        self._opening.clear()
+        # All rows are opened anew with their tokens.
+        self._work.clear()
+        rows = list(self._rows.values())
+        self._rows.clear()
+        for row in rows:
+            if row.id not in blamed:
+                self.open(row)
+                continue
+            row.num_ends += 1
+            if row.num_ends == MAX_ENDS:
+                self._fail(row, TOO_COSTLY)
+            else:
+                (self._slower or self).open(row)
+        self._board.changed.notify_all()
+        if self._board.failed:
+            self._board.notify()
+
+
+def _opening(work: _Open) -> dict[str, Any]:
+    grammar = work.row.grammar
+    return {
+        "id": work.id,
+        "tenant": work.row.tenant,
+        "key": grammar.key,
+        "kind": grammar.kind.value,
+        "source": grammar.source,
+        "tokens": work.tokens,
+    }
+
+
+def _parts(answer: Answer) -> tuple[dict[str, Any], memoryview]:
+    data = memoryview(answer.content)
+    end = 4 + int.from_bytes(data[:4], "big")
+    return json.loads(bytes(data[4:end])), data[end:]
+
+
+def _lower_priority() -> None:
+    """Lowers the calling thread's priority, which the process that it starts inherits."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICENESS)

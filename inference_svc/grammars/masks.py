@@ -1,0 +1,117 @@
+"""The masks of running sequences, on the engine's side.
+
+A step is computed while the masks for its tokens are. The engine waits a moment for masks that are
+not there when it chooses tokens; rows whose masks are later than that are left out of the step, and
+only they.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+
+from inference_svc.grammars.grammar import Grammar
+from inference_svc.grammars.lanes import Board, Lane, LaneCounts, Row
+from inference_svc.grammars.vocabulary import Vocabulary
+
+MAX_WAIT_SECONDS = 3e-3
+"""How long a step waits for masks."""
+PATIENT_TOKENS = 256
+"""Longer parts of prompts are not computed before their mask is there: to leave them out after
+that would cost too much."""
+
+
+class Masks:
+    """Used by the engine's thread. `notify` is called in another thread when something that nothing
+    else would wake the engine for has changed."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._board = Board(notify)
+        self._vocabulary: Vocabulary | None = None
+        self._lanes: tuple[Lane, Lane] | None = None
+
+    @property
+    def counts(self) -> LaneCounts:
+        return self._board.counts
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Sets the vocabulary of all grammars; the first time counts. The processes start with the
+        first sequence."""
+        self._vocabulary = self._vocabulary or vocabulary
+
+    def open(self, request_id: str, grammar: Grammar, tenant: str, tokens: list[int]) -> Row:
+        """Has the mask computed of a sequence that starts, or starts again after these tokens."""
+        fast, slow = self._lanes or self._start()
+        row = Row(request_id, grammar, tenant, tokens)
+        with self._board.changed:
+            (slow if grammar.is_slow else fast).open(row)
+        return row
+
+    def _start(self) -> tuple[Lane, Lane]:
+        assert self._vocabulary is not None, "the vocabulary comes before the first grammar"
+        ids = itertools.count(1)
+        slow = Lane(self._board, self._vocabulary, ids, "slow-masks")
+        self._lanes = Lane(self._board, self._vocabulary, ids, "masks", slower=slow), slow
+        return self._lanes
+
+    def accept(self, row: Row, token: int) -> None:
+        """Takes the token that was chosen with the row's mask."""
+        with self._board.changed:
+            row.mask = None
+            row.tokens.append(token)
+            if row.lane is not None and not row.error:
+                row.lane.step(row, token)
+
+    def close_row(self, row: Row) -> None:
+        """Ends a row, whose sequence has ended or waits to start again."""
+        with self._board.changed:
+            if row.lane is not None:
+                row.lane.close_row(row)
+
+    def num_computable(self, row: Row, num_tokens: int, num_left: int) -> int:
+        """Returns how many of `num_tokens` tokens of a sequence, which has `num_left`, the next
+        step may compute: not the last one if it would be in vain."""
+        if num_tokens < num_left:
+            return num_tokens
+        if num_tokens <= PATIENT_TOKENS and not row.was_late:
+            return num_tokens
+        with self._board.changed:
+            if row.is_ready:
+                return num_tokens
+            row.is_awaited = True
+        return num_tokens - 1
+
+    def wait(self, rows: Iterable[Row]) -> set[int]:
+        """Waits for the masks of these rows, and returns the `id()` of those that are late."""
+        rows = list(rows)
+        end_s = time.monotonic() + MAX_WAIT_SECONDS
+        with self._board.changed:
+            while any(not row.is_ready for row in rows):
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._board.changed.wait(left_s)
+            late = set()
+            for row in rows:
+                row.was_late = row.mask is None
+                if row.was_late:
+                    self._board.counts.num_late += 1
+                    row.is_awaited = True
+                    late.add(id(row))
+                else:
+                    row.is_awaited = False
+            return late
+
+    def pop_failed(self) -> list[Row]:
+        """Returns the rows that have failed since the last call."""
+        if not self._board.failed:
+            return []
+        with self._board.changed:
+            failed, self._board.failed = self._board.failed, []
+        return failed
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for lane in self._lanes or ():
+            lane.close()

@@ -1,0 +1,187 @@
+"""Masks of running sequences: random answers, lanes that restart, rows that are late."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from inference_svc.grammars.grammar import Grammar
+from inference_svc.grammars.lanes import Row
+from inference_svc.grammars.masks import PATIENT_TOKENS, Masks
+from tests.inference_svc.grammars.alphabet import (
+    END,
+    SPECIAL,
+    allowed,
+    choose,
+    text_of,
+    vocabulary,
+)
+from tests.support.wait import until
+
+pytestmark = pytest.mark.processes
+
+LIST = Grammar.json_schema({"type": "array", "items": {"enum": ["é", 1, None]}, "maxItems": 4})
+
+
+class House:
+    """Masks, and how often the engine would have been woken."""
+
+    def __init__(self) -> None:
+        self.woken = threading.Semaphore(0)
+        self.masks = Masks(self.woken.release)
+        self.masks.set_vocabulary(vocabulary())
+
+    def open(self, grammar: Grammar, tokens: list[int] | None = None, tenant: str = "t") -> Row:
+        return self.masks.open("r", grammar, tenant, list(tokens or ()))
+
+    def ready(self, *rows: Row) -> None:
+        """Returns once all masks are there, or failed."""
+        until(lambda: not {id(row) for row in rows if not row.is_ready}, 60)
+        assert not self.masks.wait([row for row in rows if not row.error])
+
+    def answer(self, row: Row, chosen: random.Random, max_tokens: int = 400) -> str:
+        for _ in range(max_tokens):
+            self.ready(row)
+            token = choose(row, chosen)
+            if token is None:
+                return text_of(row.tokens)
+            self.masks.accept(row, token)
+        raise AssertionError("it does not end")
+
+    def pid_of(self, row: Row) -> int:
+        assert row.lane is not None
+        assert row.lane._process is not None
+        return row.lane._process.pid
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    made = House()
+    yield made
+    made.masks.close()
+
+
+def test_random_answers_have_the_form(house: House) -> None:
+    chosen = random.Random(5)
+    cases: list[tuple[Grammar, Callable[[str], object]]] = [
+        (LIST, lambda text: isinstance(json.loads(text), list)),
+        (Grammar.regex("[a-c]{2}|日本?"), lambda text: re.fullmatch("[a-c]{2}|日本?", text)),
+        (Grammar.choice(["yes", 'n"o', "\n"]), lambda text: text in ("yes", 'n"o', "\n")),
+        (Grammar.grammar('start: "<" /[a-z]{1,3}/ ">"'), lambda text: text.endswith(">")),
+        (Grammar.grammar("start: <|call|> %json {}"), lambda text: json.loads(text) or True),
+    ]
+    for grammar, fits in cases:
+        for _ in range(8):
+            row = house.open(grammar)
+            text = house.answer(row, chosen)
+            assert fits(text), (grammar, text)
+            house.masks.close_row(row)
+    counts = house.masks.counts
+    assert counts.num_opened == 8 * len(cases)
+    assert counts.num_hits == 7 * len(cases), "each is compiled once"
+    assert counts.num_masks > counts.num_opened
+
+
+def test_masks_have_special_tokens_only_where_they_are_named(house: House) -> None:
+    any_text = house.open(Grammar.regex("(?s:.)*"))
+    called = house.open(Grammar.grammar("start: <|call|> /b/"))
+    house.ready(any_text, called)
+    tokens = allowed(any_text)
+    assert SPECIAL not in tokens
+    assert END not in tokens
+    assert any_text.may_end
+    assert allowed(called) == [SPECIAL]
+    assert not called.may_end
+
+
+def test_a_row_begins_again_after_its_tokens(house: House) -> None:
+    """As after a preemption."""
+    row = house.open(Grammar.regex("abc"))
+    for token in b"ab":
+        house.ready(row)
+        house.masks.accept(row, token)
+    house.ready(row)
+    again = house.open(Grammar.regex("abc"), row.tokens)
+    house.masks.close_row(row)
+    house.ready(again)
+    assert allowed(again) == list(b"c")
+
+
+def test_rows_go_on_when_their_process_ends(house: House) -> None:
+    """Each goes on after its tokens."""
+    rows = [house.open(Grammar.regex("[ab]{30}")) for _ in range(5)]
+    chosen = random.Random(1)
+    for number in range(30):
+        house.ready(*rows)
+        if number == 10:
+            os.kill(house.pid_of(rows[0]), signal.SIGKILL)
+        for row in rows:
+            token = choose(row, chosen)
+            assert token is not None
+            house.masks.accept(row, token)
+    house.ready(*rows)
+    assert all(re.fullmatch("[ab]{30}", text_of(row.tokens)) and row.may_end for row in rows)
+    assert house.masks.counts.num_restarts == 1
+
+
+def test_a_row_that_ends_processes_fails_alone(house: House) -> None:
+    """It is computed again in the slow lane first; others go on."""
+    good = house.open(LIST)
+    house.ready(good)
+    bad = house.open(Grammar.json_schema({"type": "integer", "multipleOf": 999_983}))
+    for number in range(2):
+        until(lambda: bad.lane is not None and bad.id in bad.lane._opening, 60)
+        os.kill(house.pid_of(bad), signal.SIGKILL)
+        until(lambda number=number: house.masks.counts.num_restarts == number + 1, 60)
+    until(lambda: bool(bad.error), 60)
+    assert bad.error == "takes too much time or memory: simplify it"
+    assert house.masks.pop_failed() == [bad]
+    assert house.answer(good, random.Random(2)).startswith("[")
+
+
+def test_late_rows_wake_the_engine(house: House) -> None:
+    row = house.open(LIST)
+    late = house.masks.wait([row])  # its process has not started yet
+    assert late == {id(row)}
+    assert row.was_late
+    assert house.masks.num_computable(row, 1, 1) == 0
+    assert house.woken.acquire(timeout=60)
+    assert row.is_ready
+    assert house.masks.num_computable(row, 1, 1) == 1
+    assert not house.masks.wait([row])
+    assert not row.was_late
+    assert house.masks.counts.num_late == 1
+
+
+def test_long_prompts_wait_for_their_mask(house: House) -> None:
+    row = house.open(LIST)
+    assert house.masks.num_computable(row, 10, 20) == 10
+    assert house.masks.num_computable(row, PATIENT_TOKENS, PATIENT_TOKENS) == PATIENT_TOKENS
+    long = PATIENT_TOKENS + 1
+    assert house.masks.num_computable(row, long, long) == PATIENT_TOKENS
+    house.ready(row)
+    assert house.masks.num_computable(row, long, long) == long
+
+
+def test_failures_are_reported_once(house: House) -> None:
+    row = house.open(Grammar.regex("("))
+    assert house.woken.acquire(timeout=60)
+    assert house.masks.pop_failed() == [row]
+    assert "unclosed" in row.error
+    assert house.masks.pop_failed() == []
+    house.masks.accept(row, 5)
+    house.masks.close_row(row)
+
+
+def test_closing_ends_a_process_that_computes() -> None:
+    house = House()
+    house.open(Grammar.json_schema({"type": "integer", "multipleOf": 999_983}))
+    house.masks.close()
+    assert not [each for each in threading.enumerate() if "masks" in each.name]
