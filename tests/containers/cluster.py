@@ -36,6 +36,8 @@ class Cluster:
         self.pods: dict[str, list[Pod]] = {}
         """By the workload's name, the oldest first."""
         self._ready: set[Pod] = set()
+        self._leaders: dict[str, Pod] = {}
+        """Of LeaderWorkerSets, by their names in DNS."""
         self._manifests: Manifests | None = None
         self._numbers = itertools.count()
         self._changed = threading.Lock()
@@ -69,6 +71,9 @@ class Cluster:
         `replicas` are those of workloads that leave them to an autoscaler."""
         self._manifests = manifests
         for workload in sorted(manifests.workloads, key=lambda each: each.name):
+            if workload.object["kind"] == "LeaderWorkerSet":
+                self._start_group(workload)
+                continue
             count = workload.spec.get("replicas", (replicas or {}).get(workload.name, 1))
             self._roll(workload, count)
 
@@ -89,13 +94,31 @@ class Cluster:
     def start(self, workload: Workload, index: int) -> Pod:
         """Starts one pod and waits until it is ready."""
         stable = workload.object["kind"] != "Deployment"
-        name = f"{workload.name}-{index if stable else next(self._numbers)}"
-        pod = Pod(workload, name, self.provided)
-        self.pods[workload.name].append(pod)
-        self._enforce_policies()
+        pod = self._create(workload, str(index if stable else next(self._numbers)))
         pod.run()
         self.wait_ready(pod)
         return pod
+
+    def _create(self, workload: Workload, suffix: str) -> Pod:
+        pod = Pod(workload, f"{workload.name}-{suffix}", self.provided)
+        self.pods.setdefault(workload.name, []).append(pod)
+        self._enforce_policies()
+        return pod
+
+    def _start_group(self, leader: Workload) -> None:
+        """Starts the first group of a LeaderWorkerSet, a leader and a worker, with the names that
+        it gives them. Both wait for each other, and so the leader has an address before it is
+        ready."""
+        assert self._manifests is not None
+        assert leader.spec["leaderWorkerTemplate"]["size"] == 2
+        [worker] = [each for each in self._manifests.workers if each.name == leader.name]
+        pods = [self._create(leader, "0"), self._create(worker, "0-1")]
+        self._leaders[f"{pods[0].name}.{leader.name}"] = pods[0]
+        self._publish()
+        for pod in pods:
+            pod.run()
+        for pod in pods:
+            self.wait_ready(pod)
 
     def wait_ready(self, pod: Pod) -> None:
         """By its startup and readiness probes, at their periods; it is then in its Services."""
@@ -137,7 +160,9 @@ class Cluster:
         with self._changed:
             self._ready = (self._ready | {ready} if ready else self._ready) - {gone}
             names = [each["metadata"]["name"] for each in self._manifests.of_kind("Service")]
-            self._dns.publish({name: self.addresses(name) for name in names})
+            addresses = {name: self.addresses(name) for name in names}
+            leaders = {name: [pod.ip] for name, pod in self._leaders.items()}
+            self._dns.publish(addresses | leaders)
 
     def close(self) -> None:
         self._dns.close()

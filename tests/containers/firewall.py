@@ -52,23 +52,32 @@ _CHAINS = ("INPUT", "OUTPUT")
 def _allowed(policies: list[Object], own: Peer, others: Mapping[str, Peer]) -> Iterator[str]:
     named = _numbers(policies)
     for address, other in {**others, "0.0.0.0/0": ELSEWHERE}.items():
-        ports = {*named, *own.ports.values(), *other.ports.values()}
-        for port in sorted(ports):
+        ports = {*named, *((each, each) for each in (*own.ports.values(), *other.ports.values()))}
+        for first, last in sorted(ports):
             for protocol in ("TCP", "UDP"):
-                to = f"-p {protocol.lower()} --dport {port} -j ACCEPT"
-                if is_open(policies, "ingress", own, other, port, protocol):
-                    yield f"-A INPUT -s {address} {to}"
-                if is_open(policies, "egress", own, other, port, protocol):
-                    yield f"-A OUTPUT -d {address} {to}"
+                to = f"-p {protocol.lower()} --dport {first}:{last} -j ACCEPT"
+                for direction, chain in (
+                    ("ingress", f"INPUT -s {address}"),
+                    ("egress", f"OUTPUT -d {address}"),
+                ):
+                    if all(
+                        is_open(policies, direction, own, other, port, protocol)
+                        for port in (first, last)
+                    ):
+                        yield f"-A {chain} {to}"
 
 
-def _numbers(policies: list[Object]) -> set[int]:
-    """The ports that policies name by number."""
+def _numbers(policies: list[Object]) -> set[tuple[int, int]]:
+    """The ranges of ports that policies name by number."""
     rules = [
         rule
         for policy in policies
         for direction in ("ingress", "egress")
         for rule in policy["spec"].get(direction, [])
     ]
-    ports = [each["port"] for rule in rules for each in rule["ports"]]
-    return {each for each in ports if isinstance(each, int)}
+    ports = [each for rule in rules for each in rule["ports"]]
+    return {
+        (each["port"], each.get("endPort", each["port"]))
+        for each in ports
+        if isinstance(each["port"], int)
+    }

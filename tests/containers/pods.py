@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+import urllib.request
 
 import grpc
 import yaml
@@ -53,6 +54,14 @@ class Pod:
             except subprocess.TimeoutExpired:
                 return False
             return done.returncode == 0
+        if "httpGet" in probe:
+            get = probe["httpGet"]
+            url = f"http://{self.ip}:{self.workload.ports[get['port']]}{get['path']}"
+            try:
+                with urllib.request.urlopen(url, timeout=probe["timeoutSeconds"]):
+                    return True
+            except OSError:
+                return False
         request = health_pb2.HealthCheckRequest(service=probe["grpc"].get("service", ""))
         with grpc.insecure_channel(f"{self.ip}:{probe['grpc']['port']}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
@@ -94,15 +103,21 @@ class Pod:
     def kill(self) -> None:
         """SIGKILL to the container's first process; returns when it has started again, as it does
         in a cluster."""
-        killed = self._process_id()
+        killed = self.process_id
         assert killed > 0, f"{self.container} is not running"
         os.kill(killed, signal.SIGKILL)
+        self.wait_restarted(killed)
+
+    def wait_restarted(self, ended: int) -> None:
+        """Waits until another first process runs than the one that has ended, or is about to."""
         end = time.monotonic() + RESTART_S
-        while self._process_id() in (0, killed):
+        while self.process_id in (0, ended):
             assert time.monotonic() < end, f"{self.container} has not started again"
             time.sleep(0.5)
 
-    def _process_id(self) -> int:
+    @property
+    def process_id(self) -> int:
+        """Of the container's first process; 0: it does not run."""
         return int(self.inspect()["State"]["Pid"])
 
     def remove(self) -> None:
