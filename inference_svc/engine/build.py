@@ -159,7 +159,7 @@ def _build(
     host = _host_tier(config, has_device_memory=factory.has_device_memory)
     backend, layout = _load_model(config, decoder, factory, layout, num_threads, ranks)
     pace = pull_pace(config, factory, num_threads)
-    others = None if ranks is None else RankPulls(ranks)
+    others = None if ranks is None else RankPulls(ranks, pace)
     memory = backend.pull_memory
     puller, residency = _make_residency(config, store, post, layout, memory, host, pace, others)
     states = make_states(config, backend)
@@ -167,8 +167,6 @@ def _build(
     scheduler = Scheduler(_limits(config), states, residency, prices_of(decoder), masks)
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
-        if ranks is not None:
-            ranks.needs_pace = pace.is_needed
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
     routed = _routed_pages(config, decoder, backend)

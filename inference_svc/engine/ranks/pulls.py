@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from contract.images.header import ImageHeader
 from inference_svc.adapters.memory.extents import Extent
+from inference_svc.adapters.pulls.pace import PullPace
 from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob
 from inference_svc.engine.ranks.group import RankGroup
 from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
@@ -28,9 +29,10 @@ class _Running:
 
 
 class RankPulls:
-    """The pulls of the other ranks; see `adapters.pulls.threads.OtherRanks`."""
+    """The pulls of the other ranks; see `adapters.pulls.threads.OtherRanks`. They keep a pace when
+    rank 0's do, which is this one."""
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, pace: PullPace | None = None) -> None:
         self._group = group
         self._lock = threading.Lock()
         self._layout_ids: tuple[str, ...] = ()
@@ -38,6 +40,8 @@ class RankPulls:
         self._by_number: dict[int, _Running] = {}
         self._last_number = 0
         group.on_pull_ended = self._on_ended
+        if pace is not None:
+            group.needs_pace = lambda: pace.is_needed()
 
     def set_layouts(self, layout_ids: tuple[str, ...]) -> None:
         """Notes the ids of the other ranks' layouts, by rank."""

@@ -223,22 +223,32 @@ def test_an_adapter_that_one_rank_cannot_divide_fails_on_all(
         assert other == Divided("two")
 
 
-def test_ranks_wait_for_the_last_that_divides(
-    whole: Whole, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It fails as late as it can, and all know. Rank 0 frees the memory of an adapter that fails:
-    until then the last rank may write to it."""
-    divide_whole = magnitudes._divide
+class Watched:
+    """An exchange that notes, before each sum, whether the rank has divided its last magnitudes."""
 
-    def divide_late(job: Any, faulty: torch.Tensor, *, is_shared: bool) -> None:
-        divide_whole(job, faulty, is_shared=is_shared)
-        if is_shared and job.targets[0].rows.num_rows == 7:
-            raise ValueError("what nobody has thought of")
+    def __init__(self, exchange: Any, whole: Whole) -> None:
+        self.exchange, self.whole = exchange, whole
+        self.part: Part | None = None
+        self.has_divided: list[bool] = []
 
-    monkeypatch.setattr(magnitudes, "_divide", divide_late)
-    for _, done in divide(whole, ["one"]):
-        [(_, (digest, error))] = done
-        assert (digest, type(error)) == ("one", Internal)
+    def sum(self, x: torch.Tensor) -> None:
+        assert self.part is not None
+        found, expected = self.part.found["one"][-1], self.whole.ratios()[-1]
+        self.has_divided.append(torch.allclose(found, expected))
+        self.exchange.sum(x)
+
+
+def test_ranks_meet_again_when_all_have_divided(whole: Whole) -> None:
+    """Rank 0 frees the memory of an adapter that is refused: no rank may write to it then."""
+    watched = [Watched(each, whole) for each in exchanges(COUNT)]
+
+    def run(index: int) -> None:
+        watched[index].part = part = Part(whole, index, watched[index])
+        part.add("one")
+        part.finish()
+
+    on_ranks(COUNT, run)
+    assert [each.has_divided for each in watched] == [[False, True]] * COUNT
 
 
 def test_an_exchange_that_fails_is_no_fault_of_the_adapter(whole: Whole) -> None:

@@ -81,18 +81,16 @@ def test_pulls_of_all_ranks_keep_a_pace_beside_steps(
     config = config_of(save_model(tmp_path), 2, num_threads=num_processors)
     built = build_engine(config, NoStore(), lambda event: None, PacedStore)
     try:
-        ranks, own = built.ranks, built.puller._pace
+        ranks, told = built.ranks, list[Any]()
         assert ranks is not None
-        assert own is not None
-        told: list[Any] = []
         ranks.on_store_update = told.append
+        bytes_per_s = num_processors * PROCESSOR_BYTES_PER_S / 2
 
         def is_told(*, needs_pace: bool) -> bool:
             ranks.update_stores("pace")
-            return told[-1:] == [(needs_pace, own.bytes_per_s)]
+            return told[-1:] == [(needs_pace, bytes_per_s)]
 
         until(lambda: is_told(needs_pace=False))
-        assert own.bytes_per_s == num_processors * PROCESSOR_BYTES_PER_S / 2
         sequence = Sequence(Request("r", (1,), SamplingParams()))
         built.engine.scheduler.running.append(sequence)
         until(lambda: is_told(needs_pace=True))
