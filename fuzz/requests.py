@@ -27,7 +27,8 @@ from inference_svc.core import MAX_PARTS, Request
 from inference_svc.results.logprobs import MAX_LOGPROBS, LogprobsOption
 from inference_svc.results.scores import ScoresOption
 from inference_svc.store.adapter_resolver import Binding
-from inference_svc.text.prompt import Chat, Prompt, Text
+from inference_svc.text.chat import Chat
+from inference_svc.text.prompt import Prompt, Text
 from servicekit.errors import InvalidArgument
 from servicekit.refs import DEFAULT_TENANT, parse_ref, parse_sha256
 from servicekit.rpc.requests import RequestTable

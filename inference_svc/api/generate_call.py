@@ -15,7 +15,8 @@ from inference_svc.core import MAX_PARTS, AdapterKey, Request, SamplingParams, V
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.base import NOTHING, Scope, Wanted
 from inference_svc.store.adapter_resolver import Binding
-from inference_svc.text.prompt import Chat, ChatMessage, Prompt
+from inference_svc.text.chat import Chat, ChatMessage
+from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
 MAX_ID_CHARS = 256
@@ -25,6 +26,11 @@ MAX_DEADLINE_SECONDS = 1e6
 
 MAX_MESSAGES = 1 << 14
 """Of a chat: more than fits into any model's context."""
+
+MAX_TOOL_CALLS = 128
+"""Calls in one message: as many as OpenAI allows tools in a request."""
+MAX_TOOL_CALL_ID_CHARS = 512
+MAX_MESSAGE_NAME_CHARS = 256
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -216,6 +222,24 @@ def _ended_by(end_ids: tuple[int, ...], sampling: SamplingParams) -> SamplingPar
         return sampling
     ids = dict.fromkeys((*sampling.stop_token_ids, *end_ids))
     return replace(sampling, stop_token_ids=tuple(ids))
+
+
+def checked_message(message: ChatMessage, path: str) -> ChatMessage:
+    """Returns a message of a conversation with the fields of its role: clients keep names of users,
+    and thoughts with all messages, which have no effect. Raises InvalidArgument naming the field
+    after `path`."""
+    for name, value, role in (
+        ("tool_calls", message.tool_calls, "assistant"),
+        ("tool_call_id", message.tool_call_id, "tool"),
+    ):
+        if value and message.role != role:
+            field = f"{path}.{name}"
+            raise InvalidArgument(f"{field}: only in a message of the {role}", subject=field)
+    if message.role == "assistant":
+        return replace(message, name="") if message.name else message
+    if message.role in ("developer", "system", "user"):
+        return ChatMessage(message.role, message.content)
+    return message
 
 
 def checked_chat(

@@ -20,7 +20,8 @@ from inference_svc.errors import AdapterUnavailable
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.metrics.requests import CANCELLED, Metrics, RequestEnd
 from inference_svc.store.adapter_resolver import Binding
-from inference_svc.text.prompt import Chat, Prompt, Text
+from inference_svc.text.chat import Chat
+from inference_svc.text.prompt import Prompt, Text
 from servicekit.errors import ServiceError
 from servicekit.telemetry import spans
 

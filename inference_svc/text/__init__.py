@@ -1,6 +1,7 @@
 """Text on both sides of the engine, which knows only token ids.
 
 prompt             prompts of every form to token ids, off the event loop when they are long
+chat               a conversation: its messages, and the calls of tools in them
 chat_template      a chat template, bounded in time and size
 conversation       roles and system messages of a chat, and a check that none is lost
 template_process   renders adapters' chat templates in processes of their own

@@ -29,9 +29,9 @@ from contract.tokenizer_extract import (
     show,
 )
 from inference_svc.errors import TokenizerChanged
+from inference_svc.text.chat import Chat
 from inference_svc.text.chat_template import ChatTemplate, Renderer
 from inference_svc.text.pieces import Pieces
-from inference_svc.text.prompt import Chat
 from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.tokenizer import BackendText, Tokenizer, max_chars_per_token
 

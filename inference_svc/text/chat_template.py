@@ -11,6 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Protocol, cast
 
@@ -23,7 +24,8 @@ from jinja2.utils import Namespace
 
 from inference_svc.errors import TemplateTimeout
 from inference_svc.text import conversation
-from inference_svc.text.prompt import Chat, ChatMessage
+from inference_svc.text.chat import Chat, ChatMessage
+from inference_svc.text.conversation import TemplateNames
 from servicekit.errors import InvalidArgument
 
 _TURN = "loadout_turn"
@@ -60,15 +62,22 @@ class ChatTemplate:
     def __init__(self, source: str, specials: Mapping[str, str]) -> None:
         environment = _environment()
         parsed = environment.parse(source)
-        self._named = conversation.named_texts(parsed)
+        self._names = TemplateNames.of(parsed)
         self._template = environment.from_string(_with_turns(parsed))
         self._specials = dict(specials)
 
     def render(self, chat: Chat, max_chars: int, max_seconds: float) -> str:
         """See Renderer. Raises InvalidArgument for any error of the template, and MemoryError."""
-        rendering = _Rendering(self._template, self._specials, chat, max_chars, max_seconds)
+        arguments = {
+            **self._specials,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": chat.add_generation_prompt,
+        }
+        field = self._names.reasoning_field
+        rendering = _Rendering(self._template, arguments, field, chat, max_chars, max_seconds)
         first: InvalidArgument | None = None
-        for messages in conversation.forms(chat.messages, self._named):
+        for messages in conversation.forms(chat.messages, self._names):
             try:
                 return rendering.text(messages)
             except _Refused as refused:
@@ -83,13 +92,15 @@ class _Rendering:
     def __init__(
         self,
         template: Template,
-        specials: Mapping[str, str],
+        arguments: Mapping[str, Any],
+        reasoning_field: str,
         chat: Chat,
         max_chars: int,
         max_seconds: float,
     ) -> None:
         self._template = template
-        self._specials = specials
+        self._arguments = arguments
+        self._reasoning_field = reasoning_field
         self._chat = chat
         self._max_chars = max_chars
         self._turns = _Turns(max_seconds)
@@ -125,7 +136,7 @@ class _Rendering:
     def _render(self, messages: Sequence[ChatMessage], max_chars: int) -> str:
         if self._chat.continue_final_message:
             *others, last = messages
-            messages = [*others, ChatMessage(last.role, f"{last.content}{self._end} ")]
+            messages = [*others, replace(last, content=f"{last.content}{self._end} ")]
         try:
             return "".join(self._pieces(messages, max_chars))
         except (InvalidArgument, MemoryError):
@@ -136,11 +147,8 @@ class _Rendering:
     def _pieces(self, messages: Sequence[ChatMessage], max_chars: int) -> Iterator[str]:
         num_chars = 0
         for piece in self._template.generate(
-            messages=[{"role": m.role, "content": m.content} for m in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=self._chat.add_generation_prompt,
-            **self._specials,
+            messages=[each.to_template(self._reasoning_field) for each in messages],
+            **self._arguments,
             **{_TURN: self._turns.take},
         ):
             num_chars += len(piece)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
-from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.chat import ChatMessage
 from servicekit.errors import InvalidArgument
 
 SYSTEM, DEVELOPER, ASSISTANT = "system", "developer", "assistant"
@@ -21,6 +22,8 @@ ROLES = (DEVELOPER, SYSTEM, "user", ASSISTANT)
 """Roles of every chat. Others, such as OpenAI's function, are for templates that name them."""
 TOOL = "tool"
 """A role that many templates take without naming it: they write any role."""
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of an assistant's thoughts in templates: Qwen's and GLM's, others', and gpt-oss'."""
 SEPARATOR = "\n\n"
 """Between the texts of system messages that are joined."""
 MAX_ROLE_CHARS = 64
@@ -40,14 +43,33 @@ def field_error(index: int, field: str, text: str) -> InvalidArgument:
     return InvalidArgument(f"{path}: {text}", subject=f"chat.{path}")
 
 
-def named_texts(template: nodes.Template) -> frozenset[str]:
-    """Returns the texts that a template compares others with, or looks up: among them the roles
-    that it knows."""
-    found = set()
-    for kind in (nodes.Compare, nodes.Test, nodes.List, nodes.Tuple, nodes.Pair):
-        for node in template.find_all(kind):
-            found |= _texts(node.key if isinstance(node, nodes.Pair) else node)
-    return frozenset(found)
+@dataclass(frozen=True, slots=True)
+class TemplateNames:
+    """The names in a template. `compared` are the texts that it compares others with, or looks up:
+    among them the roles that it knows. `fields` are all of its texts, and the attributes that it
+    reads; `variables` are its arguments."""
+
+    compared: frozenset[str]
+    fields: frozenset[str]
+    variables: frozenset[str]
+
+    @classmethod
+    def of(cls, template: nodes.Template) -> TemplateNames:
+        compared: set[str] = set()
+        for kind in (nodes.Compare, nodes.Test, nodes.List, nodes.Tuple, nodes.Pair):
+            for node in template.find_all(kind):
+                compared |= _texts(node.key if isinstance(node, nodes.Pair) else node)
+        fields = {node.attr for node in template.find_all(nodes.Getattr)}
+        fields |= {
+            node.value for node in template.find_all(nodes.Const) if isinstance(node.value, str)
+        }
+        variables = meta.find_undeclared_variables(template)
+        return cls(frozenset(compared), frozenset(fields), frozenset(variables))
+
+    @property
+    def reasoning_field(self) -> str:
+        """The field of a message from which the template takes its thoughts; "" for none."""
+        return next((name for name in REASONING_FIELDS if name in self.fields), "")
 
 
 def _texts(node: nodes.Node) -> set[str]:
@@ -58,25 +80,41 @@ def _texts(node: nodes.Node) -> set[str]:
     return {text for child in children for text in _texts(child)}
 
 
-def forms(messages: Sequence[ChatMessage], named: frozenset[str]) -> Iterator[list[ChatMessage]]:
+def forms(messages: Sequence[ChatMessage], names: TemplateNames) -> Iterator[list[ChatMessage]]:
     """Yields the conversation as it is, and then others for templates that refuse it or leave out a
     part: with developers' messages as the system's, which is the first one for a template that does
-    not know the role, and with all of these as one at the begin. Raises InvalidArgument for a role
-    that the template does not know."""
+    not know the role, with all of these as one at the begin, and all of these without thoughts.
+    Raises InvalidArgument for a role that the template does not know, and for calls of tools that
+    it does not show."""
     for index, message in enumerate(messages):
-        if message.role not in (*ROLES, TOOL) and message.role not in named:
+        if message.role not in (*ROLES, TOOL) and message.role not in names.compared:
             raise field_error(
                 index,
                 "role",
                 f"the chat template does not know the role {message.role[:MAX_ROLE_CHARS]!r}: use "
                 f"{', '.join(ROLES[:-1])} or {ROLES[-1]}",
             )
+        if message.tool_calls and "tool_calls" not in names.fields:
+            raise field_error(
+                index,
+                "tool_calls",
+                "the chat template shows no calls of tools: write the call into the content, or "
+                "use a model whose template does",
+            )
+    if not names.reasoning_field:
+        messages = _without_reasoning(messages)
     as_system = [
-        ChatMessage(SYSTEM, each.content) if each.role == DEVELOPER else each for each in messages
+        replace(each, role=SYSTEM) if each.role == DEVELOPER else each for each in messages
     ]
-    own = list(messages) if DEVELOPER in named else as_system
+    own = list(messages) if DEVELOPER in names.compared else as_system
     found = [own, as_system, _joined(as_system), _joined(own)]
+    found += map(_without_reasoning, found[:])
     yield from (form for index, form in enumerate(found) if form not in found[:index])
+
+
+def _without_reasoning(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Returns the messages without thoughts, which templates may refuse next to other contents."""
+    return [replace(each, reasoning="") if each.reasoning else each for each in messages]
 
 
 def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -86,7 +124,7 @@ def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         return list(messages)
     text = SEPARATOR.join(each.content for each in leading)
     rest = [each for each in messages if each.role not in (SYSTEM, DEVELOPER)]
-    return [ChatMessage(leading[0].role, text), *rest]
+    return [replace(leading[0], content=text), *rest]
 
 
 class Marks:
@@ -99,7 +137,7 @@ class Marks:
     def around(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Returns the messages with marks at both ends of their texts."""
         return [
-            ChatMessage(each.role, f"{self._at(index, 0)} {each.content} {self._at(index, 1)}")
+            replace(each, content=f"{self._at(index, 0)} {each.content} {self._at(index, 1)}")
             if _is_checked(each)
             else each
             for index, each in enumerate(messages)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inference_svc.text.chat import Chat
 from inference_svc.text.pieces import Pieces
-from inference_svc.text.prompt import Chat
 from servicekit.errors import InvalidArgument
 
 NO_TOKENIZER = "this server has no tokenizer (--no-tokenizer)"

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from inference_svc.errors import AdapterUnusable, TemplateTimeout
+from inference_svc.text.chat import Chat
 from servicekit.errors import InvalidArgument
 from servicekit.shares import FairExecutor, Shares
 from servicekit.work_budget import WorkBudget
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenised inline: a change of threads would cost more."""
-TEMPLATE_CHARS = 20
-"""The approximate length that a chat template adds to each message."""
 NUM_THREADS = 2
 INLINE_SECONDS, TEMPLATE_SECONDS = 0.05, 2.0
 """How long a chat template may take on the event loop, and in a thread."""
@@ -28,28 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ChatMessage:
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
 class Text:
     text: str
     add_special_tokens: bool = True
     """Whether the tokenizer adds those with which texts begin or end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation. With `continue_final_message` the answer continues its last message, and
-    without `add_generation_prompt` nothing follows its last message."""
-
-    messages: tuple[ChatMessage, ...]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    """In addition to those that the chat template writes."""
 
 
 Prompt = Text | tuple[int, ...] | Chat
@@ -219,6 +200,4 @@ class PromptEncoder:
 
 def _num_chars(prompt: Text | Chat) -> int:
     """Returns the length to tokenise; an empty message still has the template's additions."""
-    if isinstance(prompt, Text):
-        return len(prompt.text)
-    return sum(len(m.role) + len(m.content) + TEMPLATE_CHARS for m in prompt.messages)
+    return len(prompt.text) if isinstance(prompt, Text) else prompt.num_chars

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.text.chat import Chat
 from inference_svc.text.chat_template import ChatTemplate, Renderer
 from inference_svc.text.pieces import Pieces
-from inference_svc.text.prompt import Chat
 from servicekit.errors import InvalidArgument
 
 IMPORT_BYTES = 32 << 20

@@ -341,7 +341,12 @@ def _message(values: dict[str, Any]) -> inference_pb.ChatMessage:
             code="INVALID_ARGUMENT",
             subject="chat.content",
         )
-    return cast(inference_pb.ChatMessage, build(inference_pb.ChatMessage, "chat", **values))
+    calls = [
+        build(inference_pb.ToolCall, "chat.tool_calls", **call)
+        for call in values.get("tool_calls") or ()
+    ]
+    fields = {**values, "tool_calls": calls} if calls else values
+    return cast(inference_pb.ChatMessage, build(inference_pb.ChatMessage, "chat", **fields))
 
 
 def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:

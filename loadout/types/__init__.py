@@ -33,6 +33,7 @@ from loadout.types.generation import SamplingParams as SamplingParams
 from loadout.types.generation import Structure as Structure
 from loadout.types.generation import Timings as Timings
 from loadout.types.generation import TokenLogprobs as TokenLogprobs
+from loadout.types.generation import ToolCall as ToolCall
 from loadout.types.generation import Usage as Usage
 from loadout.types.generation import VersionPolicy as VersionPolicy
 from loadout.types.replicas import AdapterTier as AdapterTier

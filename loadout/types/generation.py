@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from loadout._rpc.arrays import PackedLogprobs, RoutedExperts
 
@@ -85,11 +85,29 @@ class SamplingParams(TypedDict, total=False):
     """The form that the answer must have."""
 
 
+class ToolCall(TypedDict):
+    """A call of a tool. `arguments` is JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+    id: NotRequired[str]
+    """Id by which a result names the call."""
+
+
 class ChatMessage(TypedDict):
-    """A message by the role "developer", "system", "user", "assistant", or one of the template."""
+    """A message by the role "developer", "system", "user", "assistant", "tool", or one of the
+    template."""
 
     role: str
     content: str
+    reasoning: NotRequired[str]
+    """Thoughts of an assistant, for templates that read them."""
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    """Calls that an assistant has made."""
+    tool_call_id: NotRequired[str]
+    """The call of which a tool's message is the result."""
+    name: NotRequired[str]
+    """Name of the tool of which a message is the result."""
 
 
 @dataclass(frozen=True, slots=True)

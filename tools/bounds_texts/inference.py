@@ -33,13 +33,14 @@ INFERENCE_FIELDS: Sequence[Line] = (
     ),
     line(
         "Generate.chat.{messages,add_generation_prompt,continue_final_message} "
-        "Generate.chat.messages.{role,content} Generate.add_special_tokens",
+        "Generate.chat.messages.{role,content,reasoning,name,tool_call_id,tool_calls} "
+        "Generate.chat.messages.tool_calls.{name,arguments,id} Generate.add_special_tokens",
         "a chat, its text, and its tokens",
         "the texts until they are tokenised; the tokens as long as the request",
         ACCOUNT,
         "4 MiB a message, `--request-memory`, share; no more than `--max-model-len` messages",
         "test_chat_of_more_messages_than_the_context_has_tokens_is_refused "
-        "test_too_many_entries_are_refused",
+        "test_too_many_entries_are_refused test_messages_out_of_range_name_the_field",
     ),
     line(
         "Generate.{request_id,cache_salt}",
@@ -159,11 +160,14 @@ INFERENCE_FIELDS: Sequence[Line] = (
 
 HTTP_FIELDS: Sequence[Line] = (
     line(
-        "messages messages.{role,content} prompt token_ids",
+        "messages messages.{role,content,reasoning_content,reasoning,name,tool_call_id,tool_calls} "
+        "messages.tool_calls.id messages.tool_calls.function.{name,arguments} "
+        "prompt token_ids",
         "prompts, and their tokens",
         "the body until its prompts are tokenised; the tokens as long as the request",
         CALLER,
-        "4 MiB a body, whose parts are counted before it is parsed; 16,384 messages, 128 prompts",
+        "4 MiB a body, whose parts are counted before it is parsed; 16,384 messages, each with 128 "
+        "calls of tools, names of 256 and ids of 512 characters; 128 prompts",
         "test_bodies_of_many_parts_are_refused_before_they_are_parsed "
         "test_chats_have_as_many_messages_as_over_grpc",
     ),
@@ -242,13 +246,12 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_request_ids_are_the_callers test_errors_name_the_field",
     ),
     line(
-        "metadata user safety_identifier prompt_cache_key service_tier messages.{name,id,"
-        "annotations,reasoning_content,reasoning,reasoning_details,thinking_blocks}",
+        "metadata user safety_identifier prompt_cache_key service_tier messages.{id,"
+        "annotations,reasoning_details,thinking_blocks} messages.tool_calls.{type,index}",
         "nothing; the service discards them",
         "until the body is read",
         CALLER,
-        "16 entries; 512 characters each, a message's name 256, its lists 1,024 entries; else the "
-        "4 MiB of a body",
+        "16 entries; 512 characters each, lists of messages 1,024 entries; else 4 MiB of a body",
         "test_fields_without_effect_are_bounded test_fields_of_messages_without_effect_are_bounded",
     ),
     line(
@@ -263,7 +266,7 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_errors_name_the_field test_bad_bodies_name_the_field",
     ),
     line(
-        "messages.{refusal,audio,function_call,tool_calls} store modalities tools functions "
+        "messages.{refusal,audio,function_call} store modalities tools functions "
         "tool_choice function_call parallel_tool_calls logit_bias suffix features "
         "kv_transfer_params detokenize "
         "skip_special_tokens spaces_between_special_tokens output_kind "

@@ -13,7 +13,7 @@ from adapter_store.api.bounds import REQUESTS as STORE_REQUESTS
 from adapter_store.catalog.tables.schema import metadata
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.http.adapters import LoadBody, UnloadBody
-from inference_svc.api.http.chat import ChatBody
+from inference_svc.api.http.chat.endpoint import ChatBody
 from inference_svc.api.http.completions import CompletionBody
 from inference_svc.api.http.tokens import TokensBody
 from loadout.adapter_store.v1 import adapter_store_pb2

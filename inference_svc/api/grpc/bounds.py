@@ -30,6 +30,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
         max_items={
             "token_ids.ids": 2 * max_model_len,
             "chat.messages": MAX_MESSAGES,
+            "chat.messages.tool_calls": MAX_MESSAGES,
             "adapters": 2 * MAX_PARTS,  # the limit itself is told by name
             "sampling.stop": MAX_STOPS,
             "sampling.stop_token_ids": MAX_STOP_TOKEN_IDS,

@@ -15,13 +15,13 @@ from inference_svc.api.generate_call import (
     MAX_CHOICES,
     MAX_ID_CHARS,
     GenerateCall,
-    checked_chat,
     checked_parts,
     checked_resume,
     checked_sampling,
     random_seed,
 )
 from inference_svc.api.grpc import results
+from inference_svc.api.grpc.prompts import check, from_prompt
 from inference_svc.core import (
     NO_DEFAULTS,
     FinishReason,
@@ -42,7 +42,6 @@ from inference_svc.grammars.grammar import Grammar
 from inference_svc.host.cpus import Processor
 from inference_svc.results.base import NOTHING, Scope, Wanted, grouped
 from inference_svc.store.adapter_resolver import Binding
-from inference_svc.text.prompt import ChatMessage, Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
 
@@ -84,11 +83,11 @@ def from_generate_request(
 ) -> GenerateCall:
     """Converts a message within its bounds; `deadline_s` is the caller's, in monotonic time. Raises
     InvalidArgument, naming the field."""
-    _check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
-    _check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
+    check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
+    check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
     if request.adapters and request.adapter:
         raise InvalidArgument("adapters must be empty where adapter is set", subject="adapters")
-    _check(request.n <= MAX_CHOICES, "n", f"at most {MAX_CHOICES}")
+    check(request.n <= MAX_CHOICES, "n", f"at most {MAX_CHOICES}")
     wanted = results.from_request(request, defaults.logprobs_mode)
     sampling = from_sampling(
         request.sampling,
@@ -102,7 +101,7 @@ def from_generate_request(
         parts=checked_parts(
             [(p.ref, p.scale if p.HasField("scale") else 1.0) for p in request.adapters]
         ),
-        prompts=(_from_prompt(request, vocab_size),),
+        prompts=(from_prompt(request, vocab_size),),
         sampling=sampling,
         wanted=wanted,
         min_revision=request.min_revision,
@@ -131,7 +130,7 @@ def _from_structure(sampling: pb.SamplingParams) -> Grammar | None:
     if form == "grammar":
         return Grammar.grammar(structure.grammar, field)
     forms = "one of json_schema, json_object, regex, choice, grammar"
-    _check(structure.json_object, "sampling.structure", forms)
+    check(structure.json_object, "sampling.structure", forms)
     return Grammar.json_object(field)
 
 
@@ -155,31 +154,6 @@ def from_pause_request(request: pb.PauseGenerationRequest) -> tuple[PauseMode, f
     if not request.HasField("resume_after_seconds"):
         return mode, 0.0
     return mode, checked_resume(request.resume_after_seconds)
-
-
-def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
-    kind = request.WhichOneof("prompt")
-    adds = request.add_special_tokens if request.HasField("add_special_tokens") else None
-    if kind == "text":
-        return Text(request.text, adds is not False)
-    if kind == "token_ids":
-        _check(not adds, "add_special_tokens", "false for token ids, to which nothing is added")
-        ids = tuple(request.token_ids.ids)
-        largest = max(ids, default=0)
-        _check(largest < vocab_size, "token_ids", f"below {vocab_size}; {largest} is no token")
-        return ids
-    if kind == "chat":
-        chat = request.chat
-        _check(bool(chat.messages), "chat", "at least one message")
-        prompts = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
-        return checked_chat(
-            tuple(ChatMessage(m.role, m.content) for m in chat.messages),
-            prompts,
-            chat.continue_final_message,
-            bool(adds),
-            "chat.",
-        )
-    raise InvalidArgument("prompt is missing: one of text, token_ids, chat", subject="prompt")
 
 
 def from_sampling(
@@ -213,11 +187,6 @@ def from_sampling(
         ),
     )
     return checked_sampling(params, vocab_size, "sampling.", is_prompt_enough=is_prompt_enough)
-
-
-def _check(holds: bool, field: str, requirement: str) -> None:
-    if not holds:
-        raise InvalidArgument(f"{field} must be {requirement}", subject=field)
 
 
 # --- responses ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from inference_svc.api.http.adapters import Adapters
-from inference_svc.api.http.chat import ChatBody, ChatCompletions
+from inference_svc.api.http.chat.endpoint import ChatBody, ChatCompletions
 from inference_svc.api.http.completions import CompletionBody, Completions
 from inference_svc.api.http.errors import handle_error
 from inference_svc.api.http.generate import GenerateRoute

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 from pydantic import Field, PlainValidator
 
 from inference_svc.api.generate_call import MAX_CHOICES
-from inference_svc.api.http.chat import MIN_LOGPROB, prompt_logprobs
+from inference_svc.api.http.chat.formatter import MIN_LOGPROB, prompt_logprobs
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.generation_body import GenerationBody
 from inference_svc.api.http.response import FINISH_REASONS, Choice

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator
 
 from inference_svc.api.generate_call import GenerateCall
-from inference_svc.api.http.chat import ChatFormatter
+from inference_svc.api.http.chat.formatter import ChatFormatter
 from inference_svc.api.http.completions import DEFAULT_MAX_TOKENS, are_ids
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.generation_body import RequestBody, SamplingBody

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from inference_svc.errors import ChatTemplateInvalid, TemplateTimeout
-from inference_svc.text.prompt import Chat
+from inference_svc.text.chat import Chat
 from servicekit.errors import InvalidArgument
 from servicekit.sandbox.process import Answer, Limits, SandboxFailure, SandboxProcess, Task
 
@@ -60,9 +60,7 @@ class TemplateProcesses:
         request = {
             "source": source,
             "specials": dict(specials),
-            "messages": [[each.role, each.content] for each in chat.messages],
-            "add_generation_prompt": chat.add_generation_prompt,
-            "continue_final_message": chat.continue_final_message,
+            "chat": chat.to_json(),
             "max_chars": max_chars,
             "max_seconds": max_seconds,
         }

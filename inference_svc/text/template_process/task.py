@@ -13,8 +13,8 @@ from collections import OrderedDict
 from typing import Any
 
 from inference_svc.errors import TemplateTimeout
+from inference_svc.text.chat import Chat
 from inference_svc.text.chat_template import ChatTemplate
-from inference_svc.text.prompt import Chat, ChatMessage
 from servicekit.errors import InvalidArgument
 
 EXTRA_SECONDS = 0.5
@@ -59,11 +59,7 @@ def answer(request: dict[str, Any]) -> tuple[bytes, str]:
             raise
         except Exception as error:  # jinja's parser and Python's compiler raise any
             return b"I", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-        chat = Chat(
-            tuple(ChatMessage(role, content) for role, content in request["messages"]),
-            add_generation_prompt=request["add_generation_prompt"],
-            continue_final_message=request["continue_final_message"],
-        )
+        chat = Chat.from_json(request["chat"])
         return b"T", template.render(chat, request["max_chars"], max_seconds)
     except TemplateTimeout as error:
         return b"S", error.message[:MAX_ERROR_CHARS]

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from contract.tokenizer_extract import TokenizerExtract, make_extract
 from inference_svc.errors import AdapterUnusable, TokenizerChanged
 from inference_svc.text.adapter_tokenizer import BaseTokenizer
+from inference_svc.text.chat import Chat, ChatMessage
 from inference_svc.text.detokenizer import Detokenizer
-from inference_svc.text.prompt import Chat, ChatMessage
 from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.text_model import TextModel
 from inference_svc.text.tokenizer import Tokenizer

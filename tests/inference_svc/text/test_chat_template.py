@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from inference_svc.errors import TemplateTimeout
+from inference_svc.text.chat import Chat, ChatMessage
 from inference_svc.text.chat_template import ChatTemplate
-from inference_svc.text.prompt import Chat, ChatMessage
 from servicekit.errors import InvalidArgument
 from tests.support.models.templates import ENDLESS, REFUSED
 from tests.support.models.tokenizers import CHAT_TEMPLATE, byte_level, save_tokenizer

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from inference_svc.text.chat import Chat, ChatMessage, ToolCall
 from inference_svc.text.chat_template import ChatTemplate
-from inference_svc.text.prompt import Chat, ChatMessage
 from inference_svc.text.template_process import TemplateProcesses
 from servicekit.errors import InvalidArgument
-from tests.support.models.templates import FAMILIES
+from tests.support.models.templates import FAMILIES, TOOLED
 from tests.support.models.tokenizers import byte_level, save_tokenizer
 
 pytestmark = pytest.mark.matrix
@@ -53,7 +54,7 @@ def chat_of(*messages: tuple[str, str], continues: bool = False) -> Chat:
 
 
 def render(family: str, chat: Chat) -> str:
-    return ChatTemplate(FAMILIES[family], SPECIALS).render(chat, 10_000, 5.0)
+    return ChatTemplate({**FAMILIES, **TOOLED}[family], SPECIALS).render(chat, 10_000, 5.0)
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -169,6 +170,9 @@ def test_adapters_templates_have_the_same_rules() -> None:
         for name, chat in CHATS.items():
             if ("llama2", name) not in REFUSED:
                 assert of_child("llama2", chat_of(*chat)) == render("llama2", chat_of(*chat))
+        assert processes.render(TOOLED["qwen3"], SPECIALS, HISTORY, 10_000, 5.0) == render(
+            "qwen3", HISTORY
+        )
         final = chat_of(USER, ANSWER, continues=True)
         assert of_child("gemma3", final) == render("gemma3", final)
         for chat in (CHATS["late system"], (("banana", "a"),)):
@@ -189,3 +193,66 @@ def test_chats_of_many_messages_are_checked_in_time() -> None:
     messages = [("user", f"{index} a longer text\nof two lines") for index in range(8000)]
     source = "{% for m in messages | reverse %}{{ m.content.replace('\n', ' ') }}{% endfor %}"
     assert ChatTemplate(source, {}).render(chat_of(*messages), 1 << 20, 5.0)
+
+
+WEATHER = ToolCall("weather", '{"city": "Bern", "days": [1, 2]}', "abcdefghi")
+ASKED = ChatMessage("user", "rain?")
+CALLED = ChatMessage("assistant", "", "I look", (WEATHER,))
+RESULT = ChatMessage("tool", "12 degrees", tool_call_id="abcdefghi", name="weather")
+HISTORY = Chat((ASKED, CALLED, RESULT))
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        (
+            "qwen3",
+            '<think>\nI look\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": '
+            '{"city": "Bern", "days": [1, 2]}}\n</tool_call>\n<|im_end|>\n'
+            "<|im_start|>user\n<tool_response>\n12 degrees\n</tool_response><|im_end|>",
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern", "days": [1, 2]}, '
+            '"id": "abcdefghi"}]</s>[TOOL_RESULTS] {"content": 12 degrees, "call_id": "abcdefghi"}',
+        ),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>I look<|end|><|start|>assistant to=functions.weather"
+            '<|channel|>commentary json<|message|>{"city": "Bern", "days": [1, 2]}<|call|>'
+            "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>12 degrees",
+        ),
+    ],
+)
+def test_calls_results_and_thoughts_of_a_history_are_in_the_prompt(
+    family: str, expected: str
+) -> None:
+    """vllm#10463: `reasoning_content` comes back, and templates call it by three names."""
+    assert expected in render(family, HISTORY)
+
+
+def test_thoughts_are_left_out_where_the_template_has_no_place_for_them() -> None:
+    said = replace(CALLED, content="let me see")
+    assert "I look" not in render("harmony", Chat((ASKED, said, RESULT)))
+    answered = ChatMessage("assistant", "yes", "I look")
+    assert "I look" not in render("chatml", Chat((ASKED, answered, ASKED)))
+
+
+def test_arguments_that_are_no_object_are_shown_as_they_are() -> None:
+    for arguments in ('{"city": "Be', "[1]", "", "[" * 100_000):
+        history = Chat((ASKED, replace(CALLED, tool_calls=(ToolCall("weather", arguments),))))
+        text = ChatTemplate(TOOLED["qwen3"], {}).render(history, 1 << 20, 5.0)
+        assert f'"arguments": {arguments}}}\n</tool_call>' in text
+
+
+def test_calls_that_the_template_would_drop_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="shows no calls of tools") as caught:
+        render("chatml", HISTORY)
+    assert caught.value.subject == "chat.messages[1].tool_calls"
+
+
+def test_results_are_not_left_out() -> None:
+    source = "{{ messages[0].content }}{% if messages[1].tool_calls %}{% endif %}"
+    with pytest.raises(InvalidArgument, match="leaves this tool message out") as caught:
+        ChatTemplate(source, {}).render(HISTORY, 1000, 1.0)
+    assert caught.value.subject == "chat.messages[2].content"

@@ -5,15 +5,8 @@ import time
 import pytest
 
 from inference_svc.errors import TemplateTimeout
-from inference_svc.text.prompt import (
-    INLINE_CHARS,
-    TEMPLATE_CHARS,
-    Chat,
-    ChatMessage,
-    Prompt,
-    PromptEncoder,
-    Text,
-)
+from inference_svc.text.chat import TEMPLATE_CHARS, Chat, ChatMessage
+from inference_svc.text.prompt import INLINE_CHARS, Prompt, PromptEncoder, Text
 from servicekit.errors import InvalidArgument
 from servicekit.work_budget import WorkBudget
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from inference_svc.errors import AdapterUnusable, TemplateTimeout
-from inference_svc.text.prompt import Chat, ChatMessage
+from inference_svc.text.chat import Chat, ChatMessage
 from inference_svc.text.template_process import NUM_CHILDREN, TemplateProcesses
 from inference_svc.text.template_process.task import MAX_TEMPLATES, Templates
 from servicekit.errors import InvalidArgument, ServiceError

@@ -12,7 +12,7 @@ import tokenizers as hf
 from transformers import AutoTokenizer
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.text.prompt import Chat, ChatMessage
+from inference_svc.text.chat import Chat, ChatMessage
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from servicekit.errors import InvalidArgument
 from tests.support.models.tokenizers import CHAT_TEMPLATE, byte_level, save_tokenizer

@@ -120,3 +120,57 @@ FAMILIES = {
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}"
     "{% endfor %}" + _PROMPT + "{{ '<|start|>assistant' }}{% endif %}",
 }
+
+_CALLS = (
+    '{% for c in m.tool_calls or [] %}{{ \'<tool_call>\n{"name": "\' + c.function.name + '
+    '\'", "arguments": \' + (c.function.arguments if c.function.arguments is string '
+    "else c.function.arguments | tojson) + '}\n</tool_call>\n' }}{% endfor %}"
+)
+TOOLED = {
+    # Thoughts of a field of their own, and calls in tags: Qwen 3.
+    "qwen3": "{% if tools %}{{ '<|im_start|>system\n<tools>' }}{% for t in tools %}"
+    "{{ '\n' + t | tojson }}{% endfor %}{{ '\n</tools> in <tool_call></tool_call>, with the keys "
+    '"arguments" and "name"<|im_end|>\n\' }}{% endif %}'
+    "{% for m in messages %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' }}"
+    "{% if m.reasoning_content %}"
+    "{{ '<think>\n' + m.reasoning_content.strip('\n') + '\n</think>\n\n' }}{% endif %}"
+    "{% if m.role == 'tool' %}{{ '<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% else %}{{ m.content }}{% endif %}"
+    + _CALLS
+    + "{{ '<|im_end|>\n' }}{% endfor %}"
+    + _CHATML_PROMPT
+    + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+    # Ids of nine letters, and one result a message: Mistral.
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and loop.last %}{{ '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}"
+    "{% endif %}{{ '[INST] ' + m.content + '[/INST]' }}"
+    "{% elif m.tool_calls is defined and m.tool_calls %}{{ '[TOOL_CALLS] [' }}"
+    "{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    "{% endif %}"
+    "{{ (c.function | tojson)[:-1] + ', \"id\": \"' + c.id + '\"}' }}"
+    "{{ ', ' if not loop.last else ']' + eos_token }}{% endfor %}"
+    "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS] {\"content\": ' + m.content + "
+    "', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
+    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
+    # Thoughts in a channel, and never next to a text with a call: gpt-oss.
+    "harmony": "{{ '<|start|>system<|message|>Reasoning: ' + reasoning_effort | default('medium') "
+    "+ '<|end|>' }}{% if tools %}{{ '<|start|>developer<|message|># Tools' }}{% for t in tools %}"
+    "{{ '\ntype ' + t.function.name + ' = ' + t.function.parameters | tojson }}{% endfor %}"
+    "{{ '<|end|>' }}{% endif %}{% for m in messages %}{% if 'tool_calls' in m %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('Cannot pass both content and thinking "
+    "in an assistant message with tool calls!') }}{% endif %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + (m.thinking or m.content) "
+    "+ '<|end|>' }}"
+    "{% set call = m.tool_calls[0].function %}"
+    "{{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' "
+    "+ call.arguments | tojson + '<|call|>' }}{% elif m.role == 'tool' %}"
+    "{{ '<|start|>functions.' + m.name + ' to=assistant<|channel|>commentary<|message|>' "
+    "+ m.content + '<|end|>' }}"
+    "{% elif m.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}"
+    "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{% endfor %}" + _PROMPT + "{{ '<|start|>assistant' }}{% endif %}",
+}
+"""Families that know tools."""

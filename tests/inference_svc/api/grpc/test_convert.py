@@ -21,7 +21,8 @@ from inference_svc.results.base import Wanted
 from inference_svc.results.logprobs import LogprobsOption, PackedLogprobs, TokenLogprobs
 from inference_svc.results.routed_experts import RoutedExperts
 from inference_svc.store.adapter_resolver import Binding
-from inference_svc.text.prompt import Chat, ChatMessage, Text
+from inference_svc.text.chat import Chat, ChatMessage, ToolCall
+from inference_svc.text.prompt import Text
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
@@ -167,6 +168,57 @@ def test_options_of_a_chat(
 def test_special_tokens_of_a_text(given: bool | None, adds: bool) -> None:
     request = pb.GenerateRequest(text="a", add_special_tokens=given)
     assert convert.from_generate_request(request, VOCAB).prompts == (Text("a", adds),)
+
+
+def chat_request(*messages: pb.ChatMessage) -> pb.GenerateRequest:
+    return pb.GenerateRequest(chat=pb.ChatMessages(messages=messages))
+
+
+def test_fields_of_messages() -> None:
+    call = pb.ToolCall(name="weather", arguments="{}", id="c1")
+    request = chat_request(
+        pb.ChatMessage(role="user", content="hi", name="ada", reasoning="hm"),
+        pb.ChatMessage(role="assistant", reasoning="hm", tool_calls=[call]),
+        pb.ChatMessage(role="tool", content="12", tool_call_id="c1", name="weather"),
+    )
+    assert convert.from_generate_request(request, VOCAB).prompts == (
+        Chat(
+            (
+                ChatMessage("user", "hi"),
+                ChatMessage("assistant", "", "hm", (ToolCall("weather", "{}", "c1"),)),
+                ChatMessage("tool", "12", tool_call_id="c1", name="weather"),
+            )
+        ),
+    )
+
+
+LONG = "x" * 600
+CALL = pb.ToolCall(name="a")
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.ChatMessage(role="tool", name=LONG), "name"),
+        (pb.ChatMessage(role="tool", tool_call_id=LONG), "tool_call_id"),
+        (pb.ChatMessage(role="user", tool_call_id="a"), "tool_call_id"),
+        (pb.ChatMessage(role="user", tool_calls=[CALL]), "tool_calls"),
+        (pb.ChatMessage(role="assistant", tool_calls=[CALL] * 129), "tool_calls"),
+        (
+            pb.ChatMessage(role="assistant", tool_calls=[CALL, pb.ToolCall()]),
+            "tool_calls[1].name",
+        ),
+        (
+            pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="a", id=LONG)]),
+            "tool_calls[0].id",
+        ),
+    ],
+)
+def test_messages_out_of_range_name_the_field(message: pb.ChatMessage, field: str) -> None:
+    user = pb.ChatMessage(role="user", content="a")
+    with pytest.raises(InvalidArgument) as caught:
+        convert.from_generate_request(chat_request(user, message), VOCAB)
+    assert caught.value.subject == f"chat.messages[1].{field}"
 
 
 USER = pb.ChatMessage(role="user", content="a")

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from inference_svc.api.http.chat import ChatFormatter
+from inference_svc.api.http.chat.formatter import ChatFormatter
 from inference_svc.results.logprobs import TokenLogprobs
 from inference_svc.text.pieces import Pieces
 from tests.support.inference.front import Front
@@ -248,6 +248,7 @@ def test_fields_without_effect_are_accepted(serve_http) -> None:
     serve_http(body, kind="byte_level")
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -255,6 +256,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "banana", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "a", "prefix": True}]}, "messages[0].prefix"),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]},
+        "messages[0].tool_calls",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_call_id": "1"}]},
+        "messages[0].tool_call_id",
+    ),
+    ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
     ({"extra_body": {"continue_final_message": True}}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (

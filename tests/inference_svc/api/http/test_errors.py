@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from inference_svc import errors
 from inference_svc.api.generate_call import MAX_MESSAGES
-from inference_svc.api.http.chat import ChatBody
+from inference_svc.api.http.chat.endpoint import ChatBody
 from inference_svc.api.http.completions import CompletionBody
 from inference_svc.api.http.errors import ERROR_STATUSES, error_object
 from inference_svc.api.http.request import (
@@ -377,6 +377,9 @@ def test_fields_without_effect_are_bounded(fields: dict[str, Any], param: str) -
     assert caught.value.subject.startswith(param)
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -390,7 +393,9 @@ def test_fields_without_effect_are_bounded(fields: dict[str, Any], param: str) -
         ("thinking_blocks", "text"),
         ("refusal", "no"),
         ("audio", {"id": "a"}),
-        ("tool_calls", [{"id": "a"}]),
+        ("tool_calls", [CALL] * 129),
+        ("tool_calls", 5),
+        ("tool_call_id", "i" * 513),
         ("prefix", True),
     ],
 )

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from inference_svc.api.http import response, results
-from inference_svc.api.http.chat import ChatFormatter
+from inference_svc.api.http.chat.formatter import ChatFormatter
 from inference_svc.api.http.completions import CompletionFormatter
 from inference_svc.api.http.response import PART_BYTES, FullResponse
 from inference_svc.api.http.results import SLICE_TOKENS, ExpertsForm

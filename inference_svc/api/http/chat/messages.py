@@ -1,0 +1,120 @@
+"""Messages as OpenAI's API and its clients write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator
+
+from inference_svc.api.generate_call import (
+    MAX_MESSAGE_NAME_CHARS,
+    MAX_TOOL_CALL_ID_CHARS,
+    MAX_TOOL_CALLS,
+    checked_message,
+)
+from inference_svc.api.http.generation_body import Ignored
+from inference_svc.api.http.request import Body
+from inference_svc.text.chat import ChatMessage, ToolCall
+from servicekit.errors import InvalidArgument
+
+MAX_KIND_CHARS = 64
+"""How much of a part's type an error quotes."""
+MAX_ANNOTATIONS = 1024
+
+_Anything = Annotated[list[Any], Field(max_length=MAX_ANNOTATIONS)]
+
+
+def _to_text(value: object) -> str | None:
+    """Joins a text in parts."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a text or a list of parts")
+    return "".join(map(_to_part, value))
+
+
+def _to_part(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(value, dict) and value.keys() == {"type", "text"}:
+        text = value["text"]
+        if kind == "text" and isinstance(text, str):
+            return text
+    found = f", not {kind[:MAX_KIND_CHARS]}" if isinstance(kind, str) and kind != "text" else ""
+    raise ValueError(
+        f'a part must be {{"type": "text", "text": ...}}: only text is supported{found}'
+    )
+
+
+class CalledFunction(Body):
+    name: Annotated[str, Field(min_length=1, max_length=MAX_MESSAGE_NAME_CHARS)]
+    arguments: str
+
+
+class CalledTool(Body):
+    """A call in a history: of our answers, or put together of a stream's parts."""
+
+    function: CalledFunction
+    id: Annotated[str, Field(max_length=MAX_TOOL_CALL_ID_CHARS)] | None = None
+
+    # Accepted, without effect.
+    type: Literal["function"] | None = None
+    index: Annotated[int, Field(ge=0)] | None = None  # of streams: LangChain keeps it
+
+    def to_call(self) -> ToolCall:
+        return ToolCall(self.function.name, self.function.arguments, self.id or "")
+
+
+class Message(Body):
+    """All fields of our responses are accepted back, and so are fields of others' responses that
+    clients keep in their history, if they change nothing about the text."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Annotated[str | None, PlainValidator(_to_text)] = None
+    reasoning_content: str | None = None  # DeepSeek, vLLM, LiteLLM: litellm#30835
+    reasoning: str | None = None  # OpenRouter, vLLM: can1357/oh-my-pi#1157
+    tool_calls: (
+        Annotated[list[CalledTool], Field(fail_fast=True), Field(max_length=MAX_TOOL_CALLS)] | None
+    ) = None
+    tool_call_id: Annotated[str, Field(max_length=MAX_TOOL_CALL_ID_CHARS)] | None = None
+    name: Annotated[str, Field(max_length=MAX_MESSAGE_NAME_CHARS)] | None = None
+
+    # Accepted, without effect: templates know none.
+    id: Ignored | None = None  # agents' histories: vllm#10463
+    annotations: _Anything | None = None  # OpenAI's responses with web search
+    reasoning_details: _Anything | None = None  # OpenRouter: Roo-Code#11429
+    thinking_blocks: _Anything | None = None  # LiteLLM: litellm#32684
+
+    # Accepted with values that change nothing: OpenAI's responses.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str | None:
+        """The content; an assistant's may be empty or absent. None: it is missing."""
+        return "" if self.content is None and self.role == "assistant" else self.content
+
+
+def to_messages(messages: Sequence[Message]) -> Iterator[ChatMessage]:
+    """Raises InvalidArgument for a message without content that needs some, and for fields of other
+    roles' messages."""
+    for index, message in enumerate(messages):
+        text = message.text
+        if text is None:
+            field = f"messages[{index}].content"
+            raise InvalidArgument(
+                f"{field}: must be a text or a list of parts; only an assistant's may be missing",
+                subject=field,
+            )
+        yield checked_message(
+            ChatMessage(
+                message.role,
+                text,
+                message.reasoning_content or message.reasoning or "",
+                tuple(call.to_call() for call in message.tool_calls or ()),
+                message.tool_call_id or "",
+                message.name or "",
+            ),
+            f"messages[{index}]",
+        )

@@ -1,0 +1,116 @@
+"""A conversation: its messages, the calls of tools in them, and what it is rendered with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CALL_CHARS = 60
+"""The approximate length that a chat template adds to each call of a tool."""
+TEMPLATE_CHARS = 20
+"""The approximate length that it adds to each message."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant has made. `arguments` is a text as the model wrote it: JSON, unless
+    the model erred."""
+
+    name: str
+    arguments: str
+    call_id: str = ""
+
+    def to_template(self) -> dict[str, Any]:
+        """Returns the call in the form that chat templates read: with the arguments as an object,
+        or as the text that they are if they are none."""
+        try:
+            found = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            found = None
+        arguments = found if isinstance(found, dict) else self.arguments
+        function = {"name": self.name, "arguments": arguments}
+        identity = {"id": self.call_id} if self.call_id else {}
+        return {**identity, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """`reasoning` and `tool_calls` are an assistant's; `tool_call_id` and `name` belong to the
+    result of a call."""
+
+    role: str
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    @property
+    def num_chars(self) -> int:
+        """The approximate length that it has in a prompt."""
+        calls = sum(len(c.name) + len(c.arguments) + CALL_CHARS for c in self.tool_calls)
+        texts = len(self.role) + len(self.content) + len(self.reasoning)
+        return texts + len(self.tool_call_id) + len(self.name) + calls + TEMPLATE_CHARS
+
+    def to_template(self, reasoning_field: str) -> dict[str, Any]:
+        """Returns the message in the form that chat templates read. Fields that it has not are
+        absent, because templates ask for them so."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning and reasoning_field:
+            found[reasoning_field] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [call.to_template() for call in self.tool_calls]
+        if self.tool_call_id:
+            found["tool_call_id"] = self.tool_call_id
+        if self.name:
+            found["name"] = self.name
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation. With `continue_final_message` the answer continues its last message, and
+    without `add_generation_prompt` nothing follows its last message."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    """In addition to those that the chat template writes."""
+
+    @property
+    def num_chars(self) -> int:
+        """The approximate length that it has in a prompt."""
+        return sum(message.num_chars for message in self.messages)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `from_json` makes the conversation of."""
+        return {
+            "messages": [
+                [m.role, m.content, m.reasoning, _calls_to_json(m), m.tool_call_id, m.name]
+                for m in self.messages
+            ],
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Chat:
+        return cls(
+            tuple(
+                ChatMessage(role, content, reasoning, _calls_from_json(calls), call_id, name)
+                for role, content, reasoning, calls, call_id, name in found["messages"]
+            ),
+            add_generation_prompt=found["add_generation_prompt"],
+            continue_final_message=found["continue_final_message"],
+        )
+
+
+def _calls_to_json(message: ChatMessage) -> list[list[str]]:
+    return [[call.name, call.arguments, call.call_id] for call in message.tool_calls]
+
+
+def _calls_from_json(found: list[list[str]]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(*each) for each in found)
