@@ -181,7 +181,7 @@ async def _serve_node(config: InferenceSettings, stop: asyncio.Event) -> None:
 
 
 def _load_tokenizer(config: InferenceSettings) -> TextModel:
-    return Tokenizer(config.model) if config.tokenizer else NoTokenizer()
+    return Tokenizer(config.model, config.tool_parser) if config.tokenizer else NoTokenizer()
 
 
 def describe_layout(config: InferenceSettings) -> str:

@@ -49,6 +49,12 @@ NO_MODEL = (
     "or with a revision Qwen/Qwen3-0.6B@main"
 )
 
+ToolParser = Literal[  # noqa: RUF041 (one name a line is too long for this file)
+    Literal["auto", "none", "command_r", "function_gemma", "gemma", "glm", "granite"],
+    Literal["harmony", "hermes", "llama3", "mistral", "phi", "qwen_coder"],
+]
+"""The names of syntaxes in `text.answers`."""
+
 MODEL = Group("Model")
 STORE = Group("Adapter store")
 DEVICE = Group("Device")
@@ -105,6 +111,10 @@ class InferenceSettings(ServiceSettings):
     tokenizer: Annotated[bool, MODEL] = True
     """Load the model's tokenizer. If off, requests and responses contain token ids only; text,
     chats and stop strings are refused."""
+
+    tool_parser: Annotated[ToolParser, MODEL] = "auto"
+    """Syntax in which the model writes calls of tools. auto: the syntax that the chat template
+    teaches. none: requests with tools are refused. An adapter's own chat template counts more."""
 
     aliases: Annotated[Names, MODEL] = ()
     """Additional names of the base model."""

@@ -210,13 +210,17 @@ def test_support_is_mapped() -> None:
 
 
 SMALL_ON_PURPOSE = {
+    **{
+        f"inference_svc.text.answers.{name}": "a syntax is one module"
+        for name in ("command_r", "granite", "hermes", "llama3", "mistral", "phi")
+    },
+    "inference_svc.text.answers.forced": "the request to a grammar engine",
     "adapter_store.catalog.expiry": "the part of the catalog that the collector holds",
     "adapter_store.catalog.layout_usage": "has a thread of its own; its neighbours are queries",
     "adapter_store.registration.rate_limit": "one algorithm, with tests of its own",
     "adapter_store.replication.pin_refresh": "reacts to changes that other replicas make",
     "adapter_store.service.reading": "a use case, as its neighbours",
     "adapter_store.service.watching": "a use case, as its neighbours",
-    "inference_svc.api.grpc.bounds": "a table, which is to be found",
     "inference_svc.api.life_cycle": "use cases, as its neighbours",
     "inference_svc.engine.policy.states.prefix": "the format of keys, with tests of its own",
     "inference_svc.frontend.watchdog": "only checks that the engine still answers",

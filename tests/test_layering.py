@@ -341,6 +341,8 @@ def test_kernels_does_not_disturb_transformers() -> None:
 
 
 NAMING_FAMILIES = {
+    "inference_svc.config": "operators choose the parser of answers by its family",
+    "inference_svc.text.answers": "families write calls of tools in syntaxes of their own",
     "inference_svc.model.gguf": "files name their family in words of their own",
     "inference_svc.model.rope": "kinds of rotation are called by who made them",
 }

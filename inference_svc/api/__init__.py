@@ -5,6 +5,7 @@ access           who may call: authorises callers, and audits their changes
 residents        operators' use cases of adapters: load, unload, pin, list, inspect
 life_cycle       operators' calls that stop and start all generation
 generate_call    a call to generate: its fields, their checks, its engine requests
+tools            tools of a request, and the readers of its answers
 generate_stream  runs the requests of a call, and merges their deltas
 followers        requests that follow their adapter's name to newer versions
 request_record   one record per request: metrics, log line and trace

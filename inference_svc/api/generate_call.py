@@ -8,14 +8,15 @@ import secrets
 import struct
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from inference_svc.api.tools import ReadingOptions
 from inference_svc.core import MAX_PARTS, AdapterKey, Request, SamplingParams, VersionPolicy
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.base import NOTHING, Scope, Wanted
 from inference_svc.store.adapter_resolver import Binding
-from inference_svc.text.chat import Chat, ChatMessage
+from inference_svc.text.chat import Chat, ChatMessage, Tool, Variable
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
@@ -31,6 +32,12 @@ MAX_TOOL_CALLS = 128
 """Calls in one message: as many as OpenAI allows tools in a request."""
 MAX_TOOL_CALL_ID_CHARS = 512
 MAX_MESSAGE_NAME_CHARS = 256
+
+MAX_VARIABLES, MAX_VARIABLE_NAME_CHARS, MAX_VARIABLE_CHARS = 16, 64, 512
+"""Arguments of a chat template."""
+MAX_VARIABLE = 1 << 53
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+"""OpenAI's."""
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -55,7 +62,8 @@ class GenerateCall:
     `adapter_field`, `stop_field` and `max_tokens_field` are the caller's names of these fields, the
     last "" where it gave no limit. `max_logprobs` bounds the logprobs of all requests together;
     with `withholds_parts` an answer has no results of a stop string's tokens. An id that is not
-    unique, such as an id that a mesh sends with many calls, is none to the engine.
+    unique, such as an id that a mesh sends with many calls, is none to the engine. An answer whose
+    call has no `reading` is given as it is.
     """
 
     request_id: str
@@ -78,6 +86,7 @@ class GenerateCall:
     echo: bool = False
     withholds_parts: bool = False
     grammar: Grammar | None = None
+    reading: ReadingOptions | None = None
 
     def without_prompts(self) -> GenerateCall:
         """Returns the parts of the call that are still needed once its requests are made."""
@@ -248,6 +257,7 @@ def checked_chat(
     continue_final_message: bool,
     add_special_tokens: bool,
     path: str = "",
+    tools: tuple[Tool, ...] = (),
 ) -> Chat:
     """Returns a conversation. It ends where an answer begins, unless the caller has another choice.
     Raises InvalidArgument naming the field, prefixed by `path`."""
@@ -265,7 +275,26 @@ def checked_chat(
             )
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
-    return Chat(messages, add_generation_prompt, continue_final_message, add_special_tokens)
+    return Chat(messages, add_generation_prompt, continue_final_message, add_special_tokens, tools)
+
+
+def checked_variables(found: Mapping[object, object]) -> dict[str, Variable]:
+    """Returns arguments of a chat template. Raises ValueError."""
+    if len(found) > MAX_VARIABLES:
+        raise ValueError(f"must have at most {MAX_VARIABLES} entries")
+    checked: dict[str, Variable] = {}
+    for name, value in found.items():
+        if not isinstance(name, str) or len(name) > MAX_VARIABLE_NAME_CHARS:
+            raise ValueError(f"must have names of at most {MAX_VARIABLE_NAME_CHARS} characters")
+        is_short = not isinstance(value, str) or len(value) <= MAX_VARIABLE_CHARS
+        is_finite = not isinstance(value, int | float) or abs(value) <= MAX_VARIABLE
+        if not isinstance(value, bool | int | float | str | None) or not (is_short and is_finite):
+            raise ValueError(
+                f"{name!a} must be true, false, null, a number of at most 2^53, or a text of at "
+                f"most {MAX_VARIABLE_CHARS} characters"
+            )
+        checked[name] = value
+    return checked
 
 
 def deadline_after(remaining_s: float | None) -> float | None:

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from inference_svc.api.followers import Followers
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.request_record import PromptNote, RequestLog, RequestRecord
+from inference_svc.api.tools import read_delta
 from inference_svc.core import Principal, Request
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.adapter_resolver import Binding
+from inference_svc.text.answers.families import AnswerReader
+from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.text_model import TextModel
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -39,6 +42,10 @@ class GenerateStream:
     record: RequestRecord
     base_model: str
     text: TextModel
+    decoder: TokenDecoder
+    readers: Sequence[AnswerReader] = ()
+    """Readers of each request's answer, as the `decoder` decodes it; without them its text is given
+    as it is."""
 
     @asynccontextmanager
     async def deltas(self) -> AsyncIterator[Deltas]:
@@ -101,12 +108,13 @@ class GenerateStream:
                 )
             if trace is not None:
                 request = replace(request, trace=trace.span.context)
+            reader = self.readers[index] if self.readers else None
             running = self.engine.generate(
                 request,
                 request.tenant,
                 self.principal.account,
                 trace,
-                decoder=self.text,
+                decoder=self.decoder,
                 withholds_parts=self.call.withholds_parts,
             )
             following = self.followers.follow(self.principal, self.call, self.binding, request)
@@ -114,6 +122,8 @@ class GenerateStream:
             async with aclosing(running) as deltas:
                 with following:
                     async for delta in deltas:
+                        if reader is not None:
+                            read_delta(reader, delta)
                         record.add(delta)
                         if owes_prompt:
                             yield index, await self._echoed(request)

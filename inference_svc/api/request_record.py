@@ -61,6 +61,8 @@ class RequestRecord:
     trace: GenerationTrace | None = None
     is_adapter_inactive: bool = False
     num_moves: int = 0
+    num_calls: int = 0
+    num_invalid_calls: int = 0
     _binding: Binding | None = None
     _is_running: bool = False
 
@@ -82,6 +84,8 @@ class RequestRecord:
 
     def add(self, delta: Delta) -> None:
         self.num_sent += len(delta.token_ids)
+        self.num_calls += sum(bool(piece.name) for piece in delta.calls)
+        self.num_invalid_calls += sum(bool(piece.error) for piece in delta.calls)
         if delta.version is not None and delta.version.digest != self.digest:
             self.adapter, self.digest = delta.version.label, delta.version.digest
             self.num_moves += 1
@@ -103,6 +107,8 @@ class RequestRecord:
             usage=self.usage,
             timings=self.timings,
             gave_up=isinstance(error, AdapterUnavailable),
+            num_calls=self.num_calls,
+            num_invalid_calls=self.num_invalid_calls,
         )
 
     def _names(self) -> tuple[str, ...]:
@@ -136,6 +142,8 @@ class RequestRecord:
         }
         if self.is_adapter_inactive:
             facts["adapter_inactive"] = True
+        if self.num_calls:
+            facts["tool_calls"] = self.num_calls
         if self.num_moves:
             facts["adapter_moves"] = self.num_moves
         if self.finish_reason is not None:

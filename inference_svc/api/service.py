@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +18,7 @@ from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
 from inference_svc.api.request_record import RequestLog
 from inference_svc.api.residents import Residents
+from inference_svc.api.tools import ReadingOptions
 from inference_svc.backends.speed_notes import FormatKernels
 from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
 from inference_svc.engine.control.status_types import EngineStatus
@@ -29,6 +30,9 @@ from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
 from inference_svc.store.types import AdapterPage, Registry
+from inference_svc.text.answers.families import AnswerReader
+from inference_svc.text.chat import Chat
+from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.no_tokenizer import NO_TOKENIZER
 from inference_svc.text.prompt import PromptEncoder
 from inference_svc.text.text_model import TextModel
@@ -117,6 +121,8 @@ SMALL_BYTES = 64 << 10
 """A call that takes no more is read however much work the caller's earlier ones took."""
 READ_BYTES_PER_SECOND = 200 << 20
 """The approximate rate at which one processor reads large calls."""
+END_TOKENS = 32
+"""The end of a prompt in which the marker before thoughts is, if the prompt ends with it."""
 PLACE_SECONDS = 10.0
 """How long a call waits to be read while too many bytes of others are."""
 
@@ -186,10 +192,12 @@ class Service:
                 record.bind(binding)
                 check_followed(call, binding, principal.home_tenant)
                 text = await self._text_of(binding, principal)
+                reading = _reading(call, text)
                 call = await self._with_grammar(call, text, principal, threads)
                 made = await self._to_requests(call, binding, principal, text)
                 call.check_bans(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
+                decoder, readers = _readers(reading, requests, text)
         return GenerateStream(
             call.without_prompts(),
             prompts,
@@ -202,6 +210,8 @@ class Service:
             record,
             self.facts.base_model,
             text,
+            decoder,
+            readers,
         )
 
     async def _text_of(self, binding: Binding | None, principal: Principal) -> TextModel:
@@ -337,6 +347,31 @@ class Service:
         page = await self._registry.list_adapters(tenants, page_size, page_token)
         servable = [record for record in page.records if self._directory.is_servable(record)]
         return AdapterPage(servable, page.next_token)
+
+
+def _reading(call: GenerateCall, text: TextModel) -> ReadingOptions | None:
+    """Returns how the call's answers are read, if they are. Raises InvalidArgument."""
+    if call.reading is None:
+        return None
+    call.reading.check(text.answers)
+    if not call.reading.reads(text.answers):
+        return None
+    [prompt] = call.prompts
+    if isinstance(prompt, Chat) and prompt.continue_final_message:
+        is_thinking = text.answers.is_thinking(prompt.messages[-1].content)
+        return replace(call.reading, is_thinking=is_thinking)
+    return call.reading
+
+
+def _readers(
+    reading: ReadingOptions | None, requests: Sequence[Request], text: TextModel
+) -> tuple[TokenDecoder, list[AnswerReader]]:
+    """Returns a reader for each request's answer, if it is read, and the decoder of its text."""
+    if reading is None:
+        return text, []
+    decoder = text.showing(reading.specials(text.answers))
+    ends = [decoder.decode(request.prompt_token_ids[-END_TOKENS:]) for request in requests]
+    return decoder, reading.readers(text.answers, ends)
 
 
 def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:

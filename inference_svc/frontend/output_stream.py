@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from inference_svc.core import AdapterVersion, FinishReason, Request
 from inference_svc.engine.transport.messages import Output, Timings, Usage
 from inference_svc.results.base import ResultPart, Scope
+from inference_svc.text.answers.scanner import CallPiece
 from inference_svc.text.detokenizer import Detokenizer, TokenDecoder
 from inference_svc.text.stop import StopMatcher
 from servicekit.errors import ShareExceeded
@@ -26,7 +27,7 @@ class Delta:
     """The output since the previous delta; finish reason, usage and timings are in the last one.
     `parts` of one kind are in the order of their tokens. `echoed_ids` are the prompt's tokens,
     whose text comes first. `version` has made all of its tokens; None: the version that the request
-    began with."""
+    began with. Of an answer that is read, `text` is without `thoughts` and `calls`."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -36,6 +37,8 @@ class Delta:
     timings: Timings | None = None
     version: AdapterVersion | None = None
     echoed_ids: Sequence[int] = ()
+    thoughts: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
 
 
 class Generation:

@@ -32,6 +32,12 @@ REQUESTS = (
         "disconnected), error.",
         "finish_reason",
     ),
+    _OWN.counter(
+        "tool_calls",
+        "Calls of tools in answers, counted when their request ends. invalid: the arguments are no "
+        "JSON object.",
+        "arguments",
+    ),
     _OWN.counter("prompt_tokens", "Prompt tokens, counted when their request finishes."),
     _OWN.counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
     _OWN.counter("generated_tokens", "Tokens sent to clients, counted when their request ends."),

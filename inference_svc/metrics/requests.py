@@ -41,7 +41,8 @@ OUTCOMES = (*(reason.value for reason in FinishReason), CANCELLED, "error")
 class RequestEnd:
     """Describes how a generation ended: with one of OUTCOMES. `adapters` are tenant/name, none for
     the base model; each of them counts the whole request. `total_s` is the time since its arrival,
-    `num_sent` the number of tokens sent. `gave_up`: its adapter was not resident in time."""
+    `num_sent` the number of tokens sent. `gave_up`: its adapter was not resident in time. The
+    arguments of `num_invalid_calls` of its `num_calls` of tools are no JSON objects."""
 
     outcome: str
     adapters: tuple[str, ...]
@@ -50,6 +51,8 @@ class RequestEnd:
     usage: Usage | None = None
     timings: Timings | None = None
     gave_up: bool = False
+    num_calls: int = 0
+    num_invalid_calls: int = 0
 
 
 class Metrics:
@@ -74,6 +77,7 @@ class Metrics:
         self._prompt_tokens = made.counter("prompt_tokens")
         self._cached_prompt_tokens = made.counter("cached_prompt_tokens")
         self._generated_tokens = made.counter("generated_tokens")
+        self._tool_calls = made.counter("tool_calls")
         self._queue_seconds = made.histogram("queue_seconds")
         self._adapter_wait_seconds = made.histogram("adapter_wait_seconds")
         self._first_token_seconds = made.histogram("first_token_seconds")
@@ -91,6 +95,8 @@ class Metrics:
     def _start_at_zero(self) -> None:
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
+        for arguments in ("valid", "invalid"):
+            self._tool_calls.labels(arguments)
         for code in GENERATE_CODES:
             self._rpcs.labels(GENERATE, code)
         for route in COMPLETION_ROUTES:

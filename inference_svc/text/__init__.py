@@ -2,6 +2,7 @@
 
 prompt             prompts of every form to token ids, off the event loop when they are long
 chat               a conversation: its messages, and the calls of tools in them
+answers            reads answers: text, thoughts and calls of tools
 chat_template      a chat template, bounded in time and size
 conversation       roles and system messages of a chat, and a check that none is lost
 template_process   renders adapters' chat templates in processes of their own

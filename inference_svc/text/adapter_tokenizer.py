@@ -29,11 +29,17 @@ from contract.tokenizer_extract import (
     show,
 )
 from inference_svc.errors import TokenizerChanged
+from inference_svc.text.answers.families import AnswerSyntax
 from inference_svc.text.chat import Chat
-from inference_svc.text.chat_template import ChatTemplate, Renderer
+from inference_svc.text.chat_template import Renderer
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.template_process import TemplateProcesses
-from inference_svc.text.tokenizer import BackendText, Tokenizer, max_chars_per_token
+from inference_svc.text.tokenizer import (
+    BackendText,
+    Tokenizer,
+    make_template,
+    max_chars_per_token,
+)
 
 MAX_NEW_BYTES = 96 << 10
 """The size that the texts of an adapter's added tokens may have together, in UTF-8, as the model's
@@ -113,7 +119,7 @@ class BaseTokenizer:
         if template:
             renderer = _ChildTemplate(template, dict(specials), processes)
         elif renderer is not None and specials != base.specials:
-            renderer = ChatTemplate(base.hf.get_chat_template(), specials)
+            renderer = make_template(base.hf, specials)
         num_chars = base.max_chars_per_token
         if new:
             num_chars = max(num_chars, max_chars_per_token((each.content for each in new), backend))
@@ -125,9 +131,21 @@ class BaseTokenizer:
             specials,
             renderer,
             end_ids,
+            self._answers(template),
         )
         text.pieces = Pieces(text, base.pieces, frozenset(each.id for each in new))
         return text
+
+    def _answers(self, template: str) -> AnswerSyntax:
+        """Returns how answers under an adapter's template are read: as it teaches, or the model's
+        parser where it teaches no calls."""
+        base = self.text
+        if not template:
+            return base.answers
+        own = AnswerSyntax.of(template, "none" if base.tool_parser == "none" else "auto")
+        if own.calls is None and base.tool_parser != "auto":
+            return AnswerSyntax.of(template, base.tool_parser)
+        return own
 
     def _check(self, extract: TokenizerExtract) -> list[AddedToken]:
         """Returns the tokens that are new. Raises TokenizerChanged."""

@@ -4,13 +4,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 CALL_CHARS = 60
 """The approximate length that a chat template adds to each call of a tool."""
 TEMPLATE_CHARS = 20
 """The approximate length that it adds to each message."""
+
+
+Variable: TypeAlias = bool | int | float | str | None
+"""A value of an argument of a chat template."""
+NO_PARAMETERS = '{"type": "object", "properties": {}}'
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that an answer may call; `parameters` is its schema, the text of a JSON object."""
+
+    name: str
+    description: str = ""
+    parameters: str = NO_PARAMETERS
+
+    @property
+    def num_chars(self) -> int:
+        """The approximate length that it has in a prompt."""
+        return len(self.name) + len(self.description) + len(self.parameters) + CALL_CHARS
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        found = json.loads(self.parameters)
+        assert isinstance(found, dict), "a tool's parameters are checked"
+        return found
+
+    def to_template(self) -> dict[str, Any]:
+        """Returns the tool in the form that chat templates read."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        return {"type": "function", "function": {**function, "parameters": self.schema}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +59,7 @@ class ToolCall:
         or as the text that they are if they are none."""
         try:
             found = json.loads(self.arguments)
+            json.dumps(found, ensure_ascii=False).encode()  # no halves of characters
         except (ValueError, RecursionError):
             found = None
         arguments = found if isinstance(found, dict) else self.arguments
@@ -79,11 +112,17 @@ class Chat:
     continue_final_message: bool = False
     add_special_tokens: bool = False
     """In addition to those that the chat template writes."""
+    tools: tuple[Tool, ...] = ()
+    """The tools that the template shows to the model."""
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    """Arguments of the template's own."""
+    reasoning_effort: str = ""
 
     @property
     def num_chars(self) -> int:
         """The approximate length that it has in a prompt."""
-        return sum(message.num_chars for message in self.messages)
+        tools = sum(tool.num_chars for tool in self.tools)
+        return tools + sum(message.num_chars for message in self.messages)
 
     def to_json(self) -> dict[str, Any]:
         """Returns what `from_json` makes the conversation of."""
@@ -94,6 +133,9 @@ class Chat:
             ],
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
+            "variables": dict(self.variables),
+            "reasoning_effort": self.reasoning_effort,
+            "tools": [[tool.name, tool.description, tool.parameters] for tool in self.tools],
         }
 
     @classmethod
@@ -105,6 +147,9 @@ class Chat:
             ),
             add_generation_prompt=found["add_generation_prompt"],
             continue_final_message=found["continue_final_message"],
+            tools=tuple(Tool(*each) for each in found["tools"]),
+            variables=found["variables"],
+            reasoning_effort=found["reasoning_effort"],
         )
 
 

@@ -59,21 +59,31 @@ class ChatTemplate:
 
     Raises jinja2's errors, and others, for an invalid template."""
 
-    def __init__(self, source: str, specials: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, specials: Mapping[str, str], with_tools: ChatTemplate | None = None
+    ) -> None:
+        """`with_tools` renders conversations that have tools, for models with two templates."""
         environment = _environment()
         parsed = environment.parse(source)
         self._names = TemplateNames.of(parsed)
         self._template = environment.from_string(_with_turns(parsed))
+        self._environment = environment
         self._specials = dict(specials)
+        self._with_tools = with_tools
 
     def render(self, chat: Chat, max_chars: int, max_seconds: float) -> str:
         """See Renderer. Raises InvalidArgument for any error of the template, and MemoryError."""
-        arguments = {
+        if chat.tools and self._with_tools is not None:
+            return self._with_tools.render(chat, max_chars, max_seconds)
+        self._names.check_tools(chat.tools)
+        arguments: dict[str, Any] = {
             **self._specials,
-            "tools": None,
+            "tools": [tool.to_template() for tool in chat.tools] or None,
             "documents": None,
             "add_generation_prompt": chat.add_generation_prompt,
         }
+        reserved = {"messages", *arguments, *self._environment.globals}
+        arguments |= self._names.arguments(chat, reserved)
         field = self._names.reasoning_field
         rendering = _Rendering(self._template, arguments, field, chat, max_chars, max_seconds)
         first: InvalidArgument | None = None
@@ -109,6 +119,7 @@ class _Rendering:
     def text(self, messages: Sequence[ChatMessage]) -> str:
         """Returns the text of one form. Raises _Refused."""
         text = self._render(messages, self._max_chars)
+        conversation.check_shown(self._chat.tools, text)
         if not conversation.is_certain(messages, text):
             missing = self._missing(messages)
             if missing is not None:

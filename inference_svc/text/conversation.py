@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jinja2 import meta, nodes
 
-from inference_svc.text.chat import ChatMessage
+from inference_svc.text.chat import Chat, ChatMessage, Tool, Variable
 from servicekit.errors import InvalidArgument
 
 SYSTEM, DEVELOPER, ASSISTANT = "system", "developer", "assistant"
@@ -30,6 +30,13 @@ MAX_ROLE_CHARS = 64
 """The most of a role that an error quotes."""
 MIN_CERTAIN_CHARS = 16
 """A shorter text may be in a prompt by chance."""
+SWITCHES = ("enable_thinking", "thinking")
+"""Arguments by which templates begin thoughts or leave them out: Qwen's, GLM's, and Granite's."""
+NO_EFFORT = "none"
+NO_TOOLS = (
+    "the chat template shows no tools to the model: use an adapter or a model whose template does, "
+    'or tool_choice "none"'
+)
 MARKS_CHARS = 64
 """The most that the marks of a message have, with what a template makes of them."""
 _ADVICE = "put its text into the first user message"
@@ -65,6 +72,39 @@ class TemplateNames:
         }
         variables = meta.find_undeclared_variables(template)
         return cls(frozenset(compared), frozenset(fields), frozenset(variables))
+
+    def check_tools(self, tools: Sequence[Tool]) -> None:
+        """Raises InvalidArgument for tools that the template does not know."""
+        if tools and "tools" not in self.variables:
+            raise InvalidArgument(f"tools: {NO_TOOLS}", subject="chat.tools")
+
+    def arguments(self, chat: Chat, reserved: Collection[str]) -> dict[str, Variable]:
+        """Returns the arguments that a conversation has for the template, other than the `reserved`
+        ones. Raises InvalidArgument for one that the template does not read."""
+        found = self._of_effort(chat.reasoning_effort) if chat.reasoning_effort else {}
+        for name, value in chat.variables.items():
+            reason = "is set by this server" if name in reserved else ""
+            if not reason and name not in self.variables:
+                reason = "is no argument that the chat template reads"
+            if reason:
+                raise InvalidArgument(
+                    f"chat_template_kwargs: {name!a} {reason}",
+                    subject="chat.chat_template_kwargs",
+                )
+            found[name] = value
+        return found
+
+    def _of_effort(self, effort: str) -> dict[str, Variable]:
+        """Returns the effort for templates that know some, or whether there are thoughts at all."""
+        if "reasoning_effort" in self.variables:
+            return {"reasoning_effort": effort}
+        for name in SWITCHES:
+            if name in self.variables:
+                return {name: effort != NO_EFFORT}
+        raise InvalidArgument(
+            f"reasoning_effort: the chat template reads neither it nor {' nor '.join(SWITCHES)}",
+            subject="chat.reasoning_effort",
+        )
 
     @property
     def reasoning_field(self) -> str:
@@ -182,6 +222,17 @@ def refused(messages: Sequence[ChatMessage], error: Exception) -> InvalidArgumen
     return InvalidArgument(
         f"the chat template refuses these messages: {error}{advice}", subject="chat"
     )
+
+
+def check_shown(tools: Sequence[Tool], prompt: str) -> None:
+    """Raises InvalidArgument for a tool that is not in the prompt."""
+    for index, tool in enumerate(tools):
+        if tool.name not in prompt:
+            field = f"tools[{index}]"
+            raise InvalidArgument(
+                f"{field}: the chat template leaves this tool out of the prompt",
+                subject=f"chat.{field}",
+            )
 
 
 def left_out(index: int, message: ChatMessage) -> InvalidArgument:

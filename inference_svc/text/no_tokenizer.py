@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from inference_svc.text.answers.families import PLAIN
 from inference_svc.text.chat import Chat
 from inference_svc.text.pieces import Pieces
 from servicekit.errors import InvalidArgument
@@ -20,6 +21,7 @@ class NoTokenizer:
     max_chars_per_token = 1
     renders_in_child = False
     end_ids: tuple[int, ...] = ()
+    answers = PLAIN
 
     def __init__(self) -> None:
         self.pieces = Pieces(self)
@@ -33,6 +35,9 @@ class NoTokenizer:
         raise InvalidArgument(
             f"chat: {NO_TOKENIZER}, and so no chat template: send token ids", subject="chat"
         )
+
+    def showing(self, markers: Iterable[str]) -> NoTokenizer:
+        return self
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return ""

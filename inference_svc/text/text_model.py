@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
+from inference_svc.text.answers.families import AnswerSyntax
 from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.pieces import Pieces, Vocabulary
 from inference_svc.text.prompt import Encoder
@@ -17,3 +19,11 @@ class TextModel(Encoder, TokenDecoder, Vocabulary, Protocol):
     def pieces(self) -> Pieces: ...
     @property
     def end_ids(self) -> tuple[int, ...]: ...
+    @property
+    def answers(self) -> AnswerSyntax:
+        """How its answers are read."""
+        ...
+
+    def showing(self, markers: Iterable[str]) -> TokenDecoder:
+        """Returns a decoder that shows these special tokens, too."""
+        ...

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.text.answers.families import PLAIN, AnswerSyntax
 from inference_svc.text.chat import Chat
 from inference_svc.text.chat_template import ChatTemplate, Renderer
+from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.pieces import Pieces
 from servicekit.errors import InvalidArgument
 
@@ -67,7 +69,8 @@ class BackendText:
     """Text to tokens and back by a backend of the `tokenizers` library. Thread-safe.
 
     `specials` are the texts of special tokens by their roles; `template` is None where there is no
-    chat template. `end_ids` end an answer in addition to the model's.
+    chat template. `end_ids` end an answer in addition to the model's; `answers` is how its answers
+    are read.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class BackendText:
         specials: Mapping[str, str],
         template: Renderer | None,
         end_ids: tuple[int, ...] = (),
+        answers: AnswerSyntax = PLAIN,
     ) -> None:
         self.backend = backend
         self.visible_ids = visible_ids
@@ -87,6 +91,7 @@ class BackendText:
         self.specials = specials
         self.template = template
         self.end_ids = end_ids
+        self.answers = answers
         self.is_byte_level = "ByteLevel" in repr(backend.decoder)
         self.pieces = Pieces(self)
 
@@ -115,19 +120,48 @@ class BackendText:
         text = self.template.render(chat, max_chars, max_seconds)
         return self.encode(text, add_special_tokens=chat.add_special_tokens)
 
+    def showing(self, markers: Iterable[str]) -> TokenDecoder:
+        """Returns a decoder that shows these special tokens, too."""
+        found = (self.backend.token_to_id(each) for each in markers)
+        ids = frozenset(each for each in found if each is not None)
+        hidden = frozenset(each for each in ids if each not in self.visible_ids)
+        return _Showing(self, hidden) if hidden else self
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of `token_ids` without special tokens, and without the optional "clean
         up" of spaces, which would change the model's text."""
         return str(self.backend.decode(token_ids, skip_special_tokens=True))
 
 
+class _Showing:
+    """A text model's decoder that shows some special tokens."""
+
+    def __init__(self, text: BackendText, shown: frozenset[int]) -> None:
+        self._text = text
+        self.visible_ids = _Either(text.visible_ids, shown)
+        self.byte_ids = text.byte_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        visible = [each for each in token_ids if each in self.visible_ids]
+        return str(self._text.backend.decode(visible, skip_special_tokens=False))
+
+
+class _Either:
+    def __init__(self, *parts: Container[int]) -> None:
+        self._parts = parts
+
+    def __contains__(self, token_id: object) -> bool:
+        return any(token_id in part for part in self._parts)
+
+
 class Tokenizer(BackendText):
     """A model's Hugging Face fast tokenizer.
 
-    Raises UnsupportedModel when the directory holds none that loads without code of its own.
+    `tool_parser` is one of PARSERS, "none", or "auto": the chat template's. Raises UnsupportedModel
+    when the directory holds none that loads without code of its own.
     """
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, tool_parser: str = "auto") -> None:
         # Imported here: it takes seconds, and tests of the frontend need no transformers.
         from transformers import AutoTokenizer
 
@@ -154,9 +188,8 @@ class Tokenizer(BackendText):
         # The file may contain truncation and padding of the training; prompts get neither.
         backend.no_truncation()
         backend.no_padding()
-        specials, template = tokenizer.special_tokens_map, None
-        if tokenizer.chat_template:
-            template = ChatTemplate(tokenizer.get_chat_template(), specials)
+        specials = tokenizer.special_tokens_map
+        template = None if not tokenizer.chat_template else make_template(tokenizer, specials)
         # Computed at start: with a large vocabulary it takes too long for the first request.
         vocabulary = backend.get_vocab(with_added_tokens=True)
         super().__init__(
@@ -166,9 +199,26 @@ class Tokenizer(BackendText):
             max_chars_per_token(vocabulary, backend),
             specials,
             template,
+            answers=AnswerSyntax.of(_sources(tokenizer), tool_parser),
         )
+        self.tool_parser = tool_parser
         self.vocab_size = max(vocabulary.values()) + 1
         """The largest token id plus one."""
+
+
+def make_template(hf: Any, specials: Mapping[str, str]) -> ChatTemplate:
+    """Returns the chat template of a Hugging Face tokenizer, which may have another one for
+    conversations with tools."""
+    source, with_tools = hf.get_chat_template(), hf.get_chat_template(tools=[{}])
+    other = None if with_tools == source else ChatTemplate(with_tools, specials)
+    return ChatTemplate(source, specials, other)
+
+
+def _sources(hf: Any) -> str:
+    """Returns the texts of all chat templates."""
+    if not hf.chat_template:
+        return ""
+    return "\n".join({hf.get_chat_template(): None, hf.get_chat_template(tools=[{}]): None})
 
 
 def max_chars_per_token(texts: Iterable[str], backend: Any) -> int:

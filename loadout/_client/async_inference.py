@@ -8,8 +8,9 @@ from loadout import types
 from loadout._rpc import calls
 from loadout._rpc.async_caller import AsyncCaller
 from loadout._rpc.async_stream import AsyncStream
-from loadout._rpc.calls import Adapters, Prompt
+from loadout._rpc.calls import Adapters
 from loadout._rpc.convert import from_inference
+from loadout._rpc.convert.to_chat import Prompt
 from loadout.errors import StreamLost
 
 
@@ -35,7 +36,7 @@ class AsyncInferenceCalls(AsyncCaller):
         continue_final_message: bool = False,
         n: int = 1,
         timeout_s: float | None = None,
-        **sampling: Unpack[types.SamplingParams],
+        **options: Unpack[types.GenerationOptions],
     ) -> AsyncStream[types.Chunk]:
         """Starts a generation and streams its chunks. A lost request is sent again only if nothing
         was received.
@@ -57,14 +58,15 @@ class AsyncInferenceCalls(AsyncCaller):
             continue_final_message: Continue a chat's last message, which is the assistant's.
             n: Number of answers, at most 128. Their chunks come mixed, each with its `index`.
             timeout_s: Deadline of the generation in seconds. None: the client's.
-            **sampling: How tokens are chosen; see `types.SamplingParams`.
+            **options: How tokens are chosen, and tools of a chat; see `types.SamplingParams` and
+                `types.ChatOptions`.
 
         Returns:
             A stream of chunks. Iterating raises LoadoutError.
 
         Raises:
             InvalidArgument: An argument does not fit into a request.
-            TypeError: A sampling parameter is unknown.
+            TypeError: An option is unknown.
         """
         call = calls.generate(
             prompt,
@@ -73,7 +75,7 @@ class AsyncInferenceCalls(AsyncCaller):
             request_id,
             priority,
             cache_salt,
-            sampling,
+            options,
             adapters=adapters,
             return_routed_experts=return_routed_experts,
             version_policy=version_policy,
@@ -104,7 +106,7 @@ class AsyncInferenceCalls(AsyncCaller):
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         timeout_s: float | None = None,
-        **sampling: Unpack[types.SamplingParams],
+        **options: Unpack[types.GenerationOptions],
     ) -> types.Completion:
         """Generates one answer and returns it whole. Arguments and errors are those of `generate`.
 
@@ -131,7 +133,7 @@ class AsyncInferenceCalls(AsyncCaller):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             timeout_s=timeout_s,
-            **sampling,
+            **options,
         )
         return completion
 
@@ -154,7 +156,7 @@ class AsyncInferenceCalls(AsyncCaller):
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         timeout_s: float | None = None,
-        **sampling: Unpack[types.SamplingParams],
+        **options: Unpack[types.GenerationOptions],
     ) -> tuple[types.Completion, ...]:
         """Generates `n` answers to one prompt. Other arguments and errors are those of `generate`.
 
@@ -186,7 +188,7 @@ class AsyncInferenceCalls(AsyncCaller):
             continue_final_message=continue_final_message,
             n=n,
             timeout_s=timeout_s,
-            **sampling,
+            **options,
         )
         chunks: list[types.Chunk] = []
         async for chunk in stream:

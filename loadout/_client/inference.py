@@ -8,8 +8,9 @@ from typing import Unpack
 from loadout import types
 from loadout._rpc import calls
 from loadout._rpc.caller import Caller
-from loadout._rpc.calls import Adapters, Prompt
+from loadout._rpc.calls import Adapters
 from loadout._rpc.convert import from_inference
+from loadout._rpc.convert.to_chat import Prompt
 from loadout._rpc.stream import Stream
 from loadout.errors import StreamLost
 
@@ -36,7 +37,7 @@ class InferenceCalls(Caller):
         continue_final_message: bool = False,
         n: int = 1,
         timeout_s: float | None = None,
-        **sampling: Unpack[types.SamplingParams],
+        **options: Unpack[types.GenerationOptions],
     ) -> Stream[types.Chunk]:
         """Starts a generation and streams its chunks. A lost request is sent again only if nothing
         was received.
@@ -58,14 +59,15 @@ class InferenceCalls(Caller):
             continue_final_message: Continue a chat's last message, which is the assistant's.
             n: Number of answers, at most 128. Their chunks come mixed, each with its `index`.
             timeout_s: Deadline of the generation in seconds. None: the client's.
-            **sampling: How tokens are chosen; see `types.SamplingParams`.
+            **options: How tokens are chosen, and tools of a chat; see `types.SamplingParams` and
+                `types.ChatOptions`.
 
         Returns:
             A stream of chunks. Iterating raises LoadoutError.
 
         Raises:
             InvalidArgument: An argument does not fit into a request.
-            TypeError: A sampling parameter is unknown.
+            TypeError: An option is unknown.
         """
         call = calls.generate(
             prompt,
@@ -74,7 +76,7 @@ class InferenceCalls(Caller):
             request_id,
             priority,
             cache_salt,
-            sampling,
+            options,
             adapters=adapters,
             return_routed_experts=return_routed_experts,
             version_policy=version_policy,
@@ -105,7 +107,7 @@ class InferenceCalls(Caller):
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         timeout_s: float | None = None,
-        **sampling: Unpack[types.SamplingParams],
+        **options: Unpack[types.GenerationOptions],
     ) -> types.Completion:
         """Generates one answer and returns it whole. Arguments and errors are those of `generate`.
 
@@ -132,7 +134,7 @@ class InferenceCalls(Caller):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             timeout_s=timeout_s,
-            **sampling,
+            **options,
         )
         return completion
 
@@ -155,7 +157,7 @@ class InferenceCalls(Caller):
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         timeout_s: float | None = None,
-        **sampling: Unpack[types.SamplingParams],
+        **options: Unpack[types.GenerationOptions],
     ) -> tuple[types.Completion, ...]:
         """Generates `n` answers to one prompt. Other arguments and errors are those of `generate`.
 
@@ -187,7 +189,7 @@ class InferenceCalls(Caller):
             continue_final_message=continue_final_message,
             n=n,
             timeout_s=timeout_s,
-            **sampling,
+            **options,
         )
         chunks: list[types.Chunk] = []
         for chunk in stream:

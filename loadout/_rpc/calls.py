@@ -17,6 +17,8 @@ from google.protobuf.message import Message
 
 from loadout import types
 from loadout._rpc.convert import from_inference, from_store
+from loadout._rpc.convert.messages import build, named
+from loadout._rpc.convert.to_chat import CHAT_NAMES, Prompt, to_prompt
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument
 from loadout.inference.v1 import inference_pb2 as inference_pb
@@ -25,8 +27,6 @@ T = TypeVar("T")
 
 Adapters = Sequence[str | tuple[str, float]]
 """Adapters that a request sums: references, or pairs of reference and scale."""
-Prompt = str | Sequence[int] | Sequence[types.ChatMessage]
-"""Text, token ids, or chat messages."""
 
 SAMPLING_NAMES = tuple(get_type_hints(types.SamplingParams))
 STRUCTURE_NAMES = tuple(get_type_hints(types.Structure))
@@ -71,20 +71,6 @@ class StreamCall(Generic[T]):
     adapter: str = ""
     may_spill: ClassVar[bool] = True
     """Another replica takes requests for which the adapter's own has no capacity."""
-
-
-def build(kind: type[Message], field: str = "", **values: Any) -> Any:
-    """Returns `kind(**values)`. Raises InvalidArgument that names the value that does not fit."""
-    message = kind()
-    for name, value in values.items():
-        try:
-            message.MergeFrom(kind(**{name: value}))
-        except (TypeError, ValueError, AttributeError) as error:
-            subject = f"{field}.{name}" if field else name
-            raise InvalidArgument(
-                f"{subject} cannot be {value!r}: {error}", code="INVALID_ARGUMENT", subject=subject
-            ) from error
-    return message
 
 
 def signature_message(signature: types.Signature | None) -> Message | None:
@@ -262,7 +248,7 @@ def generate(
     request_id: str,
     priority: int,
     cache_salt: str,
-    sampling: Mapping[str, Any],
+    options: Mapping[str, Any],
     adapters: Adapters = (),
     return_routed_experts: bool = False,
     echo: bool = False,
@@ -282,14 +268,14 @@ def generate(
         request_id=request_id,
         priority=priority,
         cache_salt=cache_salt,
-        sampling=_sampling(sampling),
+        sampling=_sampling({k: v for k, v in options.items() if k not in CHAT_NAMES}),
         return_routed_experts=return_routed_experts,
         echo=echo,
         packed_logprobs=packed_logprobs,
         n=0 if n == 1 else n,
-        version_policy=_named(from_inference.VERSION_POLICIES, version_policy, "version_policy"),
+        version_policy=named(from_inference.VERSION_POLICIES, version_policy, "version_policy"),
         add_special_tokens=add_special_tokens,
-        **_prompt(prompt, add_generation_prompt, continue_final_message),
+        **to_prompt(prompt, add_generation_prompt, continue_final_message, options),
     )
     # A generation cannot be continued elsewhere: only an unanswered request is sent again.
     return StreamCall(
@@ -303,63 +289,18 @@ def generate(
     )
 
 
-def _prompt(
-    prompt: Prompt, add_generation_prompt: bool | None, continue_final_message: bool
-) -> dict[str, Any]:
-    """Returns the prompt's field. Raises InvalidArgument for options of a chat that it is not."""
-    items = [] if isinstance(prompt, str) else list(prompt)
-    if items and all(isinstance(item, Mapping) for item in items):
-        chat = build(
-            inference_pb.ChatMessages,
-            "chat",
-            messages=[_message(cast(dict[str, Any], item)) for item in items],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        return {"chat": chat}
-    for name, is_set in (
-        ("add_generation_prompt", add_generation_prompt is not None),
-        ("continue_final_message", continue_final_message),
-    ):
-        if is_set:
-            text = f"{name}: only with chat messages as the prompt"
-            raise InvalidArgument(text, code="INVALID_ARGUMENT", subject=name)
-    if isinstance(prompt, str):
-        return {"text": prompt}
-    return {"token_ids": build(inference_pb.TokenIds, "token_ids", ids=items)}
-
-
-def _message(values: dict[str, Any]) -> inference_pb.ChatMessage:
-    """Returns a chat message. Raises InvalidArgument for content in parts, without quoting it,
-    because an image is long."""
-    content = values.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        kinds = {str(part.get("type")) for part in content if isinstance(part, Mapping)}
-        parts = f" of {', '.join(sorted(kinds))}" if kinds else ""
-        raise InvalidArgument(
-            f"chat.content cannot be a list of parts{parts}: only text is supported, as a str",
-            code="INVALID_ARGUMENT",
-            subject="chat.content",
-        )
-    calls = [
-        build(inference_pb.ToolCall, "chat.tool_calls", **call)
-        for call in values.get("tool_calls") or ()
-    ]
-    fields = {**values, "tool_calls": calls} if calls else values
-    return cast(inference_pb.ChatMessage, build(inference_pb.ChatMessage, "chat", **fields))
-
-
 def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
     unknown = sorted(set(values) - set(SAMPLING_NAMES))
     if unknown:
         raise TypeError(
-            f"unknown argument {unknown[0]!r}; sampling has {', '.join(SAMPLING_NAMES)}"
+            f"unknown argument {unknown[0]!r}; sampling has {', '.join(SAMPLING_NAMES)}, and "
+            f"a chat {', '.join(CHAT_NAMES)}"
         )
     given = {name: value for name, value in values.items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     if "logprobs_mode" in given:
-        given["logprobs_mode"] = _named(
+        given["logprobs_mode"] = named(
             from_inference.LOGPROBS_MODES, given["logprobs_mode"], "sampling.logprobs_mode"
         )
     if "structure" in given:
@@ -386,20 +327,6 @@ def _structure(values: Mapping[str, Any]) -> Message:
     return cast(Message, build(inference_pb.Structure, field, **given))
 
 
-def _named(names: Mapping[int, str], name: str, field: str) -> int:
-    """Returns the number that the contract has for this name. Raises InvalidArgument."""
-    found = next((number for number, each in names.items() if each == name), None)
-    if found is None:
-        *others, last = names.values()
-        allowed = f"{', '.join(others)} or {last}"
-        raise InvalidArgument(
-            f"{field} must be {allowed}, not {str(name)[:32]}",
-            code="INVALID_ARGUMENT",
-            subject=field,
-        )
-    return found
-
-
 def load(ref: str, pin: bool, min_revision: int = 0) -> Call[types.ResidentAdapter]:
     request = build(inference_pb.LoadAdapterRequest, ref=ref, pin=pin, min_revision=min_revision)
     return Call(
@@ -410,7 +337,7 @@ def load(ref: str, pin: bool, min_revision: int = 0) -> Call[types.ResidentAdapt
 def pause(mode: str, resume_after_s: float | None) -> Call[int]:
     request = build(
         inference_pb.PauseGenerationRequest,
-        mode=_named(from_inference.PAUSE_MODES, mode, "mode"),
+        mode=named(from_inference.PAUSE_MODES, mode, "mode"),
         resume_after_seconds=resume_after_s,
     )
     return Call(Service.INFERENCE, "PauseGeneration", request, from_inference.held_requests)

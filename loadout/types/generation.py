@@ -14,6 +14,10 @@ VersionPolicy = Literal["pin", "follow_keep", "follow_recompute"]
 continue with the newer one, with keys and values and recurrent states kept or recomputed."""
 
 
+ToolChoice = Literal["auto", "none", "required"]
+"""Whether an answer calls tools: as the model decides, never, or in any case."""
+
+
 class FinishReason(enum.Enum):
     """Why a generation ended. UNKNOWN, here and below: the server is newer than this client."""
 
@@ -94,6 +98,17 @@ class ToolCall(TypedDict):
     """Id by which a result names the call."""
 
 
+class Tool(TypedDict):
+    """A function that an answer may call."""
+
+    name: str
+    """1 to 64 letters, digits, "_", "-" and "."."""
+    description: NotRequired[str]
+    """Purpose of the function, for the model."""
+    parameters: NotRequired[Mapping[str, Any]]
+    """JSON schema of its parameters. Default: it has none."""
+
+
 class ChatMessage(TypedDict):
     """A message by the role "developer", "system", "user", "assistant", "tool", or one of the
     template."""
@@ -108,6 +123,61 @@ class ChatMessage(TypedDict):
     """The call of which a tool's message is the result."""
     name: NotRequired[str]
     """Name of the tool of which a message is the result."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of a chat, keywords of `generate`, `complete` and `sample`."""
+
+    tools: Sequence[Tool]
+    """Functions that the answer may call, at most 128. Its text is then without calls."""
+    tool_choice: ToolChoice
+    """Whether it calls any. Default: "auto"."""
+    required_tool: str
+    """Name of the function that it has to call."""
+    single_tool_call: bool
+    """Return only the first call. Default: False."""
+    separate_reasoning: bool
+    """Return thoughts in `reasoning`, not in the text. Default: False."""
+    chat_template_kwargs: Mapping[str, bool | int | float | str | None]
+    """Arguments of the chat template, such as `enable_thinking`, at most 16."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+    """How much the model thinks, if its chat template reads that."""
+
+
+class GenerationOptions(SamplingParams, ChatOptions, total=False):
+    """Sampling parameters, and options of a chat."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPiece:
+    """A piece of a call of a tool; calls come one after the other."""
+
+    index: int
+    """Which call of the answer this belongs to, from 0."""
+    name: str
+    """Name of the tool, in a call's first piece only."""
+    id: str
+    """Id of the call, in its first piece only."""
+    arguments: str
+    """More of the arguments, as the model writes them."""
+    error: str
+    """Why the arguments are no JSON object, in a call's last piece only."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredCall:
+    """A call of a tool in an answer."""
+
+    name: str
+    id: str
+    arguments: str
+    """JSON, unless there is an `error`."""
+    error: str = ""
+    """Why the arguments are no JSON object."""
+
+    def message(self) -> ToolCall:
+        """Returns the call for the assistant's message in your history."""
+        return ToolCall(name=self.name, arguments=self.arguments, id=self.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +256,10 @@ class Chunk:
     """Number of tokens whose keys and values, and recurrent states, are from earlier versions."""
     echoed_tokens: int = 0
     """How many of `token_ids`, from the first, echo the prompt. No version made them."""
+    reasoning: str = ""
+    """New thoughts, with `separate_reasoning`."""
+    tool_calls: tuple[ToolCallPiece, ...] = ()
+    """New pieces of calls, with `tools`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,3 +285,7 @@ class Completion:
     versions: tuple[tuple[AdapterIdentity, int], ...] = ()
     """The adapter's versions that made its tokens, in order, each with its number of tokens. An
     echoed prompt does not count."""
+    reasoning: str = ""
+    """Thoughts, with `separate_reasoning`."""
+    tool_calls: tuple[AnsweredCall, ...] = ()
+    """Calls, with `tools`."""

@@ -44,7 +44,7 @@ def engine() -> Iterator[FakeEngine]:
 @pytest.fixture
 def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
     """Runs a coroutine function with a server; `store` gives it a fake store, `http` an HTTP
-    address, `settings` any other settings."""
+    address, `text` another tokenizer than one of the `kind`, `settings` any other settings."""
     (tmp_path / "config.json").write_text("{}")
 
     def run(
@@ -54,6 +54,8 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
         grace_seconds: float = 5.0,
         store: bool = False,
         http: bool = False,
+        text: Any = None,
+        max_model_len: int = MAX_MODEL_LEN,
         **settings: Any,
     ) -> Any:
         async def main() -> Any:
@@ -70,17 +72,18 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
                     metrics_listen="127.0.0.1:0",
                     http="127.0.0.1:0" if http else "",
                     ready_file=tmp_path / "ready.json",
-                    max_model_len=MAX_MODEL_LEN,
+                    max_model_len=max_model_len,
                     grace_seconds=grace_seconds,
                     **settings,
                 ),
                 Machine(has_cuda=False),
-                ModelFacts("float32", MAX_MODEL_LEN, 1024, 16),
+                ModelFacts("float32", max_model_len, 1024, 16),
             )
             server = InferenceServer(config)
-            facts = facts_of(config, tokenizers[kind])
+            model = text or tokenizers[kind]
+            facts = facts_of(config, model)
             try:
-                await server.start(engine, tokenizers[kind], facts)
+                await server.start(engine, model, facts)
                 async with (
                     asyncio.timeout(60),
                     grpc.aio.insecure_channel(server.address) as channel,

@@ -43,6 +43,17 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_too_many_entries_are_refused test_messages_out_of_range_name_the_field",
     ),
     line(
+        "Generate.chat.tools Generate.chat.tools.{name,description,parameters} "
+        "Generate.chat.{tool_choice,required_tool,single_tool_call,separate_reasoning} "
+        "Generate.chat.{chat_template_kwargs,reasoning_effort}",
+        "the tools of an answer, their schemas as texts",
+        QUEUED,
+        ACCOUNT,
+        "4 MiB a message; 128 tools, 262,144 characters of all, 32 levels of a schema; 16 "
+        "arguments of 512 characters",
+        "test_too_many_entries_are_refused test_tools_out_of_range_name_the_field",
+    ),
+    line(
         "Generate.{request_id,cache_salt}",
         "a text, in the log and in the keys of pages",
         QUEUED,
@@ -172,6 +183,16 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_chats_have_as_many_messages_as_over_grpc",
     ),
     line(
+        "tools tools.type tools.function.{name,description,parameters} tool_choice "
+        "parallel_tool_calls separate_reasoning chat_template_kwargs reasoning_effort",
+        "the tools of an answer, their schemas as texts",
+        QUEUED,
+        CALLER,
+        "4 MiB a body, whose parts are counted before it is parsed; 128 tools, 262,144 characters "
+        "of all, 32 levels of a schema; 16 arguments of 512 characters",
+        "test_bodies_of_many_parts_are_refused_before_they_are_parsed test_errors_name_the_field",
+    ),
+    line(
         "model adapters adapters.{ref,scale} lora_name base_model",
         "references to adapters",
         QUEUED,
@@ -247,7 +268,8 @@ HTTP_FIELDS: Sequence[Line] = (
     ),
     line(
         "metadata user safety_identifier prompt_cache_key service_tier messages.{id,"
-        "annotations,reasoning_details,thinking_blocks} messages.tool_calls.{type,index}",
+        "annotations,reasoning_details,thinking_blocks} "
+        "messages.tool_calls.{type,index,arguments_error} tools.function.strict",
         "nothing; the service discards them",
         "until the body is read",
         CALLER,
@@ -266,8 +288,8 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_errors_name_the_field test_bad_bodies_name_the_field",
     ),
     line(
-        "messages.{refusal,audio,function_call} store modalities tools functions "
-        "tool_choice function_call parallel_tool_calls logit_bias suffix features "
+        "messages.{refusal,audio,function_call} store modalities functions "
+        "function_call logit_bias suffix features "
         "kv_transfer_params detokenize "
         "skip_special_tokens spaces_between_special_tokens output_kind "
         "structured_outputs.{disable_any_whitespace,disable_additional_properties,"

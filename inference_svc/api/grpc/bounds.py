@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from inference_svc.api.generate_call import MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from inference_svc.api.generate_call import (
+    MAX_MESSAGES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_VARIABLES,
+)
 from inference_svc.api.service import TRACE_CHUNK_BYTES
+from inference_svc.api.tools import MAX_TOOLS
 from inference_svc.core import MAX_PARTS
 from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS
 from loadout.inference.v1 import inference_pb2 as pb
@@ -31,6 +37,8 @@ def request_bounds(max_model_len: int) -> RequestTable:
             "token_ids.ids": 2 * max_model_len,
             "chat.messages": MAX_MESSAGES,
             "chat.messages.tool_calls": MAX_MESSAGES,
+            "chat.tools": MAX_TOOLS,
+            "chat.chat_template_kwargs": MAX_VARIABLES,
             "adapters": 2 * MAX_PARTS,  # the limit itself is told by name
             "sampling.stop": MAX_STOPS,
             "sampling.stop_token_ids": MAX_STOP_TOKEN_IDS,

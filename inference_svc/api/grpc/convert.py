@@ -21,7 +21,7 @@ from inference_svc.api.generate_call import (
     random_seed,
 )
 from inference_svc.api.grpc import results
-from inference_svc.api.grpc.prompts import check, from_prompt
+from inference_svc.api.grpc.prompts import check, from_chat, from_prompt
 from inference_svc.core import (
     NO_DEFAULTS,
     FinishReason,
@@ -42,6 +42,7 @@ from inference_svc.grammars.grammar import Grammar
 from inference_svc.host.cpus import Processor
 from inference_svc.results.base import NOTHING, Scope, Wanted, grouped
 from inference_svc.store.adapter_resolver import Binding
+from inference_svc.text.answers.scanner import CallPiece
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
 
@@ -95,13 +96,14 @@ def from_generate_request(
         defaults,
         is_prompt_enough=request.echo or wanted.has_scope(Scope.PROMPT),
     )
+    reading = from_chat(request.chat) if request.WhichOneof("prompt") == "chat" else None
     return GenerateCall(
         request_id=request.request_id or uuid.uuid4().hex,
         adapter=request.adapter,
         parts=checked_parts(
             [(p.ref, p.scale if p.HasField("scale") else 1.0) for p in request.adapters]
         ),
-        prompts=(from_prompt(request, vocab_size),),
+        prompts=(from_prompt(request, vocab_size, reading),),
         sampling=sampling,
         wanted=wanted,
         min_revision=request.min_revision,
@@ -112,6 +114,7 @@ def from_generate_request(
         num_choices=request.n or 1,
         echo=request.echo,
         grammar=_from_structure(request.sampling),
+        reading=reading,
     )
 
 
@@ -264,6 +267,8 @@ class Answer:
             token_ids=[*delta.echoed_ids, *delta.token_ids],
             echoed_tokens=len(delta.echoed_ids),
             text=delta.text,
+            reasoning=delta.thoughts,
+            tool_calls=map(_to_call_piece, delta.calls),
             **self._of(delta),
             **fields,
         )
@@ -274,6 +279,16 @@ class Answer:
         if delta.timings is not None:
             response.timings.CopyFrom(_to_timings(delta.timings))
         return response
+
+
+def _to_call_piece(piece: CallPiece) -> pb.ToolCallPiece:
+    return pb.ToolCallPiece(
+        index=piece.index,
+        name=piece.name,
+        id=piece.call_id,
+        arguments=piece.arguments,
+        error=piece.error,
+    )
 
 
 def _to_usage(usage: Usage, *, is_first: bool) -> pb.Usage:

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
+from google.protobuf import struct_pb2
+
 from inference_svc.api.generate_call import (
+    EFFORTS,
     MAX_MESSAGE_NAME_CHARS,
     MAX_TOOL_CALL_ID_CHARS,
     MAX_TOOL_CALLS,
     checked_chat,
     checked_message,
+    checked_variables,
 )
-from inference_svc.text.chat import ChatMessage, ToolCall
+from inference_svc.api.tools import (
+    AUTO,
+    MAX_TOOLS_CHARS,
+    NONE,
+    REQUIRED,
+    ReadingOptions,
+    checked_tools,
+    schema_text,
+    to_options,
+)
+from inference_svc.text.chat import ChatMessage, Tool, ToolCall, Variable
 from inference_svc.text.prompt import Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
+
+_CHOICES = {
+    pb.TOOL_CHOICE_UNSPECIFIED: AUTO,
+    pb.TOOL_CHOICE_AUTO: AUTO,
+    pb.TOOL_CHOICE_NONE: NONE,
+    pb.TOOL_CHOICE_REQUIRED: REQUIRED,
+}
 
 
 def check(holds: bool, field: str, requirement: str) -> None:
@@ -21,8 +45,11 @@ def check(holds: bool, field: str, requirement: str) -> None:
         raise InvalidArgument(f"{field} must be {requirement}", subject=field)
 
 
-def from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
-    """Raises InvalidArgument, naming the field."""
+def from_prompt(
+    request: pb.GenerateRequest, vocab_size: int, reading: ReadingOptions | None = None
+) -> Prompt:
+    """Returns the prompt, with the tools that its answers may call. Raises InvalidArgument, naming
+    the field."""
     kind = request.WhichOneof("prompt")
     adds = request.add_special_tokens if request.HasField("add_special_tokens") else None
     if kind == "text":
@@ -37,14 +64,73 @@ def from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
         chat = request.chat
         check(bool(chat.messages), "chat", "at least one message")
         prompts = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
-        return checked_chat(
+        checked = checked_chat(
             tuple(_from_message(m, i) for i, m in enumerate(chat.messages)),
             prompts,
             chat.continue_final_message,
             bool(adds),
             "chat.",
+            () if reading is None else reading.tools,
         )
+        variables, effort = _from_variables(chat), _from_effort(chat)
+        return replace(checked, variables=variables, reasoning_effort=effort)
     raise InvalidArgument("prompt is missing: one of text, token_ids, chat", subject="prompt")
+
+
+def _from_variables(chat: pb.ChatMessages) -> dict[str, Variable]:
+    field = "chat.chat_template_kwargs"
+    try:
+        return checked_variables({k: _value(v) for k, v in chat.chat_template_kwargs.items()})
+    except ValueError as error:
+        raise InvalidArgument(f"{field}: {error}", subject=field) from None
+
+
+def _value(value: struct_pb2.Value) -> object:
+    """Returns a value; numbers are doubles, of which whole ones stand for integers."""
+    kind = value.WhichOneof("kind")
+    if kind == "number_value":
+        number = value.number_value
+        return int(number) if number.is_integer() else number
+    known = ("bool_value", "string_value")
+    return (
+        None if kind in (None, "null_value") else getattr(value, kind) if kind in known else value
+    )
+
+
+def _from_effort(chat: pb.ChatMessages) -> str:
+    effort = chat.reasoning_effort
+    check(effort in ("", *EFFORTS), "chat.reasoning_effort", f"one of {', '.join(EFFORTS)}")
+    return effort
+
+
+def from_chat(chat: pb.ChatMessages) -> ReadingOptions:
+    """Returns how the answers to a chat are read. Raises InvalidArgument, naming the field."""
+    choice = _CHOICES.get(chat.tool_choice)
+    if choice is None:
+        raise InvalidArgument(
+            f"chat.tool_choice must be AUTO, NONE or REQUIRED, not {chat.tool_choice}",
+            subject="chat.tool_choice",
+        )
+    tools = [_from_tool(tool, f"chat.tools[{i}].parameters") for i, tool in enumerate(chat.tools)]
+    return to_options(
+        checked_tools(tools, "chat."),
+        choice,
+        name=chat.required_tool,
+        is_parallel=not chat.single_tool_call,
+        has_thoughts=chat.separate_reasoning,
+        path="chat.",
+    )
+
+
+def _from_tool(tool: pb.Tool, field: str) -> Tool:
+    check(len(tool.parameters) <= MAX_TOOLS_CHARS, field, f"at most {MAX_TOOLS_CHARS} long")
+    try:
+        parameters = schema_text(json.loads(tool.parameters) if tool.parameters else None)
+    except RecursionError:
+        raise InvalidArgument(f"{field}: is nested too deeply", subject=field) from None
+    except ValueError as error:
+        raise InvalidArgument(f"{field}: {error}", subject=field) from None
+    return Tool(tool.name, tool.description, parameters)
 
 
 def _from_message(message: pb.ChatMessage, index: int) -> ChatMessage:

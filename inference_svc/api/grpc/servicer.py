@@ -27,6 +27,9 @@ from servicekit.rpc.requests import INLINE_ENTRIES
 
 Context: TypeAlias = Call
 
+TOOL_ENTRIES = 64
+"""How many entries the schema of a tool has, at a guess."""
+
 ELSEWHERE = (Draining, QueueFull, Asleep)
 """Errors after which another replica may take the call, because nothing was done here."""
 
@@ -228,7 +231,9 @@ class _IncomingCall:
     async def read(self, parsers: Executor) -> GenerateCall:
         request, self._request = self._request, pb.GenerateRequest()
         deadline_s = deadline_after(self._context.time_remaining())
-        if len(request.token_ids.ids) + len(request.chat.messages) <= INLINE_ENTRIES:
+        chat = request.chat
+        num_entries = len(chat.messages) + TOOL_ENTRIES * len(chat.tools)
+        if len(request.token_ids.ids) + num_entries <= INLINE_ENTRIES:
             return convert.from_generate_request(
                 request, self._facts.vocab_size, deadline_s, self._facts.sampling
             )

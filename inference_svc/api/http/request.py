@@ -35,7 +35,7 @@ MAX_VALUES = 1 << 18
 """Of a body, where the context is not longer: the token ids of its prompts, and little else. The
 parser lets no other thread run, and takes a twentieth of a second for as many."""
 MAX_CONTAINERS, MAX_STRINGS = 2 * MAX_MESSAGES, 8 * MAX_MESSAGES
-MAX_KEYS, MAX_KEYS_PER_CONTAINER = 128, 4
+MAX_KEYS, MAX_KEYS_PER_CONTAINER = 2048, 4
 """Of a body, and in addition for each object and list: an unknown key costs as much as an error."""
 REQUEST_ID_HEADER = "x-request-id"
 

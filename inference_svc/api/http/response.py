@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import Deltas, GenerateStream
+from inference_svc.api.http.chat.tools import Calls
 from inference_svc.api.http.results import FORMS, LogprobsFormatter, share, slices
 from inference_svc.api.http.sse import DONE, to_event, to_json
 from inference_svc.core import AdapterVersion, FinishReason, Request
@@ -35,8 +36,8 @@ FINISH_REASONS = {
     FinishReason.ABORTED: "abort",
 }
 
-RESERVED_BYTES, ID_BYTES, VERSION_BYTES = 16 << 10, 8, 512
-"""Reserved for an answer at once; and the bytes of a token's id."""
+RESERVED_BYTES, ID_BYTES, VERSION_BYTES, CALL_BYTES = 16 << 10, 8, 512, 256
+"""Reserved for an answer at once; and the bytes of a token's id, and of a piece of a call."""
 
 NO_USAGE = Usage(0, 0, 0)
 
@@ -98,7 +99,9 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.usage = NO_USAGE
         self._formatter = formatter
+        self.calls = Calls()
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
         self._forms = {kind: form(formatter, wanted) for kind, form in FORMS.items()}
         self._versions: list[dict[str, Any]] = []
 
@@ -106,10 +109,17 @@ class Choice:
     def text(self) -> str:
         return "".join(self._texts)
 
+    @property
+    def thoughts(self) -> str:
+        return "".join(self._thoughts)
+
     def add(self, delta: Delta) -> int:
         """Returns about how many bytes that adds to the answer."""
-        num_bytes = len(delta.text) + ID_BYTES * len(delta.token_ids)
+        num_bytes = len(delta.text) + len(delta.thoughts) + ID_BYTES * len(delta.token_ids)
+        num_bytes += sum(CALL_BYTES + len(piece.arguments) for piece in delta.calls)
         self._texts.append(delta.text)
+        self._thoughts.append(delta.thoughts)
+        self.calls.add(delta.calls)
         self.token_ids += delta.token_ids
         num_bytes += self._add_version(delta)
         self.finish_reason = delta.finish_reason

@@ -36,6 +36,11 @@ GENERATION_STATES: dict[int, types.GenerationState] = {
     inference_pb.GENERATION_STATE_PAUSED: "paused",
     inference_pb.GENERATION_STATE_ASLEEP: "asleep",
 }
+TOOL_CHOICES: dict[int, types.ToolChoice] = {
+    inference_pb.TOOL_CHOICE_UNSPECIFIED: "auto",
+    inference_pb.TOOL_CHOICE_NONE: "none",
+    inference_pb.TOOL_CHOICE_REQUIRED: "required",
+}
 TIERS = {
     inference_pb.ADAPTER_TIER_DEVICE: types.AdapterTier.DEVICE,
     inference_pb.ADAPTER_TIER_HOST: types.AdapterTier.HOST,
@@ -59,6 +64,11 @@ def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
         kept_tokens=message.kept_tokens,
         index=message.index,
         echoed_tokens=message.echoed_tokens,
+        reasoning=message.reasoning,
+        tool_calls=tuple(
+            types.ToolCallPiece(each.index, each.name, each.id, each.arguments, each.error)
+            for each in message.tool_calls
+        ),
         **results.of_response(message),
     )
 
@@ -96,7 +106,22 @@ def completion(chunks: Iterable[types.Chunk]) -> types.Completion | None:
         versions=_versions(pieces),
         timings=last.timings,
         adapters=last.adapters,
+        reasoning="".join(piece.reasoning for piece in pieces),
+        tool_calls=_calls(pieces),
         **results.joined(pieces),
+    )
+
+
+def _calls(pieces: Iterable[types.Chunk]) -> tuple[types.AnsweredCall, ...]:
+    found: dict[int, list[types.ToolCallPiece]] = {}
+    for piece in pieces:
+        for each in piece.tool_calls:
+            found.setdefault(each.index, []).append(each)
+    return tuple(
+        types.AnsweredCall(
+            parts[0].name, parts[0].id, "".join(p.arguments for p in parts), parts[-1].error
+        )
+        for parts in found.values()
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from loadout._rpc.calls import Prompt
+from loadout._rpc.convert.to_chat import Prompt
 from loadout.cli import options
 from loadout.cli.connection import Connection, connects
 from loadout.cli.local.completion import adapter_names

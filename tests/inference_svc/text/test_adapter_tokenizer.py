@@ -21,6 +21,7 @@ from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.text_model import TextModel
 from inference_svc.text.tokenizer import Tokenizer
 from tests.support.models import tokenizer_files as files
+from tests.support.models.templates import FAMILIES, TOOLED
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -293,3 +294,41 @@ def test_other_releases_write_the_same_otherwise(tmp_path: Path, name: str) -> N
     OTHER_FORMS[name](folder)
     ours = base.load(folder)
     assert ours.encode(TEXTS[1]) == base.load(base.adapter(NEW)).encode(TEXTS[1])
+
+
+@pytest.mark.parametrize(
+    ("parser", "own", "calls"),
+    [
+        ("auto", "qwen3", "hermes"),
+        ("mistral", "qwen3", "hermes"),
+        ("mistral", "chatml", "mistral"),
+        ("auto", "chatml", None),
+        ("none", "qwen3", None),
+        ("auto", "", "mistral"),
+    ],
+)
+def test_answers_are_read_by_an_adapters_own_template(
+    tmp_path: Path, parser: str, own: str, calls: str | None
+) -> None:
+    """A template that teaches no calls leaves an operator's choice."""
+    templates = {**FAMILIES, **TOOLED, "": ""}
+    base = Base("byte_level", tmp_path, TOOLED["mistral"])
+    base.text = Tokenizer(base.model_dir, parser)
+    base.base = BaseTokenizer(base.text, base.model_dir)
+    found = base.load(base.adapter(), templates[own]).answers
+    assert (found.calls and found.calls.name) == calls
+    assert (found.thoughts is None) == (own != "qwen3")
+
+
+def test_markers_that_are_special_tokens_are_shown_where_they_are_read(base: Base) -> None:
+    adapter = base.load(base.adapter(NEW))
+    special = "<|im_start|>"
+    ids = adapter.encode(f"the{special}fox", add_special_tokens=False)
+    shown = adapter.showing((special, "nothing"))
+    detokenizer, hidden = Detokenizer(shown), Detokenizer(adapter)
+    text = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+    assert special in text
+    plain = "".join(map(hidden.push, ids)) + hidden.flush()
+    assert special not in plain
+    assert text.replace(special, "").replace(" ", "") == plain.replace(" ", "")
+    assert adapter.showing(("nothing",)) is adapter

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from inference_svc.text.chat import Chat, ChatMessage, ToolCall
+from inference_svc.text.chat import Chat, ChatMessage, Tool, ToolCall
 from inference_svc.text.chat_template import ChatTemplate
 from inference_svc.text.template_process import TemplateProcesses
+from inference_svc.text.tokenizer import Tokenizer
 from servicekit.errors import InvalidArgument
 from tests.support.models.templates import FAMILIES, TOOLED
 from tests.support.models.tokenizers import byte_level, save_tokenizer
@@ -164,15 +166,14 @@ def test_adapters_templates_have_the_same_rules() -> None:
     processes = TemplateProcesses()
 
     def of_child(family: str, chat: Chat) -> str:
-        return processes.render(FAMILIES[family], SPECIALS, chat, 10_000, 5.0)
+        return processes.render({**FAMILIES, **TOOLED}[family], SPECIALS, chat, 10_000, 5.0)
 
     try:
         for name, chat in CHATS.items():
             if ("llama2", name) not in REFUSED:
                 assert of_child("llama2", chat_of(*chat)) == render("llama2", chat_of(*chat))
-        assert processes.render(TOOLED["qwen3"], SPECIALS, HISTORY, 10_000, 5.0) == render(
-            "qwen3", HISTORY
-        )
+        whole = replace(HISTORY, tools=(TOOL,), variables={"enable_thinking": False})
+        assert of_child("qwen3", whole) == render("qwen3", whole)
         final = chat_of(USER, ANSWER, continues=True)
         assert of_child("gemma3", final) == render("gemma3", final)
         for chat in (CHATS["late system"], (("banana", "a"),)):
@@ -249,6 +250,79 @@ def test_calls_that_the_template_would_drop_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="shows no calls of tools") as caught:
         render("chatml", HISTORY)
     assert caught.value.subject == "chat.messages[1].tool_calls"
+
+
+def test_arguments_of_the_template() -> None:
+    def of(family: str, variables: dict[str, Any], effort: str = "") -> str:
+        chat = Chat((ASKED,), variables=variables, reasoning_effort=effort)
+        return render(family, chat)
+
+    closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert of("qwen3", {"enable_thinking": False}).endswith(closed)
+    assert of("qwen3", {}, "none").endswith(closed)
+    assert not of("qwen3", {}, "low").endswith(closed)
+    assert of("qwen3", {"enable_thinking": False}, "high").endswith(closed)
+    assert "Reasoning: high" in of("harmony", {}, "high")
+    # What a template sets where it is not given is an argument, too: Llama 3.
+    source = "{% if not date is defined %}{% set date = '1 May' %}{% endif %}{{ date }}"
+    chat = Chat((), variables={"date": "2 May"})
+    assert ChatTemplate(source, {}).render(chat, 100, 1.0) == "2 May"
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "field", "reason"),
+    [
+        ("chatml", {"reasoning_effort": "low"}, "reasoning_effort", "reads neither it nor"),
+        ("qwen3", {"variables": {"enable_thought": 1}}, "chat_template_kwargs", "no argument"),
+        *(
+            ("qwen3", {"variables": {name: "x"}}, "chat_template_kwargs", "set by this server")
+            for name in ("messages", "tools", "bos_token", "raise_exception", "range")
+        ),
+    ],
+)
+def test_arguments_that_have_no_effect_are_refused(
+    family: str, fields: dict[str, Any], field: str, reason: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=reason) as caught:
+        render(family, Chat((ASKED,), **fields))
+    assert caught.value.subject == f"chat.{field}"
+    assert caught.value.message.startswith(f"{field}: ")
+
+
+TOOL = Tool("weather", "of a city", '{"properties": {"city": {"type": "string"}}}')
+
+
+@pytest.mark.parametrize("family", TOOLED)
+def test_tools_are_in_the_prompt(family: str) -> None:
+    text = render(family, replace(HISTORY, messages=(ASKED,), tools=(TOOL,)))
+    assert '{"city": {"type": "string"}}' in text
+    assert "weather" in text
+
+
+def test_tools_that_the_template_leaves_out_are_refused() -> None:
+    chat = Chat((ASKED,), tools=(TOOL, replace(TOOL, name="clock")))
+    with pytest.raises(InvalidArgument, match="shows no tools") as caught:
+        render("chatml", chat)
+    assert caught.value.subject == "chat.tools"
+    source = "{{ tools[0].function.name }}{{ messages[0].content }}"
+    with pytest.raises(InvalidArgument, match="leaves this tool out") as caught:
+        ChatTemplate(source, {}).render(chat, 1000, 1.0)
+    assert caught.value.subject == "chat.tools[1]"
+    defined = "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | tojson }}"
+    assert "clock" in ChatTemplate(defined, {}).render(replace(chat, messages=()), 1000, 1.0)
+
+
+def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    """Command R: the one called tool_use is for conversations with tools."""
+    templates = [
+        {"name": "default", "template": "{{ messages[0].content }}"},
+        {"name": "tool_use", "template": "{{ tools[0].function.name }} {{ messages[0].content }}"},
+    ]
+    folder = save_tokenizer(byte_level(), tmp_path, templates)
+    template = Tokenizer(folder).template
+    assert template is not None
+    assert template.render(Chat((ASKED,)), 1000, 1.0) == "rain?"
+    assert template.render(Chat((ASKED,), tools=(TOOL,)), 1000, 1.0) == "weather rain?"
 
 
 def test_results_are_not_left_out() -> None:

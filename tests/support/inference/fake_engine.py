@@ -44,7 +44,8 @@ class FakeEngine:
 
     It uses the real one's messages, in a thread of its own. `hold` stops its steps, and loads
     (messages are still taken); while it is `stuck` it takes none; `errors` maps a digest to what
-    its requests end with; `fail` lets it die.
+    its requests end with; `fail` lets it die. The next requests get the `answers`, if there are
+    some.
     """
 
     errors: dict[str, Exception] = field(default_factory=dict)
@@ -56,12 +57,14 @@ class FakeEngine:
     submitted: list[Request] = field(default_factory=list)
     layout_ids: list[str] = field(default_factory=list)
     resident: dict[str, ResidentAdapter] = field(default_factory=dict)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
     num_resets: int = 0
     num_dumps: int = 0
 
     def __post_init__(self) -> None:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._running: dict[str, tuple[Request, int]] = {}
+        self._answers: dict[str, tuple[int, ...]] = {}
         self._loads: list[Call] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -133,6 +136,8 @@ class FakeEngine:
                 outputs.append(Output(request.request_id, error=self.errors[request.key]))
             else:
                 self._running[request.request_id] = (request, 0)
+                if self.answers:
+                    self._answers[request.request_id] = self.answers.pop(0)
         elif isinstance(message, Cancel):
             self.cancelled.append(message.request_id)
             if message.request_id in self._running:
@@ -146,7 +151,8 @@ class FakeEngine:
 
     def _step(self, request_id: str) -> Output:
         request, count = self._running[request_id]
-        prompt, sampling = request.prompt_token_ids, request.sampling
+        sampling = request.sampling
+        prompt = self._answers.get(request_id, request.prompt_token_ids)
         is_over = count == len(prompt) and not sampling.ignore_eos
         token = EOS if is_over else prompt[count % len(prompt)]
         self._running[request_id] = (request, count + 1)

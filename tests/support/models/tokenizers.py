@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -89,10 +90,12 @@ def chars() -> Backend:
 KINDS = {"byte_level": byte_level, "unigram": unigram, "metaspace": metaspace, "chars": chars}
 
 
-def save_tokenizer(backend: Backend, folder: Path, chat_template: str = "") -> Path:
+def save_tokenizer(
+    backend: Backend, folder: Path, chat_template: str | list[dict[str, str]] = ""
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
-    settings = {
+    settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",

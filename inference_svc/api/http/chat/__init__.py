@@ -2,5 +2,6 @@
 
 endpoint   its body, and the call that it becomes
 messages   messages as OpenAI's API and its clients write them
+tools      tools, and calls of them in answers
 formatter  the format of its choices
 """

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
-from inference_svc.api.generate_call import MAX_MESSAGES, checked_chat
+from inference_svc.api.generate_call import (
+    MAX_MESSAGES,
+    GenerateCall,
+    checked_chat,
+    checked_variables,
+)
 from inference_svc.api.http.chat.formatter import ChatFormatter
 from inference_svc.api.http.chat.messages import Message, to_messages
+from inference_svc.api.http.chat.tools import Choice, Tools, to_choice, to_tools
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.generation_body import GenerationBody
 from inference_svc.api.service import ServerFacts
+from inference_svc.api.tools import ReadingOptions, to_options
 from inference_svc.core import SamplingParams
+from inference_svc.results.base import Wanted
 from inference_svc.results.logprobs import MAX_LOGPROBS
+from inference_svc.text.chat import Variable
 from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
 _Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
+def _to_variables(value: object) -> dict[str, Variable]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    return checked_variables(value)
 
 
 class ChatBody(GenerationBody):
@@ -31,7 +50,16 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    # Extensions, by vLLM's names.
+    tools: Tools | None = None
+    tool_choice: Annotated[Choice | None, PlainValidator(to_choice)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    # Extensions, by vLLM's names, and one by SGLang's.
+    separate_reasoning: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Variable], PlainValidator(_to_variables)] | None = (
+        None
+    )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -40,11 +68,32 @@ class ChatBody(GenerationBody):
     modalities: (
         Annotated[list[Literal["text"]], Field(fail_fast=True), Field(max_length=8)] | None
     ) = None
-    tools: _Nothing | None = None
     functions: _Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     function_call: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+
+    @cached_property
+    def reading(self) -> ReadingOptions:
+        """Raises InvalidArgument."""
+        choice = self.tool_choice or Choice()
+        return to_options(
+            to_tools(self.tools or ()),
+            choice.kind,
+            name=choice.name,
+            is_parallel=self.parallel_tool_calls is not False,
+            has_thoughts=self.separate_reasoning is not False,
+        )
+
+    def to_call(
+        self,
+        request_id: str,
+        adapter: str,
+        prompts: tuple[Prompt, ...],
+        sampling: SamplingParams,
+        wanted: Wanted,
+    ) -> GenerateCall:
+        """The answer is read. Raises InvalidArgument."""
+        call = super().to_call(request_id, adapter, prompts, sampling, wanted)
+        return replace(call, reading=self.reading)
 
     @property
     def max_tokens_field(self) -> str:
@@ -63,6 +112,7 @@ class ChatCompletions:
     names: ClassVar[Names] = {
         "adapter": "model",
         **dict.fromkeys(("prompt", "chat", "chat.messages"), "messages"),
+        **{f"chat.{name}": name for name in ("tools", "chat_template_kwargs", "reasoning_effort")},
     }
     has_prompt_ids_in_choices: ClassVar = False
 
@@ -73,8 +123,11 @@ class ChatCompletions:
             body.add_generation_prompt,
             bool(body.continue_final_message),
             bool(body.add_special_tokens),
+            tools=body.reading.tools,
         )
-        return (chat,)
+        effort = body.reasoning_effort or ""
+        variables = body.chat_template_kwargs or {}
+        return (replace(chat, variables=variables, reasoning_effort=effort),)
 
     def sampling(self, body: ChatBody, facts: ServerFacts) -> SamplingParams:
         """Without a limit, as many tokens as the context allows. Raises InvalidArgument."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inference_svc.api.http.chat.tools import to_deltas
 from inference_svc.api.http.response import FINISH_REASONS, Choice
+from inference_svc.core import FinishReason
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.results.base import of_kind
 from inference_svc.results.logprobs import PackedLogprobs, TokenLogprobs
@@ -32,6 +34,11 @@ def prompt_logprobs(scores: PackedLogprobs, pieces: AnyPieces) -> list[dict[str,
     return found
 
 
+def _reason(reason: FinishReason, *, has_calls: bool) -> str:
+    is_call = has_calls and reason is FinishReason.STOP
+    return "tool_calls" if is_call else FINISH_REASONS[reason]
+
+
 class ChatFormatter:
     """See `response.ChoiceFormatter`."""
 
@@ -43,30 +50,44 @@ class ChatFormatter:
         self._pieces = pieces
         self._includes_ids = includes_ids
         self._has_begun = False
+        self._has_calls = False
 
     def full(self, choice: Choice) -> dict[str, Any]:
         assert choice.finish_reason is not None
+        calls, text = choice.calls.to_json(), choice.text
+        content = text if text or not calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if choice.thoughts:
+            message["reasoning_content"] = choice.thoughts
+        if calls:
+            message["tool_calls"] = calls
         formatted = {
             "index": self._index,
-            "message": {"role": "assistant", "content": choice.text},
-            "finish_reason": FINISH_REASONS[choice.finish_reason],
+            "message": message,
+            "finish_reason": _reason(choice.finish_reason, has_calls=bool(calls)),
         }
         return formatted | {"token_ids": choice.token_ids} if self._includes_ids else formatted
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         reason = delta.finish_reason
-        is_new = delta.text or delta.parts or reason or self._includes_ids
+        has_content = delta.text or delta.thoughts or delta.calls
+        is_new = has_content or delta.parts or reason or self._includes_ids
         if self._has_begun and not is_new:
             return None
         content: dict[str, Any] = {} if self._has_begun else {"role": "assistant", "content": ""}
         self._has_begun = True
+        if delta.thoughts:
+            content["reasoning_content"] = delta.thoughts
         if delta.text:
             content["content"] = delta.text
+        if delta.calls:
+            content["tool_calls"] = to_deltas(delta.calls)
+            self._has_calls = True
         formatted = {
             "index": self._index,
             "delta": content,
             "logprobs": self._chunk_logprobs(delta),
-            "finish_reason": None if reason is None else FINISH_REASONS[reason],
+            "finish_reason": None if reason is None else _reason(reason, has_calls=self._has_calls),
         }
         return formatted | {"token_ids": delta.token_ids} if self._includes_ids else formatted
 

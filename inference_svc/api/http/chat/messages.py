@@ -60,6 +60,7 @@ class CalledTool(Body):
     # Accepted, without effect.
     type: Literal["function"] | None = None
     index: Annotated[int, Field(ge=0)] | None = None  # of streams: LangChain keeps it
+    arguments_error: Ignored | None = None  # of our own answers
 
     def to_call(self) -> ToolCall:
         return ToolCall(self.function.name, self.function.arguments, self.id or "")

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from google.protobuf.struct_pb2 import Value
 
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import Target, TargetKind
@@ -13,6 +14,7 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import ADAPTER_BYTES
+from inference_svc.api.tools import ReadingOptions
 from inference_svc.core import FinishReason, Request, SamplingParams
 from inference_svc.engine.control.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.engine.transport.messages import Timings, Usage
@@ -21,7 +23,7 @@ from inference_svc.results.base import Wanted
 from inference_svc.results.logprobs import LogprobsOption, PackedLogprobs, TokenLogprobs
 from inference_svc.results.routed_experts import RoutedExperts
 from inference_svc.store.adapter_resolver import Binding
-from inference_svc.text.chat import Chat, ChatMessage, ToolCall
+from inference_svc.text.chat import Chat, ChatMessage, Tool, ToolCall
 from inference_svc.text.prompt import Text
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
@@ -190,6 +192,78 @@ def test_fields_of_messages() -> None:
             )
         ),
     )
+
+
+def tool(**fields: Any) -> pb.Tool:
+    return pb.Tool(**{"name": "f", **fields})
+
+
+def test_tools() -> None:
+    schema = '{"type": "object"}'
+    chat = pb.ChatMessages(
+        messages=[pb.ChatMessage(role="user", content="hi")],
+        tools=[tool(name="a", description="b", parameters=schema), tool(name="c")],
+        single_tool_call=True,
+        separate_reasoning=True,
+    )
+    found = convert.from_generate_request(pb.GenerateRequest(chat=chat), VOCAB)
+    tools = (Tool("a", "b", schema), Tool("c"))
+    values = {
+        "a": Value(bool_value=True),
+        "b": Value(number_value=3),
+        "c": Value(number_value=0.5),
+        "d": Value(string_value="x"),
+        "e": Value(null_value=0),
+    }
+    given = pb.ChatMessages(
+        messages=chat.messages, chat_template_kwargs=values, reasoning_effort="low"
+    )
+    [prompt] = convert.from_generate_request(pb.GenerateRequest(chat=given), VOCAB).prompts
+    assert isinstance(prompt, Chat)
+    assert prompt.variables == {"a": True, "b": 3, "c": 0.5, "d": "x", "e": None}
+    assert prompt.reasoning_effort == "low"
+    assert found.reading == ReadingOptions(tools, 1, (), has_thoughts=True, path="chat.")
+    [prompt] = found.prompts
+    assert isinstance(prompt, Chat)
+    assert prompt.tools == tools
+    chat.tool_choice = pb.TOOL_CHOICE_NONE
+    found = convert.from_generate_request(pb.GenerateRequest(chat=chat), VOCAB)
+    assert isinstance(found.prompts[0], Chat)
+    assert found.reading is not None
+    assert found.prompts[0].tools == found.reading.tools == ()
+    chat.required_tool = "c"
+    found = convert.from_generate_request(pb.GenerateRequest(chat=chat), VOCAB)
+    assert found.reading is not None
+    assert found.reading.forced == (Tool("c"),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [tool(name="a b")]}, "tools[0]"),
+        ({"tools": [tool(), tool()]}, "tools[1]"),
+        ({"tools": [tool(parameters="[]")]}, "tools[0].parameters"),
+        ({"tools": [tool(parameters="{")]}, "tools[0].parameters"),
+        ({"tools": [tool(parameters='{"a":"\\ud800"}')]}, "tools[0].parameters"),
+        ({"tools": [tool(parameters='{"a":NaN}')]}, "tools[0].parameters"),
+        ({"tools": [tool(parameters='{"a":' * 50 + "1" + "}" * 50)]}, "tools[0].parameters"),
+        ({"tools": [tool(parameters="[" * 100_000)]}, "tools[0].parameters"),
+        ({"tools": [tool(description="x" * (1 << 18))]}, "tools"),
+        ({"tools": [tool()], "required_tool": "x"}, "tool_choice"),
+        ({"tool_choice": pb.TOOL_CHOICE_REQUIRED}, "tool_choice"),
+        ({"tool_choice": 9}, "tool_choice"),
+        ({"reasoning_effort": "most"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"a": Value(string_value="x" * 513)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": Value(list_value={})}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": Value(number_value=math.inf)}}, "chat_template_kwargs"),
+    ],
+)
+def test_tools_out_of_range_name_the_field(fields: dict[str, Any], field: str) -> None:
+    user = pb.ChatMessage(role="user", content="a")
+    chat = pb.ChatMessages(messages=[user], **fields)
+    with pytest.raises(InvalidArgument) as caught:
+        convert.from_generate_request(pb.GenerateRequest(chat=chat), VOCAB)
+    assert caught.value.subject == f"chat.{field}"
 
 
 LONG = "x" * 600

@@ -296,7 +296,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"extra_body": {"structured_outputs": {"structural_tag": "x"}}},
         "structured_outputs.structural_tag",
     ),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),

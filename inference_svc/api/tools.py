@@ -1,0 +1,170 @@
+"""Tools of a request: their checks, the choice among them, and the readers of its answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inference_svc.frontend.output_stream import Delta
+from inference_svc.text.answers.families import AnswerReader, AnswerSyntax
+from inference_svc.text.answers.forced import forced_calls
+from inference_svc.text.answers.scanner import Said, Thought
+from inference_svc.text.chat import NO_PARAMETERS, Tool
+from servicekit.errors import InvalidArgument
+
+MAX_TOOLS = 128
+"""OpenAI's bound."""
+MAX_TOOL_NAME_CHARS = 64
+MAX_TOOLS_CHARS = 1 << 18
+"""All tools of a request together: about 64,000 tokens."""
+MAX_SCHEMA_DEPTH = 32
+"""Objects and lists within one another, in the parameters of a tool."""
+_NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_TOOL_NAME_CHARS}}}")
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingOptions:
+    """How the answers to a chat are read. `tools` may be called, at most `max_calls` times (0: as
+    often as the model likes); one of `forced` has to be. With `has_thoughts` thoughts are apart
+    from the text, which `is_thinking` begins with. `path` is before the caller's field names."""
+
+    tools: tuple[Tool, ...] = ()
+    max_calls: int = 0
+    forced: tuple[Tool, ...] = ()
+    has_thoughts: bool = False
+    is_thinking: bool = False
+    path: str = ""
+
+    def check(self, syntax: AnswerSyntax) -> None:
+        """Raises InvalidArgument for tools whose calls cannot be read or enforced."""
+        if self.tools and syntax.calls is None:
+            field = f"{self.path}tools"
+            raise InvalidArgument(
+                f"{field}: no parser reads the calls that this chat template teaches; an operator "
+                "can choose one with --tool-parser",
+                subject=field,
+            )
+        if not self.forced:
+            return
+        field = f"{self.path}tool_choice"
+        calls = forced_calls(syntax, self.forced, self.max_calls)
+        reason = "this server has no grammars"
+        if calls is None:
+            assert syntax.calls is not None
+            reason = f"the syntax {syntax.calls.name} has no grammar"
+        raise InvalidArgument(
+            f'{field}: {reason}, so no call can be enforced: use "auto" or "none"', subject=field
+        )
+
+    def reads(self, syntax: AnswerSyntax) -> bool:
+        """Returns whether there is anything to read in answers."""
+        return bool(self.tools) or (self.has_thoughts and syntax.thoughts is not None)
+
+    def specials(self, syntax: AnswerSyntax) -> tuple[str, ...]:
+        """Returns the markers that readers look for, and that may be special tokens."""
+        return syntax.specials(calls=bool(self.tools), thoughts=self.has_thoughts)
+
+    def readers(self, syntax: AnswerSyntax, prompts: Sequence[str]) -> list[AnswerReader]:
+        """Returns a reader for each answer, whose prompts end with these texts."""
+        return [
+            AnswerReader(
+                syntax,
+                self.tools,
+                self.max_calls,
+                has_thoughts=self.has_thoughts,
+                starts_thinking=self.is_thinking or syntax.begins_thoughts(prompt),
+            )
+            for prompt in prompts
+        ]
+
+
+def read_delta(reader: AnswerReader, delta: Delta) -> None:
+    """Divides a delta's text into text, thoughts and calls."""
+    pieces = reader.push(delta.text, is_last=delta.finish_reason is not None)
+    delta.text = "".join(each.text for each in pieces if isinstance(each, Said))
+    delta.thoughts = "".join(each.text for each in pieces if isinstance(each, Thought))
+    delta.calls = [each for each in pieces if not isinstance(each, Said | Thought)]
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def checked_tools(tools: Sequence[Tool], path: str) -> tuple[Tool, ...]:
+    """Returns the tools of a request, whose fields the caller knows by `path`. Raises
+    InvalidArgument naming the field."""
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        field = f"{path}tools[{index}]"
+        if _NAME.fullmatch(tool.name) is None:
+            raise InvalidArgument(
+                f"{field}: the name of a tool has 1 to {MAX_TOOL_NAME_CHARS} letters, digits, "
+                f"'_', '-' and '.', not {tool.name[:MAX_TOOL_NAME_CHARS]!a}",
+                subject=field,
+            )
+        if tool.name in names:
+            raise InvalidArgument(f"{field}: {tool.name} is there twice", subject=field)
+        names.add(tool.name)
+    num_chars = sum(tool.num_chars for tool in tools)
+    if num_chars > MAX_TOOLS_CHARS:
+        raise InvalidArgument(
+            f"{path}tools: {num_chars} characters are more than {MAX_TOOLS_CHARS}",
+            subject=f"{path}tools",
+        )
+    return tuple(tools)
+
+
+def schema_text(found: object) -> str:
+    """Returns the schema of a tool's parameters as a text; None means that it has none. Raises
+    ValueError."""
+    if found is None:
+        return NO_PARAMETERS
+    if not isinstance(found, dict):
+        raise ValueError("must be an object, a JSON schema")
+    if _depth(found) > MAX_SCHEMA_DEPTH:
+        raise ValueError(f"must have at most {MAX_SCHEMA_DEPTH} objects and lists within another")
+    text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+    text.encode()  # no halves of characters
+    return text
+
+
+def _depth(value: Any) -> int:
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        if depth > MAX_SCHEMA_DEPTH:
+            break
+        level = [
+            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return depth
+
+
+def to_options(
+    tools: tuple[Tool, ...],
+    choice: str,
+    *,
+    name: str = "",
+    is_parallel: bool = True,
+    has_thoughts: bool = False,
+    is_thinking: bool = False,
+    path: str = "",
+) -> ReadingOptions:
+    """Returns the options of a request. `choice` is AUTO, NONE, REQUIRED, or "" with the `name` of
+    the tool that is to be called. Raises InvalidArgument naming the field."""
+    field = f"{path}tool_choice"
+    forced = tools if choice == REQUIRED else ()
+    if name:
+        forced = tuple(tool for tool in tools if tool.name == name)
+        if not forced:
+            raise InvalidArgument(
+                f"{field}: {name[:MAX_TOOL_NAME_CHARS]!a} is none of the tools", subject=field
+            )
+    if choice == REQUIRED and not tools:
+        raise InvalidArgument(f"{field}: must not be required without tools", subject=field)
+    offered = () if choice == NONE else tools
+    max_calls = 0 if is_parallel and not name else 1
+    return ReadingOptions(offered, max_calls, forced, has_thoughts, is_thinking, path)

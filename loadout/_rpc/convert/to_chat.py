@@ -1,0 +1,105 @@
+"""Prompts of every form, and the options of a chat, as messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_type_hints
+
+from google.protobuf import struct_pb2
+
+from loadout import types
+from loadout._rpc.convert import from_inference
+from loadout._rpc.convert.messages import build, named
+from loadout.errors import InvalidArgument
+from loadout.inference.v1 import inference_pb2 as inference_pb
+
+Prompt = str | Sequence[int] | Sequence[types.ChatMessage]
+"""Text, token ids, or chat messages."""
+
+CHAT_NAMES = tuple(get_type_hints(types.ChatOptions))
+
+
+def to_prompt(
+    prompt: Prompt,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the prompt's field. Raises InvalidArgument for options of a chat that it is not."""
+    items = [] if isinstance(prompt, str) else list(prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
+        chat = build(
+            inference_pb.ChatMessages,
+            "chat",
+            messages=[_message(cast(dict[str, Any], item)) for item in items],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **_chat_options(options),
+        )
+        return {"chat": chat}
+    for name, is_set in (
+        ("add_generation_prompt", add_generation_prompt is not None),
+        ("continue_final_message", continue_final_message),
+        *((name, bool(options.get(name))) for name in CHAT_NAMES),
+    ):
+        if is_set:
+            text = f"{name}: only with chat messages as the prompt"
+            raise InvalidArgument(text, code="INVALID_ARGUMENT", subject=name)
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    return {"token_ids": build(inference_pb.TokenIds, "token_ids", ids=items)}
+
+
+def _chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a chat that its options set. Raises InvalidArgument."""
+    given = {name: options[name] for name in CHAT_NAMES if options.get(name) is not None}
+    if "tools" in given:
+        given["tools"] = [_tool(each) for each in given["tools"]]
+    if "tool_choice" in given:
+        given["tool_choice"] = named(
+            from_inference.TOOL_CHOICES, given["tool_choice"], "tool_choice"
+        )
+    if "chat_template_kwargs" in given:
+        values = given.pop("chat_template_kwargs")
+        given["chat_template_kwargs"] = {
+            name: build(struct_pb2.Value, f"chat_template_kwargs.{name}", **_kind(value))
+            for name, value in values.items()
+        }
+    return given
+
+
+def _kind(value: object) -> dict[str, Any]:
+    """Returns a value by the name of its kind."""
+    if isinstance(value, bool):
+        return {"bool_value": value}
+    if value is None:
+        return {"null_value": 0}
+    return {"string_value" if isinstance(value, str) else "number_value": value}
+
+
+def _tool(values: Mapping[str, Any]) -> inference_pb.Tool:
+    fields = dict(values)
+    if fields.get("parameters") is not None:
+        fields["parameters"] = json.dumps(fields["parameters"])
+    return cast(inference_pb.Tool, build(inference_pb.Tool, "chat.tools", **fields))
+
+
+def _message(values: dict[str, Any]) -> inference_pb.ChatMessage:
+    """Returns a chat message. Raises InvalidArgument for content in parts, without quoting it,
+    because an image is long."""
+    content = values.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        kinds = {str(part.get("type")) for part in content if isinstance(part, Mapping)}
+        parts = f" of {', '.join(sorted(kinds))}" if kinds else ""
+        raise InvalidArgument(
+            f"chat.content cannot be a list of parts{parts}: only text is supported, as a str",
+            code="INVALID_ARGUMENT",
+            subject="chat.content",
+        )
+    calls = [
+        build(inference_pb.ToolCall, "chat.tool_calls", **call)
+        for call in values.get("tool_calls") or ()
+    ]
+    fields = {**values, "tool_calls": calls} if calls else values
+    return cast(inference_pb.ChatMessage, build(inference_pb.ChatMessage, "chat", **fields))
