@@ -25,12 +25,12 @@ from inference_svc.engine.control.status_types import EngineStatus
 from inference_svc.engine.transport.messages import SetVocabulary
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.grammars.checks import GrammarChecks
+from inference_svc.grammars.grammar import Grammar
 from inference_svc.host.cpus import Processor
 from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
 from inference_svc.store.types import AdapterPage, Registry
-from inference_svc.text.answers.families import AnswerReader
 from inference_svc.text.chat import Chat
 from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.no_tokenizer import NO_TOKENIZER
@@ -197,7 +197,12 @@ class Service:
                 made = await self._to_requests(call, binding, principal, text)
                 call.check_bans(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
-                decoder, readers = _readers(reading, requests, text)
+                decoder, ends = _ends(reading, requests, text)
+                readers = [] if reading is None else reading.readers(text.answers, ends)
+                if reading is not None and reading.forced:
+                    call = replace(call, grammar=self._forced(reading, text, ends[0]))
+                    call = await self._with_grammar(call, text, principal, threads)
+                    requests = [replace(each, grammar=call.grammar) for each in requests]
         return GenerateStream(
             call.without_prompts(),
             prompts,
@@ -237,6 +242,19 @@ class Service:
             self._has_vocabulary = True
             self._engine.send(SetVocabulary(self._grammars.vocabulary))
         return replace(call, grammar=grammar)
+
+    def _forced(self, reading: ReadingOptions, text: TextModel, prompt: str) -> Grammar:
+        """Returns the grammar of the calls that answers to a prompt have to make; this is its end.
+        Raises InvalidArgument."""
+        ends = {*self.facts.eos_token_ids, *text.end_ids}
+
+        def token_of(marker: str) -> int | None:
+            token_id = text.special_id(marker)
+            if token_id is None or token_id >= self.facts.vocab_size:
+                raise KeyError(marker)
+            return None if token_id in ends else token_id
+
+        return reading.grammar(text.answers, prompt, token_of)
 
     @asynccontextmanager
     async def _place_for(self, caller: Principal, num_bytes: int) -> AsyncIterator[None]:
@@ -353,9 +371,9 @@ def _reading(call: GenerateCall, text: TextModel) -> ReadingOptions | None:
     """Returns how the call's answers are read, if they are. Raises InvalidArgument."""
     if call.reading is None:
         return None
-    call.reading.check(text.answers)
-    if not call.reading.reads(text.answers):
-        return None
+    call.reading.check(text.answers, call.grammar)
+    if call.grammar is not None or not call.reading.reads(text.answers):
+        return None  # a grammar leaves no place for thoughts
     [prompt] = call.prompts
     if isinstance(prompt, Chat) and prompt.continue_final_message:
         is_thinking = text.answers.is_thinking(prompt.messages[-1].content)
@@ -363,15 +381,15 @@ def _reading(call: GenerateCall, text: TextModel) -> ReadingOptions | None:
     return call.reading
 
 
-def _readers(
+def _ends(
     reading: ReadingOptions | None, requests: Sequence[Request], text: TextModel
-) -> tuple[TokenDecoder, list[AnswerReader]]:
-    """Returns a reader for each request's answer, if it is read, and the decoder of its text."""
+) -> tuple[TokenDecoder, list[str]]:
+    """Returns the decoder of answers, and the end of each request's prompt for their readers."""
     if reading is None:
         return text, []
     decoder = text.showing(reading.specials(text.answers))
     ends = [decoder.decode(request.prompt_token_ids[-END_TOKENS:]) for request in requests]
-    return decoder, reading.readers(text.answers, ends)
+    return decoder, ends
 
 
 def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.grammars.calls import to_source
+from inference_svc.grammars.grammar import Grammar
 from inference_svc.text.answers.families import AnswerReader, AnswerSyntax
-from inference_svc.text.answers.forced import forced_calls
+from inference_svc.text.answers.forced import ForcedCalls, can_force
 from inference_svc.text.answers.scanner import Said, Thought
 from inference_svc.text.chat import NO_PARAMETERS, Tool
 from servicekit.errors import InvalidArgument
@@ -39,8 +41,13 @@ class ReadingOptions:
     is_thinking: bool = False
     path: str = ""
 
-    def check(self, syntax: AnswerSyntax) -> None:
-        """Raises InvalidArgument for tools whose calls cannot be read or enforced."""
+    @property
+    def choice_field(self) -> str:
+        return f"{self.path}tool_choice"
+
+    def check(self, syntax: AnswerSyntax, grammar: Grammar | None) -> None:
+        """Raises InvalidArgument for tools whose calls cannot be read or enforced, also together
+        with the request's own grammar."""
         if self.tools and syntax.calls is None:
             field = f"{self.path}tools"
             raise InvalidArgument(
@@ -48,17 +55,27 @@ class ReadingOptions:
                 "can choose one with --tool-parser",
                 subject=field,
             )
+        if self.tools and grammar is not None:
+            field = f"{self.path}tools"
+            raise InvalidArgument(
+                f"{field}: no call has the form of {grammar.field}: leave one of them out, or set "
+                'tool_choice to "none"',
+                subject=field,
+            )
         if not self.forced:
             return
-        field = f"{self.path}tool_choice"
-        calls = forced_calls(syntax, self.forced, self.max_calls)
-        reason = "this server has no grammars"
-        if calls is None:
+        field = self.choice_field
+        if grammar is not None:
+            raise InvalidArgument(
+                f"{field}: no call is possible with {grammar.field}", subject=field
+            )
+        if not can_force(syntax):
             assert syntax.calls is not None
-            reason = f"the syntax {syntax.calls.name} has no grammar"
-        raise InvalidArgument(
-            f'{field}: {reason}, so no call can be enforced: use "auto" or "none"', subject=field
-        )
+            raise InvalidArgument(
+                f"{field}: the syntax {syntax.calls.name} has no grammar, so no call can be "
+                'enforced: use "auto" or "none"',
+                subject=field,
+            )
 
     def reads(self, syntax: AnswerSyntax) -> bool:
         """Returns whether there is anything to read in answers."""
@@ -68,6 +85,27 @@ class ReadingOptions:
         """Returns the markers that readers look for, and that may be special tokens."""
         return syntax.specials(calls=bool(self.tools), thoughts=self.has_thoughts)
 
+    def starts_thinking(self, syntax: AnswerSyntax, prompt: str) -> bool:
+        """Returns whether an answer to a prompt, of which this is the end, begins with thoughts."""
+        return self.is_thinking or syntax.begins_thoughts(prompt)
+
+    def grammar(
+        self, syntax: AnswerSyntax, prompt: str, token_of: Callable[[str], int | None]
+    ) -> Grammar:
+        """Returns the grammar of calls that the answer to a prompt has to make; see ForcedCalls for
+        `token_of`. Raises InvalidArgument for schemas that are too large."""
+        calls = ForcedCalls(syntax, self.forced, token_of)
+        source = to_source(
+            calls.begin,
+            calls.separator,
+            calls.end,
+            calls.forms,
+            self.max_calls,
+            calls.thoughts,
+            starts_thinking=self.starts_thinking(syntax, prompt),
+        )
+        return Grammar.calls(source, self.choice_field)
+
     def readers(self, syntax: AnswerSyntax, prompts: Sequence[str]) -> list[AnswerReader]:
         """Returns a reader for each answer, whose prompts end with these texts."""
         return [
@@ -76,7 +114,7 @@ class ReadingOptions:
                 self.tools,
                 self.max_calls,
                 has_thoughts=self.has_thoughts,
-                starts_thinking=self.is_thinking or syntax.begins_thoughts(prompt),
+                starts_thinking=self.starts_thinking(syntax, prompt),
             )
             for prompt in prompts
         ]

@@ -4,6 +4,7 @@ Grammars are strangers' programs: they are compiled, and their masks computed, i
 processes, which bound their time and memory. The engine gets one mask for each token.
 
 grammar     the form that a request asks for, as plain data
+calls       calls of tools that an answer has to make, as a grammar
 vocabulary  the bytes of a model's tokens, which a grammar is matched with
 task        compiles grammars and computes masks, in those processes
 checks      compiles a request's grammar once before it runs, and remembers the verdict

@@ -18,12 +18,13 @@ MAX_CHOICE_TEXTS = 4096
 
 class GrammarKind(enum.Enum):
     """The language of a source: a JSON schema; a regular expression; a JSON list of choices; Lark
-    or EBNF."""
+    or EBNF; or calls of tools."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    CALLS = "calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,12 @@ class Grammar:
         """Returns a grammar in Lark or EBNF (GBNF). Raises InvalidArgument for one that is empty or
         too large."""
         return cls._checked(GrammarKind.GRAMMAR, text, field)
+
+    @classmethod
+    def calls(cls, source: str, field: str = "") -> Grammar:
+        """Returns the grammar of calls of tools, see `calls.to_source`. Raises InvalidArgument for
+        schemas that are too large."""
+        return cls._checked(GrammarKind.CALLS, source, field)
 
     @classmethod
     def _checked(cls, kind: GrammarKind, source: str, field: str) -> Grammar:

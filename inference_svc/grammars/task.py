@@ -20,6 +20,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from inference_svc.grammars import calls
 from inference_svc.grammars.vocabulary import unpack
 
 LIMITS = llguidance.LLParserLimits(
@@ -78,6 +79,8 @@ def to_lark(kind: str, source: str) -> str:
         return f"start: /{llguidance.regex_to_lark(source, 'd')}/\n"
     if kind == "choice":
         return f"start: {' | '.join(map(json.dumps, json.loads(source)))}\n"
+    if kind == "calls":
+        return calls.to_lark(source, lambda schema: f"%json {json.dumps(_schema(schema))}")
     text = source
     if re.search(r"^\s*[\w-]+\s*::=", source, re.MULTILINE):
         try:

@@ -36,6 +36,9 @@ class NoTokenizer:
             f"chat: {NO_TOKENIZER}, and so no chat template: send token ids", subject="chat"
         )
 
+    def special_id(self, marker: str) -> int | None:
+        return None
+
     def showing(self, markers: Iterable[str]) -> NoTokenizer:
         return self
 

@@ -24,6 +24,10 @@ class TextModel(Encoder, TokenDecoder, Vocabulary, Protocol):
         """How its answers are read."""
         ...
 
+    def special_id(self, marker: str) -> int | None:
+        """Returns the id of a special token; None for a text that is none."""
+        ...
+
     def showing(self, markers: Iterable[str]) -> TokenDecoder:
         """Returns a decoder that shows these special tokens, too."""
         ...

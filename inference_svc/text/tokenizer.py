@@ -120,11 +120,15 @@ class BackendText:
         text = self.template.render(chat, max_chars, max_seconds)
         return self.encode(text, add_special_tokens=chat.add_special_tokens)
 
+    def special_id(self, marker: str) -> int | None:
+        """Returns the id of a special token; None for a text that is none."""
+        token_id: int | None = self.backend.token_to_id(marker)
+        return None if token_id is None or token_id in self.visible_ids else token_id
+
     def showing(self, markers: Iterable[str]) -> TokenDecoder:
         """Returns a decoder that shows these special tokens, too."""
-        found = (self.backend.token_to_id(each) for each in markers)
-        ids = frozenset(each for each in found if each is not None)
-        hidden = frozenset(each for each in ids if each not in self.visible_ids)
+        found = map(self.special_id, markers)
+        hidden = frozenset(each for each in found if each is not None)
         return _Showing(self, hidden) if hidden else self
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ class Harmony(CallSyntax):
     name = "harmony"
     begins = (CHANNEL,)
     specials = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
-    frame = CallFrame()
+    frame = CallFrame(after_thoughts=f"{START}assistant")
 
     def fits(self, template: str) -> bool:
         return CHANNEL in template and MESSAGE in template

@@ -31,12 +31,13 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class CallFrame:
-    """The text around all calls of an answer, and between two of them; without `separator` there is
-    one call."""
+    """The text around all calls of an answer, between two of them, and after thoughts; without
+    `separator` there is one call."""
 
     begin: str = ""
     separator: str = ""
     end: str = ""
+    after_thoughts: str = ""
 
 
 class CallSyntax:

@@ -207,11 +207,7 @@ def tool(**fields: Any) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-    (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "clock"}}},
-        "tool_choice",
-    ),
+    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
     (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
         "tool_choice",
@@ -330,10 +326,23 @@ def test_the_python_client_has_the_same(serve_tools: Any, tooled: Tokenizer, ech
             plain = await client.complete([user, said, result], reasoning_effort="low")
             assert "<think>" in plain.text, "the text as it is, for those who do not ask"
             assert "<tool_response>\n12\n" in prompt_of(front, tooled)
-            with pytest.raises(InvalidArgument, match="no grammars") as caught:
-                await client.complete([user], tools=tools, tool_choice="required")
+            with pytest.raises(InvalidArgument, match="none of the tools") as caught:
+                await client.complete([user], tools=tools, required_tool="calendar")
             assert caught.value.subject == "chat.tool_choice"
             with pytest.raises(InvalidArgument, match="chat messages"):
                 await client.complete("rain?", tools=tools)
 
     serve_tools(body, BOTH, "<think>hm", "x")
+
+
+def test_calls_in_a_syntax_without_a_grammar_are_not_enforced(
+    serve_http: Any, tmp_path: Path
+) -> None:
+    text = Tokenizer(save_tokenizer(byte_level(), tmp_path, TOOLED["qwen3"]), "glm")
+
+    async def body(front: Front) -> None:
+        with pytest.raises(openai.BadRequestError, match="glm has no grammar") as caught:
+            await front.chat(messages=[USER], tools=TOOLS, tool_choice="required")
+        assert caught.value.param == "tool_choice"
+
+    serve_http(body, text=text, max_model_len=2048)
