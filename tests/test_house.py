@@ -214,7 +214,6 @@ SMALL_ON_PURPOSE = {
         f"inference_svc.text.answers.{name}": "a syntax is one module"
         for name in ("command_r", "granite", "hermes", "llama3", "mistral", "phi")
     },
-    "inference_svc.text.answers.forced": "the request to a grammar engine",
     "adapter_store.catalog.expiry": "the part of the catalog that the collector holds",
     "adapter_store.catalog.layout_usage": "has a thread of its own; its neighbours are queries",
     "adapter_store.registration.rate_limit": "one algorithm, with tests of its own",

@@ -34,7 +34,7 @@ from inference_svc.store.types import AdapterPage, Registry
 from inference_svc.text.chat import Chat
 from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.no_tokenizer import NO_TOKENIZER
-from inference_svc.text.prompt import PromptEncoder
+from inference_svc.text.prompt import Prompt, PromptEncoder
 from inference_svc.text.text_model import TextModel
 from servicekit.errors import InvalidArgument
 from servicekit.shares import Shares
@@ -218,6 +218,30 @@ class Service:
             decoder,
             readers,
         )
+
+    @asynccontextmanager
+    async def reading(self, principal: Principal, num_bytes: int) -> AsyncIterator[Executor]:
+        """Holds the memory for a call of this size while it is read, and until its prompts are
+        tokens; yields the threads that parse it. Raises ShareExceeded."""
+        async with self._place_for(principal, num_bytes):
+            threads = self._prompts.threads_of(principal.account)
+            try:
+                yield self._work.measured(principal.account, threads)
+            finally:
+                self._work.charge(principal.account, num_bytes / READ_BYTES_PER_SECOND)
+
+    async def encode(
+        self, principal: Principal, adapter: str, prompt: Prompt
+    ) -> tuple[tuple[int, ...], TextModel]:
+        """Returns a prompt's tokens, as `generate` makes them, and the text model of the adapter.
+        Raises like `generate`."""
+        binding = await self.resolve(principal, adapter, subject="model")
+        text = await self._text_of(binding, principal)
+        if isinstance(prompt, Chat):
+            ReadingOptions(prompt.tools).check(text.answers, None)
+        num_added = 0 if binding is None else binding.added_tokens
+        encoded = await self._prompts.encode(prompt, principal.account, text, num_added)
+        return encoded, text
 
     async def _text_of(self, binding: Binding | None, principal: Principal) -> TextModel:
         """Returns the text model that converts a call's prompts and answers: the adapter's, or the

@@ -36,6 +36,10 @@ class NoTokenizer:
             f"chat: {NO_TOKENIZER}, and so no chat template: send token ids", subject="chat"
         )
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Raises InvalidArgument."""
+        raise InvalidArgument(f"tokens: {NO_TOKENIZER}", subject="tokens")
+
     def special_id(self, marker: str) -> int | None:
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from inference_svc.text.answers.families import AnswerSyntax
@@ -22,6 +22,10 @@ class TextModel(Encoder, TokenDecoder, Vocabulary, Protocol):
     @property
     def answers(self) -> AnswerSyntax:
         """How its answers are read."""
+        ...
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, with special ones."""
         ...
 
     def special_id(self, marker: str) -> int | None:

@@ -120,6 +120,10 @@ class BackendText:
         text = self.template.render(chat, max_chars, max_seconds)
         return self.encode(text, add_special_tokens=chat.add_special_tokens)
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, with special ones."""
+        return str(self.backend.decode(token_ids, skip_special_tokens=False))
+
     def special_id(self, marker: str) -> int | None:
         """Returns the id of a special token; None for a text that is none."""
         token_id: int | None = self.backend.token_to_id(marker)

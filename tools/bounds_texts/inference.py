@@ -173,7 +173,7 @@ HTTP_FIELDS: Sequence[Line] = (
     line(
         "messages messages.{role,content,reasoning_content,reasoning,name,tool_call_id,tool_calls} "
         "messages.tool_calls.id messages.tool_calls.function.{name,arguments} "
-        "prompt token_ids",
+        "prompt token_ids tokens",
         "prompts, and their tokens",
         "the body until its prompts are tokenised; the tokens as long as the request",
         CALLER,
@@ -280,7 +280,8 @@ HTTP_FIELDS: Sequence[Line] = (
         "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty "
         "stream stream_options stream_options.{include_usage,include_obfuscation} "
         "add_special_tokens add_generation_prompt continue_final_message "
-        "return_token_ids return_tokens_as_token_ids pin load_inplace lora_int_id",
+        "return_token_ids return_tokens_as_token_ids return_token_strs pin load_inplace "
+        "lora_int_id",
         NOTHING,
         QUEUED,
         CALLER,

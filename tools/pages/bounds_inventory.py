@@ -15,6 +15,7 @@ from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.http.adapters import LoadBody, UnloadBody
 from inference_svc.api.http.chat.endpoint import ChatBody
 from inference_svc.api.http.completions import CompletionBody
+from inference_svc.api.http.tokenizer import DetokenizeBody, TokenizeBody
 from inference_svc.api.http.tokens import TokensBody
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.inference.v1 import inference_pb2
@@ -25,7 +26,15 @@ INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 PULLED = ("PullAdapterResponse", "GetTextResponse")
 """Messages with an adapter's contents that an inference service reads."""
 
-BODIES: Sequence[type[BaseModel]] = (ChatBody, CompletionBody, TokensBody, LoadBody, UnloadBody)
+BODIES: Sequence[type[BaseModel]] = (
+    ChatBody,
+    CompletionBody,
+    TokensBody,
+    TokenizeBody,
+    DetokenizeBody,
+    LoadBody,
+    UnloadBody,
+)
 """All bodies of requests over HTTP; a test compares them with the routes' modules."""
 SAMPLING = "sampling_params."
 """The object of one body for fields that the other bodies have at their top level."""

@@ -9,6 +9,7 @@ generate         the flow of the generating routes: read a request, start it, re
 completions      /v1/completions: body and format
 chat             /v1/chat/completions: body and format
 tokens           /inference/v1/generate: body and format
+tokenizer        /tokenize, /detokenize and /version
 response         their responses, full or as events: choices, usage, chunks
 results          the results that come beside tokens: fields of a body, parts of an answer
 sse              sends server-sent events

@@ -21,6 +21,7 @@ from inference_svc.api.http.life_cycle import LifeCycleRoutes
 from inference_svc.api.http.models import Models
 from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.http.serving.middleware import RequestMiddleware
+from inference_svc.api.http.tokenizer import TokenizerRoutes
 from inference_svc.api.http.tokens import Tokens, TokensBody
 from inference_svc.api.http.trainers import WEIGHT_ROUTES, Trainers
 from inference_svc.api.service import Service
@@ -102,7 +103,7 @@ def make_app(
     and `load`, AnswerMemory for `answers`. `opens_metrics`: callers without a token get the metrics
     that gateways route by."""
     models, adapters, trainers = Models(service, answers), Adapters(service), Trainers(service)
-    life_cycle = LifeCycleRoutes(service)
+    life_cycle, tokenizer = LifeCycleRoutes(service), TokenizerRoutes(service, answers)
     operations = Operations(service, metrics, is_serving, opens_metrics)
     chat: GenerateRoute[ChatBody] = GenerateRoute(service, ChatCompletions(), answers)
     completions: GenerateRoute[CompletionBody] = GenerateRoute(service, Completions(), answers)
@@ -111,6 +112,9 @@ def make_app(
         Route("/v1/chat/completions", chat.handle, methods=["POST"]),
         Route("/v1/completions", completions.handle, methods=["POST"]),
         Route("/inference/v1/generate", tokens.handle, methods=["POST"]),
+        Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
+        Route("/detokenize", tokenizer.detokenize, methods=["POST"]),
+        Route("/version", tokenizer.version),
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.show),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),

@@ -23,7 +23,8 @@ from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import Prompt
 
 
-def _to_token_ids(value: object) -> tuple[int, ...]:
+def to_token_ids(value: object) -> tuple[int, ...]:
+    """Raises ValueError."""
     if not are_ids(value):
         raise ValueError("must be a list of token ids")
     return tuple(value)
@@ -53,7 +54,7 @@ class TokensSampling(SamplingBody):
 class TokensBody(RequestBody):
     """`model` null is the base model."""
 
-    token_ids: Annotated[tuple[int, ...], PlainValidator(_to_token_ids)]
+    token_ids: Annotated[tuple[int, ...], PlainValidator(to_token_ids)]
     sampling_params: TokensSampling
     request_id: Annotated[str | None, PlainValidator(_to_request_id)] = None
 

@@ -40,6 +40,9 @@ def _to_variables(value: object) -> dict[str, Variable]:
     return checked_variables(value)
 
 
+Variables = Annotated[dict[str, Variable], PlainValidator(_to_variables)]
+
+
 class ChatBody(GenerationBody):
     messages: Annotated[
         list[Message],
@@ -57,9 +60,7 @@ class ChatBody(GenerationBody):
 
     # Extensions, by vLLM's names, and one by SGLang's.
     separate_reasoning: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Variable], PlainValidator(_to_variables)] | None = (
-        None
-    )
+    chat_template_kwargs: Variables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
