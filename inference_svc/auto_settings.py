@@ -37,14 +37,16 @@ EVERY_TARGET = "all"
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The facts that decide on open settings. `free_bytes` of `total_bytes` are the device's memory
-    (CUDA only), `host_free_bytes` the host's free memory; None: unknown. `why_no_device` is the
-    reason for which a CUDA device that the machine seems to have cannot be used."""
+    (CUDA only; the least of those that ranks will have), `host_free_bytes` the host's free memory;
+    None: unknown. `why_no_device` is the reason for which a CUDA device that the machine seems to
+    have cannot be used. `num_devices` are visible."""
 
     has_cuda: bool
     free_bytes: int = 0
     total_bytes: int = 0
     host_free_bytes: int | None = None
     why_no_device: str = ""
+    num_devices: int = 1
 
     @property
     def speed_notes(self) -> tuple[str, ...]:
@@ -109,7 +111,9 @@ def resolve(
         raise InvalidSetting("host-memory-limit: on a CPU, set memory-limit: it covers all memory")
     check_sharded_loras(settings)
     if settings.tensor_parallel > 1:
-        _check_ranks(settings, device)
+        _check_ranks(settings)
+        if device == "cuda":
+            _check_devices(settings, machine.num_devices)
     settings = resolve_model(settings, model).model_copy(update={"device": device})
     _check_length(settings, model)
     if device == "cpu":
@@ -132,10 +136,23 @@ def resolve(
     )
 
 
-def _check_ranks(settings: InferenceSettings, device: str) -> None:
+def _check_devices(settings: InferenceSettings, num_devices: int) -> None:
+    """Raises InvalidSetting if not every rank has a device of its own."""
+    if settings.nnodes > 1:
+        raise InvalidSetting("--nnodes: only CPUs so far; set --device cpu, or leave it 1")
+    if settings.expert_parallel > 1:
+        reason = "only CPUs so far: a recorded step does not know how many pairs a process has"
+        raise InvalidSetting(f"--expert-parallel: {reason}; leave it 1")
+    if settings.tensor_parallel > num_devices:
+        raise InvalidSetting(
+            f"--tensor-parallel {settings.tensor_parallel}: each process needs a CUDA device of "
+            f"its own, and {num_devices} are visible (CUDA_VISIBLE_DEVICES counts): use fewer "
+            "processes, or more devices"
+        )
+
+
+def _check_ranks(settings: InferenceSettings) -> None:
     """Raises InvalidSetting for a setting that several ranks cannot fulfil."""
-    if device != "cpu":
-        raise InvalidSetting("--tensor-parallel: only CPUs so far; set --device cpu, or leave it 1")
     if settings.engine != "process":
         raise InvalidSetting("--tensor-parallel needs --engine process")
     if settings.host_memory:

@@ -20,7 +20,7 @@ from inference_svc.adapters.targets import layout_of
 from inference_svc.app import resolve_settings
 from inference_svc.auto_settings import Machine, to_engine_config
 from inference_svc.backends.base import BackendFactory, DeviceMemory
-from inference_svc.backends.cuda.backend import CudaFactory
+from inference_svc.backends.cuda.factory import CudaFactory
 from inference_svc.backends.native.backend import NativeFactory
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets, routed_bytes

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from bench.gpu_run.context import Context
-from inference_svc.backends.cuda import backend as cuda
+from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.backends.cuda.factory import CudaFactory
 from inference_svc.core import EngineConfig
 from inference_svc.engine import build
 from inference_svc.model.description import Decoder
@@ -18,7 +19,7 @@ from kernels import tuning
 from kernels.dispatch import interpreted
 
 
-class EmulatedFactory(cuda.CudaFactory):
+class EmulatedFactory(CudaFactory):
     """Makes the backend of a CUDA device over a CPU's memory, without recorded graphs."""
 
     has_device_memory = False
@@ -51,7 +52,7 @@ def emulated() -> Iterator[None]:
         stack.enter_context(tuning.overridden("delta_chunks", chunk=16))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_name", _name_device))
         stack.enter_context(mock.patch.object(build, "select_backend", _select))
-        stack.enter_context(mock.patch.object(cuda.CudaBackend, "warm_up", _do_nothing))
+        stack.enter_context(mock.patch.object(CudaBackend, "warm_up", _do_nothing))
         yield
 
 
@@ -59,7 +60,7 @@ def _select(config: EngineConfig, decoder: Decoder) -> EmulatedFactory:
     return EmulatedFactory()
 
 
-def _do_nothing(backend: cuda.CudaBackend) -> None:
+def _do_nothing(backend: CudaBackend) -> None:
     """Replaces the warm-up."""
 
 

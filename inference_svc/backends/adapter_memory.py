@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.magnitudes import Divided, Magnitudes
@@ -54,6 +55,9 @@ class AdapterMemory(ABC):
         self.free_unused()  # without the error, which holds the allocations
         self.arena.apply((change,))
 
+    def land(self, extents: Sequence[Extent]) -> None:
+        self.arena.land(extents)
+
     def pop_completed_copies(self) -> list[str]:
         return self.arena.pop_completed_copies()
 
@@ -78,15 +82,19 @@ class AdapterMemory(ABC):
 def allocate_arena(config: EngineConfig, layout: ModelLayout) -> Arena:
     """Allocates the adapters' memory. Raises ValueError if the system does not give it the host
     tier's."""
+    device = torch.device(config.device)
+    has_landing = device.type != "cpu" and config.tensor_parallel > 1
     try:
         return Arena(
             layout,
             config.arena_bytes,
             config.max_loras,
             config.max_lora_rank,
-            torch.device(config.device),
+            device,
             config.host_bytes,
             num_mixes=config.max_sequences,
+            has_landing=has_landing,
         )
     except OSError as error:
-        raise ValueError(f"--host-memory: {error.strerror}") from error
+        setting = "--adapter-memory" if has_landing else "--host-memory"
+        raise ValueError(f"{setting}: {error.strerror}") from error

@@ -41,8 +41,10 @@ class Arena:
     `num_mixes` mixes.
 
     `slab`, uint8 [host_bytes], is the host tier's memory, from which images are copied into the
-    arena: pinned where there is an accelerator. `streams` are the device's, on which steps are
-    computed and images copied; None: the streams of `Streams.of`.
+    arena: pinned where there is an accelerator. Without a host tier, images may come through the
+    `landing`, as much of the host's memory as the arena has, in which they lie as in this.
+    `streams` are the device's, on which steps are computed and images copied; None: the streams of
+    `Streams.of`.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Arena:
         host_bytes: int = 0,
         streams: Streams | None = None,
         num_mixes: int = 0,
+        *,
+        has_landing: bool = False,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -87,6 +91,7 @@ class Arena:
         )
         allocate_slab = allocate_host if device.type == "cpu" else allocate_pinned
         self.slab = allocate_slab(host_bytes) if host_bytes else None
+        self.landing = allocate_slab(arena_bytes) if has_landing else None
         self._in_flight: deque[tuple[str, Event]] = deque()
 
     @property
@@ -98,7 +103,8 @@ class Arena:
     @property
     def pull_memory(self) -> memoryview:
         """See `Backend.pull_memory`."""
-        return self.memory if self.slab is None else memoryview(self.slab.numpy().data)
+        host = self.landing if self.slab is None else self.slab
+        return self.memory if host is None else memoryview(host.numpy().data)
 
     def apply(self, changes: Sequence[ResidencyChange]) -> None:
         """Makes `changes` in order.
@@ -117,6 +123,19 @@ class Arena:
             else:
                 assert isinstance(change, TableWrite), "it is not the arena's"
                 self.table.set_row(change.resident.slot, self._row(change.resident))
+
+    def land(self, extents: Sequence[Extent]) -> None:
+        """Copies these from the landing, if there is one, after all steps so far, one of which may
+        have read the bytes that lay there before; and waits. Called by threads that pull."""
+        if self.landing is None:
+            return
+        copies = self.streams.copies
+        copies.wait_stream(self.streams.compute)
+        pieces = (slice(*each) for extent in extents for each in _pieces_of(extent))
+        copies.copy((self._bytes[piece], self.landing[piece]) for piece in pieces)
+        landed = copies.event()
+        landed.record()
+        landed.synchronize()
 
     def pop_completed_copies(self) -> list[str]:
         """Returns the digests whose copies have completed since the last call, without blocking."""
@@ -225,3 +244,9 @@ class Arena:
             return False
         target = self.layout.targets[column]
         return target.inputs[0] > 0 and target.out_slice is None
+
+
+def _pieces_of(extent: Extent) -> Iterator[tuple[int, int]]:
+    """Yields the starts and ends of its copies."""
+    for start in range(extent.start, extent.end, COPY_BYTES):
+        yield start, min(start + COPY_BYTES, extent.end)

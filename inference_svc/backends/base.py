@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.tiers import ResidencyChange
 from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.exchange import Meeting
@@ -60,6 +61,10 @@ class Backend(Protocol[Inputs]):
     def pull_memory(self) -> memoryview:
         """The memory that pull threads write into: the host tier's, or, without a host tier, the
         arena's."""
+
+    def land(self, extents: Sequence[Extent]) -> None:
+        """Without a host tier, brings an image from these extents of `pull_memory` to the same ones
+        of the arena, unless that is the same memory, and waits. Called by pull threads."""
 
     @property
     def num_pages(self) -> int:
@@ -165,6 +170,14 @@ class RankBackend(Backend[Inputs], Protocol):
     @property
     def is_dividing(self) -> bool:
         """Whether magnitudes are left to be divided."""
+
+    @property
+    def wants_idle_time(self) -> bool:
+        """Whether `use_idle_time` has anything to do, which all ranks then do at the same time."""
+
+    def plan(self, inputs: Inputs) -> Sequence[int]:
+        """Returns how the first rank is about to compute a step, for others, which do the same;
+        none, where there is one way."""
 
     def follow(self, data: StepData) -> None:
         """Computes this rank's part of a step that rank 0 prepares, computes and scores, and that

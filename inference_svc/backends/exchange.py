@@ -61,11 +61,14 @@ class GlooMeeting:
     def files(self) -> tuple[int, ...]:
         return ()
 
-    def join(self, rank: Rank) -> GlooExchange:
-        store = self._store
-        if store is None:
-            store = _store_at(self._address, self._port, self._count, self._timeout_s)
-        return GlooExchange(rank, store, self._timeout_s, own_address(self._address))
+    def join(self, rank: Rank) -> Exchange:
+        return GlooExchange(rank, self.open_store(), self._timeout_s, own_address(self._address))
+
+    def open_store(self) -> Any:
+        """Returns the store. Raises ExchangeFailed."""
+        if self._store is not None:
+            return self._store
+        return _store_at(self._address, self._port, self._count, self._timeout_s)
 
     def fail(self) -> None:
         """The system closes the connections of a process that ends."""
@@ -111,6 +114,16 @@ def _store_at(address: str, port: int, count: int, timeout_s: float) -> Any:
         raise ExchangeFailed(f"ranks did not meet: {error}") from error
 
 
+def gloo_group(rank: Rank, store: Any, timeout_s: float, address: str) -> Any:
+    """Returns the group of processes on CPUs; see `GlooExchange`. Raises RuntimeError."""
+    # Not the process's default group: several engines may live in one process.
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return gloo(store, rank.index, rank.count, options)
+
+
 class GlooExchange:
     """An `Exchange` of processes on CPUs, through connections of this machine's `address`.
 
@@ -118,16 +131,13 @@ class GlooExchange:
     come, or answer, for `timeout_s` fails the exchange. Raises ExchangeFailed.
     """
 
+    name = "gloo"
+
     def __init__(self, rank: Rank, store: Any, timeout_s: float, address: str = LOCAL) -> None:
         self._rank = rank
         self.seconds = 0.0
-        # Not the process's default group: several engines may live in one process.
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=timeout_s)
         try:
-            self._group = gloo(store, rank.index, rank.count, options)
+            self._group = gloo_group(rank, store, timeout_s, address)
         except RuntimeError as error:
             raise ExchangeFailed(f"ranks did not meet: {error}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inference_svc.backends.base import BackendFactory
-from inference_svc.backends.cuda.backend import CudaFactory
+from inference_svc.backends.cuda.factory import CudaFactory
 from inference_svc.backends.native.backend import NativeFactory
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig

@@ -28,7 +28,8 @@ class StepData(NamedTuple):
     """The rows of a step: their tokens one behind the other, and of each row its first position,
     its number of tokens, its pages, and the slot of its last token. `runs` are of all tokens. Of a
     model with recurrent layers, `segments` say where states are, and `state_copies` are made before
-    the step. `returns_experts`: the experts of all tokens are needed, also in the last layer."""
+    the step. `returns_experts`: the experts of all tokens are needed, also in the last layer.
+    `plan`: see `RankBackend.plan`."""
 
     token_ids: list[int]
     starts: list[int]
@@ -40,6 +41,7 @@ class StepData(NamedTuple):
     segments: list[Segment]
     state_copies: list[StateCopy]
     returns_experts: bool = False
+    plan: Sequence[int] = ()
 
     @classmethod
     def of(

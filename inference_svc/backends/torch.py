@@ -117,7 +117,9 @@ class LoraStep:
 
     def beside(self, group: str, x: Tensor, linear: TorchLinear) -> tuple[Tensor, Addend] | None:
         found, arena = self.targets.groups.get(group), self.arena
-        if found is None or not self._is_beside(found, linear.out_features):
+        if found is None or group in self.targets.shared:
+            return None  # its sum over ranks keeps to the order of the others
+        if not self._is_beside(found, linear.out_features):
             return None
         values = x.new_empty(len(x), found.out_end)
         compute, beside = arena.streams.compute, arena.streams.beside
@@ -371,6 +373,12 @@ class TorchBackend(AdapterMemory):
     def use_idle_time(self) -> bool:
         """There is nothing to prepare."""
         return False
+
+    wants_idle_time = False
+
+    def plan(self, inputs: TorchInputs) -> Sequence[int]:
+        """Steps are computed in one way."""
+        return ()
 
     def free_unused(self) -> None:
         """Reserves nothing: each step's memory goes back to the system."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.sums import SumChecks
 from inference_svc.adapters.targets import cut_as, layout_of
 from inference_svc.backends.base import Backend, BackendFactory, RankFactory
+from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.backends.select import select_backend
 from inference_svc.backends.speed_notes import FormatKernels, Speed, computing_threads
 from inference_svc.core import EngineConfig
@@ -66,7 +67,7 @@ from inference_svc.host.cpus import (
     partition_cpus,
     usable_cpus,
 )
-from inference_svc.host.device_info import machine_name
+from inference_svc.host.device_info import device_of, machine_name
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.headers import tower_modules
@@ -159,7 +160,7 @@ def _build(
     host = _host_tier(config, has_device_memory=factory.has_device_memory)
     backend, layout = _load_model(config, decoder, factory, layout, num_threads, ranks)
     pace = pull_pace(config, factory, num_threads)
-    others = None if ranks is None else RankPulls(ranks, pace)
+    others = None if ranks is None else RankPulls(ranks, backend.land, pace)
     memory = backend.pull_memory
     puller, residency = _make_residency(config, store, post, layout, memory, host, pace, others)
     states = make_states(config, backend)
@@ -224,6 +225,11 @@ def _state_bytes(backend: Backend[Any]) -> int:
     return backend.recurrent_bytes // num_slots(backend.num_states)
 
 
+def config_of_rank(config: EngineConfig, index: int) -> EngineConfig:
+    """Returns the settings of the rank with this index, with the device that it computes on."""
+    return replace(config, device=device_of(config.device, config.local_ranks.index(index)))
+
+
 def share_of(config: EngineConfig, index: int) -> Share:
     """Returns the share of its machine's cores that the rank with this index has."""
     return Share(config.local_ranks.index(index), len(config.local_ranks))
@@ -271,8 +277,11 @@ def _load_model(
         else:
             assert isinstance(factory, RankFactory), "it computes a rank's part"
             exchange = ranks.meet()
-            with bound_to(ranks.share):
-                own = factory.build_rank(config, decoder, layout, exchange)
+            try:
+                with bound_to(ranks.share):
+                    own = factory.build_rank(config, decoder, layout, exchange)
+            except ExchangeFailed as error:
+                raise ranks.blame(error) from error
             assert own.num_pages == ranks.wait_until_built(), "ranks have equal memories"
             backend = RankedBackend(own, ranks, decoder, config.max_sequences)
         layout = layout.with_base(base())
@@ -407,7 +416,7 @@ def _host_tier(config: EngineConfig, *, has_device_memory: bool) -> HostTier | N
     """Returns None if images are pulled straight into the arena."""
     if config.host_bytes:
         return HostTier(config.host_bytes, None if has_device_memory else STEP_COPY_BYTES)
-    if has_device_memory:
+    if has_device_memory and config.tensor_parallel == 1:
         raise ValueError("--host-memory must be above 0 on this device: images are pulled into it")
     return None
 

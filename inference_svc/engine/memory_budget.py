@@ -100,6 +100,14 @@ def check_budgets(config: EngineConfig, decoder: Decoder, backend: BackendFactor
     return budgets[0]
 
 
+def check_device_budget(config: EngineConfig, decoder: Decoder, backend: BackendFactory) -> None:
+    """Checks the budget of another rank's device; raises as `check_budgets`. The host's is of all
+    ranks together."""
+    memory = backend.device_memory(config)
+    if memory is not None:
+        plan_budgets(config, backend.memory_needs(config, decoder), memory)[0].check()
+
+
 def routed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory for keeping the experts that the tokens of all pages have chosen."""
     num_pages = num_kv_pages(config, decoder)
@@ -110,7 +118,8 @@ def plan_budgets(
     config: EngineConfig, needs: MemoryNeeds, memory: DeviceMemory | None, num_routed_bytes: int = 0
 ) -> tuple[Budget, ...]:
     """Returns the device's budget first; where the device has `memory` of its own, the host's
-    follows. `num_routed_bytes`: see `routed_bytes`. Nothing is allocated."""
+    follows. `num_routed_bytes`: see `routed_bytes`. Nothing is allocated. Ranks with a device each
+    have a budget each, and the host's is of all ranks of this machine."""
     on_device: tuple[Line, ...] = (
         Line("weights", needs.weights_bytes, "a smaller model or --dtype"),
         Line("kv_pages", config.kv_bytes, "--kv-memory"),
@@ -124,8 +133,12 @@ def plan_budgets(
     )
     on_device += _used(Line("graphs", needs.graphs_bytes, "--max-sequences"))
     on_device += _used(Line("libraries", needs.libraries_bytes))
+    num_ranks = len(config.local_ranks)
+    has_landing = memory is not None and config.tensor_parallel > 1
+    landing_bytes = num_ranks * config.arena_bytes if has_landing else 0
     on_host = (
         Line("host_tier", config.host_bytes, "--host-memory"),
+        *_used(Line("landing", landing_bytes, "--adapter-memory")),
         Line("tokenizer", config.tokenizer_bytes),
         *_used(Line("routed_experts", num_routed_bytes, "--kv-memory")),
         # The last one, and all of it is there already.
@@ -135,6 +148,9 @@ def plan_budgets(
         limit_bytes, change = config.memory_limit_bytes, "memory-limit"
         lines = (*_of_all_ranks(on_device, config), *on_host)
         return (_host_budget(lines, limit_bytes, change),)
+    if num_ranks > 1:
+        others = Line("other_ranks", (num_ranks - 1) * resident_bytes(), "--tensor-parallel")
+        on_host = (others, *on_host)
     limit_bytes = config.memory_limit_bytes or memory.total_bytes
     in_use_bytes = memory.total_bytes - memory.free_bytes
     in_use = Line(IN_USE, in_use_bytes, "other programs on the device, without the driver's part")

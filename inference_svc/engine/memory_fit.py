@@ -6,6 +6,7 @@ The budget's lines are the only arithmetic: the rest of the device is for keys a
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -120,7 +121,9 @@ class _Fit:
                 human(largest_bytes),
             )
         host_bytes = self._host_bytes(arena_bytes)
-        if settings.host_memory is not None:
+        if settings.tensor_parallel > 1:
+            host_bytes = 0  # ranks have none; pulls come through as much memory as the arena has
+        elif settings.host_memory is not None:
             host_bytes = int(settings.host_memory)
         return replace(sizes, adapter_memory=arena_bytes, host_memory=host_bytes)
 
@@ -136,11 +139,21 @@ class _Fit:
         widest_bytes = max(end - cut for cut, end in zip(largest.cuts, ends, strict=True))
         left_bytes = self._left_bytes(sizes)
         share_bytes = left_bytes // ARENA_SHARE
+        if self.settings.tensor_parallel > 1:
+            share_bytes = min(share_bytes, self._landing_bytes)
         wanted_bytes = min(share_bytes, self.settings.max_loras * largest.num_bytes)
         two_bytes = 2 * (largest.num_bytes + widest_bytes)
         if self.decoder.mixtures:
             two_bytes = min(two_bytes, max(left_bytes, 0) // LARGEST_SHARE)
         return max(wanted_bytes, two_bytes)
+
+    @property
+    def _landing_bytes(self) -> int:
+        """The most memory of the host for a rank, through which adapters come to its arena: it is
+        as large as this."""
+        free_bytes = self.machine.host_free_bytes
+        num_ranks = self.settings.tensor_parallel // self.settings.nnodes
+        return sys.maxsize if free_bytes is None else free_bytes // (HOST_SHARE * num_ranks)
 
     def _host_bytes(self, arena_bytes: int) -> int:
         """Several arenas, a part of the host's memory, and at least one adapter: all of them pass

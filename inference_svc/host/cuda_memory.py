@@ -1,6 +1,7 @@
 """The CUDA device's free memory, as seen by a process that ends at once; and who has the rest.
 
-Run as a program, this file prints free and total bytes. A context of CUDA takes half a gigabyte of
+Run as a program, this file prints free and total bytes of as many devices as it reads from standard
+input, a line each. A context of CUDA takes half a gigabyte of
 the device, and as much of the host, for as long as its process lives; the process that serves calls
 computes nothing there.
 """
@@ -38,12 +39,13 @@ class CudaUnavailable(OSError):
     """The driver does not answer; the message has its error."""
 
 
-def ask_memory() -> CudaMemory:
-    """Returns the memory of the first device that is visible; the free memory is counted without a
-    context's, as the engine will have one. Raises CudaUnavailable."""
+def ask_memory(num_devices: int = 1) -> CudaMemory:
+    """Returns the least memory of the first of the visible devices; the free memory is counted
+    without a context's, as the engine will have one. Raises CudaUnavailable."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", __file__],
+            input=str(num_devices),
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
@@ -53,8 +55,10 @@ def ask_memory() -> CudaMemory:
     if done.returncode:
         reason = done.stderr.strip() or f"it ended with status {done.returncode}"
         raise CudaUnavailable(f"cannot read the size of the device's memory: {reason}")
-    free_bytes, total_bytes = done.stdout.split()
-    return CudaMemory(int(free_bytes), int(total_bytes))
+    found = [CudaMemory(*map(int, line.split())) for line in done.stdout.splitlines()]
+    return CudaMemory(
+        min(each.free_bytes for each in found), min(each.total_bytes for each in found)
+    )
 
 
 def has_driver() -> bool:
@@ -66,15 +70,15 @@ def has_driver() -> bool:
     return True
 
 
-def read_memory() -> CudaMemory:
-    """Asks the driver in this process. Raises OSError without a driver, CudaUnavailable with the
-    driver's error."""
+def read_memory(index: int = 0) -> CudaMemory:
+    """Asks the driver in this process about a visible device. Raises OSError without a driver,
+    CudaUnavailable with the driver's error."""
     driver = ctypes.CDLL(LIBRARY)
     device, context = ctypes.c_int(), ctypes.c_void_p()
     free_bytes, total_bytes = ctypes.c_size_t(), ctypes.c_size_t()
     calls = (
         ("cuInit", 0),
-        ("cuDeviceGet", ctypes.byref(device), 0),
+        ("cuDeviceGet", ctypes.byref(device), index),
         ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
         ("cuCtxSetCurrent", context),
         ("cuMemGetInfo_v2", ctypes.byref(free_bytes), ctypes.byref(total_bytes)),
@@ -123,6 +127,7 @@ def describe_programs() -> str:
 
 if __name__ == "__main__":
     try:
-        print(*read_memory())
+        for number in range(int(sys.stdin.read())):
+            print(*read_memory(number))
     except OSError as error:
         sys.exit(str(error))

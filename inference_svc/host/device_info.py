@@ -50,7 +50,10 @@ def _find_machine(settings: InferenceSettings) -> Machine:
     host_bytes = available_bytes()
     if settings.host_memory_limit is not None:
         host_bytes = max(0, settings.host_memory_limit - resident_bytes())
-    return Machine(True, *ask_memory(), host_bytes)
+    num_ranks = settings.tensor_parallel // settings.nnodes
+    num_devices = torch.cuda.device_count()
+    memory = ask_memory(max(1, min(num_ranks, num_devices)))
+    return Machine(True, *memory, host_bytes, num_devices=num_devices)
 
 
 def _why_no_device(setting: str) -> str:
@@ -71,6 +74,18 @@ def _why_no_device(setting: str) -> str:
         f"torch {torch.__version__} cannot use the device: its CUDA {torch.version.cuda} may need "
         "a newer driver"
     )
+
+
+def device_of(device: str, local_rank: int) -> str:
+    """Returns the device of a rank, by its number on its machine: of several CUDA devices that are
+    visible it has the one with this number."""
+    return f"{device}:{local_rank}" if device == "cuda" else device
+
+
+def use_device(device: str) -> None:
+    """Makes a device the current one of the calling thread."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
 
 
 @cache

@@ -82,7 +82,7 @@ def add_lora(
         group: Targets with the same input.
         base_bias: The base's bias in `out`, [>= group.out_end]. None: none.
         sum_ranks: Sums x[t] @ A_k.T over ranks, which have parts of the inputs, and then of the
-            outputs; only on a CPU. None: this rank has all inputs.
+            outputs. None: this rank has all inputs.
     """
     assert not plan.has_experts
     _add_lora(out, x, arena, table, plan, group, base_bias, sum_ranks)
@@ -168,10 +168,9 @@ def _add_lora(
     if not plan.has_group(group):
         return
     if uses_triton(out):
-        assert sum_ranks is None, "no device has ranks yet"
         from .triton_ops import add_lora as launch  # Triton is an extra that the CPU does without
 
-        launch(out, x, arena, table, plan, group, base_bias)
+        launch(out, x, arena, table, plan, group, base_bias, sum_ranks)
     else:
         cpu.add_lora(out, x, table, plan, group, base_bias, sum_ranks)
 

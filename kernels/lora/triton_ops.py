@@ -12,6 +12,7 @@ from kernels import tuning
 from kernels.experts import Pairs
 
 from . import triton_kernels as kernels
+from .cpu import SumRanks
 from .pair_plan import TokenOrder, max_items
 from .plan import ROWS_TOKENS, TILE_TOKENS, LoraGroup, LoraPlan
 from .rows import GRANULE_BYTES
@@ -26,12 +27,27 @@ def add_lora(
     plan: LoraPlan,
     group: LoraGroup,
     base_bias: torch.Tensor | None = None,
+    sum_ranks: SumRanks | None = None,
 ) -> None:
     """Launches `reference.add_lora`, or `reference.add_lora_experts` for a plan with experts: out
     [T, >= group.out_end], x [T, in_features], arena [arena_bytes // itemsize], base_bias
-    [>= group.out_end]. Two launches for all targets of the group."""
+    [>= group.out_end]. Two launches for all targets of the group. With `sum_ranks` others follow
+    the first: the sum of chunks, and the sum over ranks."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
-    expand(out, shrink(x, arena, table, plan, group), arena, table, plan, group, base_bias)
+    y = shrink(x, arena, table, plan, group)
+    if sum_ranks is not None:
+        y = _summed(y, sum_ranks)
+    expand(out, y, arena, table, plan, group, base_bias)
+
+
+def _summed(y: torch.Tensor, sum_ranks: SumRanks) -> torch.Tensor:
+    """Returns the sum over ranks of shrunk rows `[S, P, T, K, Y_RANK]`, as `[1, P, T, K, Y_RANK]`:
+    all ranks have as many rows, because their plans and the ranks of their adapters are equal. What
+    is undefined stays undefined. Chunks are added first, so that ranks exchange less."""
+    if len(y) > 1:
+        y = y.sum(dim=0, keepdim=True)
+    sum_ranks(y)
+    return y
 
 
 def compute_addend(

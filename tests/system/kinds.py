@@ -16,7 +16,7 @@ from peft.tuners.lora import LoraLayer
 from inference_svc.api.generate_call import activation_of
 from inference_svc.core import Part, Sum
 from inference_svc.engine.transport.messages import Output
-from tests.support.models.parity import RecordingSampler, relative_rms
+from tests.support.models.parity import RecordingSampler, prompts, relative_rms
 from tests.support.models.zoo import ALL, VOCAB, AdapterSpec, Zoo, adapted, make_model, quiet
 from tests.system.engines import Running
 
@@ -187,3 +187,31 @@ def check(
     got = torch.stack([logits[:num_known] for logits in recorded])
     assert relative_rms(got, expected) < 1e-4, name
     assert tokens == expected.argmax(dim=-1).tolist(), name or "base"
+
+
+NUM_TOKENS = 12
+
+
+def compare(
+    zoo: Kinds, start: Callable[..., Running], names: Sequence[str] = (), **settings: Any
+) -> Running:
+    """Adapters of these names, or all, together with the base model and a sum, in chunks."""
+    running, recorder = begin(zoo, start, max_prefill_chunk=24, **settings)
+    names = names or zoo.names
+    asked = [zoo.prompt_of(*each) for each in zip(names, prompts(len(names)), strict=True)]
+    for name, prompt in zip(names, asked, strict=True):
+        zoo.submit(running, name or "base", prompt, name, max_tokens=NUM_TOKENS)
+    for name, prompt in zip(names, asked, strict=True):
+        key = name or "base"
+        check(zoo, name, prompt, *running.result(key), recorder.logits[key])
+    running.check_idle()
+    return running
+
+
+UNSHARED = {
+    "dora": "DoRA magnitudes for q_proj",
+    "dora of both ends": "DoRA magnitudes for o_proj",
+    "dora and the head": "DoRA magnitudes for q_proj",
+    "bias=all": "a bias of its own for o_proj",
+}
+"""Adapters of which each rank would need all outputs, and the reason of their refusal."""

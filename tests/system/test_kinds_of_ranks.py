@@ -4,7 +4,7 @@ logits and greedy tokens as of one process."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,19 @@ from inference_svc.errors import AdapterUnusable
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import AdapterSpec, Zoo, adapted, make_model
 from tests.support.pairs import PATHS
-from tests.system.engines import Running
 from tests.system.kinds import (
     ADDED,
+    NUM_TOKENS,
+    UNSHARED,
     Kinds,
     begin,
-    check,
+    compare,
     make_kinds,
     shake_to_float8,
     to_float8,
 )
 from tests.system.sums import SUMS, check_sum, digest_of, summed
 
-NUM_TOKENS = 12
 KINDS = ["qwen3", *(pytest.param(each, marks=pytest.mark.long) for each in ("gemma2", "cohere2"))]
 counts = pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
 paths = pytest.mark.parametrize("path", ["native", pytest.param("torch", marks=pytest.mark.long)])
@@ -38,35 +38,12 @@ def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return make_kinds(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def compare(zoo: Kinds, start: Callable, names: Sequence[str] = (), **settings: Any) -> Running:
-    """Adapters of these names, or all, together with the base model and a sum, in chunks."""
-    running, recorder = begin(zoo, start, max_prefill_chunk=24, **settings)
-    names = names or zoo.names
-    asked = [zoo.prompt_of(*each) for each in zip(names, prompts(len(names)), strict=True)]
-    for name, prompt in zip(names, asked, strict=True):
-        zoo.submit(running, name or "base", prompt, name, max_tokens=NUM_TOKENS)
-    for name, prompt in zip(names, asked, strict=True):
-        key = name or "base"
-        check(zoo, name, prompt, *running.result(key), recorder.logits[key])
-    running.check_idle()
-    return running
-
-
 @paths
 @counts
 def test_all_kinds_together_have_the_oracles_logits(
     zoo: Kinds, count: int, path: str, start: Callable
 ) -> None:
     compare(zoo, start, tensor_parallel=count, native_kernels=PATHS[path])
-
-
-UNSHARED = {
-    "dora": "DoRA magnitudes for q_proj",
-    "dora of both ends": "DoRA magnitudes for o_proj",
-    "dora and the head": "DoRA magnitudes for q_proj",
-    "bias=all": "a bias of its own for o_proj",
-}
-"""Adapters of which each rank would need all outputs, and the reason of their refusal."""
 
 
 @paths

@@ -42,16 +42,18 @@ class RecordingFailed(RuntimeError):
 
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool: they replay one at a time. The pool ends with
-    the last of them, and the next one begins another."""
+    the last of them, and the next one begins another. `wait` waits for what is computed; None: the
+    stream does."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait or _synchronize
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._pool: Any = None
 
     def __call__(self, compute: Compute) -> Recorded:
         # Once outside: compiles kernels, and lets libraries make their lasting allocations.
         compute()
-        torch.cuda.current_stream().synchronize()
+        self._wait()
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -69,6 +71,10 @@ class CudaRecorder:
             raise RecordingFailed(str(error)) from error
         self._graphs.add(graph)
         return graph
+
+
+def _synchronize() -> None:
+    torch.cuda.current_stream().synchronize()
 
 
 @contextmanager
@@ -92,6 +98,9 @@ class RecordedSteps:
     recorded when there is nothing else to do, or at the latest when it occurs for the LATEST_USE-th
     time: that step is late by as much, and waits for copies on other streams. If there are
     `max_prompts`, the least recently used makes room, once it is idle.
+
+    Ranks that share a model do all of this at the same times, so that a step is replayed on all of
+    them or on none. `agree(is_recorded)` returns whether a step is recorded on all.
     """
 
     def __init__(
@@ -99,10 +108,12 @@ class RecordedSteps:
         compute: Callable[[StepShape], None],
         record: Record,
         max_prompts: int,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self._compute = compute
         self._record = record
         self._max_prompts = max_prompts
+        self._agree = agree
         self._recorded: dict[StepShape, Recorded] = {}
         self._last_used: dict[StepShape, int] = {}
         """Numbers of steps, for all shapes of steps with prompts that have occurred."""
@@ -137,6 +148,16 @@ class RecordedSteps:
         self._wanted[shape] = self._wanted.get(shape, 0) + 1
         return self._wanted[shape] >= LATEST_USE and self._make_room(shape)
 
+    @property
+    def shapes(self) -> frozenset[StepShape]:
+        """The recorded ones."""
+        return frozenset(self._recorded)
+
+    @property
+    def wants_any(self) -> bool:
+        """Whether a shape has occurred without a recording, for `record_wanted`."""
+        return bool(self._wanted)
+
     def record_wanted(self, fill: Callable[[StepShape], None]) -> bool:
         """Records, after `fill`, the shape that has occurred last without a recording. Returns
         whether there was any, and room for it."""
@@ -149,8 +170,8 @@ class RecordedSteps:
         try:
             self.run(shape)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
+            if self._agree is not None or not is_out_of_memory(error):
+                raise  # other ranks wait within the step
             self._record_no_more(shape, error)
         return shape in self._recorded
 
@@ -161,13 +182,27 @@ class RecordedSteps:
             self._recorded[shape].replay()
             return True
         try:
-            self._recorded[shape] = self._record(lambda: self._compute(shape))
+            self._recorded[shape] = self._record_on_all(shape)
         except RecordingFailed as error:
             if not shape.has_prompts:
                 raise (error.__cause__ or error) from None
             self._record_no_more(shape, error)
         self._wanted.pop(shape, None)
         return False
+
+    def _record_on_all(self, shape: StepShape) -> Recorded:
+        """Returns a recording, if all ranks have one. Raises as `Record`."""
+        if self._agree is None:
+            return self._record(lambda: self._compute(shape))
+        recorded: Recorded | None = None
+        failure = RecordingFailed("another rank could not record the step")
+        try:
+            recorded = self._record(lambda: self._compute(shape))
+        except RecordingFailed as error:
+            failure = error
+        if not self._agree(recorded is not None) or recorded is None:
+            raise failure
+        return recorded
 
     def _record_no_more(self, shape: StepShape, error: RuntimeError) -> None:
         """From now on a step with prompts is recorded only in the place of an idle recording."""

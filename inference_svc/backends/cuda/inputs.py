@@ -4,6 +4,7 @@ one more for each long run of new pages."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from inference_svc.backends.cuda.padded_sizes import StepShape
 from inference_svc.backends.cuda.pages import MAX_ROW_UPDATES, PageTable, PageUpdates
 from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.backends.step_data import StepData
 from inference_svc.core import BatchColumns
 from inference_svc.model.inputs import StepInputs
 from kernels.attention import AttentionPlan
@@ -112,12 +114,19 @@ class CudaInputs:
 
     def fill(self, batch: BatchColumns) -> None:
         """Describes `batch` on the host."""
-        num_rows = len(batch.sequences)
         self._arrays.fill(batch)
-        counts = None
+        self._fill_tiles(batch.counts)
+
+    def fill_rows(self, data: StepData) -> None:
+        """Does the same for the rows of another rank's step."""
+        self._arrays.fill_rows(data.token_ids, data.starts, data.counts, data.page_ids)
+        self._fill_tiles(data.counts)
+
+    def _fill_tiles(self, row_counts: Sequence[int]) -> None:
+        num_rows, counts = len(row_counts), None
         self._num_tiles, self._has_decodes = 0, True
         if self._arrays.size.tokens > num_rows:
-            counts = np.array(batch.counts)
+            counts = np.array(row_counts)
             tiles = query_tiles(counts)
             self._num_tiles = len(tiles)
             self._tiles.numpy()[: len(tiles)] = tiles

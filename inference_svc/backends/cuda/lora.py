@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -12,6 +14,7 @@ from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.backends.slot_runs import SlotRuns, last_slots, slot_runs
 from inference_svc.backends.torch import LoraStep
 from inference_svc.core import BASE_SLOT, BatchColumns
+from inference_svc.model.sharding.exchange import Exchange
 from kernels.lora import LoraPlan
 from kernels.lora.plan import (
     ITEM_ROWS,
@@ -27,7 +30,8 @@ from kernels.lora.plan import (
 
 
 class CudaLora:
-    """LoRA plans for steps of up to `max_tokens` tokens of up to `max_rows` rows, in `block`."""
+    """LoRA plans for steps of up to `max_tokens` tokens of up to `max_rows` rows, in `block`.
+    `exchange`: of a model that is cut."""
 
     def __init__(
         self,
@@ -36,9 +40,11 @@ class CudaLora:
         block: StepBlock,
         max_tokens: int,
         max_rows: int,
+        exchange: Exchange | None = None,
     ) -> None:
         self.arena = arena
         self._targets = targets
+        self._exchange = exchange
         self._tokens = _PlanArrays(block, max_tokens, max_rows)
         self._heads = _PlanArrays(block, max_rows, max_rows)
         self._slots: list[int] = []
@@ -57,20 +63,23 @@ class CudaLora:
 
     def fill(self, batch: BatchColumns) -> StepKind:
         """Plans the step's rows on the host; returns the kind of their adapters."""
-        slots = [sequence.slot for sequence in batch.sequences]
-        self._is_decode = batch.is_decode
-        if self._is_decode or max(slots) == BASE_SLOT:
-            runs = SlotRuns(slots, [1] * len(slots))
-        else:
-            runs = slot_runs(batch.sequences, batch.starts, batch.counts)
-        self._slots = runs.slots
-        if max(self._slots) == BASE_SLOT:
+        sequences, starts, counts, is_decode = batch
+        slots = [sequence.slot for sequence in sequences]
+        if is_decode or max(slots) == BASE_SLOT:
+            return self.fill_runs(SlotRuns(slots, [1] * len(slots)), slots, is_decode=is_decode)
+        runs, heads = slot_runs(sequences, starts, counts), last_slots(sequences, starts, counts)
+        return self.fill_runs(runs, heads, is_decode=False)
+
+    def fill_runs(self, runs: SlotRuns, heads: Sequence[int], *, is_decode: bool) -> StepKind:
+        """Does the same for runs of tokens, of decode rows one each. `heads` are the slots of the
+        last tokens of rows."""
+        self._is_decode, self._slots = is_decode, runs.slots
+        if max(runs.slots) == BASE_SLOT:
             return StepKind.BASE
-        if self._is_decode:
-            self._tokens.fill_decodes(np.array(slots, dtype=np.int64))
+        if is_decode:
+            self._tokens.fill_decodes(np.array(runs.slots, dtype=np.int64))
         else:
             self._tokens.fill(*(np.array(of_run, dtype=np.int64) for of_run in runs))
-            heads = last_slots(batch.sequences, batch.starts, batch.counts)
             self._heads.fill_decodes(np.array(heads, dtype=np.int64))
         used = {*self._slots} - {BASE_SLOT}
         return StepKind.ANY if any(map(self._has_more, used)) else StepKind.LORA
@@ -92,7 +101,7 @@ class CudaLora:
         contents = LoraContents.of(self.arena.table, self._slots)
         heads = self._tokens if self._is_decode else self._heads
         plan, head_plan = (arrays.plan(self.arena, contents) for arrays in (self._tokens, heads))
-        return LoraStep(self.arena, self._targets, plan, head_plan)
+        return self._made(plan, head_plan)
 
     def padded_step(self, shape: StepShape, *, is_recorded: bool = True) -> LoraStep | None:
         """Returns plans for a recorded step of this shape, for any adapters. Without
@@ -105,15 +114,17 @@ class CudaLora:
         heads = plan
         if has_prompts:
             heads = self._any_plan(self._heads, kind, num_rows, num_rows, has_tiles=False)
-        may_be_beside = is_recorded and kind is StepKind.LORA
-        return LoraStep(self.arena, self._targets, plan, heads, may_be_beside)
+        return self._made(plan, heads, may_be_beside=is_recorded and kind is StepKind.LORA)
 
     def any_step(self, kind: StepKind, num_tokens: int, num_rows: int, has_tiles: bool) -> LoraStep:
         """Returns plans of a step with prompts whose adapters are any, with tiles or without: they
         launch every kernel that such a step may need."""
         plan = self._any_plan(self._tokens, kind, num_tokens, num_rows, has_tiles)
         heads = self._any_plan(self._heads, kind, num_rows, num_rows, has_tiles=False)
-        return LoraStep(self.arena, self._targets, plan, heads)
+        return self._made(plan, heads)
+
+    def _made(self, plan: LoraPlan, heads: LoraPlan, *, may_be_beside: bool = False) -> LoraStep:
+        return LoraStep(self.arena, self._targets, plan, heads, may_be_beside, self._exchange)
 
     def _any_plan(
         self, arrays: _PlanArrays, kind: StepKind, num_tokens: int, num_rows: int, has_tiles: bool

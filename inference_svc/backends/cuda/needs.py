@@ -25,6 +25,7 @@ from inference_svc.backends.base import (
 from inference_svc.backends.cuda.inputs import CudaInputs
 from inference_svc.backends.cuda.lora import CudaLora
 from inference_svc.backends.cuda.padded_sizes import StepKind, decode_sizes, most_prompt_tokens
+from inference_svc.backends.cuda.rank_needs import exchange_bytes, exchange_nodes, library_bytes
 from inference_svc.backends.cuda.segments import CudaSegments
 from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
@@ -69,6 +70,8 @@ NODES: Mapping[type[Op], int] = {Growth: 6, Attend: 2, Route: 2}
 combination; the choice, and the order of pairs."""
 GROUP_NODES = 2
 """The adapters of a group: shrink and expand."""
+SHARED_NODES = 2
+"""The sums of a group that ranks share: over chunks of inputs, and over ranks."""
 OTHER_NODES = 3
 """Kernels around the decoder's operations: tokens as they were sampled, and the logits and the
 largest of them, to their place."""
@@ -96,7 +99,7 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         weights_bytes(decoder, getattr(torch, config.dtype)),
         workspace_bytes,
         graphs_bytes=_graphs_bytes(config, decoder) if config.record_steps else 0,
-        libraries_bytes=LIBRARIES_BYTES,
+        libraries_bytes=LIBRARIES_BYTES + library_bytes(decoder),
         recurrent_bytes=states_bytes(config, decoder),
     )
 
@@ -156,6 +159,8 @@ class _OwnBytes(NamedTuple):
             num_bytes += self._logits_bytes(op)
         elif isinstance(op, Growth):
             num_bytes += GROWTH_BYTES * self.sizes.max_tokens
+        else:
+            num_bytes += exchange_bytes(op, self.sizes)
         if isinstance(op, NormOf | Combine) and op.out in op.inputs:
             num_bytes += self.sizes.num_bytes(op.out)  # a new one
         if not self.is_beside:
@@ -199,7 +204,8 @@ class _OwnBytes(NamedTuple):
     def _logits_bytes(self, op: Logits) -> int:
         """Where adapters add tokens, logits are copied to wider ones, and bounds make copies."""
         shrunk_bytes = self.shrunk.by(HEAD, self.config.max_sequences)
-        num_bytes, num_added = self._product_bytes(op, shrunk_bytes), 0
+        exchanged_bytes, num_added = exchange_bytes(op, self.sizes), 0
+        num_bytes = max(self._product_bytes(op, shrunk_bytes), exchanged_bytes)
         if self.config.max_added_tokens and not self.is_beside:
             num_added = op.out.width + self.config.max_added_tokens
         num_copies = (op.head.scale != 1.0) + 2 * (op.head.softcap is not None)
@@ -221,6 +227,8 @@ class _ShrunkBytes(NamedTuple):
     tokens have a sum for each chunk of their features. Rows of the embedding are looked up."""
 
     groups: Mapping[str, LoraGroup]
+    shared: Collection[str]
+    """Groups whose sums are summed once more, over ranks."""
     rank: int
     """Up to the end of a block of ranks."""
     num_parts: int
@@ -229,12 +237,19 @@ class _ShrunkBytes(NamedTuple):
     def of(cls, config: EngineConfig, decoder: Decoder, num_parts: int) -> _ShrunkBytes:
         tables = product(tuning.all_constants("shrink"), tuning.all_constants("expand"))
         rank = max(workspace_rank(config.max_lora_rank, *tuned) for tuned in tables)
-        return cls(computed_groups(config, decoder), rank, num_parts)
+        shared = layout_of(config, decoder).shared_groups
+        return cls(computed_groups(config, decoder), shared, rank, num_parts)
 
     def by(self, name: str, num_tokens: int) -> int:
         """Returns the bytes of a group; 0 if no adapter changes it."""
         group = self.groups.get(name)
-        return 0 if group is None else self._of(group.in_features, len(group.targets), num_tokens)
+        if group is None:
+            return 0
+        num_bytes = self._of(group.in_features, len(group.targets), num_tokens)
+        chunk = min(tuned["chunk"] for tuned in tuning.all_constants("shrink"))
+        if name in self.shared and group.in_features > chunk:
+            num_bytes += 4 * self.num_parts * num_tokens * len(group.targets) * self.rank
+        return num_bytes
 
     def _of(self, in_features: int, num_targets: int, num_tokens: int) -> int:
         num_split = max(
@@ -261,13 +276,18 @@ def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
 
 
 def recorded_nodes(
-    decoder: Decoder, kind: StepKind, num_groups: int, *, adds_tokens: bool = False
+    decoder: Decoder,
+    kind: StepKind,
+    num_groups: int,
+    *,
+    num_shared: int = 0,
+    adds_tokens: bool = False,
 ) -> int:
     """Returns how many kernels a recorded decode step of this kind has at most, with adapters in so
-    many groups of projections; a test counts them."""
+    many groups of projections, of which ranks share some; a test counts them."""
     num_nodes = OTHER_NODES + _operations_nodes(decoder)
     if kind is not StepKind.BASE:
-        num_nodes += GROUP_NODES * num_groups
+        num_nodes += GROUP_NODES * num_groups + SHARED_NODES * num_shared
         if decoder.mixtures:  # the order of tokens, and a plan of each layer's pairs
             num_nodes += 1 + 2 * len(decoder.mixtures)
     if kind is StepKind.ANY:
@@ -279,7 +299,8 @@ def recorded_nodes(
 def _operations_nodes(decoder: Decoder) -> int:
     """Returns how many kernels a decode step's operations launch, without adapters."""
     found = operations(decoder)
-    return sum(map(_num_nodes, (*found.layers, *found.head)))
+    ops = (*found.layers, *found.head)
+    return sum(map(_num_nodes, ops)) + sum(map(exchange_nodes, ops))
 
 
 def _num_nodes(op: Op) -> int:
@@ -316,10 +337,14 @@ def _rounds_inputs(projection: Projection | ExpertsProjection) -> int:
     return sum(form is not None and form.activations is not Activations.EXACT for form in formats)
 
 
-def max_prompt_recordings(decoder: Decoder, num_groups: int, *, adds_tokens: bool) -> int:
+def max_prompt_recordings(
+    decoder: Decoder, num_groups: int, *, num_shared: int, adds_tokens: bool
+) -> int:
     """Returns how many recorded steps with prompts have room. Each has one more kernel a layer than
     decode steps."""
-    num_nodes = recorded_nodes(decoder, StepKind.ANY, num_groups, adds_tokens=adds_tokens)
+    num_nodes = recorded_nodes(
+        decoder, StepKind.ANY, num_groups, num_shared=num_shared, adds_tokens=adds_tokens
+    )
     return PROMPT_RECORDINGS_BYTES // ((num_nodes + decoder.num_layers) * NODE_BYTES)
 
 
@@ -339,10 +364,11 @@ def _graphs_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory of recorded steps: their kernels, and the memory of one of the largest,
     which all of them compute in. Of each number of decode rows there is one of each kind, and of
     steps with prompts as many as have room."""
-    num_groups = len(computed_groups(config, decoder))
-    adds_tokens = config.max_added_tokens > 0
+    groups, adds_tokens = computed_groups(config, decoder), config.max_added_tokens > 0
+    num_shared = len(layout_of(config, decoder).shared_groups.keys() & groups.keys())
     of_kinds = [
-        recorded_nodes(decoder, kind, num_groups, adds_tokens=adds_tokens) for kind in StepKind
+        recorded_nodes(decoder, kind, len(groups), num_shared=num_shared, adds_tokens=adds_tokens)
+        for kind in StepKind
     ]
     decodes_bytes = len(decode_sizes(config.max_sequences)) * sum(of_kinds) * NODE_BYTES
     most_tokens = max(config.max_sequences, most_prompt_tokens(config.max_batch_tokens))

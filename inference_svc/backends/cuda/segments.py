@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from inference_svc.backends.cuda.inputs import ALIGNMENT_BYTES, StepBlock
@@ -47,7 +49,23 @@ class CudaSegments:
         if batch is not None and batch.is_decode:
             self._fill_decodes(batch, len(self._counts) if shape is None else shape.num_rows)
             return
-        by_row = [] if batch is None else self._segments_of(batch)
+        self._fill([] if batch is None else self._segments_of(batch), shape)
+
+    def fill_rows(
+        self, segments: Sequence[Segment], counts: Sequence[int], shape: StepShape | None
+    ) -> None:
+        """Does the same for segments of rows of so many tokens, one row behind the other."""
+        self._counts = list(counts)
+        by_row: list[list[Segment]] = []
+        left = iter(segments)
+        for count in counts:
+            row: list[Segment] = []
+            while sum(each.num_tokens for each in row) < count:
+                row.append(next(left))
+            by_row.append(row)
+        self._fill(by_row, shape)
+
+    def _fill(self, by_row: list[list[Segment]], shape: StepShape | None) -> None:
         if shape is not None:
             by_row += self._padding(shape)
         segments = [each for row in by_row for each in row]

@@ -21,6 +21,7 @@ from inference_svc.core import Batch, BatchColumns, BatchRow, Request, SamplingP
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.recurrent_states import RecurrentStates
+from inference_svc.model.sharding.exchange import Exchange
 from kernels.recurrence import NOWHERE
 
 
@@ -67,8 +68,10 @@ class FixedSteps:
         num_pages: int,
         page_size: int,
         states: RecurrentStates | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         max_tokens, max_rows, max_pages = limits
+        self._exchange = exchange
         self._spare_state = None if states is None else states.spare
         self._max_pages, self._page_size = max_pages, page_size
         self._padding_page = num_pages
@@ -89,7 +92,7 @@ class FixedSteps:
         block, segments = inputs.block, None
         if spare is not None:
             segments = CudaSegments(block, max_tokens, max_rows, spare)
-        lora = CudaLora(arena, targets, block, max_tokens, max_rows)
+        lora = CudaLora(arena, targets, block, max_tokens, max_rows, self._exchange)
         return FixedStep(inputs, lora, segments)
 
     @property

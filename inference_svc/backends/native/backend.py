@@ -189,6 +189,12 @@ class NativeBackend(AdapterMemory):
         """There is nothing to prepare."""
         return False
 
+    wants_idle_time = False
+
+    def plan(self, inputs: NativeInputs) -> Sequence[int]:
+        """Steps are computed in one way."""
+        return ()
+
     def free_unused(self) -> None:
         """Holds only the memory that every step needs."""
 

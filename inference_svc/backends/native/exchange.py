@@ -97,6 +97,8 @@ class SharedExchange:
     """An `Exchange` in memory that ranks share, of float32 and bfloat16, and a `ProgramExchange` in
     the same memory."""
 
+    name = "shared memory"
+
     def __init__(self, memory: RankMemory, library: Library) -> None:
         self.memory, self._library = memory, library
 
@@ -137,6 +139,7 @@ class CalledExchange:
 
     def __init__(self, rank: Rank, exchange: Exchange) -> None:
         self._rank, self._exchange = rank, exchange
+        self.name = exchange.name
         self._error: BaseException | None = None
         self.sum, self.side_by_side = exchange.sum, exchange.side_by_side
 

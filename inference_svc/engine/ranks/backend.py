@@ -12,6 +12,7 @@ from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow
 from inference_svc.engine.ranks.group import RankGroup
+from inference_svc.engine.ranks.messages import DIVIDE, IDLE
 from inference_svc.engine.ranks.steps import StepWriter, encode_changes
 from inference_svc.model.description import Decoder
 from inference_svc.model.recurrent_states import StateCopy, part_copies, spare_slot
@@ -36,6 +37,7 @@ class RankedBackend:
         self, own: RankBackend[Any], group: RankGroup, decoder: Decoder, max_scored: int
     ) -> None:
         self._own, self._group, self._max_scored = own, group, max_scored
+        self.land = own.land
         self._decoder = decoder
         self._changes: list[ResidencyChange] = []
         self._state_copies: list[StateCopy] = []
@@ -44,7 +46,9 @@ class RankedBackend:
 
     @property
     def kernels(self) -> str:
-        return f"{self._own.kernels}, {self._group.count} ranks"
+        exchange = self._group.report.exchange
+        assert exchange is not None, "ranks have met"
+        return f"{self._own.kernels}, {self._group.count} ranks through {exchange.name}"
 
     @property
     def pull_memory(self) -> memoryview:
@@ -97,7 +101,7 @@ class RankedBackend:
         of them has ended or hangs."""
         if not self._own.is_dividing:
             return []
-        self._group.send_divide(encode_changes(self._begin()))
+        self._group.send_changes(DIVIDE, encode_changes(self._begin()))
         try:
             return self._own.divide_magnitudes()
         except Exception as error:
@@ -111,7 +115,8 @@ class RankedBackend:
         data = StepData.of(
             batch.rows, self._max_scored, self.num_states, returns_experts=has_choices
         )
-        return RankedInputs(self._own.prepare(batch), data)
+        inputs = self._own.prepare(batch)
+        return RankedInputs(inputs, data._replace(plan=self._own.plan(inputs)))
 
     def forward(self, inputs: RankedInputs) -> Logits:
         changes = self._begin()
@@ -144,7 +149,13 @@ class RankedBackend:
             self._state_copies += part_copies(row, spare_slot(self.num_states))
 
     def use_idle_time(self) -> bool:
-        return self._own.use_idle_time()
+        if not self._own.wants_idle_time:
+            return False
+        self._group.send_changes(IDLE, encode_changes(self._begin()))
+        try:
+            return self._own.use_idle_time()
+        except Exception as error:
+            raise self._group.blame(error) from error
 
     def free_unused(self) -> None:
         self._own.free_unused()

@@ -17,7 +17,6 @@ from inference_svc.core import EngineConfig
 from inference_svc.engine.control.status_types import RankStatus
 from inference_svc.engine.ranks.liveness import Limits
 from inference_svc.engine.ranks.messages import (
-    DIVIDE,
     FREE,
     FREE_ALL,
     RESTORE,
@@ -144,8 +143,7 @@ class RankGroup:
         try:
             exchange = self._meeting.join(Rank(0, self.count))
         except ExchangeFailed as error:
-            failure = self.blame(error)
-            raise self._not_built or failure from error
+            raise self.blame(error) from error
         self.report.exchange = exchange
         return exchange
 
@@ -176,9 +174,9 @@ class RankGroup:
         """Has all ranks compute a step, without waiting."""
         self._send_steps(STEP + buffer)
 
-    def send_divide(self, buffer: bytes) -> None:
-        """Has all ranks make changes and go on dividing magnitudes, without waiting."""
-        self._send_steps(DIVIDE + buffer)
+    def send_changes(self, kind: bytes, buffer: bytes) -> None:
+        """Has all ranks make changes, without waiting, and then what this kind of frame says."""
+        self._send_steps(kind + buffer)
 
     def begin_free(self, *, weights: bool) -> Callable[[], int]:
         """Has all ranks free their pages, or weights as well; the result waits for them, and
@@ -242,13 +240,14 @@ class RankGroup:
             self._failed.wait(DEATH_S)
         return self._fail(f"{rank.name} {how}")
 
-    def blame(self, error: Exception) -> EngineFailed:
-        """Returns the failure that an error of rank 0's step has: another rank's end or silence,
-        or its own."""
+    def blame(self, error: Exception) -> Exception:
+        """Returns the failure that an error of rank 0's step, or of its start, has: another rank's
+        end or silence, why it cannot load the model, or its own."""
         if not isinstance(error, ExchangeFailed):
             return self._fail(f"rank 0 failed: {type(error).__name__}: {error}")
-        self._failed.wait(DEATH_S)
-        return self._fail(f"ranks lost contact: {error}")
+        self._failed.wait(0.0 if self._not_built else DEATH_S)
+        failure = self._fail(f"ranks lost contact: {error}")
+        return self._not_built or failure
 
     def _fail(self, why: str) -> EngineFailed:
         with self._changed:
@@ -304,6 +303,7 @@ class RankGroup:
             if isinstance(message, NotBuilt):
                 logger.error("%s cannot load the model: %s", rank.name, message.error)
                 self._not_built = self._not_built or message.error
+                self._meeting.fail()  # rank 0 may wait for it
             rank.said[type(message)] = message
             rank.liveness.waits_for_steps = isinstance(message, Built)
             self._changed.notify_all()

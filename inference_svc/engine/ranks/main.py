@@ -12,7 +12,7 @@ import os
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -36,6 +36,7 @@ from inference_svc.backends.base import RankBackend, RankFactory
 from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.backends.select import select_backend
 from inference_svc.engine.build import (
+    config_of_rank,
     describe,
     place_threads,
     pull_pace,
@@ -43,10 +44,12 @@ from inference_svc.engine.build import (
     share_of,
 )
 from inference_svc.engine.control.status_types import RankStatus
+from inference_svc.engine.memory_budget import check_device_budget
 from inference_svc.engine.ranks.liveness import progress
 from inference_svc.engine.ranks.messages import (
     DIVIDE,
     FREE_ALL,
+    IDLE,
     RESTORE,
     STEP,
     Built,
@@ -64,6 +67,7 @@ from inference_svc.engine.ranks.messages import (
     StoreUpdate,
     TellStacks,
 )
+from inference_svc.engine.ranks.pulls import landed
 from inference_svc.engine.ranks.report import Report
 from inference_svc.engine.ranks.steps import (
     Change,
@@ -73,9 +77,11 @@ from inference_svc.engine.ranks.steps import (
     decode_changes,
 )
 from inference_svc.engine.transport.process_main import connect_to_parent, encode, portable
-from inference_svc.errors import AdapterUnusable, CorruptImage
+from inference_svc.errors import AdapterUnusable, CorruptImage, DeviceFull
 from inference_svc.host.cpus import bound_to, compute_threads
+from inference_svc.host.device_info import use_device
 from inference_svc.model.checkpoint.headers import tower_modules
+from inference_svc.model.description import Rank
 from servicekit.errors import ServiceError
 from servicekit.telemetry.logs import mark_process
 from servicekit.telemetry.stacks import thread_stacks
@@ -119,7 +125,7 @@ class Follower:
         except ExchangeFailed:
             self._leave()
         except Exception as error:
-            self._send(NotBuilt(portable(error)))
+            self._send(NotBuilt(_named(portable(error), self._start.rank)))
             return
         assert self._pulls is not None
         self._send(Pong(progress(), self._status()))  # so that a built rank has a status
@@ -150,16 +156,19 @@ class Follower:
         _end(1)
 
     def _build(self) -> RankBackend[Any]:
-        config, rank = self._start.config, self._start.rank
+        rank = self._start.rank
+        config = config_of_rank(self._start.config, rank.index)
         mark_process(rank=rank.index)
         store = self._start.make_store(lambda content: self._send(StoreUpdate(content)))
         self._on_store_update = store.on_update
         num_threads = set_num_threads(config)
+        use_device(config.device)
         decoder = describe(config, rank.index)
         factory = select_backend(config, decoder)
         if factory.name != self._start.backend or not isinstance(factory, RankFactory):
             ours = f"rank {rank.index} would compute with {factory.name}"
             raise ValueError(f"{ours}, and rank 0 with {self._start.backend}")
+        check_device_budget(config, decoder, factory)
         self._send(Described())
         self._report.exchange = exchange = self._start.meeting.join(rank)
         layout = layout_of(config, decoder)
@@ -169,7 +178,7 @@ class Follower:
         layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
         check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
         max_known, parts = 4 * config.max_loras, config.expert_parallel
-        self._pulls = RankImages(backend.pull_memory, self._send, max_known, parts)
+        self._pulls = RankImages(backend.pull_memory, backend.land, self._send, max_known, parts)
         pace = pull_pace(config, factory, num_threads)
         if pace is not None:
             pace.is_needed = lambda: self._needs_pace
@@ -186,9 +195,13 @@ class Follower:
                 backend.apply(images.changes(changes))
                 backend.follow(data)
             return
-        if kind == DIVIDE:
+        if kind in (DIVIDE, IDLE):
             backend.apply(images.changes(decode_changes(frame[1:])))
-            backend.divide_magnitudes()  # with the same result as rank 0
+            # With the same results as rank 0.
+            if kind == DIVIDE:
+                backend.divide_magnitudes()
+            else:
+                backend.use_idle_time()
             return
         answer: int | Exception = 0
         if kind == RESTORE:
@@ -247,8 +260,16 @@ class RankImages:
 
     puller: Puller
 
-    def __init__(self, memory: memoryview, send: Any, max_known: int, expert_parallel: int) -> None:
-        self._memory, self._send, self._max_known = memory, send, max_known
+    def __init__(
+        self,
+        memory: memoryview,
+        land: Callable[[Sequence[Extent]], None],
+        send: Any,
+        max_known: int,
+        expert_parallel: int,
+    ) -> None:
+        """`memory` and `land`: see `RankBackend`."""
+        self._memory, self._land, self._send, self._max_known = memory, land, send, max_known
         self._expert_parallel = expert_parallel
         self._lock = threading.Lock()
         self._jobs: dict[int, PullJob] = {}
@@ -278,6 +299,8 @@ class RankImages:
         """Takes an event of a pull thread."""
         job = event.job
         order = self._orders[job]
+        if isinstance(event, PullDone):
+            event = landed(event, order.extents, self._land)
         if isinstance(event, PullOpened):
             try:
                 check_alike(event.header.segments, order.segments, self._expert_parallel)
@@ -321,6 +344,15 @@ class RankImages:
                     del self._known[digest]
         rank = max((segment.rank for segment in header.segments), default=0)
         return Resident(header, change.slot, extents, rank)
+
+
+def _named(error: Exception, rank: Rank) -> Exception:
+    """Returns an error with the rank's name, unless it is of the model, which all ranks read."""
+    if isinstance(error, ServiceError | OSError):
+        return error
+    kinds = (DeviceFull, ValueError, RuntimeError)
+    kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+    return kind(f"rank {rank.index}: {error}")
 
 
 def check_alike(own: Sequence[Segment], first: Sequence[Segment], expert_parallel: int) -> None:

@@ -15,10 +15,10 @@ from inference_svc.engine.ranks.liveness import Progress
 from inference_svc.model.description import Rank
 from servicekit.errors import ServiceError
 
-STEP, DIVIDE, FREE, FREE_ALL, RESTORE = b"s", b"d", b"f", b"a", b"r"
+STEP, DIVIDE, IDLE, FREE, FREE_ALL, RESTORE = b"s", b"d", b"i", b"f", b"a", b"r"
 """The first byte of what comes through a rank's step socket: a step follows; or changes, after
-which the rank goes on dividing magnitudes; or the rank is to free its pages, or its weights as
-well, or to allocate them again, and answers."""
+which the rank goes on dividing magnitudes, or uses idle time; or the rank is to free its pages, or
+its weights as well, or to allocate them again, and answers."""
 
 
 @dataclass(frozen=True, slots=True)

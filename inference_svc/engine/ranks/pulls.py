@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from contract.images.header import ImageHeader
@@ -12,7 +14,9 @@ from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob
 from inference_svc.engine.ranks.group import RankGroup
 from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
 from inference_svc.errors import TRY_LATER
-from servicekit.errors import ServiceError, Unavailable
+from servicekit.errors import Internal, ServiceError, Unavailable
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 """How soon a pull that is cancelled, or an engine that ends, is noticed."""
@@ -32,8 +36,14 @@ class RankPulls:
     """The pulls of the other ranks; see `adapters.pulls.threads.OtherRanks`. They keep a pace when
     rank 0's do, which is this one."""
 
-    def __init__(self, group: RankGroup, pace: PullPace | None = None) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: RankGroup,
+        land: Callable[[Sequence[Extent]], None],
+        pace: PullPace | None = None,
+    ) -> None:
+        """`land` is of rank 0; see `RankBackend.land`."""
+        self._group, self._land = group, land
         self._lock = threading.Lock()
         self._layout_ids: tuple[str, ...] = ()
         self._by_job: dict[PullJob, _Running] = {}
@@ -66,6 +76,9 @@ class RankPulls:
         running = self._by_job.get(job)
         if running is None:
             return event
+        if isinstance(event, PullDone):
+            assert job.progress.sink is not None
+            event = landed(event, job.progress.sink.extents, self._land)
         if isinstance(event, PullDone):
             self._wait(running, job)
         is_done = isinstance(event, PullDone) and not running.left and running.error is None
@@ -109,6 +122,19 @@ class RankPulls:
             if not ended.is_done:
                 running.error = running.error or _incomplete(index)
             running.changed.notify_all()
+
+
+def landed(
+    event: PullDone, extents: Sequence[Extent], land: Callable[[Sequence[Extent]], None]
+) -> PullDone | PullFailed:
+    """Brings a pulled image to the arena; returns the pull's end."""
+    try:
+        land(extents)
+    except Exception:
+        digest = event.job.digest
+        logger.exception("an adapter cannot be copied to the device", extra={"digest": digest})
+        return PullFailed(event.job, Internal(f"loading adapter {digest} failed"))
+    return event
 
 
 def _incomplete(index: int) -> ServiceError:

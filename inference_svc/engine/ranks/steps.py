@@ -78,6 +78,7 @@ class StepWriter:
             *data.runs,
             data.last_slots,
             [data.returns_experts],
+            data.plan,
             list(chain.from_iterable(data.segments)),
             list(chain.from_iterable(data.state_copies)),
         ]
@@ -118,7 +119,7 @@ class StepReader:
     def read(self, buffer: bytes) -> StepMessage:
         """Returns the content of a step's buffer. The next one changes its pages."""
         changes, token_ids, starts, counts, kept, sizes, pages, *rest = _lists(buffer)
-        slots, lengths, last_slots, [returns_experts], segments, copies, *scored = rest
+        slots, lengths, last_slots, [returns_experts], plan, segments, copies, *scored = rest
         data = StepData(
             token_ids,
             starts,
@@ -133,6 +134,7 @@ class StepReader:
             [Segment(*each) for each in _tuples(segments, 3)],
             [StateCopy(*each) for each in _tuples(copies, 2)],
             bool(returns_experts),
+            tuple(plan),
         )
         return StepMessage(list(_decode_all(changes)), data)
 

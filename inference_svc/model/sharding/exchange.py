@@ -13,6 +13,10 @@ class Exchange(Protocol):
     does not answer in time."""
 
     @property
+    def name(self) -> str:
+        """Names the way of values between ranks, for status: "shared memory", "gloo", "NCCL"."""
+
+    @property
     def seconds(self) -> float:
         """The time that this rank has spent in exchanges, most of it waiting for others."""
 

@@ -18,7 +18,7 @@ from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.memory.tiers import TableWrite
 from inference_svc.backends.arena import Arena
-from inference_svc.backends.cuda.backend import check_float8
+from inference_svc.backends.cuda.factory import check_float8
 from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.store.convert import from_layout
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb

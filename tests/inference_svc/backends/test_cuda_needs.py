@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu_model.launches import META, Launch, launches, noted_kernels
+from bench.gpu_model.launches import META, launches, noted_kernels
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends.cuda import needs as cuda_needs
-from inference_svc.backends.cuda.backend import CudaBackend
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape, decode_sizes
-from inference_svc.core import EngineConfig, Request, Sequence
+from inference_svc.core import Request, Sequence
 from inference_svc.engine.compute import sampler
 from inference_svc.engine.compute.sampler import Sampler
 from inference_svc.model.checkpoint.parameters import weight_formats
@@ -25,30 +24,23 @@ from kernels.quantised import QuantisedWeight
 from tests.support.gpu.features import FEATURES
 from tests.support.gpu.live_bytes import live_bytes
 from tests.support.gpu.models import (
-    MAX_PAGES,
-    MAX_RANK,
     MAX_ROWS,
-    NUM_SLOTS,
-    PAGE_SIZE,
     Eager,
     Model,
     make_decoder,
+)
+from tests.support.gpu.needs import (
+    MOST,
+    SPARED_NODES,
+    choose_the_first,
+    config_of,
+    peak_bytes,
 )
 from tests.support.inference.results import asking
 from tests.support.models.quantised import FORMATS
 from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.matrix
-
-SPARED_NODES = 2
-"""The embedding's adapters have one kernel, and the first layer has nothing to add to the stream:
-both are counted as the others."""
-
-
-MOST = 1.1
-"""A plan, in units of the allocated bytes: it counts kernels that no one step runs together, and
-memory of two streams that in this test is one."""
-
 
 MODELS: list[tuple[str, dict[str, int]]] = [
     ("qwen3, norms", {"num_attention_heads": 16}),
@@ -81,45 +73,6 @@ def model_of(case: tuple[str, dict[str, int]], folder: Path) -> Model:
 @pytest.fixture(params=MODELS, ids=str)
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> Model:
     return model_of(request.param, tmp_path)
-
-
-def config_of(num_tokens: int, **changes: Any) -> EngineConfig:
-    """The sizes of the models' backends."""
-    return EngineConfig(
-        Path(),
-        "model",
-        device="cuda",
-        max_model_len=MAX_PAGES * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        max_sequences=MAX_ROWS,
-        max_batch_tokens=num_tokens,
-        max_loras=NUM_SLOTS,
-        max_lora_rank=MAX_RANK,
-        **changes,
-    )
-
-
-def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> int:
-    """Returns what a step of so many tokens, all with adapters, allocates at most at one time.
-    `has_decodes`: some are rows of their own."""
-    step = backend.steps.prompts
-    step.inputs.fill_padding(StepShape.of_decodes(StepKind.ANY, MAX_ROWS))
-    inputs = step.inputs._views(num_tokens, MAX_ROWS, MAX_ROWS, num_tokens // 16, has_decodes)
-    if step.segments is not None:
-        shape = StepShape(StepKind.ANY, num_tokens, MAX_ROWS - 1, has_prompts=True)
-        inputs = replace(inputs, recurrent=step.segments.plan(backend.states, shape))
-    lora = step.lora.any_step(StepKind.ANY, num_tokens, MAX_ROWS, has_tiles=True)
-    with live_bytes() as live:
-        last = backend.transformer.layers(inputs, backend.kv_caches, lora)
-        backend.transformer.logits(last, inputs.logit_rows, lora)  # as of a scored step
-    return live.peak
-
-
-def choose_the_first(launch: Launch) -> None:
-    """Writes what kernels read that torch's operations read, too: tokens of pairs."""
-    tokens = launch.arguments.get("tokens")
-    if isinstance(tokens, torch.Tensor):
-        tokens.zero_()
 
 
 @pairwise(

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_svc.backends import torch as torch_backend
-from inference_svc.backends.cuda.backend import CudaFactory
+from inference_svc.backends.cuda.factory import CudaFactory
 from inference_svc.backends.native import backend as native
 from inference_svc.backends.speed_notes import native_notes
 from inference_svc.backends.torch import TorchFactory

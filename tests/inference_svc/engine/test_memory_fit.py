@@ -18,7 +18,7 @@ from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.app import resolve_settings
 from inference_svc.auto_settings import Machine, to_engine_config
 from inference_svc.backends.base import DeviceMemory
-from inference_svc.backends.cuda.backend import CudaFactory
+from inference_svc.backends.cuda.factory import CudaFactory
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import plan_budgets
 from inference_svc.engine.memory_fit import (

@@ -15,6 +15,7 @@ from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
 from inference_svc.engine.ranks.backend import RankedBackend, RankedInputs
+from inference_svc.engine.ranks.messages import DIVIDE
 from inference_svc.engine.ranks.report import Report
 from inference_svc.engine.ranks.steps import SlotDivide, decode_changes
 from inference_svc.errors import EngineFailed
@@ -40,8 +41,11 @@ class Recorded:
     def send_step(self, buffer: bytes) -> None:
         self.events.append("sent")
 
-    def send_divide(self, buffer: bytes) -> None:
-        self.events.append(f"sent {decode_changes(buffer)}")
+    def send_changes(self, kind: bytes, buffer: bytes) -> None:
+        self.events.append(f"sent {kind!r} {decode_changes(buffer)}")
+
+    def land(self, extents: Any) -> None:
+        """Has nothing to copy."""
 
     def apply(self, changes: Any) -> None:
         self.is_dividing = True
@@ -121,7 +125,7 @@ def test_ranks_divide_magnitudes_together(recorded: Recorded, backend: RankedBac
     assert backend.divide_magnitudes() == [Divided("sha256:abc")]
     assert backend.divide_magnitudes() == []
     scored = ["scored 0", "scored 1", "scored 2"]
-    sent = f"sent {[SlotDivide(3, 'sha256:abc')]}"
+    sent = f"sent {DIVIDE!r} {[SlotDivide(3, 'sha256:abc')]}"
     assert recorded.events == ["sent", "computed", *scored, sent, "divided"]
 
 

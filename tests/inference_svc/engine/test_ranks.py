@@ -29,7 +29,7 @@ from inference_svc.adapters.memory.tiers import (
     TableClear,
     TableWrite,
 )
-from inference_svc.adapters.pulls.pull import PullDone, PullFailed, PullJob
+from inference_svc.adapters.pulls.pull import ImageSink, PullDone, PullFailed, PullJob
 from inference_svc.adapters.targets import build_layout, cut_as
 from inference_svc.backends.exchange import ExchangeFailed, GlooMeeting
 from inference_svc.backends.native.backend import NativeFactory
@@ -133,9 +133,11 @@ class Pulls:
 
     def __init__(self, *, is_cancelled: bool = False) -> None:
         self.group: Any = FakeGroup()
-        self.pulls = RankPulls(self.group)
+        self.landed: list[Any] = []
+        self.pulls = RankPulls(self.group, self.landed.append)
         self.pulls.set_layouts(("one", "two"))
         self.job = PullJob("sha256:abc", "zero")
+        self.job.progress.sink = ImageSink(memoryview(bytearray(2048)), EXTENTS)
         self.pulls.begin(self.job, HEADER, EXTENTS)
         event = PullFailed(self.job, None) if is_cancelled else PullDone(self.job)
         self.found: list[Any] = []

@@ -137,6 +137,7 @@ class Model:
 
     transformer: Transformer
     arena: Arena
+    exchange: Any = None
 
     @classmethod
     def make(
@@ -145,11 +146,14 @@ class Model:
         dtype: torch.dtype,
         device: torch.device,
         arena_bytes: int = 1 << 20,
+        exchange: Any = None,
+        *,
+        is_fully_sharded: bool = False,
     ) -> Model:
-        """The same values on every device."""
+        """The same values on every device. With an `exchange`, the decoder is a rank's part."""
         generator = torch.Generator().manual_seed(0)
         weights = random_weights(decoder, dtype, generator, TorchProjections())
-        layout = build_layout(decoder, "model", dtype)
+        layout = build_layout(decoder, "model", dtype, is_fully_sharded=is_fully_sharded)
         arena = Arena(layout, arena_bytes, NUM_SLOTS, MAX_RANK, device, num_mixes=MAX_ROWS)
         values = torch.randn(arena.flat.shape, generator=generator) * 0.1
         arena.flat.copy_(values.to(dtype))
@@ -157,17 +161,14 @@ class Model:
         for slot in range(NUM_SLOTS):
             arena.table.set_row(slot, entries_of(layout, slot, placing))
         arena.table.set_mix(SUM, [MixPart(2, 0.5), MixPart(0, -1.0), MixPart(1, 0.25)])
-        return cls(Transformer(decoder, moved(weights, device)), arena)
+        return cls(Transformer(decoder, moved(weights, device), exchange), arena, exchange)
 
     def with_kinds(self, num_added: int) -> Model:
         """Gives the adapters more than A and B: slot 0 vectors of every target, with A and B or
         without; 1 rows of the embedding and the head, of `num_added` tokens behind the vocabulary,
         too; 2 whole weights; both have norms."""
         placing, table, layout = Placing(self.arena), self.arena.table, self.arena.layout
-        sizes = {
-            index: (each.in_features, each.out_features)
-            for index, each in enumerate(layout.targets)
-        }
+        sizes = {index: (each.num_in, each.num_out) for index, each in enumerate(layout.targets)}
         vectors = {
             index: OutputVectors(
                 placing.random(num_out, dtype=torch.float32),
@@ -252,6 +253,7 @@ class Model:
             StepLimits(max_tokens, MAX_ROWS, MAX_PAGES),
             record,
             states=self.states(),
+            exchange=self.exchange,
         )
         if is_warm:
             backend.warm_up()
@@ -269,12 +271,10 @@ def entries_of(layout: ModelLayout, slot: int, placing: Placing) -> list[TableEn
             num_experts = target.experts
             ranks = [rank - (expert + slot) % 3 for expert in range(num_experts)]
             ranks[slot] = 0
-            of_a, of_b = (
-                placing.segment(ranks, size) for size in (target.in_features, target.out_features)
-            )
+            of_a, of_b = (placing.segment(ranks, size) for size in (target.num_in, target.num_out))
             places = (of_a, of_b)
         entry = TableEntry(
-            *(index, *places, rank, target.in_features, target.out_features),
+            *(index, *places, rank, target.num_in, target.num_out),
             is_embedding=target.kind is TargetKind.EMBEDDING,
             num_experts=num_experts,
         )

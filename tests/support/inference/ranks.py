@@ -31,6 +31,7 @@ class ThreadExchange:
     values: list[Tensor | None]
     barrier: threading.Barrier
     seconds: float = 0.0
+    name: str = "threads"
 
     def _all(self, x: Tensor) -> list[Tensor]:
         self.values[self.index] = x.clone()

@@ -1,0 +1,214 @@
+"""Sums and rows that ranks exchange on their devices, in steps and in recordings of them: NCCL.
+
+An exchange is queued where the step is, so that nothing waits for it but the operations behind it,
+and a recorded step has it as a node. Its errors come late, or never: on the device, a sum goes on
+for ever whose other rank has ended. So whoever needs results calls `wait`, which looks again and
+again whether they are there. It returns when they are, when a rank is known to have failed, or when
+it has taken too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from inference_svc.backends.exchange import LOCAL, ExchangeFailed, GlooMeeting
+from inference_svc.host.device_faults import find_fault
+from inference_svc.model.description import Rank
+from kernels.streams import Stream, Streams
+
+START_S = 300.0
+"""How long ranks may wait for each other while they compile kernels and record steps, which takes
+them different times."""
+ABORT_S = 5.0
+"""How long the end of a group may take."""
+NCCL_S = 1800.0
+"""NCCL's own limit, for exchanges that are not recorded. It is longer than ours, which name the
+rank that is missing."""
+_TORCH: Any = distributed_c10d
+
+
+class DeviceExchange:
+    """An `Exchange` through a process group of torch.distributed, which queues on the current
+    stream, `stream`. `wait` takes at most `limit_s`. All but `fail` belongs to the thread that
+    computes.
+
+    16-bit sums are of 16-bit terms: two ranks round once, and each further rank once more. All
+    ranks get the same bits, because each element is summed in one place.
+    """
+
+    seconds = 0.0
+    """Unknown: steps exchange without the host."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        group: Any,
+        device: torch.device,
+        stream: Stream,
+        limit_s: float,
+        name: str,
+    ) -> None:
+        self.name = name
+        self._rank, self._group, self._device, self._limit_s = rank, group, device, limit_s
+        self._queued = stream.event()
+        self._failed = threading.Event()
+
+    def sum(self, x: Tensor) -> None:
+        options = _TORCH.AllreduceOptions()
+        options.asyncOp = False  # on this stream, and not on one of the group's own
+        with self._queueing():
+            _wait_for(self._group.allreduce([x], options))
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        num_rows, width = x.shape
+        own, found = x.contiguous(), x.new_empty(self._rank.count * num_rows, width)
+        options = _TORCH.AllgatherOptions()
+        options.asyncOp = False
+        with self._queueing():
+            _wait_for(self._group._allgather_base(found, own, options))
+        by_rank = found.view(self._rank.count, num_rows, width)
+        return by_rank.transpose(0, 1).reshape(num_rows, -1)
+
+    @contextlib.contextmanager
+    def _queueing(self) -> Iterator[None]:
+        """Raises a group's errors, but not a device's, as ExchangeFailed."""
+        self.check()
+        try:
+            yield
+        except RuntimeError as error:
+            if find_fault(error) is not None:
+                raise
+            raise ExchangeFailed(str(error)) from error
+
+    def check(self) -> None:
+        """Raises ExchangeFailed if a rank is known to have failed."""
+        if self._failed.is_set():
+            raise ExchangeFailed("another rank has failed")
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Waits until all that is queued has run, at most so long, or as long as usual. Raises
+        ExchangeFailed: what has run then is not what was to be computed."""
+        self._queued.record()
+        limit_s = limit_s or self._limit_s
+        end_s = time.monotonic() + limit_s
+        while not self._queued.query():
+            self.check()
+            if time.monotonic() > end_s:
+                raise ExchangeFailed(f"a step has not ended for {limit_s:g} s")
+            time.sleep(0)  # other threads may run
+        self.check()
+
+    def agree(self, is_done: bool, /) -> bool:
+        """Returns whether it is done on all ranks, which all ask, and waits for them."""
+        num_undone = torch.tensor([float(not is_done)]).to(self._device)
+        self.sum(num_undone)
+        self.wait(START_S)
+        return num_undone.item() == 0
+
+    def fail(self) -> None:
+        """Has the computing thread stop waiting, because a rank has failed. From any thread."""
+        if not self._failed.is_set():
+            self._failed.set()
+            self._begin_abort()
+
+    def close(self) -> None:
+        """Ends the group, of which others may have ended."""
+        self._failed.set()
+        self._begin_abort().join(ABORT_S)
+
+    def _begin_abort(self) -> threading.Thread:
+        """Lets go of what the group has queued, which may never end. That may take its time."""
+
+        def abort() -> None:
+            with contextlib.suppress(RuntimeError):
+                self._group.abort()
+
+        thread = threading.Thread(target=abort, name="loadout-abort", daemon=True)
+        thread.start()
+        return thread
+
+
+def _wait_for(work: Any) -> None:
+    """Has the stream wait for a group's work; on a CPU, the thread. None: it does already."""
+    if work is not None:
+        work.wait()
+
+
+class BlockingExchange:
+    """The same as another exchange, for whoever reads results at once."""
+
+    def __init__(self, exchange: DeviceExchange) -> None:
+        self._exchange = exchange
+        self.name = exchange.name
+
+    @property
+    def seconds(self) -> float:
+        return self._exchange.seconds
+
+    def sum(self, x: Tensor) -> None:
+        self._exchange.sum(x)
+        self._exchange.wait()
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        found = self._exchange.side_by_side(x)
+        self._exchange.wait()
+        return found
+
+
+class DeviceMeeting(GlooMeeting):
+    """A `Meeting` of ranks that compute on the current device of their process, at a store as
+    gloo's, where they find each other for NCCL."""
+
+    def __init__(self, count: int, timeout_s: float, address: str = LOCAL) -> None:
+        super().__init__(count, timeout_s, address)
+        self._exchange: DeviceExchange | None = None
+        self._has_failed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_exchange": None}
+
+    def join(self, rank: Rank) -> DeviceExchange:
+        # The group looks things up there later, too.
+        store = self._store = self.open_store()
+        try:
+            group = self.make_group(rank, store)
+        except RuntimeError as error:
+            raise ExchangeFailed(f"ranks did not meet: {error}") from error
+        stream = Streams.of(self.device).compute
+        exchange = DeviceExchange(rank, group, self.device, stream, self._timeout_s, self.name)
+        self._exchange = exchange
+        if self._has_failed:
+            exchange.fail()
+        exchange.agree(True)  # connects, so that no step has to
+        return exchange
+
+    name = "NCCL"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def make_group(self, rank: Rank, store: Any) -> Any:
+        nccl = _TORCH.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=NCCL_S)
+        return nccl(_TORCH.PrefixStore("nccl", store), rank.index, rank.count, options)
+
+    def fail(self) -> None:
+        self._has_failed = True
+        if self._exchange is not None:
+            self._exchange.fail()
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+        super().close()

@@ -1,0 +1,107 @@
+"""What ranks on CUDA devices are said to take is what their operations allocate and launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu_model.launches import META, launches, noted_kernels
+from bench.gpu_model.step import Exchanged
+from inference_svc.adapters.targets import lora_groups
+from inference_svc.backends.cuda import needs as cuda_needs
+from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
+from inference_svc.backends.cuda.rank_needs import NCCL_BYTES
+from inference_svc.model.description import Decoder, Rank
+from inference_svc.model.sharding.description import of_rank
+from tests.support.gpu.features import FEATURES
+from tests.support.gpu.models import MAX_ROWS, Model, make_decoder
+from tests.support.gpu.needs import (
+    MOST,
+    SPARED_NODES,
+    choose_the_first,
+    config_of,
+    peak_bytes,
+)
+
+COUNT = 2
+CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("llama", {}, {}),
+    ("llama", {"vocab_size": 8191}, {}),
+    ("qwen3, norms", {"num_attention_heads": 16}, {"fully_sharded_loras": True}),
+    ("olmo2", {"num_attention_heads": 16}, {}),
+    ("qwen3 experts", {"moe_intermediate_size": 256}, {}),
+    ("qwen3 experts", {}, {"fully_sharded_loras": True}),
+    ("qwen3.5", {}, {}),
+]
+"""Logits that are padded, shrunk rows, norms of all heads, and sums of experts are exchanged."""
+
+
+class Copying(Exchanged):
+    """Lays rows side by side that have come one rank's behind the other's, as ranks do."""
+
+    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().side_by_side(x)
+        return found.view(COUNT, len(x), -1).transpose(0, 1).reshape(len(x), -1)
+
+    def agree(self, is_done: bool, /) -> bool:
+        return is_done
+
+
+def part_of(folder: Path, begins: str, changes: dict[str, int]) -> Decoder:
+    name = next(each for each in FEATURES if each.startswith(begins))
+    return of_rank(make_decoder(name, folder, **changes), Rank(0, COUNT))
+
+
+def model_of(decoder: Decoder, dtype: torch.dtype, device: str, settings: dict[str, Any]) -> Model:
+    return Model.make(
+        decoder,
+        dtype,
+        torch.device(device),
+        exchange=Copying(COUNT),
+        is_fully_sharded=settings.get("fully_sharded_loras", False),
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [MAX_ROWS, 512])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_takes_no_more(tmp_path, case, num_tokens):
+    begins, changes, settings = case
+    decoder = part_of(tmp_path, begins, changes)
+    model = model_of(decoder, torch.float32, "cpu", settings)
+    with noted_kernels(choose_the_first):
+        backend = model.fixed(None, is_warm=False, max_tokens=num_tokens)
+        peak = peak_bytes(backend, num_tokens, has_decodes=True)
+    config = config_of(num_tokens, tensor_parallel=COUNT, **settings)
+    planned = cuda_needs.step_bytes(config, decoder, num_tokens)
+    assert peak <= planned <= MOST * peak, (peak, planned)
+    needs = cuda_needs.memory_needs(config, decoder)
+    assert needs.libraries_bytes == cuda_needs.LIBRARIES_BYTES + NCCL_BYTES
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_recorded_kernels_are_counted(tmp_path, case):
+    begins, changes, settings = case
+    decoder = part_of(tmp_path, begins, changes)
+    model = model_of(decoder, torch.bfloat16, "meta", settings)
+    assert model.arena.device == META
+    num_groups = len(lora_groups(model.arena.layout))
+    num_shared = len(model.arena.layout.shared_groups)
+    assert (num_shared > 0) == settings.get("fully_sharded_loras", False)
+    backend = model.fixed(lambda compute: None, is_warm=False)
+    exchanged = model.exchange
+    for kind in StepKind:
+        exchanged.clear()
+        with launches() as noted:
+            backend.compute(StepShape.of_decodes(kind, 1))
+        names = [launch.name for launch in noted.launches]
+        num_products = sum(map(names.count, ("linear", "mm", "few_rows_kernel")))
+        num_products -= names.count("sum_splits_kernel")
+        counted = len(names) + (cuda_needs.PRODUCT_NODES - 1) * num_products
+        counted += names.count("pad")
+        # Rows of all ranks come, and a copy that is not noted lays them side by side.
+        counted += len(exchanged.sums) + 2 * len(exchanged.columns)
+        planned = cuda_needs.recorded_nodes(decoder, kind, num_groups, num_shared=num_shared)
+        assert counted <= planned <= counted + SPARED_NODES, names

@@ -1,0 +1,78 @@
+"""Ranks of the CUDA backend over a CPU's memory: processes as they are, gloo in the place of NCCL,
+and recordings that compute anew. Torch computes, or Triton's interpreter if TRITON_INTERPRET is 1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from bench.gpu_run.emulation import EmulatedFactory, emulated
+from inference_svc.backends.cuda.exchange import DeviceMeeting
+from inference_svc.backends.exchange import LOCAL, gloo_group
+from inference_svc.core import EngineConfig
+from inference_svc.engine import build
+from inference_svc.engine.ranks import main as rank_main
+from inference_svc.engine.ranks import peers
+from inference_svc.engine.ranks.orphans import rank_command
+from inference_svc.model.description import Decoder, Rank
+from tests.support.gpu.models import Eager
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class EmulatedMeeting(DeviceMeeting):
+    name = "gloo, emulated"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def make_group(self, rank: Rank, store: Any) -> Any:
+        return gloo_group(rank, store, self._timeout_s, LOCAL)
+
+
+class EmulatedRanks(EmulatedFactory):
+    """The factory of ranks without devices."""
+
+    instructions = "an emulated device"
+
+    def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> EmulatedMeeting:
+        return EmulatedMeeting(count, timeout_s)
+
+    def make_recorder(self, wait: Callable[[], None] | None) -> Callable[..., Any]:
+        return Eager
+
+
+def _select(config: EngineConfig, decoder: Decoder) -> EmulatedRanks:
+    return EmulatedRanks()
+
+
+def _command(module: str) -> list[str]:
+    return rank_command(__name__)
+
+
+@contextmanager
+def emulated_ranks() -> Iterator[None]:
+    """Within the context, engines and their ranks compute as on devices."""
+    with ExitStack() as stack:
+        if IS_INTERPRETED:
+            stack.enter_context(emulated())
+        else:
+            name = lambda *device: "an emulated device"  # noqa: E731
+            stack.enter_context(mock.patch.object(torch.cuda, "get_device_name", name))
+        for module in (build, rank_main):
+            stack.enter_context(mock.patch.object(module, "select_backend", _select))
+        stack.enter_context(mock.patch.object(peers, "rank_command", _command))
+        yield
+
+
+def main() -> None:
+    """Replaces `engine.ranks.main`."""
+    with emulated_ranks():
+        rank_main.main()
