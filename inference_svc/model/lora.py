@@ -45,6 +45,11 @@ class Lora(Protocol):
         the next operation, which adds them. None: nothing is computed, and `add` must add in line.
         x: [T, in], in the model's dtype."""
 
+    def before_sum(self, group: str, x: Tensor, linear: TorchLinear) -> Tensor | None:
+        """Computes linear(x), and the adapters' addition to it, as much as possible at the same
+        time; returns the sum of both, which ranks sum next. None: nothing is computed, and `add`
+        must add in line. x: [T, in], in the model's dtype."""
+
     def order_tokens(self) -> TokenOrder | None:
         """Returns the order that pairs of one expert are sorted in; None if no adapter of this step
         changes experts."""

@@ -301,6 +301,10 @@ def _project(op: Project, step: Step) -> Tensor:
         if made is not None:
             out, step.addends[op.out] = made
             return out
+    if lora is not None and op.projection.in_cut is not None:
+        summed = lora.before_sum(op.group, x, linear)
+        if summed is not None:
+            return summed
     out = linear.in_fp32(x) if op.out.is_wide else linear(x)
     if lora is not None:
         lora.add(op.group, x, out, linear.bias)

@@ -19,6 +19,8 @@ views           an adapter's values as tensors, views into the arena
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kernels.dispatch import uses_triton
@@ -46,7 +48,9 @@ __all__ = [
     "add_lora",
     "add_lora_embedding",
     "add_lora_experts",
+    "begin_lora",
     "compute_addend",
+    "end_lora",
     "num_calls",
     "order_tokens",
     "plan_pairs",
@@ -122,6 +126,65 @@ def compute_addend(
         launch(values, x, arena, table, plan, group)
     else:
         cpu.add_lora(values.zero_(), x, table, plan, group)
+
+
+def begin_lora(
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+) -> Any:
+    """Computes the part of `add_lora` that does not need its outputs, for `end_lora`.
+
+    Args:
+        x: [T, in_features] of the arena's dtype.
+        arena: The adapters' bytes, [arena_bytes // itemsize]; `table.arena`.
+        table: The adapters' rows.
+        plan: Tokens by slot. No adapter has vectors, and none is a mix.
+        group: Targets with the same input.
+
+    Returns:
+        The shrunk rows.
+    """
+    assert not plan.has_experts
+    assert not plan.has_vectors
+    assert not plan.has_mixes
+    assert x.shape == (plan.num_tokens, group.in_features), "x is [T, in_features]"
+    assert arena is table.arena
+    _count()
+    if uses_triton(x):
+        from .triton_ops import shrink
+
+        return shrink(x, arena, table, plan, group)
+    return cpu.shrink(x, table, plan, group)
+
+
+def end_lora(
+    out: torch.Tensor,
+    shrunk: Any,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+) -> None:
+    """Computes the rest of `add_lora`.
+
+    Args:
+        out: [T, >= group.out_end], of the arena's dtype or float32. Gets the sum.
+        shrunk: The result of `begin_lora`, with the same other arguments.
+        arena: See `begin_lora`.
+        table: See `begin_lora`.
+        plan: See `begin_lora`.
+        group: See `begin_lora`.
+    """
+    assert out.shape[0] == plan.num_tokens, "out is [T, sum of out]"
+    if uses_triton(out):
+        from .triton_ops import expand
+
+        expand(out, shrunk, arena, table, plan, group)
+    else:
+        cpu.expand(out, shrunk, plan, group)
 
 
 def add_lora_experts(

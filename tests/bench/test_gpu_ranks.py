@@ -40,14 +40,14 @@ def test_a_rank_reads_its_part_once(num_ranks: int) -> None:
 
 def test_sums_of_a_step() -> None:
     """After attention and the feed-forward half of each layer, and of the embedding; logits come
-    from all ranks. Adapters of products that are summed are in line with them."""
+    from all ranks. B's products of adapters whose products are summed are in line with them."""
     rows = 3
     step = trace(Workload(rows, rows), LLAMA_8B, 2)
     hidden_bytes = 2 * rows * LLAMA_8B["hidden_size"]
     assert step.sums == (hidden_bytes,) * (2 * NUM_LAYERS + 1)
     assert step.columns == (2 * rows * LLAMA_8B["vocab_size"],)
-    groups_beside, kernels = 2, 2
-    assert counts_of(step).beside == groups_beside * kernels * NUM_LAYERS
+    groups_beside, kernels, groups_before_sums = 2, 2, 2
+    assert counts_of(step).beside == (groups_beside * kernels + groups_before_sums) * NUM_LAYERS
 
 
 def test_time_of_exchanges() -> None:

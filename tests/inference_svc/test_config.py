@@ -264,7 +264,16 @@ def test_other_models_ignore_the_settings_of_states(model: Path) -> None:
         ),
         (["--tensor-parallel", "2", "--engine", "thread"], CPU, "needs --engine process"),
         (["--tensor-parallel", "2", "--host-memory", "1MiB"], CPU, "set --host-memory 0"),
-        (["--tensor-parallel", "2"], GPU, "--tensor-parallel: only CPUs so far"),
+        (
+            ["--tensor-parallel", "2"],
+            GPU,
+            "2: each process needs a CUDA device of its own, and 1 are",
+        ),
+        (
+            ["--tensor-parallel", "2", "--expert-parallel", "2"],
+            dataclasses.replace(GPU, num_devices=2),
+            "--expert-parallel: only CPUs so far",
+        ),
     ],
 )
 def test_impossible_settings(model: Path, args: list[str], machine: Machine, message: str) -> None:

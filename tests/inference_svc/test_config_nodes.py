@@ -102,3 +102,8 @@ def test_the_token_is_no_flag(tmp_path: Path) -> None:
     """Others on the machine could read it there."""
     with pytest.raises(InvalidSetting, match=f"set rendezvous-token in the file .* {TOKEN}"):
         parse(tmp_path, "--rendezvous-token", SECRET)
+
+
+def test_devices_of_several_machines(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="--nnodes: only CPUs so far; set --device cpu"):
+        resolve(parse(tmp_path, *SECOND, *THERE), Machine(True, 1, 1, num_devices=2), FACTS)

@@ -179,7 +179,7 @@ class _OwnBytes(NamedTuple):
         """Returns the bytes of a product and of its adapters' shrunk inputs, which come after it or
         are beside it."""
         product_bytes = self._few_bits_bytes(op)
-        is_beside = self.is_beside and isinstance(op, Project) and op.reader_adds
+        is_beside = self.is_beside and isinstance(op, Project) and _may_be_beside(op)
         return product_bytes + shrunk_bytes if is_beside else max(product_bytes, shrunk_bytes)
 
     def _few_bits_bytes(self, op: Project | ProjectExperts | Logits) -> int:
@@ -211,6 +211,11 @@ class _OwnBytes(NamedTuple):
         num_copies = (op.head.scale != 1.0) + 2 * (op.head.softcap is not None)
         elements = num_added + num_copies * max(num_added, op.out.width)
         return num_bytes + self.config.max_sequences * elements * self.sizes.dtype.itemsize
+
+
+def _may_be_beside(op: Project) -> bool:
+    """Returns whether adapters of a product may run beside it; see `Lora`."""
+    return op.reader_adds or op.projection.in_cut is not None
 
 
 def _partial_results_bytes(config: EngineConfig, attention: Attention) -> int:

@@ -21,10 +21,10 @@ int cuGetErrorString(int status, const char** out) { *out = WORDS; return 0; }
 #endif
 int cuInit(unsigned flags) { return INIT_STATUS; }
 int cuDeviceGet(int* out, int ordinal) { *out = device = 7 + ordinal; return 0; }
-int cuDevicePrimaryCtxRetain(void** out, int of) { *out = &device; return of == 7 ? 0 : 101; }
+int cuDevicePrimaryCtxRetain(void** out, int of) { *out = &device; return of < 10 ? 0 : 101; }
 int cuCtxSetCurrent(void* given) { context = given; return given == &device ? 0 : 201; }
 int cuMemGetInfo_v2(size_t* free, size_t* total) {
-  *free = 140ull << 30;
+  *free = (147ull - device) << 30;
   *total = 141ull << 30;
   return context ? 0 : 201;
 }
@@ -50,6 +50,14 @@ def install_driver(tmp_path, monkeypatch):
 def test_memory_of_the_first_device(install_driver):
     install_driver(0)
     assert ask_memory() == CudaMemory(140 << 30, 141 << 30)
+
+
+def test_the_least_memory_of_several_devices(install_driver):
+    """Each rank takes as much of its own."""
+    install_driver(0)
+    assert ask_memory(3) == CudaMemory(138 << 30, 141 << 30)
+    with pytest.raises(CudaUnavailable, match="CUDA error 101"):
+        ask_memory(4)
 
 
 def test_an_error_of_the_driver_is_named(install_driver):

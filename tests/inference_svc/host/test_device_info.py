@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ def test_device_is_queried_only_if_it_may_be_used(
 ) -> None:
     asked = []
 
-    def ask_memory() -> CudaMemory:
-        asked.append(True)
+    def ask_memory(num_devices: int) -> CudaMemory:
+        asked.append(num_devices)
         return CudaMemory(1000, 2000)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setattr(device_info, "ask_memory", ask_memory)
     monkeypatch.setattr(device_info, "available_bytes", lambda: 5000)
     monkeypatch.setattr(device_info, "resident_bytes", lambda: 400)
@@ -28,9 +30,12 @@ def test_device_is_queried_only_if_it_may_be_used(
     on_cpu = find_machine(InferenceSettings(model=tmp_path, device="cpu"))
     assert on_cpu == Machine(has_cuda=False, host_free_bytes=5000)
     assert not asked
-    assert find_machine(InferenceSettings(model=tmp_path)) == Machine(True, 1000, 2000, 5000)
-    limited = InferenceSettings(model=tmp_path, host_memory_limit=9000)
-    assert find_machine(limited) == Machine(True, 1000, 2000, 8600), "whatever the machine says"
+    with_devices = Machine(True, 1000, 2000, 5000, num_devices=3)
+    assert find_machine(InferenceSettings(model=tmp_path)) == with_devices
+    limited = InferenceSettings(model=tmp_path, host_memory_limit=9000, tensor_parallel=8)
+    expected = replace(with_devices, host_free_bytes=8600)
+    assert find_machine(limited) == expected, "whatever the machine says"
+    assert asked == [1, 3]
 
 
 @pytest.fixture
@@ -74,7 +79,7 @@ def test_a_torch_that_cannot_use_the_device_is_named(
     lost_device: Path, monkeypatch: pytest.MonkeyPatch, built_for: str | None, expected: str
 ) -> None:
     """Also to those who ask for the device, and get none."""
-    monkeypatch.setattr(device_info, "ask_memory", lambda: CudaMemory(1000, 2000))
+    monkeypatch.setattr(device_info, "ask_memory", lambda *count: CudaMemory(1000, 2000))
     monkeypatch.setattr("torch.version.cuda", built_for)
     machine = find_machine(InferenceSettings(model=lost_device))
     [note] = machine.speed_notes
