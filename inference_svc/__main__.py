@@ -132,6 +132,9 @@ def _run(settings: InferenceSettings) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         # Read once, when torch loads; the engine's process inherits it.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    # Ranks on devices bound their waits for each other, and name the rank that is missing: NCCL's
+    # own watch would end the process that says so.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     with ExitStack() as stack:
         try:
             # The other nodes have no API.

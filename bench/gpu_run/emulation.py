@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,12 +12,27 @@ import torch
 
 from bench.gpu_run.context import Context
 from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.backends.cuda.exchange import DeviceMeeting
 from inference_svc.backends.cuda.factory import CudaFactory
+from inference_svc.backends.exchange import LOCAL, gloo_group
 from inference_svc.core import EngineConfig
 from inference_svc.engine import build
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Rank
 from kernels import tuning
 from kernels.dispatch import interpreted
+
+
+class EmulatedMeeting(DeviceMeeting):
+    """The meeting of ranks over a CPU's memory, which exchange by gloo."""
+
+    name = "gloo, emulated"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def make_group(self, rank: Rank, store: Any) -> Any:
+        return gloo_group(rank, store, self._timeout_s, LOCAL)
 
 
 class EmulatedFactory(CudaFactory):

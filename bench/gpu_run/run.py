@@ -50,6 +50,7 @@ STAGES = (
     Stage("loads", "loads", 30),
     Stage("trace", "trace", 15),
     Stage("quantised", "quantised", 30),
+    Stage("ranks", "ranks", 90, can_shrink=False),
     Stage("services", "services", 150, can_shrink=False),
 )
 

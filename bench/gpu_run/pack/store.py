@@ -165,7 +165,7 @@ class RunningEngine(Protocol):
 
 
 def generate(
-    engine: RunningEngine, requests: Sequence[Request], timeout_s: float
+    engine: RunningEngine, requests: Sequence[Request], timeout_s: float, num_ranks: int = 1
 ) -> dict[str, tuple[int, ...]]:
     """Starts the engine, sends all requests at once, and stops it; returns the tokens by request.
 
@@ -175,7 +175,7 @@ def generate(
     engine.start(outputs.put)
     end_s = time.monotonic() + timeout_s
     try:
-        engine.send(LayoutAccepted(LAYOUT_ID))
+        engine.send(LayoutAccepted(LAYOUT_ID, (LAYOUT_ID,) * (num_ranks - 1)))
         for request in requests:
             engine.send(Submit(request))
         tokens: dict[str, tuple[int, ...]] = {r.request_id: () for r in requests}

@@ -10,6 +10,7 @@ parity           compares the whole engine's tokens with tokens recorded on a CP
 prefill          prompts: the time to the first token, the host's part, attention against torch's
 trace            writes the profiler's trace of a recorded step and of a mixed one
 tune             measures the constants of kernels, ours and the peers', for the same time
+ranks            checks and times exchanges of ranks, and the end of one; tokens of two ranks
 quantised        times products with weights in few bits against the bytes that they read
 services         loads both services over gRPC: times and rates as a user sees them
 """

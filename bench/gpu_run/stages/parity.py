@@ -71,10 +71,10 @@ def start_engine(context: Context) -> RunningEngine:
 
 
 def _process(context: Context) -> RunningEngine:
-    return EngineProcess(_config(context), partial(_store_of_child, context.pack)).load()
+    return EngineProcess(_config(context), partial(store_of_child, context.pack)).load()
 
 
-def _store_of_child(pack: Path, post: Callable[[Any], None]) -> PackStore:
+def store_of_child(pack: Path, post: Callable[[Any], None]) -> PackStore:
     return make_store(pack)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 
+from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import HostCopy, HostTier, TableWrite
 from inference_svc.backends import arena as arena_module
 from inference_svc.backends.arena import Arena
+from tests.support.gpu.late_streams import LateDevice
 from tests.support.inference.memory_store import make_image, reserve, small_layout
 from tests.support.wait import until
 
@@ -32,3 +36,32 @@ def test_copy_is_visible_once_complete(monkeypatch, copy_bytes) -> None:
     assert bytes(there.cpu().numpy().data) == bytes(image.data)
     arena.apply([TableWrite(resident)])
     assert arena.table.b_ranks.any()
+
+
+def test_images_of_ranks_land_in_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, at the extents that they were pulled to, and not before the steps that may read
+    there; whoever has them land finds them there."""
+    monkeypatch.setattr(arena_module, "COPY_BYTES", 512)
+    late = LateDevice(Random(0))
+    arena = Arena(
+        *(small_layout(), 16384, 4, 64, torch.device("cpu")),
+        streams=late.streams,
+        has_landing=True,
+    )
+    image, slots = make_image("aaaa", 4), Slots(16384, 4)
+    [extent] = reserve(slots, image.header).extents
+    there = arena.flat.view(torch.uint8)[extent.start :][: len(image.data)]
+    arena.pull_memory[extent.start : extent.start + len(image.data)] = image.data
+    seen: list[bool] = []
+    late.compute.launch(lambda: seen.append(bool(there.any())))
+    assert not there.any()
+    arena.land([extent])
+    assert bytes(there.numpy().data) == bytes(image.data)
+    assert seen == [False]
+
+
+def test_without_a_landing_images_are_pulled_to_the_arena() -> None:
+    arena = Arena(small_layout(), 16384, 4, 64, torch.device("cpu"))
+    arena.land([Extent(0, 0, 256)])
+    assert arena.landing is None
+    assert len(arena.pull_memory) == 16384

@@ -12,29 +12,16 @@ from unittest import mock
 
 import torch
 
-from bench.gpu_run.emulation import EmulatedFactory, emulated
-from inference_svc.backends.cuda.exchange import DeviceMeeting
-from inference_svc.backends.exchange import LOCAL, gloo_group
+from bench.gpu_run.emulation import EmulatedFactory, EmulatedMeeting, emulated
 from inference_svc.core import EngineConfig
 from inference_svc.engine import build
 from inference_svc.engine.ranks import main as rank_main
 from inference_svc.engine.ranks import peers
 from inference_svc.engine.ranks.orphans import rank_command
-from inference_svc.model.description import Decoder, Rank
+from inference_svc.model.description import Decoder
 from tests.support.gpu.models import Eager
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-class EmulatedMeeting(DeviceMeeting):
-    name = "gloo, emulated"
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def make_group(self, rank: Rank, store: Any) -> Any:
-        return gloo_group(rank, store, self._timeout_s, LOCAL)
 
 
 class EmulatedRanks(EmulatedFactory):
@@ -74,5 +61,10 @@ def emulated_ranks() -> Iterator[None]:
 
 def main() -> None:
     """Replaces `engine.ranks.main`."""
+    if IS_INTERPRETED:
+        from tests.support.kernels import interpreter, worker
+
+        worker.teach_the_interpreter_ranges()  # first: the other changes keep it
+        interpreter.make_it_fast()
     with emulated_ranks():
         rank_main.main()
