@@ -99,14 +99,20 @@ class Kinds(Zoo):
     def submit(
         self, running: Running, name: str, prompt: Sequence[int], adapter: str, **options: Any
     ) -> None:
-        """Submits as `GenerateCall.to_requests` does; in `prompt` an aLoRA is invoked."""
-        digest = adapter
-        if adapter == SUM:
-            parts = (Part(running.digests[part], scale) for part, scale in PARTS)
-            digest = Sum(tuple(parts))
-        activation = activation_of(prompt, INVOCATION) if adapter == ALORA else 0
-        assert activation is not None
-        running.submit(name, prompt, digest, activation=activation, **options)
+        submit(running, name, prompt, adapter, **options)
+
+
+def submit(
+    running: Running, name: str, prompt: Sequence[int], adapter: str, **options: Any
+) -> None:
+    """Submits as `GenerateCall.to_requests` does; in `prompt` an aLoRA is invoked."""
+    digest: str | Sum = adapter
+    if adapter == SUM:
+        parts = (Part(running.digests[part], scale) for part, scale in PARTS)
+        digest = Sum(tuple(parts))
+    activation = activation_of(prompt, INVOCATION) if adapter == ALORA else 0
+    assert activation is not None
+    running.submit(name, prompt, digest, activation=activation, **options)
 
 
 def to_float8(model: Any) -> None:

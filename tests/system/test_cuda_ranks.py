@@ -17,7 +17,7 @@ from tests.support.kernels.worker_process import Operations, Worker
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import make_zoo
 from tests.system.engines import Running
-from tests.system.kinds import NUM_TOKENS, UNSHARED, Kinds, compare, make_kinds
+from tests.system.kinds import NUM_TOKENS, SUM, UNSHARED, Kinds, compare, make_kinds
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 LONG = pytest.mark.long
@@ -70,7 +70,7 @@ def worker() -> Iterator[Operations]:
 @pytest.mark.parametrize(
     ("names", "settings"),
     [
-        pytest.param(["", "plain"], {}, id="few"),
+        pytest.param(["", "plain"], {}, id="few", marks=pytest.mark.artifacts),
         pytest.param([], {}, id="all", marks=LONG),
         pytest.param([], {"fully_sharded_loras": True}, id="fully sharded", marks=LONG),
     ],
@@ -81,7 +81,7 @@ def test_interpreted_kernels(
     """Of adapters of all kinds, and of a sum of shrunk rows between Triton's kernels."""
     zoo = make_kinds("qwen3", tmp_path)
     refused = UNSHARED if settings else {}
-    names = names or ["", *(name for name in zoo.adapter_dirs if name not in refused)]
+    names = names or ["", *(name for name in (*zoo.adapter_dirs, SUM) if name not in refused)]
     asked = list(zip(names, prompts(len(names)), [3] * len(names), strict=True))
     sizes = {"max_model_len": 64, "page_size": 4, "kv_bytes": 1 << 20, "arena_bytes": 2 << 20}
     changes = {**sizes, **SIZES, **settings, "tensor_parallel": 2, "max_added_tokens": 2}

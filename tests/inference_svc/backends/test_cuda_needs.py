@@ -34,6 +34,7 @@ from tests.support.gpu.needs import (
     SPARED_NODES,
     choose_the_first,
     config_of,
+    num_kernels,
     peak_bytes,
 )
 from tests.support.inference.results import asking
@@ -163,11 +164,7 @@ def test_recorded_kernels_are_counted(tmp_path, feature):
         with launches() as noted:
             backend.compute(StepShape.of_decodes(kind, 1))
         names = [launch.name for launch in noted.launches]
-        # Products of wider layers are split, and the sums of their parts are kernels, too.
-        num_products = sum(map(names.count, ("linear", "mm", "few_rows_kernel")))
-        num_products -= names.count("sum_splits_kernel")
-        counted = len(names) + (cuda_needs.PRODUCT_NODES - 1) * num_products
-        counted += names.count("pad")  # it fills, and copies
+        counted = num_kernels(names)
         planned = cuda_needs.recorded_nodes(
             description, kind, num_groups, adds_tokens=max_added_tokens > 0
         )

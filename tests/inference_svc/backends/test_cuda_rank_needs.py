@@ -23,9 +23,11 @@ from tests.support.gpu.needs import (
     SPARED_NODES,
     choose_the_first,
     config_of,
+    num_kernels,
     peak_bytes,
 )
 
+pytestmark = pytest.mark.matrix
 COUNT = 2
 CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("llama", {}, {}),
@@ -97,10 +99,7 @@ def test_recorded_kernels_are_counted(tmp_path, case):
         with launches() as noted:
             backend.compute(StepShape.of_decodes(kind, 1))
         names = [launch.name for launch in noted.launches]
-        num_products = sum(map(names.count, ("linear", "mm", "few_rows_kernel")))
-        num_products -= names.count("sum_splits_kernel")
-        counted = len(names) + (cuda_needs.PRODUCT_NODES - 1) * num_products
-        counted += names.count("pad")
+        counted = num_kernels(names)
         # Rows of all ranks come, and a copy that is not noted lays them side by side.
         counted += len(exchanged.sums) + 2 * len(exchanged.columns)
         planned = cuda_needs.recorded_nodes(decoder, kind, num_groups, num_shared=num_shared)

@@ -15,7 +15,7 @@ from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
 from inference_svc.engine.ranks.backend import RankedBackend, RankedInputs
-from inference_svc.engine.ranks.messages import DIVIDE
+from inference_svc.engine.ranks.messages import DIVIDE, IDLE
 from inference_svc.engine.ranks.report import Report
 from inference_svc.engine.ranks.steps import SlotDivide, decode_changes
 from inference_svc.errors import EngineFailed
@@ -32,6 +32,7 @@ class Recorded:
     failure: EngineFailed | None = None
     count = 2
     is_dividing = False
+    wants_idle_time = False
 
     def __init__(self) -> None:
         self.report = Report(Rank(0, 2), 1)
@@ -43,6 +44,12 @@ class Recorded:
 
     def send_changes(self, kind: bytes, buffer: bytes) -> None:
         self.events.append(f"sent {kind!r} {decode_changes(buffer)}")
+
+    def use_idle_time(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        self.events.append("used idle time")
+        return False
 
     def land(self, extents: Any) -> None:
         """Has nothing to copy."""
@@ -127,6 +134,20 @@ def test_ranks_divide_magnitudes_together(recorded: Recorded, backend: RankedBac
     scored = ["scored 0", "scored 1", "scored 2"]
     sent = f"sent {DIVIDE!r} {[SlotDivide(3, 'sha256:abc')]}"
     assert recorded.events == ["sent", "computed", *scored, sent, "divided"]
+
+
+def test_ranks_use_idle_time_together(recorded: Recorded, backend: RankedBackend) -> None:
+    """If rank 0 has anything to record, behind the changes before."""
+    assert not backend.use_idle_time()
+    assert recorded.events == []
+    backend.apply([DIVISION])
+    recorded.wants_idle_time = True
+    assert not backend.use_idle_time()
+    sent = f"sent {IDLE!r} {[SlotDivide(3, 'sha256:abc')]}"
+    assert recorded.events == [sent, "used idle time"]
+    recorded.error = ExchangeFailed("no answer")
+    with pytest.raises(EngineFailed, match="rank 1: no answer"):
+        backend.use_idle_time()
 
 
 def test_an_error_while_ranks_divide_ends_the_engine(

@@ -10,6 +10,7 @@ import torch
 
 from bench.gpu_model.launches import Launch
 from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.backends.cuda.needs import PRODUCT_NODES
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.core import EngineConfig
 from tests.support.gpu.live_bytes import live_bytes
@@ -62,3 +63,12 @@ def choose_the_first(launch: Launch) -> None:
     tokens = launch.arguments.get("tokens")
     if isinstance(tokens, torch.Tensor):
         tokens.zero_()
+
+
+def num_kernels(names: list[str]) -> int:
+    """Returns how many kernels launches of these names may have on a device."""
+    # Products of wider layers are split, and the sums of their parts are kernels, too.
+    num_products = sum(map(names.count, ("linear", "mm", "few_rows_kernel")))
+    num_products -= names.count("sum_splits_kernel")
+    # Padding fills, and copies.
+    return len(names) + (PRODUCT_NODES - 1) * num_products + names.count("pad")
