@@ -118,10 +118,8 @@ class LoraStep:
             add_lora(out, x, arena.flat, arena.table, self.plan, found, bias, sum_ranks)
 
     def beside(self, group: str, x: Tensor, linear: TorchLinear) -> tuple[Tensor, Addend] | None:
-        found, arena = self.targets.groups.get(group), self.arena
-        if found is None or group in self.targets.shared:
-            return None  # its sum over ranks keeps to the order of the others
-        if not self._is_beside(found, linear.out_features):
+        found, arena = self._group_beside(group, linear.out_features), self.arena
+        if found is None:
             return None
         values = x.new_empty(len(x), found.out_end)
         compute, beside = arena.streams.compute, arena.streams.beside
@@ -135,13 +133,9 @@ class LoraStep:
         return out, Addend(values, self.plan.token_slots)
 
     def before_sum(self, group: str, x: Tensor, linear: TorchLinear) -> Tensor | None:
-        """The sum over ranks reads the product at once, so that the adapters' part of it is added
-        here. A's product runs beside the base's; an addend of both would take a third kernel in
-        line, or twice the bytes in the sum."""
-        found, arena = self.targets.groups.get(group), self.arena
-        if found is None or group in self.targets.shared:
-            return None
-        if not self._is_beside(found, linear.out_features):
+        """Runs A's product beside the base's. An addend would take a kernel more before the sum."""
+        found, arena = self._group_beside(group, linear.out_features), self.arena
+        if found is None:
             return None
         compute, beside = arena.streams.compute, arena.streams.beside
         beside.wait_stream(compute)
@@ -154,11 +148,14 @@ class LoraStep:
         end_lora(out, shrunk, arena.flat, arena.table, self.plan, found)
         return out
 
-    def _is_beside(self, group: LoraGroup, num_outputs: int) -> bool:
-        """Returns whether the group may run beside its product: only if its targets cover all
-        outputs."""
+    def _group_beside(self, name: str, num_outputs: int) -> LoraGroup | None:
+        """Returns a group that may run beside its product: its targets cover all outputs, and ranks
+        do not share it, whose sums keep to one order."""
+        group = self.targets.groups.get(name)
+        if group is None or name in self.targets.shared or not self.may_be_beside:
+            return None
         is_few = self.plan.num_tokens <= group.most_rows_beside(self.arena.flat.itemsize)
-        return self.may_be_beside and is_few and sum(group.out_features) == num_outputs
+        return group if is_few and sum(group.out_features) == num_outputs else None
 
     def order_tokens(self) -> TokenOrder | None:
         changes_experts = not self.plan.targets.isdisjoint(self.targets.of_experts)

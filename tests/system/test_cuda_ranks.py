@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from inference_svc.errors import EngineFailed
-from tests.support.gpu.emulated_ranks import emulated_ranks
+from tests.support.gpu.emulated_ranks import FAILS, emulated_ranks
 from tests.support.kernels.worker_process import Operations, Worker
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import make_zoo
@@ -58,6 +58,15 @@ def test_a_rank_that_ends_is_named(tmp_path: Path, start: Callable[..., Running]
     error = running.result("long")[1].error
     assert isinstance(error, EngineFailed)
     assert "rank 1 was ended by SIGKILL" in str(error)
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_rank_that_cannot_record_ends_the_start(
+    tmp_path: Path, start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAILS, "1")
+    with pytest.raises(RuntimeError, match="rank 1: no room for a recording"):
+        start(make_zoo("llama", tmp_path), tensor_parallel=2, **SIZES)
 
 
 @pytest.fixture(scope="module")

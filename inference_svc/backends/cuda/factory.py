@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -102,6 +102,7 @@ class CudaFactory:
         self, config: EngineConfig, decoder: Decoder, layout: ModelLayout, exchange: Exchange
     ) -> RankBackend[PreparedStep]:
         assert isinstance(exchange, DeviceExchange), "of this factory's meeting"
+        check_devices([torch.cuda.get_device_name(each) for each in range(len(config.local_ranks))])
         made = self._built(config, decoder, layout, exchange)
         assert isinstance(made, CudaRank)
         return made
@@ -157,6 +158,16 @@ class CudaFactory:
             reload,
             reload.states(),
             exchange,
+        )
+
+
+def check_devices(names: Sequence[str]) -> None:
+    """Raises ValueError if ranks have devices of several kinds: each chooses the experts of a token
+    itself, and they must be equal."""
+    if len({*names}) > 1:
+        raise ValueError(
+            f"--tensor-parallel {len(names)}: its devices differ: {', '.join(names)}; choose equal "
+            "ones with CUDA_VISIBLE_DEVICES"
         )
 
 

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 
 from inference_svc.backends.cuda.padded_sizes import StepShape
+from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.host.device_faults import find_fault, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -196,6 +197,7 @@ class RecordedSteps:
             return self._record(lambda: self._compute(shape))
         recorded: Recorded | None = None
         failure = RecordingFailed("another rank could not record the step")
+        failure.__cause__ = ExchangeFailed(str(failure))
         try:
             recorded = self._record(lambda: self._compute(shape))
         except RecordingFailed as error:

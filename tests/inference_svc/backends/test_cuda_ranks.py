@@ -19,6 +19,7 @@ from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import Reload
 from inference_svc.backends.cuda import padded_sizes
 from inference_svc.backends.cuda.exchange import BlockingExchange, DeviceExchange, DeviceMeeting
+from inference_svc.backends.cuda.factory import check_devices
 from inference_svc.backends.cuda.graphs import LATEST_USE, Compute, RecordingFailed
 from inference_svc.backends.cuda.padded_sizes import StepKind
 from inference_svc.backends.cuda.rank import CudaRank
@@ -240,12 +241,13 @@ def test_a_rank_that_cannot_record_ends_the_start(folder: Path) -> None:
     def begin(index: int) -> BaseException | None:
         try:
             backend_of(folder, index, made[index], recorders[index])
-        except RecordingFailed as error:
+        except (RecordingFailed, ExchangeFailed) as error:
             return error
         return None
 
     found = on_threads(begin)
     assert list(map(str, found)) == ["another rank could not record the step", "no memory"]
+    assert list(map(type, found)) == [ExchangeFailed, RecordingFailed], "whose fault it is"
 
 
 def test_another_plan_is_refused(folder: Path) -> None:
@@ -334,3 +336,9 @@ def test_a_meeting_that_fails_before_ranks_have_met() -> None:
     with pytest.raises(ExchangeFailed, match="another rank has failed"):
         meeting.join(Rank(0, 1))
     meeting.close()
+
+
+def test_devices_of_several_kinds_are_refused() -> None:
+    check_devices(["NVIDIA H200"] * 2)
+    with pytest.raises(ValueError, match="--tensor-parallel 2: its devices differ: NVIDIA H200, N"):
+        check_devices(["NVIDIA H200", "NVIDIA L4"])

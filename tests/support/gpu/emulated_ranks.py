@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from bench.gpu_run.emulation import EmulatedFactory, EmulatedMeeting, emulated
+from inference_svc.backends.cuda.graphs import RecordingFailed
 from inference_svc.core import EngineConfig
 from inference_svc.engine import build
 from inference_svc.engine.ranks import main as rank_main
@@ -21,6 +22,8 @@ from inference_svc.engine.ranks.orphans import rank_command
 from inference_svc.model.description import Decoder
 from tests.support.gpu.models import Eager
 
+FAILS = "EMULATED_RANKS_CANNOT_RECORD"
+"""A variable of the environment, by which other ranks than the first cannot record steps."""
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -28,12 +31,18 @@ class EmulatedRanks(EmulatedFactory):
     """The factory of ranks without devices."""
 
     instructions = "an emulated device"
+    can_record = True
 
     def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> EmulatedMeeting:
         return EmulatedMeeting(count, timeout_s)
 
     def make_recorder(self, wait: Callable[[], None] | None) -> Callable[..., Any]:
-        return Eager
+        return Eager if self.can_record else _fail
+
+
+def _fail(compute: Callable[[], None]) -> Any:
+    compute()
+    raise RecordingFailed("no room for a recording")
 
 
 def _select(config: EngineConfig, decoder: Decoder) -> EmulatedRanks:
@@ -66,5 +75,6 @@ def main() -> None:
 
         worker.teach_the_interpreter_ranges()  # first: the other changes keep it
         interpreter.make_it_fast()
+    EmulatedRanks.can_record = FAILS not in os.environ
     with emulated_ranks():
         rank_main.main()
