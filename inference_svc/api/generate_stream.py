@@ -123,7 +123,7 @@ class GenerateStream:
                 with following:
                     async for delta in deltas:
                         if reader is not None:
-                            read_delta(reader, delta)
+                            await read_delta(reader, delta)
                         record.add(delta)
                         if owes_prompt:
                             yield index, await self._echoed(request)

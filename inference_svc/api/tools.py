@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -13,10 +14,12 @@ from inference_svc.grammars.calls import to_source
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.text.answers.families import AnswerReader, AnswerSyntax
 from inference_svc.text.answers.forced import ForcedCalls, can_force
-from inference_svc.text.answers.scanner import Said, Thought
+from inference_svc.text.answers.scanner import Piece, Said, Thought
 from inference_svc.text.chat import NO_PARAMETERS, Tool
 from servicekit.errors import InvalidArgument
 
+SLICE_CHARS = 4096
+"""Characters of an answer that are read before other requests may run."""
 MAX_TOOLS = 128
 """OpenAI's bound."""
 MAX_TOOL_NAME_CHARS = 64
@@ -120,9 +123,16 @@ class ReadingOptions:
         ]
 
 
-def read_delta(reader: AnswerReader, delta: Delta) -> None:
-    """Divides a delta's text into text, thoughts and calls."""
-    pieces = reader.push(delta.text, is_last=delta.finish_reason is not None)
+async def read_delta(reader: AnswerReader, delta: Delta) -> None:
+    """Divides a delta's text into text, thoughts and calls; lets the event loop run others while it
+    reads a long one."""
+    text = delta.text
+    pieces: list[Piece] = []
+    while len(text) > SLICE_CHARS:
+        pieces += reader.push(text[:SLICE_CHARS])
+        text = text[SLICE_CHARS:]
+        await asyncio.sleep(0)
+    pieces += reader.push(text, is_last=delta.finish_reason is not None)
     delta.text = "".join(each.text for each in pieces if isinstance(each, Said))
     delta.thoughts = "".join(each.text for each in pieces if isinstance(each, Thought))
     delta.calls = [each for each in pieces if not isinstance(each, Said | Thought)]
