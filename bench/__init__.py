@@ -24,6 +24,7 @@ gpu_run           the GPU run
 kernels           native kernels by themselves, and the bounds of this machine
 peers             sets up the other servers that ours is compared with
 store             the adapter store by itself
+structured        structured answers: the cost of masks, and of grammar engines
 systems           servers under measurement, ours and the peers, all with the same few messages
 workloads         callers' workloads against whole services
 """

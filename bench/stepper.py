@@ -13,6 +13,7 @@ from bench.store.memory_store import MemoryStore
 from inference_svc.core import EngineConfig, Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.engine.transport.messages import Cancel, LayoutAccepted, Submit
+from inference_svc.grammars.grammar import Grammar
 from inference_svc.store.client import RemoteNoStore
 
 NUM_REQUESTS, NUM_IN, MAX_LEN = 16, 64, 512
@@ -75,15 +76,25 @@ class Stepper:
         found = prompts(self._num_requests, NUM_IN, self._vocab)
         self.start([(each, digests[i % len(digests)]) for i, each in enumerate(found)])
 
-    def start(self, asks: Sequence[tuple[list[int], str]]) -> None:
+    def start(
+        self,
+        asks: Sequence[tuple[list[int], str]],
+        grammar: Grammar | None = None,
+        temperature: float = 0.0,
+    ) -> None:
         """Starts again with requests of prompts and adapters, by digest or "" for the base model,
-        and steps until all of them decode."""
+        and steps until all of them decode. The answers have the form of the grammar."""
         self._cancel_all()
-        sampling = SamplingParams(max_tokens=self._max_len, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=self._max_len, temperature=temperature, ignore_eos=True
+        )
         now_s = time.monotonic()
         self._names = [f"{index} at {now_s}" for index in range(len(asks))]
         for name, (prompt, digest) in zip(self._names, asks, strict=True):
-            self._inbox.put(Submit(Request(name, tuple(prompt), sampling, digest, arrival_s=now_s)))
+            request = Request(
+                name, tuple(prompt), sampling, digest, arrival_s=now_s, grammar=grammar
+            )
+            self._inbox.put(Submit(request))
         while not self._all_decode():
             self.step()
         for _ in range(WARM_UP_STEPS):
@@ -95,6 +106,10 @@ class Stepper:
         running = self.built.engine.scheduler.running
         found = {each.request.request_id: each.token_ids[each.num_prompt :] for each in running}
         return [found[name] for name in self._names]
+
+    def send(self, message: Any) -> None:
+        """Has the next step take a message."""
+        self._inbox.put(message)
 
     def step(self) -> None:
         messages = []

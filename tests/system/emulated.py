@@ -8,8 +8,10 @@ from typing import Any, TypeAlias
 
 from bench.gpu_run.emulation import emulated
 from inference_svc.core import EngineConfig
-from inference_svc.engine.transport.messages import LayoutAccepted
+from inference_svc.engine.transport.messages import LayoutAccepted, SetVocabulary
 from inference_svc.engine.transport.thread import EngineThread
+from inference_svc.grammars.grammar import Grammar
+from inference_svc.grammars.vocabulary import Vocabulary
 from tests.system.engines import CompilingStore, Running
 
 Asked: TypeAlias = tuple[str, Sequence[int], int]
@@ -51,4 +53,26 @@ def _serve(running: Running, number: int, requests: list[Asked]) -> list[Served]
     return found
 
 
-OPERATIONS = {"generate": generate}
+def structured(
+    model_dir: Path, vocabulary: Vocabulary, grammars: list[Grammar], changes: dict[str, Any]
+) -> list[list[int]]:
+    """Returns random answers of these forms, and of one request without, which run together."""
+    store = CompilingStore()
+    config = EngineConfig(model_dir, "model", num_threads=1, record_steps=False, **changes)
+    with emulated():
+        engine = EngineThread(config, store)
+        running = Running(engine, store, {})
+        engine.start(running.on_outputs)
+        try:
+            engine.send(SetVocabulary(vocabulary))
+            forms: list[Grammar | None] = [*grammars, None]
+            for index, grammar in enumerate(forms):
+                options = {"temperature": 1.0, "seed": index, "max_tokens": 40}
+                running.submit(f"{index}", [5, 6], grammar=grammar, ignore_eos=False, **options)
+            return [running.result(f"{index}")[0] for index in range(len(forms))]
+        finally:
+            engine.stop()
+            engine.built.engine.check_integrity()
+
+
+OPERATIONS = {"generate": generate, "structured": structured}

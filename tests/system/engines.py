@@ -183,7 +183,8 @@ class Running:
         self, request_id: str, prompt: Sequence[int], adapter: str | Sum = "", **options: Any
     ) -> None:
         sampling = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
-        fields = {"cache_seed", "priority", "deadline_s", "activation", "group"}
+        fields = {"cache_seed", "priority", "deadline_s", "activation", "group", "grammar"}
+        fields |= {"tenant", "version_policy"}
         key: AdapterKey = adapter
         names: tuple[str, ...] = ()
         if not isinstance(adapter, Sum):

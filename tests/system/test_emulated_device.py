@@ -4,15 +4,18 @@ states and pages on the device, and a model in few bits."""
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from inference_svc.grammars.grammar import Grammar
 from tests.support.kernels.worker_process import Operations, Worker
 from tests.support.models.quantised import zoo_in_few_bits
 from tests.support.models.zoo import VOCAB, Zoo
 from tests.system.emulated import Asked, Served
+from tests.system.structured import EOS, zoo_vocabulary
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -51,6 +54,26 @@ def test_a_model_in_few_bits(tmp_path: Path) -> None:
     prompt = [random_.randrange(3, VOCAB) for _ in range(19)]
     names = ("", *zoo.adapter_dirs)
     check_tokens(zoo, [[(name, prompt[: 5 + 4 * i], 3) for i, name in enumerate(names)]])
+
+
+def test_structured_answers(zoos: Callable[[str], Zoo]) -> None:
+    """The masks of grammars, on a device's logits; the row without a form has the tokens of the
+    model alone."""
+    zoo = zoos("llama")
+    grammars = [Grammar.regex("[ab]{4}c"), Grammar.choice(["yes", "no"])]
+    worker = Worker(interpret=True)
+    try:
+        operations = Operations(worker, Path(__file__).parent / "emulated.py")
+        *found, plain = operations.call(
+            "structured", zoo.model_dir, zoo_vocabulary(), grammars, SIZES
+        )
+    finally:
+        worker.close()
+    letters, word = ("".join(map(chr, each[:-1])) for each in found)
+    assert re.fullmatch("[ab]{4}c", letters)
+    assert word in ("yes", "no")
+    assert [each[-1] for each in found] == [EOS, EOS]
+    assert len(plain) > len(word)
 
 
 def check_tokens(zoo: Zoo, rounds: list[list[Asked]]) -> list[list[Served]]:

@@ -1,0 +1,192 @@
+"""Structured answers of engines: at temperature 1 a random model's answers are valid only if its
+masks make them so."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jsonschema
+import pytest
+
+from inference_svc.core import FinishReason, Part, Sum
+from inference_svc.engine.transport.messages import SetVocabulary
+from inference_svc.grammars.checks import CheckProcesses
+from inference_svc.grammars.grammar import Grammar
+from inference_svc.results.logprobs import LogprobsMode
+from tests.support.pairs import PATHS
+from tests.system.engines import Running
+from tests.system.structured import Schema, random_schemas, suite, text_of, zoo_vocabulary
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+PROMPT = list(map(ord, "a person: "))
+ANSWER = {"temperature": 1.0, "ignore_eos": False, "max_tokens": 150}
+LETTERS = Grammar.regex("[ab]{20}")
+MAX_MODEL_LEN = 256
+
+
+@pytest.fixture(scope="module")
+def checks() -> Iterator[CheckProcesses]:
+    made = CheckProcesses(zoo_vocabulary)
+    yield made
+    made.close()
+
+
+def structured(running: Running) -> Running:
+    running.engine.send(SetVocabulary(zoo_vocabulary()))
+    return running
+
+
+@dataclass
+class Tally:
+    """The answers to schemas: how many were valid, incomplete, and refused by a word."""
+
+    valid: int = 0
+    incomplete: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        return self.valid + self.incomplete + self.refused.total()
+
+
+def answers(
+    running: Running, checks: CheckProcesses, schemas: list[Schema], validator: Any
+) -> Tally:
+    """Checks an answer to each schema that is accepted."""
+    tally, asked = Tally(), {}
+    for index, schema in enumerate(schemas):
+        grammar = Grammar.json_schema(schema, "schema")
+        verdict, _ = checks.check(grammar)
+        if verdict.error:
+            tally.refused[verdict.error.split('"')[1] if '"' in verdict.error else "other"] += 1
+            continue
+        asked[f"{index}"] = schema
+        running.submit(f"{index}", PROMPT, grammar=grammar, seed=index, **ANSWER)
+    for name, schema in asked.items():
+        tokens, last = running.result(name)
+        assert last.error is None, (schema, last.error)
+        if last.finish_reason is FinishReason.LENGTH:
+            tally.incomplete += 1
+            continue
+        assert last.finish_reason is FinishReason.STOP
+        value = json.loads(text_of(tokens))
+        validator(schema).validate(value)
+        tally.valid += 1
+    running.check_idle()
+    return tally
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_suites_schemas(
+    path: str, start: Callable[..., Running], checks: CheckProcesses
+) -> None:
+    schemas = list(suite().values())
+    running = structured(start("llama", native_kernels=PATHS[path], max_queue=2000))
+    tally = answers(running, checks, schemas, jsonschema.Draft4Validator)
+    assert tally.total == len(schemas)
+    assert tally.valid > 45
+    assert tally.refused.total() < 25, tally.refused
+    assert {"not", "uniqueItems", "dependencies"} <= set(tally.refused)
+
+
+@pytest.mark.parametrize(
+    "count", [240, pytest.param(1000, marks=pytest.mark.long)], ids=lambda count: f"{count}"
+)
+def test_random_schemas(count: int, start: Callable[..., Running], checks: CheckProcesses) -> None:
+    running = structured(start("llama", max_queue=2000, max_sequences=16))
+    schemas = list(random_schemas(count))
+    tally = answers(running, checks, schemas, jsonschema.Draft202012Validator)
+    assert tally.total == count
+    assert tally.valid > 0.55 * count, tally
+    assert tally.refused.total() < 0.2 * count, tally.refused
+
+
+def test_other_rows_and_batches_change_nothing(start: Callable[..., Running]) -> None:
+    """An answer is the same alone and beside others, and so is one without a form."""
+    running = structured(start("llama"))
+    forms: dict[str, Grammar | None] = {"letters": LETTERS, "plain": None}
+    for seed in range(3):
+        for name, grammar in forms.items():
+            options = {**ANSWER, "max_tokens": 24, "seed": seed, "grammar": grammar}
+            running.submit(f"{name} {seed} alone", PROMPT, **options)
+            running.result(f"{name} {seed} alone")
+    for seed in range(3):
+        for name, grammar in forms.items():
+            options = {**ANSWER, "max_tokens": 24, "seed": seed, "grammar": grammar}
+            running.submit(f"{name} {seed}", PROMPT, **options)
+    for seed in range(3):
+        for name in forms:
+            found = running.result(f"{name} {seed}")[0]
+            assert found == running.result(f"{name} {seed} alone")[0], name
+    assert re.fullmatch("[ab]{20}", text_of(running.result("letters 0")[0]))
+    running.check_idle()
+
+
+def test_with_everything_else(start: Callable[..., Running]) -> None:
+    """Adapters and their sums, penalties, cuts, log probabilities, stop tokens and n."""
+    running = structured(start("llama"))
+    digests = running.digests
+    both = Sum((Part(digests["r3"], 0.5), Part(digests["r16"], 1.0)))
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "adapter": ("r16", {}),
+        "sum": (both, {}),
+        "greedy": ("", {"temperature": 0.0}),
+        "penalties": ("r3", {"repetition_penalty": 1.5, "presence_penalty": 2.0}),
+        "cut": ("", {"top_k": 3, "top_p": 0.8, "min_p": 0.05}),
+        "raw": ("", {"logprobs": 5}),
+        "processed": ("", {"logprobs": 5, "logprobs_mode": LogprobsMode.PROCESSED}),
+        "first": ("", {"group": "g"}),
+        "second": ("", {"group": "g", "seed": 1}),
+    }
+    for name, (adapter, options) in cases.items():
+        running.submit(name, PROMPT, adapter, grammar=LETTERS, **{**ANSWER, **options})
+    for name in cases:
+        tokens, last = running.result(name)
+        assert last.finish_reason is FinishReason.STOP, (name, last.error)
+        assert re.fullmatch("[ab]{20}", text_of(tokens)), name
+    running.submit("stopped", PROMPT, grammar=LETTERS, stop_token_ids=(ord("b"),), **ANSWER)
+    tokens, last = running.result("stopped")
+    assert last.finish_reason is FinishReason.STOP
+    assert re.fullmatch("a*b|a{20}", text_of(tokens)), "a stop token ends where it comes"
+    for output in running.outputs["processed"]:
+        [part] = output.parts
+        assert part.logprob == pytest.approx(0.0, abs=9), "it is the masked distribution's"
+        assert len([each for each in part.top if each[1] > float("-inf")]) <= 2
+    running.check_idle()
+
+
+def test_preempted_answers_go_on(start: Callable[..., Running]) -> None:
+    """With too few pages for all: a matcher begins again after the tokens of its sequence."""
+    options = {**ANSWER, "grammar": Grammar.regex("[a-e]{90}")}
+    found = {}
+    for name, kv_bytes in (("plenty", 4 << 20), ("short", 150 << 10)):
+        running = structured(start("llama", kv_bytes=kv_bytes, prefix_cache=False))
+        for seed in range(6):
+            running.submit(f"{seed}", PROMPT, seed=seed, **options)
+        found[name] = [running.result(f"{seed}")[0] for seed in range(6)]
+        assert all(re.fullmatch("[a-e]{90}", text_of(each)) for each in found[name])
+        is_preempted = running.engine.built.engine.scheduler.num_preemptions > 0
+        assert is_preempted == (name == "short")
+        running.check_idle()
+    assert found["plenty"] == found["short"]
+
+
+def test_a_form_that_turns_out_to_be_costly_ends_alone(start: Callable[..., Running]) -> None:
+    """The engine's error names the field; other answers go on."""
+    running = structured(start("llama"))
+    states = Grammar.json_schema({"type": "string", "minLength": 10**6}, "the.field")
+    bad = Grammar.regex("(", "the.field")
+    for name, grammar in (("bad", bad), ("good", LETTERS), ("long", states), ("plain", None)):
+        running.submit(name, PROMPT, grammar=grammar, **ANSWER)
+    assert running.result("bad")[1].error is not None
+    assert str(running.result("bad")[1].error).startswith("the.field: ")
+    assert running.result("long")[1].finish_reason is FinishReason.LENGTH
+    for name in ("good", "plain"):
+        assert running.result(name)[1].error is None
+    running.check_idle()
