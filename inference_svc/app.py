@@ -247,9 +247,8 @@ def resolve_settings(
 ) -> InferenceSettings:
     """Returns the settings with everything decided. Raises InvalidSetting for a setting that
     machine or model cannot fulfil, ValueError for memory that does not suffice."""
-    fit = partial(fit_device, decoder=decoder)
     part = of_rank(decoder, Rank(0, config.tensor_parallel), config.expert_parallel)
-    return resolve(config, machine, _model_facts(part), fit)
+    return resolve(config, machine, _model_facts(part), partial(fit_device, decoder=part))
 
 
 def _model_facts(decoder: Decoder) -> ModelFacts:

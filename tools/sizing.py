@@ -26,9 +26,10 @@ from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets, routed_bytes
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.kv_caches import kv_page_bytes, stored_dtype
 from inference_svc.model.recurrent_states import slot_bytes
+from inference_svc.model.sharding.description import of_rank
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 from servicekit.settings.types import Size
@@ -100,18 +101,25 @@ def plan(
     config: InferenceSettings, device_bytes: int | None = None, host_bytes: int | None = None
 ) -> Plan:
     """Plans for a GPU with this much free memory in a machine with `host_bytes` free, or for a CPU
-    with the native kernels. Raises like the service for models that it cannot serve and settings
-    that it cannot meet."""
+    with the native kernels; of ranks, for the first. Raises like the service for models that it
+    cannot serve and settings that it cannot meet."""
     decoder = load_description(config.model, config.quantize)
     config = config.model_copy(update={"store": config.store or "store:7070"})
     machine, memory = Machine(has_cuda=False), None
     backend: BackendFactory = NativeFactory()
     if device_bytes is not None:
         memory = DeviceMemory(device_bytes - CONTEXT_BYTES, device_bytes)
-        machine = Machine(True, memory.free_bytes, memory.total_bytes, host_bytes)
+        machine = Machine(
+            True,
+            memory.free_bytes,
+            memory.total_bytes,
+            host_bytes,
+            num_devices=config.tensor_parallel,
+        )
         backend = CudaFactory()
     resolved = resolve_settings(config, machine, decoder)
     engine_config = to_engine_config(resolved)
+    decoder = of_rank(decoder, Rank(0, config.tensor_parallel), config.expert_parallel)
     needs = backend.memory_needs(engine_config, decoder)
     budgets = plan_budgets(engine_config, needs, memory, routed_bytes(engine_config, decoder))
     return Plan(resolved, decoder, layout_of(engine_config, decoder), budgets)

@@ -168,7 +168,7 @@ def _step(
     batch = scheduler.schedule(step_s)
     scheduled_s = now_s()
     assert batch is not None
-    sampled, timings, lost, _, _ = runner.run(batch)
+    sampled, timings, lost, *_ = runner.run(batch)
     ran_s = now_s()
     assert not lost, "the device has no memory for the step"
     outputs = settler.settle(batch, sampled, step_s)

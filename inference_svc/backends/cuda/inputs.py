@@ -180,19 +180,20 @@ class CudaInputs:
 
     def inputs(self) -> StepInputs:
         """Returns the filled inputs, as views of the device's side."""
-        return self._views(*self._arrays.size, self._num_tiles, self._has_decodes)
+        return self.views(*self._arrays.size, self._num_tiles, self._has_decodes)
 
     def padded_inputs(self, shape: StepShape) -> StepInputs:
         """Returns views of a step that is padded to this shape, with any contents."""
         _, num_tokens, num_rows, has_prompts = shape
         if not has_prompts:
-            return self._views(num_tokens, num_rows, num_rows, 0, True)
+            return self.views(num_tokens, num_rows, num_rows, 0, True)
         num_tiles = _max_tiles(num_tokens, num_rows)
-        return self._views(num_tokens, num_rows + 1, num_rows, num_tiles, True)
+        return self.views(num_tokens, num_rows + 1, num_rows, num_tiles, True)
 
-    def _views(
+    def views(
         self, num_tokens: int, num_rows: int, num_logits: int, num_tiles: int, has_decodes: bool
     ) -> StepInputs:
+        """Returns views of a step of these sizes, with any contents."""
         arrays = self._arrays
         # Host facts, for plans that are made on the host: on the CPU.
         seen = num_rows if self.block.device.type == "cpu" else 0

@@ -19,6 +19,8 @@ from inference_svc.app import resolve_settings
 from inference_svc.auto_settings import Machine, to_engine_config
 from inference_svc.backends.base import DeviceMemory
 from inference_svc.backends.cuda.factory import CudaFactory
+from inference_svc.backends.cuda.needs import LIBRARIES_BYTES
+from inference_svc.backends.cuda.rank_needs import NCCL_BYTES
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import plan_budgets
 from inference_svc.engine.memory_fit import (
@@ -58,6 +60,22 @@ def started(model: str, gigabytes: int) -> Plan:
     plan = planned_on(model, gigabytes)
     assert plan is not None
     return plan
+
+
+def test_ranks_have_a_device_each() -> None:
+    """A model that no card holds fits on four. Adapters come through the host's memory, which is of
+    all ranks, and no tier of it."""
+    plan = plan_card("Llama-3.3-70B", 80, {"tensor_parallel": "4"})
+    assert plan is not None
+    device, host = plan.budgets
+    device.check()
+    assert 32 << 30 < device.bytes_of("weights") < 34 << 30
+    assert device.bytes_of("libraries") == LIBRARIES_BYTES + NCCL_BYTES
+    assert plan.kv_tokens > 400_000
+    assert plan.config.host_memory == 0
+    assert host.bytes_of("landing") == 4 * device.bytes_of("arena") > 0
+    assert plan_card("Llama-3.3-70B", 80, {"tensor_parallel": "2"}) is not None
+    assert plan_card("Llama-3.3-70B", 40, {"tensor_parallel": "2"}) is None
 
 
 @pytest.mark.parametrize("model", MODELS)

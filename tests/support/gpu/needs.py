@@ -47,7 +47,7 @@ def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> i
     `has_decodes`: some are rows of their own."""
     step = backend.steps.prompts
     step.inputs.fill_padding(StepShape.of_decodes(StepKind.ANY, MAX_ROWS))
-    inputs = step.inputs._views(num_tokens, MAX_ROWS, MAX_ROWS, num_tokens // 16, has_decodes)
+    inputs = step.inputs.views(num_tokens, MAX_ROWS, MAX_ROWS, num_tokens // 16, has_decodes)
     if step.segments is not None:
         shape = StepShape(StepKind.ANY, num_tokens, MAX_ROWS - 1, has_prompts=True)
         inputs = replace(inputs, recurrent=step.segments.plan(backend.states, shape))
