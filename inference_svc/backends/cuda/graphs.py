@@ -124,10 +124,11 @@ class RecordedSteps:
 
     def record_all(self, shapes: Sequence[StepShape], fill: Callable[[StepShape], None]) -> None:
         """Records these shapes, after `fill` of each, as far as there is room: the largest first,
-        because all others, later ones too, then reuse its memory."""
+        because all others, later ones too, then reuse its memory. The order of `shapes` does not
+        matter: ranks record in the same one."""
         started_s = time.monotonic()
         num_prompts = 0
-        for shape in sorted(shapes, key=lambda shape: (-shape.num_tokens, -shape.kind.value)):
+        for shape in sorted(shapes, key=_size, reverse=True):
             if shape.has_prompts:
                 num_prompts += 1
                 if num_prompts > self._max_prompts:
@@ -225,3 +226,7 @@ class RecordedSteps:
             return False
         del self._recorded[oldest]
         return True
+
+
+def _size(shape: StepShape) -> tuple[int, int, int, bool]:
+    return shape.num_tokens, shape.kind.value, shape.num_rows, shape.has_prompts

@@ -3,6 +3,8 @@ occur."""
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
@@ -105,6 +107,19 @@ def test_the_warm_up_records_the_largest_first(steps):
     steps.record_all([prompt(16), decode, prompt(32), prompt(64)], filled.append)
     assert filled == [prompt(64), prompt(32), decode], "as many as have room"
     assert use(steps, prompt(32))
+
+
+@given(st.randoms())
+def test_all_ranks_record_in_the_same_order(random: Random) -> None:
+    """Sets of shapes have another order in each process."""
+    shapes = StepShapes(512, 64, longest=512)
+    wanted = [*shapes.decodes(), *shapes.usual_prompts()]
+    filled: list[list[StepShape]] = []
+    for _ in range(2):
+        random.shuffle(wanted)
+        filled.append([])
+        RecordedSteps(lambda shape: None, Eager, 99).record_all(wanted, filled[-1].append)
+    assert filled[0] == filled[1]
 
 
 def test_an_idle_recording_makes_room(steps, computed):
