@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from inference_svc.backends.cuda.graphs import CudaRecorder
+from inference_svc.model.description import Rank
+from inference_svc.model.sharding.description import of_rank
 from kernels import tuning
 from tests.support.gpu.features import FEATURES, PLAIN
 from tests.support.gpu.models import (
     MAX_ADDED,
     MAX_ROWS,
     SUM,
+    Alone,
     Eager,
     Model,
     assert_close,
@@ -200,6 +203,20 @@ def test_beside_is_bitwise_in_line(tmp_path, device, on_device, feature, changes
         with on_device(), tuning.overridden("beside", most_rows=most_rows):
             backend = model.fixed(CudaRecorder() if is_cuda else Eager, is_warm=is_cuda)
             found.append(run(backend, batches))
+    for beside, in_line in zip(*found, strict=True):
+        assert torch.equal(beside.values, in_line.values)
+
+
+def test_before_sums_is_bitwise_in_line(tmp_path, device, on_device):
+    """Adapters of products that ranks sum: A's product runs on the other stream."""
+    decoder = of_rank(make_decoder("llama", tmp_path, num_hidden_layers=1), Rank(0, 2))
+    model = Model.make(decoder, torch.float16, device, exchange=Alone())
+    is_cuda = device.type == "cuda"
+    found = []
+    for most_rows in (MAX_ROWS, 1):
+        with on_device(), tuning.overridden("beside", most_rows=most_rows):
+            backend = model.fixed(CudaRecorder() if is_cuda else Eager, is_warm=is_cuda)
+            found.append(run(backend, steps(SOME)))
     for beside, in_line in zip(*found, strict=True):
         assert torch.equal(beside.values, in_line.values)
 

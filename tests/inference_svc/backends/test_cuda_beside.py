@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bench.gpu_model.launches import COMPUTE, META, Launch, Noted, launches, storage_id
-from bench.gpu_model.step import Exchanged
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.model.description import Rank
 from inference_svc.model.layers import Linear
@@ -17,7 +16,7 @@ from inference_svc.model.sharding.description import of_rank
 from kernels import tuning
 from tests.support.gpu.features import FEATURES
 from tests.support.gpu.lora import GROUP, Bench, rows_of
-from tests.support.gpu.models import MAX_ROWS, Eager, Model, make_decoder, run, steps
+from tests.support.gpu.models import MAX_ROWS, Alone, Eager, Model, make_decoder, run, steps
 
 pytestmark = pytest.mark.matrix
 
@@ -208,16 +207,6 @@ def test_definitions_add_what_adapters_in_line_add(tmp_path, feature):
         torch.testing.assert_close(one.values, other.values, rtol=2e-2, atol=2e-2)
 
 
-class Alone(Exchanged):
-    """The exchange of a rank whose others have the same logits, and terms of 0."""
-
-    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x] * 2, dim=1)
-
-    def agree(self, is_done: bool, /) -> bool:
-        return is_done
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3.5, a gated delta net, a gate of attention"])
 def test_adapters_before_sums_give_the_bits_of_adapters_in_line(tmp_path, name: str) -> None:
     """Of products that ranks sum next: A's product runs beside the base's."""
@@ -225,7 +214,7 @@ def test_adapters_before_sums_give_the_bits_of_adapters_in_line(tmp_path, name: 
     cpu, found = torch.device("cpu"), []
     for most_rows in (MAX_ROWS, 1):
         with tuning.overridden("beside", most_rows=most_rows):
-            model = Model.make(decoder, torch.float16, cpu, exchange=Alone(2))
+            model = Model.make(decoder, torch.float16, cpu, exchange=Alone())
             found.append(run(model.fixed(Eager), steps([-1, -1, 0, 1, 1])))
     for beside, in_line in zip(*found, strict=True):
         assert torch.equal(beside.values, in_line.values)
@@ -234,7 +223,7 @@ def test_adapters_before_sums_give_the_bits_of_adapters_in_line(tmp_path, name: 
 def test_launches_before_sums(tmp_path) -> None:
     """A's product waits for its inputs alone, and B's for both products."""
     decoder = of_rank(make_decoder("llama", tmp_path), Rank(0, 2))
-    model = Model.make(decoder, torch.float16, META, exchange=Alone(2))
+    model = Model.make(decoder, torch.float16, META, exchange=Alone())
     noted = decoded(model, StepKind.LORA).launches
     shrunk = [index for index, each in enumerate(noted) if each.name == "shrink_kernel"]
     streams = [noted[index].stream for index in shrunk]
