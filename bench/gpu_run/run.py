@@ -43,6 +43,7 @@ STAGES = (
     Stage("compile", "compile_kernels", 60, can_shrink=False),
     Stage("correct", "correct", 340, can_shrink=False),
     Stage("parity", "parity", 40, can_shrink=False),
+    Stage("ranks", "ranks", 90, can_shrink=False),
     Stage("tune", "tune", 110),
     Stage("kernels", "kernels", 70),
     Stage("decode", "decode", 100),
@@ -50,7 +51,6 @@ STAGES = (
     Stage("loads", "loads", 30),
     Stage("trace", "trace", 15),
     Stage("quantised", "quantised", 30),
-    Stage("ranks", "ranks", 90, can_shrink=False),
     Stage("services", "services", 150, can_shrink=False),
 )
 
