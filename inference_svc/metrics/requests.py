@@ -27,7 +27,7 @@ MAX_ADAPTERS = 50
 """Default number of adapters with series of their own."""
 
 GENERATE = "Generate"
-COMPLETION_ROUTES = ("/v1/completions", "/v1/chat/completions")
+COMPLETION_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 GENERATE_CODES = ("OK", "INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")
 COMPLETION_STATUSES = ("200", "500", "503")
 """Alerts use the rates of these. A series that begins with its first error has no increase that a

@@ -173,7 +173,7 @@ HTTP_FIELDS: Sequence[Line] = (
     line(
         "messages messages.{role,content,reasoning_content,reasoning,name,tool_call_id,tool_calls} "
         "messages.tool_calls.id messages.tool_calls.function.{name,arguments} "
-        "prompt token_ids tokens",
+        "input input.{type,role,content} instructions prompt token_ids tokens",
         "prompts, and their tokens",
         "the body until its prompts are tokenised; the tokens as long as the request",
         CALLER,
@@ -183,8 +183,10 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_chats_have_as_many_messages_as_over_grpc",
     ),
     line(
-        "tools tools.type tools.function.{name,description,parameters} tool_choice "
-        "parallel_tool_calls separate_reasoning chat_template_kwargs reasoning_effort",
+        "tools tools.{type,name,description,parameters} "
+        "tools.function.{name,description,parameters} tool_choice "
+        "parallel_tool_calls separate_reasoning chat_template_kwargs reasoning_effort "
+        "reasoning reasoning.effort",
         "the tools of an answer, their schemas as texts",
         QUEUED,
         CALLER,
@@ -218,6 +220,7 @@ HTTP_FIELDS: Sequence[Line] = (
     ),
     line(
         "response_format response_format.{type,json_schema} response_format.json_schema.schema "
+        "text text.format text.format.{type,schema} "
         "structured_outputs structured_outputs.{json,json_object,regex,choice,grammar,"
         "disable_fallback} guided_json guided_regex guided_choice guided_grammar",
         "the form of an answer: its source, and a compiled grammar",
@@ -235,7 +238,7 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_errors_name_the_field",
     ),
     line(
-        "n max_tokens max_completion_tokens min_tokens ignore_eos best_of",
+        "n max_tokens max_completion_tokens max_output_tokens min_tokens ignore_eos best_of",
         "rows, KV pages and recurrent states while it runs, a place in the queue until then",
         QUEUED,
         CALLER,
@@ -269,7 +272,9 @@ HTTP_FIELDS: Sequence[Line] = (
     line(
         "metadata user safety_identifier prompt_cache_key service_tier messages.{id,"
         "annotations,reasoning_details,thinking_blocks} "
-        "messages.tool_calls.{type,index,arguments_error} tools.function.strict",
+        "messages.tool_calls.{type,index,arguments_error} tools.function.strict "
+        "tools.strict input.{id,phase,status} reasoning.summary "
+        "text.format.{name,description,strict}",
         "nothing; the service discards them",
         "until the body is read",
         CALLER,
@@ -290,6 +295,8 @@ HTTP_FIELDS: Sequence[Line] = (
     ),
     line(
         "messages.{refusal,audio,function_call} store modalities functions "
+        "background conversation include max_tool_calls previous_response_id truncation "
+        "reasoning.generate_summary text.verbosity "
         "function_call logit_bias suffix features "
         "kv_transfer_params detokenize "
         "skip_special_tokens spaces_between_special_tokens output_kind "

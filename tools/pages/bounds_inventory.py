@@ -15,6 +15,7 @@ from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.http.adapters import LoadBody, UnloadBody
 from inference_svc.api.http.chat.endpoint import ChatBody
 from inference_svc.api.http.completions import CompletionBody
+from inference_svc.api.http.responses.body import ResponsesBody
 from inference_svc.api.http.tokenizer import DetokenizeBody, TokenizeBody
 from inference_svc.api.http.tokens import TokensBody
 from loadout.adapter_store.v1 import adapter_store_pb2
@@ -30,6 +31,7 @@ BODIES: Sequence[type[BaseModel]] = (
     ChatBody,
     CompletionBody,
     TokensBody,
+    ResponsesBody,
     TokenizeBody,
     DetokenizeBody,
     LoadBody,

@@ -8,6 +8,7 @@ generation_body  the fields that bodies of the generating routes share
 generate         the flow of the generating routes: read a request, start it, respond
 completions      /v1/completions: body and format
 chat             /v1/chat/completions: body and format
+responses        /v1/responses, from the body to the answer
 tokens           /inference/v1/generate: body and format
 tokenizer        /tokenize, /detokenize and /version
 response         their responses, full or as events: choices, usage, chunks

@@ -329,18 +329,9 @@ class SamplingBody(LogprobsFields, StructureFields, Body):
         return "" if self.max_tokens is None else "max_tokens"
 
 
-class GenerationBody(RequestBody, SamplingBody):
-    """The fields that both of OpenAI's routes have."""
+class IgnoredFields(BaseModel):
+    """Fields of OpenAI's routes that are accepted, without effect."""
 
-    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
-    response_format: ResponseFormat | None = None
-
-    # Extensions, by vLLM's names.
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-
-    # Accepted, without effect.
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
@@ -352,6 +343,18 @@ class GenerationBody(RequestBody, SamplingBody):
         ]
         | None
     ) = None
+
+
+class GenerationBody(IgnoredFields, RequestBody, SamplingBody):
+    """The fields that both of OpenAI's routes have."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+    response_format: ResponseFormat | None = None
+
+    # Extensions, by vLLM's names.
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def format_field(self) -> ResponseFormat | None:

@@ -260,6 +260,8 @@ _RULES = {
     "model_type": "must be an object",
     "literal_error": "must be {expected}",
     "none_required": "must be null",
+    "union_tag_invalid": "must have one of the types {expected_tags}",
+    "union_tag_not_found": "must have a type",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "less_than": "must be less than {lt}",

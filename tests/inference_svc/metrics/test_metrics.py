@@ -302,7 +302,7 @@ def test_alerted_series_start_at_0() -> None:
     assert samples[f"{PREFIX}rpcs_total"] == {
         (("code", code), ("method", "Generate")): 0 for code in codes
     }
-    routes = ("/v1/chat/completions", "/v1/completions")
+    routes = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
     assert samples[f"{PREFIX}http_requests_total"] == {
         (("route", route), ("status", status)): 0
         for route in routes

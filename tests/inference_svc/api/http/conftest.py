@@ -10,7 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.support.inference.front import Front
+from inference_svc.text.tokenizer import Tokenizer
+from tests.support.inference.front import Front, serve_answers, tooled_text
 from tests.support.inference.serving import Running
 from tests.support.servers.otlp import Receiver
 
@@ -41,3 +42,15 @@ def serve_http(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Ca
         return serve(main, http=True, **options)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A model with tools."""
+    return tooled_text(tmp_path_factory.mktemp("tooled"))
+
+
+@pytest.fixture
+def serve_tools(serve_http: Callable[..., Any], tooled: Tokenizer) -> Any:
+    """Like `serve_http`, for that model, whose engine gives answers that are arguments."""
+    return serve_answers(serve_http, tooled)

@@ -8,13 +8,12 @@ from typing import Any
 
 import openai
 import pytest
-from tokenizers import AddedToken
 
 from inference_svc.text.tokenizer import Tokenizer
 from loadout import types
 from loadout.aio import AsyncClient
 from loadout.errors import InvalidArgument
-from tests.support.inference.front import Front
+from tests.support.inference.front import BOTH, CALL, Front, prompt_of
 from tests.support.models.templates import FAMILIES, TOOLED
 from tests.support.models.tokenizers import byte_level, save_tokenizer
 
@@ -33,33 +32,6 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock", "strict": False}}
 TOOLS = [WEATHER, CLOCK]
 USER = {"role": "user", "content": "rain?"}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-BOTH = f'<think>\nhm\n</think>\n\nI look.\n{CALL}\n<tool_call>\n{{"name": "clock"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tooled(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A model with tools, of which some markers are special tokens."""
-    backend = byte_level()
-    backend.add_special_tokens([AddedToken("<tool_call>"), AddedToken("</think>")])
-    folder = tmp_path_factory.mktemp("tooled")
-    return Tokenizer(save_tokenizer(backend, folder, TOOLED["qwen3"]))
-
-
-@pytest.fixture
-def serve_tools(serve_http: Any, tooled: Tokenizer) -> Any:
-    def run(body: Any, *answers: str, **options: Any) -> Any:
-        async def scripted(front: Front) -> Any:
-            front.engine.answers += [tuple(tooled.encode(each)) for each in answers]
-            return await body(front)
-
-        return serve_http(scripted, text=tooled, max_model_len=2048, **options)
-
-    return run
-
-
-def prompt_of(front: Front, text: Tokenizer) -> str:
-    return str(text.backend.decode(front.engine.submitted[-1].prompt_token_ids, False))
 
 
 def test_a_flow_with_two_tools_and_an_adapter(serve_tools: Any, tooled: Tokenizer) -> None:
