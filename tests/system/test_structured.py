@@ -12,7 +12,8 @@ import httpx2
 import jsonschema
 import pytest
 
-from loadout import types
+from loadout import errors, types
+from loadout.prometheus import scrape
 from tests.support.models.zoo import Zoo
 from tests.system.services import Services
 
@@ -82,3 +83,57 @@ def test_other_forms(served: Services) -> None:
         is_whole = re.fullmatch(r"\([ab]+\)", done.text) is not None
         assert is_whole == (done.finish_reason is types.FinishReason.STOP)
     assert isinstance(json.loads(complete(served, {"json_schema": True}).text), object)
+
+
+BAD: list[tuple[types.Structure, dict[str, Any], str, str]] = [
+    ({"json_schema": {"not": {}}}, {}, "json_schema", "Unimplemented keys"),
+    ({"regex": "("}, {}, "regex", "unclosed group"),
+    ({"grammar": "start: x"}, {}, "grammar", "unknown name"),
+    ({"regex": "a"}, {"ignore_eos": True}, "regex", "not with sampling.ignore_eos"),
+    ({"regex": "a"}, {"min_tokens": 3}, "regex", "not with sampling.min_tokens"),
+    ({"regex": ""}, {}, "regex", "must not be empty"),
+]
+
+
+def test_refusals_name_the_field(served: Services) -> None:
+    for structure, sampling, field, words in BAD:
+        with pytest.raises(errors.InvalidArgument, match=words) as caught:
+            complete(served, structure, **sampling)
+        assert caught.value.subject == f"sampling.structure.{field}"
+    for stream in (False, True):
+        body = {"model": "llama", "prompt": "a", "guided_json": {"not": {}}, "stream": stream}
+        answer = httpx2.post(f"http://{served.http_address}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == "guided_json"
+        assert "this server cannot enforce it: Unimplemented keys" in error["message"]
+
+
+def test_streams_and_choices(served: Services) -> None:
+    chunks = list(
+        served.client.generate(
+            "a person: ", structure={"json_schema": PERSON}, max_tokens=200, seed=7
+        )
+    )
+    assert "".join(chunk.text for chunk in chunks) == (
+        complete(served, {"json_schema": PERSON}).text
+    )
+    several = served.client.sample(
+        "a person: ", 4, structure={"regex": "[a-c]{8}"}, max_tokens=20, seed=1
+    )
+    texts = [each.text for each in several]
+    assert all(re.fullmatch("[a-c]{8}", text) for text in texts)
+    assert len(set(texts)) > 1
+    stopped = complete(served, {"regex": "[a-c]{20}"}, stop=["b"])
+    assert re.fullmatch("[ac]*", stopped.text)
+    assert stopped.finish_reason is types.FinishReason.STOP
+
+
+def test_metrics(served: Services) -> None:
+    complete(served, {"choice": ["yes", "no"]})
+    metrics = scrape(served.inference_metrics)
+    prefix = "loadout_inference_"
+    assert metrics.one(f"{prefix}structured_requests_total", result="accepted") >= 1
+    assert metrics.one(f"{prefix}grammar_opens_total") >= 1
+    assert metrics.one(f"{prefix}grammar_masks_total") >= 2
+    assert metrics.one(f"{prefix}grammar_process_restarts_total") == 0

@@ -4,17 +4,19 @@ masks make them so."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jsonschema
 import pytest
 
-from inference_svc.core import FinishReason, Part, Sum
-from inference_svc.engine.transport.messages import SetVocabulary
+from inference_svc.core import FinishReason, Part, Sum, VersionPolicy
+from inference_svc.engine.transport.messages import Move, SetVocabulary
 from inference_svc.grammars.checks import CheckProcesses
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.logprobs import LogprobsMode
@@ -175,6 +177,47 @@ def test_preempted_answers_go_on(start: Callable[..., Running]) -> None:
         assert is_preempted == (name == "short")
         running.check_idle()
     assert found["plenty"] == found["short"]
+
+
+def test_answers_go_on_with_newer_versions(start: Callable[..., Running]) -> None:
+    """Whether their state is kept or computed again."""
+    running = structured(start("llama"))
+    options = {**ANSWER, "grammar": Grammar.regex("[a-e]{100}")}
+    policies = (VersionPolicy.FOLLOW_KEEP, VersionPolicy.FOLLOW_RECOMPUTE)
+    for policy in policies:
+        running.submit(policy.value, PROMPT, "r3", version_policy=policy, **options)
+        running.until(lambda policy=policy: len(running.outputs.get(policy.value, ())) > 5)
+        running.engine.send(Move(policy.value, running.digests["r16"], "acme/r16@2"))
+    for policy in policies:
+        tokens, last = running.result(policy.value)
+        assert re.fullmatch("[a-e]{100}", text_of(tokens)), last.error
+        assert last.version is not None
+        assert last.version.digest == running.digests["r16"]
+    running.check_idle()
+
+
+def test_a_slow_form_delays_nobody(start: Callable[..., Running]) -> None:
+    """While the process of slow forms stands still, answers with other forms, and without one, go
+    on."""
+    running = structured(start("llama"))
+    slow = replace(LETTERS, is_slow=True)
+    running.submit("first", PROMPT, grammar=slow, **ANSWER)
+    running.result("first")
+    lanes = running.engine.built.engine.masks._lanes
+    assert lanes is not None
+    process = lanes[1]._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        running.submit("slow", PROMPT, grammar=slow, **ANSWER)
+        for name, grammar in (("form", LETTERS), ("plain", None)):
+            running.submit(name, PROMPT, grammar=grammar, **ANSWER)
+            assert running.result(name)[1].error is None
+        assert not running.is_done("slow")
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    assert re.fullmatch("[ab]{20}", text_of(running.result("slow")[0]))
+    running.check_idle()
 
 
 def test_a_form_that_turns_out_to_be_costly_ends_alone(start: Callable[..., Running]) -> None:

@@ -136,8 +136,13 @@ def test_a_row_that_ends_processes_fails_alone(house: House) -> None:
     good = house.open(LIST)
     house.ready(good)
     bad = house.open(Grammar.json_schema({"type": "integer", "multipleOf": 999_983}))
+
+    def is_opening(row: Row) -> bool:
+        lane = row.lane
+        return lane is not None and row.id in lane._opening and lane._process is not None
+
     for number in range(2):
-        until(lambda: bad.lane is not None and bad.id in bad.lane._opening, 60)
+        until(lambda: is_opening(bad), 60)
         os.kill(house.pid_of(bad), signal.SIGKILL)
         until(lambda number=number: house.masks.counts.num_restarts == number + 1, 60)
     until(lambda: bool(bad.error), 60)

@@ -177,3 +177,24 @@ def test_register_labels():
     )
     with pytest.raises(InvalidArgument, match="labels"):
         calls.register(calls.NewAdapter("n", labels={"team": 1}), "s3://b/p")
+
+
+FORMS: list[tuple[dict[str, Any], inference_pb.Structure]] = [
+    ({"json_schema": {"type": "null"}}, inference_pb.Structure(json_schema='{"type": "null"}')),
+    ({"json_schema": "{}"}, inference_pb.Structure(json_schema="{}")),
+    ({"json_schema": True}, inference_pb.Structure(json_schema="true")),
+    ({"json_object": True}, inference_pb.Structure(json_object=True)),
+    ({"regex": "a+"}, inference_pb.Structure(regex="a+")),
+    ({"choice": ("a", "b")}, inference_pb.Structure(choice={"texts": ["a", "b"]})),
+    ({"grammar": 'start: "a"'}, inference_pb.Structure(grammar='start: "a"')),
+]
+
+
+def test_forms_of_answers() -> None:
+    for form, message in FORMS:
+        assert generate("hello", structure=form).sampling.structure == message
+    assert {name for form, _ in FORMS for name in form} == set(calls.STRUCTURE_NAMES)
+    for bad in ({}, {"regex": "a", "json_object": True}, {"regexp": "a"}, {"regex": 5}):
+        with pytest.raises(InvalidArgument) as caught:
+            generate("hello", structure=bad)
+        assert caught.value.subject.startswith("sampling.structure")

@@ -19,6 +19,7 @@ from inference_svc.core import FinishReason, Request, SamplingParams
 from inference_svc.engine.control.status_types import AdapterDetails, ResidentAdapter
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.grammars.grammar import MAX_GRAMMAR_BYTES, Grammar
 from inference_svc.results.base import Wanted
 from inference_svc.results.logprobs import LogprobsOption, PackedLogprobs, TokenLogprobs
 from inference_svc.results.routed_experts import RoutedExperts
@@ -44,6 +45,40 @@ def test_unset_fields_get_the_contracts_defaults() -> None:
     assert 0 <= sampling.seed < 1 << 64
     assert call().sampling.seed != sampling.seed
     assert call().request_id != call().request_id
+
+
+def test_forms_of_answers_are_converted() -> None:
+    def grammar(**form: Any) -> Grammar | None:
+        return call(sampling=pb.SamplingParams(structure=pb.Structure(**form))).grammar
+
+    path = "sampling.structure."
+    cases = {
+        Grammar.json_schema('{"type": "null"}', path + "json_schema"): {
+            "json_schema": '{"type": "null"}'
+        },
+        Grammar.json_object(path + "json_object"): {"json_object": True},
+        Grammar.regex("a+", path + "regex"): {"regex": "a+"},
+        Grammar.choice(["a", "b"], path + "choice"): {"choice": {"texts": ["a", "b"]}},
+        Grammar.grammar('start: "a"', path + "grammar"): {"grammar": 'start: "a"'},
+    }
+    for expected, form in cases.items():
+        found = grammar(**form)
+        assert found == expected
+        assert found is not None
+        assert found.field == expected.field
+    assert call().grammar is None
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({}, "sampling.structure"),
+        ({"json_object": False}, "sampling.structure"),
+        ({"regex": ""}, path + "regex"),
+        ({"choice": {}}, path + "choice"),
+        ({"choice": {"texts": ["a", ""]}}, path + "choice"),
+        ({"json_schema": "x" * (MAX_GRAMMAR_BYTES + 1)}, path + "json_schema"),
+    ]
+    for form, field in bad:
+        with pytest.raises(InvalidArgument) as caught:
+            grammar(**form)
+        assert caught.value.subject == field
 
 
 def test_every_field_is_converted() -> None:
