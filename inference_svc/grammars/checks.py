@@ -69,6 +69,10 @@ class GrammarChecks:
         """The vocabulary that grammars were checked with."""
         return self._processes.vocabulary
 
+    def num_verdicts(self, tenant: str) -> int:
+        """Returns how many verdicts are remembered for a tenant."""
+        return self._num_of[tenant]
+
     async def check(
         self, grammar: Grammar, tenant: str, account: str, threads: Executor
     ) -> Grammar:

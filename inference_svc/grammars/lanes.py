@@ -139,6 +139,16 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"loadout-{name}", daemon=True)
         self._thread.start()
 
+    @property
+    def process_id(self) -> int | None:
+        """The process that computes; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def is_opening(self, row: Row) -> bool:
+        """Whether the process compiles a row's grammar."""
+        return row.id in self._opening and self._process is not None
+
     # Called with the board's lock held.
 
     def open(self, row: Row) -> None:

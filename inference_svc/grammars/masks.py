@@ -35,6 +35,11 @@ class Masks:
     def counts(self) -> LaneCounts:
         return self._board.counts
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The fast lane and the slow one, once a sequence had a grammar."""
+        return self._lanes or ()
+
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Sets the vocabulary of all grammars; the first time counts. The processes start with the
         first sequence."""
@@ -113,5 +118,5 @@ class Masks:
 
     def close(self) -> None:
         """Ends the processes."""
-        for lane in self._lanes or ():
+        for lane in self.lanes:
             lane.close()

@@ -203,11 +203,9 @@ def test_a_slow_form_delays_nobody(start: Callable[..., Running]) -> None:
     slow = replace(LETTERS, is_slow=True)
     running.submit("first", PROMPT, grammar=slow, **ANSWER)
     running.result("first")
-    lanes = running.engine.built.engine.masks._lanes
-    assert lanes is not None
-    process = lanes[1]._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    _, lane = running.engine.built.engine.masks.lanes
+    assert lane.process_id is not None
+    os.kill(lane.process_id, signal.SIGSTOP)
     try:
         running.submit("slow", PROMPT, grammar=slow, **ANSWER)
         for name, grammar in (("form", LETTERS), ("plain", None)):
@@ -215,7 +213,7 @@ def test_a_slow_form_delays_nobody(start: Callable[..., Running]) -> None:
             assert running.result(name)[1].error is None
         assert not running.is_done("slow")
     finally:
-        os.kill(process.pid, signal.SIGCONT)
+        os.kill(lane.process_id, signal.SIGCONT)
     assert re.fullmatch("[ab]{20}", text_of(running.result("slow")[0]))
     running.check_idle()
 

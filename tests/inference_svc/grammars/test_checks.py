@@ -153,29 +153,26 @@ def test_verdicts_are_remembered_by_tenant() -> None:
 
     async def run() -> None:
         made = GrammarChecks(vocabulary, WorkBudget("grammars", share=1.0))
-        asked: list[str] = []
-        check = made._processes.check
 
-        def counted(grammar: Grammar) -> Any:
-            asked.append(grammar.source)
-            return check(grammar)
+        def count(*key: str) -> float:
+            return {(each.key, *each.labels): each.value for each in made.samples()}[key]
 
-        made._processes.check = counted  # type: ignore[method-assign]
         with ThreadPoolExecutor(2) as threads:
             good = [made.check(Grammar.regex("a+", "f"), "t", "t", threads) for _ in range(3)]
             assert [each.source for each in await asyncio.gather(*good)] == ["a+"] * 3
+            assert made.num_verdicts("t") == 1, "checked once, while others wait for that"
             for _ in range(2):
-                with pytest.raises(
-                    GrammarRefused, match=r"^the\.field: .*unclosed group"
-                ) as caught:
+                words = r"^the\.field: .*unclosed group"
+                with pytest.raises(GrammarRefused, match=words) as caught:
                     await made.check(Grammar.regex("(", "the.field"), "t", "t", threads)
                 assert caught.value.subject == "the.field"
-            assert asked == ["a+", "("]
+            assert count("grammar_check_hits") == 1
             await made.check(Grammar.regex("a+", "f"), "other", "other", threads)
-            assert asked == ["a+", "(", "a+"]
-        counts = {(each.key, *each.labels): each.value for each in made.samples()}
-        assert counts["structured_requests", "accepted"] == 4
-        assert counts["structured_requests", "refused"] == 2
+            assert count("grammar_check_hits") == 1, "no tenant finds out what others use"
+            await made.check(Grammar.regex("a+", "f"), "other", "other", threads)
+            assert count("grammar_check_hits") == 2
+        assert count("structured_requests", "accepted") == 5
+        assert count("structured_requests", "refused") == 2
         made.close()
 
     asyncio.run(run())
@@ -192,8 +189,7 @@ def test_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             for tenant, count in (("a", 5), ("b", 1), ("c", 1)):
                 for index in range(count):
                     await made.check(Grammar.regex("a" * (index + 1)), tenant, tenant, threads)
-        assert [key[0] for key in made._verdicts] == ["a", "a", "b", "c"]
-        assert made._num_of == {"a": 2, "b": 1, "c": 1}
+        assert {tenant: made.num_verdicts(tenant) for tenant in "abc"} == {"a": 2, "b": 1, "c": 1}
         made.close()
 
     asyncio.run(run())

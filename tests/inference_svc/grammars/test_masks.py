@@ -57,8 +57,8 @@ class House:
 
     def pid_of(self, row: Row) -> int:
         assert row.lane is not None
-        assert row.lane._process is not None
-        return row.lane._process.pid
+        assert row.lane.process_id is not None
+        return row.lane.process_id
 
 
 @pytest.fixture
@@ -137,12 +137,8 @@ def test_a_row_that_ends_processes_fails_alone(house: House) -> None:
     house.ready(good)
     bad = house.open(Grammar.json_schema({"type": "integer", "multipleOf": 999_983}))
 
-    def is_opening(row: Row) -> bool:
-        lane = row.lane
-        return lane is not None and row.id in lane._opening and lane._process is not None
-
     for number in range(2):
-        until(lambda: is_opening(bad), 60)
+        until(lambda: bad.lane is not None and bad.lane.is_opening(bad), 60)
         os.kill(house.pid_of(bad), signal.SIGKILL)
         until(lambda number=number: house.masks.counts.num_restarts == number + 1, 60)
     until(lambda: bool(bad.error), 60)
