@@ -158,8 +158,8 @@ class Lane:
         self._board.changed.notify_all()
 
     def step(self, row: Row, token: int) -> None:
+        """Has the next mask computed once the lane is notified."""
         self._work.append(_Step(row, token, row.id))
-        self._board.changed.notify_all()
 
     def close_row(self, row: Row) -> None:
         if self._rows.pop(row.id, None) is not None:

@@ -30,6 +30,7 @@ class Masks:
         self._board = Board(notify)
         self._vocabulary: Vocabulary | None = None
         self._lanes: tuple[Lane, Lane] | None = None
+        self._has_accepted = False
 
     @property
     def counts(self) -> LaneCounts:
@@ -61,12 +62,21 @@ class Masks:
         return self._lanes
 
     def accept(self, row: Row, token: int) -> None:
-        """Takes the token that was chosen with the row's mask."""
+        """Takes the token that was chosen with the row's mask; its next one is computed after
+        `flush`."""
+        self._has_accepted = True
         with self._board.changed:
             row.mask = None
             row.tokens.append(token)
             if row.lane is not None and not row.error:
                 row.lane.step(row, token)
+
+    def flush(self) -> None:
+        """Has the masks computed for the tokens of a step, all in one message."""
+        if self._has_accepted:
+            self._has_accepted = False
+            with self._board.changed:
+                self._board.changed.notify_all()
 
     def close_row(self, row: Row) -> None:
         """Ends a row, whose sequence has ended or waits to start again."""

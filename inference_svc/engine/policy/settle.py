@@ -63,6 +63,8 @@ class Settler:
             elif found:
                 request_id = sequence.request.request_id
                 outputs.append(Output(request_id, parts=found, version=sequence.version))
+        if self.masks is not None:
+            self.masks.flush()
         if num_steady:  # most of them: their last token came with the step before
             self.token_gaps.observe(now_s - before_s, num_steady)
         self.num_sampled += num_sampled

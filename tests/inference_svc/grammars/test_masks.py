@@ -43,6 +43,7 @@ class House:
 
     def ready(self, *rows: Row) -> None:
         """Returns once all masks are there, or failed."""
+        self.masks.flush()
         until(lambda: not {id(row) for row in rows if not row.is_ready}, 60)
         assert not self.masks.wait([row for row in rows if not row.error])
 
