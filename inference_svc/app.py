@@ -47,6 +47,7 @@ from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.quantised.chosen import weight_form
 from inference_svc.model.recurrent_states import slot_bytes
 from inference_svc.model.sharding.description import of_rank
+from inference_svc.model.sharding.stages import of_stage
 from inference_svc.results.logprobs import LogprobsMode
 from inference_svc.server import InferenceServer, announcement_of, installed_version
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
@@ -247,22 +248,26 @@ def resolve_settings(
 ) -> InferenceSettings:
     """Returns the settings with everything decided. Raises InvalidSetting for a setting that
     machine or model cannot fulfil, ValueError for memory that does not suffice."""
-    part = of_rank(decoder, Rank(0, config.tensor_parallel), config.expert_parallel)
+    stage = of_stage(decoder, 0, config.pipeline_parallel)
+    part = of_rank(stage, Rank(0, config.tensor_parallel), config.expert_parallel)
     return resolve(config, machine, _model_facts(part), partial(fit_device, decoder=part))
 
 
 def _model_facts(decoder: Decoder) -> ModelFacts:
+    """Returns the facts of the first rank; of several stages, the most that any of them has."""
     layout = build_layout(decoder, "", torch.float32)
+    stages = decoder.every_stage
+    layouts = [build_layout(each, "", torch.float32) for each in stages]
     return ModelFacts(
         dtype=decoder.dtype,
         max_position_embeddings=decoder.max_position_embeddings,
-        kv_elements_per_token=decoder.kv_elements_per_token,
-        kv_vectors_per_token=decoder.kv_vectors_per_token,
+        kv_elements_per_token=max(each.kv_elements_per_token for each in stages),
+        kv_vectors_per_token=max(each.kv_vectors_per_token for each in stages),
         lora_targets=layout.modules,
         fused_targets=layout.fused_modules,
         may_add_tokens=decoder.layer_inputs is None,
-        expert_elements_per_rank=layout.expert_elements_per_rank,
-        state_bytes=slot_bytes(decoder),
+        expert_elements_per_rank=max(each.expert_elements_per_rank for each in layouts),
+        state_bytes=max(map(slot_bytes, stages)),
     )
 
 

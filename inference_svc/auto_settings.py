@@ -32,6 +32,8 @@ FP8_BYTES = 1
 KV_SCALE_BYTES = 4
 """The scale of a key or value in FP8, whose elements have one byte."""
 EVERY_TARGET = "all"
+MAX_RANKS = 64
+"""The processes of all stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def resolve(
     if device == "cpu" and settings.host_memory_limit is not None:
         raise InvalidSetting("host-memory-limit: on a CPU, set memory-limit: it covers all memory")
     check_sharded_loras(settings)
-    if settings.tensor_parallel > 1:
+    if settings.num_ranks > 1:
         _check_ranks(settings)
         if device == "cuda":
             _check_devices(settings, machine.num_devices)
@@ -140,6 +142,8 @@ def _check_devices(settings: InferenceSettings, num_devices: int) -> None:
     """Raises InvalidSetting if not every rank has a device of its own."""
     if settings.nnodes > 1:
         raise InvalidSetting("--nnodes: only CPUs so far; set --device cpu, or leave it 1")
+    if settings.pipeline_parallel > 1:
+        raise InvalidSetting("--pipeline-parallel: only CPUs so far; set --device cpu, or 1")
     if settings.expert_parallel > 1:
         reason = "only CPUs so far: a recorded step does not know how many pairs a process has"
         raise InvalidSetting(f"--expert-parallel: {reason}; leave it 1")
@@ -153,10 +157,18 @@ def _check_devices(settings: InferenceSettings, num_devices: int) -> None:
 
 def _check_ranks(settings: InferenceSettings) -> None:
     """Raises InvalidSetting for a setting that several ranks cannot fulfil."""
+    name = "--tensor-parallel" if settings.tensor_parallel > 1 else "--pipeline-parallel"
+    stages, nodes = settings.pipeline_parallel, settings.nnodes
+    if settings.num_ranks > MAX_RANKS:
+        processes = f"--tensor-parallel times --pipeline-parallel are {settings.num_ranks}"
+        raise InvalidSetting(f"{processes} processes, and at most {MAX_RANKS} are possible")
+    if stages > 1 and stages % nodes and nodes % stages:
+        numbers = f"--pipeline-parallel {stages} and --nnodes {nodes}"
+        raise InvalidSetting(f"{numbers}: one must divide the other, or machines cut stages")
     if settings.engine != "process":
-        raise InvalidSetting("--tensor-parallel needs --engine process")
+        raise InvalidSetting(f"{name} needs --engine process")
     if settings.host_memory:
-        raise InvalidSetting("--tensor-parallel: ranks have no host tier; set --host-memory 0")
+        raise InvalidSetting(f"{name}: ranks have no host tier; set --host-memory 0")
 
 
 def check_sharded_loras(settings: InferenceSettings) -> None:
@@ -237,7 +249,7 @@ def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts)
     most = min(settings.max_batch_tokens or CPU_SEQUENCES, CPU_SEQUENCES)
     left_bytes = settings.memory_limit or machine.host_free_bytes
     share_bytes = UNKNOWN_STATE_BYTES if left_bytes is None else left_bytes // CPU_STATE_SHARE
-    share_bytes //= settings.tensor_parallel
+    share_bytes //= settings.num_ranks
     fitting = running_within(share_bytes, model.state_bytes, most)
     max_sequences = settings.max_sequences or fitting
     kv_memory = settings.kv_memory or CPU_KV_MEMORY
@@ -297,7 +309,7 @@ def _cpu_adapter_memory(settings: InferenceSettings, machine: Machine, model: Mo
     largest = settings.max_rank * model.expert_elements_per_rank * item_bytes
     left_bytes = settings.memory_limit or machine.host_free_bytes
     if left_bytes is not None:
-        local_ranks = settings.tensor_parallel // settings.nnodes
+        local_ranks = settings.num_ranks // settings.nnodes
         largest = min(largest, left_bytes // (CPU_ADAPTER_SHARE * local_ranks))
     return CPU_ADAPTER_MEMORY + largest
 
@@ -346,6 +358,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         tensor_parallel=settings.tensor_parallel,
         fully_sharded_loras=settings.fully_sharded_loras,
         expert_parallel=settings.expert_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
         nodes=_nodes(settings),
         record_steps=settings.cuda_graphs,
     )

@@ -320,9 +320,12 @@ class InferenceSettings(ServiceSettings):
     --tensor-parallel has a slice of every expert. As many as processes: each has some of the
     experts, whole. It must divide --tensor-parallel and the number of experts. Only on CPUs."""
 
+    pipeline_parallel: Annotated[int, Field(ge=1, le=64), DEVICE] = 1
+    """Number of stages, each with some of the layers, and --tensor-parallel processes for these."""
+
     nnodes: Annotated[int, Field(ge=1, le=64), NODES] = 1
-    """Number of machines on whose CPUs the processes of --tensor-parallel run, as many on each.
-    Start the same command on each machine, with its --node-rank."""
+    """Number of machines on whose CPUs the processes of --tensor-parallel and --pipeline-parallel
+    run, as many on each. Start the same command on each machine, with its --node-rank."""
 
     node_rank: Annotated[OptionalCount, NODES] = 0
     """Number of this machine: 0 to --nnodes - 1. Machine 0 serves; the others compute for it, and
@@ -425,10 +428,10 @@ class InferenceSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_nodes(self) -> Self:
-        if self.tensor_parallel % self.nnodes:
+        if self.num_ranks % self.nnodes:
             raise ValueError(
-                f"--tensor-parallel {self.tensor_parallel} does not divide by --nnodes "
-                f"{self.nnodes}: each machine has as many ranks"
+                f"{self.num_ranks} processes (--tensor-parallel, --pipeline-parallel) do not "
+                f"divide by --nnodes {self.nnodes}: each machine has as many"
             )
         if self.node_rank >= self.nnodes:
             raise ValueError(
@@ -446,6 +449,10 @@ class InferenceSettings(ServiceSettings):
                 "`openssl rand -hex 32` prints"
             )
         return self
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
     @field_validator("rendezvous_token")
     @classmethod

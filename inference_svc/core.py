@@ -430,9 +430,10 @@ class EngineConfig:
     engine serves from a process of its own, `tokenizer_bytes` the memory that it will take in
     addition when its tokenizer is loaded. A model with recurrent layers stores a state every
     `state_pages` pages, at most `num_stored_states` of them, in addition to two per running
-    sequence. `tensor_parallel` processes, of one machine or of several `nodes`, have a part of the
-    model each, and the memory of pages and arena each; experts of mixtures are divided into
-    `expert_parallel` parts. `fully_sharded_loras`: nothing of an adapter's projections is whole on
+    sequence. Layers are in `pipeline_parallel` stages, of `tensor_parallel` processes each, which
+    have a part of these layers, and the memory of pages and arena each; they are of one machine or
+    of several `nodes`. Experts of mixtures are divided into `expert_parallel` parts.
+    `fully_sharded_loras`: nothing of an adapter's projections is whole on
     each.
     """
 
@@ -476,11 +477,22 @@ class EngineConfig:
     tensor_parallel: int = 1
     fully_sharded_loras: bool = False
     expert_parallel: int = 1
+    pipeline_parallel: int = 1
     nodes: Nodes | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes of all stages; those of a stage are neighbours."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def local_ranks(self) -> range:
         """The ranks of this machine."""
         count, index = (1, 0) if self.nodes is None else (self.nodes.count, self.nodes.index)
-        num_ranks = self.tensor_parallel // count
+        num_ranks = self.num_ranks // count
         return range(index * num_ranks, (index + 1) * num_ranks)
+
+    @property
+    def num_computing(self) -> int:
+        """How many ranks of this machine compute at the same time: those of one stage."""
+        return min(self.tensor_parallel, len(self.local_ranks))

@@ -389,7 +389,7 @@ def announcement_of(config: InferenceSettings, weight_form: str) -> Announcement
         tuple(each for each in FURTHER_KINDS if each not in refused),
         config.max_added_tokens,
         weight_form,
-        config.tensor_parallel if config.tensor_parallel > 1 else 0,
+        config.num_ranks if config.num_ranks > 1 else 0,
     )
 
 

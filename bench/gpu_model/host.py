@@ -119,7 +119,7 @@ def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
     limits = StepLimits(MAX_TOKENS, num_rows, MAX_LEN // PAGE_SIZE)
     nothing: Any = NothingToCompute(decoder)
     targets = applied_targets(layout)
-    caches = KVCaches((cache,), {0: KVPlace(0, 0)})
+    caches = KVCaches((cache,), {0: KVPlace(0, 0)}, cache.num_pages, PAGE_SIZE)
     return CudaBackend(nothing, caches, arena, targets, limits, lambda compute: nothing)
 
 

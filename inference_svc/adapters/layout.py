@@ -192,11 +192,11 @@ class ModelLayout:
 
     @property
     def expert_elements_per_rank(self) -> int:
-        """Elements of A and B of all experts for each rank."""
+        """Elements of A and B of all experts that are here, for each rank."""
         return sum(
             each.num_experts * (each.num_in + each.num_out)
             for each in self.targets
-            if each.kind is TargetKind.EXPERTS
+            if each.kind is TargetKind.EXPERTS and each.held is Held.HERE
         )
 
     def largest_image(self, rank: int, lora_targets: Collection[str] = ()) -> Shape:
@@ -204,6 +204,8 @@ class ModelLayout:
         restricted to some, these."""
         end, cuts = 0, []
         for target in self.targets:
+            if target.held is not Held.HERE:
+                continue
             if lora_targets and target.module not in lora_targets:
                 continue
             cuts.append(end)

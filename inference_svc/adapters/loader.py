@@ -18,6 +18,7 @@ from inference_svc.adapters.memory.eviction import EvictionReason
 from inference_svc.adapters.memory.image_slots import inadmissible_reason
 from inference_svc.adapters.memory.placement import Placement
 from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.memory.stages import parts_of
 from inference_svc.adapters.memory.tiers import MemoryTiers
 from inference_svc.adapters.prefetch import Prefetcher
 from inference_svc.adapters.pulls.pull import (
@@ -295,7 +296,7 @@ class Loader:
         assert load.granted_s is not None
         load_seconds = now_s - load.started_s
         self.counters.pulls_done += 1
-        self.counters.pulled_bytes += resident.header.total_bytes
+        self.counters.pulled_bytes += parts_of(resident.header)[0].total_bytes
         self.times.pull.observe(load_seconds - load.waited_s)
         self.prefetcher.record_pull(resident.num_bytes, now_s - load.granted_s)
         is_prefetch = self.prefetcher.is_prefetching(digest)

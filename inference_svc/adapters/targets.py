@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from contract.images.dtypes import FLOAT8
-from contract.images.targets import OtherName, Target, TargetKind
+from contract.images.targets import Held, OtherName, Target, TargetKind
 from inference_svc.adapters.layout import (
     EMBEDDING,
     FLOAT8_FORMATS,
@@ -62,8 +62,10 @@ def build_layout(
 ) -> ModelLayout:
     """Returns the targets of a decoder, by the names of Hugging Face's modules. `adapter_dtype` is
     the type of A and B, "fp8"; "auto": `dtype`. If it `is_fully_sharded`, a rank's part of a
-    projection has a part of A's inputs and of B's outputs. Raises UnsupportedModel for inputs or
+    projection has a part of A's inputs and of B's outputs. A stage's layout has the targets of all
+    stages, and says of the others' that they are elsewhere. Raises UnsupportedModel for inputs or
     outputs that ranks cannot share."""
+    stage, decoder = decoder, decoder.of_all_stages
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
     targets = [
@@ -78,22 +80,13 @@ def build_layout(
     targets.append(
         Target(LM_HEAD, None, HEAD, linear, hidden, vocab, space=SAMPLED, tied_to=tied_to)
     )
-    more = tuple(
-        Target(
-            name=vector.name,
-            layer=vector.layer,
-            group=vector.name,
-            kind=TargetKind.VECTOR,
-            in_features=0,
-            out_features=vector.outputs.whole,
-            out_slice=_slice(vector.outputs),
-            space=SAMPLED if vector.name == decoder.final_norm.module else TEXT,
-        )
-        for vector in vectors(decoder)
-    )
+    more = tuple(_vector_targets(decoder))
     summed = frozenset(target.group for target in targets if target.in_slice is not None)
     if is_fully_sharded and decoder.rank is not None:
         targets = [_shared(target, decoder.rank) for target in targets]
+    if stage is not decoder:
+        targets = [_placed(target, stage) for target in targets]
+        more = tuple(_placed(target, stage) for target in more)
     config = decoder.config_sha256
     is_float8 = adapter_dtype == "fp8"
     return ModelLayout(
@@ -106,6 +99,31 @@ def build_layout(
         adapter_dtype=FLOAT8 if is_float8 else None,
         summed_groups=summed,
     )
+
+
+def _vector_targets(decoder: Decoder) -> Iterator[Target]:
+    """Yields the norms and biases of the base."""
+    for vector in vectors(decoder):
+        yield Target(
+            name=vector.name,
+            layer=vector.layer,
+            group=vector.name,
+            kind=TargetKind.VECTOR,
+            in_features=0,
+            out_features=vector.outputs.whole,
+            out_slice=_slice(vector.outputs),
+            space=SAMPLED if vector.name == decoder.final_norm.module else TEXT,
+        )
+
+
+def _placed(target: Target, stage: Decoder) -> Target:
+    """Returns a target as a stage has it, here or elsewhere."""
+    if target.layer is not None:
+        is_here = target.layer in stage.layers
+    else:
+        is_first = target.name == EMBED_TOKENS
+        is_here = stage.has_embedding if is_first else stage.has_head
+    return target if is_here else replace(target, held=Held.ELSEWHERE)
 
 
 def _shared(target: Target, rank: Rank) -> Target:
@@ -125,7 +143,8 @@ def _even_part(whole: int, rank: Rank, what: str) -> tuple[int, int]:
 
 
 def cut_as(layout: ModelLayout, other: ModelLayout) -> ModelLayout:
-    """Returns a layout with the slices of another rank's, which has the same targets."""
+    """Returns a layout with the slices, and the places, of another rank's, which has the same
+    targets."""
 
     def cut(own: Iterable[Target], others: Iterable[Target]) -> tuple[Target, ...]:
         pairs = zip(own, others, strict=True)
@@ -135,6 +154,7 @@ def cut_as(layout: ModelLayout, other: ModelLayout) -> ModelLayout:
                 in_slice=two.in_slice,
                 out_slice=two.out_slice,
                 expert_slice=two.expert_slice,
+                held=two.held,
             )
             for one, two in pairs
         )
@@ -278,6 +298,7 @@ def applied_targets(
     weights = {
         name: place
         for name, place in layout.weight_indices.items()
+        if layout.all_targets[layout.weights[place]].held is Held.HERE
         if not lora_targets or name.rpartition(".")[2] in lora_targets
     }
     of_experts = frozenset(
@@ -297,7 +318,8 @@ def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGro
 
 
 def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict[str, LoraGroup]:
-    """Returns by group name the columns computed together, and their places in the fused output.
+    """Returns by group name the columns computed together here, and their places in the fused
+    output.
 
     Of a server that is restricted to some targets, the groups that have any of these: nothing is
     launched for others. Such a group is whole, as kernels pass over targets that no adapter
@@ -305,7 +327,8 @@ def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict
     """
     columns: dict[str, list[int]] = {}
     for column, target in enumerate(layout.targets):
-        columns.setdefault(target.group, []).append(column)
+        if target.held is Held.HERE:
+            columns.setdefault(target.group, []).append(column)
     groups = {}
     for name, members in columns.items():
         modules = {layout.targets[column].module for column in members}

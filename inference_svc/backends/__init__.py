@@ -7,6 +7,7 @@ adapter_memory  the part of a backend that holds adapters
 arena           the tensor that holds every resident adapter, and the table that finds them
 select          the list of backends, and the choice among them
 torch           the definition: operation by operation, for any CPU and dtype
+lora_step       adapters of a step, where torch computes it operation by operation
 torch_needs     the memory of steps in torch
 exchange        the sums that ranks exchange, by torch.distributed, and where ranks meet
 step_data       a step as plain numbers, for other ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -24,7 +24,7 @@ from inference_svc.model.checkpoint.weights import ModelWeights, Projections, lo
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes, stored_dtype
 from inference_svc.model.recurrent_states import RecurrentStates, num_slots, slot_bytes
-from inference_svc.model.sharding.exchange import Exchange
+from inference_svc.model.sharding.exchange import Exchange, StagedExchange
 from inference_svc.results.routed_experts import ExpertsOption
 from kernels.lora.plan import LoraContents
 from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
@@ -255,6 +255,11 @@ class MemoryNeeds:
         """The memory that depends on how many tokens and sequences a step has."""
         return self.workspace_bytes + self.graphs_bytes
 
+    def plus(self, other: MemoryNeeds) -> MemoryNeeds:
+        """Returns the needs of both."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return MemoryNeeds(*(one + two for one, two in pairs))
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -327,10 +332,12 @@ class RankFactory(BackendFactory, Protocol):
         """Names the processor's instructions that it computes with. Ranks must have the same: what
         each computes for itself, such as the experts of a token, is equal then."""
 
-    def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> Meeting:
-        """Opens the place where so many ranks of this machine meet, each of which computes with so
-        many threads. A rank that keeps another waiting for `timeout_s` fails both. Raises
-        OSError."""
+    def open_meeting(
+        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1
+    ) -> Meeting:
+        """Opens the place where so many ranks of this machine meet, of so many stages, each of
+        which computes with so many threads. A rank that keeps another waiting for `timeout_s` fails
+        both. Raises OSError."""
 
     def build_rank(
         self, config: EngineConfig, decoder: Decoder, layout: ModelLayout, exchange: Exchange
@@ -347,8 +354,13 @@ def table_bytes(config: EngineConfig, decoder: Decoder, num_mixes: int) -> int:
 
 def num_kv_pages(config: EngineConfig, decoder: Decoder) -> int:
     """Returns how many pages `kv_bytes` hold."""
+    return config.kv_bytes // _page_bytes(config, decoder)
+
+
+def _page_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the size of a page, in the stage where it is largest: all have the same pages."""
     stored = stored_dtype(config.kv_dtype, getattr(torch, config.dtype))
-    return config.kv_bytes // kv_page_bytes(decoder, config.page_size, stored)
+    return max(kv_page_bytes(each, config.page_size, stored) for each in decoder.every_stage)
 
 
 def allocate_kv_caches(
@@ -358,8 +370,7 @@ def allocate_kv_caches(
     own do not hold one of `max_model_len`."""
     dtype = getattr(torch, config.dtype)
     stored = stored_dtype(config.kv_dtype, dtype)
-    num_bytes = kv_page_bytes(decoder, config.page_size, stored)
-    num_pages = num_kv_pages(config, decoder)
+    num_bytes, num_pages = _page_bytes(config, decoder), num_kv_pages(config, decoder)
     num_padding = padding_pages(config.device)
     num_tokens = max(0, num_pages - num_padding) * config.page_size
     if num_tokens < config.max_model_len:
@@ -380,9 +391,9 @@ def allocate_kv_caches(
 
 
 def num_states(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns how many recurrent states sequences may own: two each, and the stored ones; 0 for a
-    decoder without recurrent layers."""
-    if not decoder.recurrences:
+    """Returns how many recurrent states sequences may own, in every stage: two each, and the stored
+    ones; 0 for a decoder without recurrent layers."""
+    if not decoder.of_all_stages.recurrences:
         return 0
     return 2 * config.max_sequences + (config.num_stored_states if config.prefix_cache else 0)
 
@@ -414,6 +425,27 @@ def empty_choices(decoder: Decoder, max_tokens: int, device: torch.device) -> Te
         return None
     sizes = len(shape.layers), max_tokens, shape.num_chosen
     return torch.zeros(sizes, dtype=torch.int32, device=device)
+
+
+def gather_choices(choices: Tensor | None, decoder: Decoder, exchange: Exchange | None) -> None:
+    """Hands the experts that tokens choose in the layers of a stage to the first rank of all, whose
+    `choices`, as `empty_choices` has them, are of all layers then."""
+    stage, shape = decoder.stage, decoder.expert_layers
+    if choices is None or stage is None or not decoder.is_first_rank:
+        return
+    assert isinstance(exchange, StagedExchange)
+    assert shape is not None
+    for each in decoder.every_stage[1:] if stage.is_first else (decoder,):
+        own = [place for place, layer in enumerate(shape.layers) if layer in each.layers]
+        assert each.stage is not None
+        if not own:
+            continue
+        rows = choices[own[0] : own[-1] + 1].contiguous()
+        if stage.is_first:
+            exchange.receive(rows, each.stage.index)
+            choices[own[0] : own[-1] + 1] = rows
+        else:
+            exchange.send(rows, 0)
 
 
 def choices_bytes(decoder: Decoder, max_tokens: int) -> int:

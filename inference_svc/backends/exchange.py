@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,37 @@ class ExchangeFailed(RuntimeError):
     """Another rank has ended, or has not answered in time."""
 
 
+class Place(NamedTuple):
+    """A rank's place among the ranks of all stages, which have equally many: ranks of one stage are
+    neighbours."""
+
+    rank: int
+    stage: int
+    num_ranks: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, rank: Rank, num_stages: int) -> Place:
+        """Returns the place of one of all ranks."""
+        num_ranks = rank.count // num_stages
+        stage, own = divmod(rank.index, num_ranks)
+        return cls(own, stage, num_ranks, num_stages)
+
+    def in_stage(self, stage: int) -> int:
+        """Returns which of all ranks has the same place in another stage."""
+        return stage * self.num_ranks + self.rank
+
+
 class Meeting(Protocol):
-    """The place where ranks meet. Rank 0 opens it, and other ranks get a copy in their first
-    message."""
+    """The place where ranks of all stages meet. Rank 0 opens it, and other ranks get a copy in
+    their first message."""
 
     @property
     def files(self) -> tuple[int, ...]:
         """The files that processes of other ranks inherit."""
 
     def join(self, rank: Rank) -> Exchange:
-        """Returns the exchange of a rank; it may wait until all others join, too. Raises
+        """Returns the exchange of one of all ranks; it may wait until all others join, too. Raises
         ExchangeFailed."""
 
     def fail(self) -> None:
@@ -49,8 +70,11 @@ class GlooMeeting:
     """A `Meeting` at a store of torch.distributed, with which the process that makes it listens at
     this address of its machine."""
 
-    def __init__(self, count: int, timeout_s: float, address: str = LOCAL) -> None:
+    def __init__(
+        self, count: int, timeout_s: float, address: str = LOCAL, num_stages: int = 1
+    ) -> None:
         self._count, self._timeout_s, self._address = count, timeout_s, address
+        self._num_stages = num_stages
         self._store = _listening_store(address, count, timeout_s)
         self._port: int = self._store.port
 
@@ -62,7 +86,9 @@ class GlooMeeting:
         return ()
 
     def join(self, rank: Rank) -> Exchange:
-        return GlooExchange(rank, self.open_store(), self._timeout_s, own_address(self._address))
+        place = Place.of(rank, self._num_stages)
+        address = own_address(self._address)
+        return GlooExchange(place, self.open_store(), self._timeout_s, address)
 
     def open_store(self) -> Any:
         """Returns the store. Raises ExchangeFailed."""
@@ -133,28 +159,47 @@ class GlooExchange:
 
     name = "gloo"
 
-    def __init__(self, rank: Rank, store: Any, timeout_s: float, address: str = LOCAL) -> None:
-        self._rank = rank
+    def __init__(self, place: Place, store: Any, timeout_s: float, address: str = LOCAL) -> None:
+        self._place = place
         self.seconds = 0.0
+        num_ranks, num_stages = place.num_ranks, place.num_stages
+
+        def group(name: str, rank: Rank, timeout_s: float) -> Any:
+            return gloo_group(rank, _TORCH.PrefixStore(name, store), timeout_s, address)
+
         try:
-            self._group = gloo_group(rank, store, timeout_s, address)
+            own = Rank(place.rank, num_ranks)
+            self._group = group(f"stage {place.stage}", own, timeout_s)
+            self._stages: Any = None
+            if num_stages > 1:  # a stage waits for all before it
+                of_all = Rank(place.in_stage(place.stage), num_stages * num_ranks)
+                self._stages = group("stages", of_all, num_stages * timeout_s)
         except RuntimeError as error:
             raise ExchangeFailed(f"ranks did not meet: {error}") from error
 
     def sum(self, x: Tensor) -> None:
-        if x.dtype in _ROUNDED:  # rounded once, in the end
-            wide = x.float()
-            self._sum(wide)
-            x.copy_(wide)
-        else:
-            self._sum(x)
+        self._sum(x, self._group)
 
-    def _sum(self, x: Tensor) -> None:
+    def sum_stages(self, x: Tensor) -> None:
+        self._sum(x, self._stages)
+
+    def _sum(self, x: Tensor, group: Any) -> None:
+        summed = x.float() if x.dtype in _ROUNDED else x  # rounded once, in the end
         with self._exchanging():
-            self._group.allreduce([x]).wait()
+            group.allreduce([summed]).wait()
+        if summed is not x:
+            x.copy_(summed)
+
+    def send(self, x: Tensor, stage: int) -> None:
+        with self._exchanging():
+            self._stages.send([_bytes_of(x)], self._place.in_stage(stage), 0).wait()
+
+    def receive(self, x: Tensor, stage: int) -> None:
+        with self._exchanging():
+            self._stages.recv([_bytes_of(x)], self._place.in_stage(stage), 0).wait()
 
     def side_by_side(self, x: Tensor) -> Tensor:
-        found = [torch.empty_like(x) for _ in range(self._rank.count)]
+        found = [torch.empty_like(x) for _ in range(self._place.num_ranks)]
         with self._exchanging():
             self._group.allgather([found], [x]).wait()
         return torch.cat(found, dim=1)
@@ -169,3 +214,7 @@ class GlooExchange:
             raise ExchangeFailed(str(error)) from error
         finally:
             self.seconds += perf_counter() - began_s
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)

@@ -10,7 +10,8 @@ is the root of the squares that all ranks have. They exchange these once for eac
 of them are made, and once more when all have divided by them. Ranks advance together, and by sizes
 that are equal on all of them: so they come to the exchanges at the same time. A rank whose part
 fails takes part in them, and says so: then the adapter fails on all. Behind the last one no rank
-writes to the adapter's memory, which rank 0 may give to another.
+writes to the adapter's memory, which rank 0 may give to another. Stages have other targets each:
+all ranks say how far they are whenever one would go on with another adapter.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from inference_svc.errors import TRY_LATER, AdapterUnusable, OutOfDeviceMemory
 from inference_svc.host.device_faults import find_fault
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Rank
-from inference_svc.model.sharding.exchange import Exchange
+from inference_svc.model.sharding.exchange import Exchange, StagedExchange
 from kernels.lora.views import vector_at
 from servicekit.errors import Internal, ServiceError
 
@@ -149,7 +150,7 @@ class _Job:
 
 class Magnitudes:
     """The jobs of adapters that are being loaded, one after the other. `rank` is this one, of a
-    model that is cut; then `exchange` sums over all."""
+    model that is cut; then `exchange` sums over all, and so it does if the model `has_stages`."""
 
     def __init__(
         self,
@@ -157,13 +158,15 @@ class Magnitudes:
         arena: Arena,
         rank: Rank | None = None,
         exchange: Exchange | None = None,
+        *,
+        has_stages: bool = False,
     ) -> None:
-        assert (rank is None) == (exchange is None)
+        assert (rank is None and not has_stages) == (exchange is None)
         is_cut = any(target.in_slice is not None for target in arena.layout.targets)
         assert exchange is not None or not is_cut, "it has a part of the squares"
         self._weights = weights
         self._arena = arena
-        self._rank, self._exchange = rank, exchange
+        self._rank, self._exchange, self._has_stages = rank, exchange, has_stages
         is_cpu = arena.device.type == "cpu"
         self._step_elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
         self._slice_elements = CPU_SLICE_ELEMENTS if is_cpu else DEVICE_SLICE_ELEMENTS
@@ -188,14 +191,33 @@ class Magnitudes:
         left = self._step_elements
         while self._jobs and left > 0:
             job = self._jobs[0]
-            for num_elements in job.pieces:
-                left -= num_elements
-                if left <= 0:
-                    self._jobs.rotate(-1)  # a large one holds up no others
-                    return done
+            num_made, is_made = self._make(job, left)
+            left -= num_made
+            if not is_made:
+                self._jobs.rotate(-1)  # a large one holds up no others
+                return done
             self._jobs.popleft()
             done.append(Divided(job.digest, self._finish(job)))
         return done
+
+    def _make(self, job: _Job, most: int) -> tuple[int, bool]:
+        """Makes about this many elements of a job's squares; returns how many, and whether all are
+        made, by all stages."""
+        num_made, is_made = 0, True
+        for num_elements in job.pieces:
+            num_made += num_elements
+            if num_made >= most:
+                is_made = False
+                break
+        if not self._has_stages:
+            return num_made, is_made
+        assert isinstance(self._exchange, StagedExchange)
+        speaks = self._rank is None or self._rank.index == 0  # for its stage
+        facts = torch.tensor([num_made * speaks, not is_made], dtype=torch.float32)
+        facts = facts.to(self._arena.device)
+        self._exchange.sum_stages(facts)
+        num_made, num_unmade = map(int, facts.tolist())
+        return num_made, not num_unmade
 
     def _scaled(self, resident: Resident) -> Iterator[_Scaled]:
         """Yields the targets that an image has magnitudes of."""
@@ -277,10 +299,29 @@ class Magnitudes:
             faulty = self._sum(job, faulty, shared, self._exchange)
             job.attempt(lambda: _divide(job, faulty, is_shared=True))
             faulty = self._sum(job, faulty, (), self._exchange) if shared else faulty
+        if self._has_stages:
+            return self._of_all_stages(job, faulty)
         if job.error is not None:
             return job.error
         found = faulty.tolist()  # waits for a device once
         names = [each.target.name for each, n in zip(job.targets, found, strict=True) if n]
+        return _refusal(job.digest, names[0]) if names else None
+
+    def _of_all_stages(self, job: _Job, faulty: Tensor) -> ServiceError | None:
+        """Returns why an adapter's magnitudes cannot be divided, in any stage: equal on all
+        ranks."""
+        assert isinstance(self._exchange, StagedExchange)
+        targets = self._arena.layout.targets
+        facts = faulty.new_zeros(2 + len(targets))
+        facts[0] = isinstance(job.error, OutOfDeviceMemory)
+        facts[1] = job.error is not None and not facts[0]
+        for scaled, is_faulty in zip(job.targets, faulty.tolist(), strict=True):
+            facts[2 + scaled.index] = is_faulty
+        self._exchange.sum_stages(facts)
+        num_full, num_failed, *of_targets = facts.tolist()
+        if num_full or num_failed:
+            return (_failed if num_failed else _out_of_memory)(job.digest)
+        names = [target.name for target, n in zip(targets, of_targets, strict=True) if n]
         return _refusal(job.digest, names[0]) if names else None
 
     def _sum(

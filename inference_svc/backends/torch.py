@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import AppliedTargets, applied_targets
 from inference_svc.backends.adapter_memory import AdapterMemory, allocate_arena
 from inference_svc.backends.arena import Arena
@@ -23,24 +21,21 @@ from inference_svc.backends.base import (
     Reload,
     Scored,
     empty_choices,
+    gather_choices,
     make_reload,
     returns_experts,
     states_bytes,
 )
 from inference_svc.backends.exchange import GlooMeeting, Meeting
+from inference_svc.backends.lora_step import LoraStep, plan_lora, plan_runs
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.slot_runs import (
-    SlotRuns,
-    last_slots,
     scored_indices,
-    scored_slot_runs,
-    slot_runs,
 )
 from inference_svc.backends.speed_notes import thread_notes, torch_notes
 from inference_svc.backends.step_data import StepData
 from inference_svc.backends.torch_needs import step_bytes
 from inference_svc.core import (
-    BASE_SLOT,
     Batch,
     BatchRow,
     EngineConfig,
@@ -50,204 +45,18 @@ from inference_svc.core import (
 )
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.parameters import weights_bytes
-from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
+from inference_svc.model.checkpoint.weights import ModelWeights
+from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchLinear, TorchProjections
 from inference_svc.model.recurrent_states import RecurrentPlan, RecurrentStates
 from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.model.step import Step
-from inference_svc.model.transformer import COMPUTED, OF_RANKS, Transformer
-from kernels.elementwise import NormWeight
-from kernels.elementwise.addend import Addend
-from kernels.experts import Pairs
-from kernels.lora import (
-    LoraGroup,
-    LoraPlan,
-    TokenOrder,
-    add_lora,
-    add_lora_embedding,
-    add_lora_experts,
-    begin_lora,
-    compute_addend,
-    end_lora,
-    order_tokens,
-    plan_pairs,
-)
+from inference_svc.model.transformer import COMPUTED, OF_RANKS, OF_STAGES, Transformer
 from kernels.lora.plan import LoraContents
 from kernels.native.library import choose
 from kernels.quantised import WeightFormat, implementation
-from kernels.replaced import replace_embeddings, replace_logits, token_weights
-
-
-@dataclass(frozen=True, slots=True)
-class LoraStep:
-    """Adds adapters to the base's outputs; see `model.lora.Lora`, also for shapes. Groups that are
-    not in `targets` are passed over: no adapter that the server accepts changes them.
-
-    `plan` covers all tokens of the step, `head_plan` the ones that get logits. `may_be_beside`: the
-    step is recorded, and its adapters have nothing but A and B. `exchange` is there for groups that
-    ranks share.
-    """
-
-    arena: Arena
-    targets: AppliedTargets
-    plan: LoraPlan
-    head_plan: LoraPlan
-    may_be_beside: bool = False
-    exchange: Exchange | None = None
-
-    @property
-    def num_added_tokens(self) -> int:
-        """See `model.lora.Lora`. Of adapters that have rows it is not known which these are."""
-        return self.targets.max_added_tokens if self.plan.has_rows else 0
-
-    def with_head(self, runs: Sequence[ScoredRun]) -> LoraStep:
-        """Returns this, to compute the logits that score these runs."""
-        return self.with_head_of(scored_slot_runs(runs))
-
-    def with_head_of(self, runs: SlotRuns) -> LoraStep:
-        """Returns this, to compute logits with these slots."""
-        table, device = self.arena.table, self.arena.device
-        return replace(self, head_plan=LoraPlan.build(*runs, table, device))
-
-    def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
-        if group in self.targets.groups:
-            arena, found = self.arena, self.targets.groups[group]
-            x, sum_ranks = _shared(group, x, self.targets, self.exchange)
-            add_lora(out, x, arena.flat, arena.table, self.plan, found, bias, sum_ranks)
-
-    def beside(self, group: str, x: Tensor, linear: TorchLinear) -> tuple[Tensor, Addend] | None:
-        found, arena = self._group_beside(group, linear.out_features), self.arena
-        if found is None:
-            return None
-        values = x.new_empty(len(x), found.out_end)
-        compute, beside = arena.streams.compute, arena.streams.beside
-        beside.wait_stream(compute)
-        try:
-            with beside.entered():
-                compute_addend(values, x, arena.flat, arena.table, self.plan, found)
-            out = linear(x)
-        finally:
-            compute.wait_stream(beside)
-        return out, Addend(values, self.plan.token_slots)
-
-    def before_sum(self, group: str, x: Tensor, linear: TorchLinear) -> Tensor | None:
-        """Runs A's product beside the base's. An addend would take a kernel more before the sum."""
-        found, arena = self._group_beside(group, linear.out_features), self.arena
-        if found is None:
-            return None
-        compute, beside = arena.streams.compute, arena.streams.beside
-        beside.wait_stream(compute)
-        try:
-            with beside.entered():
-                shrunk = begin_lora(x, arena.flat, arena.table, self.plan, found)
-            out = linear(x)
-        finally:
-            compute.wait_stream(beside)
-        end_lora(out, shrunk, arena.flat, arena.table, self.plan, found)
-        return out
-
-    def _group_beside(self, name: str, num_outputs: int) -> LoraGroup | None:
-        """Returns a group that may run beside its product: its targets cover all outputs, and ranks
-        do not share it, whose sums keep to one order."""
-        group = self.targets.groups.get(name)
-        if group is None or name in self.targets.shared or not self.may_be_beside:
-            return None
-        is_few = self.plan.num_tokens <= group.most_rows_beside(self.arena.flat.itemsize)
-        return group if is_few and sum(group.out_features) == num_outputs else None
-
-    def order_tokens(self) -> TokenOrder | None:
-        changes_experts = not self.plan.targets.isdisjoint(self.targets.of_experts)
-        return order_tokens(self.plan) if changes_experts else None
-
-    def of_pairs(self, order: TokenOrder, experts: Tensor, pairs: Pairs) -> ExpertsLoraStep:
-        plan = plan_pairs(self.plan, order, experts, pairs)
-        return ExpertsLoraStep(self.arena, self.targets, plan, self.exchange)
-
-    def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
-        arena, weight = self.arena, self.targets.weights.get(EMBED_TOKENS)
-        if weight is not None and weight in self.plan.weights:
-            replace_embeddings(out, token_ids, arena.table, self.plan, weight)
-        if EMBEDDING in self.targets.groups:
-            (target,) = self.targets.groups[EMBEDDING].targets
-            add_lora_embedding(out, token_ids, arena.flat, arena.table, self.plan, target)
-
-    def add_head(self, x: Tensor, out: Tensor) -> None:
-        arena, weight = self.arena, self.targets.weights.get(LM_HEAD)
-        if weight is not None and weight in self.head_plan.weights:
-            vocab_size = self.targets.vocab_size
-            replace_logits(out, x, arena.table, self.head_plan, weight, vocab_size)
-        if HEAD in self.targets.groups:
-            group = self.targets.groups[HEAD]
-            add_lora(out, x, arena.flat, arena.table, self.head_plan, group)
-
-    def norm(self, module: str, norm: NormWeight, *, logits_only: bool = False) -> NormWeight:
-        plan = self.head_plan if logits_only else self.plan
-        weight = self.targets.weights.get(module)
-        if weight is None or weight not in plan.weights:
-            return norm
-        weights = token_weights(norm.weight, self.arena.table, plan, weight, norm.offset)
-        return norm._replace(weight=weights)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsLoraStep:
-    """Adds adapters to the experts' outputs for a layer's pairs; see `model.lora.ExpertsLora`,
-    also for shapes."""
-
-    arena: Arena
-    targets: AppliedTargets
-    plan: LoraPlan
-    exchange: Exchange | None = None
-
-    def add(self, group: str, x: Tensor, out: Tensor) -> None:
-        if group in self.targets.groups:
-            arena, found = self.arena, self.targets.groups[group]
-            x, sum_ranks = _shared(group, x, self.targets, self.exchange)
-            add_lora_experts(out, x, arena.flat, arena.table, self.plan, found, sum_ranks)
-
-
-def _shared(
-    group: str, x: Tensor, targets: AppliedTargets, exchange: Exchange | None
-) -> tuple[Tensor, Callable[[Tensor], None] | None]:
-    """Returns the inputs of a group's A here, and the sum over ranks of its products: all, and
-    none, unless ranks share the group."""
-    first = targets.shared.get(group)
-    if first is None:
-        return x, None
-    assert exchange is not None
-    return x.narrow(1, first, targets.groups[group].in_features), exchange.sum
-
-
-def plan_lora(
-    rows: Sequence[BatchRow],
-    arena: Arena,
-    targets: AppliedTargets,
-    exchange: Exchange | None = None,
-) -> LoraStep | None:
-    """Returns None when no row of the batch has an adapter: the LoRA path is not entered."""
-    if all(row.slot == BASE_SLOT for row in rows):
-        return None
-    sequences, starts, counts, _ = zip(*rows, strict=True)
-    runs, last = slot_runs(sequences, starts, counts), last_slots(sequences, starts, counts)
-    return plan_runs(runs, last, arena, targets, exchange)
-
-
-def plan_runs(
-    runs: SlotRuns,
-    last: Sequence[int],
-    arena: Arena,
-    targets: AppliedTargets,
-    exchange: Exchange | None = None,
-) -> LoraStep | None:
-    """Returns the adapters of runs of tokens, and of each row's last token; None if there are
-    none."""
-    if max(runs.slots) == BASE_SLOT:
-        return None
-    plan = LoraPlan.build(*runs, arena.table, arena.device)
-    head_plan = LoraPlan.build(list(last), [1] * len(last), arena.table, arena.device)
-    return LoraStep(arena, targets, plan, head_plan, exchange=exchange)
 
 
 def score_slices(
@@ -328,8 +137,9 @@ class TorchBackend(AdapterMemory):
 
     def _make_magnitudes(self) -> Magnitudes:
         assert self.transformer is not None, "the weights are freed"
-        weights, rank = self.transformer.weights, self._decoder.rank
-        return Magnitudes(weights, self.arena, rank, self._exchange)
+        weights, part = self.transformer.weights, self._decoder
+        has_stages = part.stage is not None
+        return Magnitudes(weights, self.arena, part.rank, self._exchange, has_stages=has_stages)
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Leaves torch's threads to the system."""
@@ -353,6 +163,7 @@ class TorchBackend(AdapterMemory):
             logits = self.transformer.logits(self._last, step.logit_rows, lora)
         else:
             logits = self.transformer.forward(step, self.kv_caches, lora, choices)
+        gather_choices(choices, self._decoder, self._exchange)
         return Logits(logits.float(), experts=choices)
 
     def follow(self, data: StepData) -> None:
@@ -370,8 +181,12 @@ class TorchBackend(AdapterMemory):
         )
         arena, targets = self.arena, self._targets
         lora = plan_runs(data.runs, data.last_slots, arena, targets, self._exchange)
-        last = self.transformer.layers(step, self.kv_caches, lora)
+        choices = None
+        if data.returns_experts:
+            choices = empty_choices(self._decoder, len(data.token_ids), device)
+        last = self.transformer.layers(step, self.kv_caches, lora, choices)
         self.transformer.logits(last, step.logit_rows, lora)
+        gather_choices(choices, self._decoder, self._exchange)
         for indices, runs in data.scored:
             rows = torch.tensor(indices, dtype=torch.int64).to(device)
             self.transformer.logits(last, rows, None if lora is None else lora.with_head_of(runs))
@@ -415,11 +230,15 @@ class TorchBackend(AdapterMemory):
             self.transformer = None
         return held_bytes - self._held_bytes
 
+    def _make_transformer(self, weights: ModelWeights[TorchLinear]) -> Transformer:
+        num_added = self._targets.max_added_tokens
+        return Transformer(self._decoder, weights, self._exchange, num_added)
+
     def restore(self) -> None:
         assert self._reload is not None
         if self.transformer is None:
             weights = self._reload.weights()
-            self.transformer = Transformer(self._decoder, weights, self._exchange)
+            self.transformer = self._make_transformer(weights)
         self.kv_caches = self.kv_caches or self._reload.pages()
         self._states = self._states or self._reload.states()
 
@@ -428,7 +247,7 @@ class TorchFactory:
     """A `BackendFactory` for any CPU and every dtype."""
 
     name = "torch"
-    features = COMPUTED | OF_RANKS
+    features = COMPUTED | OF_RANKS | OF_STAGES
     disabled_by = ""
     has_device_memory = False
     profiler_device = None
@@ -438,7 +257,7 @@ class TorchFactory:
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
         is_chosen = not config.native_kernels
-        num_ranks = len(config.local_ranks)
+        num_ranks = config.num_computing
         of_threads = thread_notes(num_threads, usable_cores(), usable_cpus(), num_ranks)
         faults = () if is_chosen or config.dtype == "float16" else choose(None).faults
         notes = torch_notes(config.dtype, is_chosen=is_chosen, faults=faults)
@@ -462,8 +281,10 @@ class TorchFactory:
     def instructions(self) -> str:
         return str(torch.backends.cpu.get_cpu_capability())
 
-    def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> Meeting:
-        return GlooMeeting(count, timeout_s)
+    def open_meeting(
+        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1
+    ) -> Meeting:
+        return GlooMeeting(count, timeout_s, num_stages=num_stages)
 
     def build(
         self, config: EngineConfig, decoder: Decoder, layout: ModelLayout
@@ -486,7 +307,7 @@ class TorchFactory:
         kv_caches = reload.pages()
         arena = allocate_arena(config, layout)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
-        transformer = Transformer(decoder, reload.weights(), exchange)
+        transformer = Transformer(decoder, reload.weights(), exchange, config.max_added_tokens)
         return TorchBackend(
             transformer,
             kv_caches,

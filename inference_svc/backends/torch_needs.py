@@ -31,15 +31,18 @@ from inference_svc.model.operations import (
     Gate,
     GateHeads,
     Growth,
+    HandOn,
     Logits,
     NormBySums,
     NormOf,
     Op,
     Project,
     ProjectExperts,
+    Receive,
     Regroup,
     RotateAndStore,
     Route,
+    Rows,
     Scale,
     Spread,
     SumRanks,
@@ -232,6 +235,12 @@ def _of_sum(op: SumRanks, own: _OwnBytes) -> int:
     return 2 * own.elements(op) * own.sizes.dtype_of(op.out).itemsize
 
 
+def _of_stages(op: HandOn | Receive, own: _OwnBytes) -> int:
+    """A copy of the rows, of logits with the columns of tokens that adapters may add."""
+    added = own.config.max_added_tokens if op.out.rows is Rows.LOGITS else 0
+    return own.sizes.rows(op.out) * (op.out.width + added) * own.item_bytes
+
+
 def _of_normed(op: SumSquares | NormBySums, own: _OwnBytes) -> int:
     """Columns in fp32, and as the norm and its product leave them."""
     widest = max(each.norm.size for each in op.normed)
@@ -280,11 +289,13 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     GatedConvolve: _of_convolution,
     GatedNorm: _of_gated_norm,
     Growth: _of_embedding,
+    HandOn: _of_stages,
     Logits: _of_logits,
     NormBySums: _of_normed,
     NormOf: _of_norm,
     Project: _of_project,
     ProjectExperts: _of_experts,
+    Receive: _of_stages,
     Regroup: _nothing,
     RotateAndStore: _of_rotation,
     Route: _of_route,

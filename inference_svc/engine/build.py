@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -76,6 +76,7 @@ from inference_svc.model.checkpoint.tensors import check_tensors
 from inference_svc.model.description import Decoder, ExpertsProjection, Rank
 from inference_svc.model.recurrent_states import num_slots
 from inference_svc.model.sharding.description import of_rank
+from inference_svc.model.sharding.stages import of_stage
 from inference_svc.model.walk import layer_projections
 
 logger = logging.getLogger(__name__)
@@ -125,10 +126,10 @@ def build_engine(
     """
     decoder = describe(config, 0)
     factory = select_backend(config, decoder)
-    if config.tensor_parallel == 1:
+    if config.num_ranks == 1:
         return _build(config, decoder, factory, store, post, None)
     if config.host_bytes:
-        raise ValueError("--host-memory must be 0 with --tensor-parallel: ranks have no host tier")
+        raise ValueError("--host-memory must be 0 with several processes: ranks have no host tier")
     assert make_store is not None, "the stores of other ranks"
     assert isinstance(factory, RankFactory), "it computes a rank's part"
     rendezvous = None if config.nodes is None else NodeRendezvous(config, facts_of(config, factory))
@@ -160,9 +161,10 @@ def _build(
     host = _host_tier(config, has_device_memory=factory.has_device_memory)
     backend, layout = _load_model(config, decoder, factory, layout, num_threads, ranks)
     pace = pull_pace(config, factory, num_threads)
-    others = None if ranks is None else RankPulls(ranks, backend.land, pace)
-    memory = backend.pull_memory
-    puller, residency = _make_residency(config, store, post, layout, memory, host, pace, others)
+    memory, other_layouts = backend.pull_memory, _other_layouts(config, layout)
+    stages = (layout, *other_layouts)[:: config.tensor_parallel]
+    others = None if ranks is None else _rank_pulls(config, ranks, backend, pace)
+    puller, residency = _make_residency(config, store, post, stages, memory, host, pace, others)
     states = make_states(config, backend)
     masks = Masks(lambda: post(MaskReady()))
     scheduler = Scheduler(_limits(config), states, residency, prices_of(decoder), masks)
@@ -189,22 +191,31 @@ def _build(
         masks=masks,
         adapter_wait_s=config.adapter_wait_s,
     )
-    other_layouts = _other_layouts(config, layout)
     return BuiltEngine(engine, residency, puller, layout, decoder, speed, ranks, other_layouts)
+
+
+def _rank_pulls(
+    config: EngineConfig, ranks: RankGroup, backend: Backend[Any], pace: PullPace | None
+) -> RankPulls:
+    stages, arena_bytes = config.pipeline_parallel, config.arena_bytes
+    return RankPulls(ranks, backend.land, pace, stages, arena_bytes)
 
 
 def _other_layouts(config: EngineConfig, layout: ModelLayout) -> tuple[ModelLayout, ...]:
     """Returns the layouts of the ranks after the first, by rank."""
     return tuple(
         cut_as(layout, layout_of(config, describe(config, index)))
-        for index in range(1, config.tensor_parallel)
+        for index in range(1, config.num_ranks)
     )
 
 
 def describe(config: EngineConfig, index: int) -> Decoder:
-    """Returns the decoder of the rank with this index. Raises UnsupportedModel."""
+    """Returns the decoder of the rank with this index among those of all stages. Raises
+    UnsupportedModel."""
     whole = load_description(config.model_dir, config.quantize).for_length(config.max_model_len)
-    return of_rank(whole, Rank(index, config.tensor_parallel), config.expert_parallel)
+    stage, rank = divmod(index, config.tensor_parallel)
+    part = of_stage(whole, stage, config.pipeline_parallel)
+    return of_rank(part, Rank(rank, config.tensor_parallel), config.expert_parallel)
 
 
 def make_states(config: EngineConfig, backend: Backend[Any]) -> States:
@@ -231,8 +242,9 @@ def config_of_rank(config: EngineConfig, index: int) -> EngineConfig:
 
 
 def share_of(config: EngineConfig, index: int) -> Share:
-    """Returns the share of its machine's cores that the rank with this index has."""
-    return Share(config.local_ranks.index(index), len(config.local_ranks))
+    """Returns the share of its machine's cores that the rank with this index has: stages, of which
+    one computes at a time, have the same."""
+    return Share(index % config.num_computing, config.num_computing)
 
 
 def place_threads(backend: Backend[Any], share: Share) -> tuple[int, ...]:
@@ -250,13 +262,14 @@ def pull_pace(config: EngineConfig, factory: BackendFactory, num_threads: int) -
     if factory.has_device_memory:
         return None
     num_ranks = len(config.local_ranks)
-    return PullPace.where_shared(usable_cpus(), num_threads * num_ranks, num_ranks)
+    num_computing = num_threads * config.num_computing
+    return PullPace.where_shared(usable_cpus(), num_computing, num_ranks)
 
 
 def set_num_threads(config: EngineConfig) -> int:
     """Sets and returns how many threads compute on each rank."""
     # Torch's own number is a guess that knows neither quotas nor ranks.
-    num_threads = compute_threads(config.num_threads, len(config.local_ranks))
+    num_threads = compute_threads(config.num_threads, config.num_computing)
     torch.set_num_threads(num_threads)
     return num_threads
 
@@ -270,7 +283,7 @@ def _load_model(
     ranks: RankGroup | None,
 ) -> tuple[Backend[Any], ModelLayout]:
     """Returns the backend with the model's weights, and the layout with all that the store gets."""
-    with hashing_base(config.model_dir, decoder, num_threads) as base:
+    with hashing_base(config.model_dir, decoder.of_all_stages, num_threads) as base:
         backend: Backend[Any]
         if ranks is None:
             backend = factory.build(config, decoder, layout)
@@ -344,7 +357,7 @@ def _speed(
     reasons."""
     processor = find_processor()
     if not factory.has_device_memory:
-        computing = computing_threads(num_threads, len(config.local_ranks))
+        computing = computing_threads(num_threads, config.num_computing)
         counts = {
             "num_threads": num_threads,
             "num_cores": processor.num_cores,
@@ -369,21 +382,24 @@ def _make_residency(
     config: EngineConfig,
     store: AdapterStore,
     post: Callable[[PullEvent], None],
-    layout: ModelLayout,
+    stages: Sequence[ModelLayout],
     pull_memory: memoryview,
     host: HostTier | None,
     pace: PullPace | None,
     others: RankPulls | None,
 ) -> tuple[Puller, Residency]:
-    largest = layout.largest_image(config.max_lora_rank, config.lora_targets)
+    """`stages` are the layouts of the first ranks of all stages."""
+    layout = stages[0]
+    largest = [each.largest_image(config.max_lora_rank, config.lora_targets) for each in stages]
+    largest_bytes = max(each.num_bytes for each in largest)
     logger.info(
         "the largest adapter of --max-rank %d takes %s, and --adapter-memory is %s",
         config.max_lora_rank,
-        human(largest.num_bytes),
+        human(largest_bytes),
         human(config.arena_bytes),
-        extra={"largest_bytes": largest.num_bytes, "arena_bytes": config.arena_bytes},
+        extra={"largest_bytes": largest_bytes, "arena_bytes": config.arena_bytes},
     )
-    slots = Slots(config.arena_bytes, config.max_loras, largest, config.tenant_share)
+    slots = Slots(config.arena_bytes, config.max_loras, largest, config.tenant_share, len(stages))
     # One more, so that prefetching takes no thread from loads that requests wait for.
     check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
     num_threads = config.pull_workers + config.prefetch
@@ -423,7 +439,7 @@ def _host_tier(config: EngineConfig, *, has_device_memory: bool) -> HostTier | N
 
 def prices_of(decoder: Decoder) -> Prices:
     """Returns the prices of choosing and scoring tokens of this model."""
-    of_token = 2 * sum(_num_weights(decoder))
+    of_token = 2 * sum(_num_weights(decoder.of_all_stages))
     return Prices(
         logits=decoder.vocab_size * 2 * decoder.hidden_size / of_token,
         logprobs=decoder.vocab_size * WALK_OPERATIONS / of_token,

@@ -7,7 +7,7 @@ allocated, so that a server that starts does not run out later.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds, num_kv_pages
 from inference_svc.core import EngineConfig
@@ -92,7 +92,11 @@ def human(num_bytes: int) -> str:
 def check_budgets(config: EngineConfig, decoder: Decoder, backend: BackendFactory) -> Budget:
     """Returns the device's budget. Raises ValueError with the arithmetic of a budget that does not
     fit."""
-    needs, memory = backend.memory_needs(config, decoder), backend.device_memory(config)
+    memory = backend.device_memory(config)
+    if memory is None:
+        needs = local_needs(config, decoder, backend)
+    else:
+        needs = backend.memory_needs(config, decoder)
     budgets = plan_budgets(config, needs, memory, routed_bytes(config, decoder))
     for budget in budgets:
         budget.check()
@@ -108,6 +112,19 @@ def check_device_budget(config: EngineConfig, decoder: Decoder, backend: Backend
         plan_budgets(config, backend.memory_needs(config, decoder), memory)[0].check()
 
 
+def local_needs(config: EngineConfig, decoder: Decoder, backend: BackendFactory) -> MemoryNeeds:
+    """Returns the needs of this machine's ranks together, of which `decoder` is one's part: as many
+    times the needs of each stage as it has ranks here."""
+    stages = [index // config.tensor_parallel for index in config.local_ranks]
+    of_stage = {
+        stage: backend.memory_needs(config, decoder.every_stage[stage]) for stage in set(stages)
+    }
+    first, *others = (of_stage[stage] for stage in stages)
+    for each in others:
+        first = first.plus(each)
+    return first
+
+
 def routed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory for keeping the experts that the tokens of all pages have chosen."""
     num_pages = num_kv_pages(config, decoder)
@@ -118,13 +135,15 @@ def plan_budgets(
     config: EngineConfig, needs: MemoryNeeds, memory: DeviceMemory | None, num_routed_bytes: int = 0
 ) -> tuple[Budget, ...]:
     """Returns the device's budget first; where the device has `memory` of its own, the host's
-    follows. `num_routed_bytes`: see `routed_bytes`. Nothing is allocated. Ranks with a device each
-    have a budget each, and the host's is of all ranks of this machine."""
+    follows. `needs` are of the ranks that share the memory: on CPUs all of this machine, see
+    `local_needs`. `num_routed_bytes`: see `routed_bytes`. Nothing is allocated. Ranks with a device
+    each have a budget each, and the host's is of all ranks of this machine."""
+    count = len(config.local_ranks) if memory is None else 1
     on_device: tuple[Line, ...] = (
         Line("weights", needs.weights_bytes, "a smaller model or --dtype"),
-        Line("kv_pages", config.kv_bytes, "--kv-memory"),
+        Line("kv_pages", count * config.kv_bytes, "--kv-memory"),
         *_used(Line("recurrent_states", needs.recurrent_bytes, "--max-sequences, --stored-states")),
-        Line("arena", config.arena_bytes, "--adapter-memory"),
+        Line("arena", count * config.arena_bytes, "--adapter-memory"),
         Line(
             "workspace",
             needs.workspace_bytes,
@@ -146,7 +165,7 @@ def plan_budgets(
     )
     if memory is None:
         limit_bytes, change = config.memory_limit_bytes, "memory-limit"
-        lines = (*_of_all_ranks(on_device, config), *on_host)
+        lines = (*on_device, *_used(_of_processes(count - 1)), *on_host)
         return (_host_budget(lines, limit_bytes, change),)
     if num_ranks > 1:
         others = Line("other_ranks", (num_ranks - 1) * resident_bytes(), "--tensor-parallel")
@@ -161,14 +180,9 @@ def plan_budgets(
     )
 
 
-def _of_all_ranks(lines: tuple[Line, ...], config: EngineConfig) -> tuple[Line, ...]:
-    """Returns the lines of all ranks of this machine, of which `lines` are one's, and a line of the
-    other ranks' processes."""
-    count = len(config.local_ranks)
-    if count == 1:
-        return lines
-    all_lines = tuple(replace(line, num_bytes=count * line.num_bytes) for line in lines)
-    return (*all_lines, Line("other_ranks", (count - 1) * resident_bytes(), "--tensor-parallel"))
+def _of_processes(count: int) -> Line:
+    """Returns a line of so many other ranks' processes."""
+    return Line("other_ranks", count * resident_bytes(), "--tensor-parallel, --pipeline-parallel")
 
 
 def _used(line: Line) -> tuple[Line, ...]:

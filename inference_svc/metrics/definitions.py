@@ -290,22 +290,24 @@ STEPS = (
     _OWN.gauge("memory_capacity_bytes", "Memory available, by area.", "area"),
 )
 
+_RANK = ("rank", "stage")
 RANKS = (
     _OWN.gauge(
         "rank_up",
-        "Processes that compute the model together (--tensor-parallel), by index: 1 while the "
-        "process answers. After 30 seconds of silence the server ends.",
-        "rank",
+        "Processes that compute the model together (--tensor-parallel, --pipeline-parallel), by "
+        "index and stage: 1 while the process answers. After 30 seconds of silence the server "
+        "ends.",
+        *_RANK,
     ),
-    _OWN.gauge("rank_resident_bytes", "Resident memory of the process.", "rank"),
-    _OWN.counter("rank_steps", "Steps that the process has computed.", "rank"),
-    _OWN.counter("rank_step_seconds", "Time of these steps.", "rank"),
+    _OWN.gauge("rank_resident_bytes", "Resident memory of the process.", *_RANK),
+    _OWN.counter("rank_steps", "Steps that the process has computed.", *_RANK),
+    _OWN.counter("rank_step_seconds", "Time of these steps.", *_RANK),
     _OWN.counter(
         "rank_exchange_seconds",
         "Time of these steps in exchanges with the other processes, mostly of waiting for them.",
-        "rank",
+        *_RANK,
     ),
-    _OWN.counter("rank_pulled_bytes", "Bytes of adapters that the process has pulled.", "rank"),
+    _OWN.counter("rank_pulled_bytes", "Bytes of adapters that the process has pulled.", *_RANK),
 )
 
 ABOUT = (

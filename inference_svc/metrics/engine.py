@@ -142,7 +142,8 @@ def engine_metrics(
     yield from _histograms(status, resolve_times)
     yield from _tiers(status.tiers)
     for key, read in RANK_FIGURES.items():
-        yield _by_label(key, {str(rank.index): read(rank) for rank in status.ranks})
+        figures = {(str(rank.index), str(rank.stage)): read(rank) for rank in status.ranks}
+        yield DEFINITIONS.samples(key, figures)
     yield _by_label("loads_in_progress", status.loads)
     for key, place in (("memory_used_bytes", 0), ("memory_capacity_bytes", 1)):
         yield _by_label(key, {area: sizes[place] for area, sizes in status.memory.items()})

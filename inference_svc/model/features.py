@@ -66,6 +66,7 @@ def _features(part: Any) -> Iterator[str]:
 def _of_sizes(decoder: Decoder) -> Iterator[str]:
     """Yields the features that sizes show: whole-width norms, wide heads, and differences between
     layers."""
+    decoder = decoder.of_all_stages  # which choose the same backend
     for each in decoder.attentions:
         if each.norms_all_heads:
             yield "attention.norms_of_all_heads"

@@ -15,10 +15,13 @@ from kernels.attention import FP8, KVCache, can_tile, page_bytes
 @dataclass(frozen=True, slots=True)
 class KVCaches:
     """A cache for each shape that keys and values have, and each layer's place in one. All have the
-    same pages: a page's number stands for the same positions of a sequence in every layer."""
+    same pages: a page's number stands for the same positions of a sequence in every layer, also of
+    other stages, which may have all layers with keys and values."""
 
     caches: tuple[KVCache, ...]
     places: Mapping[int, KVPlace]
+    num_pages: int
+    page_size: int
 
     @classmethod
     def allocate(
@@ -48,20 +51,12 @@ class KVCaches:
             )
             for index, shape in enumerate(decoder.kv_shapes)
         )
-        return cls(tuple(caches), decoder.kv_places)
+        return cls(tuple(caches), decoder.kv_places, num_pages, page_size)
 
     def of(self, layer: int) -> tuple[KVCache, int]:
         """Returns the cache that a layer of the decoder reads, and which of its layers."""
         place = self.places[layer]
         return self.caches[place.shape], place.layer
-
-    @property
-    def num_pages(self) -> int:
-        return self.caches[0].num_pages
-
-    @property
-    def page_size(self) -> int:
-        return self.caches[0].page_size
 
     @property
     def num_bytes(self) -> int:

@@ -374,14 +374,30 @@ class NormBySums(Op):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Receive(Op):
+    """Gets a value of the rank with the same index in another stage, which hands it on with a
+    `HandOn`."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HandOn(Op):
+    """Hands a value, which it leaves as it is, to the rank with the same index in another stage."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Logits(Op):
     """Computes the logits of the last norm. A tied head without a format of its own shares the
-    table's memory if a backend can. Of a head that is cut, the logits of all ranks are put side by
-    side, before adapters add to them."""
+    table's memory if a backend can; it has the `table` where no embedding does. Of a head that is
+    cut, the logits of all ranks are put side by side, before adapters add to them."""
 
     head: Head
     projection: Projection
     part_size: int = 0
+    table: Table | None = None
 
     @property
     def cut(self) -> Cut | None:
@@ -391,7 +407,7 @@ class Logits(Op):
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
-        return () if self.head.is_shared else (self.projection,)
+        return (self.table,) if self.head.is_shared else (self.projection,)
 
 
 class Listing(Protocol):

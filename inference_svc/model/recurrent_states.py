@@ -59,6 +59,8 @@ class RecurrentStates:
     """
 
     layers: Mapping[int, tuple[Tensor, ...]]
+    num_states: int
+    """The slots that sequences may own."""
 
     @classmethod
     def allocate(
@@ -76,12 +78,7 @@ class RecurrentStates:
             layer: tuple(map(zeros, mixer.state_shapes))
             for layer, mixer in decoder.recurrences.items()
         }
-        return cls(layers)
-
-    @property
-    def num_states(self) -> int:
-        """The slots that sequences may own."""
-        return self._num_slots - num_slots(0)
+        return cls(layers, num_states)
 
     @property
     def spare(self) -> int:
@@ -91,10 +88,6 @@ class RecurrentStates:
     @property
     def num_bytes(self) -> int:
         return sum(part.nbytes for parts in self.layers.values() for part in parts)
-
-    @property
-    def _num_slots(self) -> int:
-        return len(next(iter(self.layers.values()))[0])
 
     def plan(self, rows: SequenceOf[BatchRow]) -> RecurrentPlan:
         """Returns the plan of a step."""

@@ -17,7 +17,7 @@ from inference_svc.model.layers import RotaryEmbedding, TorchLinear
 from inference_svc.model.lora import Lora
 from inference_svc.model.operations import Op, Rows, Value
 from inference_svc.model.rope import Rope
-from inference_svc.model.sharding.exchange import Exchange
+from inference_svc.model.sharding.exchange import Exchange, StagedExchange
 from kernels.elementwise import NormWeight
 from kernels.elementwise.addend import Addend
 from kernels.lora import TokenOrder
@@ -30,7 +30,8 @@ class Step:
 
     `columns` are the columns that operations copy, int64 [width of the output]. `rows`, int64 [N],
     are the tokens that get logits. `choices` say where experts are to be that tokens choose, by the
-    layer: int32 [T, num_chosen]. The next operation that reads a value adds its addend.
+    layer: int32 [T, num_chosen]. The next operation that reads a value adds its addend. Adapters
+    may have up to `num_added_tokens` behind the vocabulary.
     """
 
     weights: ModelWeights[TorchLinear]
@@ -43,6 +44,7 @@ class Step:
     choices: Mapping[int, Tensor]
     token_order: TokenOrder | None
     exchange: Exchange | None = None
+    num_added_tokens: int = 0
     values: dict[Value, Any] = field(default_factory=dict)
     addends: dict[Value, Addend] = field(default_factory=dict)
 
@@ -50,6 +52,12 @@ class Step:
     def ranks(self) -> Exchange:
         """The other ranks, of a model that is cut."""
         assert self.exchange is not None, "the model is not cut"
+        return self.exchange
+
+    @property
+    def stages(self) -> StagedExchange:
+        """The other stages, of a model that has several."""
+        assert isinstance(self.exchange, StagedExchange)
         return self.exchange
 
     @property

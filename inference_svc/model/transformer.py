@@ -104,6 +104,9 @@ OF_RANKS = names(
 )
 """The features of a rank's part of a decoder, which it computes as well."""
 
+OF_STAGES = names("decoder.stage stage")
+"""The features of a stage's part of a decoder, which it computes as well."""
+
 _GATED = {Activation.SILU: swiglu, Activation.GELU_TANH: geglu}
 _NO_ROTATION = Rotation(None, None)
 
@@ -117,18 +120,22 @@ class Routed(NamedTuple):
 
 
 class Transformer:
-    """Computes steps operation by operation."""
+    """Computes steps operation by operation: of a stage its part, and logits where it has any.
+    Adapters may have up to `num_added_tokens` behind the vocabulary, of which stages must know."""
 
     def __init__(
         self,
         description: Decoder,
         weights: ModelWeights[TorchLinear],
         exchange: Exchange | None = None,
+        num_added_tokens: int = 0,
     ) -> None:
-        assert (description.rank is None) == (exchange is None)
+        is_whole = description.rank is None and description.stage is None
+        assert is_whole == (exchange is None)
         self.description = description
         self.weights = weights
         self._exchange = exchange
+        self._num_added_tokens = num_added_tokens
         device = weights.embedding.device
         self.rotary: Mapping[tuple[Rope, int], RotaryEmbedding] = {
             (rope, head_dim): RotaryEmbedding(rope, head_dim, device)
@@ -137,7 +144,7 @@ class Transformer:
         found = operations(description)
         self.columns = _columns((*found.layers, *found.head), device)
         self._layers = _Calls.of(found.layers, found.kept)
-        self._head = _Calls.of(found.head, [found.head[-1].out])
+        self._head = _Calls.of(found.head, [op.out for op in found.head[-1:]])
 
     @torch.inference_mode()
     def forward(
@@ -182,6 +189,7 @@ class Transformer:
             found,
             order,
             self._exchange,
+            self._num_added_tokens,
         )
         self._layers.run(step)
         return step
@@ -194,9 +202,12 @@ class Transformer:
         return self._finished(replace(last, rows=rows, lora=lora, values=values, addends=addends))
 
     def _finished(self, step: Step) -> Tensor:
-        """Computes the head, after which the step has nothing else left."""
+        """Computes the head, after which the step has nothing else left; nothing where other ranks
+        have the logits."""
         self._head.run(step)
         assert not step.addends, "no operation has added them"
+        if not self._head.calls:
+            return self.weights.embedding.new_empty(0, 0)
         (logits,) = step.values.values()
         assert isinstance(logits, Tensor)
         return logits
@@ -246,7 +257,8 @@ def _embed(op: Embed, step: Step) -> Tensor:
     if op.table.cut is not None:
         out = ranks_in_torch.embed(token_ids, table, op.table.cut, step.ranks)
     else:
-        if lora is not None and lora.num_added_tokens:
+        # Of several stages this one does not know whether an adapter's head has tokens of its own.
+        if step.num_added_tokens or (lora is not None and lora.num_added_tokens):
             token_ids = token_ids.clamp(max=len(table) - 1)
         out = F.embedding(token_ids, table)
     if lora is not None and op.is_adapted:

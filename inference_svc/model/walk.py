@@ -43,6 +43,7 @@ from inference_svc.model.operations import (
     GateHeads,
     Gather,
     Growth,
+    HandOn,
     Logits,
     NormBySums,
     NormedColumns,
@@ -50,6 +51,7 @@ from inference_svc.model.operations import (
     Op,
     Project,
     ProjectExperts,
+    Receive,
     Regroup,
     RotateAndStore,
     Route,
@@ -147,22 +149,43 @@ class Walk:
     def layers(self) -> list[Op]:
         """Walks all layers."""
         decoder, self.ops = self._decoder, []
-        cut = _vocab_cut(decoder)
-        num_rows = decoder.vocab_size if cut is None else cut.size
-        table = Table(EMBEDDING_KEY, EMBED_TOKENS, num_rows, decoder.hidden_size, cut)
-        self.ops.append(Embed((), self._hidden, None, table, is_adapted=True))
-        if decoder.embedding_scale != 1.0:
-            self._scale(self._hidden, decoder.embedding_scale, is_rounded=True)
-        if decoder.layer_inputs is not None:
-            self._of_all_layers(decoder.layer_inputs)
+        stage = decoder.stage
+        if stage is None or stage.is_first:
+            self._embed()
+        else:
+            self.ops.append(Receive((), self._hidden, None, stage.index - 1))
         self._of_positions()
-        for layer, block in enumerate(decoder.blocks):
-            self._block(layer, block)
+        for layer in decoder.layers:
+            self._block(layer, decoder.blocks[layer])
+        if stage is not None and not stage.is_last:
+            self._add()
+            self.ops.append(HandOn((self._hidden,), self._hidden, None, stage.index + 1))
         return self.ops
 
+    def _embed(self) -> None:
+        decoder = self._decoder
+        self.ops.append(Embed((), self._hidden, None, _table(decoder), is_adapted=True))
+        if decoder.embedding_scale != 1.0:
+            _scale(self, self._hidden, decoder.embedding_scale, is_rounded=True)
+        if decoder.layer_inputs is not None:
+            self._of_all_layers(decoder.layer_inputs)
+
     def head(self) -> list[Op]:
-        """Walks the last norm and the head."""
-        decoder, self.ops = self._decoder, []
+        """Walks the last norm and the head. Of several stages the first rank of the last one hands
+        the logits to the first rank of all; others have none."""
+        self.ops = []
+        stage, is_first_rank = self._decoder.stage, self._decoder.is_first_rank
+        if stage is None or stage.is_last:
+            logits = self._logits()
+            if stage is not None and is_first_rank:
+                self.ops.append(HandOn((logits,), logits, None, 0))
+        elif stage.is_first and is_first_rank:
+            logits = self.value("logits", self._decoder.vocab_size, Rows.LOGITS)
+            self.ops.append(Receive((), logits, None, stage.count - 1))
+        return self.ops
+
+    def _logits(self) -> Value:
+        decoder = self._decoder
         if self._narrowing is Narrowing.BEFORE_HEAD:
             self._rows = Rows.LOGITS
             self._hidden = self._gathered(self._hidden)
@@ -179,8 +202,9 @@ class Walk:
         )
         logits = self.value("logits", decoder.vocab_size, Rows.LOGITS)
         size = 0 if decoder.rank is None else decoder.rank.part_size(decoder.vocab_size)
-        self.ops.append(Logits((normed,), logits, None, decoder.head, projection, size))
-        return self.ops
+        table = None if decoder.has_embedding else _table(decoder)
+        self.ops.append(Logits((normed,), logits, None, decoder.head, projection, size, table))
+        return logits
 
     def _of_all_layers(self, described: LayerInputs) -> None:
         """The per-layer inputs, of all layers side by side."""
@@ -188,10 +212,10 @@ class Walk:
         table = Table("layer_embedding", described.embedding, described.vocab_size, width)
         own = self.value("own_inputs", width)
         self.ops.append(Embed((), own, None, table))
-        self._scale(own, described.embedding_scale, is_rounded=True)
+        _scale(self, own, described.embedding_scale, is_rounded=True)
         made = self._layer_inputs = self.value("layer_inputs", width)
         self.ops.append(Project((self._hidden,), made, None, described.projection))
-        self._scale(made, described.projection_scale, is_rounded=False)
+        _scale(self, made, described.projection_scale, is_rounded=False)
         self._norm_of(made, described.norm, None)
         self.ops.append(AddNorm((made, own), made, None, None, sum_scale=described.scale))
 
@@ -283,21 +307,12 @@ class Walk:
     def _feed_forward(self, layer: int, block: Block, x: Value) -> None:
         """Writes the half's output to the delta."""
         if block.dense is not None:
-            adds = block.experts is None and self._next_is_normed(layer, block)
+            adds = block.experts is None and _next_is_normed(self._decoder, layer, block)
             delta, is_whole = self._dense(layer, block.dense, x, reader_adds=adds)
             if block.experts is None or block.experts.shared_post_norm is not None:
                 _sum_ranks(self, delta, layer, is_whole=is_whole)
         if block.experts is not None:
             self._experts(layer, block.experts, x)
-
-    def _next_is_normed(self, layer: int, block: Block) -> bool:
-        """Returns whether a norm reads the feed-forward half's delta, or its sum with the
-        stream."""
-        if block.feed_forward_post_norm is not None:
-            return True
-        blocks = self._decoder.blocks
-        has_next = layer + 1 == len(blocks) or blocks[layer + 1].attention_norm is not None
-        return block.layer_input is None and has_next
 
     def _dense(
         self, layer: int, dense: Dense, x: Value, *, reader_adds: bool
@@ -416,8 +431,27 @@ class Walk:
         self.ops.append(NormOf((x,), out, layer, norm))
         return out
 
-    def _scale(self, x: Value, scale: float, *, is_rounded: bool) -> None:
-        self.ops.append(Scale((x,), x, None, scale, is_rounded))
+
+def _scale(walk: Walk, x: Value, scale: float, *, is_rounded: bool) -> None:
+    walk.ops.append(Scale((x,), x, None, scale, is_rounded))
+
+
+def _next_is_normed(decoder: Decoder, layer: int, block: Block) -> bool:
+    """Returns whether a norm reads the feed-forward half's delta, or its sum with the stream."""
+    if block.feed_forward_post_norm is not None:
+        return True
+    blocks, stage = decoder.blocks, decoder.stage
+    if stage is not None and layer == stage.layers[-1] and not stage.is_last:
+        return False
+    has_next = layer + 1 == len(blocks) or blocks[layer + 1].attention_norm is not None
+    return block.layer_input is None and has_next
+
+
+def _table(decoder: Decoder) -> Table:
+    """Returns the embedding."""
+    cut = _vocab_cut(decoder)
+    num_rows = decoder.vocab_size if cut is None else cut.size
+    return Table(EMBEDDING_KEY, EMBED_TOKENS, num_rows, decoder.hidden_size, cut)
 
 
 def _vocab_cut(decoder: Decoder) -> Cut | None:

@@ -7,6 +7,7 @@ import enum
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 
 # As in native/src/ranks.cpp.
 _MEMBER_BYTES = 128
@@ -37,6 +38,7 @@ class RanksArgs(ctypes.Structure):
     """The memory as operations get it."""
 
     _fields_ = (
+        ("fault", ctypes.c_void_p),
         ("memory", ctypes.c_void_p),
         ("rank", ctypes.c_int64),
         ("num_ranks", ctypes.c_int64),
@@ -46,12 +48,13 @@ class RanksArgs(ctypes.Structure):
     )
 
 
-def create_file(num_ranks: int, num_threads: int) -> int:
-    """Returns a new file in memory, through which so many ranks exchange, each with so many threads
-    at most. It has no name, and is gone when no process has it open. Raises OSError."""
+def create_file(groups: Sequence[int], num_threads: int) -> int:
+    """Returns a new file in memory, through which groups of so many ranks exchange, each rank with
+    so many threads at most. It has no name, and is gone when no process has it open. Raises
+    OSError."""
     file = os.memfd_create("loadout-ranks")
     try:
-        os.ftruncate(file, _num_bytes(num_ranks, num_threads))
+        os.ftruncate(file, _num_bytes(groups, num_threads))
     except OSError:
         os.close(file)
         raise
@@ -59,32 +62,36 @@ def create_file(num_ranks: int, num_threads: int) -> int:
 
 
 class RankMemory:
-    """One rank's view of the file that `create_file` has made for as many ranks and threads.
+    """One rank's view of a group's part of the file that `create_file` has made for the same groups
+    and threads. `rank` is its place in the group.
 
-    An exchange fails if another rank does not come for `timeout_s`. Threads that wait keep their
-    processors for a while if all have one of their own, `spins`. Raises ValueError for a file that
-    was made for others.
+    An exchange fails if another rank does not come for `timeout_s`, and with it those of all
+    groups. Threads that wait keep their processors for a while if all have one of their own,
+    `spins`. Raises ValueError for a file that was made for others.
     """
 
     def __init__(
         self,
         file: int,
+        groups: Sequence[int],
+        group: int,
         rank: int,
-        num_ranks: int,
         num_threads: int,
         timeout_s: float,
         *,
         spins: bool = False,
     ) -> None:
-        num_bytes, found_bytes = _num_bytes(num_ranks, num_threads), os.fstat(file).st_size
+        num_bytes, found_bytes = _num_bytes(groups, num_threads), os.fstat(file).st_size
         if found_bytes != num_bytes:
-            found = f"ranks share memory of {found_bytes} bytes, and {num_ranks} ranks of "
+            found = f"ranks share memory of {found_bytes} bytes, and {max(groups)} ranks of "
             needed = f"{num_threads} threads need {num_bytes}: set --num-threads to the same number"
             raise ValueError(f"{found}{needed} for all")
         self._memory = mmap.mmap(file, num_bytes)
+        self._offset = _num_bytes(groups[:group], num_threads)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         times = int(timeout_s * 1000), _SPIN_NS * spins
-        self.args = RanksArgs(address, rank, num_ranks, num_threads, *times)
+        place = address, address + self._offset
+        self.args = RanksArgs(*place, rank, groups[group], num_threads, *times)
 
     @property
     def fault(self) -> RankFault | None:
@@ -95,16 +102,17 @@ class RankMemory:
     @property
     def seconds(self) -> float:
         """The time that this rank's first thread has spent in exchanges so far."""
-        line = _MEMBER_BYTES * (1 + self.args.rank * self.args.max_threads)
+        line = self._offset + _MEMBER_BYTES * self.args.rank * self.args.max_threads
         nanoseconds: int = struct.unpack_from("q", self._memory, line + _SPENT_OFFSET)[0]
         return nanoseconds / 1e9
 
     def fail(self) -> None:
-        """Ends all exchanges, of all ranks, because one has ended. Idempotent, from any thread."""
+        """Ends all exchanges, of all groups, because one has ended. Idempotent, from any thread."""
         if self.fault is None:
             struct.pack_into("I", self._memory, 0, RankFault.CLOSED.value)
 
 
-def _num_bytes(num_ranks: int, num_threads: int) -> int:
-    num_members = num_ranks * num_threads
+def _num_bytes(groups: Sequence[int], num_threads: int) -> int:
+    """Returns the bytes of a line with the fault, and of the lines and shares of these groups."""
+    num_members = sum(groups) * num_threads
     return _MEMBER_BYTES * (1 + num_members) + num_members * _SHARE_BYTES

@@ -1,8 +1,8 @@
-"""Sums and columns of all ranks in C++, for programs.
+"""Sums, columns and rows of ranks in C++, for programs.
 
-All ranks run the same operations in the same order, with equal counts and as many threads. They
-return at once, with anything as their result, when the memory has a fault: ask it after a run.
-"""
+All ranks of a group run the same operations in the same order, with equal counts and as many
+threads. They return at once, with anything as their result, when the memory has a fault: ask it
+after a run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class _SumRanksArgs(ctypes.Structure):
         ("size", ctypes.c_int64),
         ("stride", ctypes.c_int64),
     )
+
+
+class _HandRowsArgs(ctypes.Structure):
+    _fields_ = _SumRanksArgs._fields_
 
 
 class _ColumnsArgs(ctypes.Structure):
@@ -71,6 +75,21 @@ def rank_columns_op(
         memory.args, x.data_ptr(), count.data_ptr(), x.shape[1], x.stride(0), part_size, to_all
     )
     return NativeOp("rank_columns", args, (x, count, memory))
+
+
+def hand_rows_op(x: Tensor, count: Tensor, memory: RankMemory) -> NativeOp:
+    """Hands x[:count] of rank 0, which leaves it as it is, to rank 1 of a group of two, which gets
+    it. Rank 0 waits for rank 1 only where it is two pieces behind.
+
+    Args:
+        x: [N, size], float32 or bfloat16, with rows of unit stride that may be apart.
+        count: int32 [1], read when the program runs.
+        memory: This rank's view of the memory.
+    """
+    _check(x, count)
+    assert memory.args.num_ranks == 2
+    args = _HandRowsArgs(memory.args, x.data_ptr(), count.data_ptr(), x.shape[1], x.stride(0))
+    return NativeOp("hand_rows_" + dtype_name(x.dtype), args, (x, count, memory))
 
 
 def _check(x: Tensor, count: Tensor) -> None:

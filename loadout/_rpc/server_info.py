@@ -133,6 +133,8 @@ class RankStatus:
     """Threads that compute."""
     processors: tuple[int, ...]
     """The processors that it may use."""
+    stage: int = 0
+    """The stage that it is of: each has some of the layers."""
 
 
 @dataclass(frozen=True, slots=True)

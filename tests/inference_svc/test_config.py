@@ -274,6 +274,9 @@ def test_other_models_ignore_the_settings_of_states(model: Path) -> None:
             dataclasses.replace(GPU, num_devices=2),
             "--expert-parallel: only CPUs so far",
         ),
+        (["--tensor-parallel", "16", "--pipeline-parallel", "8"], CPU, "are 128 processes, and"),
+        (["--pipeline-parallel", "2"], GPU, "--pipeline-parallel: only CPUs so far"),
+        (["--pipeline-parallel", "2", "--fully-sharded-loras"], CPU, "needs --tensor-parallel 2"),
     ],
 )
 def test_impossible_settings(model: Path, args: list[str], machine: Machine, message: str) -> None:

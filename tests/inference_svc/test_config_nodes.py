@@ -50,15 +50,45 @@ def test_one_machine(tmp_path: Path) -> None:
     assert config.local_ranks == range(4)
 
 
+def test_machines_that_would_cut_stages(tmp_path: Path) -> None:
+    settings = parse(
+        tmp_path, "--tensor-parallel", "2", "--pipeline-parallel", "3", "--nnodes", "2", *THERE
+    )
+    with pytest.raises(InvalidSetting, match="--pipeline-parallel 3 and --nnodes 2: one must"):
+        resolve(settings, Machine(has_cuda=False), FACTS)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "num_nodes", "local", "num_computing"),
+    [(2, 3, 1, range(6), 2), (2, 4, 2, range(4, 8), 2), (4, 2, 4, range(2, 4), 2)],
+)
+def test_stages_of_a_machine(
+    num_ranks: int,
+    num_stages: int,
+    num_nodes: int,
+    local: range,
+    num_computing: int,
+    tmp_path: Path,
+) -> None:
+    """Whole ones, of which one computes at a time, or a part of one; its ranks are neighbours."""
+    stages = ("--tensor-parallel", str(num_ranks), "--pipeline-parallel", str(num_stages))
+    nodes = ("--nnodes", str(num_nodes), "--node-rank", "1", *THERE) if num_nodes > 1 else ()
+    settings = parse(tmp_path, *stages, *nodes)
+    config = to_engine_config(resolve(settings, Machine(has_cuda=False), FACTS))
+    assert config.num_ranks == num_ranks * num_stages
+    assert config.local_ranks == local
+    assert config.num_computing == num_computing
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--node-rank", "1"), "--node-rank 1 is not below --nnodes 1"),
         (
             ("--tensor-parallel", "3", "--nnodes", "2", *THERE),
-            "--tensor-parallel 3 does not divide by --nnodes 2",
+            "3 processes (--tensor-parallel, --pipeline-parallel) do not divide by --nnodes 2",
         ),
-        (("--nnodes", "2", *THERE), "--tensor-parallel 1 does not divide by --nnodes 2"),
+        (("--nnodes", "2", *THERE), "1 processes (--tensor-parallel, --pipeline-parallel) do not"),
         (
             (*SECOND, "--node-rank", "2", *THERE),
             "--node-rank 2 is not below --nnodes 2: machines are counted from 0",

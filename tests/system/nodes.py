@@ -19,10 +19,11 @@ TOKEN = "a secret of all machines"
 
 @dataclass
 class NodeServices(Services):
-    """`num_ranks` ranks on two machines, of which the first has the address `leader`, and serves.
-    Their token has to be in the environment."""
+    """`num_ranks` ranks, in so many stages, on two machines, of which the first has the address
+    `leader`, and serves. Their token has to be in the environment."""
 
     num_ranks: int = 2
+    num_stages: int = 1
     leader: str = LOCAL
     prefix: tuple[str, ...] = ()
     """Before the second machine's command."""
@@ -66,7 +67,8 @@ class NodeServices(Services):
 
     def _node_flags(self, node: int) -> tuple[str, ...]:
         return (
-            *("--tensor-parallel", str(self.num_ranks), "--nnodes", "2"),
+            *("--tensor-parallel", str(self.num_ranks // self.num_stages), "--nnodes", "2"),
+            *("--pipeline-parallel", str(self.num_stages)),
             *("--node-rank", str(node), "--rendezvous", self.rendezvous),
         )
 

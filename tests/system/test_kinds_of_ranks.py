@@ -28,9 +28,26 @@ from tests.system.kinds import (
 )
 from tests.system.sums import SUMS, check_sum, digest_of, summed
 
-KINDS = ["qwen3", *(pytest.param(each, marks=pytest.mark.long) for each in ("gemma2", "cohere2"))]
-counts = pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
-paths = pytest.mark.parametrize("path", ["native", pytest.param("torch", marks=pytest.mark.long)])
+LONG = pytest.mark.long
+KINDS = ["qwen3", *(pytest.param(each, marks=LONG) for each in ("gemma2", "cohere2"))]
+RANKS = {"tensor_parallel": 2}
+STAGES = {"pipeline_parallel": 2}
+shapes = pytest.mark.parametrize(
+    "shape",
+    [
+        RANKS,
+        pytest.param({"tensor_parallel": 4}, marks=LONG),
+        STAGES,
+        pytest.param(RANKS | STAGES, marks=LONG),
+    ],
+    ids=str,
+)
+of_ranks = pytest.mark.parametrize(
+    "shape",
+    [RANKS, *(pytest.param(each, marks=LONG) for each in ({"tensor_parallel": 4}, RANKS | STAGES))],
+    ids=str,
+)
+paths = pytest.mark.parametrize("path", ["native", pytest.param("torch", marks=LONG)])
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -39,19 +56,21 @@ def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @paths
-@counts
+@shapes
 def test_all_kinds_together_have_the_oracles_logits(
-    zoo: Kinds, count: int, path: str, start: Callable
+    zoo: Kinds, shape: dict[str, int], path: str, start: Callable
 ) -> None:
-    compare(zoo, start, tensor_parallel=count, native_kernels=PATHS[path])
+    compare(zoo, start, **shape, native_kernels=PATHS[path])
 
 
 @paths
-@counts
-def test_fully_sharded_adapters(zoo: Kinds, count: int, path: str, start: Callable) -> None:
+@of_ranks
+def test_fully_sharded_adapters(
+    zoo: Kinds, shape: dict[str, int], path: str, start: Callable
+) -> None:
     """A and B are cut by inputs and by outputs; adapters that need all outputs are refused."""
     names = [name for name in zoo.names if name not in UNSHARED]
-    settings = {"tensor_parallel": count, "native_kernels": PATHS[path]}
+    settings = {**shape, "native_kernels": PATHS[path]}
     running = compare(zoo, start, names, fully_sharded_loras=True, **settings)
     for name, reason in UNSHARED.items():
         if name in zoo.adapter_dirs:
@@ -63,22 +82,22 @@ def test_fully_sharded_adapters(zoo: Kinds, count: int, path: str, start: Callab
 
 
 @paths
-@counts
+@of_ranks
 def test_float8_adapters_of_all_kinds(
-    tmp_path: Path, count: int, path: str, start: Callable
+    tmp_path: Path, shape: dict[str, int], path: str, start: Callable
 ) -> None:
     """Each rank's part of a matrix has a scale of its own."""
     zoo = make_kinds("qwen3", tmp_path, shake_to_float8)
-    compare(zoo, start, tensor_parallel=count, adapter_dtype="fp8", native_kernels=PATHS[path])
+    compare(zoo, start, **shape, adapter_dtype="fp8", native_kernels=PATHS[path])
 
 
 @paths
-@counts
+@shapes
 def test_sums_have_the_oracles_logits(
-    tmp_path: Path, count: int, path: str, start: Callable
+    tmp_path: Path, shape: dict[str, int], path: str, start: Callable
 ) -> None:
     zoo = make_kinds("qwen3", tmp_path)
-    settings = {"max_prefill_chunk": 24, "native_kernels": PATHS[path], "tensor_parallel": count}
+    settings = {"max_prefill_chunk": 24, "native_kernels": PATHS[path], **shape}
     running, recorder = begin(zoo, start, **settings)
     asked = dict(zip(SUMS, prompts(len(SUMS), seed=3), strict=True))
     asked["tokens that one adds"] += ADDED
@@ -92,10 +111,12 @@ def test_sums_have_the_oracles_logits(
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param({"adapter_dtype": "fp8"}, marks=pytest.mark.long),
+        pytest.param({}, marks=LONG),
+        pytest.param({"adapter_dtype": "fp8"}, marks=LONG),
         {"fully_sharded_loras": True},
-        pytest.param({"fully_sharded_loras": True, "expert_parallel": 2}, marks=pytest.mark.long),
+        pytest.param({"fully_sharded_loras": True, "expert_parallel": 2}, marks=LONG),
+        pytest.param({"tensor_parallel": 1} | STAGES, marks=LONG),
+        pytest.param({"expert_parallel": 2} | STAGES, marks=LONG),
     ],
     ids=str,
 )
@@ -108,7 +129,7 @@ def test_experts_have_the_oracles_tokens(
     model = make_model("mixtral", tmp_path / "model")
     reference = adapted(model, "mixtral", tmp_path / "adapters", [spec], to_float8)
     zoo = Zoo("mixtral", tmp_path / "model", reference, {spec.name: tmp_path / "adapters/experts"})
-    running = start(zoo, tensor_parallel=2, **settings)
+    running = start(zoo, **(RANKS | settings))
     names = [spec.name, ""]
     answers = [zoo.greedy(name, prompts(1)[0], NUM_TOKENS) for name in names]
     assert answers[0] != answers[1], "the adapter changes what is compared"
@@ -121,9 +142,12 @@ def test_experts_have_the_oracles_tokens(
     running.check_idle()
 
 
-def test_magnitudes_that_another_rank_refuses_are_refused(tmp_path: Path, start: Callable) -> None:
-    """A zero row of the last rank's outputs. Another adapter is not disturbed, nor is the next
-    load of the same one."""
+@pytest.mark.parametrize("shape", [RANKS, STAGES, RANKS | STAGES], ids=str)
+def test_magnitudes_that_another_rank_refuses_are_refused(
+    tmp_path: Path, shape: dict[str, int], start: Callable
+) -> None:
+    """A zero row of the last rank's outputs, and of the last layer. Another adapter is not
+    disturbed, nor is the next load of the same one."""
     base = make_model("llama", tmp_path / "model")
     with torch.no_grad():
         base.model.layers[1].self_attn.k_proj.weight[-1] = 0
@@ -140,7 +164,7 @@ def test_magnitudes_that_another_rank_refuses_are_refused(tmp_path: Path, start:
         adapted(copy.deepcopy(base), "llama", tmp_path / "adapters", [spec], train)
         dirs[name] = tmp_path / "adapters" / name
     zoo = Zoo("llama", tmp_path / "model", base, dirs)
-    running = start(zoo, tensor_parallel=2)
+    running = start(zoo, **shape)
     for number in range(2):
         for name in ("faulty", "sound", ""):
             running.submit(f"{name}{number}", [5, 6, 7], name, max_tokens=4)

@@ -31,14 +31,21 @@ FOLLOW = ["follow_keep", "follow_recompute"]
 
 
 @pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["alone", "ranks"]
+    scope="module",
+    params=[
+        (1, 1),
+        pytest.param((2, 1), marks=pytest.mark.long),
+        pytest.param((1, 2), marks=pytest.mark.long),
+    ],
+    ids=["alone", "ranks", "stages"],
 )
 def system(
     request: pytest.FixtureRequest,
     zoos: Callable[[str], Zoo],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Services]:
-    ranks = ("--tensor-parallel", str(request.param))
+    count, num_stages = map(str, request.param)
+    ranks = ("--tensor-parallel", count, "--pipeline-parallel", num_stages)
     flags = ("--adapter-wait-seconds", "3", "--http", "127.0.0.1:0", *ranks)
     folder = tmp_path_factory.mktemp("life")
     with Services(zoos("llama"), folder, inference_flags=flags) as made:

@@ -36,9 +36,11 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
 
 
-def serve(zoo: Zoo, folder: Path, num_ranks: int = 2) -> NodeServices:
+def serve(zoo: Zoo, folder: Path, num_ranks: int = 2, num_stages: int = 1) -> NodeServices:
     flags = ("--adapter-wait-seconds", "60")
-    return NodeServices(zoo, folder, inference_flags=flags, num_ranks=num_ranks)
+    return NodeServices(
+        zoo, folder, inference_flags=flags, num_ranks=num_ranks, num_stages=num_stages
+    )
 
 
 def answers(services: Services, names: tuple[str, ...] = ADAPTERS) -> dict[str, list[int]]:
@@ -73,11 +75,17 @@ def check_addresses(services: NodeServices) -> None:
     assert int(services.rendezvous.rpartition(":")[2]) not in ports
 
 
-def test_machines_answer_as_peft(zoos: Callable[[str], Zoo], tmp_path: Path) -> None:
-    """Mixed adapters in one batch, greedy in fp32."""
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages"),
+    [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.long)],
+)
+def test_machines_answer_as_peft(
+    num_ranks: int, num_stages: int, zoos: Callable[[str], Zoo], tmp_path: Path
+) -> None:
+    """Mixed adapters in one batch, greedy in fp32. Each machine may have a stage."""
     zoo = zoos("llama")
-    with serve(zoo, tmp_path) as services:
-        assert len(remote_ranks(services)) == 1
+    with serve(zoo, tmp_path, num_ranks, num_stages) as services:
+        assert len(remote_ranks(services)) == num_ranks // 2
         assert health(services.node_metrics) == 200
         check_addresses(services)
         for name, found in answers(services).items():

@@ -50,10 +50,19 @@ QUICK_TORCH = (PAGE_SIZE, 512)
 def test_chunks_and_prefixes_change_nothing(
     zoos: Callable[[str], Zoo], start: Callable, chunk: int, native: bool
 ) -> None:
-    zoo = zoos("llama")
-    running = start(
-        zoo, max_model_len=512, native_kernels=native, max_prefill_chunk=chunk, max_sequences=7
-    )
+    compare(zoos("llama"), start, max_prefill_chunk=chunk, native_kernels=native)
+
+
+@pytest.mark.parametrize("native", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_stages_score_as_one_process(
+    zoos: Callable[[str], Zoo], start: Callable, native: bool
+) -> None:
+    settings = {"max_prefill_chunk": 100, "pipeline_parallel": 2, "native_kernels": native}
+    compare(zoos("llama"), start, **settings)
+
+
+def compare(zoo: Zoo, start: Callable, **settings: Any) -> None:
+    running = start(zoo, max_model_len=512, max_sequences=7, **settings)
     expected = zoo.logits(ADAPTER, PROMPT, torch.float32)
     running.submit("before", PROMPT, ADAPTER, max_tokens=1)
     running.result("before")

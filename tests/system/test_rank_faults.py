@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,8 @@ from tests.support.wait import until
 from tests.system.services import Services
 
 NUM_RANKS, NUM_REQUESTS = 2, 6
-FLAGS = ("--base-model", "llama", "--tensor-parallel", str(NUM_RANKS))
+FLAGS = ("--base-model", "llama")
+SHAPES = (("--tensor-parallel", "2"), ("--pipeline-parallel", "2"))
 RUNNING = "loadout_inference_requests_running"
 FAULTS = [signal.SIGKILL] * 16 + [signal.SIGSTOP] * 4
 END_S = {signal.SIGKILL: 20.0, signal.SIGSTOP: 60.0}
@@ -75,15 +77,17 @@ def check_fault(services: Services, fault: signal.Signals, chosen: random.Random
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_twenty_faults_of_ranks(zoos: Callable[[str], Zoo], tmp_path: Path) -> None:
-    chosen = random.Random(0)
+    """Ranks of one stage, and stages, take turns."""
+    chosen, shapes = random.Random(0), cycle(SHAPES)
     flags = (*FLAGS, "--max-model-len", "240", "--adapter-wait-seconds", "60")
-    with Services(zoos("llama"), tmp_path, inference_flags=flags) as services:
+    with Services(zoos("llama"), tmp_path, inference_flags=(*flags, *next(shapes))) as services:
         for name in ("r3", "r16"):
             services.client.register(name, services.source(name))
         for fault in chosen.sample(FAULTS, len(FAULTS)):
             began_s = time.monotonic()
             check_fault(services, fault, chosen)
             ended_s = time.monotonic()
+            services.inference_flags = (*flags, *next(shapes))
             services.start_inference()
             services.client.close()
             services.client = Client(services.inference_address, services.store_address)

@@ -71,28 +71,34 @@ def check_nobody_else_reaches(ranks: list[int], count: int) -> None:
     assert not [each for each in connections if each.status == psutil.CONN_LISTEN]
 
 
-def check_operators_see_all(services: Services, ranks: list[int]) -> None:
-    """Each rank has a status, which its own process has counted, and stacks."""
+def check_operators_see_all(services: Services, ranks: list[int], num_stages: int) -> None:
+    """Each rank has a status, which its own process has counted, and stacks. Ranks of a stage pull
+    as much."""
     indices = range(len(ranks) + 1)
+    stages = [index * num_stages // len(indices) for index in indices]
 
     def is_counted() -> bool:  # other ranks report every second
         found = services.client.server_info().ranks
-        return all(each.num_steps for each in found) and len({e.pulled_bytes for e in found}) == 1
+        pulled = {(each.stage, each.pulled_bytes) for each in found}
+        is_done = all(each.num_steps and each.pulled_bytes for each in found)
+        return is_done and len(pulled) == num_stages
 
     until(is_counted)
     found = services.client.server_info().ranks
     assert [each.index for each in found] == [*indices]
+    assert [each.stage for each in found] == stages
     assert [each.process_id for each in found[1:]] == ranks
     for each in found:
         resident = psutil.Process(each.process_id).memory_info().rss
         assert abs(each.resident_bytes - resident) < 0.2 * resident
         assert each.answers
         assert each.num_threads == 1
-        assert min(each.weights_bytes, each.kv_bytes, each.pulled_bytes) > 0
+        assert min(each.weights_bytes, each.pulled_bytes) > 0
+        assert each.kv_bytes > 0 or num_stages > 1, "a stage of recurrent layers has none"
         assert 0 < each.exchange_seconds < each.step_seconds
-    bound = [processor for each in found for processor in each.processors]
-    assert len(bound) == len(set(bound)), "no two ranks share one"
-    assert bool(bound) == (len(found) <= len(os.sched_getaffinity(0)))
+    bound = [processor for each in found if not each.stage for processor in each.processors]
+    assert len(bound) == len(set(bound)), "no two ranks of a stage share one"
+    assert bool(bound) == (len(found) // num_stages <= len(os.sched_getaffinity(0)))
     metrics = scrape(services.inference_metrics)
     seconds = ("step_seconds_total", "exchange_seconds_total")
     for name in ("up", "resident_bytes", "steps_total", "pulled_bytes_total", *seconds):
@@ -100,6 +106,8 @@ def check_operators_see_all(services: Services, ranks: list[int]) -> None:
         assert {each.labels["rank"]: each.value > 0 for each in samples} == {
             str(index): True for index in indices
         }
+    of_rank = metrics.select("loadout_inference_rank_up")
+    assert [int(each.labels["stage"]) for each in of_rank] == stages
     parts = {each.name: each.content for each in services.client.server_debug_info()}
     stacks = parts["stacks.txt"].decode()
     for index in indices[1:]:
@@ -108,37 +116,45 @@ def check_operators_see_all(services: Services, ranks: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "expert_parallel"),
+    ("kind", "count", "expert_parallel", "num_stages"),
     [
-        ("llama", 2, 1),
-        ("qwen3-moe", 2, 1),
-        ("qwen3-moe", 2, 2),
-        ("qwen3_5", 2, 1),
-        pytest.param("lfm2", 2, 1, marks=pytest.mark.long),
-        pytest.param("olmo2", 2, 1, marks=pytest.mark.long),
-        pytest.param("qwen3-next", 2, 1, marks=pytest.mark.long),
-        pytest.param("qwen3", 2, 1, marks=pytest.mark.long),
-        pytest.param("qwen3-moe", 4, 1, marks=pytest.mark.long),
-        pytest.param("qwen3-moe", 4, 2, marks=pytest.mark.long),
+        ("llama", 2, 1, 1),
+        ("qwen3-moe", 2, 1, 1),
+        ("qwen3-moe", 2, 2, 1),
+        ("qwen3_5", 2, 1, 1),
+        ("qwen3_5", 1, 1, 2),
+        pytest.param("lfm2", 2, 1, 1, marks=pytest.mark.long),
+        pytest.param("olmo2", 2, 1, 1, marks=pytest.mark.long),
+        pytest.param("qwen3-next", 2, 1, 1, marks=pytest.mark.long),
+        pytest.param("qwen3", 2, 1, 1, marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 4, 1, 1, marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 4, 2, 1, marks=pytest.mark.long),
+        pytest.param("llama", 2, 1, 2, marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 2, 2, 2, marks=pytest.mark.long),
+        pytest.param("lfm2", 1, 1, 2, marks=pytest.mark.long),
     ],
 )
 def test_ranks_answer_as_peft(
     kind: str,
     count: int,
     expert_parallel: int,
+    num_stages: int,
     zoos: Callable[[str], Zoo],
     tmp_path: Path,
     capsys: Any,
 ) -> None:
     """Mixed adapters in one batch, greedy in fp32."""
-    zoo = zoos(kind)
-    with serve(zoo, tmp_path, count, "--expert-parallel", str(expert_parallel)) as services:
-        check_nobody_else_reaches(ranks_of(services), count)
+    zoo, num_ranks = zoos(kind), count * num_stages
+    flags = "--expert-parallel", str(expert_parallel), "--pipeline-parallel", str(num_stages)
+    with serve(zoo, tmp_path, count, *flags) as services:
+        check_nobody_else_reaches(ranks_of(services), num_ranks)
         names = ADAPTERS[kind]
         check_answers(zoo, services, names)
-        check_operators_see_all(services, ranks_of(services))
+        check_operators_see_all(services, ranks_of(services), num_stages)
+        layers = {each.layer for each in services.client.inspect(names[1]).targets}
+        assert layers == set(range(load_description(zoo.model_dir).num_layers)), "of all stages"
         print_verdicts(services.client.get(names[1]))
-        expected = rf"servable by layout \w+, --tensor-parallel {count}, ranks up to 64"
+        expected = rf"servable by layout \w+, {num_ranks} processes, ranks up to 64"
         assert re.fullmatch(expected, capsys.readouterr().out.strip()), "a line for all ranks"
     assert services.exit_codes == [0, 0]
 
@@ -188,9 +204,12 @@ def test_adapters_of_some_experts_alone_are_refused(tmp_path: Path) -> None:
         check_answers(zoo, services, ["", "all"])
 
 
-def test_a_rank_that_is_killed_ends_the_engine(zoos: Callable[[str], Zoo], tmp_path: Path) -> None:
-    zoo = zoos("llama")
-    with serve(zoo, tmp_path, 2) as services:
+@pytest.mark.parametrize("is_staged", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_rank_that_is_killed_ends_the_engine(
+    zoos: Callable[[str], Zoo], tmp_path: Path, *, is_staged: bool
+) -> None:
+    zoo, flags = zoos("llama"), ("--pipeline-parallel", "2") if is_staged else ()
+    with serve(zoo, tmp_path, 1 if is_staged else 2, *flags) as services:
         chunks = iter(services.client.generate(PROMPT, max_tokens=220, ignore_eos=True))
         next(chunks)
         [rank] = ranks_of(services)
@@ -206,12 +225,20 @@ def test_a_rank_that_is_killed_ends_the_engine(zoos: Callable[[str], Zoo], tmp_p
 
 
 @pytest.mark.parametrize("is_fully_sharded", [False, True])
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("count", "num_stages"),
+    [
+        (2, 1),
+        pytest.param(4, 1, marks=pytest.mark.long),
+        pytest.param(2, 2, marks=pytest.mark.long),
+    ],
+)
 def test_ranks_pull_one_image_and_the_parts_that_each_has_whole(
-    tmp_path: Path, count: int, *, is_fully_sharded: bool
+    tmp_path: Path, count: int, num_stages: int, *, is_fully_sharded: bool
 ) -> None:
     """By the store's own counter. A third of an image is A of targets whose outputs are cut, or B
-    of targets whose inputs are, which each rank has; none if adapters are fully sharded."""
+    of targets whose inputs are, which each rank of a stage has; none if adapters are fully sharded.
+    Stages have other parts."""
     base = make_model("llama", tmp_path / "model", num_key_value_heads=4)
     spec = AdapterSpec("r16", 16, ALL)
     reference = adapted(base, "llama", tmp_path / "adapters", [spec])
@@ -226,7 +253,8 @@ def test_ranks_pull_one_image_and_the_parts_that_each_has_whole(
             image_bytes += per_rank * (target.in_features + target.out_features)
             whole_bytes += 0 if target.in_slice else per_rank * target.in_features
             whole_bytes += 0 if target.out_slice else per_rank * target.out_features
-    flags = ("--fully-sharded-loras",) if is_fully_sharded else ()
+    flags = ["--pipeline-parallel", str(num_stages)]
+    flags += ["--fully-sharded-loras"] if is_fully_sharded else []
     with serve(zoo, tmp_path / "services", count, *flags) as services:
         services.client.register("r16", services.source("r16"))
         services.client.load("r16")

@@ -20,6 +20,7 @@ ADAPTERS = ("", "r1", "r3", "r8", "r16", "r33", "embed")
 PAGES_BYTES = {"llama": 14 * 4096, "qwen3-moe": 14 * 8192, "qwen3_5": 14 * 4096}
 """Of a rank: of 16 tokens each, fewer than two requests have."""
 PRESSURE = ("--max-model-len", "160", "--max-sequences", "6", "--max-batch-tokens", "7")
+STAGES = ("--pipeline-parallel", "2")
 Ask = tuple[str, list[int]]
 
 
@@ -33,6 +34,13 @@ Ask = tuple[str, list[int]]
         pytest.param("qwen3-moe", 4, (), marks=pytest.mark.long),
         pytest.param("qwen3-moe", 2, ("--expert-parallel", "2"), marks=pytest.mark.long),
         pytest.param("qwen3_5", 2, (), marks=pytest.mark.long),
+        ("llama", 1, STAGES),
+        pytest.param("llama", 2, STAGES, marks=pytest.mark.long),
+        pytest.param("llama", 2, (*STAGES, "--fully-sharded-loras"), marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 1, STAGES, marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 2, STAGES, marks=pytest.mark.long),
+        pytest.param("qwen3_5", 1, STAGES, marks=pytest.mark.long),
+        pytest.param("qwen3_5", 2, STAGES, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -41,9 +49,12 @@ def test_any_company_leaves_the_tokens_of_ranks(
 ) -> None:
     """Greedy in fp32: the tokens are PEFT's."""
     zoo, chosen = zoos(kind), random.Random(count)
+    pages_bytes = PAGES_BYTES[kind]
+    if STAGES[0] in more:  # one of two has all layers of a hybrid with keys and values
+        pages_bytes = pages_bytes * (1 + (kind == "qwen3_5")) // count
     flags = (
         *("--base-model", kind, "--tensor-parallel", str(count), "--max-loras", "2", *PRESSURE),
-        *("--kv-memory", str(PAGES_BYTES[kind]), "--adapter-wait-seconds", "120", *more),
+        *("--kv-memory", str(pages_bytes), "--adapter-wait-seconds", "120", *more),
     )
     with Services(zoo, tmp_path, inference_flags=flags) as services:
         for name in filter(None, ADAPTERS):

@@ -81,7 +81,17 @@ def test_choices_are_the_oracles(
     zoos: Callable[[str], Zoo], start: Callable, kind: str, path: str
 ) -> None:
     """Of prompts and outputs, with an adapter of routers and experts and without, beside others."""
-    zoo, running = zoos(kind), start(kind, max_model_len=512, native_kernels=PATHS[path])
+    compare(zoos(kind), start, native_kernels=PATHS[path])
+
+
+@pytest.mark.parametrize("path", ["native", pytest.param("torch", marks=pytest.mark.long)])
+def test_choices_of_stages(zoos: Callable[[str], Zoo], start: Callable, path: str) -> None:
+    """Each has chosen in its own layers."""
+    compare(zoos("qwen3-moe"), start, native_kernels=PATHS[path], pipeline_parallel=2)
+
+
+def compare(zoo: Zoo, start: Callable, **settings: Any) -> None:
+    running = start(zoo.kind, max_model_len=512, **settings)
     for adapter in ("", ADAPTER):
         for index, prompt in enumerate(prompts(3, seed=5)):
             ask(running, f"{adapter} {index}", prompt, adapter)
@@ -92,7 +102,7 @@ def test_choices_are_the_oracles(
             assert tokens == running.result(f"other {adapter} {index}")[0]
             wanted = choices(zoo, adapter, prompt + tokens[:-1])
             found = routed(running, f"{adapter} {index}")
-            if kind == "glm4-moe":  # transformers leaves these in no order
+            if zoo.kind == "glm4-moe":  # transformers leaves these in no order
                 wanted, found = np.sort(wanted), np.sort(found)
             assert np.array_equal(found, wanted)
             assert not pieces_of(running, f"other {adapter} {index}")

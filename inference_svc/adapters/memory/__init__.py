@@ -7,4 +7,5 @@ pins         Which images are pinned, for whom, and which room is left for other
 resident     One image in a memory.
 eviction     Which images leave a memory for another one, in which order, and why.
 extents      The allocator of a flat memory.
+stages       Images of a model in stages, which have a part each.
 """

@@ -7,7 +7,7 @@ tier has another.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from contract.images.header import ImageHeader, align
@@ -17,9 +17,9 @@ from inference_svc.adapters.memory.eviction import (
     drain_order,
     eviction_order,
 )
-from inference_svc.adapters.memory.extents import ExtentAllocator
 from inference_svc.adapters.memory.pins import Pins
-from inference_svc.adapters.memory.resident import Resident, Shape, target_cuts
+from inference_svc.adapters.memory.resident import Resident, Shape
+from inference_svc.adapters.memory.stages import StageMemories, parts_of, shape_of
 
 
 class Reservation(NamedTuple):
@@ -30,24 +30,26 @@ class Reservation(NamedTuple):
 
 
 class Slots:
-    """Images in a memory of `capacity` bytes, at most `max_images` of them.
+    """Images in a memory of `capacity` bytes in each stage, at most `max_images` of them.
 
-    `largest` is the shape of the largest image of A and B alone. An account pins at most
-    `pin_share` of the rows, and of the bytes, that others' pins leave: see Pins.
+    `largest` are the shapes of the parts of the largest image of A and B alone, by stage. An
+    account pins at most `pin_share` of the rows, and of the bytes, that others' pins leave: see
+    Pins.
     """
 
     def __init__(
         self,
         capacity: int,
         max_images: int,
-        largest: Shape | None = None,
+        largest: Sequence[Shape] = (),
         pin_share: float = 1.0,
+        num_stages: int = 1,
     ) -> None:
         assert max_images > 0
-        self.extents = ExtentAllocator(capacity)
+        self.extents = StageMemories(capacity, num_stages)
         self.max_images = max_images
         self.largest = largest
-        self.pins = Pins(capacity, max_images, largest, pin_share)
+        self.pins = Pins(capacity, max_images, largest, pin_share, num_stages)
         # Unused superseded ones first, then the least recently used.
         self._by_digest: OrderedDict[str, Resident] = OrderedDict()
         self._superseded: set[str] = set()
@@ -100,15 +102,15 @@ class Slots:
         Returns None, and evicts nothing, when that does not suffice.
         """
         assert header.digest not in self._by_digest, "reserved twice"
-        cuts = target_cuts(header)
+        parts = shape_of(header)
         evictable = eviction_order(self._by_digest.values(), keep, waited_for)
-        victims = self._until_fits(header.total_bytes, cuts, evictable)
+        victims = self._until_fits(parts, evictable)
         if victims is None:
             return None
         for victim in victims:
             self.evictions[reason] += 1
             self.remove(victim.digest)
-        extents = self.extents.allocate(header.total_bytes, cuts)
+        extents = self.extents.allocate(parts)
         assert extents is not None, "planned, and does not fit"
         resident = Resident(header, self._free_slots.pop(), extents, header.rank)
         self._by_digest[header.digest] = resident
@@ -118,10 +120,10 @@ class Slots:
     def choose_drained(self, header: ImageHeader, keep: Collection[str]) -> list[Resident] | None:
         """Returns the images to drain for this one; None if that does not suffice."""
         planned = drain_order(self._by_digest.values(), keep)
-        return self._until_fits(header.total_bytes, target_cuts(header), planned)
+        return self._until_fits(shape_of(header), planned)
 
     def _until_fits(
-        self, num_bytes: int, cuts: list[int], evictable: Iterable[Resident]
+        self, parts: Sequence[Shape], evictable: Iterable[Resident]
     ) -> list[Resident] | None:
         """Returns the first of `evictable` whose eviction makes room; None if all do not."""
         planned, victims = self.extents.copy(), list[Resident]()
@@ -129,7 +131,7 @@ class Slots:
         while True:
             # `planned` changes only when it fits, and then it has served its purpose.
             has_row = bool(self._free_slots or victims)
-            if has_row and planned.allocate(num_bytes, cuts) is not None:
+            if has_row and planned.allocate(parts) is not None:
                 return victims
             victim = next(candidates, None)
             if victim is None:
@@ -140,8 +142,8 @@ class Slots:
     def eviction_candidates(self, keep: Collection[str]) -> set[str] | None:
         """Returns the images that might be evicted for one more; None while any image known here
         would fit without."""
-        largest_bytes = max((r.num_bytes for r in self._by_digest.values()), default=0)
-        if len(self) < self.max_images and self.extents.free_bytes >= largest_bytes:
+        largest_bytes = max((_largest_part(r.header) for r in self.residents()), default=0)
+        if len(self) < self.max_images and self.extents.least_free_bytes >= largest_bytes:
             return None
         return {r.digest for r in self._by_digest.values() if can_evict(r, keep)}
 
@@ -213,6 +215,11 @@ class Slots:
             assert resident.num_bytes == align(resident.header.total_bytes)
 
 
+def _largest_part(header: ImageHeader) -> int:
+    """Returns the bytes of an image in the stage that has the most of it."""
+    return max(align(part.total_bytes) for part in parts_of(header))
+
+
 def inadmissible_reason(
     header: ImageHeader, max_rank: int, device: Slots, host: Slots | None
 ) -> str | None:
@@ -223,8 +230,11 @@ def inadmissible_reason(
     for slots, setting in ((device, "--adapter-memory"), (host, "--host-memory")):
         if slots is None or slots.pins.admits(header):
             continue
-        size = f"an image of {header.total_bytes:,} bytes"
-        if header.total_bytes > slots.capacity:
-            return f"{size}, more than {setting} {slots.capacity:,} holds: raise it"
+        num_bytes, capacity = _largest_part(header), slots.extents.stage_capacity
+        size = f"an image of {num_bytes:,} bytes"
+        if header is not parts_of(header)[0]:
+            size += " in a stage"
+        if num_bytes > capacity:
+            return f"{size}, more than {setting} {capacity:,} holds: raise it"
         return f"{size}, and pinned adapters leave less of {setting}: unpin others, or raise it"
     return None

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Sequence, Set
 from itertools import chain
 
 from contract.images.header import ImageHeader
-from inference_svc.adapters.memory.extents import ExtentAllocator
-from inference_svc.adapters.memory.resident import Resident, Shape, target_cuts
+from inference_svc.adapters.memory.resident import Resident, Shape
+from inference_svc.adapters.memory.stages import StageMemories, shape_of
 from inference_svc.errors import NoRoom
 from servicekit.errors import ShareExceeded
 from servicekit.shares import limit_of
 
 
 class Pins:
-    """Pins of images in a memory of `capacity` bytes, at most `max_images` of them.
+    """Pins of images in a memory of `capacity` bytes in each stage, at most `max_images` of them.
 
-    Pins always leave room for an image of the shape `largest`, so that they can never stop others
-    from loading. Images with whole weights may be larger: admitted ones are checked again whenever
-    `num_pinnings` has grown. An account pins at most `share` of the rows, and of the bytes, that
-    others' pins leave.
+    Pins always leave room for an image whose parts have the shapes `largest`, so that they can
+    never stop others from loading. Images with whole weights may be larger: admitted ones are
+    checked again whenever `num_pinnings` has grown. An account pins at most `share` of the rows,
+    and of the bytes, that others' pins leave.
     """
 
-    def __init__(self, capacity: int, max_images: int, largest: Shape | None, share: float) -> None:
-        self.capacity = capacity
+    def __init__(
+        self,
+        capacity: int,
+        max_images: int,
+        largest: Sequence[Shape],
+        share: float,
+        num_stages: int = 1,
+    ) -> None:
+        self._stage_bytes, self._num_stages = capacity, num_stages
+        self.capacity = capacity * num_stages
         self.max_images = max_images
         self.largest = largest
         self._share = share
         self._pinned: dict[str, Resident] = {}
         self.num_pinnings = 0
+
+    @property
+    def largest_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.largest)
 
     @property
     def digests(self) -> Set[str]:
@@ -40,7 +52,7 @@ class Pins:
 
     def admits(self, header: ImageHeader) -> bool:
         """Returns whether the image fits once nothing runs: next to the pinned ones."""
-        return self._with_pinned().allocate(header.total_bytes, target_cuts(header)) is not None
+        return self._with_pinned().allocate(shape_of(header)) is not None
 
     def admits_together(self, count: int, headers: Collection[ImageHeader]) -> bool:
         """Returns whether so many images, of which these are known, fit at once, once nothing else
@@ -50,15 +62,14 @@ class Pins:
         if count + len(others) > self.max_images:
             return False
         extents = chain.from_iterable(resident.extents for resident in others)
-        left = ExtentAllocator.with_used(self.capacity, extents)
-        return all(
-            left.allocate(header.total_bytes, target_cuts(header)) is not None for header in headers
-        )
+        left = StageMemories.with_used(self._stage_bytes, self._num_stages, extents)
+        return all(left.allocate(shape_of(header)) is not None for header in headers)
 
-    def _with_pinned(self, *more: Resident) -> ExtentAllocator:
+    def _with_pinned(self, *more: Resident) -> StageMemories:
         """Returns the memory with only the pinned images in it, and these."""
         pinned = (resident.extents for resident in (*self._pinned.values(), *more))
-        return ExtentAllocator.with_used(self.capacity, chain.from_iterable(pinned))
+        extents = chain.from_iterable(pinned)
+        return StageMemories.with_used(self._stage_bytes, self._num_stages, extents)
 
     def pin(self, resident: Resident, account: str = "") -> None:
         """Protects an image from eviction, for an account; "" has no share. Accounts whose adapters
@@ -96,10 +107,10 @@ class Pins:
                 subject="max_loras",
             )
         left = self._with_pinned(resident)
-        if self.largest and left.allocate(self.largest.num_bytes, self.largest.cuts) is None:
+        if self.largest and left.allocate(self.largest) is None:
             raise NoRoom(
                 f"pinning {resident.num_bytes} bytes would leave no room for the largest "
-                f"admissible adapter ({self.largest.num_bytes} bytes) in {self.capacity} bytes; "
+                f"admissible adapter ({self.largest_bytes} bytes) in {self.capacity} bytes; "
                 "raise --adapter-memory or unpin another adapter",
                 subject="adapter_memory",
             )
@@ -107,7 +118,7 @@ class Pins:
     def _check_share(self, resident: Resident, account: str) -> None:
         own = [each for each in self._pinned.values() if account in each.pinned_by]
         others = len(self._pinned) - len(own)
-        room = self.capacity - (0 if self.largest is None else self.largest.num_bytes)
+        room = self.capacity - self.largest_bytes
         own_bytes = sum(each.num_bytes for each in own)
         most = limit_of(self.max_images - 1, others, self._share)
         most_bytes = limit_of(room, self.num_bytes - own_bytes, self._share)

@@ -73,14 +73,23 @@ class OtherRanks(Protocol):
     def set_layouts(self, layout_ids: tuple[str, ...]) -> None:
         """Notes the ids of the other ranks' layouts, by rank."""
 
+    def open(self, job: PullJob, header: ImageHeader) -> ImageHeader:
+        """Returns the header of the image of all stages, of which this rank's is the first part. It
+        waits for the stages that come after. Any earlier pulls end first. Raises ServiceError that
+        fails the job, and Cancelled."""
+
     def begin(self, job: PullJob, header: ImageHeader, extents: tuple[Extent, ...]) -> None:
-        """Begins the pulls of a job that was granted these extents. Any earlier ones end first."""
+        """Begins the pulls of a job that is open and was granted these extents, of all stages. Any
+        earlier ones end first."""
 
     def finish(
         self, job: PullJob, event: PullDone | PullFailed | None
     ) -> PullDone | PullFailed | None:
         """Returns the end of a job on all ranks: `event`, this rank's, or another rank's failure.
-        No rank writes any more, unless all are done."""
+        No rank writes any more, unless all are done. None: the job is parked."""
+
+    def abandon(self, job: PullJob) -> None:
+        """Ends the pulls of a job that is cancelled while it is parked."""
 
 
 class Puller:
@@ -127,6 +136,8 @@ class Puller:
     def cancel(self, job: PullJob) -> None:
         """Ends a job; its PullFailed, without an error, is posted once it no longer writes."""
         if job.cancel():
+            if self.others is not None:
+                self.others.abandon(job)
             self._post(PullFailed(job, None))
 
     def close(self) -> None:
@@ -243,7 +254,8 @@ class Puller:
         header = self._read_header(header)
         job.on_message()
         progress.begin(header)
-        self._post(PullOpened(job, header))
+        whole = header if self.others is None else self.others.open(job, header)
+        self._post(PullOpened(job, whole))
         progress.sink = self._wait_for_room(job, header)
 
     def _wait_for_room(self, job: PullJob, header: ImageHeader) -> ImageSink:

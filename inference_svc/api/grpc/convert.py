@@ -369,6 +369,7 @@ def to_memory(memory: dict[str, tuple[int, int]]) -> list[pb.MemoryUse]:
 def to_rank_status(rank: RankStatus) -> pb.RankStatus:
     return pb.RankStatus(
         index=rank.index,
+        stage=rank.stage,
         process_id=rank.process_id,
         answers=rank.answers,
         resident_bytes=rank.resident_bytes,

@@ -24,7 +24,8 @@ from inference_svc.backends.cuda.memory import CudaMemory
 from inference_svc.backends.cuda.needs import max_prompt_recordings
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.backends.cuda.steps import FixedStep, StepLimits
-from inference_svc.backends.torch import LoraStep, score_slices
+from inference_svc.backends.lora_step import LoraStep
+from inference_svc.backends.torch import score_slices
 from inference_svc.core import (
     Batch,
     BatchColumns,

@@ -82,7 +82,10 @@ class CudaFactory:
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         return f"{name} {'.'.join(map(str, capability))}, CUDA {torch.version.cuda}"
 
-    def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> Meeting:
+    def open_meeting(
+        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1
+    ) -> Meeting:
+        assert num_stages == 1, "stages are not among its features"
         return DeviceMeeting(count, timeout_s)
 
     def make_recorder(self, wait: Callable[[], None] | None) -> Record:

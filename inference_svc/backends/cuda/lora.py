@@ -11,8 +11,8 @@ from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.cuda.inputs import ALIGNMENT_BYTES, StepBlock
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
+from inference_svc.backends.lora_step import LoraStep
 from inference_svc.backends.slot_runs import SlotRuns, last_slots, slot_runs
-from inference_svc.backends.torch import LoraStep
 from inference_svc.core import BASE_SLOT, BatchColumns
 from inference_svc.model.sharding.exchange import Exchange
 from kernels.lora import LoraPlan

@@ -16,7 +16,7 @@ from inference_svc.backends.cuda.lora import CudaLora
 from inference_svc.backends.cuda.padded_sizes import StepShape, StepShapes
 from inference_svc.backends.cuda.pages import PageTable
 from inference_svc.backends.cuda.segments import CudaSegments
-from inference_svc.backends.torch import LoraStep
+from inference_svc.backends.lora_step import LoraStep
 from inference_svc.core import Batch, BatchColumns, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.description import Decoder
 from inference_svc.model.inputs import StepInputs

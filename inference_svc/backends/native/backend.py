@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import applied_targets
@@ -19,6 +20,7 @@ from inference_svc.backends.base import (
     RankBackend,
     Reload,
     Scored,
+    gather_choices,
     make_reload,
     max_pages,
     returns_experts,
@@ -46,8 +48,8 @@ from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
-from inference_svc.model.sharding.exchange import Exchange
-from inference_svc.model.transformer import COMPUTED, OF_RANKS
+from inference_svc.model.sharding.exchange import Exchange, StagedExchange
+from inference_svc.model.transformer import COMPUTED, OF_RANKS, OF_STAGES
 from kernels.host_memory import Slab
 from kernels.lora.plan import LoraContents
 from kernels.native.build import processor_flags
@@ -129,7 +131,9 @@ class NativeBackend(AdapterMemory):
 
     def _make_magnitudes(self) -> Magnitudes:
         assert self._weights is not None, "the weights are freed"
-        return Magnitudes(self._weights, self.arena, self._decoder.rank, self._exchange)
+        weights, part = self._weights, self._decoder
+        has_stages = part.stage is not None
+        return Magnitudes(weights, self.arena, part.rank, self._exchange, has_stages=has_stages)
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         self._library.place_threads(processors)
@@ -147,9 +151,15 @@ class NativeBackend(AdapterMemory):
 
     def forward(self, inputs: NativeInputs) -> Logits:
         groups, has_choices, runs = inputs
-        logits = self._loaded.forward(groups, returns_experts=has_choices, is_scored=bool(runs))
-        self._check_exchange()
+        logits = self._forward(groups, returns_experts=has_choices, is_scored=bool(runs))
         return Logits(logits, experts=self._loaded.choices if has_choices else None)
+
+    def _forward(self, groups: frozenset[str], *, returns_experts: bool, is_scored: bool) -> Tensor:
+        logits = self._loaded.forward(groups, returns_experts=returns_experts, is_scored=is_scored)
+        self._check_exchange()
+        if returns_experts:
+            gather_choices(self._loaded.choices, self._decoder, self._exchange)
+        return logits
 
     def score(self, inputs: NativeInputs) -> Iterator[Scored]:
         for part in scored_slices(inputs.runs, len(self._step.logit_rows)):
@@ -169,7 +179,7 @@ class NativeBackend(AdapterMemory):
             self._loaded.states.fill_segments(data.segments, data.counts)
         groups = self._lora.plan_runs(data.runs, data.last_slots)
         is_scored = bool(data.scored)
-        self._loaded.forward(groups, returns_experts=data.returns_experts, is_scored=is_scored)
+        self._forward(groups, returns_experts=data.returns_experts, is_scored=is_scored)
         for indices, runs in data.scored:
             self._step.choose(indices)
             if groups:
@@ -227,7 +237,8 @@ class NativeFactory:
     """A `BackendFactory` for CPUs that the native kernels are compiled for."""
 
     name = "native"
-    features = COMPUTED | OF_RANKS  # the program follows the definition, operation by operation
+    # The program follows the definition, operation by operation.
+    features = COMPUTED | OF_RANKS | OF_STAGES
     disabled_by = "native-kernels = false"
     has_device_memory = False
     profiler_device = None
@@ -241,7 +252,7 @@ class NativeFactory:
         library, faults = choose(None)
         assert library is not None, "the backend is supported"
         notes = native_notes(config.dtype, library.variant, processor_flags(), faults)
-        num_ranks = len(config.local_ranks)
+        num_ranks = config.num_computing
         return [*notes, *thread_notes(num_threads, usable_cores(), usable_cpus(), num_ranks)]
 
     def weight_kernels(self, form: WeightFormat) -> str:
@@ -259,8 +270,10 @@ class NativeFactory:
         assert library is not None, "the backend is supported"
         return library.variant
 
-    def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> Meeting:
-        return SharedMeeting(count, num_threads, timeout_s)
+    def open_meeting(
+        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1
+    ) -> Meeting:
+        return SharedMeeting(count, num_threads, timeout_s, num_stages)
 
     def build(
         self, config: EngineConfig, decoder: Decoder, layout: ModelLayout
@@ -270,10 +283,11 @@ class NativeFactory:
     def build_rank(
         self, config: EngineConfig, decoder: Decoder, layout: ModelLayout, exchange: Exchange
     ) -> RankBackend[NativeInputs]:
-        assert decoder.rank is not None, "a rank's part"
         if isinstance(exchange, SharedExchange):
             return self._build(config, decoder, layout, exchange)
-        return self._build(config, decoder, layout, CalledExchange(decoder.rank, exchange))
+        assert isinstance(exchange, StagedExchange)
+        index = 0 if decoder.rank is None else decoder.rank.index
+        return self._build(config, decoder, layout, CalledExchange(index, exchange))
 
     def _build(
         self,

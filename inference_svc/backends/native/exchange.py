@@ -4,25 +4,25 @@ share, and others through a process group."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from inference_svc.backends.exchange import ExchangeFailed
+from inference_svc.backends.exchange import ExchangeFailed, Place
 from inference_svc.host.cpus import usable_cores
 from inference_svc.model.description import Rank
-from inference_svc.model.sharding.exchange import Exchange
+from inference_svc.model.sharding.exchange import StagedExchange
 from kernels.lora import LoraGroup
 from kernels.lora.native import NativeLora
 from kernels.native.library import Library, NativeOp, load
 from kernels.ranks.called import call_op
 from kernels.ranks.memory import RankMemory, create_file
-from kernels.ranks.native import rank_columns_op, sum_ranks_op
+from kernels.ranks.native import hand_rows_op, rank_columns_op, sum_ranks_op
 
 
-class ProgramExchange(Exchange, Protocol):
+class ProgramExchange(StagedExchange, Protocol):
     """An exchange, and the operations of a program that exchange with all other ranks, which run
     the same in the same order. They return at once, with anything as their result, when an exchange
     has failed."""
@@ -50,18 +50,38 @@ class ProgramExchange(Exchange, Protocol):
     def shrunk_op(self, lora: NativeLora, group: LoraGroup) -> NativeOp:
         """Builds the sums over ranks of a group's products with A; see `NativeLora.sum_op`."""
 
+    def send_op(self, x: Tensor, count: Tensor, stage: int) -> NativeOp:
+        """Hands x[:count] to the rank with the same index in another stage, which receives it.
+
+        Args:
+            x: [N, size], float32 or bfloat16, with rows of unit stride that may be apart.
+            count: int32 [1], read when the program runs.
+            stage: The other stage.
+        """
+
+    def receive_op(self, x: Tensor, count: Tensor, stage: int) -> NativeOp:
+        """Overwrites x[:count] with the values of a `send_op` of another stage, of as many rows of
+        this size; see there."""
+
     def check(self) -> None:
         """Raises ExchangeFailed if a run of operations has not exchanged all of its values."""
 
 
 class SharedMeeting:
-    """A `Meeting` in memory that processes share, of ranks that compute with as many threads."""
+    """A `Meeting` in memory that processes share, of ranks that compute with as many threads. Ranks
+    are in groups, each with memory of its own: the ranks of a stage, all ranks, and each two of
+    which one hands values on to the other."""
 
-    def __init__(self, count: int, num_threads: int, timeout_s: float) -> None:
+    def __init__(self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1) -> None:
         self._num_threads, self._timeout_s = num_threads, timeout_s
-        self._spins = count * num_threads <= usable_cores()
-        self._file = create_file(count, num_threads)
-        self._opened: RankMemory | None = self._memory(Rank(0, count))
+        self._num_stages = num_stages
+        num_ranks = count // num_stages
+        self._pairs = _pairs(num_ranks, num_stages)
+        # Of a stage: it waits for others as long as they compute, with the same processors.
+        self._spins = num_ranks * num_threads <= usable_cores()
+        self._groups = (*(num_ranks for _ in range(num_stages)), count, *(2 for _ in self._pairs))
+        self._file = create_file(self._groups, num_threads)
+        self._opened: SharedExchange | None = self._open(Rank(0, count))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
@@ -71,40 +91,77 @@ class SharedMeeting:
         return (self._file,)
 
     def join(self, rank: Rank) -> SharedExchange:
-        library = load()
-        assert library is not None, "the backend is supported"
-        return SharedExchange(self._opened or self._memory(rank), library)
+        return self._opened or self._open(rank)
 
     def fail(self) -> None:
         assert self._opened is not None, "rank 0 fails it"
-        self._opened.fail()
+        self._opened.memory.fail()
 
     def close(self) -> None:
         os.close(self._file)
 
-    def _memory(self, rank: Rank) -> RankMemory:
+    def _open(self, rank: Rank) -> SharedExchange:
+        place, library = Place.of(rank, self._num_stages), load()
+        assert library is not None, "the backend is supported"
+        sends, receives = dict[int, RankMemory](), dict[int, RankMemory]()
+        for number, (source, target, index) in enumerate(self._pairs):
+            group = self._num_stages + 1 + number
+            if (source, index) == (place.stage, place.rank):
+                sends[target] = self._memory(group, 0, self._num_stages)
+            elif (target, index) == (place.stage, place.rank):
+                receives[source] = self._memory(group, 1, self._num_stages)
+        return SharedExchange(
+            self._memory(place.stage, place.rank),
+            self._memory(self._num_stages, rank.index, self._num_stages),
+            sends,
+            receives,
+            library,
+        )
+
+    def _memory(self, group: int, rank: int, num_waits: int = 1) -> RankMemory:
+        """Returns the memory of a group, in which a rank waits for so many ranks one after the
+        other."""
         return RankMemory(
             self._file,
-            rank.index,
-            rank.count,
+            self._groups,
+            group,
+            rank,
             self._num_threads,
-            self._timeout_s,
-            spins=self._spins,
+            num_waits * self._timeout_s,
+            spins=self._spins and num_waits == 1,
         )
+
+
+def _pairs(num_ranks: int, num_stages: int) -> list[tuple[int, int, int]]:
+    """Returns the stages of each two ranks of which the first hands values on to the second, and
+    their index in both: each rank to the next stage's, and the first rank of a stage to rank 0."""
+    onward = [
+        (stage, stage + 1, index) for stage in range(num_stages - 1) for index in range(num_ranks)
+    ]
+    return [*onward, *((stage, 0, 0) for stage in range(1, num_stages))]
 
 
 class SharedExchange:
     """An `Exchange` in memory that ranks share, of float32 and bfloat16, and a `ProgramExchange` in
-    the same memory."""
+    the same memory: of this stage, of all, and of the other stages by their index."""
 
     name = "shared memory"
 
-    def __init__(self, memory: RankMemory, library: Library) -> None:
-        self.memory, self._library = memory, library
+    def __init__(
+        self,
+        memory: RankMemory,
+        of_all: RankMemory,
+        sends: Mapping[int, RankMemory],
+        receives: Mapping[int, RankMemory],
+        library: Library,
+    ) -> None:
+        self.memory, self._of_all, self._library = memory, of_all, library
+        self._sends, self._receives = sends, receives
 
     @property
     def seconds(self) -> float:
-        return self.memory.seconds
+        others = (*self._sends.values(), *self._receives.values())
+        return sum(each.seconds for each in (self.memory, self._of_all, *others))
 
     def sum_op(self, x: Tensor, count: Tensor) -> NativeOp:
         return sum_ranks_op(x, count, self.memory)
@@ -115,13 +172,33 @@ class SharedExchange:
     def shrunk_op(self, lora: NativeLora, group: LoraGroup) -> NativeOp:
         return lora.sum_op(group, self.memory)
 
+    def send_op(self, x: Tensor, count: Tensor, stage: int) -> NativeOp:
+        return hand_rows_op(x, count, self._sends[stage])
+
+    def receive_op(self, x: Tensor, count: Tensor, stage: int) -> NativeOp:
+        return hand_rows_op(x, count, self._receives[stage])
+
     def check(self) -> None:
         if self.memory.fault is not None:
             raise ExchangeFailed(str(self.memory.fault))
 
     def sum(self, x: Tensor) -> None:
-        rows = x.view(1, -1)
-        self._library.run(sum_ranks_op(rows, _count(rows), self.memory))
+        self._run_row(sum_ranks_op, x, self.memory)
+
+    def sum_stages(self, x: Tensor) -> None:
+        self._run_row(sum_ranks_op, x, self._of_all)
+
+    def send(self, x: Tensor, stage: int) -> None:
+        self._run_row(hand_rows_op, _as_float(x), self._sends[stage])
+
+    def receive(self, x: Tensor, stage: int) -> None:
+        self._run_row(hand_rows_op, _as_float(x), self._receives[stage])
+
+    def _run_row(
+        self, make: Callable[[Tensor, Tensor, RankMemory], NativeOp], x: Tensor, memory: RankMemory
+    ) -> None:
+        row = x.view(1, -1)
+        self._library.run(make(row, _count(row), memory))
         self.check()
 
     def side_by_side(self, x: Tensor) -> Tensor:
@@ -137,11 +214,14 @@ class CalledExchange:
     """A `ProgramExchange` that has another exchange compute, in the thread that runs the program,
     while the threads of its team wait. Its first error ends all exchanges."""
 
-    def __init__(self, rank: Rank, exchange: Exchange) -> None:
-        self._rank, self._exchange = rank, exchange
+    def __init__(self, index: int, exchange: StagedExchange) -> None:
+        """`index` is this rank's in its stage."""
+        self._index, self._exchange = index, exchange
         self.name = exchange.name
         self._error: BaseException | None = None
         self.sum, self.side_by_side = exchange.sum, exchange.side_by_side
+        self.sum_stages = exchange.sum_stages
+        self.send, self.receive = exchange.send, exchange.receive
 
     @property
     def seconds(self) -> float:
@@ -158,7 +238,7 @@ class CalledExchange:
         return self._op(run)
 
     def columns_op(self, x: Tensor, count: Tensor, part_size: int) -> NativeOp:
-        size, first = x.shape[1], self._rank.index * part_size
+        size, first = x.shape[1], self._index * part_size
 
         def run() -> None:
             rows = x[: int(count)]
@@ -180,6 +260,19 @@ class CalledExchange:
 
         return self._op(run)
 
+    def send_op(self, x: Tensor, count: Tensor, stage: int) -> NativeOp:
+        return self._op(lambda: self._exchange.send(x[: int(count)].contiguous(), stage))
+
+    def receive_op(self, x: Tensor, count: Tensor, stage: int) -> NativeOp:
+        def run() -> None:
+            rows = x[: int(count)]
+            whole = rows.contiguous()
+            self._exchange.receive(whole, stage)
+            if whole is not rows:
+                rows.copy_(whole)
+
+        return self._op(run)
+
     def check(self) -> None:
         if self._error is not None:
             raise self._error
@@ -194,6 +287,11 @@ class CalledExchange:
                 self._error = error
 
         return call_op(run_unless_failed)
+
+
+def _as_float(x: Tensor) -> Tensor:
+    """Returns x, or its bytes as of a type that operations know, which do not change them."""
+    return x if x.dtype == torch.bfloat16 else x.view(torch.float32)
 
 
 def _count(x: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class NativeLoraOps:
         self._rows, self._weight_rows = arena.table.rows.numpy(), arena.table.weight_rows.numpy()
         self._plan = NativeLoraPlan(max_tokens, table=arena.table)
         self._logits_plan = NativeLoraPlan(max_rows, table=arena.table)
-        most = max(len(group.targets) for group in groups.values())
+        most = max((len(group.targets) for group in groups.values()), default=1)
         self._lora = NativeLora.create(arena.table, self._plan, most)
         self._logits_lora = NativeLora.create(arena.table, self._logits_plan, most)
         num_pairs = max_tokens * max_chosen

@@ -26,7 +26,8 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     """Returns the bytes of weights, and of the memory of steps."""
     dtype = getattr(torch, config.dtype)
     needed_bytes = weights_bytes(decoder, dtype)
-    if decoder.head.is_shared:  # packed, the head cannot share the embedding's memory
+    # Packed, the head cannot share the embedding's memory.
+    if decoder.head.is_shared and decoder.has_head:
         needed_bytes += decoder.vocab_size * decoder.hidden_size * dtype.itemsize
     needed_bytes += _padding_bytes(decoder)
     sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * decoder.vocab_size
@@ -62,7 +63,7 @@ def held_bytes(config: EngineConfig, decoder: Decoder) -> int:
 def _attention_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory of attention: each thread's, and the work items of each window."""
     item_bytes = getattr(torch, config.dtype).itemsize
-    num_threads = compute_threads(config.num_threads, len(config.local_ranks))
+    num_threads = compute_threads(config.num_threads, config.num_computing)
     windows: dict[AttentionShape, set[int | None]] = {}
     for each in decoder.attentions:
         shape = AttentionShape(each.num_heads, each.num_kv_heads, each.head_dim, item_bytes)
@@ -77,7 +78,8 @@ def _adapters_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory of adapters' operations: plans, shrunk inputs, and weights of tokens."""
     itemsize, num_mixes = getattr(torch, config.dtype).itemsize, config.max_sequences
     chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
-    most = max(len(group.targets) for group in computed_groups(config, decoder).values())
+    groups = computed_groups(config, decoder).values()
+    most = max((len(group.targets) for group in groups), default=1)
     plans = (
         (config.max_batch_tokens, most, False),
         (config.max_sequences, most, False),

@@ -39,12 +39,14 @@ from inference_svc.model.operations import (
     GateHeads,
     Gather,
     Growth,
+    HandOn,
     Logits,
     NormBySums,
     NormOf,
     Op,
     Project,
     ProjectExperts,
+    Receive,
     Regroup,
     RotateAndStore,
     Route,
@@ -309,7 +311,7 @@ class NativeOps:
 
     @property
     def program_exchange(self) -> ProgramExchange:
-        """The exchange with other ranks, of a model that is cut."""
+        """The exchange with other ranks, of a model that is cut or has stages."""
         assert self.exchange is not None, "the model is not cut"
         return self.exchange
 
@@ -376,6 +378,22 @@ def _gated_norm(ops: NativeOps, op: GatedNorm, at: Tensors) -> Iterator[GroupedO
         return gated_norm_op(x, z, given.weight, ops.count(op.out), eps=given.eps)
 
     yield from ops.normed(norm.path(op.layer), weight, norm_op, op.out)
+
+
+def _receive(ops: NativeOps, op: Receive, at: Tensors) -> Iterator[GroupedOp]:
+    x, count = _whole(ops, op, at), ops.count(op.out)
+    yield "", ops.program_exchange.receive_op(x, count, op.stage)
+
+
+def _hand_on(ops: NativeOps, op: HandOn, at: Tensors) -> Iterator[GroupedOp]:
+    x, count = _whole(ops, op, at), ops.count(op.out)
+    yield "", ops.program_exchange.send_op(x, count, op.stage)
+
+
+def _whole(ops: NativeOps, op: Op, at: Tensors) -> Tensor:
+    """Returns a value that stages hand on: of logits with the columns of tokens that adapters may
+    add, as the other stage does not know whether any has."""
+    return ops.logits if op.out.rows is Rows.LOGITS else at[op.out]
 
 
 def _sum_ranks(ops: NativeOps, op: SumRanks, at: Tensors) -> Iterator[GroupedOp]:
@@ -446,7 +464,9 @@ _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]
     DeltaRule: _delta_rule,
     GatedConvolve: _gated_convolve,
     GatedNorm: _gated_norm,
+    HandOn: _hand_on,
     NormBySums: _norm_by_sums,
+    Receive: _receive,
     SumRanks: _sum_ranks,
     SumSquares: _sum_squares,
 }

@@ -114,8 +114,9 @@ class NativeTransformer:
     ) -> Tensor:
         """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
         [num_logits, vocab_size], or more by the tokens that adapters may add, overwritten by the
-        next run. With `returns_experts`, `choices` are of all tokens afterwards; else the last
-        layer's are of the rows' last tokens. If it `is_scored`, `logits` may follow."""
+        next run; [0, ...] where other ranks have them. With `returns_experts`, `choices` are of all
+        tokens afterwards; else the last layer's are of the rows' last tokens. If it `is_scored`,
+        `logits` may follow."""
         if is_scored or (returns_experts and self._routes_fewer):
             self.program(groups, _Part.LAYERS).run()
             return self.logits(groups)
@@ -129,7 +130,8 @@ class NativeTransformer:
     def _run_head(self, groups: frozenset[str], part: _Part) -> Tensor:
         logits = self._workspace.logits[: int(self._step.num_logits)]
         groups, vocab_size = self._computed(groups, part), self._description.vocab_size
-        if ADDED_TOKENS in groups:
+        # Of several stages the one that gets logits does not know whether adapters add tokens.
+        if ADDED_TOKENS in groups or self._description.stage is not None:
             logits[:, vocab_size:] = float("-inf")
         else:
             logits = logits[:, :vocab_size]
@@ -139,7 +141,7 @@ class NativeTransformer:
     @property
     def choices(self) -> Tensor | None:
         """The experts that each token of the last step has chosen, int32 [layers that have experts,
-        T, num_chosen]."""
+        T, num_chosen]; those of layers that are here."""
         choices = self._choices
         return None if choices is None else choices[:, : self._step.size.tokens]
 

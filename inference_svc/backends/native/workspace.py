@@ -18,11 +18,13 @@ from inference_svc.model.operations import (
     Attend,
     Gate,
     Gather,
+    HandOn,
     Logits,
     NormBySums,
     Op,
     Project,
     ProjectExperts,
+    Receive,
     RotateAndStore,
     Rows,
     SumRanks,
@@ -89,7 +91,7 @@ def _strided(op: Op) -> tuple[Value | None, ...]:
             return (op.delta, None if op.out == op.hidden else op.out)
         case Attend():
             return (op.inputs[0], op.out)
-        case RotateAndStore() | SumRanks() | NormBySums():
+        case RotateAndStore() | SumRanks() | NormBySums() | Receive() | HandOn():
             return (op.out,)
         case Gather() | Logits() | SumSquares():
             return (op.inputs[0],)
@@ -111,8 +113,9 @@ class Workspace:
     """Values of steps: of whole ones, which go on with the tokens that get logits behind the mixer
     of the last layer, and of such that have the layers and the head apart.
 
-    `logits` are fp32 [max_logits, vocab_size, and tokens that adapters may add]. `int8_inputs` is
-    for the inputs of a product that the format of its weight rounds to INT8.
+    `logits` are fp32 [max_logits, vocab_size, and tokens that adapters may add]; [0, ...] where
+    other ranks have them. `int8_inputs` is for the inputs of a product that the format of its
+    weight rounds to INT8.
     """
 
     sizes: ValueSizes
@@ -132,9 +135,9 @@ class Workspace:
         sizes = ValueSizes.of(decoder, max_tokens, max_logits, dtype)
         flat = allocate_host(_values_bytes(decoder, sizes))
         vocab_size = decoder.vocab_size + max_added_tokens
-        logits = allocate_host(4 * max_logits * vocab_size).view(torch.float32)
+        logits = allocate_host(_logits_bytes(decoder, max_logits, vocab_size)).view(torch.float32)
         inputs = Int8Inputs(allocate_host(_int8_bytes(decoder, sizes)))
-        return cls(sizes, flat, logits.view(max_logits, vocab_size), inputs)
+        return cls(sizes, flat, logits.view(-1, vocab_size), inputs)
 
     def tensors(self, found: Operations, *, is_apart: bool) -> Iterator[Mapping[Value, Tensor]]:
         """Yields the tensors of each operation, [rows, width], but the logits; rows may be apart.
@@ -163,7 +166,12 @@ def workspace_bytes(config: EngineConfig, decoder: Decoder) -> int:
     sizes = ValueSizes.of(decoder, config.max_batch_tokens, max_logits, dtype)
     vocab_size = decoder.vocab_size + config.max_added_tokens
     values_bytes = _values_bytes(decoder, sizes) + _int8_bytes(decoder, sizes)
-    return values_bytes + 4 * max_logits * vocab_size
+    return values_bytes + _logits_bytes(decoder, max_logits, vocab_size)
+
+
+def _logits_bytes(decoder: Decoder, max_logits: int, vocab_size: int) -> int:
+    has_logits = bool(operations(decoder, Narrowing.BEFORE_HEAD).head)
+    return 4 * max_logits * vocab_size if has_logits else 0
 
 
 def _int8_bytes(decoder: Decoder, sizes: ValueSizes) -> int:
@@ -189,4 +197,5 @@ def _values_bytes(decoder: Decoder, sizes: ValueSizes) -> int:
 
 def _placed(found: Operations, sizes: ValueSizes, *, is_apart: bool) -> Placed:
     ops = (*found.layers, *found.head)
-    return place(ops, sizes, found.kept if is_apart else (), {ops[-1].out})
+    apart = {op.out for op in found.head[-1:]}
+    return place(ops, sizes, found.kept if is_apart else (), apart)

@@ -102,7 +102,7 @@ def _memory(slots: Slots, limit: int) -> MemoryDetails:
         images=tuple(_image(each) for each in _first(reversed(slots.residents()), limit)),
         num_free_ranges=len(free),
         free_ranges=tuple(_first(free, limit)),
-        largest_admissible_bytes=0 if slots.largest is None else slots.largest.num_bytes,
+        largest_admissible_bytes=slots.pins.largest_bytes,
     )
 
 

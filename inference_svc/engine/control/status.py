@@ -106,7 +106,7 @@ class Describe:
                 kind.name: _used(kind, states_bytes[kind.name])
                 for kind in self.scheduler.states.kinds
             },
-            "arena": (device.used_bytes, device.capacity),
+            "arena": (device.extents.first_used_bytes, device.extents.stage_capacity),
             # The budget's line is the most that the widest step may take.
             "workspace": (workspace_bytes, workspace_bytes),
         }

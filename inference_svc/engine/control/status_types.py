@@ -85,10 +85,11 @@ class RecurrentStatus:
 class RankStatus:
     """One of the processes that compute a model together, as it was at its last answer to rank 0.
 
-    `answers`: it has done so within ten seconds. `weights_bytes`, `kv_bytes` and `arena_bytes` are
-    allocated. `num_steps`, `step_s`, `exchange_s` and `pulled_bytes` are monotonic; `exchange_s` is
-    the part of `step_s` in exchanges, mostly of waiting for other ranks. `num_pulls` counts running
-    pulls, and `processors` are the ones that its threads are bound to.
+    `stage` has some of the model's layers, or all. `answers`: it has done so within ten seconds.
+    `weights_bytes`, `kv_bytes` and `arena_bytes` are allocated. `num_steps`, `step_s`, `exchange_s`
+    and `pulled_bytes` are monotonic; `exchange_s` is the part of `step_s` in exchanges, mostly of
+    waiting for other ranks. `num_pulls` counts running pulls, and `processors` are the ones that
+    its threads are bound to.
     """
 
     index: int
@@ -105,6 +106,7 @@ class RankStatus:
     num_pulls: int
     num_threads: int
     processors: tuple[int, ...]
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from inference_svc.adapters.memory.tiers import ResidencyChange
+from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.memory.stages import extents_of, parts_of
+from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange, TableWrite
 from inference_svc.backends.base import Logits, RankBackend, Scored, returns_experts
 from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.step_data import StepData
@@ -90,7 +93,7 @@ class RankedBackend:
         return self._own.lora_launches(contents)
 
     def apply(self, changes: Sequence[ResidencyChange]) -> None:
-        self._own.apply(changes)
+        self._own.apply([_of_first_stage(each, self._own) for each in changes])
         self._changes += changes
 
     def pop_completed_copies(self) -> list[str]:
@@ -171,6 +174,19 @@ class RankedBackend:
             self._own.restore()
         finally:
             wait_for_others()
+
+
+def _of_first_stage(change: ResidencyChange, own: RankBackend[Any]) -> ResidencyChange:
+    """Returns a change with the part of an image that is in the first stage, which is rank 0's
+    own."""
+    if not isinstance(change, TableWrite | DivideMagnitudes):
+        return change
+    whole = change.resident
+    header, *others = parts_of(whole.header)
+    if not others:
+        return change
+    extents = extents_of(whole.header, whole.extents, 0, own.pull_memory.nbytes)
+    return replace(change, resident=Resident(header, whole.slot, extents, header.rank))
 
 
 def _blaming(group: RankGroup, scores: Iterator[Scored]) -> Iterator[Scored]:

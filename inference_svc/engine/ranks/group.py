@@ -25,6 +25,7 @@ from inference_svc.engine.ranks.messages import (
     Described,
     LostContact,
     NotBuilt,
+    Opened,
     Ping,
     Pong,
     PullEnded,
@@ -79,13 +80,23 @@ class Rendezvous(Protocol):
         """Lets no rank come any more. Idempotent."""
 
 
+def _open_meeting(
+    config: EngineConfig, factory: RankFactory, num_threads: int, rendezvous: Rendezvous | None
+) -> Meeting:
+    if rendezvous is not None:
+        return rendezvous.open_meeting(EXCHANGE_S)
+    num_stages = config.pipeline_parallel
+    return factory.open_meeting(config.num_ranks, num_threads, EXCHANGE_S, num_stages)
+
+
 class RankGroup:
     """All ranks but the first. They begin to load the model when this is made.
 
     A rank that hangs is killed, also while it starts. `on_failure` is called once, from any thread,
-    when a rank has ended, failed or does not answer after it was built; `on_pull_ended` with the
-    index of a rank; `on_store_update` with a finding that a rank's store publishes, which the other
-    ranks get, too; `needs_pace` from any thread, to tell the other ranks about their pulls.
+    when a rank has ended, failed or does not answer after it was built; `on_pull_opened` and
+    `on_pull_ended` with the index of a rank; `on_store_update` with a finding that a rank's store
+    publishes, which the other ranks get, too; `needs_pace` from any thread, to tell the other ranks
+    about their pulls.
     """
 
     def __init__(
@@ -96,8 +107,9 @@ class RankGroup:
         on_failure: Callable[[EngineFailed], None],
         rendezvous: Rendezvous | None = None,
     ) -> None:
-        self.count = config.tensor_parallel
+        self.count = config.num_ranks
         self.failure: EngineFailed | None = None
+        self.on_pull_opened: Callable[[int, Opened], None] = lambda index, opened: None
         self.on_pull_ended: Callable[[int, PullEnded], None] = lambda index, ended: None
         self.on_store_update: Callable[[Any], None] = lambda content: None
         self.needs_pace: Callable[[], bool] = lambda: False
@@ -107,17 +119,15 @@ class RankGroup:
         self._failed, self._ended = threading.Event(), threading.Event()
         self._changed = threading.Condition()
         num_local = len(config.local_ranks)
-        self.share = Share(0, num_local)
-        num_threads = compute_threads(config.num_threads, num_local)
+        self.share = Share(0, config.num_computing)
+        num_threads = compute_threads(config.num_threads, config.num_computing)
         self.report = Report(Rank(0, self.count), num_threads)
         self._rendezvous = rendezvous
         self._threads: list[threading.Thread] = []
         with contextlib.ExitStack() as unused:
-            if rendezvous is None:
-                self._meeting = factory.open_meeting(self.count, num_threads, EXCHANGE_S)
-            else:
+            if rendezvous is not None:
                 unused.callback(rendezvous.close)
-                self._meeting = rendezvous.open_meeting(EXCHANGE_S)
+            self._meeting = _open_meeting(config, factory, num_threads, rendezvous)
             unused.callback(self._meeting.close)
             # The watch starts ranks: they end with the thread that starts them.
             started: Future[list[RankProcess]] = Future()
@@ -280,6 +290,8 @@ class RankGroup:
                     self.update_stores(message.content, but=rank)
                 elif isinstance(message, Stacks):
                     self.stacks.take(rank.name, message.text)
+                elif isinstance(message, Opened):
+                    self.on_pull_opened(rank.rank.index, message)
                 elif isinstance(message, PullEnded):
                     self.on_pull_ended(rank.rank.index, message)
                 elif isinstance(message, StepFailed):

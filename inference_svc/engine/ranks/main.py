@@ -57,6 +57,8 @@ from inference_svc.engine.ranks.messages import (
     Described,
     LostContact,
     NotBuilt,
+    Opened,
+    OpenPull,
     Ping,
     Pong,
     Pull,
@@ -113,8 +115,9 @@ class Follower:
         self._pulls: RankImages | None = None
         self._reader = StepReader()
         config = start.config
-        num_threads = compute_threads(config.num_threads, len(config.local_ranks))
-        self._report = Report(start.rank, num_threads)
+        num_threads = compute_threads(config.num_threads, config.num_computing)
+        stage = start.rank.index // config.tensor_parallel
+        self._report = Report(start.rank, num_threads, stage)
         self._needs_pace = False
 
     def run(self) -> None:
@@ -226,7 +229,9 @@ class Follower:
             except Exception as error:
                 self._fail(error)
 
-    def _take_message(self, message: Ping | TellStacks | StoreUpdate | Pull | CancelPull) -> None:
+    def _take_message(
+        self, message: Ping | TellStacks | StoreUpdate | OpenPull | Pull | CancelPull
+    ) -> None:
         if isinstance(message, Ping):
             self._needs_pace = message.needs_pace
             self._send(Pong(progress(), self._status()))
@@ -238,7 +243,9 @@ class Follower:
             self._on_store_update(message.content)  # these follow Built
             return
         assert self._pulls is not None, "pulls follow Built"
-        if isinstance(message, Pull):
+        if isinstance(message, OpenPull):
+            self._pulls.open(message)
+        elif isinstance(message, Pull):
             self._pulls.start(message)
         else:
             self._pulls.cancel(message.number)
@@ -273,7 +280,7 @@ class RankImages:
         self._expert_parallel = expert_parallel
         self._lock = threading.Lock()
         self._jobs: dict[int, PullJob] = {}
-        self._orders: dict[PullJob, Pull] = {}
+        self._orders: dict[PullJob, OpenPull | Pull] = {}
         self._errors: dict[PullJob, ServiceError] = {}
         self._known: OrderedDict[str, tuple[ImageHeader, tuple[Extent, ...]]] = OrderedDict()
         self._used: dict[int, str] = {}
@@ -283,11 +290,25 @@ class RankImages:
     def num_running(self) -> int:
         return len(self._jobs)
 
-    def start(self, order: Pull) -> None:
+    def open(self, order: OpenPull | Pull) -> None:
+        """Begins a pull. One without extents waits for them when it knows its size."""
         job = PullJob(order.digest, order.layout_id)
         with self._lock:
             self._jobs[order.number], self._orders[job] = job, order
         self.puller.start(job)
+
+    def start(self, order: Pull) -> None:
+        """Begins a pull to these extents, or goes on with an open one, which may have ended."""
+        if not order.is_open:
+            self.open(order)
+            return
+        with self._lock:
+            job = self._jobs.get(order.number)
+            if job is None:
+                return
+            self._orders[job] = order
+        if job.grant(ImageSink(self._memory, order.extents)):
+            self.puller.start(job)
 
     def cancel(self, number: int) -> None:
         with self._lock:
@@ -300,8 +321,12 @@ class RankImages:
         job = event.job
         order = self._orders[job]
         if isinstance(event, PullDone):
+            assert isinstance(order, Pull)
             event = landed(event, order.extents, self._land)
         if isinstance(event, PullOpened):
+            if isinstance(order, OpenPull):
+                self._send(Opened(order.number, event.header))
+                return
             try:
                 check_alike(event.header.segments, order.segments, self._expert_parallel)
             except ServiceError as refusal:
@@ -315,6 +340,7 @@ class RankImages:
             del self._jobs[order.number], self._orders[job]
             if isinstance(event, PullDone):
                 assert job.progress.header is not None
+                assert isinstance(order, Pull)
                 self.pulled_bytes += job.progress.header.total_bytes
                 self._known[job.digest] = job.progress.header, order.extents
                 self._known.move_to_end(job.digest)
@@ -356,9 +382,9 @@ def _named(error: Exception, rank: Rank) -> Exception:
 
 
 def check_alike(own: Sequence[Segment], first: Sequence[Segment], expert_parallel: int) -> None:
-    """Checks that a rank's image has the segments of the first rank's at the same offsets, so that
-    it lies in the same extents; scales may differ. `expert_parallel` is how many parts of the
-    experts ranks have.
+    """Checks that a rank's image has the segments of its stage's first rank's at the same offsets,
+    so that it lies in the same extents; scales may differ. `expert_parallel` is how many parts of
+    the experts ranks have.
 
     Raises AdapterUnusable for experts whose A and B differ in size between these parts, else
     CorruptImage.

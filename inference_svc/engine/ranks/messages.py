@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from contract.images.header import Segment
+from contract.images.header import ImageHeader, Segment
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.backends.exchange import Meeting
 from inference_svc.core import EngineConfig
@@ -54,15 +54,34 @@ class NotBuilt:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenPull:
+    """Begin to pull this rank's part of an adapter, and say how large it is. `number` is the
+    pull's."""
+
+    number: int
+    digest: str
+    layout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The header of this rank's part of an adapter, which waits for a Pull."""
+
+    number: int
+    header: ImageHeader
+
+
+@dataclass(frozen=True, slots=True)
 class Pull:
-    """Pull this rank's part of an adapter to these extents. It must have these segments: then all
-    ranks' parts lie alike. `number` is the pull's."""
+    """Pull this rank's part of an adapter to these extents. It must have these segments: then the
+    parts of all ranks of a stage lie alike. `number` is the pull's, which may be open."""
 
     number: int
     digest: str
     layout_id: str
     segments: tuple[Segment, ...]
     extents: tuple[Extent, ...]
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,8 @@ class Report:
     would find a backend that frees its own.
     """
 
-    def __init__(self, rank: Rank, num_threads: int) -> None:
-        self._rank, self._num_threads = rank, num_threads
+    def __init__(self, rank: Rank, num_threads: int, stage: int = 0) -> None:
+        self._rank, self._num_threads, self._stage = rank, num_threads, stage
         self.exchange: Exchange | None = None
         self.processors: tuple[int, ...] = ()
         """The processors that its threads are bound to; empty: the system decides."""
@@ -75,6 +75,7 @@ class Report:
         weights_bytes, kv_bytes, arena_bytes = self._memory
         return RankStatus(
             index=self._rank.index,
+            stage=self._stage,
             process_id=os.getpid(),
             answers=True,
             resident_bytes=resident_bytes(),

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from inference_svc.model.checkpoint.parts import Part, part_of, part_of_linear, whole_outputs
 from inference_svc.model.description import (
+    EMBED_TOKENS,
+    LM_HEAD,
     Cut,
     Decoder,
     ExpertsProjection,
@@ -254,12 +256,16 @@ def vectors(decoder: Decoder) -> Iterator[Vector]:
 
 
 def unused(decoder: Decoder) -> tuple[str, ...]:
-    """Returns the prefixes of tensors' names that the checkpoint may have and that nothing
-    reads."""
+    """Returns the prefixes of tensors' names that the checkpoint may have and that nothing reads,
+    or another stage."""
     blocks = enumerate(decoder.blocks)
     paths = [layer_path(layer, module) for layer, block in blocks for module in block.unused]
     behind = range(decoder.num_layers, decoder.num_layers + decoder.num_unused_layers)
     paths += [f"model.layers.{layer}" for layer in behind]
+    own = decoder.layers
+    paths += [f"model.layers.{layer}" for layer in range(decoder.num_layers) if layer not in own]
+    paths += () if decoder.has_embedding else (EMBED_TOKENS,)
+    paths += () if decoder.has_head else (decoder.final_norm.module, LM_HEAD)
     return tuple(f"{path}." for path in paths)
 
 

@@ -109,9 +109,8 @@ class ModelWeights(Generic[P]):
     ) -> ModelWeights[P]:
         """Returns weights that are made one by one, of a tied head too."""
         of_role: dict[Role, dict[str, Any]] = {role: {} for role in Role}
-        head = operations(decoder).head[-1]
-        assert isinstance(head, Logits)
-        for weight in (*weights_of(decoder), Weight(head.projection, None)):
+        heads = (op.projection for op in operations(decoder).head if isinstance(op, Logits))
+        for weight in (*weights_of(decoder), *(Weight(each, None) for each in heads)):
             of_kind = of_role[role_of(weight.spec)]
             key = weight_key(weight)
             if key not in of_kind:
@@ -132,7 +131,7 @@ class ModelWeights(Generic[P]):
 
     @property
     def embedding(self) -> Tensor:
-        """[vocab_size, hidden_size]"""
+        """[vocab_size, hidden_size]; without rows where it is another stage's."""
         return self.tables[EMBEDDING_KEY]
 
     def norm(self, norm: Norm | None, layer: int | None) -> NormWeight | None:
@@ -244,12 +243,18 @@ class _Assembly(Generic[P]):
     def finish(self) -> ModelWeights[P]:
         """Returns the weights; every tensor must have been added."""
         assert not self._reading
-        made = self._made
-        if self._decoder.head.is_shared:
-            head = self._projections.of(made[Role.TABLE][EMBEDDING_KEY])
+        made, decoder = self._made, self._decoder
+        tables = made[Role.TABLE]
+        if decoder.head.is_shared and decoder.has_head:
+            head = self._projections.of(tables[EMBEDDING_KEY])
             made[Role.PROJECTION][HEAD_KEY] = head
             if not isinstance(head, Linear):
                 self._num_bytes += head.num_bytes
+                if not decoder.has_embedding:
+                    self._num_bytes -= tables[EMBEDDING_KEY].nbytes
+        if not decoder.has_embedding:
+            size = 0, decoder.hidden_size
+            tables[EMBEDDING_KEY] = torch.empty(size, dtype=self._dtype, device=self._device)
         norms = made[Role.NORM]
         for spec, layer in weights_of(self._decoder):
             if isinstance(spec, Norm) and not has_values(spec):

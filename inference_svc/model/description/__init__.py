@@ -17,6 +17,7 @@ from inference_svc.model.description.decoder import (
     Head,
     LayerInputs,
     Rank,
+    Stage,
 )
 from inference_svc.model.description.feed_forward import (
     Activation,
@@ -73,6 +74,7 @@ __all__ = [
     "Rank",
     "Recurrence",
     "Router",
+    "Stage",
     "WeightPart",
     "layer_path",
 ]

@@ -123,6 +123,31 @@ class Rank:
         return Cut(start, min(start + size, whole), whole)
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of several parts of a model's layers, which compute one after the other. `ends` are the
+    layers that end each stage; the first has the embedding, and the last one the head."""
+
+    index: int
+    ends: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.ends)
+
+    @property
+    def layers(self) -> range:
+        return range(self.ends[self.index - 1] if self.index else 0, self.ends[self.index])
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
 @dataclass(frozen=True)
 class Decoder:
     """The computation of one model.
@@ -131,7 +156,8 @@ class Decoder:
     digest of config.json as canonical JSON: keys sorted, no spaces. Embeddings are multiplied by
     `embedding_scale`, rounded to their dtype. The checkpoint may have `num_unused_layers` behind
     the last. `quantisation` says how the checkpoint has the weights that have a format. `rank` is
-    the rank whose part this is, as `model.sharding` makes it; None: it is the whole model.
+    the rank whose part this is, as `model.sharding` makes it, and `stage` the stage, of which
+    operations, weights and states are; None: of the whole model. `blocks` are those of all stages.
     """
 
     architecture: str
@@ -150,15 +176,56 @@ class Decoder:
     num_unused_layers: int = 0
     quantisation: Scheme | None = field(default=None, compare=False)
     rank: Rank | None = None
+    stage: Stage | None = None
 
     @property
     def num_layers(self) -> int:
+        """The layers of all stages."""
         return len(self.blocks)
+
+    @property
+    def layers(self) -> range:
+        """The layers that are here."""
+        return range(self.num_layers) if self.stage is None else self.stage.layers
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the embedding is here."""
+        return self.stage is None or self.stage.is_first
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the last norm and the head are here."""
+        return self.stage is None or self.stage.is_last
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether it is a stage's first rank, which has the logits of all."""
+        return self.rank is None or self.rank.index == 0
+
+    @property
+    def num_world_ranks(self) -> int:
+        """The ranks of all stages."""
+        num_ranks = 1 if self.rank is None else self.rank.count
+        return num_ranks if self.stage is None else num_ranks * self.stage.count
+
+    @cached_property
+    def every_stage(self) -> tuple[Decoder, ...]:
+        """The parts of all stages; a model that has none is one."""
+        if self.stage is None:
+            return (self,)
+        stages = (replace(self.stage, index=index) for index in range(self.stage.count))
+        return tuple(replace(self, stage=stage) for stage in stages)
+
+    @cached_property
+    def of_all_stages(self) -> Decoder:
+        """All layers, of the same rank."""
+        return self if self.stage is None else replace(self, stage=None)
 
     @cached_property
     def attention_of(self) -> Mapping[int, Attention]:
-        """The attention of each layer that has one."""
-        mixers = ((layer, block.mixer) for layer, block in enumerate(self.blocks))
+        """The attention of each layer here that has one."""
+        mixers = ((layer, self.blocks[layer].mixer) for layer in self.layers)
         return {layer: mixer for layer, mixer in mixers if isinstance(mixer, Attention)}
 
     @property
@@ -167,8 +234,8 @@ class Decoder:
 
     @cached_property
     def recurrences(self) -> Mapping[int, Recurrence]:
-        """The recurrence of each layer that has one."""
-        mixers = ((layer, block.mixer) for layer, block in enumerate(self.blocks))
+        """The recurrence of each layer here that has one."""
+        mixers = ((layer, self.blocks[layer].mixer) for layer in self.layers)
         return {layer: mixer for layer, mixer in mixers if isinstance(mixer, Recurrence)}
 
     @property
@@ -190,17 +257,18 @@ class Decoder:
 
     @property
     def max_intermediate_size(self) -> int:
-        """The size of the widest dense half; 0 if there are none."""
+        """The size of the widest dense half of all stages; 0 if there are none."""
         return max((each.dense.size for each in self.blocks if each.dense is not None), default=0)
 
     @cached_property
     def mixtures(self) -> tuple[Experts, ...]:
-        """The mixtures of experts, of the layers that have one."""
+        """The mixtures of experts, of the layers of all stages that have one."""
         return tuple(each.experts for each in self.blocks if each.experts is not None)
 
     @cached_property
     def expert_layers(self) -> ExpertLayers | None:
-        """The layers that are mixtures, which are all alike; None if there are none."""
+        """The layers of all stages that are mixtures, which are all alike; None if there are
+        none."""
         layers = tuple(i for i, each in enumerate(self.blocks) if each.experts is not None)
         if not layers:
             return None

@@ -1,16 +1,17 @@
-"""The sums and rows that ranks exchange within a step."""
+"""The sums and rows that ranks exchange within a step: with all ranks of their stage, and with one
+of another stage."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 
 class Exchange(Protocol):
-    """What one rank computes together with all others, which call the same in the same order. The
-    results are equal on all ranks, bit by bit. Raises RuntimeError if another rank has failed, or
-    does not answer in time."""
+    """What one rank computes together with all others of its stage, which call the same in the same
+    order. The results are equal on all ranks, bit by bit. Raises RuntimeError if another rank has
+    failed, or does not answer in time."""
 
     @property
     def name(self) -> str:
@@ -26,3 +27,19 @@ class Exchange(Protocol):
     def side_by_side(self, x: Tensor) -> Tensor:
         """Returns the columns of all ranks, [rows, ranks * columns], in their order. x: [rows,
         columns], of equal shapes."""
+
+
+@runtime_checkable
+class StagedExchange(Exchange, Protocol):
+    """An `Exchange` of a model in several stages."""
+
+    def sum_stages(self, x: Tensor) -> None:
+        """Replaces x, as in `sum`, by the sum over the ranks of all stages."""
+
+    def send(self, x: Tensor, stage: int) -> None:
+        """Hands x, of any shape and float or integer dtype, to the rank with the same index in
+        another stage, which receives it. x is contiguous."""
+
+    def receive(self, x: Tensor, stage: int) -> None:
+        """Overwrites x with the values that the rank with the same index in another stage sends, of
+        this shape and dtype. x is contiguous."""

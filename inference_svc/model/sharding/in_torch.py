@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc.model.description import Cut
-from inference_svc.model.operations import Logits, NormBySums, Op, Rows, SumRanks, SumSquares
+from inference_svc.model.operations import (
+    HandOn,
+    Logits,
+    NormBySums,
+    Op,
+    Receive,
+    Rows,
+    SumRanks,
+    SumSquares,
+)
 from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.model.step import Step
 from kernels.elementwise import norm_by_sum
@@ -50,6 +59,27 @@ def _sum_ranks(op: SumRanks, step: Step) -> Tensor:
     return x
 
 
+def _receive(op: Receive, step: Step) -> Tensor:
+    if op.out.rows is Rows.LOGITS:
+        width = op.out.width + step.num_added_tokens
+        x = step.weights.embedding.new_empty(len(step.rows), width)
+    else:
+        x = step.weights.embedding.new_empty(len(step.inputs.token_ids), op.out.width)
+    step.stages.receive(x, op.stage)
+    return x
+
+
+def _hand_on(op: HandOn, step: Step) -> Tensor:
+    """Hands logits on with the columns of tokens that adapters may add, whether any has: the other
+    stage does not know."""
+    x: Tensor = step.values[op.out]
+    handed = x
+    if op.out.rows is Rows.LOGITS and x.shape[1] == op.out.width:
+        handed = F.pad(x, (0, step.num_added_tokens), value=float("-inf"))
+    step.stages.send(handed.contiguous(), op.stage)
+    return x
+
+
 def _sum_squares(op: SumSquares, step: Step) -> Tensor:
     x: Tensor = step.values[op.inputs[0]]
     parts = (x[:, each.range].float() for each in op.normed)
@@ -68,7 +98,9 @@ def _norm_by_sums(op: NormBySums, step: Step) -> Tensor:
 
 
 COMPUTE: Mapping[type[Op], Callable[[Any, Step], object]] = {
+    HandOn: _hand_on,
     NormBySums: _norm_by_sums,
+    Receive: _receive,
     SumRanks: _sum_ranks,
     SumSquares: _sum_squares,
 }

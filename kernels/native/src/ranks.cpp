@@ -1,12 +1,12 @@
-// Sums and columns that the processes of several ranks exchange, through memory that they share.
+// Sums, columns and rows that the processes of several ranks exchange, through memory that they share.
 //
-// Each thread of a rank exchanges with the same thread of all others, piece by piece: it copies its
+// Ranks are in groups, each with a part of the memory. Each thread of a rank exchanges with the same thread of all others, piece by piece: it copies its
 // piece to its own memory there, says so, waits until all others have, and reads theirs. A thread has
 // two memories and takes them in turns: when it overwrites one, all have come to the round after the
 // one in which they read it.
 //
-// A rank that does not come in time, or exchanges something else, fails the memory. Every exchange
-// returns at once from then on, with anything as its result, and whoever ran the program asks.
+// A rank that does not come in time, or exchanges something else, fails the memory of all groups. Every
+// exchange returns at once from then on, with anything as its result, and whoever ran the program asks.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -37,9 +37,11 @@ constexpr int64_t SHARE_BYTES = 2 * (MEMBER_BYTES + PIECE_BYTES);  // both memor
 enum Fault : uint32_t { NONE, CLOSED, TIMEOUT, DISAGREEMENT };
 
 struct RanksArgs {
-  // A line with the fault; a line of each thread, by rank; and the share of each.
+  // The fault of all groups.
+  std::atomic<uint32_t>* fault;
+  // The group's: a line of each thread, by rank; and the share of each.
   uint8_t* memory;
-  int64_t rank;
+  int64_t rank;  // in the group
   int64_t num_ranks;
   int64_t max_threads;
   int64_t timeout_ms;
@@ -81,17 +83,35 @@ class Round {
   // Gives this thread's piece. Returns true when those of all others are there; false when the memory
   // has failed.
   bool meet() {
-    std::memcpy(share(args_.rank), &header_, sizeof header_);
-    Line& own = line(args_.rank);
-    own.round.store(round_ + 1);
-    if (own.num_sleeping.load() > 0) wake_all(own.round);
+    write_header();
+    say_done();
     for (int64_t rank = 0; rank < args_.num_ranks; ++rank) {
       if (rank == args_.rank) continue;
-      if (!wait(line(rank))) return false;
-      if (std::memcmp(share(rank), &header_, sizeof header_)) return fail(DISAGREEMENT);
+      if (!wait(line(rank), round_ + 1)) return false;
+      if (!has_header(rank)) return fail(DISAGREEMENT);
     }
     return true;
   }
+
+  // Waits until the other of two ranks has taken the piece whose memory is this round's.
+  bool wait_for_place() { return wait(line(other()), round_ - 1); }
+
+  // Gives this thread's piece to the other of two ranks, and waits for nobody.
+  void give() {
+    write_header();
+    say_done();
+  }
+
+  // Waits for the piece of the other of two ranks.
+  bool wait_for_piece() {
+    if (!wait(line(other()), round_ + 1)) return false;
+    return has_header(other()) || fail(DISAGREEMENT);
+  }
+
+  // Says that this thread has taken the other's piece.
+  void take() { say_done(); }
+
+  int64_t other() const { return 1 - args_.rank; }
 
   void next_round() { ++round_; }
 
@@ -106,43 +126,54 @@ class Round {
   static constexpr int SPINS = 64;  // between two looks at the clock
   static constexpr int64_t SLEEP_NS = 50'000'000;  // then it looks whether the memory has failed
 
-  std::atomic<uint32_t>& fault() const {
-    return *reinterpret_cast<std::atomic<uint32_t>*>(args_.memory);
-  }
+  std::atomic<uint32_t>& fault() const { return *args_.fault; }
 
   Line& line(int64_t rank) const {
-    return reinterpret_cast<Line*>(args_.memory)[1 + rank * args_.max_threads + thread_];
+    return reinterpret_cast<Line*>(args_.memory)[rank * args_.max_threads + thread_];
+  }
+
+  void write_header() { std::memcpy(share(args_.rank), &header_, sizeof header_); }
+  bool has_header(int64_t rank) const {
+    return !std::memcmp(share(rank), &header_, sizeof header_);
+  }
+
+  void say_done() {
+    Line& own = line(args_.rank);
+    own.round.store(round_ + 1);
+    if (own.num_sleeping.load() > 0) wake_all(own.round);
   }
 
   uint8_t* share(int64_t rank) const {
-    const int64_t lines_bytes = MEMBER_BYTES * (1 + args_.num_ranks * args_.max_threads);
+    const int64_t lines_bytes = MEMBER_BYTES * args_.num_ranks * args_.max_threads;
     const int64_t index = rank * args_.max_threads + thread_;
     return args_.memory + lines_bytes + index * SHARE_BYTES + (round_ & 1) * (SHARE_BYTES / 2);
   }
 
-  bool has_come(const Line& other) const {
-    return static_cast<int32_t>(other.round.load() - (round_ + 1)) >= 0;
+  static bool has_come(const Line& other, uint32_t round) {
+    return static_cast<int32_t>(other.round.load() - round) >= 0;
   }
 
-  bool wait(Line& other) {
-    if (has_come(other)) return true;
+  bool wait(Line& other, uint32_t round) {
+    if (has_come(other, round)) return true;
     const auto spins_until =
         std::chrono::steady_clock::now() + std::chrono::nanoseconds(args_.spin_ns);
     do {
       for (int i = 0; i < SPINS; ++i) {
-        if (has_come(other)) return true;
+        if (has_come(other, round)) return true;
         _mm_pause();
       }
     } while (std::chrono::steady_clock::now() < spins_until);
     // Sleeps are counted, and not time: all ranks may have been stopped together.
     int64_t left_ns = args_.timeout_ms * 1'000'000;
     other.num_sleeping.fetch_add(1);
-    while (!has_come(other) && !has_failed()) {
+    while (!has_failed()) {
+      const uint32_t seen = other.round.load();
+      if (static_cast<int32_t>(seen - round) >= 0) break;
       if (left_ns <= 0) fail(TIMEOUT);
-      if (!sleep(other.round)) left_ns -= SLEEP_NS;
+      if (!sleep(other.round, seen)) left_ns -= SLEEP_NS;
     }
     other.num_sleeping.fetch_sub(1);
-    return has_come(other);
+    return has_come(other, round);
   }
 
   bool fail(Fault cause) {
@@ -152,14 +183,15 @@ class Round {
   }
 
 #if defined(__linux__)
-  // Unless the other has come meanwhile. Returns whether it was woken before the end of the time.
-  bool sleep(std::atomic<uint32_t>& round) {
+  // Unless the round is not the one that was seen any more. Returns whether it was woken before the
+  // end of the time.
+  bool sleep(std::atomic<uint32_t>& round, uint32_t seen) {
     const timespec most{0, SLEEP_NS};
-    return syscall(SYS_futex, &round, FUTEX_WAIT, round_, &most) == 0 || errno != ETIMEDOUT;
+    return syscall(SYS_futex, &round, FUTEX_WAIT, seen, &most) == 0 || errno != ETIMEDOUT;
   }
   void wake_all(std::atomic<uint32_t>& round) { syscall(SYS_futex, &round, FUTEX_WAKE, INT_MAX); }
 #else
-  bool sleep(std::atomic<uint32_t>&) {
+  bool sleep(std::atomic<uint32_t>&, uint32_t) {
     std::this_thread::sleep_for(std::chrono::nanoseconds(SLEEP_NS));
     return false;
   }
@@ -184,11 +216,9 @@ inline void for_runs(int64_t begin, int64_t end, int64_t width, Body body) {
   }
 }
 
-// Gives pieces of [0, num_items) to `write(begin, end, own)`, and, when all ranks have given theirs, to
-// `read(begin, end, round)`.
-template <typename T, typename Write, typename Read>
-inline void exchange(const RanksArgs& ranks, const Slice& slice, int64_t num_items, Write write,
-                     Read read) {
+// Calls step(begin, end, round) for each piece of [0, num_items), until it returns false.
+template <typename T, typename Step>
+inline void in_pieces(const RanksArgs& ranks, const Slice& slice, int64_t num_items, Step step) {
   constexpr int64_t LINE_ITEMS = 64 / sizeof(T), PIECE_ITEMS = PIECE_BYTES / sizeof(T);
   const auto lines = slice.range((num_items + LINE_ITEMS - 1) / LINE_ITEMS);
   const int64_t last = std::min(num_items, lines.end * LINE_ITEMS);
@@ -198,15 +228,25 @@ inline void exchange(const RanksArgs& ranks, const Slice& slice, int64_t num_ite
   if (counts) began = std::chrono::steady_clock::now();
   for (int64_t begin = lines.begin * LINE_ITEMS; begin < last; begin += PIECE_ITEMS) {
     if (round.has_failed() || !round.has_place()) return;
-    const int64_t end = std::min(begin + PIECE_ITEMS, last);
-    write(begin, end, reinterpret_cast<T*>(round.piece(ranks.rank)));
-    if (!round.meet()) return;
-    read(begin, end, round);
+    if (!step(begin, std::min(begin + PIECE_ITEMS, last), round)) return;
     round.next_round();
   }
   if (!counts) return;
   const std::chrono::nanoseconds spent = std::chrono::steady_clock::now() - began;
   round.add_spent(spent.count());
+}
+
+// Gives pieces of [0, num_items) to `write(begin, end, own)`, and, when all ranks have given theirs, to
+// `read(begin, end, round)`.
+template <typename T, typename Write, typename Read>
+inline void exchange(const RanksArgs& ranks, const Slice& slice, int64_t num_items, Write write,
+                     Read read) {
+  in_pieces<T>(ranks, slice, num_items, [&](int64_t begin, int64_t end, Round& round) {
+    write(begin, end, reinterpret_cast<T*>(round.piece(ranks.rank)));
+    if (!round.meet()) return false;
+    read(begin, end, round);
+    return true;
+  });
 }
 
 // x = the sum of all ranks' x, in fp32, in the order of ranks, rounded once: of [count, size], rows
@@ -310,8 +350,50 @@ void rank_columns(const ColumnsArgs& args, const Slice& slice) {
       });
 }
 
+// The rows of x, which rank 0 of two hands to rank 1. Rank 0 does not wait for rank 1 but for the memory
+// of pieces.
+struct HandRowsArgs {
+  RanksArgs ranks;
+  void* x;  // [count, size], rows stride apart
+  const int32_t* count;
+  int64_t size;
+  int64_t stride;
+};
+
+template <typename T>
+void hand_rows(const HandRowsArgs& args, const Slice& slice) {
+  const auto for_pieces = [&](int64_t begin, int64_t end, auto body) {
+    for_runs(begin, end, args.size, [&](int64_t row, int64_t column, int64_t place, int64_t n) {
+      body(static_cast<T*>(args.x) + row * args.stride + column, place, n);
+    });
+  };
+  const auto hand = [&](int64_t begin, int64_t end, Round& round) {
+    if (!round.wait_for_place()) return false;
+    T* piece = reinterpret_cast<T*>(round.piece(0));
+    for_pieces(begin, end, [&](const T* x, int64_t place, int64_t n) {
+      std::memcpy(piece + place, x, n * sizeof(T));
+    });
+    round.give();
+    return true;
+  };
+  const auto take = [&](int64_t begin, int64_t end, Round& round) {
+    if (!round.wait_for_piece()) return false;
+    const T* piece = reinterpret_cast<const T*>(round.piece(0));
+    for_pieces(begin, end, [&](T* x, int64_t place, int64_t n) {
+      std::memcpy(x, piece + place, n * sizeof(T));
+    });
+    round.take();
+    return true;
+  };
+  const int64_t num_items = *args.count * args.size;
+  if (args.ranks.rank == 0) in_pieces<T>(args.ranks, slice, num_items, hand);
+  else in_pieces<T>(args.ranks, slice, num_items, take);
+}
+
 }  // namespace loadout
 
+LOADOUT_EXPORT(hand_rows_float, loadout::HandRowsArgs, loadout::hand_rows<float>)
+LOADOUT_EXPORT(hand_rows_bf16, loadout::HandRowsArgs, loadout::hand_rows<loadout::bf16>)
 LOADOUT_EXPORT(sum_ranks_float, loadout::SumRanksArgs, loadout::sum_ranks<float>)
 LOADOUT_EXPORT(sum_ranks_bf16, loadout::SumRanksArgs, loadout::sum_ranks<loadout::bf16>)
 LOADOUT_EXPORT(sum_shrunk_float, loadout::SumShrunkArgs, loadout::sum_shrunk<float>)

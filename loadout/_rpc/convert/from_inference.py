@@ -284,6 +284,7 @@ def _rank(message: inference_pb.RankStatus) -> types.RankStatus:
         running_pulls=message.running_pulls,
         num_threads=message.num_threads,
         processors=tuple(message.processors),
+        stage=message.stage,
     )
 
 

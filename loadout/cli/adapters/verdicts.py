@@ -131,10 +131,10 @@ def _lines(replicas: Replicas) -> list[str]:
     verdicts = [_verdict(state, server) for state, server in replicas]
     state, server = replicas[0]
     if _is_whole(replicas) and len(set(verdicts)) == 1:
-        ranks = f", --tensor-parallel {server.num_ranks}" if server.num_ranks > 1 else ""
+        ranks = f", {server.num_ranks} processes" if server.num_ranks > 1 else ""
         return [_line(verdicts[0], f"{_where(state)}{ranks}", server)]
     places = [
-        f"{_where(state)}, rank {server.rank_index} of --tensor-parallel {server.num_ranks}"
+        f"{_where(state)}, rank {server.rank_index} of {server.num_ranks} processes"
         for state, server in replicas
     ]
     return [

@@ -32,8 +32,8 @@ def info(
     """Show the configuration of one replica and the store.
 
     Shows model, device, kernels, threads, processor, layout, limits, memory and versions, the
-    processes of --tensor-parallel, and what would make the replica faster. Fails if one of the
-    services does not answer.
+    processes of --tensor-parallel and --pipeline-parallel, and what would make the replica
+    faster. Fails if one of the services does not answer.
     """
     server: ServerInfo | LoadoutError
     status: StoreStatus | LoadoutError
@@ -100,12 +100,18 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
             "tokens"
         )
         rows.append(("recurrent states", text))
-    rows += [(f"rank {each.index}", _rank(each)) for each in server.ranks]
+    rows += [(rank_name(each, server.ranks), _rank(each)) for each in server.ranks]
     for use in server.memory:
         text = f"{decimal(use.used_bytes)} of {decimal(use.capacity_bytes)}"
         rows.append((f"memory {use.name}", text))
     rows += [(f"version {name}", version) for name, version in server.versions.items()]
     return rows
+
+
+def rank_name(rank: RankStatus, ranks: Sequence[RankStatus]) -> str:
+    """Returns a rank's name, with its stage if there are several."""
+    name = f"rank {rank.index}"
+    return f"{name}, stage {rank.stage}" if any(each.stage for each in ranks) else name
 
 
 def _rank(rank: RankStatus) -> str:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadout.cli.output import error_text
+from loadout.cli.server.info import rank_name
 from loadout.cli.server.top_overview import AdapterRates, Overview, Tier, Traffic, idle_s
 from loadout.errors import LoadoutError
 from loadout.types import (
@@ -310,7 +311,7 @@ def _ranks(
             text.append(f", {times}", style=DIM)
         if each.running_pulls:
             text.append(f", {each.running_pulls} pulls", style=BUSY)
-        grid.add_row(f"rank {each.index}", bar(share, FIXED, length), f"{share:.0%}", text)
+        grid.add_row(rank_name(each, ranks), bar(share, FIXED, length), f"{share:.0%}", text)
     return grid
 
 

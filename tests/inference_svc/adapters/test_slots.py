@@ -32,7 +32,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = Slots(16 * KIB, 4, Shape.of(header("largest", 6)))
+        self.slots = Slots(16 * KIB, 4, [Shape.of(header("largest", 6))])
         self.users: dict[str, int] = {}
         self.superseded: set[str] = set()
 
@@ -168,7 +168,7 @@ def test_evicts_nothing_in_vain() -> None:
 
 
 def test_pins_that_would_block_others_are_refused() -> None:
-    slots = Slots(8 * KIB, 8, Shape.of(header("largest", 4)))
+    slots = Slots(8 * KIB, 8, [Shape.of(header("largest", 4))])
     for digest in "ab":
         ready(slots, digest, 3)
     slots.pin("a")
@@ -225,7 +225,7 @@ def test_accounts_pin_equal_content_each_for_itself() -> None:
 
 
 def test_bytes_of_pins_are_shares() -> None:
-    slots = Slots(24 * KIB, 8, Shape.of(header("largest", 4)), pin_share=0.5)
+    slots = Slots(24 * KIB, 8, [Shape.of(header("largest", 4))], pin_share=0.5)
     for digest, kib in (("a", 4), ("b", 4), ("c", 4), ("d", 8)):
         ready(slots, digest, kib)
     for digest in "ab":
@@ -270,7 +270,7 @@ def test_usage_figures() -> None:
 
 
 def test_an_image_that_is_current_again_outlives_superseded_ones() -> None:
-    slots = Slots(16 * KIB, 4, Shape.of(header("largest", 6)))
+    slots = Slots(16 * KIB, 4, [Shape.of(header("largest", 6))])
     for digest, kib in (("old", 4), ("again", 4)):
         slots.set_superseded(digest, True)
         reservation = slots.reserve(header(digest, kib), ())

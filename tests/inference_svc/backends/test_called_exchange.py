@@ -10,7 +10,6 @@ from torch import Tensor
 
 from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.backends.native.exchange import CalledExchange
-from inference_svc.model.description import Rank
 from kernels.native.library import Library
 from kernels.ranks.reference import sum_ranks
 from tests.support.inference.ranks import exchanges, on_ranks
@@ -37,7 +36,7 @@ def test_sums(library: Library, data: st.DataObject) -> None:
     number, all_of = torch.tensor([used], dtype=torch.int32), exchanges(count)
 
     def run(rank: int) -> None:
-        called = CalledExchange(Rank(rank, count), all_of[rank])
+        called = CalledExchange(rank, all_of[rank])
         library.run(called.sum_op(terms[rank][:, :size], number))
         called.check()
 
@@ -64,7 +63,7 @@ def test_columns(library: Library, data: st.DataObject) -> None:
         own = slice(rank * part, min(size, (rank + 1) * part))
         x = found[rank][:, :size]
         x[:, own] = whole[:, own]
-        called = CalledExchange(Rank(rank, count), all_of[rank])
+        called = CalledExchange(rank, all_of[rank])
         library.run(called.columns_op(x, number, part))
         called.check()
 
@@ -75,8 +74,33 @@ def test_columns(library: Library, data: st.DataObject) -> None:
         assert found[0][used:, part:size].isnan().all()
 
 
+@given(data=st.data())
+def test_rows_that_stages_hand_on(library: Library, data: st.DataObject) -> None:
+    """The rows behind the count, and what is between rows, stay."""
+    rows, size, gap = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 40)), 7
+    used, all_of = data.draw(st.integers(1, rows)), exchanges(1, 2)
+    number = torch.tensor([used], dtype=torch.int32)
+    found = [torch.randn(rows, size + gap) for _ in range(2)]
+    before = [each.clone() for each in found]
+
+    def run(stage: int) -> None:
+        called = CalledExchange(0, all_of[stage])
+        x = found[stage][:, :size]
+        op = called.receive_op(x, number, 0) if stage else called.send_op(x, number, 1)
+        library.run(op)
+        called.check()
+
+    on_ranks(2, run)
+    assert torch.equal(found[0], before[0])
+    assert torch.equal(found[1][:used, :size], before[0][:used, :size])
+    assert torch.equal(found[1][used:], before[1][used:])
+    assert torch.equal(found[1][:, size:], before[1][:, size:])
+
+
 class Failing:
     """An exchange that another rank has left."""
+
+    name = "left"
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -88,11 +112,20 @@ class Failing:
     def side_by_side(self, x: Tensor) -> Tensor:
         raise AssertionError("nothing is exchanged behind a failure")
 
+    def sum_stages(self, x: Tensor) -> None:
+        raise AssertionError("nothing is exchanged behind a failure")
+
+    def send(self, x: Tensor, stage: int) -> None:
+        raise AssertionError("nothing is exchanged behind a failure")
+
+    def receive(self, x: Tensor, stage: int) -> None:
+        raise AssertionError("nothing is exchanged behind a failure")
+
 
 def test_an_error_ends_all_exchanges(library: Library) -> None:
     """The run ends, and all later ones do."""
     failing = Failing()
-    called = CalledExchange(Rank(0, 2), failing)
+    called = CalledExchange(0, failing)
     x, number = torch.ones(2, 4), torch.tensor([2], dtype=torch.int32)
     ops = called.sum_op(x, number), called.columns_op(x, number, 2), called.sum_op(x, number)
     called.check()

@@ -15,7 +15,7 @@ from inference_svc.backends.cuda.backend import CudaBackend
 from inference_svc.backends.cuda.graphs import LATEST_USE, Compute
 from inference_svc.backends.cuda.lora import CudaLora
 from inference_svc.backends.cuda.padded_sizes import StepKind
-from inference_svc.backends.torch import LoraStep
+from inference_svc.backends.lora_step import LoraStep
 from inference_svc.engine.compute.losses import Loss
 from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.runner import Runner

@@ -162,7 +162,7 @@ class World:
             num_layers=1, num_pages=NUM_PAGES + 1, page_size=PAGE_SIZE, num_kv_heads=1, head_dim=2,
             dtype=DTYPE,
         )  # fmt: skip
-        caches = KVCaches((cache,), (KVPlace(0, 0),))
+        caches = KVCaches((cache,), (KVPlace(0, 0),), NUM_PAGES + 1, PAGE_SIZE)
         self.reader: Any = Reader(self.description, self.arena, self.headers)
         limits = StepLimits(MAX_TOKENS, MAX_ROWS, MAX_PAGES)
         targets = applied_targets(self.layout)

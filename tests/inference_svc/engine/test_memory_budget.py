@@ -15,10 +15,11 @@ from inference_svc.backends.native.buffers import BatchPages, StepArrays
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig
 from inference_svc.engine.build import build_engine
-from inference_svc.engine.memory_budget import Budget, Line, human, plan_budgets
+from inference_svc.engine.memory_budget import Budget, Line, human, local_needs, plan_budgets
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.sharding.description import of_rank
+from inference_svc.model.sharding.stages import of_stage
 from inference_svc.store.client import NoStore
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention
@@ -36,7 +37,7 @@ def budget_of(
     description: Decoder,
     backend: NativeFactory | TorchFactory = NATIVE,
 ) -> Budget:
-    (budget,) = plan_budgets(config, backend.memory_needs(config, description), None)
+    (budget,) = plan_budgets(config, local_needs(config, description, backend), None)
     return budget
 
 
@@ -79,6 +80,19 @@ def test_the_arithmetic_is_of_all_ranks(config: EngineConfig) -> None:
     assert ranks.bytes_of("arena") == 4 * 64 * MIB
     assert ranks.bytes_of("other_ranks") > 3 * 50 * MIB
     assert not alone.bytes_of("other_ranks")
+
+
+def test_the_arithmetic_is_of_all_stages(config: EngineConfig) -> None:
+    """The stages have the whole model together; of a tied head the last one has the embedding,
+    too."""
+    whole = load_description(config.model_dir)
+    alone = budget_of(config, whole, TORCH)
+    staged = replace(config, pipeline_parallel=2)
+    for index in range(2):
+        budget = budget_of(staged, of_stage(whole, index, 2), TORCH)
+        embedding_bytes = 4 * whole.vocab_size * whole.hidden_size * whole.head.is_tied
+        assert budget.bytes_of("weights") == alone.bytes_of("weights") + embedding_bytes
+        assert budget.bytes_of("kv_pages") == 2 * 96 * MIB
 
 
 def test_refusal_shows_the_arithmetic() -> None:

@@ -122,7 +122,7 @@ def test_every_adapter_can_be_pinned_beside_another(model: str, card: int) -> No
     capacity = plan.bytes_of("arena")
     assert plan.bytes_of("host_tier") >= largest.num_bytes
     for before in (0, largest.num_bytes // 3, 256):
-        slots = Slots(capacity, plan.config.max_loras, largest)
+        slots = Slots(capacity, plan.config.max_loras, [largest])
         if before:
             assert slots.reserve(header("other", before, (0,)))
         reserved = slots.reserve(header("pinned", largest.num_bytes, largest.cuts))

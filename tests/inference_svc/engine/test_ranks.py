@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from contract.images.targets import TargetKind
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.memory.stages import joined
 from inference_svc.adapters.memory.tiers import (
     DivideMagnitudes,
     MixWrite,
@@ -39,7 +40,7 @@ from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.ranks import group, peers
 from inference_svc.engine.ranks.main import check_alike
-from inference_svc.engine.ranks.messages import CancelPull, Pull, PullEnded
+from inference_svc.engine.ranks.messages import CancelPull, Opened, OpenPull, Pull, PullEnded
 from inference_svc.engine.ranks.pulls import RankPulls
 from inference_svc.engine.ranks.steps import (
     SlotDivide,
@@ -64,6 +65,7 @@ from tests.support.wait import until
 
 HEADER = make_image("sha256:abc", 4).header
 EXTENTS = (Extent(0, 256, 1024),)
+ARENA_BYTES = 1 << 20
 
 
 def test_a_step_survives_its_buffer() -> None:
@@ -125,6 +127,7 @@ class FakeGroup:
     others: list[FakeRank] = field(default_factory=lambda: [FakeRank(Rank(i, 3)) for i in (1, 2)])
     failure: Exception | None = None
     is_ended: bool = False
+    on_pull_opened: Callable[[int, Opened], None] = lambda index, opened: None
     on_pull_ended: Callable[[int, PullEnded], None] = lambda index, ended: None
 
 
@@ -204,6 +207,75 @@ def test_a_pull_ends_with_its_ranks(failure: EngineFailed | None) -> None:
     pulls = Pulls()
     pulls.group.failure, pulls.group.is_ended = failure, True
     assert pulls.result() == PullFailed(pulls.job, failure)
+
+
+class StagedPulls:
+    """Pulls of two stages of two ranks, whose images differ."""
+
+    def __init__(self) -> None:
+        self.group: Any = FakeGroup([FakeRank(Rank(index, 4)) for index in (1, 2, 3)])
+        self.landed: list[Any] = []
+        self.pulls = RankPulls(self.group, self.landed.append, None, 2, ARENA_BYTES)
+        self.pulls.set_layouts(("one", "two", "three"))
+        self.job = PullJob("sha256:abc", "zero")
+        self.second = make_image("sha256:abc", 2, (1, 2)).header
+
+    def open(self) -> Any:
+        """Has the first rank of the second stage open its pull; returns the header of all."""
+        with ThreadPoolExecutor(1) as threads:
+            opening = threads.submit(self.pulls.open, self.job, HEADER)
+            until(lambda: self.sent(2) != [])
+            number = self.sent(2)[-1].number
+            self.group.on_pull_opened(2, Opened(number, self.second))
+            return opening.result(20)
+
+    def sent(self, index: int) -> list[Any]:
+        return self.group.others[index - 1].sent
+
+
+def test_stages_say_how_large_their_parts_are() -> None:
+    """One rank of each stage, before all get extents of their own."""
+    pulls = StagedPulls()
+    whole = pulls.open()
+    assert whole == joined((HEADER, pulls.second))
+    assert pulls.sent(2) == [OpenPull(1, "sha256:abc", "two")]
+    assert pulls.sent(1) == pulls.sent(3) == []
+    first = Extent(0, 256, HEADER.total_bytes)
+    second = Extent(0, 512, pulls.second.total_bytes)
+    placed = replace(second, image_offset=first.num_bytes, start=ARENA_BYTES + 512)
+    assert pulls.pulls.finish(pulls.job, None) is None, "it is parked: the pulls stay open"
+    pulls.job.progress.sink = ImageSink(memoryview(b""), (first, placed))
+    pulls.pulls.begin(pulls.job, HEADER, (first, placed))
+    facts = pulls.second.segments, (second,)
+    assert pulls.sent(1) == [Pull(1, "sha256:abc", "one", HEADER.segments, (first,))]
+    assert pulls.sent(2)[1:] == [Pull(1, "sha256:abc", "two", *facts, is_open=True)]
+    assert pulls.sent(3) == [Pull(1, "sha256:abc", "three", *facts)]
+    for index in (1, 2, 3):
+        pulls.group.on_pull_ended(index, PullEnded(1, True))
+    assert pulls.pulls.finish(pulls.job, PullDone(pulls.job)) == PullDone(pulls.job)
+    assert pulls.landed == [(first,)], "the first stage's"
+
+
+def test_a_stage_that_cannot_open_its_pull() -> None:
+    pulls, error = StagedPulls(), CorruptImage("header")
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(pulls.pulls.open, pulls.job, HEADER)
+        until(lambda: pulls.sent(2) != [])
+        pulls.group.on_pull_ended(2, PullEnded(1, False, error))
+        with pytest.raises(CorruptImage, match="header"):
+            opening.result(20)
+    failed = PullFailed(pulls.job, error)
+    assert pulls.pulls.finish(pulls.job, failed) == failed
+
+
+def test_open_pulls_of_a_parked_job_that_is_abandoned() -> None:
+    """Nobody waits for their end, as they write nothing."""
+    pulls = StagedPulls()
+    pulls.open()
+    pulls.pulls.abandon(pulls.job)
+    assert pulls.sent(2)[-1] == CancelPull(1)
+    pulls.group.on_pull_ended(2, PullEnded(1, False))
+    assert pulls.pulls.finish(pulls.job, None) is None
 
 
 def test_images_of_ranks_lie_alike() -> None:

@@ -120,12 +120,13 @@ def test_loads_from_the_host_tier_do_not_hide_those_from_the_store() -> None:
 def test_each_rank_has_its_series() -> None:
     """A server of one process has none."""
     first = RankStatus(0, 7, True, 900, 4, 3, 2, 5, 2.5, 0.5, 60, 0, 1, (0,))
-    ranks = (first, replace(first, index=1, answers=False, exchange_s=0.25))
+    ranks = (first, replace(first, index=1, answers=False, exchange_s=0.25, stage=1))
     snapshot = replace(SNAPSHOT, status=replace(STATUS, ranks=ranks))
     samples = scrape(Metrics(4, lambda: snapshot))
 
     def of(name: str) -> list[float]:
-        return [samples[f"{PREFIX}rank_{name}"][(("rank", index),)] for index in ("0", "1")]
+        places = [(("rank", each), ("stage", each)) for each in ("0", "1")]
+        return [samples[f"{PREFIX}rank_{name}"][place] for place in places]
 
     assert of("up") == [1, 0]
     assert of("resident_bytes") == [900, 900]

@@ -75,7 +75,7 @@ def in_torch(count: int) -> Iterator[AddLora]:
 @contextmanager
 def in_native_kernels(count: int) -> Iterator[AddLora]:
     library, num_threads = native_library(), torch.get_num_threads()
-    file = create_file(count, num_threads)
+    file = create_file([count], num_threads)
 
     def add(
         index: int,
@@ -88,7 +88,7 @@ def in_native_kernels(count: int) -> Iterator[AddLora]:
         own = NativeLoraPlan(plan.num_tokens, table=table)
         own.fill(plan.token_slots.tolist())
         lora = NativeLora.create(table, own, len(group.targets))
-        memory = RankMemory(file, index, count, num_threads, 60.0)
+        memory = RankMemory(file, [count], 0, index, num_threads, 60.0)
         sum_ranks = partial(lora.sum_op, ranks=memory)
         library.run(*lora.add_ops(group, x, out, None, sum_ranks))
         assert memory.fault is None

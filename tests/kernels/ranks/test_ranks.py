@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.native.library import Library
 from kernels.ranks.memory import RankFault, RankMemory, create_file
-from kernels.ranks.native import rank_columns_op, sum_ranks_op
+from kernels.ranks.native import hand_rows_op, rank_columns_op, sum_ranks_op
 from kernels.ranks.reference import sum_ranks
 
 PIECE_ITEMS = (64 << 10) // 2
@@ -26,9 +26,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 def memories(count: int, timeout_s: float = 60.0) -> Iterator[list[RankMemory]]:
     """Yields each rank's view of one memory."""
     num_threads = torch.get_num_threads()
-    file = create_file(count, num_threads)
+    file = create_file([count], num_threads)
     try:
-        yield [RankMemory(file, rank, count, num_threads, timeout_s) for rank in range(count)]
+        yield [RankMemory(file, [count], 0, rank, num_threads, timeout_s) for rank in range(count)]
     finally:
         os.close(file)
 
@@ -99,6 +99,65 @@ def test_columns(library: Library, data: st.DataObject) -> None:
             assert others.isnan().all()
 
 
+@given(data=st.data())
+def test_rows_that_are_handed_on(library: Library, data: st.DataObject) -> None:
+    """From rank to rank, by any number of pieces, beside sums of other groups; the rows behind the
+    count stay."""
+    size = data.draw(st.sampled_from([1, 31, 200, 3 * PIECE_ITEMS + 5]))
+    rows, gap = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0, 7]))
+    used, dtype = data.draw(st.integers(0, rows)), data.draw(st.sampled_from(DTYPES))
+    times = data.draw(st.integers(1, 4))
+    first = [spaced(rows, size, gap, dtype) for _ in range(times)]
+    before = [each.clone() for each in first]
+    others = [[spaced(rows, size, gap, dtype) for _ in range(times)] for _ in range(2)]
+    kept = [[each.clone() for each in one] for one in others]
+    terms = [torch.ones(1, 8) for _ in range(3)]
+    number, one = (torch.tensor([n], dtype=torch.int32) for n in (used, 1))
+    groups, num_threads = [2, 3, 2], torch.get_num_threads()
+    file = create_file(groups, num_threads)
+
+    def view(group: int, rank: int) -> RankMemory:
+        return RankMemory(file, groups, group, rank, num_threads, 60.0)
+
+    def run(rank: int) -> None:
+        every = sum_ranks_op(terms[rank], one, view(1, rank))
+        near = view(0, rank) if rank < 2 else view(2, 1)
+        own = first if rank == 0 else others[rank - 1]
+        ops = [hand_rows_op(each, number, near) for each in own]
+        if rank == 1:
+            far = view(2, 0)
+            onward = [hand_rows_op(each, number, far) for each in own]
+            ops = [op for pair in zip(ops, onward, strict=True) for op in pair]
+        library.run(*ops, every)
+
+    try:
+        on_all(3, run)
+        assert view(1, 0).fault is None
+    finally:
+        os.close(file)
+    assert all(torch.equal(each, torch.full((1, 8), 3.0)) for each in terms)
+    for found, old in zip(others, kept, strict=True):
+        for own, was, sent in zip(found, old, before, strict=True):
+            assert torch.equal(own[:used], sent[:used])
+            assert torch.equal(own[used:], was[used:])
+    assert all(map(torch.equal, first, before))
+
+
+def test_rows_that_nobody_takes(library: Library) -> None:
+    """The first two pieces have a place."""
+    file, count = create_file([2, 2], torch.get_num_threads()), torch.ones(1, dtype=torch.int32)
+    sender = RankMemory(file, [2, 2], 1, 0, torch.get_num_threads(), 0.2)
+    other_group = RankMemory(file, [2, 2], 0, 0, torch.get_num_threads(), 60.0)
+    os.close(file)
+    op = hand_rows_op(torch.zeros(1, 1), count, sender)
+    library.run(op, op)
+    assert sender.fault is None
+    library.run(op)
+    assert sender.fault is RankFault.TIMEOUT
+    sum_alone(library, other_group)  # returns at once
+    assert other_group.fault is RankFault.TIMEOUT
+
+
 def sum_alone(library: Library, memory: RankMemory, size: int = 64) -> None:
     x, count = torch.zeros(1, size), torch.ones(1, dtype=torch.int32)
     library.run(*[sum_ranks_op(x, count, memory)] * 3)
@@ -128,7 +187,7 @@ def test_ranks_that_exchange_different_sizes(library: Library) -> None:
 
 
 def test_memory_of_other_ranks() -> None:
-    file = create_file(2, 3)
+    file = create_file([2], 3)
     with pytest.raises(ValueError, match="3 ranks of 3 threads need"):
-        RankMemory(file, 0, 3, 3, 1.0)
+        RankMemory(file, [3], 0, 0, 3, 1.0)
     os.close(file)

@@ -446,10 +446,11 @@ def test_info_says_what_a_recurrent_state_costs(run, fake_store, fake_inference)
     assert (found["state_bytes"], found["stored"]) == (20_000_000, 5)
 
 
-def test_info_has_a_line_for_each_rank(run, fake_store, fake_inference):
+@pytest.mark.parametrize("stage", [0, 1])
+def test_info_has_a_line_for_each_rank(run, fake_store, fake_inference, stage):
     fake_store.on("GetStoreStatus", store_pb.GetStoreStatusResponse())
-    ranks = [rank_status(0), rank_status(1, answers=False)]
-    ranks.append(rank_status(2, num_threads=1))
+    ranks = [rank_status(0), rank_status(1, answers=False, stage=stage)]
+    ranks.append(rank_status(2, num_threads=1, stage=stage))
     fake_inference.on("GetServerInfo", inference_pb.GetServerInfoResponse(ranks=ranks))
     text = " ".join(run("info")[1].replace("inference", "").split())
     line = (
@@ -457,11 +458,13 @@ def test_info_has_a_line_for_each_rank(run, fake_store, fake_inference):
         "processors 0-2, 7; per step 300.0 ms computing and 100.0 ms waiting for others; 60 "
         "bytes pulled, 2 pulls in progress"
     )
-    assert f"rank 0 process 4711; {line}" in text
-    assert f"rank 1 process 4711, which does not answer; {line}" in text
-    assert f"rank 2 process 4711; {line.replace('3 threads', '1 thread')}" in text
+    first, second = (", stage 0", ", stage 1") if stage else ("", "")
+    assert f"rank 0{first} process 4711; {line}" in text
+    assert f"rank 1{second} process 4711, which does not answer; {line}" in text
+    assert f"rank 2{second} process 4711; {line.replace('3 threads', '1 thread')}" in text
     found = json.loads(run("info", "--json")[1])["server"]["ranks"]
     assert [each["answers"] for each in found] == [True, False, True]
+    assert [each["stage"] for each in found] == [0, stage, stage]
 
 
 @pytest.mark.parametrize("form", ["", "nf4"])

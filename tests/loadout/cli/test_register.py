@@ -194,7 +194,7 @@ NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj h
         (
             [rank_state(1), rank_state(0), layout_state(store_pb.IMAGE_STATE_READY, LARGE)],
             [
-                "servable by layout 111111111111, --tensor-parallel 2, ranks up to 64",
+                "servable by layout 111111111111, 2 processes, ranks up to 64",
                 "servable by layout 555555555555, ranks up to 64",
             ],
             0,
@@ -203,8 +203,8 @@ NONE = store_pb.ServerVerdict(reason="shape [8, 32] has 32 in_features, q_proj h
         (
             [rank_state(0), rank_state(1, store_pb.IMAGE_STATE_INCOMPATIBLE, "it has a bias")],
             [
-                "servable by layout 111111111111, rank 0 of --tensor-parallel 2, ranks up to 64",
-                "not servable by layout 222222222222, rank 1 of --tensor-parallel 2, ranks up to "
+                "servable by layout 111111111111, rank 0 of 2 processes, ranks up to 64",
+                "not servable by layout 222222222222, rank 1 of 2 processes, ranks up to "
                 "64: it has a bias",
             ],
             1,
@@ -261,7 +261,7 @@ def test_a_rank_that_is_not_announced_yet_is_not_known(run, fake_store, register
     registered.adapter.layout_states.append(rank_state(1))
     fake_store.on("RegisterAdapter", registered)
     code, out, err = run("register", "a", "s3://b/p", "--require-servable")
-    place = "layout 222222222222, rank 1 of --tensor-parallel 2, ranks up to 64"
+    place = "layout 222222222222, rank 1 of 2 processes, ranks up to 64"
     assert out.splitlines()[2:] == [f"servable by {place}"]
     assert (code, "it is not known after" in err) == (1, True)
 

@@ -14,7 +14,7 @@ from inference_svc.backends.cuda.graphs import CudaRecorder
 from inference_svc.backends.cuda.inputs import StepBlock
 from inference_svc.backends.cuda.lora import CudaLora
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
-from inference_svc.backends.torch import LoraStep, plan_lora
+from inference_svc.backends.lora_step import LoraStep, plan_lora
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Request, SamplingParams
 from inference_svc.core import Sequence as OfTokens
 from kernels.lora import LoraPlan, TableEntry, add_lora, reference

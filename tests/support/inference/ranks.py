@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -23,34 +25,69 @@ from inference_svc.store.client import NoStore, RemoteNoStore
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ThreadExchange:
-    """An `Exchange` of the rank with this index."""
+@dataclass
+class Shared:
+    """The values that so many ranks exchange."""
 
-    index: int
     values: list[Tensor | None]
     barrier: threading.Barrier
-    seconds: float = 0.0
-    name: str = "threads"
 
-    def _all(self, x: Tensor) -> list[Tensor]:
-        self.values[self.index] = x.clone()
+    @classmethod
+    def of(cls, count: int) -> Shared:
+        return cls([None] * count, threading.Barrier(count))
+
+    def all(self, index: int, x: Tensor) -> list[Tensor]:
+        self.values[index] = x.clone()
         self.barrier.wait(60)
         found = [each for each in self.values if each is not None]
         self.barrier.wait(60)
         return found
 
+
+@dataclass(frozen=True)
+class ThreadExchange:
+    """An `Exchange` of the rank with this index in a stage of `count` ranks, of several stages."""
+
+    index: int
+    stage: int
+    of_stage: Shared
+    of_all: Shared
+    sent: defaultdict[tuple[int, int, int], SimpleQueue[Tensor]]
+    seconds: float = 0.0
+    name: str = "threads"
+
     def sum(self, x: Tensor) -> None:
-        x.copy_(torch.stack([each.double() for each in self._all(x)]).sum(dim=0))
+        _sum(x, self.of_stage.all(self.index, x))
+
+    def sum_stages(self, x: Tensor) -> None:
+        count = len(self.of_stage.values)
+        _sum(x, self.of_all.all(self.stage * count + self.index, x))
 
     def side_by_side(self, x: Tensor) -> Tensor:
-        return torch.cat(self._all(x), dim=1)
+        return torch.cat(self.of_stage.all(self.index, x), dim=1)
+
+    def send(self, x: Tensor, stage: int) -> None:
+        self.sent[self.index, self.stage, stage].put(x.clone())
+
+    def receive(self, x: Tensor, stage: int) -> None:
+        found = self.sent[self.index, stage, self.stage].get(timeout=60)
+        assert found.shape == x.shape
+        x.copy_(found)
 
 
-def exchanges(count: int) -> list[ThreadExchange]:
-    values: list[Tensor | None] = [None] * count
-    barrier = threading.Barrier(count)
-    return [ThreadExchange(index, values, barrier) for index in range(count)]
+def _sum(x: Tensor, terms: list[Tensor]) -> None:
+    x.copy_(torch.stack([each.double() for each in terms]).sum(dim=0))
+
+
+def exchanges(count: int, num_stages: int = 1) -> list[ThreadExchange]:
+    """Returns the exchanges of all ranks, stage by stage."""
+    stages, every = [Shared.of(count) for _ in range(num_stages)], Shared.of(count * num_stages)
+    sent: defaultdict[tuple[int, int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+    return [
+        ThreadExchange(index, stage, of_stage, every, sent)
+        for stage, of_stage in enumerate(stages)
+        for index in range(count)
+    ]
 
 
 def on_ranks(count: int, run: Callable[[int], T]) -> Sequence[T]:
@@ -112,7 +149,8 @@ def answers_of_ranks(model_dir: Path, count: int, **changes: Any) -> Answers:
     do not suffice, so that some are preempted; then of prompts that begin like earlier ones. The
     first long steps are computed in parts."""
     config = config_of(model_dir, count, state_pages=2, **changes)
-    page_bytes = config.page_size * 4 * describe(config, 0).kv_elements_per_token
+    stages = describe(config, 0).every_stage
+    page_bytes = config.page_size * 4 * max(each.kv_elements_per_token for each in stages)
     config = replace(config, kv_bytes=NUM_PAGES * page_bytes)
     built = build_engine(config, NoStore(), lambda event: None, no_store)
     try:

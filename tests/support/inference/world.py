@@ -94,7 +94,7 @@ class World:
         host = HostTier(host_kib * KIB) if host_kib else None
         if host is not None:
             host.step_copy_bytes = 4 * KIB  # so that some copies wait for another step
-        slots = Slots(10 * KIB, 3, Shape.of(header("d")))
+        slots = Slots(10 * KIB, 3, [Shape.of(header("d"))])
         memory = memoryview(bytearray(16 * KIB))
         self.now_s = 0.0
         self.residency = build_residency(

@@ -12,7 +12,7 @@ SERVER = types.ServerInfo(
 
 
 def rank_status(
-    index: int, *, answers: bool = True, num_threads: int = 3
+    index: int, *, answers: bool = True, num_threads: int = 3, stage: int = 0
 ) -> inference_pb2.RankStatus:
     """Returns the status of a rank that has computed five steps."""
     return inference_pb2.RankStatus(
@@ -30,4 +30,5 @@ def rank_status(
         running_pulls=2,
         num_threads=num_threads,
         processors=[0, 1, 2, 7],
+        stage=stage,
     )

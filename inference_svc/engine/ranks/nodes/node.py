@@ -108,7 +108,7 @@ class Node:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.ranks: list[NodeRank] = []
-        count = config.tensor_parallel
+        count = config.num_ranks
         for index in config.local_ranks:
             orders = Orders(config, Rank(index, count), make_store, facts)
             try:

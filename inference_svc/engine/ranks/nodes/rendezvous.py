@@ -48,11 +48,11 @@ class NodeRendezvous:
         """Listens. Raises OSError that names the setting."""
         assert config.nodes is not None
         self._nodes, self._facts = config.nodes, facts
-        count, num_local = config.tensor_parallel, len(config.local_ranks)
+        count, num_local = config.num_ranks, len(config.local_ranks)
         self.others = [
             RemoteRank(Rank(index, count), index // num_local) for index in range(num_local, count)
         ]
-        self._count = count
+        self._count, self._num_stages = count, config.pipeline_parallel
         self._listener = _listen(config.nodes)
         self._places = Shares("rendezvous connections", MAX_CALLERS, PEER_SHARE)
         self._steps: dict[int, tuple[bytes, socket.socket]] = {}
@@ -64,7 +64,8 @@ class NodeRendezvous:
         self._thread: threading.Thread | None = None
 
     def open_meeting(self, timeout_s: float) -> Meeting:
-        return GlooMeeting(self._count, timeout_s, self._listener.getsockname()[0])
+        address = self._listener.getsockname()[0]
+        return GlooMeeting(self._count, timeout_s, address, self._num_stages)
 
     def open(
         self, meeting: Meeting, backend: str, on_missing: Callable[[EngineFailed], None]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from contract.images import layout_rules
@@ -24,6 +28,7 @@ from inference_svc.model.layers import TorchProjections
 from inference_svc.model.operations import Numbers, Scalar, Table, WeightSpec, weight_key
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.sharding.description import of_rank
+from inference_svc.model.sharding.stages import balanced_ends, of_stage
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.walk import weights_of
 from kernels.experts import padded_rows
@@ -51,11 +56,21 @@ SHAPES = (
 )
 """Models whose checkpoints have weights in most forms: fused, of experts, transposed, of several
 kinds of outputs in one; and norms of heads."""
+STAGED = [name for name in MODELS if not name.startswith("gemma4")]
+"""Models whose layers can be in several stages."""
 MIXTURES = [name for name in MODELS if any("experts" in key for key in MODELS[name][1])]
 
 
-def parts_of(decoder: Decoder, count: int, expert_parallel: int = 1) -> list[Decoder]:
-    return [of_rank(decoder, Rank(index, count), expert_parallel) for index in range(count)]
+def parts_of(
+    decoder: Decoder, count: int, expert_parallel: int = 1, num_stages: int = 1
+) -> list[Decoder]:
+    """Returns the parts of all ranks, stage by stage."""
+    stages = [of_stage(decoder, index, num_stages) for index in range(num_stages)]
+    return [
+        of_rank(stage, Rank(index, count), expert_parallel)
+        for stage in stages
+        for index in range(count)
+    ]
 
 
 def load(folder: Path, decoder: Decoder) -> ModelWeights[Any]:
@@ -93,18 +108,65 @@ def test_logits_of_parts_of_experts(name, expert_parallel, folder_of, relative_r
     compare_logits(folder_of(name), 4, relative_rms, expert_parallel)
 
 
-def compare_logits(folder: Path, count: int, relative_rms: Any, expert_parallel: int = 1) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", long_but(["llama", "qwen2-tied", "qwen3_5"], STAGED))
+def test_logits_of_stages(name, count, folder_of, relative_rms):
+    """Of as many stages as layers, of which some have no attention, or no recurrence."""
+    folder = folder_of(name)
+    num_stages = load_description(folder).num_layers
+    compare_logits(folder, count, relative_rms, num_stages=num_stages)
+
+
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8), data=st.data())
+def test_stages_are_as_equal_as_layers_allow(sizes: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(sizes)))
+    ways = [(*ends, len(sizes)) for ends in itertools.combinations(range(1, len(sizes)), count - 1)]
+
+    def largest(ends: Sequence[int]) -> int:
+        return max(sum(sizes[first:end]) for first, end in itertools.pairwise((0, *ends)))
+
+    found = balanced_ends(sizes, count)
+    assert found in ways
+    assert largest(found) == min(map(largest, ways))
+
+
+def test_stages_that_layers_cannot_make(folder_of):
+    decoder = load_description(folder_of("llama"))
+    with pytest.raises(UnsupportedModel, match="--pipeline-parallel 9: num_hidden_layers = "):
+        of_stage(decoder, 0, 9)
+    inputs = load_description(folder_of("gemma4"))
+    with pytest.raises(UnsupportedModel, match="the model has per-layer inputs"):
+        of_stage(inputs, 0, 2)
+    alone = {"layer_input": None, "layer_input_post_norm": None}
+    blocks = tuple(replace(block, **alone) for block in inputs.blocks)
+    with pytest.raises(UnsupportedModel, match=r"layers\[.\] reads the keys .* of layers\[.\]"):
+        of_stage(replace(inputs, layer_inputs=None, blocks=blocks), 0, 3)
+
+
+def compare_logits(
+    folder: Path,
+    count: int,
+    relative_rms: Any,
+    expert_parallel: int = 1,
+    num_stages: int = 1,
+) -> None:
     whole = load_description(folder).for_length(NUM_CELLS)
     token_ids = torch.randint(0, whole.vocab_size, (40,)).tolist()
     expected = decoder_of(folder, whole, None).logits(token_ids, chunk=40)
-    parts, all_exchanges = parts_of(whole, count, expert_parallel), exchanges(count)
+    parts = parts_of(whole, count, expert_parallel, num_stages)
+    all_exchanges = exchanges(count, num_stages)
 
     def run(index: int) -> Tensor:
         decoder = decoder_of(folder, parts[index], all_exchanges[index])
         return decoder.logits(token_ids, chunk=17)
 
-    first, *others = on_ranks(count, run)
+    first, *others = on_ranks(len(parts), run)
     assert relative_rms(expected, first) <= 1e-5
+    if num_stages > 1:
+        *others, last = others[: -count + 1 or None]
+        assert torch.equal(last, first)
+        assert all(each.numel() == 0 for each in others)
+        return
     # Only the first scales and caps the logits.
     assert all(torch.equal(others[0], each) for each in others)
 
