@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,8 +33,7 @@ MEMORY_BYTES = 1 << 30
 WALL_SECONDS = 20.0
 TASK = Task(Path(__file__).with_name("task.py"), Limits(MEMORY_BYTES, wall_seconds=WALL_SECONDS))
 POLL_SECONDS = 2e-3
-"""How often a lane asks for grammars that are being compiled."""
-MAX_BATCH = 4096
+"""How often a lane asks for masks of grammars that are being compiled."""
 SLOW_NICENESS = 19
 HEADER_BYTES = 1 << 20
 """More than the header of an answer can have."""
@@ -132,7 +132,9 @@ class Lane:
         self._slower = slower
         self._ids = ids
         self._rows: dict[int, Row] = {}
-        self._opening: set[int] = set()
+        self._due: set[int] = set()  # rows that the process owes a mask
+        self._has_more = False  # and has not computed for lack of time
+        self._is_compiling = False
         self._work: deque[_Open | _Step | _Close] = deque()
         self._process: SandboxProcess | None = None
         self._is_closed = False
@@ -146,8 +148,8 @@ class Lane:
         return None if process is None else process.pid
 
     def is_opening(self, row: Row) -> bool:
-        """Whether the process compiles a row's grammar."""
-        return row.id in self._opening and self._process is not None
+        """Whether the process owes a row its mask."""
+        return row.id in self._due and self._process is not None
 
     # Called with the board's lock held.
 
@@ -163,7 +165,7 @@ class Lane:
 
     def close_row(self, row: Row) -> None:
         if self._rows.pop(row.id, None) is not None:
-            self._opening.discard(row.id)
+            self._due.discard(row.id)
             self._work.append(_Close(row.id))
             self._board.changed.notify_all()
 
@@ -190,38 +192,61 @@ class Lane:
             self._end_process()
 
     def _next_work(self) -> list[_Open | _Step | _Close] | None:
-        """Returns the work to do now, [] to ask for grammars that are compiled; None at the end."""
+        """Returns the work to do now, [] to ask for masks that the process owes; None at the
+        end."""
         with self._board.changed:
-            while not (self._work or self._opening or self._is_closed):
+            while not (self._num_doable() or self._is_owed or self._is_closed):
                 self._board.changed.wait()
-            if self._opening and not self._work and not self._is_closed:
-                self._board.changed.wait(POLL_SECONDS)
+            ask_s = time.monotonic() + (0.0 if self._has_more else POLL_SECONDS)
+            while not (self._num_doable() or self._is_closed):
+                left_s = ask_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._board.changed.wait(left_s)
             if self._is_closed:
                 return None
-            size = len(self._work) if self._slower is not None else min(1, len(self._work))
-            if self._opening and self._slower is None:
-                size = 0  # one at a time
-            return [self._work.popleft() for _ in range(size)]
+            return [self._work.popleft() for _ in range(self._num_doable())]
+
+    @property
+    def _is_owed(self) -> bool:
+        return bool(self._due) or self._is_compiling
+
+    def _num_doable(self) -> int:
+        """Returns how much of the work can be done now: in the slow lane one row's at a time."""
+        if self._slower is not None:
+            return len(self._work)
+        if not self._is_owed:
+            return min(1, len(self._work))
+        return sum(1 for _ in itertools.takewhile(_is_close, self._work))
 
     def _do(self, work: list[_Open | _Step | _Close]) -> None:
         with self._board.changed:
+            # Without rows that have been closed since.
+            work = [each for each in work if isinstance(each, _Close) or each.id in self._rows]
             for each in work:
-                if isinstance(each, _Open) and each.id in self._rows:
-                    self._opening.add(each.id)
+                if isinstance(each, _Open):
                     self._board.counts.num_opened += 1
+                if not isinstance(each, _Close):
+                    self._due.add(each.id)
+            num_due = len(self._due)
         try:
-            answer = self._ask(work)
+            answer = self._ask(work, num_due)
         except SandboxFailure as error:
             logger.warning("a grammar's process ended: %s", error)
             self._end_process()
             with self._board.changed:
-                self._restart(work)
+                self._restart(set(self._due))
             return
         header, masks = _parts(answer)
         with self._board.changed:
             self._take(header, masks)
+        if header["stuck"] is not None:
+            logger.warning("a grammar's process is ended: it compiles for too long")
+            self._end_process()
+            with self._board.changed:
+                self._restart({header["stuck"]})
 
-    def _ask(self, work: list[_Open | _Step | _Close]) -> Answer:
+    def _ask(self, work: list[_Open | _Step | _Close], num_due: int) -> Answer:
         if self._process is None:
             self._process = SandboxProcess(TASK, ends_with_starter=True)
             self._process.ask({"vocabulary": self._vocabulary.packed}, 0)
@@ -230,8 +255,7 @@ class Lane:
             "step": [[each.id, each.token] for each in work if isinstance(each, _Step)],
             "close": [each.id for each in work if isinstance(each, _Close)],
         }
-        max_masks = len(work) + len(self._opening)
-        max_bytes = HEADER_BYTES + max_masks * self._vocabulary.mask_bytes
+        max_bytes = HEADER_BYTES + num_due * self._vocabulary.mask_bytes
         return self._process.ask(request, max_bytes, self._check_open)
 
     def _check_open(self) -> None:
@@ -247,19 +271,20 @@ class Lane:
 
     def _take(self, header: dict[str, Any], masks: memoryview) -> None:
         size, counts, notifies = self._vocabulary.mask_bytes, self._board.counts, False
+        self._has_more, self._is_compiling = header["has_more"], header["is_busy"]
         counts.num_hits += header["num_hits"]
         counts.compile_s += header["compile_s"]
         counts.mask_s += header["seconds"]
         counts.num_masks += len(header["masks"])
         for place, (row_id, num_tokens, may_end) in enumerate(header["masks"]):
-            self._opening.discard(row_id)
+            self._due.discard(row_id)
             row = self._rows.get(row_id)
             if row is not None and num_tokens == len(row.tokens):
                 row.mask = bytes(masks[place * size : (place + 1) * size])
                 row.may_end = may_end
                 notifies |= row.is_awaited
         for row_id, error in header["errors"]:
-            self._opening.discard(row_id)
+            self._due.discard(row_id)
             row = self._rows.pop(row_id, None)
             if row is not None:
                 self._fail(row, error)
@@ -281,11 +306,11 @@ class Lane:
         self.close_row(row)
         lane.open(row)
 
-    def _restart(self, work: list[_Open | _Step | _Close]) -> None:
-        """Goes on after the process has ended while it did this work."""
+    def _restart(self, blamed: set[int]) -> None:
+        """Goes on after the process has ended, for which these rows may be the cause."""
         self._board.counts.num_restarts += 1
-        blamed = {each.id for each in work if not isinstance(each, _Close)} | self._opening
-        self._opening.clear()
+        self._due.clear()
+        self._has_more = self._is_compiling = False
         # All rows are opened anew with their tokens.
         self._work.clear()
         rows = list(self._rows.values())
@@ -302,6 +327,10 @@ class Lane:
         self._board.changed.notify_all()
         if self._board.failed:
             self._board.notify()
+
+
+def _is_close(work: _Open | _Step | _Close) -> bool:
+    return isinstance(work, _Close)
 
 
 def _opening(work: _Open) -> dict[str, Any]:

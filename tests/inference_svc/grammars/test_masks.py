@@ -148,6 +148,18 @@ def test_a_row_that_ends_processes_fails_alone(house: House) -> None:
     assert house.answer(good, random.Random(2)).startswith("[")
 
 
+def test_rows_that_end_before_they_begin_cost_nothing(house: House) -> None:
+    """As cancelled requests: their masks would be more than an answer has room for."""
+    first = house.open(LIST)  # while its process starts
+    for index in range(120):
+        house.masks.close_row(house.open(Grammar.regex(f"[a-z]{{{index + 1}}}")))
+    house.ready(first)
+    house.masks.accept(first, ord("["))
+    house.ready(first)
+    counts = house.masks.counts
+    assert (counts.num_opened, counts.num_masks, counts.num_restarts) == (1, 2, 0)
+
+
 def test_late_rows_wake_the_engine(house: House) -> None:
     row = house.open(LIST)
     late = house.masks.wait([row])  # its process has not started yet
