@@ -52,7 +52,7 @@ from inference_svc.errors import (
     with_name,
 )
 from inference_svc.grammars.masks import Masks
-from servicekit.errors import Draining, ServiceError
+from servicekit.errors import Draining, ServiceError, Unavailable
 
 
 @dataclass
@@ -305,8 +305,8 @@ class Engine:
             sequence = self.sequences.get(row.request_id)
             if sequence is not None and sequence.masked is row:
                 field = row.grammar.field
-                error = GrammarRefused(f"{field}: {row.error}", subject=field)
-                self._end(sequence, now_s, error=error)
+                kind = Unavailable if row.is_fault else GrammarRefused
+                self._end(sequence, now_s, error=kind(f"{field}: {row.error}", subject=field))
 
     def _fail_adapter(self, digest: str, error: ServiceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)

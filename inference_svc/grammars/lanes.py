@@ -1,9 +1,9 @@
 """The processes that compute masks for running sequences, each with a thread of the engine's.
 
 All grammars begin in the fast lane unless their check found them slow. A grammar that turns out to
-be slow goes on in the slow lane, whose rows wait for each other; so does each one whose process
-ended while it computed. In the slow lane one row is computed at a time, and a row that ends the
-process again fails alone.
+be slow goes on in the slow lane, whose rows wait for each other. There one row is computed at a
+time. Rows for which a process may have ended take a turn there, too: only the row that a process
+ends with while it computes nothing else is blamed, and one that is blamed again fails alone.
 """
 
 from __future__ import annotations
@@ -38,17 +38,24 @@ SLOW_NICENESS = 19
 HEADER_BYTES = 1 << 20
 """More than the header of an answer can have."""
 MAX_ENDS = 2
-"""A row that was computed when so many processes ended is taken to be the cause."""
+"""A row that alone was computed when so many processes ended is taken to be the cause."""
+MAX_SUSPICIONS = 4
+"""A row that so many processes ended with, and other rows, stays in the slow lane."""
+MAX_FAULTS = 3
+"""So many faults of this machine after each other, and rows fail."""
+FAULT_PAUSE_SECONDS = 0.5
+"""The time from a fault to the next start."""
 TOO_COSTLY = "takes too much time or memory: simplify it"
+UNAVAILABLE = "this server cannot compute forms of answers now: try again later, or another server"
 
 
 class Row:
     """A running sequence, as the engine and its lane know it.
 
     `mask` has a bit for each token of the model that may come next; None while it is computed. The
-    answer `may_end` instead. `error` says why there will be no mask. A
-    row that `was_late` is not computed before its mask is there; `is_awaited` asks for a notice
-    then.
+    answer `may_end` instead. `error` says why there will be no mask, which is the server's fault
+    if it `is_fault`. A row that `was_late` is not computed before its mask is there; `is_awaited`
+    asks for a notice then.
     """
 
     def __init__(self, request_id: str, grammar: Grammar, tenant: str, tokens: list[int]) -> None:
@@ -59,11 +66,14 @@ class Row:
         self.mask: bytes | None = None
         self.may_end = False
         self.error = ""
+        self.is_fault = False
         self.was_late = False
         self.is_awaited = False
         self.num_ends = 0
+        self.num_suspicions = 0
         self.id = 0
         self.lane: Lane | None = None
+        self.returns_to: Lane | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -135,6 +145,7 @@ class Lane:
         self._due: set[int] = set()  # rows that the process owes a mask
         self._has_more = False  # and has not computed for lack of time
         self._is_compiling = False
+        self._num_faults = 0
         self._work: deque[_Open | _Step | _Close] = deque()
         self._process: SandboxProcess | None = None
         self._is_closed = False
@@ -181,8 +192,6 @@ class Lane:
     # In the lane's thread.
 
     def _run(self) -> None:
-        if self._slower is None:
-            _lower_priority()
         try:
             while (work := self._next_work()) is not None:
                 self._do(work)
@@ -230,26 +239,38 @@ class Lane:
                     self._due.add(each.id)
             num_due = len(self._due)
         try:
-            answer = self._ask(work, num_due)
-        except SandboxFailure as error:
-            logger.warning("a grammar's process ended: %s", error)
-            self._end_process()
+            self._start_process()
+            try:
+                header, masks = _parts(self._ask(work, num_due))
+            except SandboxFailure as error:
+                self._end_because(str(error), None)
+                return
             with self._board.changed:
-                self._restart(set(self._due))
+                self._take(header, masks)
+            if header["stuck"] is not None:
+                self._end_because("it compiles for too long", {header["stuck"]})
+            self._num_faults = 0
+        except _LaneClosed:
+            raise
+        except Exception:
+            # This machine has too few of something: no row is the cause.
+            self._fault()
+
+    def _start_process(self) -> None:
+        if self._process is not None:
             return
-        header, masks = _parts(answer)
-        with self._board.changed:
-            self._take(header, masks)
-        if header["stuck"] is not None:
-            logger.warning("a grammar's process is ended: it compiles for too long")
-            self._end_process()
-            with self._board.changed:
-                self._restart({header["stuck"]})
+        process = SandboxProcess(TASK, ends_with_starter=True)
+        try:
+            if self._slower is None:
+                _lower_priority(process.pid)
+            process.ask({"vocabulary": self._vocabulary.packed}, 0, self._check_open)
+        except BaseException:
+            process.end()
+            raise
+        self._process = process
 
     def _ask(self, work: list[_Open | _Step | _Close], num_due: int) -> Answer:
-        if self._process is None:
-            self._process = SandboxProcess(TASK, ends_with_starter=True)
-            self._process.ask({"vocabulary": self._vocabulary.packed}, 0)
+        assert self._process is not None
         request = {
             "open": [_opening(each) for each in work if isinstance(each, _Open)],
             "step": [[each.id, each.token] for each in work if isinstance(each, _Step)],
@@ -257,6 +278,28 @@ class Lane:
         }
         max_bytes = HEADER_BYTES + num_due * self._vocabulary.mask_bytes
         return self._process.ask(request, max_bytes, self._check_open)
+
+    def _end_because(self, reason: str, blamed: set[int] | None) -> None:
+        """Ends the process, and blames these rows; None: all that it owes a mask."""
+        logger.warning("a grammar's process ended: %s", reason)
+        self._end_process()
+        with self._board.changed:
+            self._restart(set(self._due) if blamed is None else blamed)
+
+    def _fault(self) -> None:
+        logger.exception("a process for grammars cannot start or answer")
+        self._end_process()
+        self._num_faults += 1
+        with self._board.changed:
+            if self._num_faults >= MAX_FAULTS:
+                for row in self._rows.values():
+                    row.is_fault = True
+                    self._fail(row, UNAVAILABLE)
+                self._rows.clear()
+            self._restart(set())
+            end_s = time.monotonic() + FAULT_PAUSE_SECONDS
+            while not self._is_closed and (left_s := end_s - time.monotonic()) > 0:
+                self._board.changed.wait(left_s)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -283,6 +326,8 @@ class Lane:
                 row.mask = bytes(masks[place * size : (place + 1) * size])
                 row.may_end = may_end
                 notifies |= row.is_awaited
+                if row.returns_to is not None:
+                    self._move(row, row.returns_to)
         for row_id, error in header["errors"]:
             self._due.discard(row_id)
             row = self._rows.pop(row_id, None)
@@ -303,6 +348,7 @@ class Lane:
 
     def _move(self, row: Row, lane: Lane) -> None:
         """Lets a row go on in another lane, from its tokens so far."""
+        row.returns_to = None
         self.close_row(row)
         lane.open(row)
 
@@ -311,19 +357,24 @@ class Lane:
         self._board.counts.num_restarts += 1
         self._due.clear()
         self._has_more = self._is_compiling = False
-        # All rows are opened anew with their tokens.
+        # All rows are opened anew with their tokens, the ones that others must not wait for last.
         self._work.clear()
-        rows = list(self._rows.values())
+        rows = sorted(self._rows.values(), key=lambda row: row.id in blamed)
         self._rows.clear()
         for row in rows:
             if row.id not in blamed:
                 self.open(row)
-                continue
-            row.num_ends += 1
-            if row.num_ends == MAX_ENDS:
-                self._fail(row, TOO_COSTLY)
-            else:
+            elif len(blamed) > 1:
+                row.num_suspicions += 1
+                row.returns_to = self if row.num_suspicions < MAX_SUSPICIONS else None
                 (self._slower or self).open(row)
+            else:
+                row.num_ends += 1
+                row.returns_to = None
+                if row.num_ends == MAX_ENDS:
+                    self._fail(row, TOO_COSTLY)
+                else:
+                    (self._slower or self).open(row)
         self._board.changed.notify_all()
         if self._board.failed:
             self._board.notify()
@@ -351,8 +402,8 @@ def _parts(answer: Answer) -> tuple[dict[str, Any], memoryview]:
     return json.loads(bytes(data[4:end])), data[end:]
 
 
-def _lower_priority() -> None:
-    """Lowers the calling thread's priority, which the process that it starts inherits."""
+def _lower_priority(process_id: int) -> None:
+    """Lowers the priority of a process that has just started."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICENESS)
+            os.setpriority(os.PRIO_PROCESS, process_id, SLOW_NICENESS)

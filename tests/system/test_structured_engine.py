@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from inference_svc.engine.transport.messages import Move, SetVocabulary
 from inference_svc.grammars.checks import CheckProcesses
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.logprobs import LogprobsMode
+from servicekit.errors import Unavailable
 from tests.support.pairs import PATHS
 from tests.system.engines import Running
 from tests.system.structured import Schema, random_schemas, suite, text_of, zoo_vocabulary
@@ -230,4 +232,19 @@ def test_a_form_that_turns_out_to_be_costly_ends_alone(start: Callable[..., Runn
     assert running.result("long")[1].finish_reason is FinishReason.LENGTH
     for name in ("good", "plain"):
         assert running.result(name)[1].error is None
+    running.check_idle()
+
+
+def test_a_machine_that_starts_no_process_is_named(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form is not to blame: the request can be tried again, and others go on."""
+    running = structured(start("llama"))
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    running.submit("form", PROMPT, grammar=replace(LETTERS, field="the.field"), **ANSWER)
+    running.submit("plain", PROMPT, **ANSWER)
+    error = running.result("form")[1].error
+    assert isinstance(error, Unavailable)
+    assert str(error).startswith("the.field: this server cannot compute forms")
+    assert running.result("plain")[1].error is None
     running.check_idle()

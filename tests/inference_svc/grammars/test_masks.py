@@ -7,13 +7,16 @@ import os
 import random
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
+from inference_svc.grammars import lanes
 from inference_svc.grammars.grammar import Grammar
-from inference_svc.grammars.lanes import Row
+from inference_svc.grammars.lanes import SLOW_NICENESS, Row
 from inference_svc.grammars.masks import PATIENT_TOKENS, Masks
 from tests.inference_svc.grammars.alphabet import (
     END,
@@ -158,6 +161,53 @@ def test_rows_that_end_before_they_begin_cost_nothing(house: House) -> None:
     house.ready(first)
     counts = house.masks.counts
     assert (counts.num_opened, counts.num_masks, counts.num_restarts) == (1, 2, 0)
+
+
+def test_rows_beside_one_that_ends_processes_are_not_blamed(house: House) -> None:
+    """Each takes a turn alone, and goes back."""
+    bad = house.open(Grammar.json_schema({"type": "integer", "multipleOf": 999_983}))
+    good = [house.open(LIST) for _ in range(3)]
+    fast = bad.lane
+    assert fast is not None
+    until(lambda: all(fast.is_opening(each) for each in (bad, *good)), 60)
+    for number in range(3):
+        until(lambda: bad.lane is not None and bad.lane.is_opening(bad), 60)
+        os.kill(house.pid_of(bad), signal.SIGKILL)
+        until(lambda number=number: house.masks.counts.num_restarts == number + 1, 60)
+    until(lambda: bool(bad.error), 60)
+    house.ready(*good)
+    until(lambda: all(each.lane is fast for each in good), 60)
+    assert [each.num_ends for each in good] == [0, 0, 0]
+    assert house.masks.pop_failed() == [bad]
+
+
+def test_a_machine_that_starts_no_process_fails_rows_for_now(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lanes go on: they begin again once they can."""
+    monkeypatch.setattr(lanes, "FAULT_PAUSE_SECONDS", 0.01)
+    with monkeypatch.context() as without:
+        without.setattr(sys, "executable", "/no/python")
+        row = house.open(LIST)
+        assert house.woken.acquire(timeout=60)
+        assert house.masks.pop_failed() == [row]
+        assert row.is_fault
+        assert row.error.endswith("try again later, or another server")
+    assert house.answer(house.open(LIST), random.Random(2)).startswith("[")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread is Linux's")
+def test_only_the_slow_process_is_nice(house: House) -> None:
+    """Its thread is the engine's, and has locks that the engine waits for."""
+    slow, fast = house.open(replace(LIST, is_slow=True)), house.open(LIST)
+    house.ready(slow, fast)
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, house.pid_of(slow)) == SLOW_NICENESS
+    assert os.getpriority(os.PRIO_PROCESS, house.pid_of(fast)) == mine
+    threads = {each.name: each.native_id for each in threading.enumerate()}
+    thread = threads["loadout-slow-masks"]
+    assert thread is not None
+    assert os.getpriority(os.PRIO_PROCESS, thread) == mine
 
 
 def test_late_rows_wake_the_engine(house: House) -> None:
