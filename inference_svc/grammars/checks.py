@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -20,9 +21,12 @@ from typing import NamedTuple
 from inference_svc.errors import GrammarRefused
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.grammars.vocabulary import Vocabulary
+from servicekit.errors import Unavailable
 from servicekit.sandbox.process import Limits, SandboxFailure, SandboxProcess, Task
 from servicekit.telemetry.metrics import Sample
 from servicekit.work_budget import WorkBudget
+
+logger = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("task.py")
 MAX_SECONDS = 1.0
@@ -37,10 +41,19 @@ RESULTS = ("accepted", "refused")
 
 
 class Verdict(NamedTuple):
-    """`error` "": the grammar can be used."""
+    """`error` "": the grammar can be used. One that is not final is this machine's fault: it is not
+    remembered."""
 
     error: str
     is_slow: bool = False
+    is_final: bool = True
+
+
+UNCHECKED = Verdict(
+    "this server cannot check the form of the answer now: try again later, or another server",
+    is_final=False,
+)
+RETRY_SECONDS = 1.0
 
 
 @dataclass
@@ -77,24 +90,25 @@ class GrammarChecks:
         self, grammar: Grammar, tenant: str, account: str, threads: Executor
     ) -> Grammar:
         """Returns the grammar with what the check found. A new one is checked in one of the
-        account's `threads`, once its work allows that. Raises GrammarRefused, naming the field, and
-        ShareExceeded where the account's earlier checks took too much work."""
+        account's `threads`, once its work allows that. Raises GrammarRefused, naming the field;
+        ShareExceeded where the account's earlier checks took too much work; and Unavailable where
+        this machine cannot check it."""
         key = tenant, grammar.key
-        verdict = self._verdicts.get(key)
-        if verdict is not None:
-            self._verdicts.move_to_end(key)
-            self._num_hits += 1
-        elif key in self._checking:
+        verdict = self._remembered(key)
+        if verdict is None and key in self._checking:
             verdict = await asyncio.shield(self._checking[key])
-        else:
+        elif verdict is None:
             async with self.work.turn(account):
-                checking = self._start(key, grammar, account, threads)
-                try:
-                    # A caller that is cancelled must not cancel the others'.
-                    verdict = await asyncio.shield(checking)
-                finally:
-                    # Nor end its account's turn before its work is charged.
-                    await asyncio.wait({checking})
+                # Others may have checked it, or begun to, while this caller waited for its turn.
+                verdict = self._remembered(key) or await self._checked(
+                    key, grammar, account, threads
+                )
+        if not verdict.is_final:
+            raise Unavailable(
+                f"{grammar.field}: {verdict.error}",
+                subject=grammar.field,
+                retry_after_s=RETRY_SECONDS,
+            )
         self._results["refused" if verdict.error else "accepted"] += 1
         if verdict.error:
             raise GrammarRefused(f"{grammar.field}: {verdict.error}", subject=grammar.field)
@@ -107,11 +121,29 @@ class GrammarChecks:
         yield Sample("grammar_check_hits", self._num_hits)
         yield Sample("grammar_check_seconds", self._seconds)
 
+    def _remembered(self, key: tuple[str, str]) -> Verdict | None:
+        verdict = self._verdicts.get(key)
+        if verdict is not None:
+            self._verdicts.move_to_end(key)
+            self._num_hits += 1
+        return verdict
+
+    async def _checked(
+        self, key: tuple[str, str], grammar: Grammar, account: str, threads: Executor
+    ) -> Verdict:
+        checking = self._checking.get(key) or self._start(key, grammar, account, threads)
+        try:
+            # A caller that is cancelled must not cancel the others'.
+            return await asyncio.shield(checking)
+        finally:
+            # Nor end its account's turn before its work is charged.
+            await asyncio.wait({checking})
+
     def _start(
         self, key: tuple[str, str], grammar: Grammar, account: str, threads: Executor
     ) -> asyncio.Task[Verdict]:
         def done(task: asyncio.Task[Verdict]) -> None:
-            del self._checking[key]
+            self._checking.pop(key, None)
             if not task.cancelled():
                 task.exception()  # each caller has it
 
@@ -127,9 +159,11 @@ class GrammarChecks:
         verdict, seconds = await loop.run_in_executor(threads, self._processes.check, grammar)
         self._seconds += seconds
         self.work.charge(account, seconds)
-        self._verdicts[key] = verdict
+        if not verdict.is_final:
+            return verdict
         tenant = key[0]
-        self._num_of[tenant] += 1
+        self._num_of[tenant] += key not in self._verdicts
+        self._verdicts[key] = verdict
         if self._num_of[tenant] > TENANT_VERDICTS:
             self._drop(tenant)
         elif len(self._verdicts) > MAX_VERDICTS:
@@ -142,6 +176,12 @@ class GrammarChecks:
         self._num_of[tenant] -= 1
         if not self._num_of[tenant]:
             del self._num_of[tenant]
+
+
+TOO_COSTLY = (
+    f"it takes more than {MAX_SECONDS:g} s of a processor to compile, or more than "
+    f"{MEMORY_BYTES >> 20} MiB of memory: simplify it"
+)
 
 
 class CheckProcesses:
@@ -176,7 +216,12 @@ class CheckProcesses:
     def check(self, grammar: Grammar) -> tuple[Verdict, float]:
         """Returns the verdict, and the seconds that it took."""
         with self._free:
-            process = self._take()
+            start_s = time.monotonic()
+            try:
+                process = self._take()
+            except (OSError, SandboxFailure):
+                logger.exception("a process that checks grammars cannot start")
+                return UNCHECKED, time.monotonic() - start_s
             start_s = time.monotonic()
             request = {
                 "kind": grammar.kind.value,
@@ -185,13 +230,14 @@ class CheckProcesses:
             }
             try:
                 answer = process.ask(request, MAX_ANSWER_BYTES)
-            except SandboxFailure:
+            except SandboxFailure as error:
                 process.end()
-                verdict = Verdict(
-                    f"it takes more than {MAX_SECONDS:g} s of a processor to compile, or more than "
-                    f"{MEMORY_BYTES >> 20} MiB of memory: simplify it"
-                )
-                return verdict, time.monotonic() - start_s
+                seconds = time.monotonic() - start_s
+                if error.is_timeout or error.is_killed:
+                    # Its own limits end it earlier, and otherwise.
+                    logger.warning("a check of a grammar ended: %s", error)
+                    return UNCHECKED, seconds
+                return Verdict(TOO_COSTLY), seconds
             except BaseException:
                 process.end()
                 raise

@@ -83,6 +83,8 @@ def to_lark(kind: str, source: str) -> str:
     if kind == "json_schema":
         return f"start: %json {json.dumps(_schema(source))}\n"
     if kind == "regex":
+        if (len(source) - len(source.rstrip("\\"))) % 2:
+            raise Refused("it ends in a backslash that nothing follows")
         return f"start: /{llguidance.regex_to_lark(source, 'd')}/\n"
     if kind == "choice":
         return f"start: {' | '.join(map(json.dumps, json.loads(source)))}\n"
@@ -109,7 +111,7 @@ _FORBIDDEN = (
 
 def _schema(source: str) -> dict[str, Any]:
     try:
-        schema = json.loads(source)
+        schema = json.loads(source, parse_constant=_refuse_constant)
     except RecursionError:
         raise Refused("it is nested too deeply") from None
     except ValueError as error:
@@ -123,11 +125,20 @@ def _schema(source: str) -> dict[str, Any]:
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
+def _refuse_constant(name: str) -> None:
+    raise Refused(f"it is no JSON: it has {name}")
+
+
 def compile_grammar(tokens: Tokens, kind: str, source: str) -> Any:
     """Returns a matcher at its beginning. Raises Refused."""
-    matcher = llguidance.LLMatcher(
-        tokens.matched, OPTIONS + to_lark(kind, source), log_level=0, limits=LIMITS
-    )
+    try:
+        text = OPTIONS + to_lark(kind, source)
+        text.encode()
+        matcher = llguidance.LLMatcher(tokens.matched, text, log_level=0, limits=LIMITS)
+    except UnicodeEncodeError:
+        raise Refused("it has half of a surrogate pair, which is no text") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(_reason(str(error))) from None
     _check(matcher)
     return matcher
 

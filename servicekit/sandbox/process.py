@@ -65,11 +65,13 @@ class Task:
 
 
 class SandboxFailure(Exception):
-    """The process has not answered, and is of no more use. `is_timeout`: it took too long."""
+    """The process has not answered, and is of no more use. `is_timeout`: it took too long.
+    `is_killed`: others ended it, such as a system without memory."""
 
-    def __init__(self, message: str, *, is_timeout: bool = False) -> None:
+    def __init__(self, message: str, *, is_timeout: bool = False, is_killed: bool = False) -> None:
         super().__init__(message)
         self.is_timeout = is_timeout
+        self.is_killed = is_killed
 
 
 class Answer(NamedTuple):
@@ -186,7 +188,8 @@ class SandboxProcess:
         if code == -signal.SIGXCPU:
             return SandboxFailure("more CPU time than it may take", is_timeout=True)
         if code:
-            return SandboxFailure(f"signal {-code}" if code < 0 else f"exit code {code}")
+            words = f"signal {-code}" if code < 0 else f"exit code {code}"
+            return SandboxFailure(words, is_killed=code == -signal.SIGKILL)
         return SandboxFailure("it gave no answer")
 
 

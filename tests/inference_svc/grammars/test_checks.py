@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import os
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +19,10 @@ from inference_svc.errors import GrammarRefused
 from inference_svc.grammars import checks, task
 from inference_svc.grammars.checks import CheckProcesses, GrammarChecks
 from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar
-from servicekit.errors import InvalidArgument
+from servicekit.errors import InvalidArgument, Unavailable
 from servicekit.work_budget import WorkBudget
 from tests.inference_svc.grammars.alphabet import vocabulary
+from tests.support.wait import until
 
 pytestmark = pytest.mark.processes
 
@@ -50,6 +55,7 @@ GOOD = (
     Grammar.json_schema(True),
     Grammar.json_schema('{"type": "string", "pattern": "^[a-z]+$"}'),
     Grammar.regex("[a-z/]+\\d"),
+    Grammar.regex("a\\\\"),
     Grammar.choice(['a"', "b\n\\", "日"]),
     Grammar.grammar('start: "a" B\nB: /[b-d]+/'),
     Grammar.grammar("start: <|call|> %json {}"),
@@ -76,6 +82,10 @@ REFUSED: list[tuple[Grammar, str]] = [
     (Grammar.regex("("), "unclosed group"),
     (Grammar.regex("a(?=b)"), "look-around"),
     (Grammar.regex("[^\\s\\S]"), "no text has this form"),
+    (Grammar.regex("a\\"), "ends in a backslash"),
+    (Grammar.regex("\ud800"), "half of a surrogate pair"),
+    (Grammar.grammar('start: "\ud800"'), "half of a surrogate pair"),
+    (Grammar.json_schema('{"const": NaN}'), "it is no JSON: it has NaN"),
     (Grammar.grammar("start: other"), "other"),
     (Grammar.grammar("start: <|banana|>"), "unknown special token"),
     (Grammar.grammar('%llguidance {"no_forcing": false}\nstart: "a"'), "%llguidance is not"),
@@ -193,6 +203,63 @@ def test_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         made.close()
 
     asyncio.run(run())
+
+
+def test_a_grammar_is_checked_once_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by callers that have waited for their account's turn, and by two accounts."""
+    monkeypatch.setattr(checks, "MAX_VERDICTS", 4)
+
+    async def run() -> None:
+        made = GrammarChecks(vocabulary, WorkBudget("grammars", share=0.5))
+        first, second = Grammar.regex("a+"), Grammar.regex("b+")
+        with ThreadPoolExecutor(4) as threads:
+            asked = [(first, "x"), *[(second, "x"), (second, "y")] * 5]
+            await asyncio.gather(*(made.check(each, "t", by, threads) for each, by in asked))
+            assert made.num_verdicts("t") == 2
+            for tenant in "abcdef":
+                await made.check(first, tenant, tenant, threads)
+        assert [made.num_verdicts(each) for each in "tabcdef"] == [0, 0, 0, 1, 1, 1, 1]
+        made.close()
+
+    asyncio.run(run())
+
+
+def test_a_machines_faults_are_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that others end, or that takes long on a busy machine, can be tried again."""
+
+    async def run() -> None:
+        made = GrammarChecks(vocabulary, WorkBudget("grammars", share=1.0))
+        grammar = Grammar.regex("a+", "the.field")
+        with ThreadPoolExecutor(1) as threads:
+            with monkeypatch.context() as without:
+                without.setattr(sys, "executable", "/no/python")
+                with pytest.raises(Unavailable, match=r"^the\.field: .* try again") as caught:
+                    await made.check(grammar, "t", "t", threads)
+                assert caught.value.retry_after_s > 0
+            limits = dataclasses.replace(checks.TASK.limits, wall_seconds=0.0)
+            with monkeypatch.context() as busy:
+                busy.setattr(checks, "TASK", dataclasses.replace(checks.TASK, limits=limits))
+                with pytest.raises(Unavailable):
+                    await made.check(grammar, "t", "t", threads)
+            assert made.num_verdicts("t") == 0
+            assert await made.check(grammar, "t", "t", threads)
+        made.close()
+
+    asyncio.run(run())
+
+
+def test_a_check_that_is_killed_is_no_verdict(processes: CheckProcesses) -> None:
+    """As by a system without memory."""
+    with ThreadPoolExecutor(1) as threads:
+        assert processes.check(GOOD[0])[0].error == ""
+        [process] = processes._idle
+        os.kill(process.pid, signal.SIGSTOP)
+        found = threads.submit(processes.check, GOOD[0])
+        until(lambda: not processes._idle, 60)
+        os.kill(process.pid, signal.SIGKILL)
+        verdict, _ = found.result(60)
+    assert not verdict.is_final
+    assert processes.check(GOOD[0])[0].error == ""
 
 
 def test_templates_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
