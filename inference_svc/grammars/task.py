@@ -87,7 +87,9 @@ def to_lark(kind: str, source: str) -> str:
             raise Refused("it ends in a backslash that nothing follows")
         return f"start: /{llguidance.regex_to_lark(source, 'd')}/\n"
     if kind == "choice":
-        return f"start: {' | '.join(map(json.dumps, json.loads(source)))}\n"
+        # Alternatives of the grammar would be items of its parser, which has room for fewer.
+        pattern = "|".join(map(_literal, json.loads(source)))
+        return f"start: /{llguidance.regex_to_lark(pattern, 'd')}/\n"
     if kind == "calls":
         return calls.to_lark(source, lambda schema: f"%json {json.dumps(_schema(schema))}")
     text = source
@@ -107,6 +109,11 @@ _FORBIDDEN = (
     (r"\btemperature\s*=", "the attribute temperature"),
     (r"\bx-guidance\b", "x-guidance"),
 )
+
+
+def _literal(text: str) -> str:
+    """Returns a regular expression for one text."""
+    return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
 
 
 def _schema(source: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from inference_svc.grammars.checks import CheckProcesses, GrammarChecks
 from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar
 from servicekit.errors import InvalidArgument, Unavailable
 from servicekit.work_budget import WorkBudget
-from tests.inference_svc.grammars.alphabet import vocabulary
+from tests.inference_svc.grammars.alphabet import END, SPECIAL, vocabulary
 from tests.support.wait import until
 
 pytestmark = pytest.mark.processes
@@ -280,6 +280,38 @@ def test_templates_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known() == [("a", "3"), ("b", "1"), ("c", "1")]
     templates.add("a", "4", matcher, 95)
     assert known() == [("a", "4"), ("b", "1"), ("c", "1")]
+
+
+def test_as_many_choices_as_the_limit_says(processes: CheckProcesses) -> None:
+    choices = [f"{'long ' * 9}choice {index}" for index in range(MAX_CHOICE_TEXTS)]
+    verdict, _ = processes.check(Grammar.choice(choices))
+    assert verdict.error == ""
+
+
+def test_choices_are_literal() -> None:
+    """No character has a meaning, also beside others."""
+    tokens = task.Tokens(vocabulary().packed)
+    choices = [
+        *(chr(each) for each in range(256) if each not in (SPECIAL, END)),
+        "<|call|>",
+        "a|b",
+        "a\\",
+        "\\d",
+        "(?i)z",
+        "[^",
+        "a{2}",
+        "%json {}",
+        "日\u2028\U0001f600e\u0301",
+    ]
+    template = task.compile_grammar(tokens, "choice", json.dumps(choices))
+    for choice in choices:
+        matcher = template.deep_copy()
+        assert matcher.consume_tokens(list(choice.encode())), choice
+        assert matcher.is_accepting(), choice
+    for other in ("Z", "aa", "call", "5", "a|", "{"):
+        matcher = template.deep_copy()
+        is_taken = matcher.try_consume_tokens(list(other.encode())) == len(other)
+        assert (is_taken and matcher.is_accepting()) == (len(other) == 1), other
 
 
 def test_a_schema_keeps_the_order_of_its_properties() -> None:
