@@ -144,7 +144,6 @@ def _traffic() -> list[Panel]:
             "By method; streams count when they end.",
             "reqps",
             Query(INFERENCE.rate("rpcs_total", "method"), "{{method}}"),
-            span=12,
             is_stacked=True,
         ),
         lines(
@@ -152,7 +151,14 @@ def _traffic() -> list[Panel]:
             "By route and status; 499: the client disconnected first.",
             "reqps",
             Query(INFERENCE.rate("http_requests_total", "route, status"), "{{route}} {{status}}"),
-            span=12,
+            is_stacked=True,
+        ),
+        lines(
+            "Calls of tools",
+            "In answers of chats with tools. invalid: the model wrote arguments that are no JSON "
+            "object.",
+            "cps",
+            Query(INFERENCE.rate("tool_calls_total", "arguments"), "{{arguments}}"),
             is_stacked=True,
         ),
     ]
