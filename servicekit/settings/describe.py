@@ -206,7 +206,20 @@ def help_text(service: type[ServiceSettings], *, show_all: bool = False) -> str:
 def _help_lines(name: str, setting: Setting) -> list[str]:
     note = f" Default: {setting.default_words}." if setting.default else ""
     note = " Required." if setting.is_required else note
-    return [f"  {name} {setting.metavar}".rstrip(), *_wrapped(setting.meaning + note, 6)]
+    return [*_flag_lines(name, setting.metavar), *_wrapped(setting.meaning + note, 6)]
+
+
+def _flag_lines(name: str, metavar: str) -> list[str]:
+    """Returns a flag and the form of its values, of which a long list has several lines."""
+    line = f"  {name} {metavar}".rstrip()
+    if len(line) <= _HELP_WIDTH:
+        return [line]
+    start = " " * (len(name) + 3)
+    lines = textwrap.wrap(
+        metavar.replace("|", "| "), _HELP_WIDTH - len(start), break_on_hyphens=False
+    )
+    first, *others = (each.replace("| ", "|") for each in lines)
+    return [f"  {name} {first}", *(start + each for each in others)]
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

@@ -185,7 +185,7 @@ def test_both_services_sum_adapters(zoo: Zoo, services: Services) -> None:
         (["sum-r3", "gone"], errors.NotFound, "gone"),
         (["sum-r3", "other/r3"], errors.NotFound, "other/r3"),
         (["sum-r3", "sum-r3"], errors.InvalidArgument, "adapters[1].ref must be another"),
-        (["sum-r3", "sum-r3@1"], errors.InvalidArgument, "is the same as default/sum-r3@1"),
+        (["sum-r3", "sum-r3@1"], errors.InvalidArgument, "are the same adapter: name it once"),
         (["sum-r3", ""], errors.InvalidArgument, "adapters[1].ref must be an adapter's"),
         ([("sum-r3", float("nan"))], errors.InvalidArgument, "adapters[0].scale must be"),
         ([("sum-r3", 101.0)], errors.InvalidArgument, "from -100 to 100"),

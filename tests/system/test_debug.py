@@ -154,7 +154,7 @@ def test_an_archive_names_refusals_and_services_that_are_down(
     assert secretive.command("--out", str(out)) == 1
     found = members(out)
     assert set(found) == {"client.json", "inference.missing.txt", "store.missing.txt"}
-    assert b"not for all tenants" in found["inference.missing.txt"]
+    assert b"this call covers all tenants" in found["inference.missing.txt"]
     assert b"PermissionDenied" in found["store.missing.txt"]
     monkeypatch.setenv("LOADOUT_TOKEN", token_of("root"))
     assert secretive.command("--out", str(out), "--store", "127.0.0.1:1") == 0

@@ -22,7 +22,8 @@ from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.features import NOT_COMPUTED, features, kind_of
 from inference_svc.model.rope import Rope
 from inference_svc.model.sharding.description import of_rank
-from inference_svc.model.transformer import OF_RANKS
+from inference_svc.model.sharding.stages import of_stage
+from inference_svc.model.transformer import OF_STAGES
 from inference_svc.store.client import NoStore
 from kernels.quantised import WeightFormat
 from tests.support.models.families import MODELS, TEXT_PARTS
@@ -44,7 +45,8 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
     }
     ranks = {f"{name}-ranks": of_rank(plain[name], Rank(1, 2)) for name in ("qwen3-moe", "olmo2")}
     ranks["qwen3-moe-experts"] = of_rank(plain["qwen3-moe"], Rank(1, 2), expert_parallel=2)
-    return plain | in_few_bits | ranks
+    stages = {"llama-stages": of_stage(plain["llama"], 0, 2)}
+    return plain | in_few_bits | ranks | stages
 
 
 def write_config(folder: Path, name: str) -> Path:
@@ -57,7 +59,14 @@ def write_config(folder: Path, name: str) -> Path:
     return folder
 
 
-LACKING = {"CUDA": {"attention.head_dim>512", "weight_format.odd_groups", *OF_RANKS}}
+LACKING = {
+    "CUDA": {
+        "attention.head_dim>512",
+        "experts_projection.cut",
+        "weight_format.odd_groups",
+        *OF_STAGES,
+    }
+}
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))
 
 

@@ -62,7 +62,7 @@ def test_the_least_memory_of_several_devices(install_driver):
 
 def test_an_error_of_the_driver_is_named(install_driver):
     install_driver(100)
-    with pytest.raises(CudaUnavailable, match=r"asked for: cuInit: CUDA error 100$"):
+    with pytest.raises(CudaUnavailable, match=r"device's memory: cuInit: CUDA error 100$"):
         ask_memory()
 
 
