@@ -55,7 +55,8 @@ class Row:
     `mask` has a bit for each token of the model that may come next; None while it is computed. The
     answer `may_end` instead. `error` says why there will be no mask, which is the server's fault
     if it `is_fault`. A row that `was_late` is not computed before its mask is there; `is_awaited`
-    asks for a notice then.
+    asks for a notice then. `num_late` tokens in a row had late masks; since there were too many of
+    them, it has waited for `num_patient` masks.
     """
 
     def __init__(self, request_id: str, grammar: Grammar, tenant: str, tokens: list[int]) -> None:
@@ -68,6 +69,8 @@ class Row:
         self.error = ""
         self.is_fault = False
         self.was_late = False
+        self.num_late = 0
+        self.num_patient = 0
         self.is_awaited = False
         self.num_ends = 0
         self.num_suspicions = 0
@@ -151,6 +154,10 @@ class Lane:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"loadout-{name}", daemon=True)
         self._thread.start()
+
+    @property
+    def is_slow(self) -> bool:
+        return self._slower is None
 
     @property
     def process_id(self) -> int | None:

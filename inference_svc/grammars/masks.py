@@ -2,7 +2,8 @@
 
 A step is computed while the masks for its tokens are. The engine waits a moment for masks that are
 not there when it chooses tokens; rows whose masks are later than that are left out of the step, and
-only they.
+only they. Rows of the slow lane, and ones that are late again and again, are not computed before
+their masks are there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from inference_svc.grammars.vocabulary import Vocabulary
 
 MAX_WAIT_SECONDS = 3e-3
 """How long a step waits for masks."""
+MAX_LATE, PATIENT_MASKS = 3, 32
+"""A row whose masks were late so many times in a row is not computed before they are there, for so
+many masks: each wait is one of all rows of a step, and the row is computed twice."""
 PATIENT_TOKENS = 256
 """Longer parts of prompts are not computed before their mask is there: to leave them out after
 that would cost too much."""
@@ -66,6 +70,10 @@ class Masks:
         `flush`."""
         self._has_accepted = True
         with self._board.changed:
+            if row.num_late >= MAX_LATE:
+                row.num_patient += 1
+                if row.num_patient == PATIENT_MASKS:
+                    row.num_late, row.num_patient = MAX_LATE - 1, 0
             row.mask = None
             row.tokens.append(token)
             if row.lane is not None and not row.error:
@@ -89,7 +97,9 @@ class Masks:
         step may compute: not the last one if it would be in vain."""
         if num_tokens < num_left:
             return num_tokens
-        if num_tokens <= PATIENT_TOKENS and not row.was_late:
+        is_slow = row.lane is not None and row.lane.is_slow
+        is_patient = is_slow or row.was_late or row.num_late >= MAX_LATE
+        if num_tokens <= PATIENT_TOKENS and not is_patient:
             return num_tokens
         with self._board.changed:
             if row.is_ready:
@@ -109,13 +119,16 @@ class Masks:
                 self._board.changed.wait(left_s)
             late = set()
             for row in rows:
-                row.was_late = row.mask is None
+                was_late, row.was_late = row.was_late, row.mask is None
                 if row.was_late:
+                    row.num_late += not was_late
                     self._board.counts.num_late += 1
                     row.is_awaited = True
                     late.add(id(row))
                 else:
                     row.is_awaited = False
+                    if not was_late and row.num_late < MAX_LATE:
+                        row.num_late = 0
             return late
 
     def pop_failed(self) -> list[Row]:

@@ -17,7 +17,7 @@ import pytest
 from inference_svc.grammars import lanes
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.grammars.lanes import SLOW_NICENESS, Row
-from inference_svc.grammars.masks import PATIENT_TOKENS, Masks
+from inference_svc.grammars.masks import MAX_LATE, PATIENT_MASKS, PATIENT_TOKENS, Masks
 from tests.inference_svc.grammars.alphabet import (
     END,
     SPECIAL,
@@ -222,6 +222,32 @@ def test_late_rows_wake_the_engine(house: House) -> None:
     assert not house.masks.wait([row])
     assert not row.was_late
     assert house.masks.counts.num_late == 1
+
+
+def test_rows_that_are_late_again_and_again_are_patient(house: House) -> None:
+    """Else nearly each step of all rows would wait for them. They are tried again at times."""
+    row = house.open(Grammar.regex("[a-z]*"))
+    house.ready(row)
+
+    def step(is_late: bool) -> int:
+        """Computes the next token; returns how many of one token may be computed at once."""
+        house.masks.accept(row, ord("a"))
+        assert row.mask is None
+        num = house.masks.num_computable(row, 1, 1)
+        if is_late:  # its process has not even been told
+            assert house.masks.wait([row]) == {id(row)}
+        house.ready(row)
+        return num
+
+    assert [step(True) for _ in range(2)] == [1, 1]
+    step(False)
+    assert row.num_late == 0
+    assert [step(True) for _ in range(MAX_LATE)] == [1] * MAX_LATE
+    assert [step(False) for _ in range(PATIENT_MASKS - 1)] == [0] * (PATIENT_MASKS - 1)
+    assert step(True) == 1, "one more try"
+    assert step(False) == 0
+    slow = house.open(replace(LIST, is_slow=True))
+    assert house.masks.num_computable(slow, 1, 1) == 0
 
 
 def test_long_prompts_wait_for_their_mask(house: House) -> None:
