@@ -7,6 +7,7 @@ header, as JSON, and the masks that it lists.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -98,17 +99,25 @@ def to_lark(kind: str, source: str) -> str:
             text = gbnf_to_lark(source).replace("%llguidance {}", "")
         except Exception as error:
             raise Refused(f"it is no EBNF: {error}") from None
-    for pattern, name in _FORBIDDEN:
-        if re.search(pattern, source, re.MULTILINE):
-            raise Refused(f"{name} is not supported")
+    _check_lark(source)
     return text
 
 
-_FORBIDDEN = (
-    (r"^\s*%llguidance", "%llguidance"),
-    (r"\btemperature\s*=", "the attribute temperature"),
-    (r"\bx-guidance\b", "x-guidance"),
-)
+_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
+"""Strings, comments and regular expressions."""
+
+
+def _check_lark(source: str) -> None:
+    """Refuses directives that change how a grammar is used; a text may have their names."""
+    if re.search(r"^\s*%llguidance", source, re.MULTILINE):
+        raise Refused("%llguidance is not supported")
+    if re.search(r"\btemperature\s*=", _LITERALS.sub('""', source)):
+        raise Refused("the attribute temperature is not supported")
+    for found in re.finditer(r"%json\s*", source):
+        with contextlib.suppress(ValueError, RecursionError):  # which the engine refuses
+            schema, _ = json.JSONDecoder().raw_decode(source, found.end())
+            if isinstance(schema, dict) and "x-guidance" in schema:
+                raise Refused("x-guidance is not supported")
 
 
 def _literal(text: str) -> str:

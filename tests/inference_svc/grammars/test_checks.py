@@ -60,6 +60,7 @@ GOOD = (
     Grammar.grammar('start: "a" B\nB: /[b-d]+/'),
     Grammar.grammar("start: <|call|> %json {}"),
     Grammar.grammar('root ::= "a" | "b" root'),
+    Grammar.grammar('start: "temperature = " T // temperature=1\nT: /x-guidance: \\/temperature=/'),
 )
 
 
@@ -91,6 +92,7 @@ REFUSED: list[tuple[Grammar, str]] = [
     (Grammar.grammar('%llguidance {"no_forcing": false}\nstart: "a"'), "%llguidance is not"),
     (Grammar.grammar('start[temperature=0.5]: "a"'), "temperature is not supported"),
     (Grammar.grammar("start: @other"), "unknown grammar"),
+    (Grammar.grammar('start: %json {"x\\u002dguidance": {}}'), "x-guidance is not supported"),
     (Grammar.grammar('root ::= "a'), "it is no EBNF"),
 ]
 
