@@ -235,6 +235,15 @@ def test_a_form_that_turns_out_to_be_costly_ends_alone(start: Callable[..., Runn
     running.check_idle()
 
 
+def test_an_answer_without_tokens_has_no_masks(start: Callable[..., Running]) -> None:
+    """Its prompt is all that is computed."""
+    running = structured(start("llama"))
+    running.submit("prompt", PROMPT, grammar=LETTERS, **{**ANSWER, "max_tokens": 0})
+    tokens, last = running.result("prompt")
+    assert (tokens, last.finish_reason) == ([], FinishReason.LENGTH)
+    assert not running.engine.built.engine.masks.lanes, "no process has started"
+
+
 def test_a_machine_that_starts_no_process_is_named(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -390,7 +390,7 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         sequence.num_output_at_start = sequence.num_output
         request = sequence.request
-        if request.grammar is not None:
+        if request.grammar is not None and request.sampling.max_tokens:
             assert self.masks is not None, "a server with grammars has masks"
             output = sequence.token_ids[sequence.num_prompt :]
             sequence.masked = self.masks.open(
