@@ -160,6 +160,10 @@ class Lane:
         return self._slower is None
 
     @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @property
     def process_id(self) -> int | None:
         """The process that computes; None while there is none."""
         process = self._process

@@ -108,8 +108,11 @@ STRUCTURE = (
     ),
     _OWN.counter(
         "grammar_process_restarts",
-        "Processes of masks that ended, because a form took too much time or memory.",
+        "Processes of masks that ended, because a form took too much time or memory, or this "
+        "machine had none.",
     ),
+    _OWN.gauge("grammar_rows", "Running sequences that follow a form."),
+    _OWN.gauge("grammar_slow_rows", "Of these, the ones whose masks are slow."),
 )
 
 _BY_ADAPTER = (

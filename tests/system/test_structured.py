@@ -137,3 +137,4 @@ def test_metrics(served: Services) -> None:
     assert metrics.one(f"{prefix}grammar_opens_total") >= 1
     assert metrics.one(f"{prefix}grammar_masks_total") >= 2
     assert metrics.one(f"{prefix}grammar_process_restarts_total") == 0
+    assert metrics.one(f"{prefix}grammar_slow_rows") == 0

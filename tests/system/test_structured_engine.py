@@ -214,6 +214,8 @@ def test_a_slow_form_delays_nobody(start: Callable[..., Running]) -> None:
             running.submit(name, PROMPT, grammar=grammar, **ANSWER)
             assert running.result(name)[1].error is None
         assert not running.is_done("slow")
+        gauges = running.engine.built.engine.commands.describe().gauges
+        assert (gauges["grammar_rows"], gauges["grammar_slow_rows"]) == (1, 1)
     finally:
         os.kill(lane.process_id, signal.SIGCONT)
     assert re.fullmatch("[ab]{20}", text_of(running.result("slow")[0]))

@@ -59,6 +59,10 @@ NOT_SHOWN = {
             "grammar_process_restarts",
         )
     },
+    **{
+        f"loadout_inference_{name}": "for who uses structured answers; see docs/structured.md"
+        for name in ("grammar_rows", "grammar_slow_rows")
+    },
     "loadout_inference_text_loads_total": "what is refused is shown as rejections, by reason",
     "loadout_inference_files_refused": "0 or 1, of which LoadoutFilesRefused alerts",
     "loadout_inference_weight_format_info": "a fact of the model: `loadout info` shows it",

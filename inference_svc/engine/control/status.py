@@ -165,6 +165,14 @@ class Describe:
             "grammar_process_restarts": counts.num_restarts,
         }
 
+    def _grammar_gauges(self) -> dict[str, float]:
+        masks = self.settler.masks
+        lanes = () if masks is None else masks.lanes
+        return {
+            "grammar_rows": sum(lane.num_rows for lane in lanes),
+            "grammar_slow_rows": sum(lane.num_rows for lane in lanes if lane.is_slow),
+        }
+
     def _gauges(self) -> dict[str, float]:
         pages, recurrent = self.scheduler.states.pages.pool, {}
         if (states := self._recurrent()) is not None:
@@ -181,6 +189,7 @@ class Describe:
             "kv_pages_used": pages.num_used,
             "kv_pages_known": pages.num_known,
             "kv_pages_capacity": pages.num_units,
+            **self._grammar_gauges(),
             **recurrent,
         }
 
