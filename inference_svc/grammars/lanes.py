@@ -259,7 +259,7 @@ class Lane:
             with self._board.changed:
                 self._take(header, masks)
             if header["stuck"] is not None:
-                self._end_because("it compiles for too long", {header["stuck"]})
+                self._end_because("it compiles for too long, or cannot", {header["stuck"]})
             self._num_faults = 0
         except _LaneClosed:
             raise

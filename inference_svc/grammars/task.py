@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import re
 import signal
@@ -300,7 +301,7 @@ class Compiler:
 
     @property
     def stuck(self) -> int | None:
-        """The row whose grammar takes longer than any that a check let pass."""
+        """The row whose grammar takes longer or more memory than any that a check let pass."""
         current = self._current
         if current is None or time.monotonic() <= current[1] + MAX_OPEN_SECONDS:
             return None
@@ -333,6 +334,9 @@ class Compiler:
                 found = self._open(request)
             except Refused as error:
                 found = error
+            except BaseException:  # out of memory, or a bug: this row's, and no other's
+                self._current = request["id"], -math.inf
+                return
             with self._lock:
                 self._done[request["id"]] = found
 

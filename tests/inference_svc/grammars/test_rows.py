@@ -135,6 +135,20 @@ def test_a_queue_is_not_a_long_compile(
     assert header["is_busy"]
 
 
+def test_a_compile_without_memory_is_one_rows(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends for it at once, and for no other."""
+
+    def fail(tokens: task.Tokens, kind: str, source: str) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(task, "compile_grammar", fail)
+    asked.ask(opening(1, source="a"), opening(2, source="b"))
+    until(lambda: asked.ask()["stuck"] == 1, 60)
+    assert not asked.masks
+
+
 def test_slow_rows_are_named(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a few slow steps, or a very slow one; not for the first mask."""
     asked.ask(opening(1))
