@@ -23,6 +23,8 @@ SLICE_CHARS = 4096
 MAX_TOOLS = 128
 """OpenAI's bound."""
 MAX_TOOL_NAME_CHARS = 64
+MAX_NAMES_SHOWN = 8
+"""Names of tools in one message."""
 MAX_TOOLS_CHARS = 1 << 18
 """All tools of a request together: about 64,000 tokens."""
 MAX_SCHEMA_DEPTH = 32
@@ -54,8 +56,9 @@ class ReadingOptions:
         if self.tools and syntax.calls is None:
             field = f"{self.path}tools"
             raise InvalidArgument(
-                f"{field}: no parser reads the calls that this chat template teaches; an operator "
-                "can choose one with --tool-parser",
+                f"{field}: the server finds no syntax of calls in this chat template: use an "
+                'adapter or a model whose template has one, or tool_choice "none"; an operator can '
+                "choose a parser with --tool-parser",
                 subject=field,
             )
         if self.tools and grammar is not None:
@@ -208,8 +211,12 @@ def to_options(
     if name:
         forced = tuple(tool for tool in tools if tool.name == name)
         if not forced:
+            shown = ", ".join(tool.name for tool in tools[:MAX_NAMES_SHOWN])
+            more = ", ..." if len(tools) > MAX_NAMES_SHOWN else ""
             raise InvalidArgument(
-                f"{field}: {name[:MAX_TOOL_NAME_CHARS]!a} is none of the tools", subject=field
+                f"{field}: {name[:MAX_TOOL_NAME_CHARS]!a} is none of the tools: "
+                f"{shown or 'there are none'}{more}",
+                subject=field,
             )
     if choice == REQUIRED and not tools:
         raise InvalidArgument(f"{field}: must not be required without tools", subject=field)

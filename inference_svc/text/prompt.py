@@ -128,7 +128,7 @@ class PromptEncoder:
             name = text.encoder.name_of(highest) if highest < 1 << 32 else ""
             shown = f" ({name!a})" if name else ""
             raise InvalidArgument(
-                f"prompt has token {highest}{shown}; this model knows {text.vocab_size}",
+                f"there is no token {highest}{shown}; this model knows {text.vocab_size} tokens",
                 subject="prompt",
             )
 

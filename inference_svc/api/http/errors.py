@@ -104,7 +104,14 @@ PROTOCOL_CODES: dict[int, str] = {
 }
 """Codes of errors in HTTP itself."""
 
-API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+API_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+)
 _ABOUT_ADAPTER = (AdapterNotFound, AdapterUnusable, AdapterUnavailable, NotFinite)
 
 Names = Mapping[str, str]

@@ -46,6 +46,15 @@ _Anything = Annotated[list[Any], Field(max_length=MAX_TOOLS)]
 _Empty = Annotated[list[Any], Field(max_length=0)]
 
 
+def _to_nothing(value: object) -> None:
+    """Takes null only."""
+    if value is not None:
+        raise ValueError("must be null: the server stores no response, so send all items as input")
+
+
+_NotStored = Annotated[None, PlainValidator(_to_nothing)]
+
+
 def _to_text(value: object) -> str:
     """Joins a text in parts."""
     if isinstance(value, str):
@@ -187,8 +196,8 @@ class ResponsesBody(IgnoredFields, RequestBody):
     # Accepted with values that change nothing: there is no store of responses.
     store: Literal[False] | None = None
     background: Literal[False] | None = None
-    previous_response_id: None = None
-    conversation: None = None
+    previous_response_id: _NotStored = None
+    conversation: _NotStored = None
     prompt: None = None
     include: _Empty | None = None
     truncation: Literal["disabled"] | None = None

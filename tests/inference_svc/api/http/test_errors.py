@@ -493,7 +493,9 @@ def test_paths_and_methods_that_are_not_there(serve_http) -> None:
     async def body(front: Front) -> None:
         nowhere = await front.post("/completions", VALID)
         assert nowhere.status_code == 404
-        assert "the API is at /v1/chat/completions, " in nowhere.json()["error"]["message"]
+        message = nowhere.json()["error"]["message"]
+        assert "the API is at /v1/chat/completions, " in message
+        assert "/v1/responses" in message
         wrong = await front.raw.get(CHAT)
         assert wrong.status_code == 405
         assert wrong.json()["error"]["message"] == "this path takes POST only"

@@ -141,6 +141,8 @@ def test_the_rest_is_refused_by_name(serve_tools: Any) -> None:
             with pytest.raises(openai.BadRequestError) as caught:
                 await front.client.responses.create(model="base", input="a", extra_body=fields)
             assert caught.value.param == param, fields
+            stored = param in ("previous_response_id", "conversation")
+            assert ("send all items as input" in caught.value.body["message"]) == stored
         assert not front.engine.submitted
 
     serve_tools(body)

@@ -247,7 +247,7 @@ def test_the_largest_tools_are_taken(serve_tools: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "parser", "reason"),
     [
-        ("chatml", "auto", "--tool-parser"),
+        ("chatml", "auto", "use an adapter or a model .*--tool-parser"),
         ("qwen3", "none", "--tool-parser"),
         ("chatml", "hermes", "shows no tools"),
     ],
@@ -298,7 +298,7 @@ def test_the_python_client_has_the_same(serve_tools: Any, tooled: Tokenizer, ech
             plain = await client.complete([user, said, result], reasoning_effort="low")
             assert "<think>" in plain.text, "the text as it is, for those who do not ask"
             assert "<tool_response>\n12\n" in prompt_of(front, tooled)
-            with pytest.raises(InvalidArgument, match="none of the tools") as caught:
+            with pytest.raises(InvalidArgument, match="tools: get_weather, clock") as caught:
                 await client.complete([user], tools=tools, required_tool="calendar")
             assert caught.value.subject == "chat.tool_choice"
             with pytest.raises(InvalidArgument, match="chat messages"):
