@@ -311,7 +311,7 @@ def extremes(message_type: Descriptor) -> Iterator[dict[str, Any]]:
     """Yields messages as keyword arguments, each with one field at an extreme."""
     for field in message_type.fields:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            values: Iterator[Any] = ({text: text} for text in TEXTS)
+            values: Iterator[Any] = maps(field.message_type.fields_by_name["value"].message_type)
         elif field.message_type is not None:
             values = extremes(field.message_type)
         elif field.type == FieldDescriptor.TYPE_BYTES:
@@ -323,6 +323,21 @@ def extremes(message_type: Descriptor) -> Iterator[dict[str, Any]]:
         )
         for value in values:
             yield {field.name: [value] if is_list else value}
+
+
+def maps(value_type: Descriptor | None) -> Iterator[dict[str, Any]]:
+    """Yields maps to texts, or to values of JSON, which are the only other ones in requests."""
+    if value_type is None:
+        yield from ({text: text} for text in TEXTS)
+        return
+    value = GetMessageClass(value_type)
+    yield from ({text: value(string_value=text)} for text in TEXTS)
+    yield {"unset": value()}
+    yield from ({"number": value(number_value=each)} for each in (float("nan"), -1.0, 1e308))
+    nested = value(bool_value=True)
+    for _ in range(40):  # two levels each; protobuf itself reads at most 100
+        nested = value(list_value={"values": [nested]})
+    yield {"nested": nested}
 
 
 USUAL = {"name": "a", "ref": "a", "digest": "sha256:" + "a" * 64, "source_uri": "file:///nowhere"}

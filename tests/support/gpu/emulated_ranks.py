@@ -33,7 +33,10 @@ class EmulatedRanks(EmulatedFactory):
     instructions = "an emulated device"
     can_record = True
 
-    def open_meeting(self, count: int, num_threads: int, timeout_s: float) -> EmulatedMeeting:
+    def open_meeting(
+        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1
+    ) -> EmulatedMeeting:
+        assert num_stages == 1, "CUDA has no stages"
         return EmulatedMeeting(count, timeout_s)
 
     def make_recorder(self, wait: Callable[[], None] | None) -> Callable[..., Any]:
