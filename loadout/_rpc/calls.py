@@ -312,19 +312,21 @@ def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
 
 def _structure(values: Mapping[str, Any]) -> Message:
     field = "sampling.structure"
-    if len(values) != 1:
-        raise InvalidArgument(
-            f"{field} must have one of {', '.join(STRUCTURE_NAMES)}",
-            code="INVALID_ARGUMENT",
-            subject=field,
-        )
+    if len(values) != 1 or not values.keys() <= set(STRUCTURE_NAMES):
+        raise _invalid(field, f"must have one of {', '.join(STRUCTURE_NAMES)}")
     given = dict(values)
+    if isinstance(given.get("choice"), str):  # a sequence of texts, too: its letters
+        raise _invalid(f"{field}.choice", "must be a list of texts, not one text")
     schema = given.get("json_schema")
     if schema is not None and not isinstance(schema, str):
         given["json_schema"] = json.dumps(schema)
     if "choice" in given:
         given["choice"] = build(inference_pb.Structure.Choices, field, texts=given["choice"])
     return cast(Message, build(inference_pb.Structure, field, **given))
+
+
+def _invalid(field: str, reason: str) -> InvalidArgument:
+    return InvalidArgument(f"{field} {reason}", code="INVALID_ARGUMENT", subject=field)
 
 
 def load(ref: str, pin: bool, min_revision: int = 0) -> Call[types.ResidentAdapter]:

@@ -194,7 +194,14 @@ def test_forms_of_answers() -> None:
     for form, message in FORMS:
         assert generate("hello", structure=form).sampling.structure == message
     assert {name for form, _ in FORMS for name in form} == set(calls.STRUCTURE_NAMES)
-    for bad in ({}, {"regex": "a", "json_object": True}, {"regexp": "a"}, {"regex": 5}):
+    bad_forms = (
+        {},
+        {"regex": "a", "json_object": True},
+        {"json": {}},
+        {"regex": 5},
+        {"choice": "ab"},
+    )
+    for bad in bad_forms:
         with pytest.raises(InvalidArgument) as caught:
             generate("hello", structure=bad)
         assert caught.value.subject.startswith("sampling.structure")
