@@ -22,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="folder of `make gpu-pack` (default: %(default)s)",
     )
     parser.add_argument(
-        "--stages", default="0-11", help="numbers, ranges or names, such as 0,4-6,trace"
+        "--stages", help="numbers, ranges or names, such as 0,4-6,trace (default: all)"
     )
     parser.add_argument(
         "--resume", action="store_true", help="skip stages that passed in the folder's results"
@@ -48,7 +48,7 @@ def main() -> int:
     from bench.gpu_run import goals, run
 
     try:
-        stages = run.chosen_stages(options.stages)
+        stages = run.chosen_stages(options.stages or f"0-{len(run.STAGES) - 1}")
         run.budgets(stages, options.seconds)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
