@@ -22,6 +22,7 @@ from inference_svc.errors import GrammarRefused
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.grammars.vocabulary import Vocabulary
 from servicekit.errors import Unavailable
+from servicekit.sandbox.pool import CannotStart, SandboxPool
 from servicekit.sandbox.process import Limits, SandboxFailure, SandboxProcess, Task
 from servicekit.telemetry.metrics import Sample
 from servicekit.work_budget import WorkBudget
@@ -185,17 +186,13 @@ TOO_COSTLY = (
 
 
 class CheckProcesses:
-    """Processes, started when they are needed, each of which checks one grammar at a time. Blocking
-    and thread-safe."""
+    """Processes, each of which checks one grammar at a time. Blocking and thread-safe."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
         self._vocabulary: Vocabulary | None = None
-        self._free = threading.BoundedSemaphore(NUM_PROCESSES)
-        self._lock = threading.Lock()
         self._making = threading.Lock()
-        self._idle: list[SandboxProcess] = []
-        self._is_closed = False
+        self.pool = SandboxPool(TASK, NUM_PROCESSES, self._prepare)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -205,67 +202,37 @@ class CheckProcesses:
                 self._vocabulary = self._make_vocabulary()
             return self._vocabulary
 
+    def _prepare(self, process: SandboxProcess) -> None:
+        process.ask({"vocabulary": self.vocabulary.packed}, 0)
+
     def close(self) -> None:
         """Ends processes that are idle, and others once they have answered."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-        for process in idle:
-            process.end()
+        self.pool.close()
 
     def check(self, grammar: Grammar) -> tuple[Verdict, float]:
         """Returns the verdict, and the seconds that it took."""
-        with self._free:
-            start_s = time.monotonic()
-            try:
-                process = self._take()
-            except (OSError, SandboxFailure):
-                logger.exception("a process that checks grammars cannot start")
-                return UNCHECKED, time.monotonic() - start_s
-            start_s = time.monotonic()
-            request = {
-                "kind": grammar.kind.value,
-                "source": grammar.source,
-                "max_seconds": MAX_SECONDS,
-            }
-            try:
+        request = {
+            "kind": grammar.kind.value,
+            "source": grammar.source,
+            "max_seconds": MAX_SECONDS,
+        }
+        start_s = time.monotonic()
+        try:
+            with self.pool.process() as process:
+                start_s = time.monotonic()
                 answer = process.ask(request, MAX_ANSWER_BYTES)
-            except SandboxFailure as error:
-                process.end()
-                seconds = time.monotonic() - start_s
-                if error.is_timeout or error.is_killed:
-                    # Its own limits end it earlier, and otherwise.
-                    logger.warning("a check of a grammar ended: %s", error)
-                    return UNCHECKED, seconds
-                return Verdict(TOO_COSTLY), seconds
-            except BaseException:
-                process.end()
-                raise
-            self._put(process)
-        found = json.loads(answer.content)
+        except CannotStart:
+            logger.exception("a process that checks grammars cannot start")
+            return UNCHECKED, 0.0
+        except SandboxFailure as error:
+            seconds = time.monotonic() - start_s
+            if error.is_timeout or error.is_killed:
+                # Its own limits end it earlier, and otherwise.
+                logger.warning("a check of a grammar ended: %s", error)
+                return UNCHECKED, seconds
+            return Verdict(TOO_COSTLY), seconds
         seconds = time.monotonic() - start_s
+        found = json.loads(answer.content)
         if "error" in found:
             return Verdict(f"this server cannot enforce it: {found['error']}"), seconds
         return Verdict("", bool(found["is_slow"])), seconds
-
-    def _take(self) -> SandboxProcess:
-        with self._lock:
-            while self._idle:
-                process = self._idle.pop()
-                if process.is_running:
-                    return process
-                process.end()
-        process = SandboxProcess(TASK)
-        try:
-            process.ask({"vocabulary": self.vocabulary.packed}, 0)
-        except BaseException:
-            process.end()
-            raise
-        return process
-
-    def _put(self, process: SandboxProcess) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(process)
-                return
-        process.end()

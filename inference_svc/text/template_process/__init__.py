@@ -9,14 +9,14 @@ task  renders conversations, in that process
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from inference_svc.errors import ChatTemplateInvalid, TemplateTimeout
 from inference_svc.text.chat import Chat
 from servicekit.errors import InvalidArgument
-from servicekit.sandbox.process import Answer, Limits, SandboxFailure, SandboxProcess, Task
+from servicekit.sandbox.pool import SandboxPool
+from servicekit.sandbox.process import Answer, Limits, SandboxFailure, Task
 
 NUM_CHILDREN = 2
 MEMORY_BYTES = 256 << 20
@@ -30,22 +30,14 @@ TASK = Task(
 
 
 class TemplateProcesses:
-    """Processes, started when they are needed, of which each renders one conversation at a time.
-    Blocking and thread-safe."""
+    """Processes, of which each renders one conversation at a time. Blocking and thread-safe."""
 
     def __init__(self) -> None:
-        self._free = threading.BoundedSemaphore(NUM_CHILDREN)
-        self._lock = threading.Lock()
-        self._idle: list[SandboxProcess] = []
-        self._is_closed = False
+        self.pool = SandboxPool(TASK, NUM_CHILDREN)
 
     def close(self) -> None:
         """Ends the children that are idle, and others once they have rendered."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-        for child in idle:
-            child.end()
+        self.pool.close()
 
     def render(
         self,
@@ -64,40 +56,18 @@ class TemplateProcesses:
             "max_chars": max_chars,
             "max_seconds": max_seconds,
         }
-        with self._free:
-            child = self._take()
-            try:
+        try:
+            with self.pool.process() as child:
                 answer = child.ask(request, max(4 * max_chars, MAX_ERROR_BYTES))
-            except SandboxFailure:
-                child.end()
-                raise TemplateTimeout(
-                    f"the adapter's chat template takes more than {max_seconds:g} s for these "
-                    f"messages, or more than {MEMORY_BYTES >> 20} MiB of memory",
-                    subject="chat",
-                ) from None
-            except BaseException:
-                child.end()
-                raise
-            self._put(child)
+        except SandboxFailure:
+            raise TemplateTimeout(
+                f"the adapter's chat template takes more than {max_seconds:g} s for these "
+                f"messages, or more than {MEMORY_BYTES >> 20} MiB of memory",
+                subject="chat",
+            ) from None
         if answer.kind == b"T":
             return answer.text
         raise _error(answer)
-
-    def _take(self) -> SandboxProcess:
-        with self._lock:
-            while self._idle:
-                child = self._idle.pop()
-                if child.is_running:
-                    return child
-                child.end()
-        return SandboxProcess(TASK)
-
-    def _put(self, child: SandboxProcess) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(child)
-                return
-        child.end()
 
 
 def _error(answer: Answer) -> Exception:

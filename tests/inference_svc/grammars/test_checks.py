@@ -230,7 +230,12 @@ def test_a_machines_faults_are_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> N
     """A check that others end, or that takes long on a busy machine, can be tried again."""
 
     async def run() -> None:
-        made = GrammarChecks(vocabulary, WorkBudget("grammars", share=1.0))
+        work = WorkBudget("grammars", share=1.0)
+        made = GrammarChecks(vocabulary, work)
+        limits = dataclasses.replace(checks.TASK.limits, wall_seconds=0.0)
+        with monkeypatch.context() as busy:
+            busy.setattr(checks, "TASK", dataclasses.replace(checks.TASK, limits=limits))
+            hurried = GrammarChecks(vocabulary, work)
         grammar = Grammar.regex("a+", "the.field")
         with ThreadPoolExecutor(1) as threads:
             with monkeypatch.context() as without:
@@ -238,14 +243,12 @@ def test_a_machines_faults_are_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> N
                 with pytest.raises(Unavailable, match=r"^the\.field: .* try again") as caught:
                     await made.check(grammar, "t", "t", threads)
                 assert caught.value.retry_after_s > 0
-            limits = dataclasses.replace(checks.TASK.limits, wall_seconds=0.0)
-            with monkeypatch.context() as busy:
-                busy.setattr(checks, "TASK", dataclasses.replace(checks.TASK, limits=limits))
-                with pytest.raises(Unavailable):
-                    await made.check(grammar, "t", "t", threads)
-            assert made.num_verdicts("t") == 0
+            with pytest.raises(Unavailable):
+                await hurried.check(grammar, "t", "t", threads)
+            assert made.num_verdicts("t") == hurried.num_verdicts("t") == 0
             assert await made.check(grammar, "t", "t", threads)
         made.close()
+        hurried.close()
 
     asyncio.run(run())
 
@@ -254,10 +257,10 @@ def test_a_check_that_is_killed_is_no_verdict(processes: CheckProcesses) -> None
     """As by a system without memory."""
     with ThreadPoolExecutor(1) as threads:
         assert processes.check(GOOD[0])[0].error == ""
-        [process] = processes._idle
+        [process] = processes.pool.idle
         os.kill(process.pid, signal.SIGSTOP)
         found = threads.submit(processes.check, GOOD[0])
-        until(lambda: not processes._idle, 60)
+        until(lambda: not processes.pool.idle, 60)
         os.kill(process.pid, signal.SIGKILL)
         verdict, _ = found.result(60)
     assert not verdict.is_final

@@ -65,7 +65,7 @@ def processes() -> Iterator[TemplateProcesses]:
 
 def children_of(processes: TemplateProcesses) -> list[psutil.Process]:
     """Returns those that are idle. This process has others' children, too, which are to live."""
-    return [psutil.Process(child.pid) for child in processes._idle]
+    return [psutil.Process(child.pid) for child in processes.pool.idle]
 
 
 def render(processes: TemplateProcesses, source: str, seconds: float = SECONDS) -> str:
