@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.models import REAL, prepare
 from bench.results import median, show
-from inference_svc.grammars import task
+from inference_svc.grammars import compiling
 from inference_svc.grammars.vocabulary import make_vocabulary, unpack
 from inference_svc.text.tokenizer import Tokenizer
 
@@ -50,10 +50,10 @@ class Matcher(NamedTuple):
 
 
 def llguidance_compiler(packed: str) -> Callable[[str], Matcher]:
-    tokens = task.Tokens(packed)
+    tokens = compiling.Tokens(packed)
 
     def compile_schema(schema: str) -> Matcher:
-        made = task.compile_grammar(tokens, "json_schema", schema)
+        made = compiling.compile_grammar(tokens, "json_schema", schema)
         return Matcher(
             lambda: np.frombuffer(made.compute_bitmask(), np.uint8), made.consume_token, made.reset
         )

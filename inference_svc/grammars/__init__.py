@@ -6,7 +6,9 @@ processes, which bound their time and memory. The engine gets one mask for each 
 grammar     the form that a request asks for, as plain data
 calls       calls of tools that an answer has to make, as a grammar
 vocabulary  the bytes of a model's tokens, which a grammar is matched with
-task        compiles grammars and computes masks, in those processes
+compiling   turns a grammar into Lark, compiles and tries it
+rows        the sequences of one such process: their grammars, and the masks that are due
+task        the program of these processes, which uses both
 checks      compiles a request's grammar once before it runs, and remembers the verdict
 lanes       the processes that compute masks for running sequences
 masks       the masks of running sequences, on the engine's side

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.grammars import task
+from inference_svc.grammars import compiling
 from inference_svc.grammars.calls import to_source
 from inference_svc.grammars.vocabulary import make_vocabulary
 from inference_svc.text.answers.families import PARSERS, THOUGHTS, AnswerSyntax
@@ -61,10 +61,10 @@ def accepts(family: str, texts: list[str], *, is_special: bool, **options: Any) 
         calls.thoughts,
         starts_thinking=options.get("starts_thinking", False),
     )
-    tokens = task.Tokens(make_vocabulary(pieces, 256 + len(pieces.markers), ()).packed)
+    tokens = compiling.Tokens(make_vocabulary(pieces, 256 + len(pieces.markers), ()).packed)
     found = []
     for text in texts:
-        matcher = task.compile_grammar(tokens, "calls", source)
+        matcher = compiling.compile_grammar(tokens, "calls", source)
         is_possible = all(map(matcher.consume_token, pieces.encode(text)))
         found.append(is_possible and matcher.is_accepting())
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from inference_svc.errors import GrammarRefused
-from inference_svc.grammars import checks, task
+from inference_svc.grammars import checks, compiling, rows
 from inference_svc.grammars.checks import CheckProcesses, GrammarChecks
 from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar
 from servicekit.errors import InvalidArgument, Unavailable
@@ -268,11 +268,11 @@ def test_a_check_that_is_killed_is_no_verdict(processes: CheckProcesses) -> None
 
 
 def test_templates_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "TENANT_TEMPLATES", 2)
-    monkeypatch.setattr(task, "MAX_TEMPLATES", 3)
-    monkeypatch.setattr(task, "TENANT_TEMPLATE_CHARS", 100)
-    matcher = task.compile_grammar(task.Tokens(vocabulary().packed), "regex", "a+")
-    templates = task.Templates()
+    monkeypatch.setattr(rows, "TENANT_TEMPLATES", 2)
+    monkeypatch.setattr(rows, "MAX_TEMPLATES", 3)
+    monkeypatch.setattr(rows, "TENANT_TEMPLATE_CHARS", 100)
+    matcher = compiling.compile_grammar(compiling.Tokens(vocabulary().packed), "regex", "a+")
+    templates = rows.Templates()
 
     def known() -> list[tuple[str, str]]:
         keys = [(tenant, key) for tenant in "abc" for key in "1234"]
@@ -295,7 +295,7 @@ def test_as_many_choices_as_the_limit_says(processes: CheckProcesses) -> None:
 
 def test_choices_are_literal() -> None:
     """No character has a meaning, also beside others."""
-    tokens = task.Tokens(vocabulary().packed)
+    tokens = compiling.Tokens(vocabulary().packed)
     choices = [
         *(chr(each) for each in range(256) if each not in (SPECIAL, END)),
         "<|call|>",
@@ -308,7 +308,7 @@ def test_choices_are_literal() -> None:
         "%json {}",
         "日\u2028\U0001f600e\u0301",
     ]
-    template = task.compile_grammar(tokens, "choice", json.dumps(choices))
+    template = compiling.compile_grammar(tokens, "choice", json.dumps(choices))
     for choice in choices:
         matcher = template.deep_copy()
         assert matcher.consume_tokens(list(choice.encode())), choice
@@ -320,5 +320,5 @@ def test_choices_are_literal() -> None:
 
 
 def test_a_schema_keeps_the_order_of_its_properties() -> None:
-    lark = task.to_lark("json_schema", json.dumps({"properties": {"b": {}, "a": {}}}))
+    lark = compiling.to_lark("json_schema", json.dumps({"properties": {"b": {}, "a": {}}}))
     assert lark.index('"b"') < lark.index('"a"')

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from inference_svc.grammars import task
+from inference_svc.grammars import compiling, rows
 from tests.inference_svc.grammars.alphabet import vocabulary
 from tests.support.wait import until
 
-TOKENS = task.Tokens(vocabulary().packed)
+TOKENS = compiling.Tokens(vocabulary().packed)
 
 
 def opening(row_id: int, tenant: str = "t", source: str = "[a-z]{9}") -> dict[str, Any]:
@@ -30,7 +30,7 @@ class Asked:
     """Rows, and the masks that they have answered with, by the ids of rows."""
 
     def __init__(self) -> None:
-        self.rows = task.Rows(TOKENS)
+        self.rows = rows.Rows(TOKENS)
         self.masks: list[int] = []
 
     def ask(self, *opens: dict[str, Any], steps: Any = (), closes: Any = ()) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_an_answer_takes_a_moment(asked: Asked, monkeypatch: pytest.MonkeyPatch)
     ids = range(1, 7)
     asked.ask(*(opening(each, "many") for each in ids), opening(7, "one"))
     assert sorted(asked.all_masks(7)) == [*ids, 7]
-    monkeypatch.setattr(task, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(rows, "ANSWER_SECONDS", 0.0)
     header = asked.ask(steps=[[each, ord("a")] for each in (*ids, 7)])
     assert len(header["masks"]) == 1
     assert header["has_more"]
@@ -72,7 +72,7 @@ def test_cheap_rows_are_first(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> 
     asked.all_masks(3)
     for row_id, cost_s in ((1, 5.0), (2, 3.0), (3, 4.0)):
         asked.rows._rows[row_id].cost_s = cost_s
-    monkeypatch.setattr(task, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(rows, "ANSWER_SECONDS", 0.0)
     asked.ask(steps=[[each, ord("a")] for each in (1, 2, 3)])
     asked.rows._rows[1].due_s -= 1000
     assert asked.all_masks(3) == [2, 1, 3]
@@ -92,14 +92,14 @@ class Compiles:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sources: list[str] = []
         self.go = threading.Event()
-        compile_grammar = task.compile_grammar
+        compile_grammar = compiling.compile_grammar
 
-        def wait(tokens: task.Tokens, kind: str, source: str) -> Any:
+        def wait(tokens: compiling.Tokens, kind: str, source: str) -> Any:
             self.sources.append(source)
             assert self.go.wait(60)
             return compile_grammar(tokens, kind, source)
 
-        monkeypatch.setattr(task, "compile_grammar", wait)
+        monkeypatch.setattr(rows, "compile_grammar", wait)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_queue_is_not_a_long_compile(
     asked.ask(opening(1, source="a"), opening(2, source="b"))
     until(lambda: bool(compiles.sources), 60)
     assert asked.ask()["stuck"] is None
-    monkeypatch.setattr(task, "MAX_OPEN_SECONDS", -1.0)
+    monkeypatch.setattr(rows, "MAX_OPEN_SECONDS", -1.0)
     assert asked.ask()["stuck"] == 1
     header = asked.ask(closes=[1])
     assert header["stuck"] == 1
@@ -140,10 +140,10 @@ def test_a_compile_without_memory_is_one_rows(
 ) -> None:
     """The process ends for it at once, and for no other."""
 
-    def fail(tokens: task.Tokens, kind: str, source: str) -> Any:
+    def fail(tokens: compiling.Tokens, kind: str, source: str) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(task, "compile_grammar", fail)
+    monkeypatch.setattr(rows, "compile_grammar", fail)
     asked.ask(opening(1, source="a"), opening(2, source="b"))
     until(lambda: asked.ask()["stuck"] == 1, 60)
     assert not asked.masks
@@ -153,10 +153,10 @@ def test_slow_rows_are_named(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> N
     """After a few slow steps, or a very slow one; not for the first mask."""
     asked.ask(opening(1))
     asked.all_masks(1)
-    monkeypatch.setattr(task, "SLOW_STEP_SECONDS", 0.0)
-    monkeypatch.setattr(task, "MAX_SLOW_STEPS", 3)
+    monkeypatch.setattr(rows, "SLOW_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(rows, "MAX_SLOW_STEPS", 3)
     slow = [asked.ask(steps=[[1, ord("a")]])["slow"] for _ in range(3)]
     assert slow == [[], [], [1]]
-    monkeypatch.setattr(task, "MAX_SLOW_STEPS", 99)
-    monkeypatch.setattr(task, "COSTLY_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(rows, "MAX_SLOW_STEPS", 99)
+    monkeypatch.setattr(rows, "COSTLY_STEP_SECONDS", 0.0)
     assert asked.ask(steps=[[1, ord("a")]])["slow"] == [1]

@@ -1,0 +1,213 @@
+"""Turns a request's grammar into Lark, compiles it, and tries it with a random text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import signal
+import time
+from typing import Any
+
+import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from inference_svc.grammars import calls
+from inference_svc.grammars.vocabulary import unpack
+
+LIMITS = llguidance.LLParserLimits(
+    step_max_items=20_000,
+    step_lexer_fuel=100_000,
+    initial_lexer_fuel=500_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""About 10 ms for a mask, and tens of megabytes for a grammar, at most."""
+OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""The model chooses how a text is cut into tokens, as without a grammar."""
+WHITESPACE = r" |\n[ \t]{0,40}"
+"""Between the parts of a JSON text, on a line or indented: a model that likes whitespace must go on
+all the same."""
+MAX_ERROR_CHARS = 300
+TRIAL_TOKENS = 48
+"""The tokens of a random text that a check tries a grammar with."""
+SLOW_COMPILE_SECONDS, COSTLY_STEP_SECONDS = 0.01, 5e-3
+"""Processor time above which a grammar is slow: it is kept from the others."""
+SLOW_STEP_SECONDS, MAX_SLOW_STEPS = 1e-3, 8
+"""So is a grammar with so many steps above this time. A few are usual: those of a date, say."""
+
+
+class Refused(Exception):
+    """A grammar that is invalid, or that this engine cannot express."""
+
+
+class Tokens:
+    """The vocabulary. A grammar never names the token `end`."""
+
+    def __init__(self, packed: str) -> None:
+        tokens, special = unpack(packed)
+        self.end = len(tokens)
+        self.tokens = [*tokens, b"<|end of the answer|>"]
+        self.special_token_ids = [*special, self.end]
+        self.eos_token_id, self.bos_token_id = self.end, None
+        self.matched = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.end
+        )
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Nothing is forced, and so nothing is tokenised."""
+        return []
+
+
+def to_lark(kind: str, source: str) -> str:
+    """Returns a grammar in Lark. Raises Refused."""
+    if kind == "json_schema":
+        return f"start: %json {json.dumps(_schema(source))}\n"
+    if kind == "regex":
+        if (len(source) - len(source.rstrip("\\"))) % 2:
+            raise Refused("it ends in a backslash that nothing follows")
+        return f"start: /{llguidance.regex_to_lark(source, 'd')}/\n"
+    if kind == "choice":
+        # Alternatives of the grammar would be items of its parser, which has room for fewer.
+        pattern = "|".join(map(_literal, json.loads(source)))
+        return f"start: /{llguidance.regex_to_lark(pattern, 'd')}/\n"
+    if kind == "calls":
+        return calls.to_lark(source, lambda schema: f"%json {json.dumps(_schema(schema))}")
+    text = source
+    if re.search(r"^\s*[\w-]+\s*::=", source, re.MULTILINE):
+        try:
+            text = gbnf_to_lark(source).replace("%llguidance {}", "")
+        except Exception as error:
+            raise Refused(f"it is no EBNF: {error}") from None
+    _check_lark(source)
+    return text
+
+
+_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
+"""Strings, comments and regular expressions."""
+
+
+def _check_lark(source: str) -> None:
+    """Refuses directives that change how a grammar is used; a text may have their names."""
+    if re.search(r"^\s*%llguidance", source, re.MULTILINE):
+        raise Refused("%llguidance is not supported")
+    if re.search(r"\btemperature\s*=", _LITERALS.sub('""', source)):
+        raise Refused("the attribute temperature is not supported")
+    for found in re.finditer(r"%json\s*", source):
+        with contextlib.suppress(ValueError, RecursionError):  # which the engine refuses
+            schema, _ = json.JSONDecoder().raw_decode(source, found.end())
+            if isinstance(schema, dict) and "x-guidance" in schema:
+                raise Refused("x-guidance is not supported")
+
+
+def _literal(text: str) -> str:
+    """Returns a regular expression for one text."""
+    return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
+
+
+def _schema(source: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(source, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise Refused("it is nested too deeply") from None
+    except ValueError as error:
+        raise Refused(f"it is no JSON: {error}") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise Refused("it must be a JSON object")
+    if "x-guidance" in schema:
+        raise Refused("x-guidance is not supported")
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _refuse_constant(name: str) -> None:
+    raise Refused(f"it is no JSON: it has {name}")
+
+
+def compile_grammar(tokens: Tokens, kind: str, source: str) -> Any:
+    """Returns a matcher at its beginning. Raises Refused."""
+    try:
+        text = OPTIONS + to_lark(kind, source)
+        text.encode()
+        matcher = llguidance.LLMatcher(tokens.matched, text, log_level=0, limits=LIMITS)
+    except UnicodeEncodeError:
+        raise Refused("it has half of a surrogate pair, which is no text") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(_reason(str(error))) from None
+    check_matcher(matcher)
+    return matcher
+
+
+def check_matcher(matcher: Any) -> None:
+    """Raises Refused if the matcher has failed."""
+    if matcher.is_error():
+        raise Refused(_reason(matcher.get_error()))
+
+
+def _reason(error: str) -> str:
+    """Returns the line of an error that says what is wrong, without its place in our form of the
+    grammar."""
+    lines = error.replace("<non-verbose/>", "").strip().split("\n")
+    line = next((each for each in lines if each.startswith("error: ")), lines[0])
+    line = re.sub(r"^at \d+\(\d+\): ", "", line)
+    line = re.sub(r"^failed to compile JSON schema: ", "", line)
+    if line.startswith("NoExtensionBias"):
+        line = "no text has this form"
+    return line[:MAX_ERROR_CHARS]
+
+
+def check(tokens: Tokens, request: dict[str, Any]) -> dict[str, Any]:
+    """Compiles a grammar, and tries it with a random text."""
+    signal.setitimer(signal.ITIMER_PROF, request["max_seconds"])
+    try:
+        start_s = time.process_time()
+        matcher = compile_grammar(tokens, request["kind"], request["source"])
+        compile_s = time.process_time() - start_s
+        is_slow = _try(tokens, matcher) or compile_s > SLOW_COMPILE_SECONDS
+    except Refused as error:
+        return {"error": str(error)}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return {"compile_s": compile_s, "is_slow": is_slow}
+
+
+def _try(tokens: Tokens, matcher: Any) -> bool:
+    """Returns whether steps are slow, but for the first. Raises Refused."""
+    chosen, slowest_s, num_slow = random.Random(0), 0.0, 0
+    for index in range(TRIAL_TOKENS):
+        start_s = time.thread_time()
+        mask = matcher.compute_bitmask()
+        check_matcher(matcher)
+        token = _any_token(mask, tokens.end, chosen)
+        if token is None:
+            if not has_token(mask, tokens.end):
+                raise Refused("no token of this model continues such a text")
+            break
+        matcher.consume_token(token)
+        check_matcher(matcher)
+        if index:
+            step_s = time.thread_time() - start_s
+            slowest_s = max(slowest_s, step_s)
+            num_slow += step_s > SLOW_STEP_SECONDS
+    return slowest_s > COSTLY_STEP_SECONDS or num_slow >= MAX_SLOW_STEPS
+
+
+def has_token(mask: bytes | bytearray, token: int) -> bool:
+    """Returns whether a mask allows a token."""
+    return bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+def _any_token(mask: bytes, end: int, chosen: random.Random) -> int | None:
+    """Returns one of the tokens that may come next, other than the end."""
+    start = chosen.randrange(len(mask))
+    for place in range(start, start + len(mask) + 1):
+        place %= len(mask)
+        if mask[place]:
+            found = [8 * place + bit for bit in range(8) if mask[place] >> bit & 1]
+            found = [each for each in found if each < end]
+            if found:
+                return chosen.choice(found)
+    return None
