@@ -7,8 +7,7 @@ SOURCES := loadout contract servicekit adapter_store inference_svc kernels tests
 PROTOS := $(shell find protos -name '*.proto')
 PYTHON_NEEDED = $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 # Processes that tests run in, each of a file's in one. On two cores one computes while others wait for
-# services, threads and timers. A worker of `make test` collects all tests itself, ten seconds of a core;
-# those of `make test-unit` are forked after that, and one more costs little.
+# services, threads and timers. They are forked once all tests are collected.
 TEST_WORKERS ?= 3
 UNIT_WORKERS ?= 4
 BUF_VERSION := 1.75.0
@@ -33,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --numprocesses
 
 test: $(VENV)/.installed-dev $(PROMETHEUS)
-	$(PYTEST) $(TEST_WORKERS) --junitxml build/junit.xml -m "not artifacts and not long and not containers and not trl"
+	$(BIN)/python -m pytest -q --forked-workers $(TEST_WORKERS) --junitxml build/junit.xml -m "not artifacts and not long and not containers and not trl"
 
 # Tests that start no process, for the inner loop: of a large matrix every fifth cell (tests/support/pairs.py).
 test-unit: $(VENV)/.installed-dev

@@ -57,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # A fork has none of OpenMP's threads, and would wait for them.
         importlib.import_module("torch").set_num_threads(1)
     config.pluginmanager.register(Durations(), "durations")
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    has_workers = config.getoption("numprocesses", None) or config.getoption(forked_workers.OPTION)
+    if has_workers and not hasattr(config, "workerinput"):
         config.pluginmanager.register(share.RunShare(), "share")
     # Until all is imported: nothing of it is garbage, and looking for some is half of the time.
     gc.disable()
@@ -78,8 +79,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Forked workers run no tests that start processes: folders of these are not even read."""
-    if config.getoption(forked_workers.OPTION):
+    """Folders of tests that start processes are not even read where none of these shall run."""
+    if "not processes" in config.getoption("markexpr"):
         name = f"{collection_path.relative_to(config.rootpath)}/"
         return name.startswith(PROCESS_FOLDERS) or None
     return None

@@ -1,15 +1,17 @@
 """Runs tests in several processes that are forked once all tests are collected.
 
-Each worker of pytest-xdist imports and collects all tests anew, ten seconds of a core, and sends
-five messages for each test. These workers have what their parent has collected, and send one. For
-tests that start no processes: the others stay with xdist, whose workers end as a Python program
-does.
+Each worker of pytest-xdist imports and collects all tests anew, ten seconds of a core and more, and
+sends five messages for each test. These workers have what their parent has collected, and send one.
+The parent has no threads when it forks. A worker ends as a Python program does: it waits for its
+threads and calls its own exit handlers.
 """
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
@@ -57,11 +59,16 @@ class ForkedWorkers:
 
 
 def files_of(items: Sequence[pytest.Item]) -> Files:
-    """The tests of each file, files with the most tests first: the last to end are short then."""
+    """The tests of each file. Files that start processes come first, and then those with the most
+    tests: the last to end are short then."""
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    return sorted(files.values(), key=len, reverse=True)
+    return sorted(files.values(), key=_weight, reverse=True)
+
+
+def _weight(items: Sequence[pytest.Item]) -> tuple[bool, int]:
+    return any(each.get_closest_marker("processes") for each in items), len(items)
 
 
 class Run:
@@ -146,6 +153,7 @@ class Worker:
 def _work(session: pytest.Session, files: Files, connection: Connection) -> None:
     """The life of a worker's process; never returns."""
     status = 1
+    atexit._clear()  # of its parent
     try:
         _report_to(connection, session.config)
         items = _items(files, connection)
@@ -155,6 +163,8 @@ def _work(session: pytest.Session, files: Files, connection: Connection) -> None
             following = next(items, None)
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             item = following
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -15,10 +15,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -42,13 +41,17 @@ def begin(listener: socket.socket, address: str) -> subprocess.Popen[bytes]:
     log: IO[bytes]
     with open(f"{address}.log", "wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.support.forks", str(listener.fileno()), address],
+            _command(listener, address),
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             pass_fds=[listener.fileno()],
         )
+
+
+def _command(listener: socket.socket, address: str) -> list[str]:
+    return [sys.executable, "-m", "tests.support.forks", str(listener.fileno()), address]
 
 
 def once(name: str, make: Callable[[], T]) -> T:
@@ -69,30 +72,37 @@ def once(name: str, make: Callable[[], T]) -> T:
 
 
 class RunShare:
-    """A plugin of the process that starts the workers. The process that forks begins when the
-    first worker asks it for a fork."""
+    """A plugin of the process that starts the workers. A process without threads waits until the
+    first worker asks for a fork, and becomes the process that forks."""
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="loadout-run-")
         self._listener, self._address = listen(self._folder)
-        self._ended, self._end = os.pipe()
+        ended, self._end = os.pipe()
         os.environ |= {FORKS: self._address, FOLDER: self._folder}
-        self._thread = threading.Thread(target=self._begin_when_asked)
-        self._thread.start()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._end)
+            self._wait_and_become(ended)
+        os.close(ended)
 
     def pytest_unconfigure(self) -> None:
         os.close(self._end)
-        self._thread.join()
-        os.close(self._ended)
+        os.waitpid(self._pid, 0)
         self._listener.close()
         shutil.rmtree(self._folder)
 
-    def _begin_when_asked(self) -> None:
-        listener = self._listener.fileno()
-        ready, _, _ = select.select([listener, self._ended], [], [])
-        if listener not in ready:
-            return
-        with begin(self._listener, self._address) as process:
-            select.select([self._ended], [], [])
-            assert process.stdin is not None
-            process.stdin.close()
+    def _wait_and_become(self, ended: int) -> NoReturn:
+        """Never returns: this process ends, or runs another program."""
+        try:
+            listener = self._listener.fileno()
+            ready, _, _ = select.select([listener, ended], [], [])
+            if ended not in ready:
+                log = os.open(f"{self._address}.log", os.O_WRONLY | os.O_CREAT)
+                for number, stream in enumerate((ended, log, log)):
+                    os.dup2(stream, number)
+                os.set_inheritable(listener, True)
+                os.chdir(ROOT)
+                os.execv(sys.executable, _command(self._listener, self._address))
+        finally:
+            os._exit(0)
