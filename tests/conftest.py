@@ -34,6 +34,13 @@ ARTIFACT_FILES = (
 )
 """Tests that build something, compile or interpret kernels of devices, or compute large tables
 anew, bear the mark `artifacts`."""
+LEFT_OUT = {
+    "not processes": PROCESS_FOLDERS,
+    "not artifacts": ARTIFACT_FILES,
+    "not containers": ("tests/containers/",),
+    "not trl": ("tests/trl/",),
+}
+"""Folders and files that hold no test but of one mark, by the words of `-m` that leave it out."""
 
 
 with suppress(ImportError):  # tests/gpu also runs where they are not installed
@@ -79,11 +86,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Folders of tests that start processes are not even read where none of these shall run."""
-    if "not processes" in config.getoption("markexpr"):
-        name = f"{collection_path.relative_to(config.rootpath)}/"
-        return name.startswith(PROCESS_FOLDERS) or None
-    return None
+    """Folders and files of which no test is to run are not even read."""
+    marks = config.getoption("markexpr")
+    name = f"{collection_path.relative_to(config.rootpath)}/"
+    return any(words in marks and name.startswith(LEFT_OUT[words]) for words in LEFT_OUT) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

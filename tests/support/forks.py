@@ -515,11 +515,17 @@ def main() -> None:
     import adapter_store.app
     import inference_svc.app
     import inference_svc.engine.build
+    from adapter_store.catalog.catalog import Catalog
+    from inference_svc.model.architectures import families
     from inference_svc.text.tokenizer import Tokenizer
     from loadout.cli.__main__ import command
 
-    Tokenizer(MODEL)  # imports two hundred modules when it is first made
+    # What is imported when it is first used: hundreds of modules.
+    Tokenizer(MODEL)
     command()
+    families()
+    with tempfile.TemporaryDirectory() as folder:
+        Catalog(Path(folder, "catalog.sqlite3"), event_retention=1).close()
     del adapter_store, inference_svc
     _import([])
     descriptor, address = int(sys.argv[1]), sys.argv[2]

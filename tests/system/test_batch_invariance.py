@@ -38,11 +38,14 @@ CASES: dict[str, dict[str, Any]] = {
 OTHERS = ("gemma3", "gemma4", "phi3", "cohere2", "qwen2-moe", "gpt-oss")
 """Models beside Llama: windows, two rotations, parts of heads, halves side by side, experts."""
 QUICK = ("chunks-of-7", "preemption")
+"""Cases of other models than Llama, which take turns."""
 RUNS = [
     *(("llama", case) for case in CASES),
     *(
-        pytest.param(kind, case, marks=() if case in QUICK else pytest.mark.long)
-        for kind in OTHERS
+        pytest.param(
+            kind, case, marks=() if case == QUICK[number % len(QUICK)] else pytest.mark.long
+        )
+        for number, kind in enumerate(OTHERS)
         for case in list(CASES)[1:6]
     ),
 ]

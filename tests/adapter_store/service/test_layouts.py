@@ -228,7 +228,7 @@ def test_forgotten_layout(served, make_adapter, make_layout, refused):
     assert client.pull(digest, accepted.layout_id).is_whole
 
 
-@pytest.mark.parametrize("layout_id", ["", "4b6b58a697e1"])
-def test_forgetting_needs_a_whole_id(served, refused, layout_id):
-    with refused("INVALID_ARGUMENT", "layout_id"):
-        served.client.stub.ForgetLayout(pb.ForgetLayoutRequest(layout_id=layout_id))
+def test_forgetting_needs_a_whole_id(served, refused):
+    for layout_id in ("", "4b6b58a697e1"):
+        with refused("INVALID_ARGUMENT", "layout_id"):
+            served.client.stub.ForgetLayout(pb.ForgetLayoutRequest(layout_id=layout_id))

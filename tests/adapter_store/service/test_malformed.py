@@ -11,6 +11,8 @@ from grpc_status import rpc_status
 from safetensors.torch import load_file
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.support.store.adapters import save_adapter
+from tests.support.store.served import Served
 
 pytestmark = pytest.mark.slow
 
@@ -63,11 +65,17 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def strict_store(serve_shared) -> Served:
+    """One store for all cases: it holds nothing after any of them."""
+    return serve_shared(max_rank=64)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_malformed_adapters(serve, make_adapter, refused, tmp_path, case):
+def test_malformed_adapters(strict_store, shared_folder, refused, case):
     fields, change, culprit = CASES[case]
-    client = serve(max_rank=64).client
-    folder = make_adapter(("q_proj",), **fields)
+    client = strict_store.client
+    folder = save_adapter(shared_folder / case, ("q_proj",), **fields)
     if change is not None:
         change(folder)
     refusal = refused("INVALID_ARGUMENT", culprit)
@@ -81,7 +89,7 @@ def test_malformed_adapters(serve, make_adapter, refused, tmp_path, case):
     with refused("INVALID_ARGUMENT", culprit):
         client.upload("a", {path.name: path.read_bytes() for path in folder.iterdir()})
     assert list(client.stub.ListAdapters(pb.ListAdaptersRequest()).adapters) == []
-    assert list((tmp_path / "data" / "blobs").iterdir()) == []
+    assert list((shared_folder / "data" / "blobs").iterdir()) == []
     assert client.stub.GetStoreStatus(pb.GetStoreStatusRequest()).revision == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from hashlib import sha256
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 
 from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.support.store.client import refusal_of
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
@@ -280,36 +282,29 @@ def test_a_call_whose_caller_leaves_is_still_recorded(client, make_adapter):
     assert client.register("a", folder).adapter.version == 1
 
 
-@pytest.mark.parametrize("name", ["", "A/a", "a/b/c", "a@1", "x" * 64])
-def test_malformed_names(client, make_adapter, refused, name):
-    with refused("INVALID_ARGUMENT", "name"):
-        client.register(name, make_adapter())
-
-
-@pytest.mark.parametrize(
-    "labels",
-    [{"": "x"}, {"a b": "x"}, {'a"b': "x"}, {"a": "b c"}, {"a": "x" * 256}, {"a": "\n"}],
+BAD_NAMES = ("", "A/a", "a/b/c", "a@1", "x" * 64)
+BAD_LABELS = ({"": "x"}, {"a b": "x"}, {'a"b': "x"}, {"a": "b c"}, {"a": "x" * 256}, {"a": "\n"})
+TOO_LONG = (
+    ("labels", {f"key{number}": "x" for number in range(65)}),
+    ("description", "x" * 4097),
+    ("base_model", "x" * 513),
+    ("default_base_model", "x" * 513),
+    ("source_uri", f"file:///{'x' * 2041}"),
 )
-def test_malformed_labels(client, make_adapter, refused, labels):
-    with refused("INVALID_ARGUMENT", "labels"):
-        client.register("a", make_adapter(), labels=labels)
+"""Texts of a registration are kept as long as the version."""
 
 
-TOO_LONG = {
-    "labels": {"labels": {f"key{number}": "x" for number in range(65)}},
-    "description": {"description": "x" * 4097},
-    "base_model": {"base_model": "x" * 513},
-    "default_base_model": {"default_base_model": "x" * 513},
-    "source_uri": {"source_uri": f"file:///{'x' * 2041}"},
-}
-
-
-@pytest.mark.parametrize("field", TOO_LONG)
-def test_texts_of_a_registration_are_bounded(client, make_adapter, refused, field):
-    """They are kept as long as the version."""
-    fields = {"name": "a", "source_uri": make_adapter().as_uri(), **TOO_LONG[field]}
-    with refused("INVALID_ARGUMENT", field):
-        client.stub.RegisterAdapter(pb.RegisterAdapterRequest(**fields))
+def test_malformed_and_long_texts_are_refused_by_field(client, make_adapter):
+    source = make_adapter().as_uri()
+    cases = [("name", name) for name in BAD_NAMES]
+    cases += [("labels", labels) for labels in BAD_LABELS]
+    wrong = []
+    for field, value in (*cases, *TOO_LONG):
+        request = pb.RegisterAdapterRequest(**{"name": "a", "source_uri": source, field: value})
+        said = refusal_of(partial(client.stub.RegisterAdapter, request))
+        if not (said.startswith("INVALID_ARGUMENT: ") and field in said):
+            wrong.append((field, value, said))
+    assert wrong == []
 
 
 def test_a_base_model_has_to_be_known(client, make_adapter, refused):

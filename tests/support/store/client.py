@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import grpc
@@ -136,3 +136,12 @@ def details(error: grpc.RpcError) -> dict[str, object]:
         assert packed.Unpack(detail)
         found[kind.DESCRIPTOR.name] = detail
     return found
+
+
+def refusal_of(call: Callable[[], object]) -> str:
+    """Returns "CODE: details" of a call that is refused; "" if it is answered."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        return f"{error.code().name}: {error.details()}"
+    return ""
