@@ -17,6 +17,7 @@ from adapter_store.catalog.catalog import Catalog
 from loadout.demo.process import Process
 from tests.support.servers.postgres import PostgresServer
 from tests.support.store.adapters import MakeAdapter, MakeLayout, save_adapter, tiny_layout
+from tests.support.store.catalogs import CATALOG, empty_catalog, make_data_folder
 
 
 @pytest.fixture(scope="session")
@@ -46,24 +47,21 @@ def catalog_dsn(postgres: PostgresServer, migrated_dsn: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of an empty catalog, to be copied."""
-    path = tmp_path_factory.mktemp("catalog") / "catalog.sqlite3"
-    Catalog(path, event_retention=1).close()
+    path = tmp_path_factory.mktemp("catalog") / CATALOG
+    path.write_bytes(empty_catalog())
     return path
 
 
 @pytest.fixture
 def catalog_file(migrated_file: Path, tmp_path: Path) -> Path:
     """An empty catalog's file for one test."""
-    return Path(shutil.copyfile(migrated_file, tmp_path / "catalog.sqlite3"))
+    return Path(shutil.copyfile(migrated_file, tmp_path / CATALOG))
 
 
 @pytest.fixture
-def data_dir(migrated_file: Path, tmp_path: Path) -> Path:
+def data_dir(tmp_path: Path) -> Path:
     """The folder of one test's store, which has an empty catalog."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    shutil.copy(migrated_file, folder)
-    return folder
+    return make_data_folder(tmp_path / "data")
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from inference_svc.core import FinishReason
 from inference_svc.errors import AdapterUnavailable, QueueFull
 from tests.soak.inference import NUM_SAMPLES, WARM_UP_SHARE, Soak, SoakRequest, soak
 from tests.soak.kinds import ADDED, ALORA, BASE, PLAIN, SUM, Kinds
+from tests.support import forks
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,8 @@ def prepared(tmp_path_factory) -> Prepared:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_engine_under_cancels_and_deadlines_holds_nothing(prepared, transport) -> None:
-    done = soak(prepared, num_adapters=60, seconds=1.5, seed=5, threads=0, transport=transport)
+    with forks.forked_engines():
+        done = soak(prepared, num_adapters=60, seconds=1.5, seed=5, threads=0, transport=transport)
     assert " 0 requests" not in f" {done}"
     assert " dora" in done
 

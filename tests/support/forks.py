@@ -45,12 +45,17 @@ from loadout.cli.local import download, service_code
 from loadout.demo import system
 from loadout.demo.adapters import MODEL
 from loadout.demo.process import Process
+from servicekit.rpc import strangers
 from tests.support.machine.small_volume import SmallVolume, enter
 from tests.support.workers import share
 
 ADDRESS = share.FORKS
 """Workers of a run share a process that forks by this variable, and forks have engines forked."""
 TURN_S = 0.05
+WATCHFUL = "LOADOUT_TEST_WATCHFUL=1"
+"""The variable of services that strangers attack. Others look at their sockets ten times less
+often: fifty looks a second are 2 % of a core, for as long as an idle service is shared by tests."""
+IDLE_SWEEP_S = 0.2
 ENGINE = "engine"
 CLI = "loadout.cli"
 FORKED_PROGRAM = Path(__file__).with_name("forked_program.py")
@@ -413,6 +418,8 @@ def _become(request: Request, streams: Sequence[int], address: str) -> None:
         os.environ.clear()
         os.environ.update({**request.environment, ADDRESS: address})
         importlib.reload(huggingface_hub.constants)  # variables, as they were at the import
+        if WATCHFUL.partition("=")[0] not in os.environ:
+            strangers.IDLE_SWEEP_SECONDS = IDLE_SWEEP_S
         sys.argv[:] = [request.module, *request.arguments]
         status = _main_of(request.module)(list(request.arguments))
     except SystemExit as error:

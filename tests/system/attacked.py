@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tests.support.access.policies import ROOT, token_lines, write_policy
-from tests.support.forks import ForkedProcess
+from tests.support.forks import WATCHFUL, ForkedProcess
 from tests.support.machine.peak_memory import grown_mib
 
 READY_S = 120.0
@@ -30,7 +30,7 @@ class Attacked:
         ready = folder / f"{name}.json"
         policy = write_policy(folder, ROOT, *TOKENS)
         command = [
-            *(sys.executable, "-m", *flags, "--policy-file", str(policy)),
+            *("env", WATCHFUL, sys.executable, "-m", *flags, "--policy-file", str(policy)),
             *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
             *("--ready-file", str(ready)),
         ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.support.access.policies import token_lines, token_of, write_policy
-from tests.support.forks import ForkedProcess, engine_of
+from tests.support.forks import WATCHFUL, ForkedProcess, engine_of
 from tests.support.models.zoo import Zoo
 
 READY_S, GRACE_S, ANSWER_S = 120.0, 40.0, 120.0
@@ -46,8 +46,8 @@ class AttackedFront:
         )
         ready = folder / "inference.json"
         command = [
-            *(sys.executable, "-m", "inference_svc", "--model", str(zoo.model_dir)),
-            *("--base-model", "base", "--num-threads", "1", "--listen", "127.0.0.1:0"),
+            *("env", WATCHFUL, sys.executable, "-m", "inference_svc", "--base-model", "base"),
+            *("--model", str(zoo.model_dir), "--num-threads", "1", "--listen", "127.0.0.1:0"),
             *("--metrics-listen", "127.0.0.1:0", "--http", "127.0.0.1:0"),
             *("--kv-memory", "8MiB", "--adapter-memory", "1MiB", "--policy-file", str(policy)),
             *("--ready-file", str(ready), *flags),

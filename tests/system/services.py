@@ -16,6 +16,7 @@ from loadout.prometheus import scrape
 from loadout.retry import RetryPolicy
 from tests.support.forks import ForkedProcess
 from tests.support.models.zoo import Zoo
+from tests.support.store.catalogs import make_data_folder
 
 READY_S = 120.0
 GRACE_S = 40.0
@@ -49,9 +50,10 @@ class Services:
 
     def start_store(self) -> None:
         """The first time on a free port, later on the same, as a restarted service would."""
+        data = make_data_folder(self.folder / "store")
         command = [
             *(sys.executable, "-m", "adapter_store", "--listen", self.store_listen),
-            *("--metrics-listen", "127.0.0.1:0", "--data-dir", str(self.folder / "store")),
+            *("--metrics-listen", "127.0.0.1:0", "--data-dir", str(data)),
             *("--source-roots", str(self.sources), "--ready-file", str(self.folder / "store.json")),
             *self.store_flags,
         ]

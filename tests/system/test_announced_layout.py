@@ -28,8 +28,11 @@ from inference_svc.model.checkpoint import base_hashes
 from inference_svc.store.convert import from_registration, to_pull_message
 from inference_svc.store.types import Announcement
 from tests.support.models.zoo import ALL, FUSED, MODELS, VOCAB, AdapterSpec, Zoo, make_zoo
+from tests.support.pairs import long_but
 from tests.support.store.messages import as_stored
 
+SOME = pytest.mark.parametrize("zoo", long_but(("llama", "phi3", "gpt-oss"), MODELS), indirect=True)
+"""For claims that no family's modules make different: a plain model, fused modules, experts."""
 LAST_NORMS = ("model.norm", "model.embedding_norm")
 NOT_CHANGED = (
     *("embed_tokens_per_layer", "router.scale", "per_expert_scale"),
@@ -44,7 +47,7 @@ def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return make_zoo(request.param, tmp_path_factory.mktemp("zoo"), [spec])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def layout(zoo: Zoo) -> ModelLayout:
     description = load_description(zoo.model_dir)
     with base_hashes.hashing_base(zoo.model_dir, description, 1) as wait:
@@ -109,6 +112,7 @@ def test_segments_are_of_the_columns_of_their_targets(
     ]
 
 
+@SOME
 def test_a_store_of_format_1_is_told_of_aliases_as_it_knows_them(layout: ModelLayout) -> None:
     """What it does not know of is an announcement."""
     announcement = Announcement(("second", "third"), 16)
@@ -122,6 +126,7 @@ def test_a_store_of_format_1_is_told_of_aliases_as_it_knows_them(layout: ModelLa
     assert list(of_first.layout.image_formats) == [1]
 
 
+@SOME
 def test_segments_of_no_column_are_refused(zoo: Zoo, layout: ModelLayout) -> None:
     stored = as_stored(layout)
     plan = compile_image(open_checkpoint(zoo.adapter_dirs["all"]), stored).plan
@@ -156,6 +161,7 @@ def test_whole_linear_layers_are_refused_by_name(zoo: Zoo, layout: ModelLayout) 
     layout.read_header(full(norm.name, (norm.out_features,)))
 
 
+@SOME
 def test_a_server_without_a_folder_announces_no_hashes(zoo: Zoo) -> None:
     description = load_description(Path(zoo.model_dir))
     stored = as_stored(build_layout(description, "base", torch.float32))

@@ -41,6 +41,7 @@ def test_all_kinds(tmp_path: Path, kind: str, start: Callable[..., Running]) -> 
     assert backend.num_eager_steps < NUM_TOKENS, "decode steps are replayed"
 
 
+@LONG
 @pytest.mark.usefixtures("devices")
 def test_fully_sharded(tmp_path: Path, start: Callable[..., Running]) -> None:
     zoo = make_kinds("qwen3", tmp_path)

@@ -57,6 +57,7 @@ def begun(config: EngineConfig) -> Iterator[EngineProcess]:
         engine.stop()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_child_that_is_killed_is_a_failed_engine(config: EngineConfig, caplog: Any) -> None:
     running = start_engine("process", config, {})
     engine: Any = running.engine

@@ -14,6 +14,7 @@ from inference_svc.errors import AdapterNotFound, AdapterUnusable, DuplicateRequ
 from inference_svc.results.base import of_kind
 from inference_svc.results.logprobs import TokenLogprobs
 from servicekit.errors import Draining
+from tests.support import forks
 from tests.support.models.zoo import Zoo
 from tests.system.engines import Running
 from tests.system.transports import set_gate, start_engine
@@ -40,17 +41,18 @@ def running(zoo: Zoo, request: pytest.FixtureRequest) -> Iterator[Running]:
         arena_bytes=4 << 20,
         num_threads=1,
     )
-    made = start_engine(request.param, config, zoo.adapter_dirs)
-    assert made.engine.is_alive
-    yield made
-    set_gate(made, False)
-    made.submit("runs", PROMPT, max_tokens=LONG)
-    made.submit("waits", PROMPT, "r64")
-    made.until(lambda: "runs" in made.outputs)
-    made.engine.stop()
-    assert not made.engine.is_alive
-    assert isinstance(made.result("waits")[1].error, Draining)
-    made.engine.stop()
+    with forks.forked_engines():
+        made = start_engine(request.param, config, zoo.adapter_dirs)
+        assert made.engine.is_alive
+        yield made
+        set_gate(made, False)
+        made.submit("runs", PROMPT, max_tokens=LONG)
+        made.submit("waits", PROMPT, "r64")
+        made.until(lambda: "runs" in made.outputs)
+        made.engine.stop()
+        assert not made.engine.is_alive
+        assert isinstance(made.result("waits")[1].error, Draining)
+        made.engine.stop()
 
 
 def idle(running: Running) -> None:

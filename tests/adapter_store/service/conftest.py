@@ -8,6 +8,7 @@ import grpc
 import pytest
 import torch
 
+from tests.support.store.catalogs import make_data_folder
 from tests.support.store.client import Client
 from tests.support.store.process import Process
 from tests.support.store.served import Served, serving
@@ -28,6 +29,7 @@ def shared_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def serve_shared(shared_folder):
     """Does as `serve`, over shared_folder, for all tests of a module."""
+    make_data_folder(shared_folder / "data")
     with serving(shared_folder) as start:
         yield start
 

@@ -175,7 +175,7 @@ def test_the_store_answers_while_a_large_tokenizer_is_read(serve, make_adapter, 
     """Reading is a child process's: it holds no lock of this one's."""
     client = serve().client
     folder = make_adapter(("q_proj",))
-    (folder / "tokenizer.json").write_bytes(b'{"a": [' + b"[]," * (5 << 20) + b"[]]}")
+    (folder / "tokenizer.json").write_bytes(b'{"a": [' + b"[]," * (2 << 20) + b"[]]}")
 
     def register() -> None:
         with pytest.raises(grpc.RpcError):

@@ -1,11 +1,14 @@
-"""Short forms for calls of a catalog, and its events."""
+"""Empty catalogs, short forms for calls of a catalog, and its events."""
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import cache
+from pathlib import Path
 
 from sqlalchemy import Connection
 
@@ -15,9 +18,32 @@ from adapter_store.catalog.database import Place, open_database
 from adapter_store.catalog.tables.version_rows import NewVersion
 from adapter_store.core import AdapterEvent
 from servicekit.refs import AdapterName, AdapterRef
+from tests.support.workers import share
 
 BASE = "org/tiny"
+CATALOG = "catalog.sqlite3"
 WAIT_SECONDS = 60
+
+
+@cache
+def empty_catalog() -> bytes:
+    """Returns the file of an empty catalog: migrations take longer than the rest of a start."""
+    return share.once("empty-catalog", _migrated)
+
+
+def _migrated() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, CATALOG)
+        Catalog(path, event_retention=1).close()
+        return path.read_bytes()
+
+
+def make_data_folder(folder: Path) -> Path:
+    """Makes a store's data folder with an empty catalog, unless it is there."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        (folder / CATALOG).write_bytes(empty_catalog())
+    return folder
 
 
 class Clock:

@@ -6,6 +6,7 @@ import json
 import os
 
 from tests.support import forks
+from tests.support.store.catalogs import make_data_folder
 from tests.support.wait import TIMEOUT_S, until
 
 
@@ -17,9 +18,12 @@ class Process:
         self.ready_file.unlink(missing_ok=True)
         self.log = tmp_path / "store.log"
         self.log.unlink(missing_ok=True)
+        data = tmp_path / "data"
+        if volume is None:
+            make_data_folder(data)
         flags = [
             *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
-            *("--data-dir", str(tmp_path / "data"), "--source-roots", str(tmp_path)),
+            *("--data-dir", str(data), "--source-roots", str(tmp_path)),
             *("--ready-file", str(self.ready_file), "--log-format", "json"),
         ]
         self.process = forks.start(
