@@ -26,6 +26,7 @@ from inference_svc.store.convert import to_pull_message
 from tests.support.models.parity import prompts
 from tests.support.models.trained import edited
 from tests.support.models.zoo import PARAMETERS, AdapterSpec, Zoo, adapted, make_model
+from tests.support.pairs import PATHS, by_path
 from tests.support.store.messages import as_stored
 from tests.system.expert_forms import (
     DOWN,
@@ -39,6 +40,7 @@ from tests.system.expert_forms import (
 )
 
 KINDS = ("qwen3-moe", "mixtral", "gpt-oss")
+ON_BOTH_PATHS = pytest.mark.parametrize(("zoo", "path"), by_path(KINDS), indirect=["zoo"])
 PLAIN, PATTERNS, SHARED = "plain", "patterned", "shared"
 """Adapters as PEFT saves parameters."""
 OF_PATTERNS = {
@@ -120,11 +122,11 @@ def test_forms_are_adapters_of_their_own(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [24, pytest.param(64, marks=pytest.mark.long)])
-@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+@ON_BOTH_PATHS
 def test_each_form_gives_the_oracles_tokens(
-    zoo: Zoo, start: Callable, native: bool, num_tokens: int
+    zoo: Zoo, start: Callable, path: str, num_tokens: int
 ) -> None:
-    running = start(zoo, max_model_len=512, native_kernels=native)
+    running = start(zoo, max_model_len=512, native_kernels=PATHS[path])
     asked = prompts(2, seed=2)
     for name in zoo.adapter_dirs:
         for index, prompt in enumerate(asked):
@@ -139,10 +141,10 @@ def test_each_form_gives_the_oracles_tokens(
     running.check_idle()
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
-def test_a_sum_of_halves_is_the_whole(zoo: Zoo, start: Callable, native: bool) -> None:
+@ON_BOTH_PATHS
+def test_a_sum_of_halves_is_the_whole(zoo: Zoo, start: Callable, path: str) -> None:
     """One adapter in two forms, each half of it, beside the whole and the base model."""
-    running = start(zoo, max_model_len=512, native_kernels=native)
+    running = start(zoo, max_model_len=512, native_kernels=PATHS[path])
     halves = tuple(Part(running.digests[name], 0.5) for name in (PLAIN, "Tinker"))
     prompt = prompts(2, seed=3)[1]
     for name, adapter in (("sum", Sum(halves)), ("one", "MLX"), ("base", "")):

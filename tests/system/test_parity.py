@@ -24,7 +24,9 @@ def test_a_mixed_batch_has_the_oracles_logits(
     """The base model, twice, and seven adapters of ranks 1 to 64; in bfloat16 three of them, of
     most models."""
     every = 1 if dtype == "float32" or kind in BOTH else 2
-    check_mixed_batch(kind, dtype, path, start, zoos, every, num_tokens=12)
+    # Tokens in float32 are the oracle's or not; in bfloat16 more of them make a better mean.
+    num_tokens = 8 if dtype == "float32" else 12
+    check_mixed_batch(kind, dtype, path, start, zoos, every, num_tokens)
 
 
 @pytest.mark.long

@@ -26,6 +26,7 @@ from contract.images.layout_rules import validate
 from contract.images.layouts import InvalidLayout, Layout
 from contract.images.rules import validate as validate_image
 from contract.images.segment_kinds import LORA_KINDS, SegmentKind
+from tests.support.examples import examples
 from tests.support.store.adapters import MakeAdapter, save_adapter, tiny_layout
 from tests.support.store.format_2 import HIDDEN, Q, Saved
 from tests.support.store.format_2 import layout_of as every_kind
@@ -55,7 +56,7 @@ def matrices(image: Image) -> dict[tuple[int, SegmentKind], torch.Tensor]:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_values_are_the_nearest_of_the_scaled_grid(
     tmp_path_factory: pytest.TempPathFactory,
     magnitudes: tuple[float, float],

@@ -25,6 +25,7 @@ from kernels.quantised.native import (
 from kernels.quantised.pack import BLOCK_CODES, PackedQuantised, packed_bytes
 from kernels.quantised.reference import int8_inputs
 from kernels.quantised.reference import linear as definition
+from tests.support.examples import examples
 from tests.support.native import native_library, variants_here
 
 pytestmark = pytest.mark.matrix
@@ -273,7 +274,7 @@ FORMS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(FORMS, st.integers(1, 100), st.integers(1, 300), st.data())
 def test_rows_come_back_as_they_were_put(
     form: WeightFormat, size_out: int, size_in: int, data: st.DataObject

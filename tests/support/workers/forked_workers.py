@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import itertools
 import os
 import threading
 import traceback
@@ -68,7 +69,11 @@ def files_of(items: Sequence[pytest.Item]) -> Files:
 
 
 def _weight(items: Sequence[pytest.Item]) -> tuple[bool, int]:
-    return any(each.get_closest_marker("processes") for each in items), len(items)
+    return _starts_processes(items), len(items)
+
+
+def _starts_processes(items: Sequence[pytest.Item]) -> bool:
+    return any(each.get_closest_marker("processes") for each in items)
 
 
 class Run:
@@ -156,13 +161,9 @@ def _work(session: pytest.Session, files: Files, connection: Connection) -> None
     atexit._clear()  # of its parent
     try:
         _report_to(connection, session.config)
-        items = _items(files, connection)
-        item = next(items, None)
-        while item is not None:
-            # Asked for before the last test of a file runs: fixtures of the session outlive it.
-            following = next(items, None)
-            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            item = following
+        for item, following in itertools.pairwise(_items(files, connection)):
+            if item is not None:
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         status = 0
@@ -172,12 +173,21 @@ def _work(session: pytest.Session, files: Files, connection: Connection) -> None
         os._exit(status)
 
 
-def _items(files: Files, connection: Connection) -> Iterator[pytest.Item]:
+def _items(files: Files, connection: Connection) -> Iterator[pytest.Item | None]:
+    """Yields tests, and None where fixtures of the session end: at the end, and after the last
+    file that starts processes, so that no server of theirs outlives it. Each file is asked for
+    before the last test of the one before runs."""
+    started = False
     while True:
         connection.send(None)
         index = connection.recv()
         if index is None:
+            yield None
             return
+        starts = _starts_processes(files[index])
+        if started and not starts:
+            yield None
+        started = starts
         yield from files[index]
 
 

@@ -190,7 +190,7 @@ class UncachedMachine(StatesMachine):
     caching = False
 
 
-QUICK = settings(max_examples=25, stateful_step_count=60, deadline=None)
+QUICK = settings(max_examples=15, stateful_step_count=60, deadline=None)
 
 
 @pytest.mark.parametrize("machine", [StatesMachine, PagesOnlyMachine, UncachedMachine])

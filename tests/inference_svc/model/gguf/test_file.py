@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.gguf import file as gguf_file
 from inference_svc.model.gguf.file import Header, parse_header, read_header
+from tests.support.examples import examples
 
 NOWHERE = Path("model.gguf")
 
@@ -161,7 +162,7 @@ def test_a_good_file_is_read() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(0, len(good()) - 1), st.integers(0, 255), st.booleans())
 def test_a_changed_byte_is_refused_or_read(place: int, byte: int, cuts: bool) -> None:
     """Whatever is read lies in the file, and apart from everything else."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.quantised import StoredMatrix, TensorSpec
 from kernels.quantised import QuantisedRows
+from tests.support.examples import examples
 from tests.support.models.saved_weights import CASES, MODULE, case_of, library, scheme_of
 
 CT, BNB, GPTQ, AWQ = "compressed_tensors", "bitsandbytes", "autogptq", "autoawq"
@@ -204,7 +205,7 @@ def test_a_dimension_may_be_known_to_the_file_alone() -> None:
     assert TensorSpec((3, -4), ("U8",)).sizes == "[3, up to 4]"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(CASES), st.data())
 def test_any_bytes_give_finite_rows_or_are_refused(
     which: tuple[str, str], data: st.DataObject

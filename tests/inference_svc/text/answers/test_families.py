@@ -6,7 +6,7 @@ import time
 from typing import Any, get_args
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -54,11 +54,11 @@ def cut(text: str, places: list[int]) -> list[str]:
 PLACES = st.lists(st.integers(0, 10**6), max_size=12)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("form", WRITERS)
 def test_calls_are_read_however_the_text_is_cut(form: str) -> None:
     family = form.partition(" ")[0]
 
-    @settings(max_examples=100, deadline=None)
     @given(SAID, SAID, CALLS, PLACES)
     @example("I look", "hm", [("f", {"text": "a", "count": 1}), ("f", {})], [])
     def check(said: str, thoughts: str, calls: list[Call], places: list[int]) -> None:
@@ -84,11 +84,11 @@ FRAGMENTS = st.sampled_from(
 )
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("family", PARSERS)
 def test_any_text_is_read_the_same_however_it_is_cut(family: str) -> None:
     """And nothing of it is lost where it is no call."""
 
-    @settings(max_examples=100, deadline=None)
     @given(st.lists(FRAGMENTS, max_size=25).map("".join), PLACES, st.booleans())
     def check(text: str, places: list[int], starts_thinking: bool) -> None:
         whole = read(reader_of(family, starts_thinking=starts_thinking), [text])
