@@ -15,6 +15,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.server import InferenceServer
 from inference_svc.text.tokenizer import Tokenizer
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
+from tests.support import forks
 from tests.support.inference.fake_engine import FakeEngine, facts_of
 from tests.support.inference.serving import MAX_MODEL_LEN, NameStore, Running
 from tests.support.models.tokenizers import CHAT_TEMPLATE, KINDS, save_tokenizer
@@ -32,6 +33,13 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
         )
         for kind, build in KINDS.items()
     }
+
+
+@pytest.fixture
+def forked_ranks() -> Iterator[None]:
+    """Engines, in processes of their own or in this one, and other ranks are forks."""
+    with forks.forked_engines(), forks.forked_ranks():
+        yield
 
 
 @pytest.fixture

@@ -56,7 +56,11 @@ WATCHFUL = "LOADOUT_TEST_WATCHFUL=1"
 """The variable of services that strangers attack. Others look at their sockets ten times less
 often: fifty looks a second are 2 % of a core, for as long as an idle service is shared by tests."""
 IDLE_SWEEP_S = 0.2
-ENGINE = "engine"
+ENGINE, RANK = "engine", "rank"
+EXECUTED_RANKS = "LOADOUT_TEST_EXECUTED_RANKS"
+"""Where this variable is set, engines that are forks start programs as ranks, as elsewhere."""
+MAX_FILES = 64
+"""The descriptors that travel with a request, at most."""
 CLI = "loadout.cli"
 FORKED_PROGRAM = Path(__file__).with_name("forked_program.py")
 PR_SET_NAME = 15
@@ -76,6 +80,10 @@ class Request:
     max_files: int = 1024
     imports: Sequence[str] = ()
     """Modules that the process which forks imports first, for this fork and all later ones."""
+    files: Sequence[int] = ()
+    """Further descriptors, which have the same numbers in the fork."""
+    ends_with_caller: bool = False
+    """The fork is killed once nobody can wait for it any more."""
 
 
 class Fork:
@@ -86,7 +94,7 @@ class Fork:
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(address())
-        socket.send_fds(self._socket, [b"f"], streams)
+        socket.send_fds(self._socket, [b"f"], [*streams, *request.files])
         body = json.dumps(asdict(request)).encode()
         self._socket.sendall(len(body).to_bytes(4) + body)
         self.pid = int.from_bytes(self._receive(4))
@@ -203,6 +211,14 @@ def forked_engines() -> Iterator[None]:
     """Processes of engines that this process begins meanwhile are forks."""
     with pytest.MonkeyPatch.context() as patch:
         fork_engines(patch.setattr)
+        yield
+
+
+@contextlib.contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Processes of ranks that engines of this process begin meanwhile are forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        fork_ranks(patch.setattr)
         yield
 
 
@@ -372,13 +388,17 @@ class Forker:
                 if self._woken in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._woken, 4096)
-                    self._reap()
+                    self._reap(selector)
                 if self._listener.fileno() in ready:
-                    self._accept()
+                    self._accept(selector)
+                for pid, caller in list(self._callers.items()):
+                    if caller.fileno() in ready:  # it sends nothing more
+                        selector.unregister(caller)
+                        os.kill(pid, signal.SIGKILL)
 
-    def _accept(self) -> None:
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         caller, _ = self._listener.accept()
-        _, streams, _, _ = socket.recv_fds(caller, 1, 3)
+        _, streams, _, _ = socket.recv_fds(caller, 1, MAX_FILES)
         length = int.from_bytes(caller.recv(4, socket.MSG_WAITALL))
         request = Request(**json.loads(caller.recv(length, socket.MSG_WAITALL)))
         if missing := [each for each in request.imports if each not in sys.modules]:
@@ -389,14 +409,18 @@ class Forker:
         for each in streams:
             os.close(each)
         self._callers[pid] = caller
+        if request.ends_with_caller:
+            selector.register(caller, selectors.EVENT_READ)
         caller.sendall(pid.to_bytes(4))
 
-    def _reap(self) -> None:
+    def _reap(self, selector: selectors.BaseSelector) -> None:
         while self._callers:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
             with self._callers.pop(pid) as caller, contextlib.suppress(OSError):
+                if caller.fileno() in selector.get_map():
+                    selector.unregister(caller)
                 caller.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, signed=True))
 
 
@@ -406,9 +430,7 @@ def _become(request: Request, streams: Sequence[int], address: str) -> None:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        _place_files(streams, (0, 1, 2, *request.files))
         os.setpgid(0, 0)
         limit = (request.max_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
@@ -434,6 +456,18 @@ def _become(request: Request, streams: Sequence[int], address: str) -> None:
         os._exit(status)
 
 
+def _place_files(found: Sequence[int], numbers: Sequence[int]) -> None:
+    """Gives descriptors these numbers, and closes all others."""
+    first_free = max(*numbers, *found) + 1
+    for each, number in zip(found, numbers, strict=True):
+        os.dup2(each, first_free + number)
+    for number in numbers:
+        os.dup2(first_free + number, number)
+    ends = (*sorted(numbers)[1:], os.sysconf("SC_OPEN_MAX"))
+    for number, end in zip(sorted(numbers), ends, strict=True):
+        os.closerange(number + 1, end)
+
+
 def _finish() -> None:
     """Ends threads, runs exit handlers and flushes, as an interpreter does at its exit."""
     threading._shutdown()  # type: ignore[attr-defined]
@@ -455,12 +489,16 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         return main
     if module == CLI:
         return _run_cli
+    if module == RANK:
+        return _run_rank
     if module != ENGINE:
         return partial(_run_program, module)
     from inference_svc.engine.transport.process_main import main as engine_main
 
     def run(arguments: list[str]) -> int:
         ctypes.CDLL(None).prctl(PR_SET_NAME, _engine_name(int(arguments[0])).encode())
+        if EXECUTED_RANKS not in os.environ:
+            fork_ranks()
         engine_main()
         return 0
 
@@ -490,6 +528,22 @@ def fork_engines(set_attribute: Callable[[Any, str, Any], None] = setattr) -> No
     set_attribute(process, "subprocess", replacement)
 
 
+def fork_ranks(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Lets engines of this process have ranks that are forks; see `fork_engines`."""
+    from inference_svc.engine.ranks import peers
+
+    replacement = SimpleNamespace(Popen=_begin_rank, TimeoutExpired=subprocess.TimeoutExpired)
+    set_attribute(peers, "subprocess", replacement)
+    set_attribute(peers, "rank_command", lambda module: [RANK])
+
+
+def _run_rank(arguments: list[str]) -> int:
+    from inference_svc.engine.ranks.main import main as rank_main
+
+    rank_main()
+    return 0
+
+
 def _run_program(program: str, arguments: list[str]) -> int:
     """Runs a file or a module, which finds its arguments in `sys.argv`, with one thread of torch,
     as in the process of the tests."""
@@ -510,6 +564,15 @@ def _begin_engine(command: Sequence[str], *, stdin: int, process_group: int) -> 
     return Fork(request, (stdin, 1, 2))
 
 
+def _begin_rank(command: Sequence[str], *, stdin: int, pass_fds: Sequence[int]) -> Any:
+    if list(command) != [RANK]:  # a test has ranks of its own
+        return subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds)
+    request = Request(
+        RANK, [], dict(os.environ), os.getcwd(), files=pass_fds, ends_with_caller=True
+    )
+    return Fork(request, (stdin, 1, 2))
+
+
 def _import(modules: Sequence[str]) -> None:
     """Imports modules. No fork looks for garbage among what is there now."""
     for each in modules:
@@ -522,6 +585,7 @@ def main() -> None:
     import adapter_store.app
     import inference_svc.app
     import inference_svc.engine.build
+    import inference_svc.engine.ranks.main
     from adapter_store.catalog.catalog import Catalog
     from inference_svc.model.architectures import families
     from inference_svc.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ files begin with different cells, so that each family and each kernel is in some
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 from zlib import crc32
@@ -69,6 +69,11 @@ def long_but(quick: Sequence[str], families: Iterable[str]) -> list[Any]:
     return [_cell((family,), family in quick) for family in families]
 
 
+def crossed(quick: Collection[tuple[Any, ...]], *values: Iterable[Any]) -> list[Any]:
+    """Returns each crossing of values, of which `make test` runs the quick ones alone."""
+    return [_cell(each, each in quick) for each in product(*values)]
+
+
 def in_turns(cases: Sequence[tuple[Any, ...]], values: Sequence[Any]) -> list[Any]:
     """Returns each case with each value, appended. `make test` runs one of the values with a case,
     in turns; `make test-long` runs the others, too."""
@@ -115,6 +120,6 @@ def _covering(cells: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
     return chosen
 
 
-def _cell(values: tuple[str, ...], is_quick: bool) -> Any:
+def _cell(values: tuple[Any, ...], is_quick: bool) -> Any:
     marks = () if is_quick else (pytest.mark.long,)
-    return pytest.param(*values, marks=marks, id="-".join(values))
+    return pytest.param(*values, marks=marks, id="-".join(map(str, values)))

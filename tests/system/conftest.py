@@ -66,7 +66,8 @@ def start(zoos: Callable[[str], Zoo], tmp_path: Path) -> Iterator[Callable[..., 
         running.append(made)
         return made
 
-    yield begin
+    with forks.forked_ranks():
+        yield begin
     for made in running:
         made.store.gate.set()
         made.engine.stop()

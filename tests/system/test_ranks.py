@@ -22,6 +22,7 @@ from inference_svc.model.sharding.description import of_rank
 from loadout import errors
 from loadout.cli.adapters.verdicts import print_verdicts
 from loadout.prometheus import scrape
+from tests.support.forks import EXECUTED_RANKS, engine_of
 from tests.support.models.zoo import (
     ALL,
     PARAMETERS,
@@ -61,10 +62,10 @@ def ranks_of(services: Services) -> list[int]:
     return [int(each) for each in found]
 
 
-def check_nobody_else_reaches(ranks: list[int], count: int) -> None:
+def check_nobody_else_reaches(services: Services, count: int) -> None:
     """All ranks are there, and none listens."""
+    ranks, engine = ranks_of(services), engine_of(services.inference.pid)
     assert len(ranks) == count - 1
-    engine = psutil.Process(ranks[0]).ppid()
     connections = [
         each for pid in (engine, *ranks) for each in psutil.Process(pid).net_connections()
     ]
@@ -147,7 +148,7 @@ def test_ranks_answer_as_peft(
     zoo, num_ranks = zoos(kind), count * num_stages
     flags = "--expert-parallel", str(expert_parallel), "--pipeline-parallel", str(num_stages)
     with serve(zoo, tmp_path, count, *flags) as services:
-        check_nobody_else_reaches(ranks_of(services), num_ranks)
+        check_nobody_else_reaches(services, num_ranks)
         names = ADAPTERS[kind]
         check_answers(zoo, services, names)
         check_operators_see_all(services, ranks_of(services), num_stages)
@@ -206,8 +207,10 @@ def test_adapters_of_some_experts_alone_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_staged", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_ends_the_engine(
-    zoos: Callable[[str], Zoo], tmp_path: Path, *, is_staged: bool
+    zoos: Callable[[str], Zoo], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_staged: bool
 ) -> None:
+    """The rank is a process as elsewhere, and no fork."""
+    monkeypatch.setenv(EXECUTED_RANKS, "1")
     zoo, flags = zoos("llama"), ("--pipeline-parallel", "2") if is_staged else ()
     with serve(zoo, tmp_path, 1 if is_staged else 2, *flags) as services:
         chunks = iter(services.client.generate(PROMPT, max_tokens=220, ignore_eos=True))

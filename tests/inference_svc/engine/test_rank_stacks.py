@@ -34,6 +34,7 @@ def test_answers_are_awaited() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_ranks")
 def test_all_ranks_write_where_their_threads_are(
     tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_svc.core import EngineConfig, Request, SamplingParams
 from inference_svc.engine.build import build_engine, describe
@@ -103,6 +102,9 @@ def no_store(publish: Callable[[object], None]) -> RemoteNoStore:
 
 def save_model(folder: Path) -> Path:
     """Saves a small Llama of random weights; returns its folder."""
+    # Not in the processes of ranks, which import this module for their stores.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

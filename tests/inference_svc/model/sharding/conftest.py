@@ -28,7 +28,7 @@ DIVISIBLE = {
 def folder_of(random_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`folder_of(name)`: a model of `MODELS` whose sizes four ranks divide."""
 
-    @lru_cache(maxsize=2)
+    @lru_cache(maxsize=4)
     def make(name: str) -> Path:
         family, changes = MODELS[name]
         model = random_model(family, **(changes | divisible(family, changes)))

@@ -38,7 +38,7 @@ from tests.support.models.decoders import NUM_CELLS, TorchDecoder
 from tests.support.models.families import MODELS
 from tests.support.models.quantised import with_format
 from tests.support.models.saved_weights import FORMATS, pack
-from tests.support.pairs import long_but
+from tests.support.pairs import crossed, in_turns, long_but
 
 pytestmark = pytest.mark.matrix
 
@@ -56,9 +56,14 @@ SHAPES = (
 )
 """Models whose checkpoints have weights in most forms: fused, of experts, transposed, of several
 kinds of outputs in one; and norms of heads."""
+ONE_OF_EACH = {MODELS[name][0]: name for name in (*reversed(MODELS), *SHAPES)}
+"""A model of each family."""
 STAGED = [name for name in MODELS if not name.startswith("gemma4")]
 """Models whose layers can be in several stages."""
 MIXTURES = [name for name in MODELS if any("experts" in key for key in MODELS[name][1])]
+parts_of_experts = pytest.mark.parametrize(
+    ("name", "expert_parallel"), crossed([("qwen3-moe", 2), ("gpt-oss", 4)], MIXTURES, [2, 4])
+)
 
 
 def parts_of(
@@ -86,14 +91,9 @@ def decoder_of(folder: Path, decoder: Decoder, exchange: Any) -> TorchDecoder:
     return TorchDecoder(cache, transformer=transformer, states=states)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def folder(request, folder_of):
-    """A model of each family in turn, for all tests that want one."""
-    return folder_of(request.param)
-
-
-def test_logits_of_four_ranks(folder, relative_rms):
-    compare_logits(folder, 4, relative_rms)
+@pytest.mark.parametrize("name", long_but([*ONE_OF_EACH.values()], MODELS))
+def test_logits_of_four_ranks(name, folder_of, relative_rms):
+    compare_logits(folder_of(name), 4, relative_rms)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-one-kv-head-tied", "qwen2-tied"])
@@ -101,15 +101,15 @@ def test_logits_of_two_ranks(name, folder_of, relative_rms):
     compare_logits(folder_of(name), 2, relative_rms)
 
 
-@pytest.mark.parametrize("expert_parallel", [2, 4])
-@pytest.mark.parametrize("name", long_but(["qwen3-moe", "gpt-oss"], MIXTURES))
+@parts_of_experts
 def test_logits_of_parts_of_experts(name, expert_parallel, folder_of, relative_rms):
     """Some of the experts, whole, or cut over two ranks that have the same."""
     compare_logits(folder_of(name), 4, relative_rms, expert_parallel)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("name", long_but(["llama", "qwen2-tied", "qwen3_5"], STAGED))
+@pytest.mark.parametrize(
+    ("name", "count"), crossed([("llama", 2), ("qwen2-tied", 1), ("qwen3_5", 2)], STAGED, [1, 2])
+)
 def test_logits_of_stages(name, count, folder_of, relative_rms):
     """Of as many stages as layers, of which some have no attention, or no recurrence."""
     folder = folder_of(name)
@@ -220,8 +220,7 @@ def test_parts_are_the_whole(name, folder_of):
     check_parts(folder_of(name))
 
 
-@pytest.mark.parametrize("expert_parallel", [2, 4])
-@pytest.mark.parametrize("name", long_but(["qwen3-moe", "gpt-oss"], MIXTURES))
+@parts_of_experts
 def test_parts_of_experts_are_the_whole(name, expert_parallel, folder_of):
     check_parts(folder_of(name), expert_parallel)
 
@@ -343,7 +342,8 @@ def test_a_model_without_experts_has_no_parts_of_them(folder_of):
 
 
 @pytest.mark.parametrize(
-    ("name", "expert_parallel"), [("llama", 1), ("qwen3-moe", 1), ("qwen3-moe", 2)]
+    ("name", "expert_parallel"),
+    [("llama", 1), pytest.param("qwen3-moe", 1, marks=pytest.mark.long), ("qwen3-moe", 2)],
 )
 def test_logits_of_quantised_weights(
     name, expert_parallel, random_model, save_model, relative_rms, monkeypatch
@@ -389,8 +389,10 @@ def test_rounded_inputs_are_refused(folder_of):
         parts_of(whole, 2)
 
 
-@pytest.mark.parametrize("codes", ["int8", "fp8"])
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    in_turns([("llama",), ("qwen3-moe",), ("qwen3_5",), ("gpt-oss",)], ["int8", "fp8"]),
+)
 def test_logits_of_scales_of_all_inputs(name, codes, folder_of, relative_rms, monkeypatch):
     """Ranks have a part of the inputs, and the whole's scales."""
 

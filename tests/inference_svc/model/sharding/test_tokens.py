@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.inference.ranks import NUM_TOKENS, answers_of_ranks
+from tests.support.inference.ranks import NUM_TOKENS, Answers, answers_of_ranks
 from tests.support.pairs import PATHS
 
 LONG = pytest.mark.long
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked_ranks")]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +62,13 @@ def test_tokens_of_stages(
 
 def compare(folder: Path, count: int, path: str, **changes: int) -> None:
     native_kernels = PATHS[path]
-    expected = answers_of_ranks(folder, 1, native_kernels=native_kernels)
+    expected = answers_of_one(folder, native_kernels)
     assert max(len(each) for each in expected.tokens) == NUM_TOKENS
     assert expected.num_cached > 0
     assert expected.num_preemptions > 0
     assert answers_of_ranks(folder, count, native_kernels=native_kernels, **changes) == expected
+
+
+@lru_cache(maxsize=4)
+def answers_of_one(folder: Path, native_kernels: bool) -> Answers:
+    return answers_of_ranks(folder, 1, native_kernels=native_kernels)
