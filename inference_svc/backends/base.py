@@ -48,7 +48,8 @@ class Backend(Protocol[Inputs]):
     - has only its own `pull_memory`: each rank pulls its own part of an image, to the extents that
       rank 0 has chosen, because images of all ranks lie alike. Slots of the table are equal.
 
-    A rank that fails raises in rank 0, and ends the engine, unless it fails in `restore`.
+    A rank that fails raises in rank 0, and ends the engine, unless it fails in `restore` before
+    others wait for it.
     `place_threads`, `lora_launches` and the counters are each rank's own; rank 0 answers for all.
     """
 

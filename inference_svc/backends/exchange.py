@@ -26,6 +26,10 @@ class ExchangeFailed(RuntimeError):
     """Another rank has ended, or has not answered in time."""
 
 
+class StepAbandoned(RuntimeError):
+    """This rank has failed within a step, in which the others wait for it: all have to end."""
+
+
 class Place(NamedTuple):
     """A rank's place among the ranks of all stages, which have equally many: ranks of one stage are
     neighbours."""

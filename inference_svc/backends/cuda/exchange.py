@@ -13,6 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,8 @@ START_S = 300.0
 them different times."""
 ABORT_S = 5.0
 """How long the end of a group may take."""
+CONNECT_POLL_S = 0.1
+"""How soon it is noticed that a rank has failed while others connect."""
 NCCL_S = 1800.0
 """NCCL's own limit, for exchanges that are not recorded. It is longer than ours, which name the
 rank that is missing."""
@@ -58,9 +61,11 @@ class DeviceExchange:
         name: str,
     ) -> None:
         self.name = name
-        self._rank, self._group, self._device, self._limit_s = rank, group, device, limit_s
+        self._rank, self._group, self._limit_s = rank, group, limit_s
         self._queued = stream.event()
         self._failed = threading.Event()
+        # A rank that has no memory left can still say so.
+        self._num_undone = torch.zeros(1, device=device)
 
     def sum(self, x: Tensor) -> None:
         options = _TORCH.AllreduceOptions()
@@ -109,10 +114,10 @@ class DeviceExchange:
 
     def agree(self, is_done: bool, /) -> bool:
         """Returns whether it is done on all ranks, which all ask, and waits for them."""
-        num_undone = torch.tensor([float(not is_done)]).to(self._device)
-        self.sum(num_undone)
+        self._num_undone.fill_(not is_done)
+        self.sum(self._num_undone)
         self.wait(START_S)
-        return num_undone.item() == 0
+        return self._num_undone.item() == 0
 
     def fail(self) -> None:
         """Has the computing thread stop waiting, because a rank has failed. From any thread."""
@@ -188,8 +193,29 @@ class DeviceMeeting(GlooMeeting):
         self._exchange = exchange
         if self._has_failed:
             exchange.fail()
-        exchange.agree(True)  # connects, so that no step has to
+        self._connect(exchange)
         return exchange
+
+    def _connect(self, exchange: DeviceExchange) -> None:
+        """Connects ranks, so that no step has to. NCCL does so in a call that never returns if
+        another rank ends meanwhile: another thread makes it."""
+        device, connected = self.device, Future[bool]()
+
+        def connect() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)  # of this thread
+                connected.set_result(exchange.agree(True))
+            except BaseException as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, name="loadout-connect", daemon=True).start()
+        end_s = time.monotonic() + START_S
+        while not wait([connected], CONNECT_POLL_S).done:
+            exchange.check()
+            if time.monotonic() > end_s:
+                raise ExchangeFailed(f"ranks have not connected for {START_S:g} s")
+        connected.result()
 
     name = "NCCL"
 

@@ -11,7 +11,7 @@ from inference_svc.backends.base import Logits, Scored
 from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
 from inference_svc.backends.cuda.exchange import DeviceExchange
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
-from inference_svc.backends.exchange import ExchangeFailed
+from inference_svc.backends.exchange import ExchangeFailed, StepAbandoned
 from inference_svc.backends.step_data import StepData
 
 
@@ -102,13 +102,18 @@ class CudaRank(CudaBackend):
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Records steps when all ranks have their memory again. Raises also ExchangeFailed."""
+        """Records steps when all ranks have their memory again. Raises ExchangeFailed, and
+        StepAbandoned, if ranks cannot go on; other errors if all have let go of it."""
         failure: Exception | None = None
         try:
             self._allocate_freed()
         except Exception as error:
             failure = error
-        if self.exchange.agree(failure is None):
-            self._record_again()
-        else:
+        if not self.exchange.agree(failure is None):
             raise failure or MemoryError("another rank has not got its memory back")
+        try:
+            self._record_again()
+        except ExchangeFailed:
+            raise
+        except Exception as error:
+            raise StepAbandoned(f"steps cannot be recorded again: {error}") from error

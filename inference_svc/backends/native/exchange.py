@@ -21,6 +21,10 @@ from kernels.ranks.called import call_op
 from kernels.ranks.memory import RankMemory, create_file
 from kernels.ranks.native import hand_rows_op, rank_columns_op, sum_ranks_op
 
+STAGE_S = 1800.0
+"""How long a rank may wait for another stage, which computes meanwhile: a part of a step, which may
+take minutes on CPUs. A process that hangs, and a step that does, are noticed sooner by others."""
+
 
 class ProgramExchange(StagedExchange, Protocol):
     """An exchange, and the operations of a program that exchange with all other ranks, which run
@@ -107,28 +111,27 @@ class SharedMeeting:
         for number, (source, target, index) in enumerate(self._pairs):
             group = self._num_stages + 1 + number
             if (source, index) == (place.stage, place.rank):
-                sends[target] = self._memory(group, 0, self._num_stages)
+                sends[target] = self._memory(group, 0, is_of_stage=False)
             elif (target, index) == (place.stage, place.rank):
-                receives[source] = self._memory(group, 1, self._num_stages)
+                receives[source] = self._memory(group, 1, is_of_stage=False)
         return SharedExchange(
             self._memory(place.stage, place.rank),
-            self._memory(self._num_stages, rank.index, self._num_stages),
+            self._memory(self._num_stages, rank.index, is_of_stage=False),
             sends,
             receives,
             library,
         )
 
-    def _memory(self, group: int, rank: int, num_waits: int = 1) -> RankMemory:
-        """Returns the memory of a group, in which a rank waits for so many ranks one after the
-        other."""
+    def _memory(self, group: int, rank: int, *, is_of_stage: bool = True) -> RankMemory:
+        """Returns the memory of a group, of one stage or of several."""
         return RankMemory(
             self._file,
             self._groups,
             group,
             rank,
             self._num_threads,
-            num_waits * self._timeout_s,
-            spins=self._spins and num_waits == 1,
+            self._timeout_s if is_of_stage else max(self._timeout_s, STAGE_S),
+            spins=self._spins and is_of_stage,
         )
 
 

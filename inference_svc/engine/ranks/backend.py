@@ -11,6 +11,7 @@ from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.memory.stages import extents_of, parts_of
 from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange, TableWrite
 from inference_svc.backends.base import Logits, RankBackend, Scored, returns_experts
+from inference_svc.backends.exchange import ExchangeFailed, StepAbandoned
 from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow
@@ -172,6 +173,8 @@ class RankedBackend:
         wait_for_others = self._group.begin_restore()
         try:
             self._own.restore()
+        except (ExchangeFailed, StepAbandoned) as error:
+            raise self._group.blame(error) from error
         finally:
             wait_for_others()
 

@@ -33,7 +33,7 @@ from inference_svc.adapters.pulls.pull import (
 from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.base import RankBackend, RankFactory
-from inference_svc.backends.exchange import ExchangeFailed
+from inference_svc.backends.exchange import ExchangeFailed, StepAbandoned
 from inference_svc.backends.select import select_backend
 from inference_svc.engine.build import (
     config_of_rank,
@@ -210,6 +210,8 @@ class Follower:
         if kind == RESTORE:
             try:
                 backend.restore()
+            except (ExchangeFailed, StepAbandoned):
+                raise
             except Exception as error:  # rank 0 may have it tried again
                 answer = portable(error)
         else:

@@ -89,6 +89,8 @@ class RankPulls:
             raise Cancelled
         if running.error is not None:
             raise running.error
+        if len(running.opened) < count:
+            raise Cancelled  # ranks are being closed
         parts = (running.opened[stage + 1] for stage in range(count))
         running.header = joined((header, *parts))
         return running.header

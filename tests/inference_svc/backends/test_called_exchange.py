@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inference_svc.backends.exchange import ExchangeFailed
-from inference_svc.backends.native.exchange import CalledExchange
+from inference_svc.backends.native.exchange import CalledExchange, SharedMeeting
+from inference_svc.model.description import Rank
 from kernels.native.library import Library
 from kernels.ranks.reference import sum_ranks
 from tests.support.inference.ranks import exchanges, on_ranks
@@ -95,6 +100,20 @@ def test_rows_that_stages_hand_on(library: Library, data: st.DataObject) -> None
     assert torch.equal(found[1][:used, :size], before[0][:used, :size])
     assert torch.equal(found[1][used:], before[1][used:])
     assert torch.equal(found[1][:, size:], before[1][:, size:])
+
+
+def test_a_stage_may_compute_for_long(library: Library) -> None:
+    """Another waits longer for it than ranks of one stage do for each other."""
+    meeting = SharedMeeting(2, torch.get_num_threads(), 0.1, 2)
+    first, second = meeting.join(Rank(0, 2)), pickle.loads(pickle.dumps(meeting)).join(Rank(1, 2))
+    sent, received = torch.ones(3), torch.zeros(3)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(second.receive, received, 0)
+        time.sleep(0.5)  # it computes
+        first.send(sent, 1)
+        waiting.result(60)
+    assert torch.equal(sent, received)
+    meeting.close()
 
 
 class Failing:

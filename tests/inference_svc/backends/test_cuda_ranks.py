@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.arena import Arena
@@ -24,7 +25,7 @@ from inference_svc.backends.cuda.graphs import LATEST_USE, Compute, RecordingFai
 from inference_svc.backends.cuda.padded_sizes import StepKind
 from inference_svc.backends.cuda.rank import CudaRank
 from inference_svc.backends.cuda.steps import StepLimits
-from inference_svc.backends.exchange import LOCAL, ExchangeFailed, gloo_group
+from inference_svc.backends.exchange import LOCAL, ExchangeFailed, StepAbandoned, gloo_group
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch
 from inference_svc.engine.ranks.steps import StepReader, StepWriter
@@ -81,12 +82,15 @@ def folder(request: Any, tmp_path_factory: Any) -> Path:
 
 @dataclass
 class Recorder:
-    """Records as `Eager` does; fails where it is told to."""
+    """Records as `Eager` does; fails where it is told to, before the step if memory `is_full`."""
 
     num_recorded: int = 0
     fails: bool = False
+    is_full: bool = False
 
     def __call__(self, compute: Compute) -> Eager:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         made = Eager(compute)
         if self.fails:
             raise RecordingFailed("no memory")
@@ -162,8 +166,10 @@ class Ranks:
         return on_threads(lambda index: self.backends[index].use_idle_time()) if wants[0] else []
 
 
-def start(folder: Path, records: Sequence[Any], lacking: Sequence[int] = ()) -> Ranks:
-    made = exchanges()
+def start(
+    folder: Path, records: Sequence[Any], lacking: Sequence[int] = (), limit_s: float = 60.0
+) -> Ranks:
+    made = exchanges(limit_s)
     return Ranks(
         on_threads(lambda index: backend_of(folder, index, made[index], records[index], lacking))
     )
@@ -282,6 +288,42 @@ def test_memory_is_made_again_on_all_ranks_or_none(folder: Path) -> None:
     torch.testing.assert_close(ranks.run(steps(BASE)[0]), expected)
 
 
+def test_a_rank_that_cannot_record_again_ends_all(folder: Path) -> None:
+    """Others wait for it within a step, so that it cannot just be tried again."""
+    recorders = [Recorder(), Recorder()]
+    ranks = start(folder, recorders, limit_s=1.0)
+    for each in ranks.backends:
+        each.free_memory(weights=False)
+    recorders[1].is_full = True
+
+    def restore(index: int) -> type[Exception]:
+        with pytest.raises((ExchangeFailed, StepAbandoned)) as caught:
+            ranks.backends[index].restore()
+        return caught.type
+
+    assert on_threads(restore) == [ExchangeFailed, StepAbandoned]
+
+
+class FullDevice(TorchDispatchMode):
+    """A device without memory: operations that need some fail."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not name.endswith("_") and name != "_local_scalar_dense":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+def test_ranks_without_memory_agree() -> None:
+    made = exchanges()
+
+    def agree(index: int) -> list[bool]:
+        with FullDevice():
+            return [made[index].agree(index == 0), made[index].agree(True)]
+
+    assert on_threads(agree) == [[False, True]] * COUNT
+
+
 class Stuck(HostStream):
     """The stream and the group of a rank whose other ranks have ended: what it queues never
     ends."""
@@ -335,6 +377,32 @@ def test_a_meeting_that_fails_before_ranks_have_met() -> None:
     meeting.fail()
     with pytest.raises(ExchangeFailed, match="another rank has failed"):
         meeting.join(Rank(0, 1))
+    meeting.close()
+
+
+def test_a_rank_that_fails_while_others_connect() -> None:
+    """NCCL goes on waiting for it."""
+    is_over = threading.Event()
+
+    class Connecting:
+        def allreduce(self, tensors: Any, options: Any) -> None:
+            assert is_over.wait(20)
+
+        def abort(self) -> None:
+            """Ends what runs, which this does not yet."""
+
+    class Meeting(DeviceMeeting):
+        device = CPU  # type: ignore[assignment]
+
+        def make_group(self, rank: Rank, store: Any) -> Any:
+            return Connecting()
+
+    meeting = Meeting(2, 60.0)
+    threading.Timer(0.1, meeting.fail).start()
+    with pytest.raises(ExchangeFailed, match="another rank has failed"):
+        meeting.join(Rank(0, 2))
+    assert not is_over.is_set()
+    is_over.set()
     meeting.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.memory.tiers import DivideMagnitudes
-from inference_svc.backends.exchange import ExchangeFailed
+from inference_svc.backends.exchange import ExchangeFailed, StepAbandoned
 from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
@@ -50,6 +50,14 @@ class Recorded:
             raise self.error
         self.events.append("used idle time")
         return False
+
+    def restore(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def begin_restore(self) -> Callable[[], int]:
+        self.events.append("sent restore")
+        return lambda: 0
 
     def land(self, extents: Any) -> None:
         """Has nothing to copy."""
@@ -148,6 +156,21 @@ def test_ranks_use_idle_time_together(recorded: Recorded, backend: RankedBackend
     recorded.error = ExchangeFailed("no answer")
     with pytest.raises(EngineFailed, match="rank 1: no answer"):
         backend.use_idle_time()
+
+
+@pytest.mark.parametrize("error", [ExchangeFailed("no answer"), StepAbandoned("no answer")])
+def test_ranks_that_lose_each_other_at_wake_end_the_engine(
+    error: Exception, recorded: Recorded, backend: RankedBackend
+) -> None:
+    """Memory that one of them lacks does not: it may be there the next time."""
+    recorded.error = MemoryError("no memory")
+    with pytest.raises(MemoryError):
+        backend.restore()
+    assert recorded.failure is None
+    recorded.error = error
+    with pytest.raises(EngineFailed, match="rank 1: no answer"):
+        backend.restore()
+    assert recorded.failure is not None
 
 
 def test_an_error_while_ranks_divide_ends_the_engine(

@@ -31,6 +31,7 @@ from inference_svc.adapters.memory.tiers import (
     TableWrite,
 )
 from inference_svc.adapters.pulls.pull import ImageSink, PullDone, PullFailed, PullJob
+from inference_svc.adapters.pulls.threads import Cancelled
 from inference_svc.adapters.targets import build_layout, cut_as
 from inference_svc.backends.exchange import ExchangeFailed, GlooMeeting
 from inference_svc.backends.native.backend import NativeFactory
@@ -62,6 +63,8 @@ from servicekit.errors import Unavailable
 from tests.support.inference.memory_store import make_image
 from tests.support.inference.ranks import config_of, generate, no_store, save_model
 from tests.support.wait import until
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 HEADER = make_image("sha256:abc", 4).header
 EXTENTS = (Extent(0, 256, 1024),)
@@ -266,6 +269,14 @@ def test_a_stage_that_cannot_open_its_pull() -> None:
             opening.result(20)
     failed = PullFailed(pulls.job, error)
     assert pulls.pulls.finish(pulls.job, failed) == failed
+
+
+def test_a_stage_that_is_closed_before_it_has_opened_its_pull() -> None:
+    """Nothing has failed: the engine ends."""
+    pulls = StagedPulls()
+    pulls.group.is_ended = True
+    with pytest.raises(Cancelled):
+        pulls.pulls.open(pulls.job, HEADER)
 
 
 def test_open_pulls_of_a_parked_job_that_is_abandoned() -> None:
