@@ -23,13 +23,20 @@ from inference_svc.backends.base import BackendFactory, DeviceMemory
 from inference_svc.backends.cuda.factory import CudaFactory
 from inference_svc.backends.native.backend import NativeFactory
 from inference_svc.config import InferenceSettings
-from inference_svc.engine.memory_budget import Budget, human, plan_budgets, routed_bytes
+from inference_svc.engine.memory_budget import (
+    Budget,
+    human,
+    local_needs,
+    plan_budgets,
+    routed_bytes,
+)
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.kv_caches import kv_page_bytes, stored_dtype
 from inference_svc.model.recurrent_states import slot_bytes
 from inference_svc.model.sharding.description import of_rank
+from inference_svc.model.sharding.stages import of_stage
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 from servicekit.settings.types import Size
@@ -60,31 +67,39 @@ def image_bytes(layout: ModelLayout, adapters: Adapters) -> int:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """An inference service on one machine. `config` is resolved; `budgets`, the device's first,
-    have a line for every area of memory."""
+    have a line for every area of memory, of `num_ranks` together. `layout` is of the stage that has
+    most of an adapter."""
 
     config: InferenceSettings
     decoder: Decoder
     layout: ModelLayout
     budgets: tuple[Budget, ...]
+    num_ranks: int = 1
 
     def bytes_of(self, area: str) -> int:
         return sum(budget.bytes_of(area) for budget in self.budgets)
 
     @property
     def page_bytes(self) -> int:
-        """Size of the keys and values of `page_size` tokens."""
+        """Size of the keys and values of `page_size` tokens, in the stage where they take most."""
         stored = stored_dtype(self.config.kv_dtype, self.layout.dtype)
-        return kv_page_bytes(self.decoder, self.config.page_size, stored)
+        size = self.config.page_size
+        return max(kv_page_bytes(each, size, stored) for each in self.decoder.every_stage)
 
     @property
     def kv_tokens(self) -> int:
         """Number of tokens that fit, of all sequences together."""
-        return self.bytes_of("kv_pages") // self.page_bytes * self.config.page_size
+        return self.num_pages * self.config.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """All ranks have the same."""
+        return self.bytes_of("kv_pages") // self.num_ranks // self.page_bytes
 
     @property
     def state_bytes(self) -> int:
         """Size of a sequence's recurrent state; 0 for a model without recurrent layers."""
-        return slot_bytes(self.decoder)
+        return max(map(slot_bytes, self.decoder.every_stage))
 
     @property
     def largest_image_bytes(self) -> int:
@@ -93,7 +108,7 @@ class Plan:
 
     def num_adapters(self, area: str, adapters: Adapters) -> int:
         """Returns the number of adapters that fit into the arena or the host tier."""
-        fitting = self.bytes_of(area) // image_bytes(self.layout, adapters)
+        fitting = self.bytes_of(area) // self.num_ranks // image_bytes(self.layout, adapters)
         return min(fitting, self.config.max_loras) if area == "arena" else fitting
 
 
@@ -101,8 +116,8 @@ def plan(
     config: InferenceSettings, device_bytes: int | None = None, host_bytes: int | None = None
 ) -> Plan:
     """Plans for a GPU with this much free memory in a machine with `host_bytes` free, or for a CPU
-    with the native kernels; of ranks, for the first. Raises like the service for models that it
-    cannot serve and settings that it cannot meet."""
+    with the native kernels; of ranks on GPUs, for the first. Raises like the service for models
+    that it cannot serve and settings that it cannot meet."""
     decoder = load_description(config.model, config.quantize)
     config = config.model_copy(update={"store": config.store or "store:7070"})
     machine, memory = Machine(has_cuda=False), None
@@ -119,10 +134,18 @@ def plan(
         backend = CudaFactory()
     resolved = resolve_settings(config, machine, decoder)
     engine_config = to_engine_config(resolved)
-    decoder = of_rank(decoder, Rank(0, config.tensor_parallel), config.expert_parallel)
-    needs = backend.memory_needs(engine_config, decoder)
+    stage = of_stage(decoder, 0, config.pipeline_parallel)
+    decoder = of_rank(stage, Rank(0, config.tensor_parallel), config.expert_parallel)
+    num_ranks = 1
+    if memory is None:
+        needs = local_needs(engine_config, decoder, backend)
+        num_ranks = len(engine_config.local_ranks)
+    else:
+        needs = backend.memory_needs(engine_config, decoder)
     budgets = plan_budgets(engine_config, needs, memory, routed_bytes(engine_config, decoder))
-    return Plan(resolved, decoder, layout_of(engine_config, decoder), budgets)
+    layouts = [layout_of(engine_config, each) for each in decoder.every_stage]
+    largest = max(layouts, key=lambda layout: image_bytes(layout, Adapters()))
+    return Plan(resolved, decoder, largest, budgets, num_ranks)
 
 
 def hit_share(num_held: int, num_adapters: int, alpha: float) -> float:
@@ -138,8 +161,8 @@ def rows(planned: Plan, adapters: Adapters) -> Iterator[tuple[str, str]]:
     for area in (*ON_DEVICE, *ON_HOST):
         num_bytes = planned.bytes_of(area)
         if area == "kv_pages":
-            pages = num_bytes // planned.page_bytes
-            more = f": {pages:,} pages of {human(planned.page_bytes)}, {planned.kv_tokens:,} tokens"
+            each, num_tokens = human(planned.page_bytes), planned.kv_tokens
+            more = f": {planned.num_pages:,} pages of {each}, {num_tokens:,} tokens"
         elif area == "recurrent_states":
             more = _states(planned)
         else:

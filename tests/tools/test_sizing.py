@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from inference_svc.config import InferenceSettings
 from tools import sizing
-from tools.sizing_models import MODELS, QWEN3_5_08B
+from tools.sizing_models import LLAMA_8B, MODELS, QWEN3_5_08B
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,21 @@ def test_what_cannot_be_served_is_said_without_a_traceback(
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-0.6B"] | config))
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         sizing.main([*arguments, "--model", str(tmp_path)])
+
+
+def test_stages_have_the_model_together(tmp_path: Path) -> None:
+    """Each holds a part of all adapters, and of the keys and values of all tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    given = {"model": tmp_path, "device": "cpu", "kv_memory": "1GiB", "adapter_memory": "1GiB"}
+    whole = sizing.plan(InferenceSettings.model_validate(given))
+    given |= {"pipeline_parallel": 2, "tensor_parallel": 2}
+    staged = sizing.plan(InferenceSettings.model_validate(given))
+    assert staged.bytes_of("weights") == pytest.approx(whole.bytes_of("weights"), rel=0.01)
+    assert staged.bytes_of("arena") == 4 * whole.bytes_of("arena")
+    assert staged.kv_tokens == 4 * whole.kv_tokens
+    held = [each.num_adapters("arena", sizing.Adapters()) for each in (whole, staged)]
+    # A half of the layers; of these a half, and what two ranks both have.
+    assert 2 * held[0] < held[1] < 4 * held[0]
 
 
 def test_states_of_recurrent_layers_are_a_line(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,7 @@ from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.description import Rank
 from inference_svc.model.kv_caches import kv_page_bytes
 from inference_svc.model.sharding.description import of_rank
+from inference_svc.model.sharding.stages import of_stage
 from tools.sizing import LINEAR, Adapters, Plan, hit_share, image_bytes, plan, rows
 from tools.sizing_models import (
     BENCH_200M,
@@ -62,6 +63,9 @@ NAMED_TARGETS = {
 RANKS = (8, 16, 32, 64)
 RANK_COUNTS = (1, 2, 4, 8)
 """Processes that compute a model together."""
+STAGE_COUNTS = ((2, 1), (4, 1), (2, 4), (4, 4))
+"""Stages, and processes of each."""
+RANK_COLUMNS = ("weights", "adapter of rank 16", "1,000 tokens")
 STATES_GIB = (4, 8, 16, 32, 64)
 KV_TYPES = {"auto": "bf16", "fp8": "FP8"}
 QUANTIZE = {"none": "bf16", "int8": "INT8", "fp8": "FP8", "int4": "INT4"}
@@ -94,6 +98,7 @@ def render() -> dict[str, str]:
         "forms": _weight_forms(),
         "cpu": _side_by_side({"defaults, two cores": on_cpu}),
         "ranks": _ranks(),
+        "stages": _stages(),
         "states": _states(),
         "hits": _hits(ours, 1000),
         "store": _stores(ours),
@@ -288,18 +293,34 @@ def _ranks() -> str:
         for name, model in SHARED.items()
         for count in RANK_COUNTS
     ]
-    columns = ("model, bf16", "ranks", "weights", "adapter of rank 16", "1,000 tokens")
+    columns = ("model, bf16", "ranks", *RANK_COLUMNS)
     return _table(columns, lines)
 
 
-def _rank_bytes(model: Mapping[str, Any], count: int) -> tuple[int, int, int]:
-    """Returns the bytes of one rank's weights, part of an adapter, and keys and values."""
+def _stages() -> str:
+    """Returns the table of the most memory that a rank of any stage has."""
+    lines = [
+        [name, str(num_stages), str(count), *map(human, _rank_bytes(model, count, num_stages))]
+        for name, model in SHARED.items()
+        for num_stages, count in STAGE_COUNTS
+    ]
+    columns = ("model, bf16", "stages", "ranks of each", *RANK_COLUMNS)
+    return _table(columns, lines)
+
+
+def _rank_bytes(model: Mapping[str, Any], count: int, num_stages: int = 1) -> Sequence[int]:
+    """Returns the most bytes that a rank of any stage has of weights, of an adapter, and of keys
+    and values."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model))
-        decoder = of_rank(load_description(Path(folder)), Rank(0, count))
-    layout = build_layout(decoder, "base", torch.bfloat16)
-    kv_bytes = kv_page_bytes(decoder, 1000, torch.bfloat16)
-    return weights_bytes(decoder, torch.bfloat16), image_bytes(layout, USUAL), kv_bytes
+        stage = of_stage(load_description(Path(folder)), 0, num_stages)
+    stages = of_rank(stage, Rank(0, count)).every_stage
+    layouts = [build_layout(each, "base", torch.bfloat16) for each in stages]
+    return (
+        max(weights_bytes(each, torch.bfloat16) for each in stages),
+        max(image_bytes(layout, USUAL) for layout in layouts),
+        max(kv_page_bytes(each, 1000, torch.bfloat16) for each in stages),
+    )
 
 
 def _hits(planned: Plan, num_adapters: int) -> str:
