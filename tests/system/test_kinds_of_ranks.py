@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,15 @@ of_ranks = pytest.mark.parametrize(
 paths = pytest.mark.parametrize("path", ["native", pytest.param("torch", marks=LONG)])
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kinds]:
+    """Returns adapters of all kinds for a model, which tests share."""
+    return cache(lambda kind: make_kinds(kind, tmp_path_factory.mktemp(kind)))
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kinds:
-    return make_kinds(request.param, tmp_path_factory.mktemp(request.param))
+def zoo(request: pytest.FixtureRequest, made: Callable[[str], Kinds]) -> Kinds:
+    return made(request.param)
 
 
 @paths
@@ -94,9 +101,9 @@ def test_float8_adapters_of_all_kinds(
 @paths
 @shapes
 def test_sums_have_the_oracles_logits(
-    tmp_path: Path, shape: dict[str, int], path: str, start: Callable
+    made: Callable[[str], Kinds], shape: dict[str, int], path: str, start: Callable
 ) -> None:
-    zoo = make_kinds("qwen3", tmp_path)
+    zoo = made("qwen3")
     settings = {"max_prefill_chunk": 24, "native_kernels": PATHS[path], **shape}
     running, recorder = begin(zoo, start, **settings)
     asked = dict(zip(SUMS, prompts(len(SUMS), seed=3), strict=True))
@@ -139,6 +146,31 @@ def test_experts_have_the_oracles_tokens(
         tokens, last = running.result(name or "base")
         assert last.error is None, last.error
         assert tokens == zoo.greedy(name, prompt, NUM_TOKENS), name or "base"
+    running.check_idle()
+
+
+@pytest.mark.parametrize("shape", [STAGES, pytest.param(RANKS | STAGES, marks=LONG)], ids=str)
+def test_adapters_of_one_stage(tmp_path: Path, shape: dict[str, int], start: Callable) -> None:
+    """The others have an image without bytes."""
+    specs = [
+        AdapterSpec(f"layer {layer}", 4, ["q_proj"], {"layers_to_transform": [layer]})
+        for layer in range(2)
+    ]
+    dirs = {spec.name: tmp_path / "adapters" / spec.name for spec in specs}
+    model = make_model("llama", tmp_path / "model")
+    reference = adapted(model, "llama", tmp_path / "adapters", specs)
+    zoo = Zoo("llama", tmp_path / "model", reference, dirs)
+    running = start(zoo, **shape)
+    names = ["", *dirs]
+    answers = {name: zoo.greedy(name, [5, 6, 7], NUM_TOKENS) for name in names}
+    assert len({*map(tuple, answers.values())}) == 3, "adapters change what is compared"
+    for _ in range(2):
+        for name in names:
+            running.submit(name or "base", [5, 6, 7], name, max_tokens=NUM_TOKENS)
+        for name in names:
+            tokens, last = running.result(name or "base")
+            assert last.error is None, last.error
+            assert tokens == answers[name], name or "base"
     running.check_idle()
 
 

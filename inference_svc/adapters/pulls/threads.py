@@ -121,7 +121,8 @@ class Puller:
             threading.Thread(target=self._work, name=f"loadout-pull-{i}", daemon=True)
             for i in range(num_workers)
         ]
-        self._active: set[PullJob] = set()
+        # Twice while one thread parks a job and another goes on with it.
+        self._active: list[PullJob] = []
         self._closing = threading.Event()
         self._threads.append(
             threading.Thread(target=self._watch, name="loadout-pull-watch", daemon=True)
@@ -151,11 +152,11 @@ class Puller:
     def _work(self) -> None:
         _lower_priority()
         while (job := self._jobs.get()) is not None:
-            self._active.add(job)
+            self._active.append(job)
             event = self._pull(job)
             if self.others is not None:
                 event = self.others.finish(job, event)
-            self._active.discard(job)
+            self._active.remove(job)
             if event is not None:
                 self._post(event)
 

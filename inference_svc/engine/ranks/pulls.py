@@ -78,6 +78,7 @@ class RankPulls:
 
     def open(self, job: PullJob, header: ImageHeader) -> ImageHeader:
         if not self._firsts:
+            self._end(job)
             return header
         running = self._new(job, {each.rank.index for each in self._firsts})
         for each in self._firsts:
@@ -130,8 +131,9 @@ class RankPulls:
     ) -> PullDone | PullFailed | None:
         """Returns the end of a job on all ranks, of which `event` is rank 0's. Pulls of a parked
         job stay open."""
-        running = self._by_job.get(job)
-        if running is None or (event is None and not running.has_begun):
+        # A job that is parked may go on already, in another thread.
+        running = None if event is None else self._by_job.get(job)
+        if running is None:
             return event
         if isinstance(event, PullDone):
             assert job.progress.sink is not None

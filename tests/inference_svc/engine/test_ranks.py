@@ -204,6 +204,27 @@ def test_a_part_that_ends_before_its_end_is_not_done() -> None:
     assert "rank 1 ended its pull of the adapter before the end" in str(error)
 
 
+def test_a_job_that_goes_on_while_it_is_being_parked() -> None:
+    """Its first thread may be late: the other one has begun the pulls of all ranks."""
+    pulls = Pulls()
+    assert pulls.pulls.finish(pulls.job, None) is None
+    assert not pulls.cancelled()
+    pulls.end(1)
+    pulls.end(2)
+    assert pulls.result() == PullDone(pulls.job)
+
+
+def test_another_image_of_the_same_adapter_ends_earlier_pulls() -> None:
+    pulls = Pulls()
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(pulls.pulls.open, pulls.job, HEADER)
+        until(pulls.cancelled)
+        pulls.end(1, is_done=False)
+        assert not opening.done(), "rank 2 may still write"
+        pulls.end(2, is_done=False)
+        assert opening.result(20) == HEADER
+
+
 @pytest.mark.parametrize("failure", [EngineFailed("rank 2 does not answer"), None])
 def test_a_pull_ends_with_its_ranks(failure: EngineFailed | None) -> None:
     """They have failed, or are being closed; none says that it has ended its part."""
