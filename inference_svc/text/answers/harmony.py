@@ -51,8 +51,8 @@ class Harmony(CallSyntax):
             recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
             if recipient and calls:
                 scanner.begin_call(recipient[1])
-                yield from self._read_body(scanner, scanner.argue)
-                scanner.end_call()
+                is_whole = yield from self._read_body(scanner, scanner.argue)
+                scanner.end_call(is_whole=is_whole)
                 continue
             is_thought = channel is not None and channel[1] == "analysis"
             yield from self._read_body(scanner, add_thought if is_thought else scanner.say)
@@ -61,14 +61,17 @@ class Harmony(CallSyntax):
         scanner.finish()
 
     def _read_header(self, scanner: Scanner) -> Reading[str]:
-        """Returns the text before a message; says text that has no header."""
+        """Returns the text before a message; "" for text that has no header, and for a header that
+        the answer ends in."""
         for begin in (CHANNEL, START, " to="):
             if (yield from scanner.accept(begin)):
-                header, _ = yield from scanner.collect((MESSAGE,))
-                return begin + header
+                header, marker = yield from scanner.collect((MESSAGE,))
+                return begin + header if marker else ""
         return ""
 
-    def _read_body(self, scanner: Scanner, add: Callable[[str], None]) -> Reading[None]:
+    def _read_body(self, scanner: Scanner, add: Callable[[str], None]) -> Reading[bool]:
+        """Returns whether the message ends before the answer."""
         stop = yield from scanner.until_stop(_ENDS, add)
         if stop in (END, CALL, RETURN):
             yield from scanner.accept(stop)
+        return bool(stop)

@@ -38,7 +38,7 @@ def read_object(
         rest: list[str] = []
         yield from scanner.until_stop(stops, rest.append)
         scanner.argue("".join(rest).rstrip(SPACE))
-    scanner.end_call()
+    scanner.end_call(is_whole=is_whole)
     return True
 
 

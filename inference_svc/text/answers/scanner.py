@@ -146,9 +146,10 @@ class Answer:
         if text and not self._is_muted:
             self._pieces.append(CallPiece(self.num_calls, arguments=text))
 
-    def end_call(self) -> None:
-        """Ends the call; one without arguments has none of them."""
-        if not self._arguments:
+    def end_call(self, *, is_whole: bool = False) -> None:
+        """Ends the call. One that `is_whole` and has no arguments needs none; of others the answer
+        has ended before them."""
+        if is_whole and not self._arguments:
             self.argue("{}")
         error = arguments_error("".join(self._arguments))
         self._arguments.clear()

@@ -69,8 +69,8 @@ class QwenCoder(CallSyntax):
             value, _ = yield from scanner.collect(("</parameter>",))
             arguments.add(key.strip(SPACE), value.removeprefix("\n").removesuffix("\n"))
             yield from scanner.skip_space()
-        yield from scanner.accept("</function>")
-        yield from arguments.end(END)
+        is_whole = yield from scanner.accept("</function>")
+        yield from arguments.end(END, is_whole=is_whole)
         return True
 
 
@@ -85,20 +85,24 @@ class Arguments:
         tool = scanner.tools.get(name)
         properties = {} if tool is None else tool.schema.get("properties", {})
         self._properties: dict[str, Any] = properties if isinstance(properties, dict) else {}
-        self._between = "{"
+        self._num_added = 0
 
     def add(self, key: str, value: str) -> None:
         text = _to_json(value, self._properties.get(key))
-        self._scanner.argue(f"{self._between}{json.dumps(key, ensure_ascii=False)}: {text}")
-        self._between = ", "
+        begin = ", " if self._num_added else "{"
+        self._scanner.argue(f"{begin}{json.dumps(key, ensure_ascii=False)}: {text}")
+        self._num_added += 1
 
-    def end(self, end: str) -> Reading[None]:
-        """Ends the call; what stands before its end is no argument, and is said to be none."""
-        self._scanner.argue("}" if self._between != "{" else "{}")
+    def end(self, end: str, *, is_whole: bool = False) -> Reading[None]:
+        """Ends the call; text before its end is no argument, and the arguments are then no JSON. So
+        are the arguments of a call that neither `is_whole` nor has its end: more may be missing."""
         yield from self._scanner.skip_space()
-        rest, _ = yield from self._scanner.collect((end,))
+        rest, marker = yield from self._scanner.collect((end,))
+        is_whole = is_whole or bool(marker)
+        if is_whole and self._num_added:
+            self._scanner.argue("}")
         self._scanner.argue(rest.rstrip(SPACE))
-        self._scanner.end_call()
+        self._scanner.end_call(is_whole=is_whole)
 
 
 def _to_json(value: str, schema: Any) -> str:

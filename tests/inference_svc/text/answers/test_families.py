@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any, get_args
 
@@ -142,6 +143,22 @@ def test_arguments_that_are_no_object_are_said_to_be_so_and_not_mended(
     assert found.calls == (("f", written or arguments),)
     assert error in found.errors[0]
     assert found.text == "more"
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_call_that_the_answer_ends_in_is_whole_or_has_an_error(form: str) -> None:
+    family = form.partition(" ")[0]
+    arguments = {"text": "ab", "count": 120}
+    text = WRITERS[form]("", "", [("f", arguments)])
+    num_errors = 0
+    for end in range(len(text) + 1):
+        found = read(reader_of(family), [text[:end]])
+        assert not found.calls or found.calls[0][0] == "f"
+        for (_, written), error in zip(found.calls, found.errors, strict=True):
+            num_errors += bool(error)
+            assert error or json.loads(written) == arguments, text[:end]
+    assert num_errors
+    assert read(reader_of(family), [WRITERS[form]("", "", [("f", {})])]).calls == (("f", "{}"),)
 
 
 @pytest.mark.parametrize(
