@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from inference_svc.grammars.budget import Thinking, ThoughtBudget
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.base import NOTHING, PlacedPart, ResultPart, Scope, Wanted
 from inference_svc.results.logprobs import LogprobsMode
@@ -163,10 +164,9 @@ class Request:
     `cache_seed` separates prefix caches (tenants and salt); so do some of the results that are
     `wanted`. Of requests of one `group`, which have one prompt, the first one computes it, and the
     others wait for that; "" is none. `vocab_size` is how many tokens it may name: the model's, and
-    its adapter's; 0: all that there are. `grammar` is the form of its output. `tenant` is the
-    caller's: tenants share the machine in equal parts. `trace` is the SpanContext that loads for it
-    belong to, None if it is not traced. Times are `time.monotonic()` seconds, which processes of
-    one machine share.
+    its adapter's; 0: all that there are. `grammar` is the form of its output, and `budget` bounds
+    its thoughts. `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the
+    SpanContext that loads for it belong to, or None. Times are `time.monotonic()` seconds.
     """
 
     request_id: str
@@ -186,6 +186,7 @@ class Request:
     group: str = ""
     vocab_size: int = 0
     grammar: Grammar | None = None
+    budget: ThoughtBudget | None = None
 
     @property
     def has_inactive_adapter(self) -> bool:
@@ -221,28 +222,27 @@ class SequenceState(enum.Enum):
 class Sequence:
     """A request in progress. Only the scheduler and settle change it.
 
-    `request` is replaced when it moves to a newer version of its adapter: `version` then says
-    which, None before. `num_kept`: the state of so many tokens is of earlier versions: their keys
-    and values, and the recurrent state that later tokens are added to. `has_sampled`: a token was
-    sampled from the computed state, which shows whose it is.
+    `request` is replaced when it moves to a newer `version` of its adapter, None before.
+    `num_kept`: the state of so many tokens is of earlier versions: their keys and values, and the
+    recurrent state that later tokens are added to. `has_sampled`: a token was sampled from the
+    computed state, which shows whose it is.
 
     `token_ids` is prompt then output, of which the first `num_computed` are computed: their keys
     and values lie in `page_ids`, a list that only grows while it runs and is replaced when it is
     preempted or ends, and the recurrent state behind them in the slot `state_read`; a step leaves
     its own in `state_written`, and in the slots of `state_borders` the states of tokens on the way,
     as (how many tokens, slot). `room` is the number of tokens that its pages hold. `num_reserved`
-    tokens can be computed before `States.allocate` is due, and `settles_at` before `States.settle`
-    is.
+    tokens can be computed before `States.allocate` is due, and `settles_at` before its `settle`.
 
-    Its adapter's slot is held while it runs. `is_aged` if it was aged when it started; `is_charged`
-    once its tenant was charged for it, `charged_per_token` to generate. `load_trace`: see
-    Timings.load. `num_returned` counts the positions whose parts of each kind were returned, also
-    across preemptions, and `num_scored` the tokens of the prompt whose results need not be computed
-    any more. `token_counts` belong to the sampler, as does `is_sorted`: the vocabulary had
-    to be sorted to choose its last token. `masked` is its `grammars.lanes.Row` while it runs, None
-    without a grammar. `num_output_at_start` is the number of its output tokens
-    when it last started, and `may_move_at` the number that it needs before it is computed anew for
-    a newer version.
+    Its adapter's slot is held while it runs. `is_aged` if it was so when it started; `is_charged`
+    once its tenant was charged for it, `charged_per_token` to generate. `load_trace`: Timings.load.
+    `num_returned` counts the positions whose parts of each kind were returned, also across
+    preemptions, and `num_scored` the tokens of the prompt whose results need not be computed any
+    more. `token_counts` belong to the sampler, as does `is_sorted`: the vocabulary had to be sorted
+    to choose its last token. `masked` is its `grammars.lanes.Row` while it runs, None without a
+    grammar, and `thinking` counts its thoughts. `num_output_at_start` is the number of its output
+    tokens when it last started, and `may_move_at` the number that it needs before it is computed
+    anew for a newer version.
     """
 
     request: Request
@@ -278,12 +278,14 @@ class Sequence:
     token_counts: Any = field(default=None, repr=False)
     is_sorted: bool = False
     masked: Any = field(default=None, repr=False)
+    thinking: Thinking | None = field(init=False, repr=False)
     num_output_at_start: int = 0
     may_move_at: int = 0
 
     def __post_init__(self) -> None:
         assert self.request.prompt_token_ids, "a sequence has at least one token"
         self.token_ids = list(self.request.prompt_token_ids)
+        self.thinking = Thinking(self.request.budget) if self.request.budget else None
         self.num_prompt = len(self.token_ids)
         is_scored = self.request.wanted.has_scope(Scope.PROMPT)
         self.num_scored = 1 if is_scored else self.num_prompt

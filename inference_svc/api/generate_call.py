@@ -32,6 +32,8 @@ MAX_TOOL_CALLS = 128
 """Calls in one message: as many as OpenAI allows tools in a request."""
 MAX_TOOL_CALL_ID_CHARS = 512
 MAX_MESSAGE_NAME_CHARS = 256
+MAX_NAME_SHOWN = 64
+"""The most of a caller's name or id that an error quotes."""
 
 MAX_VARIABLES, MAX_VARIABLE_NAME_CHARS, MAX_VARIABLE_CHARS = 16, 64, 512
 """Arguments of a chat template."""
@@ -273,9 +275,28 @@ def checked_chat(
             raise InvalidArgument(
                 f"{field}: must be assistant with continue_final_message", subject=field
             )
+    check_results(
+        (f"{path}messages[{i}].tool_call_id", [c.call_id for c in m.tool_calls], m.tool_call_id)
+        for i, m in enumerate(messages)
+    )
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     return Chat(messages, add_generation_prompt, continue_final_message, add_special_tokens, tools)
+
+
+def check_results(history: Iterable[tuple[str, Iterable[str], str]]) -> None:
+    """Raises InvalidArgument for a result of a call that is not before it. `history` has a field,
+    the ids of calls, and the id in the field of a result, "" for others. After calls without ids
+    results may have any."""
+    known: set[str] = set()
+    for field, call_ids, result_id in history:
+        if result_id and "" not in known and result_id not in known:
+            raise InvalidArgument(
+                f"{field}: no message of the assistant before it has a call with the id "
+                f"{result_id[:MAX_NAME_SHOWN]!a}: send the message with the call, too",
+                subject=field,
+            )
+        known.update(call_ids)
 
 
 def checked_variables(found: Mapping[object, object]) -> dict[str, Variable]:

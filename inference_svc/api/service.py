@@ -18,14 +18,15 @@ from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
 from inference_svc.api.request_record import RequestLog
 from inference_svc.api.residents import Residents
+from inference_svc.api.thoughts import Thoughts
 from inference_svc.api.tools import ReadingOptions
 from inference_svc.backends.speed_notes import FormatKernels
 from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
 from inference_svc.engine.control.status_types import EngineStatus
 from inference_svc.engine.transport.messages import SetVocabulary
 from inference_svc.frontend.async_engine import AsyncEngine
+from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.checks import GrammarChecks
-from inference_svc.grammars.grammar import Grammar
 from inference_svc.host.cpus import Processor
 from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
@@ -193,16 +194,14 @@ class Service:
                 check_followed(call, binding, principal.home_tenant)
                 text = await self._text_of(binding, principal)
                 reading = _reading(call, text)
-                call = await self._with_grammar(call, text, principal, threads)
                 made = await self._to_requests(call, binding, principal, text)
                 call.check_bans(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
                 decoder, ends = _ends(reading, requests, text)
                 readers = [] if reading is None else reading.readers(text.answers, ends)
-                if reading is not None and reading.forced:
-                    call = replace(call, grammar=self._forced(reading, text, ends[0]))
-                    call = await self._with_grammar(call, text, principal, threads)
-                    requests = [replace(each, grammar=call.grammar) for each in requests]
+                call, budget = self._formed(call, reading, text, ends)
+                call = await self._with_grammar(call, text, principal, threads)
+                requests = [replace(each, grammar=call.grammar, budget=budget) for each in requests]
         return GenerateStream(
             call.without_prompts(),
             prompts,
@@ -267,18 +266,21 @@ class Service:
             self._engine.send(SetVocabulary(self._grammars.vocabulary))
         return replace(call, grammar=grammar)
 
-    def _forced(self, reading: ReadingOptions, text: TextModel, prompt: str) -> Grammar:
-        """Returns the grammar of the calls that answers to a prompt have to make; this is its end.
-        Raises InvalidArgument."""
+    def _formed(
+        self,
+        call: GenerateCall,
+        reading: ReadingOptions | None,
+        text: TextModel,
+        prompts: Sequence[str],
+    ) -> tuple[GenerateCall, ThoughtBudget | None]:
+        """Returns the call with the form of its whole answers to `prompts`, which are the ends of
+        them, and the bound on their thoughts. Raises InvalidArgument."""
+        if reading is None:
+            return call, None
         ends = {*self.facts.eos_token_ids, *text.end_ids}
-
-        def token_of(marker: str) -> int | None:
-            token_id = text.special_id(marker)
-            if token_id is None or token_id >= self.facts.vocab_size:
-                raise KeyError(marker)
-            return None if token_id in ends else token_id
-
-        return reading.grammar(text.answers, prompt, token_of)
+        thoughts = Thoughts(reading, text, prompts[0], self.facts.vocab_size, ends)
+        grammar = thoughts.form(call.grammar)
+        return replace(call, grammar=grammar), thoughts.budget(has_form=grammar is not None)
 
     @asynccontextmanager
     async def _place_for(self, caller: Principal, num_bytes: int) -> AsyncIterator[None]:
@@ -396,8 +398,8 @@ def _reading(call: GenerateCall, text: TextModel) -> ReadingOptions | None:
     if call.reading is None:
         return None
     call.reading.check(text.answers, call.grammar)
-    if call.grammar is not None or not call.reading.reads(text.answers):
-        return None  # a grammar leaves no place for thoughts
+    if not call.reading.reads(text.answers):
+        return None
     [prompt] = call.prompts
     if isinstance(prompt, Chat) and prompt.continue_final_message:
         is_thinking = text.answers.is_thinking(prompt.messages[-1].content)

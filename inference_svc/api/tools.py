@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from inference_svc.frontend.output_stream import Delta
-from inference_svc.grammars.calls import to_source
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.text.answers.families import AnswerReader, AnswerSyntax
-from inference_svc.text.answers.forced import ForcedCalls, can_force
+from inference_svc.text.answers.forced import can_force
 from inference_svc.text.answers.scanner import Piece, Said, Thought
 from inference_svc.text.chat import NO_PARAMETERS, Tool
 from servicekit.errors import InvalidArgument
@@ -30,6 +29,7 @@ MAX_TOOLS_CHARS = 1 << 18
 MAX_SCHEMA_DEPTH = 32
 """Objects and lists within one another, in the parameters of a tool."""
 _NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_TOOL_NAME_CHARS}}}")
+OBJECT = "object"
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 
 
@@ -37,7 +37,9 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"
 class ReadingOptions:
     """How the answers to a chat are read. `tools` may be called, at most `max_calls` times (0: as
     often as the model likes); one of `forced` has to be. With `has_thoughts` thoughts are apart
-    from the text, which `is_thinking` begins with. `path` is before the caller's field names."""
+    from the text, which `is_thinking` begins with; they have at most `budget` tokens, if it is set.
+    `path` is before the caller's field names, and `schema_path` is the name of a schema after its
+    tool's."""
 
     tools: tuple[Tool, ...] = ()
     max_calls: int = 0
@@ -45,6 +47,13 @@ class ReadingOptions:
     has_thoughts: bool = False
     is_thinking: bool = False
     path: str = ""
+    schema_path: str = ".parameters"
+    budget: int | None = None
+    budget_name: str = "thinking_token_budget"
+
+    @property
+    def budget_field(self) -> str:
+        return f"{self.path}{self.budget_name}"
 
     @property
     def choice_field(self) -> str:
@@ -52,7 +61,13 @@ class ReadingOptions:
 
     def check(self, syntax: AnswerSyntax, grammar: Grammar | None) -> None:
         """Raises InvalidArgument for tools whose calls cannot be read or enforced, also together
-        with the request's own grammar."""
+        with the request's own grammar, and for a bound on thoughts where there are none."""
+        if self.budget is not None and syntax.thoughts is None:
+            raise InvalidArgument(
+                f"{self.budget_field}: the server finds no thoughts in this chat template: leave "
+                "it out, or use a model that thinks",
+                subject=self.budget_field,
+            )
         if self.tools and syntax.calls is None:
             field = f"{self.path}tools"
             raise InvalidArgument(
@@ -85,7 +100,8 @@ class ReadingOptions:
 
     def reads(self, syntax: AnswerSyntax) -> bool:
         """Returns whether there is anything to read in answers."""
-        return bool(self.tools) or (self.has_thoughts and syntax.thoughts is not None)
+        has_thoughts = self.has_thoughts and syntax.thoughts is not None
+        return bool(self.tools) or has_thoughts or self.budget is not None
 
     def specials(self, syntax: AnswerSyntax) -> tuple[str, ...]:
         """Returns the markers that readers look for, and that may be special tokens."""
@@ -95,22 +111,11 @@ class ReadingOptions:
         """Returns whether an answer to a prompt, of which this is the end, begins with thoughts."""
         return self.is_thinking or syntax.begins_thoughts(prompt)
 
-    def grammar(
-        self, syntax: AnswerSyntax, prompt: str, token_of: Callable[[str], int | None]
-    ) -> Grammar:
-        """Returns the grammar of calls that the answer to a prompt has to make; see ForcedCalls for
-        `token_of`. Raises InvalidArgument for schemas that are too large."""
-        calls = ForcedCalls(syntax, self.forced, token_of)
-        source = to_source(
-            calls.begin,
-            calls.separator,
-            calls.end,
-            calls.forms,
-            self.max_calls,
-            calls.thoughts,
-            starts_thinking=self.starts_thinking(syntax, prompt),
-        )
-        return Grammar.calls(source, self.choice_field)
+    @property
+    def schema_fields(self) -> tuple[str, ...]:
+        """The caller's names of the schemas of the tools that are forced."""
+        places = map(self.tools.index, self.forced)
+        return tuple(f"{self.path}tools[{place}]{self.schema_path}" for place in places)
 
     def readers(self, syntax: AnswerSyntax, prompts: Sequence[str]) -> list[AnswerReader]:
         """Returns a reader for each answer, whose prompts end with these texts."""
@@ -175,6 +180,8 @@ def schema_text(found: object) -> str:
         return NO_PARAMETERS
     if not isinstance(found, dict):
         raise ValueError("must be an object, a JSON schema")
+    if found.get("type", OBJECT) != OBJECT:
+        raise ValueError(f'must have the type "{OBJECT}": the arguments of a call are one')
     if _depth(found) > MAX_SCHEMA_DEPTH:
         raise ValueError(f"must have at most {MAX_SCHEMA_DEPTH} objects and lists within another")
     text = json.dumps(found, ensure_ascii=False, allow_nan=False)
@@ -203,6 +210,9 @@ def to_options(
     has_thoughts: bool = False,
     is_thinking: bool = False,
     path: str = "",
+    schema_path: str = ".parameters",
+    budget: int | None = None,
+    budget_name: str = "thinking_token_budget",
 ) -> ReadingOptions:
     """Returns the options of a request. `choice` is AUTO, NONE, REQUIRED, or "" with the `name` of
     the tool that is to be called. Raises InvalidArgument naming the field."""
@@ -222,4 +232,14 @@ def to_options(
         raise InvalidArgument(f"{field}: must not be required without tools", subject=field)
     offered = () if choice == NONE else tools
     max_calls = 0 if is_parallel and not name else 1
-    return ReadingOptions(offered, max_calls, forced, has_thoughts, is_thinking, path)
+    return ReadingOptions(
+        offered,
+        max_calls,
+        forced,
+        has_thoughts,
+        is_thinking,
+        path,
+        schema_path,
+        budget,
+        budget_name,
+    )

@@ -27,7 +27,8 @@ class Delta:
     """The output since the previous delta; finish reason, usage and timings are in the last one.
     `parts` of one kind are in the order of their tokens. `echoed_ids` are the prompt's tokens,
     whose text comes first. `version` has made all of its tokens; None: the version that the request
-    began with. Of an answer that is read, `text` is without `thoughts` and `calls`."""
+    began with. Of an answer that is read, `text` is without `thoughts` and `calls`. `stop` is the
+    stop string that has ended it."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -39,6 +40,7 @@ class Delta:
     echoed_ids: Sequence[int] = ()
     thoughts: str = ""
     calls: list[CallPiece] = field(default_factory=list)
+    stop: str = ""
 
 
 class Generation:
@@ -208,6 +210,7 @@ class Generation:
         self._withheld.clear()
         self._withheld_bytes = 0
         delta.finish_reason = FinishReason.STOP if self._stopped else reason
+        delta.stop = self._stop.found
         delta.timings = output.timings
         if output.usage is not None:
             delta.usage = replace(output.usage, completion_tokens=self._num_tokens)

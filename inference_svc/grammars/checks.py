@@ -43,11 +43,12 @@ RESULTS = ("accepted", "refused")
 
 class Verdict(NamedTuple):
     """`error` "": the grammar can be used. One that is not final is this machine's fault: it is not
-    remembered."""
+    remembered. `part`: the part of the grammar that the error is about; see Grammar."""
 
     error: str
     is_slow: bool = False
     is_final: bool = True
+    part: int | None = None
 
 
 UNCHECKED = Verdict(
@@ -112,7 +113,8 @@ class GrammarChecks:
             )
         self._results["refused" if verdict.error else "accepted"] += 1
         if verdict.error:
-            raise GrammarRefused(f"{grammar.field}: {verdict.error}", subject=grammar.field)
+            field = grammar.field if verdict.part is None else grammar.part_fields[verdict.part]
+            raise GrammarRefused(f"{field}: {verdict.error}", subject=field)
         return replace(grammar, is_slow=verdict.is_slow)
 
     def samples(self) -> Iterator[Sample]:
@@ -234,5 +236,6 @@ class CheckProcesses:
         seconds = time.monotonic() - start_s
         found = json.loads(answer.content)
         if "error" in found:
-            return Verdict(f"this server cannot enforce it: {found['error']}"), seconds
+            reason = f"this server cannot enforce it: {found['error']}"
+            return Verdict(reason, part=found["part"]), seconds
         return Verdict("", bool(found["is_slow"])), seconds

@@ -13,7 +13,8 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from inference_svc.grammars import calls
+from inference_svc.grammars import calls, thoughts
+from inference_svc.grammars.schema_places import Refusal, bad_place
 from inference_svc.grammars.vocabulary import unpack
 
 LIMITS = llguidance.LLParserLimits(
@@ -33,6 +34,8 @@ all the same."""
 MAX_ERROR_CHARS = 300
 TRIAL_TOKENS = 48
 """The tokens of a random text that a check tries a grammar with."""
+PLACING_SECONDS = 0.2
+"""Processor time, with that of the compile, after which no place of an error is looked for."""
 SLOW_COMPILE_SECONDS, COSTLY_STEP_SECONDS = 0.01, 5e-3
 """Processor time above which a grammar is slow: it is kept from the others."""
 SLOW_STEP_SECONDS, MAX_SLOW_STEPS = 1e-3, 8
@@ -40,7 +43,10 @@ SLOW_STEP_SECONDS, MAX_SLOW_STEPS = 1e-3, 8
 
 
 class Refused(Exception):
-    """A grammar that is invalid, or that this engine cannot express."""
+    """A grammar that is invalid, or that this engine cannot express. `part`: the call whose schema
+    it is, of a grammar of calls."""
+
+    part: int | None = None
 
 
 class Tokens:
@@ -75,6 +81,8 @@ def to_lark(kind: str, source: str) -> str:
         return f"start: /{llguidance.regex_to_lark(pattern, 'd')}/\n"
     if kind == "calls":
         return calls.to_lark(source, lambda schema: f"%json {json.dumps(_schema(schema))}")
+    if kind == "thoughts":
+        return thoughts.to_lark(source, to_lark(*thoughts.form_of(source)))
     text = source
     if re.search(r"^\s*[\w-]+\s*::=", source, re.MULTILINE):
         try:
@@ -168,10 +176,44 @@ def check(tokens: Tokens, request: dict[str, Any]) -> dict[str, Any]:
         compile_s = time.process_time() - start_s
         is_slow = _try(tokens, matcher) or compile_s > SLOW_COMPILE_SECONDS
     except Refused as error:
-        return {"error": str(error)}
+        found = _placed(tokens, request, str(error), start_s + PLACING_SECONDS)
+        return {"error": str(found), "part": found.part}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return {"compile_s": compile_s, "is_slow": is_slow}
+
+
+def _placed(tokens: Tokens, request: dict[str, Any], error: str, end_s: float) -> Refused:
+    """Returns the error of a schema with the place that it is about, as far as that is found in
+    time."""
+    kind, source = request["kind"], request["source"]
+    if kind == "thoughts":
+        kind, source = thoughts.form_of(source)
+
+    def refusal(schema: dict[str, Any]) -> str:
+        if time.process_time() > end_s:
+            return ""
+        try:
+            compile_grammar(tokens, "json_schema", json.dumps(schema))
+        except Refused as found:
+            return str(found)
+        return ""
+
+    if kind == "calls":
+        for part, schema in enumerate(calls.schemas(source)):
+            if reason := refusal(schema):
+                found = Refused(_with_place(schema, reason, refusal))
+                found.part = part
+                return found
+    with contextlib.suppress(ValueError, RecursionError):
+        if kind == "json_schema" and isinstance(schema := json.loads(source), dict):
+            return Refused(_with_place(schema, error, refusal))
+    return Refused(error)
+
+
+def _with_place(schema: dict[str, Any], error: str, refusal: Refusal) -> str:
+    place = bad_place(schema, error, refusal)
+    return error if place == "$" else f"{place[:MAX_ERROR_CHARS]}: {error}"
 
 
 def _try(tokens: Tokens, matcher: Any) -> bool:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inference_svc.grammars.thoughts import ThoughtParts
 from servicekit.errors import InvalidArgument
 
 MAX_GRAMMAR_BYTES = 256 << 10
@@ -18,24 +19,27 @@ MAX_CHOICE_TEXTS = 4096
 
 class GrammarKind(enum.Enum):
     """The language of a source: a JSON schema; a regular expression; a JSON list of choices; Lark
-    or EBNF; or calls of tools."""
+    or EBNF; calls of tools; or thoughts and one of these."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
     CALLS = "calls"
+    THOUGHTS = "thoughts"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """The form that a request's answer must have. `field` is the caller's name of the field that
-    says so. `is_slow`: it may take long to compile, or a mask of it may."""
+    says so; `part_fields` are the names of its parts, which calls have. `is_slow`: it may take long
+    to compile, or a mask of it may."""
 
     kind: GrammarKind
     source: str
     field: str = dataclasses.field(default="", compare=False)
     is_slow: bool = dataclasses.field(default=False, compare=False)
+    part_fields: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @classmethod
     def json_schema(cls, schema: object, field: str = "") -> Grammar:
@@ -72,10 +76,16 @@ class Grammar:
         return cls._checked(GrammarKind.GRAMMAR, text, field)
 
     @classmethod
-    def calls(cls, source: str, field: str = "") -> Grammar:
-        """Returns the grammar of calls of tools, see `calls.to_source`. Raises InvalidArgument for
-        schemas that are too large."""
-        return cls._checked(GrammarKind.CALLS, source, field)
+    def calls(cls, source: str, field: str = "", part_fields: tuple[str, ...] = ()) -> Grammar:
+        """Returns the grammar of calls of tools, see `calls.to_source`, whose schemas the caller
+        knows by `part_fields`. Raises InvalidArgument for schemas that are too large."""
+        found = cls._checked(GrammarKind.CALLS, source, field)
+        return dataclasses.replace(found, part_fields=part_fields)
+
+    def after(self, thoughts: ThoughtParts) -> Grammar:
+        """Returns the grammar of thoughts and then this form."""
+        source = thoughts.to_source(self.kind.value, self.source)
+        return dataclasses.replace(self, kind=GrammarKind.THOUGHTS, source=source)
 
     @classmethod
     def _checked(cls, kind: GrammarKind, source: str, field: str) -> Grammar:

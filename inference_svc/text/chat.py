@@ -117,6 +117,8 @@ class Chat:
     variables: Mapping[str, Variable] = field(default_factory=dict)
     """Arguments of the template's own."""
     reasoning_effort: str = ""
+    may_lack_effort: bool = False
+    """A template that knows no effort is rendered without it."""
 
     @property
     def num_chars(self) -> int:
@@ -135,6 +137,7 @@ class Chat:
             "continue_final_message": self.continue_final_message,
             "variables": dict(self.variables),
             "reasoning_effort": self.reasoning_effort,
+            "may_lack_effort": self.may_lack_effort,
             "tools": [[tool.name, tool.description, tool.parameters] for tool in self.tools],
         }
 
@@ -150,6 +153,7 @@ class Chat:
             tools=tuple(Tool(*each) for each in found["tools"]),
             variables=found["variables"],
             reasoning_effort=found["reasoning_effort"],
+            may_lack_effort=found["may_lack_effort"],
         )
 
 

@@ -81,7 +81,7 @@ class TemplateNames:
     def arguments(self, chat: Chat, reserved: Collection[str]) -> dict[str, Variable]:
         """Returns the arguments that a conversation has for the template, other than the `reserved`
         ones. Raises InvalidArgument for one that the template does not read."""
-        found = self._of_effort(chat.reasoning_effort) if chat.reasoning_effort else {}
+        found = self._of_effort(chat) if chat.reasoning_effort else {}
         for name, value in chat.variables.items():
             reason = "is set by this server" if name in reserved else ""
             if not reason and name not in self.variables:
@@ -94,13 +94,16 @@ class TemplateNames:
             found[name] = value
         return found
 
-    def _of_effort(self, effort: str) -> dict[str, Variable]:
+    def _of_effort(self, chat: Chat) -> dict[str, Variable]:
         """Returns the effort for templates that know some, or whether there are thoughts at all."""
+        effort = chat.reasoning_effort
         if "reasoning_effort" in self.variables:
             return {"reasoning_effort": effort}
         for name in SWITCHES:
             if name in self.variables:
                 return {name: effort != NO_EFFORT}
+        if chat.may_lack_effort:
+            return {}
         raise InvalidArgument(
             f"reasoning_effort: the chat template reads neither it nor {' nor '.join(SWITCHES)}",
             subject="chat.reasoning_effort",

@@ -17,6 +17,8 @@ class StopMatcher:
         self._stops = tuple(dict.fromkeys(stops))
         self._max_held = max(map(len, self._stops), default=1) - 1
         self._held = ""
+        self.found = ""
+        """The stop string that is complete."""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """Adds text. Returns the text that may be shown, and whether a stop string is complete
@@ -44,8 +46,8 @@ class StopMatcher:
         best_end, best_start = len(window) + 1, -1
         for stop in self._stops:
             start = window.find(stop, max(0, new_from - len(stop) + 1))
-            if start >= 0:
-                best_end, best_start = min((best_end, best_start), (start + len(stop), start))
+            if start >= 0 and (start + len(stop), start) < (best_end, best_start):
+                best_end, best_start, self.found = start + len(stop), start, stop
         return best_start
 
     def _num_to_hold(self, window: str) -> int:

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from loadout import types
 from loadout._rpc.convert import from_inference, from_store
-from loadout._rpc.convert.messages import build, named
+from loadout._rpc.convert.messages import build, invalid, named
 from loadout._rpc.convert.to_chat import CHAT_NAMES, Prompt, to_prompt
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument
@@ -313,20 +313,16 @@ def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
 def _structure(values: Mapping[str, Any]) -> Message:
     field = "sampling.structure"
     if len(values) != 1 or not values.keys() <= set(STRUCTURE_NAMES):
-        raise _invalid(field, f"must have one of {', '.join(STRUCTURE_NAMES)}")
+        raise invalid(field, f"must have one of {', '.join(STRUCTURE_NAMES)}")
     given = dict(values)
     if isinstance(given.get("choice"), str):  # a sequence of texts, too: its letters
-        raise _invalid(f"{field}.choice", "must be a list of texts, not one text")
+        raise invalid(f"{field}.choice", "must be a list of texts, not one text")
     schema = given.get("json_schema")
     if schema is not None and not isinstance(schema, str):
         given["json_schema"] = json.dumps(schema)
     if "choice" in given:
         given["choice"] = build(inference_pb.Structure.Choices, field, texts=given["choice"])
     return cast(Message, build(inference_pb.Structure, field, **given))
-
-
-def _invalid(field: str, reason: str) -> InvalidArgument:
-    return InvalidArgument(f"{field} {reason}", code="INVALID_ARGUMENT", subject=field)
 
 
 def load(ref: str, pin: bool, min_revision: int = 0) -> Call[types.ResidentAdapter]:

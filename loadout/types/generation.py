@@ -142,6 +142,9 @@ class ChatOptions(TypedDict, total=False):
     """Arguments of the chat template, such as `enable_thinking`, at most 16."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"]
     """How much the model thinks, if its chat template reads that."""
+    thinking_token_budget: int
+    """Most tokens of thoughts; the server then ends them, and the answer goes on. Default: no
+    bound."""
 
 
 class GenerationOptions(SamplingParams, ChatOptions, total=False):

@@ -184,7 +184,7 @@ class Running:
     ) -> None:
         sampling = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
         fields = {"cache_seed", "priority", "deadline_s", "activation", "group", "grammar"}
-        fields |= {"tenant", "version_policy"}
+        fields |= {"tenant", "version_policy", "budget"}
         key: AdapterKey = adapter
         names: tuple[str, ...] = ()
         if not isinstance(adapter, Sum):

@@ -18,8 +18,10 @@ import pytest
 
 from inference_svc.core import FinishReason, Part, Sum, VersionPolicy
 from inference_svc.engine.transport.messages import Move, SetVocabulary
+from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.checks import CheckProcesses
 from inference_svc.grammars.grammar import Grammar
+from inference_svc.grammars.thoughts import ThoughtParts
 from inference_svc.results.logprobs import LogprobsMode
 from servicekit.errors import Unavailable
 from tests.support.pairs import PATHS
@@ -175,6 +177,64 @@ def test_preempted_answers_go_on(start: Callable[..., Running]) -> None:
             running.submit(f"{seed}", PROMPT, seed=seed, **options)
         found[name] = [running.result(f"{seed}")[0] for seed in range(6)]
         assert all(re.fullmatch("[a-e]{90}", text_of(each)) for each in found[name])
+        is_preempted = running.engine.built.engine.scheduler.num_preemptions > 0
+        assert is_preempted == (name == "short")
+        running.check_idle()
+    assert found["plenty"] == found["short"]
+
+
+THINK, ANSWERED = ord("<"), ord(">")
+FORMED = LETTERS.after(ThoughtParts(["<"], ">", [], is_begun=True))
+
+
+def thoughts_of(tokens: list[int]) -> tuple[str, str]:
+    thoughts, _, rest = text_of(tokens).partition(">")
+    return thoughts, rest
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_thoughts_end_at_their_budget(path: str, start: Callable[..., Running]) -> None:
+    """Alone and beside others, with and without a form, and with everything that bans tokens."""
+    running = structured(start("llama", native_kernels=PATHS[path]))
+    begun = ThoughtBudget(8, (THINK,), ANSWERED, is_begun=True)
+    options: dict[str, dict[str, Any]] = {
+        "plain": {"max_tokens": 30, "ignore_eos": True},
+        "greedy": {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True},
+        "formed": {"grammar": FORMED},
+        "adapter": {"grammar": FORMED, "repetition_penalty": 1.5, "top_k": 2},
+        "banned": {"max_tokens": 30, "min_tokens": 20, "stop_token_ids": (ord("~"),)},
+        "scored": {"max_tokens": 12, "ignore_eos": True, "logprobs": 2},
+        "none": {"budget": replace(begun, max_tokens=0), "grammar": FORMED},
+    }
+    for name, given in options.items():
+        adapter = "r16" if name == "adapter" else ""
+        given.setdefault("logprobs_mode", LogprobsMode.PROCESSED)
+        running.submit(name, PROMPT, adapter, **{**ANSWER, "budget": begun, "seed": 3, **given})
+    for name in options:
+        tokens, last = running.result(name)
+        assert last.error is None
+        thoughts, rest = thoughts_of(tokens)
+        assert len(thoughts) <= (0 if name == "none" else 8), name
+        assert ANSWERED in tokens, name
+        if name in ("formed", "adapter", "none"):
+            assert re.fullmatch("[ \\n]{0,3}[ab]{20}", rest), name
+    parts = [output.parts[0] for output in running.outputs["scored"]]
+    place = running.result("scored")[0].index(ANSWERED)
+    assert place == 8
+    assert parts[place].logprob == 0.0
+    running.check_idle()
+
+
+def test_preempted_thoughts_keep_their_budget(start: Callable[..., Running]) -> None:
+    options = {**ANSWER, "grammar": FORMED}
+    options["budget"] = ThoughtBudget(60, (THINK,), ANSWERED, is_begun=True)
+    found = {}
+    for name, kv_bytes in (("plenty", 4 << 20), ("short", 150 << 10)):
+        running = structured(start("llama", kv_bytes=kv_bytes, prefix_cache=False))
+        for seed in range(6):
+            running.submit(f"{seed}", PROMPT, seed=seed, **options)
+        found[name] = [running.result(f"{seed}")[0] for seed in range(6)]
+        assert max(len(thoughts_of(each)[0]) for each in found[name]) <= 60
         is_preempted = running.engine.built.engine.scheduler.num_preemptions > 0
         assert is_preempted == (name == "short")
         running.check_idle()

@@ -143,4 +143,45 @@ def test_schemas_that_cannot_be_enforced_are_refused(
         client.chat.completions.create(
             model="tooled", messages=[USER], tools=tools, tool_choice="required", max_tokens=9
         )
-    assert caught.value.param == "tool_choice"
+    assert caught.value.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_anthropics_client_has_the_same(served: Services, is_streamed: bool) -> None:
+    """Where the client is installed; `tests/inference_svc/api/http/test_messages.py` has the form
+    of its requests and answers in any case."""
+    anthropic: Any = pytest.importorskip("anthropic")
+    tools = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+    messages: list[Any] = [USER]
+    options = {"model": "tooled", "max_tokens": 200, "temperature": 1.0, "tools": tools}
+    url = f"http://{served.http_address}"
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+
+        def answer(**choice: Any) -> Any:
+            if not is_streamed:
+                return client.messages.create(messages=messages, **options, **choice)
+            with client.messages.stream(messages=messages, **options, **choice) as stream:
+                return stream.get_final_message()
+
+        for choice in ({"type": "tool", "name": "weather"}, {"type": "any"}):
+            done = answer(tool_choice={**choice, "disable_parallel_tool_use": True})
+            assert (done.model, done.stop_reason) == ("tooled@1", "tool_use")
+            [call] = [block for block in done.content if block.type == "tool_use"]
+            jsonschema.validate(call.input, SCHEMAS[call.name])
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "12"}
+            messages += [
+                {"role": "assistant", "content": done.content},
+                {"role": "user", "content": [result]},
+            ]
+        last = answer(tool_choice={"type": "none"})
+        assert [block.type for block in last.content] in ([], ["text"])
+        assert last.usage.output_tokens > 0
+        count = client.messages.count_tokens(model="tooled", messages=messages, tools=tools)
+        assert count.input_tokens > 10
+        with pytest.raises(anthropic.NotFoundError, match="GET /v1/models"):
+            client.messages.create(model="nobody", max_tokens=5, messages=[USER])
+        image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\]"):
+            client.messages.create(
+                model="base", max_tokens=5, messages=[{"role": "user", "content": [image]}]
+            )

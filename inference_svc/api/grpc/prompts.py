@@ -119,6 +119,7 @@ def from_chat(chat: pb.ChatMessages) -> ReadingOptions:
         is_parallel=not chat.single_tool_call,
         has_thoughts=chat.separate_reasoning,
         path="chat.",
+        budget=chat.thinking_token_budget if chat.HasField("thinking_token_budget") else None,
     )
 
 

@@ -18,6 +18,7 @@ from inference_svc.api.http.completions import CompletionBody, Completions
 from inference_svc.api.http.errors import handle_error
 from inference_svc.api.http.generate import GenerateRoute
 from inference_svc.api.http.life_cycle import LifeCycleRoutes
+from inference_svc.api.http.messages.route import MessagesRoute
 from inference_svc.api.http.models import Models
 from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.http.responses.route import ResponsesRoute
@@ -109,11 +110,13 @@ def make_app(
     chat: GenerateRoute[ChatBody] = GenerateRoute(service, ChatCompletions(), answers)
     completions: GenerateRoute[CompletionBody] = GenerateRoute(service, Completions(), answers)
     tokens: GenerateRoute[TokensBody] = GenerateRoute(service, Tokens(), answers)
-    responses = ResponsesRoute(service, answers)
+    responses, messages = ResponsesRoute(service, answers), MessagesRoute(service, answers)
     routes = [
         Route("/v1/chat/completions", chat.handle, methods=["POST"]),
         Route("/v1/completions", completions.handle, methods=["POST"]),
         Route("/v1/responses", responses.handle, methods=["POST"]),
+        Route("/v1/messages", messages.handle, methods=["POST"]),
+        Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
         Route("/inference/v1/generate", tokens.handle, methods=["POST"]),
         Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
         Route("/detokenize", tokenizer.detokenize, methods=["POST"]),

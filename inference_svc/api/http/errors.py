@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
@@ -108,6 +108,7 @@ API_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/messages",
     "/v1/models",
     "/tokenize",
     "/detokenize",
@@ -116,6 +117,13 @@ _ABOUT_ADAPTER = (AdapterNotFound, AdapterUnusable, AdapterUnavailable, NotFinit
 
 Names = Mapping[str, str]
 """A route's own names for the subjects of errors."""
+ErrorForm = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
+"""Makes a route's own form of an error from its status and OpenAI's form."""
+
+
+def as_it_is(status: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns an error in OpenAI's form."""
+    return body
 
 
 def error_object(error: Exception, names: Names) -> tuple[ErrorStatus, dict[str, Any]]:
@@ -148,9 +156,11 @@ def _param(error: errors.ServiceError, names: Names) -> str | None:
 # --- the state of a request ---------------------------------------------------------------------
 
 
-def set_names(request: Request, names: Names) -> None:
-    """Sets the names of the request's route; the first thing that a handler does."""
+def set_names(request: Request, names: Names, form: ErrorForm = as_it_is) -> None:
+    """Sets the names of the request's route, and the form of its errors; the first thing that a
+    handler does."""
     request.state.names = names
+    request.state.error_form = form
 
 
 def set_read(request: Request) -> None:
@@ -249,7 +259,8 @@ def _respond(
 ) -> Response:
     is_read = getattr(request.state, "is_read", False) or request.method in ("GET", "HEAD")
     response_type = JSONResponse if is_read else UnreadBodyResponse
-    return response_type(body, status, headers)
+    form: ErrorForm = getattr(request.state, "error_form", as_it_is)
+    return response_type(form(status, body), status, headers)
 
 
 class UnreadBodyResponse(JSONResponse):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -19,6 +20,7 @@ from inference_svc.api.generate_call import (
 )
 from inference_svc.api.http.request import Body
 from inference_svc.api.http.results import LogprobsFields, ResultFields
+from inference_svc.api.tools import ReadingOptions
 from inference_svc.core import MAX_PARTS, SamplingDefaults, SamplingParams, VersionPolicy
 from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar
 from inference_svc.results.base import Wanted
@@ -265,6 +267,27 @@ class RequestBody(ResultFields, Body):
             raise InvalidArgument(f"{subject}: not with stream set", subject=subject)
         includes_usage = self.stream_options is not None and self.stream_options.include_usage
         return AnswerOptions(bool(self.stream), bool(includes_usage))
+
+
+class ReadBody(RequestBody):
+    """A request whose answers are read."""
+
+    @property
+    def reading(self) -> ReadingOptions:
+        """How they are. Raises InvalidArgument. Every subclass has its own."""
+        raise NotImplementedError
+
+    def to_call(
+        self,
+        request_id: str,
+        adapter: str,
+        prompts: tuple[Prompt, ...],
+        sampling: SamplingParams,
+        wanted: Wanted,
+    ) -> GenerateCall:
+        """Raises InvalidArgument."""
+        call = super().to_call(request_id, adapter, prompts, sampling, wanted)
+        return replace(call, reading=self.reading)
 
 
 class SamplingBody(LogprobsFields, StructureFields, Body):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import re
 import threading
 import time
@@ -10,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
@@ -56,12 +57,17 @@ B = TypeVar("B", bound=Body)
 
 
 @contextmanager
-def authenticated(request: Request) -> Iterator[Caller]:
+def authenticated(request: Request, *, takes_api_key: bool = False) -> Iterator[Caller]:
     """Yields the caller, which the context authenticates first; unless it raises Unauthenticated,
-    the request is marked as authenticated."""
+    the request is marked as authenticated. With `takes_api_key` its token may be in the header of
+    Anthropic's clients."""
     host, port = request.client or ("", 0)
+    headers = request.headers.items()
+    key = request.headers.get("x-api-key")
+    if takes_api_key and key is not None and "authorization" not in request.headers:
+        headers = [*headers, ("authorization", f"Bearer {key}")]
     try:
-        yield Caller(request.headers.items(), f"http:{host}:{port}")
+        yield Caller(headers, f"http:{host}:{port}")
     except Unauthenticated:
         raise
     except BaseException:
@@ -174,7 +180,7 @@ def parse_body(data: bytes | bytearray, kind: type[B], max_values: int = MAX_VAL
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise _to_invalid_request(error) from None
+        raise _to_invalid_request(error, kind) from None
 
 
 def _check_structure(data: bytes | bytearray, max_values: int) -> None:
@@ -231,7 +237,7 @@ async def _read(request: Request, max_bytes: int) -> bytearray:
     return data
 
 
-def _to_invalid_request(error: ValidationError) -> InvalidArgument:
+def _to_invalid_request(error: ValidationError, kind: type[Body]) -> InvalidArgument:
     """Returns the first problem, in the words of JSON."""
     problem = error.errors(include_url=False, include_input=False)[0]
     field, context = _path(problem["loc"]), problem.get("ctx", {})
@@ -243,6 +249,8 @@ def _to_invalid_request(error: ValidationError) -> InvalidArgument:
         text = "must not be empty"
     else:
         text = _RULES.get(problem["type"], "is not valid").format_map(_as_json(context))
+        if problem["type"] == "extra_forbidden":
+            text += _hint(kind, problem["loc"])
     return InvalidArgument(f"{field or 'the body'}: {text}", subject=field)
 
 
@@ -269,6 +277,25 @@ _RULES = {
     "string_too_long": "must have at most {max_length} characters",
 }
 """The meaning of each kind of problem, by the validator's name of it."""
+
+
+def _hint(kind: type[Body], location: tuple[int | str, ...]) -> str:
+    """Returns the name of a field that the last name of a location is close to, as a question."""
+    *parents, last = location
+    kinds = [kind]
+    for name in parents:
+        fields = [each.model_fields[name] for each in kinds if name in each.model_fields]
+        kinds = [inner for field in fields for inner in _bodies(field.annotation)] or kinds
+    known = [field.alias or name for each in kinds for name, field in each.model_fields.items()]
+    close = difflib.get_close_matches(str(last)[:MAX_NAME_CHARS], known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _bodies(annotation: Any) -> list[type[Body]]:
+    """Returns the bodies that values of a type may have."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return [annotation]
+    return [found for each in get_args(annotation) for found in _bodies(each)]
 
 
 def _as_json(context: Mapping[str, Any]) -> dict[str, Any]:

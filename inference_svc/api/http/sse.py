@@ -12,7 +12,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from inference_svc.api.http.errors import INTERNAL, Names, error_object, set_disconnected, set_error
+from inference_svc.api.http.errors import (
+    INTERNAL,
+    ErrorForm,
+    Names,
+    as_it_is,
+    error_object,
+    set_disconnected,
+    set_error,
+)
 from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from servicekit.errors import ServiceError
 
@@ -24,21 +32,26 @@ to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 DONE = b"data: [DONE]\n\n"
 
 
-def to_event(content: dict[str, Any]) -> bytes:
+def to_event(content: Mapping[str, Any]) -> bytes:
     return f"data: {to_json(content)}\n\n".encode()
 
 
 class EventStream(Response):
     """`events` are encoded events. An error before the first one gets a status of its own, a later
-    one becomes the last event. `names` are the route's."""
+    one becomes the last event. `names` are the route's, and so is the `form` of its errors."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], names: Names, headers: Mapping[str, str]
+        self,
+        events: AsyncGenerator[bytes, None],
+        names: Names,
+        headers: Mapping[str, str],
+        form: ErrorForm = as_it_is,
     ) -> None:
         self._events = events
         self._names = names
+        self._form = form
         self._has_begun = False
         self.status_code = 200
         self.background = None
@@ -72,7 +85,9 @@ class EventStream(Response):
         status, content = error_object(error, self._names)
         if status is INTERNAL and not isinstance(error, ServiceError):
             logger.error("a stream failed", exc_info=error)
-        return to_event(content)
+        formed = self._form(status.status, content)
+        kind = f"event: {formed['type']}\n".encode() if "type" in formed else b""
+        return kind + to_event(formed)
 
 
 def _part(data: bytes) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar, cast
 
 from pydantic import Field, PlainValidator
 from starlette.requests import Request
@@ -33,6 +33,7 @@ from inference_svc.api.http.tokens import to_token_ids
 from inference_svc.api.service import Service
 from inference_svc.core import Action, Principal
 from inference_svc.text.prompt import Prompt, Text
+from inference_svc.text.text_model import TextModel
 from servicekit.errors import InvalidArgument
 from servicekit.shares import Shares
 
@@ -41,6 +42,17 @@ NAMES: Names = {
     **dict.fromkeys(("chat", "chat.messages"), "messages"),
     **{f"chat.{name}": name for name in ("tools", "chat_template_kwargs")},
 }
+
+
+class ToEncode(Protocol):
+    """A body that names a prompt, and the model whose tokens it has."""
+
+    @property
+    def model(self) -> str | None: ...
+    def to_prompt(self) -> Prompt:
+        """Raises InvalidArgument."""
+        ...
+
 
 B = TypeVar("B", bound=Body)
 
@@ -92,6 +104,9 @@ class DetokenizeBody(Body):
     model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     tokens: Annotated[tuple[int, ...], PlainValidator(to_token_ids)]
 
+    def to_prompt(self) -> Prompt:
+        return self.tokens
+
 
 class TokenizerRoutes:
     def __init__(self, service: Service, answers: Shares) -> None:
@@ -100,7 +115,7 @@ class TokenizerRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         set_names(request, NAMES)
-        principal, body, (token_ids, text) = await self._encoded(request, TokenizeBody)
+        principal, body, (token_ids, text) = await encoded(self._service, request, TokenizeBody)
         found: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": self._service.facts.max_model_len,
@@ -113,7 +128,7 @@ class TokenizerRoutes:
     async def detokenize(self, request: Request) -> Response:
         """The text has special tokens, too."""
         set_names(request, {**NAMES, "prompt": "tokens"})
-        principal, _, (token_ids, text) = await self._encoded(request, DetokenizeBody)
+        principal, _, (token_ids, text) = await encoded(self._service, request, DetokenizeBody)
         if len(token_ids) <= INLINE_TOKENS:
             return await self._respond(principal, {"prompt": text.decode_all(token_ids)})
         whole = await asyncio.to_thread(text.decode_all, token_ids)
@@ -124,21 +139,6 @@ class TokenizerRoutes:
             admit(request, self._service.access.authorize(caller, Action.INFO))
         return JSONResponse({"version": self._service.facts.versions.get("loadout", "")})
 
-    async def _encoded(self, request: Request, kind: type[B]) -> tuple[Principal, B, Any]:
-        service, facts = self._service, self._service.facts
-        with authenticated(request) as caller:
-            principal = service.access.authorize(caller, Action.GENERATE)
-            admit(request, principal)
-            num_bytes = min(body_bytes(request), MAX_BODY_BYTES)
-            async with service.reading(principal, num_bytes) as parsers:
-                body = await read_body(
-                    request, kind, parsers, max_values=max(MAX_VALUES, 2 * facts.max_model_len)
-                )
-                assert isinstance(body, TokenizeBody | DetokenizeBody)
-                prompt = body.to_prompt() if isinstance(body, TokenizeBody) else body.tokens
-                adapter = adapter_of(body.model or facts.base_model, facts)
-                return principal, body, await service.encode(principal, adapter, prompt)
-
     async def _respond(self, principal: Principal, found: Mapping[str, Any]) -> Response:
         """Raises ShareExceeded if too much of the caller's is not read yet."""
         await asyncio.sleep(0)
@@ -146,3 +146,22 @@ class TokenizerRoutes:
         memory = AnswerMemory(self._answers, principal.account)
         memory.add(len(content))
         return FullResponse([content], {}, memory)
+
+
+async def encoded(
+    service: Service, request: Request, kind: type[B], *, takes_api_key: bool = False
+) -> tuple[Principal, B, tuple[tuple[int, ...], TextModel]]:
+    """Returns the caller, the body of its request, and the tokens of its prompt, with the text
+    model of its adapter. Raises like `Service.encode`."""
+    facts = service.facts
+    with authenticated(request, takes_api_key=takes_api_key) as caller:
+        principal = service.access.authorize(caller, Action.GENERATE)
+        admit(request, principal)
+        num_bytes = min(body_bytes(request), MAX_BODY_BYTES)
+        async with service.reading(principal, num_bytes) as parsers:
+            body = await read_body(
+                request, kind, parsers, max_values=max(MAX_VALUES, 2 * facts.max_model_len)
+            )
+            asked = cast(ToEncode, body)
+            adapter = adapter_of(asked.model or facts.base_model, facts)
+            return principal, body, await service.encode(principal, adapter, asked.to_prompt())

@@ -1,5 +1,5 @@
-"""Penalties on tokens that a sequence contains, bans of stop tokens before `min_tokens`, and masks
-of grammars.
+"""Penalties on tokens that a sequence contains, bans of stop tokens before `min_tokens`, masks of
+grammars, and tokens that are forced.
 
 Tokens are counted as a sequence grows, never anew; all rows of a batch are changed at once.
 """
@@ -127,3 +127,10 @@ def keep_allowed(
     numbers = to_device([row for row, _ in rows], logits.device)
     kept = logits.index_select(0, numbers).masked_fill_(~allowed, -torch.inf)
     logits.index_copy_(0, numbers, kept)
+
+
+def force(logits: torch.Tensor, rows: SequenceOf[tuple[int, int]]) -> None:
+    """Leaves one token to each (row of `logits`, token), logits fp32 [N, vocab]."""
+    numbers, tokens = to_device(list(zip(*rows, strict=True)), logits.device)
+    logits.index_fill_(0, numbers, -torch.inf)
+    logits[numbers, tokens] = 0.0

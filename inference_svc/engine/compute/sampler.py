@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc.core import SampledToken, SamplingParams, Sequence
-from inference_svc.engine.compute.penalties import ban_ends, has_penalties, keep_allowed, penalise
+from inference_svc.engine.compute.penalties import (
+    ban_ends,
+    force,
+    has_penalties,
+    keep_allowed,
+    penalise,
+)
 from inference_svc.host.copies import to_device
 from inference_svc.results.logprobs import LogprobsMode, LogprobsOption, TokenLogprobs
 
@@ -147,6 +153,7 @@ class _Rows:
         self.limited = [(row, s) for row, s, p in rows if p.min_tokens > 0]
         self.penalised = [(row, s) for row, s, p in rows if has_penalties(p)]
         self.masked = [(row, s) for row, s, _ in rows if s.masked is not None]
+        self.thinking = [(row, s) for row, s, _ in rows if s.thinking is not None]
         self.explained = [
             _Explained(
                 row,
@@ -168,6 +175,11 @@ class _Rows:
         drawn = [(row, s, p.is_cut) for row, s, p in rows if p.temperature > 0]
         self.uncut = draws([(row, s) for row, s, is_cut in drawn if not is_cut])
         self.cut = draws([(row, s) for row, s, is_cut in drawn if is_cut])
+
+    def forced(self) -> list[tuple[int, int]]:
+        """Returns the rows whose token is forced in this step, and the token."""
+        found = [(row, s.thinking.next_token) for row, s in self.thinking if s.thinking is not None]
+        return [(row, token) for row, token in found if token is not None]
 
 
 def known_tokens(sequence: Sequence, width: int) -> int:
@@ -207,7 +219,10 @@ class Sampler:
             penalise(logits, rows.penalised)
         if rows.masked:
             keep_allowed(logits, rows.masked, self._eos_token_ids)
-        if rows.limited or rows.penalised or rows.masked:
+        forced = rows.forced()
+        if forced:
+            force(logits, forced)
+        if rows.limited or rows.penalised or rows.masked or forced:
             argmax = self._argmax(logits)
             peaks = logits.gather(1, argmax.unsqueeze(1))
             is_sound &= peaks.isfinite()

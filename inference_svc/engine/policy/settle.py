@@ -103,6 +103,8 @@ class Settler:
             return self.end(sequence, now_s, reason=FinishReason.LENGTH)._replace(parts=found)
         sequence.token_ids.append(token.token_id)
         sequence.has_sampled = True
+        if sequence.thinking is not None:
+            sequence.thinking.accept(token.token_id)
         if sequence.is_sorted:
             self.scheduler.queue.sorted_for(sequence)
         sequence.last_token_s = now_s

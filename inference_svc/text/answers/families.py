@@ -76,6 +76,13 @@ class AnswerSyntax:
             found += (self.thoughts.begin, self.thoughts.end)
         return found
 
+    def after_thoughts(self, *, is_text: bool = False) -> str:
+        """Returns the text between thoughts and calls, or whatever the model writes; with `is_text`
+        between thoughts and the text of an answer."""
+        if self.calls is None:
+            return ""
+        return self.calls.next_begin + (self.calls.text_begin if is_text else "")
+
     def begins_thoughts(self, prompt: str) -> bool:
         """Returns whether a prompt, or its end, ends with the marker before thoughts."""
         return self.thoughts is not None and prompt.rstrip().endswith(self.thoughts.begin)

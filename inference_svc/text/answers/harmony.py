@@ -29,7 +29,9 @@ class Harmony(CallSyntax):
     name = "harmony"
     begins = (CHANNEL,)
     specials = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
-    frame = CallFrame(after_thoughts=f"{START}assistant")
+    frame = CallFrame()
+    next_begin = f"{START}assistant"
+    text_begin = f"{CHANNEL}final{MESSAGE}"
 
     def fits(self, template: str) -> bool:
         return CHANNEL in template and MESSAGE in template

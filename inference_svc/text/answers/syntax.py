@@ -31,20 +31,20 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class CallFrame:
-    """The text around all calls of an answer, between two of them, and after thoughts; without
-    `separator` there is one call."""
+    """The text around all calls of an answer, and between two of them; without `separator` there is
+    one call."""
 
     begin: str = ""
     separator: str = ""
     end: str = ""
-    after_thoughts: str = ""
 
 
 class CallSyntax:
     """One family's calls; each family is a module. `begins` are the markers with which calls begin,
     `silent` ones are no part of the text, and `specials` may be special tokens, whose text is then
     shown to the scanner. With `is_whole` an answer may be a call from its first character on.
-    `frame` None: no grammar can make the model write these calls."""
+    `frame` None: no grammar can make the model write these calls. `next_begin` comes after
+    thoughts, and `text_begin` then before the text of an answer."""
 
     name: ClassVar[str]
     begins: ClassVar[tuple[str, ...]]
@@ -52,6 +52,8 @@ class CallSyntax:
     specials: ClassVar[tuple[str, ...]] = ()
     is_whole: ClassVar[bool] = False
     frame: ClassVar[CallFrame | None] = None
+    next_begin: ClassVar[str] = ""
+    text_begin: ClassVar[str] = ""
 
     def fits(self, template: str) -> bool:
         """Returns whether a chat template teaches this syntax."""

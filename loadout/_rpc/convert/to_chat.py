@@ -10,8 +10,7 @@ from google.protobuf import struct_pb2
 
 from loadout import types
 from loadout._rpc.convert import from_inference
-from loadout._rpc.convert.messages import build, named
-from loadout.errors import InvalidArgument
+from loadout._rpc.convert.messages import build, invalid, named
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
 Prompt = str | Sequence[int] | Sequence[types.ChatMessage]
@@ -32,7 +31,7 @@ def to_prompt(
         chat = build(
             inference_pb.ChatMessages,
             "chat",
-            messages=[_message(cast(dict[str, Any], item)) for item in items],
+            messages=[_message(cast(dict[str, Any], item), i) for i, item in enumerate(items)],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **_chat_options(options),
@@ -41,21 +40,25 @@ def to_prompt(
     for name, is_set in (
         ("add_generation_prompt", add_generation_prompt is not None),
         ("continue_final_message", continue_final_message),
-        *((name, bool(options.get(name))) for name in CHAT_NAMES),
+        *((name, _is_given(options.get(name))) for name in CHAT_NAMES),
     ):
         if is_set:
-            text = f"{name}: only with chat messages as the prompt"
-            raise InvalidArgument(text, code="INVALID_ARGUMENT", subject=name)
+            raise invalid(name, "works only with chat messages as the prompt")
     if isinstance(prompt, str):
         return {"text": prompt}
     return {"token_ids": build(inference_pb.TokenIds, "token_ids", ids=items)}
+
+
+def _is_given(value: object) -> bool:
+    """Returns whether an option is more than its default; 0 is a number of its own."""
+    return bool(value) or (value == 0 and value is not False)
 
 
 def _chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a chat that its options set. Raises InvalidArgument."""
     given = {name: options[name] for name in CHAT_NAMES if options.get(name) is not None}
     if "tools" in given:
-        given["tools"] = [_tool(each) for each in given["tools"]]
+        given["tools"] = [_tool(each, i) for i, each in enumerate(given["tools"])]
     if "tool_choice" in given:
         given["tool_choice"] = named(
             from_inference.TOOL_CHOICES, given["tool_choice"], "tool_choice"
@@ -78,28 +81,33 @@ def _kind(value: object) -> dict[str, Any]:
     return {"string_value" if isinstance(value, str) else "number_value": value}
 
 
-def _tool(values: Mapping[str, Any]) -> inference_pb.Tool:
-    fields = dict(values)
+def _tool(values: Mapping[str, Any], index: int) -> inference_pb.Tool:
+    path, fields = f"chat.tools[{index}]", dict(values)
     if fields.get("parameters") is not None:
-        fields["parameters"] = json.dumps(fields["parameters"])
-    return cast(inference_pb.Tool, build(inference_pb.Tool, "chat.tools", **fields))
+        try:
+            fields["parameters"] = json.dumps(fields["parameters"])
+        except (TypeError, ValueError) as error:
+            raise invalid(f"{path}.parameters", f"must be a JSON schema: {error}") from error
+    return cast(inference_pb.Tool, build(inference_pb.Tool, path, **fields))
 
 
-def _message(values: dict[str, Any]) -> inference_pb.ChatMessage:
-    """Returns a chat message. Raises InvalidArgument for content in parts, without quoting it,
-    because an image is long."""
+def _message(values: dict[str, Any], index: int) -> inference_pb.ChatMessage:
+    """Returns a chat message. Raises InvalidArgument for no content, other than an assistant's, and
+    for content in parts, without quoting it, because an image is long."""
+    path = f"chat.messages[{index}]"
     content = values.get("content")
+    if content is None and values.get("role") != "assistant":
+        raise invalid(f"{path}.content", "must be a str: only an assistant's may be None or absent")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         kinds = {str(part.get("type")) for part in content if isinstance(part, Mapping)}
         parts = f" of {', '.join(sorted(kinds))}" if kinds else ""
-        raise InvalidArgument(
-            f"chat.content cannot be a list of parts{parts}: only text is supported, as a str",
-            code="INVALID_ARGUMENT",
-            subject="chat.content",
+        raise invalid(
+            f"{path}.content",
+            f"must not be a list of parts{parts}: only text is supported, as a str",
         )
     calls = [
-        build(inference_pb.ToolCall, "chat.tool_calls", **call)
-        for call in values.get("tool_calls") or ()
+        build(inference_pb.ToolCall, f"{path}.tool_calls[{place}]", **call)
+        for place, call in enumerate(values.get("tool_calls") or ())
     ]
     fields = {**values, "tool_calls": calls} if calls else values
-    return cast(inference_pb.ChatMessage, build(inference_pb.ChatMessage, "chat", **fields))
+    return cast(inference_pb.ChatMessage, build(inference_pb.ChatMessage, path, **fields))

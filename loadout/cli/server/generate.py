@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -10,7 +11,7 @@ from loadout._rpc.convert.to_chat import Prompt
 from loadout.cli import options
 from loadout.cli.connection import Connection, connects
 from loadout.cli.local.completion import adapter_names
-from loadout.types import ChatMessage, Chunk, FinishReason, SamplingParams
+from loadout.types import ChatMessage, Chunk, FinishReason, SamplingParams, Structure
 
 EXAMPLES = """\b
 Examples:
@@ -18,6 +19,7 @@ Examples:
   loadout generate --adapter upper --temperature 0 hello=
   loadout generate --adapter "tone*0.5" --adapter support "Where is my parcel?"
   loadout generate --adapter acme/support@3 --chat --max-tokens 200 "Where is my parcel?"
+  loadout generate --choice yes --choice no "Is Bern in Switzerland?"
 """
 
 
@@ -56,6 +58,32 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="Text that ends the generation. You can repeat this option."),
 ]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SCHEMA|FILE",
+        help="Generate JSON of this JSON schema: its text, which begins with {, or a file.",
+    ),
+]
+Regex = Annotated[
+    str | None,
+    typer.Option(metavar="PATTERN", help="Generate a text that this regular expression matches."),
+]
+Choice = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT", help="Generate one of these texts. Repeat this option for each of them."
+    ),
+]
+Grammar = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Generate a text of the grammar in this file, in Lark or EBNF (GBNF).",
+    ),
+]
 MinRevision = Annotated[
     int,
     typer.Option(
@@ -78,6 +106,10 @@ def generate(
     top_p: TopP = None,
     seed: Seed = None,
     stop: Stop = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    choice: Choice = None,
+    grammar: Grammar = None,
     min_revision: MinRevision = 0,
     stats: Stats = False,
     timeout: Timeout = None,
@@ -93,6 +125,7 @@ def generate(
         "top_p": top_p,
         "seed": seed,
         "stop": stop,
+        "structure": _structure(json_schema, regex, choice, grammar),
     }
     for name, value in given.items():
         if value is not None:
@@ -117,6 +150,33 @@ def generate(
         _explain_length(last.usage.completion_tokens, max_tokens)
     if stats and last is not None:
         typer.echo(_stats(last), err=True)
+
+
+def _structure(
+    json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: Path | None
+) -> Structure | None:
+    given: dict[str, Any] = {}
+    if json_schema is not None:
+        is_text = json_schema.lstrip().startswith("{")
+        file = Path(json_schema)
+        given["json_schema"] = json_schema if is_text else _read(file, "--json-schema")
+    if regex is not None:
+        given["regex"] = regex
+    if choice:
+        given["choice"] = choice
+    if grammar is not None:
+        given["grammar"] = _read(grammar, "--grammar")
+    if len(given) > 1:
+        first, second, *_ = (f"--{name.replace('_', '-')}" for name in given)
+        raise typer.BadParameter(f"not together with {first}", param_hint=second)
+    return cast(Structure, given) if given else None
+
+
+def _read(file: Path, option: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint=option) from None
 
 
 def _part(text: str) -> tuple[str, float]:

@@ -8,9 +8,10 @@ import pytest
 
 from inference_svc.grammars import compiling
 from inference_svc.grammars.calls import to_source
+from inference_svc.grammars.grammar import Grammar
 from inference_svc.grammars.vocabulary import make_vocabulary
 from inference_svc.text.answers.families import PARSERS, THOUGHTS, AnswerSyntax
-from inference_svc.text.answers.forced import ForcedCalls, can_force
+from inference_svc.text.answers.forced import Cutter, ForcedCalls, can_force
 from inference_svc.text.answers.harmony import THOUGHTS as HARMONY_THOUGHTS
 from inference_svc.text.chat import Tool
 from inference_svc.text.pieces import Piece
@@ -51,20 +52,25 @@ def accepts(family: str, texts: list[str], *, is_special: bool, **options: Any) 
     syntax = AnswerSyntax(PARSERS[family], thoughts)
     markers = (*syntax.specials(calls=True, thoughts=True), "<|start|>") if is_special else ()
     pieces = Pieces(tuple(each for each in markers if "analysis" not in each))
-    calls = ForcedCalls(syntax, TOOLS, pieces.id_of)
-    source = to_source(
-        calls.begin,
-        calls.separator,
-        calls.end,
-        calls.forms,
-        options.get("max_calls", 0),
-        calls.thoughts,
-        starts_thinking=options.get("starts_thinking", False),
+    form = options.get("form")
+    if form is None:
+        calls = ForcedCalls(syntax, TOOLS, pieces.id_of)
+        max_calls = options.get("max_calls", 0)
+        form = Grammar.calls(
+            to_source(calls.begin, calls.separator, calls.end, calls.forms, max_calls)
+        )
+        after = syntax.after_thoughts()
+    else:
+        after = syntax.after_thoughts(is_text=True)
+    thoughts_parts = Cutter(syntax, pieces.id_of).thoughts(
+        syntax, after, is_begun=options.get("starts_thinking", False)
     )
+    assert thoughts_parts is not None
+    grammar = form.after(thoughts_parts)
     tokens = compiling.Tokens(make_vocabulary(pieces, 256 + len(pieces.markers), ()).packed)
     found = []
     for text in texts:
-        matcher = compiling.compile_grammar(tokens, "calls", source)
+        matcher = compiling.compile_grammar(tokens, grammar.kind.value, grammar.source)
         is_possible = all(map(matcher.consume_token, pieces.encode(text)))
         found.append(is_possible and matcher.is_accepting())
     return found
@@ -79,7 +85,7 @@ def test_only_calls_that_match_their_schemas_are_possible(family: str, is_specia
     form = syntax.form(TOOLS[0])
     call, other = f'{form.begin}{{"a": 1}}{form.end}', f'{form.begin}{{"a": "1"}}{form.end}'
     thoughts = HARMONY_THOUGHTS if family == "harmony" else THOUGHTS[1]
-    after = frame.after_thoughts or "\n"
+    after = syntax.next_begin or "\n"
     texts = [
         f"{frame.begin}{call}{frame.end}",
         f"{thoughts.begin}hm <{thoughts.end}{after}{frame.begin}{call}{frame.end}",
@@ -100,6 +106,31 @@ def test_thoughts_that_the_prompt_has_begun_come_first() -> None:
     call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
     texts = [call, f"hm</think>\n\n{call}", f"<think>hm</think>{call}"]
     assert accepts("hermes", texts, is_special=False, starts_thinking=True) == [False, True, True]
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("family", ["hermes", "harmony"])
+def test_every_form_may_come_after_thoughts(family: str, is_special: bool) -> None:
+    thoughts = HARMONY_THOUGHTS if family == "harmony" else THOUGHTS[1]
+    after = PARSERS[family].next_begin + PARSERS[family].text_begin or "\n\n"
+    for form in (
+        Grammar.json_schema({"enum": ["ab"]}),
+        Grammar.regex('"[a]b"'),
+        Grammar.choice(['"ab"', "}"]),
+        Grammar.grammar('start: A "b\\""\nA: /"a/ // } not the end'),
+        Grammar.grammar('root ::= "\\"a" b\nb ::= "b\\""'),
+    ):
+        texts = ['"ab"', f'{thoughts.begin}hm "{thoughts.end}{after}"ab"', f"{thoughts.begin}hm"]
+        possible = accepts(family, texts, is_special=is_special, form=form)
+        assert possible == [True, True, False], form
+        begun = accepts(
+            family,
+            ['"ab"', f'hm{thoughts.end}{after}"ab"'],
+            is_special=is_special,
+            form=form,
+            starts_thinking=True,
+        )
+        assert begun == [False, True], form
 
 
 def test_syntaxes_whose_arguments_are_json_can_be_forced() -> None:

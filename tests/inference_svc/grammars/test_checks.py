@@ -70,7 +70,14 @@ def test_good_grammars_are_accepted(processes: CheckProcesses) -> None:
         assert verdict.error == "", each
 
 
+REF = {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"items": [{"not": {}}]}}}
 REFUSED: list[tuple[Grammar, str]] = [
+    (
+        Grammar.json_schema({"properties": {"a": {"items": {"type": "b"}}}}),
+        ": $.properties.a.items: Invalid type: b",
+    ),
+    (Grammar.json_schema({"anyOf": [{}, {"not": {}}]}), ": $.anyOf[1]: Unimplemented"),
+    (Grammar.json_schema(REF), ": $.$defs.b.items[0]: Unimplemented"),
     (Grammar.json_schema({"uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
     (Grammar.json_schema({"not": {}}), "Unimplemented keys"),
     (Grammar.json_schema(False), "it must be a JSON object"),

@@ -278,6 +278,30 @@ def test_generate_chat_leaves_the_rest_to_the_server(run, fake_inference, chunks
     assert request.sampling == inference_pb.SamplingParams()
 
 
+def test_generate_asks_for_a_form(run, fake_inference, chunks, tmp_path):
+    fake_inference.on("Generate", lambda request, context: iter(chunks))
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text("true")
+    grammar.write_text('start: "a"')
+    forms = [
+        (["--json-schema", '{"type": "null"}'], {"json_schema": '{"type": "null"}'}),
+        (["--json-schema", str(schema)], {"json_schema": "true"}),
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--choice", "a", "--choice", "b"], {"choice": {"texts": ["a", "b"]}}),
+        (["--grammar", str(grammar)], {"grammar": 'start: "a"'}),
+    ]
+    for arguments, form in forms:
+        assert run("generate", *arguments, "hello")[0] == 0
+        structure = fake_inference.requests["Generate"][-1].sampling.structure
+        assert structure == inference_pb.Structure(**form)
+    for arguments, words in (
+        (["--regex", "a", "--choice", "a"], "not together with --regex"),
+        (["--json-schema", str(tmp_path / "none")], "cannot read"),
+    ):
+        code, _, err = run("generate", *arguments, "hello")
+        assert (code, words in err) == (2, True), err
+
+
 def test_generate_lost_midway_keeps_what_came(run, fake_inference, chunks, fail):
     def lose(request, context):
         yield chunks[0]

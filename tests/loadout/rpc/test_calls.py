@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_content_in_parts_is_refused_without_quoting_it():
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(InvalidArgument, match="parts of image_url, text: only text is sup") as e:
         generate([{"role": "user", "content": [{"type": "text", "text": "what?"}, image]}])
-    assert e.value.subject == "chat.content"
+    assert e.value.subject == "chat.messages[0].content"
     assert "AAAA" not in str(e.value)
 
 
@@ -90,15 +91,38 @@ def test_empty_token_prompt_is_left_for_the_server_to_refuse():
         ([1, "two"], "token_ids.ids"),
         ([-1], "token_ids.ids"),
         ([1 << 32], "token_ids.ids"),
-        ([{"role": "user", "content": 5}], "chat.content"),
-        ([{"role": "user", "text": "hi"}], "chat.text"),
+        ([{"role": "user", "content": 5}], "chat.messages[0].content"),
+        ([{"role": "user", "content": None}], "chat.messages[0].content"),
+        ([{"role": "assistant", "content": None}, {"role": "tool"}], "chat.messages[1].content"),
+        ([{"role": "user", "content": "a", "text": "hi"}], "chat.messages[0].text"),
     ],
     ids=str,
 )
 def test_bad_prompt_names_the_field(prompt, subject):
-    with pytest.raises(InvalidArgument) as caught:
+    with pytest.raises(InvalidArgument, match=r"must be|is not a known field") as caught:
         generate(prompt)
     assert caught.value.subject == subject
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"contents": "a"}, "chat.messages[0].contents is not a known field; did you mean content"),
+        ({"text": "a"}, "the fields are role, content, reasoning"),
+        ({"name": 5}, "chat.messages[0].name must be a str, not 5"),
+        ({"tool_calls": [{"name": "f", "args": ""}]}, "chat.messages[0].tool_calls[0].args is not"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_are_refused_in_our_words(message, text):
+    with pytest.raises(InvalidArgument, match=re.escape(text)):
+        generate([{"role": "user", "content": "a", **message}])
+    with pytest.raises(
+        InvalidArgument, match=r"chat\.tools\[0\]\.parameters must be a JSON schema"
+    ):
+        generate([{"role": "user", "content": "a"}], tools=[{"name": "f", "parameters": {1}}])
+    with pytest.raises(InvalidArgument, match="integer from 0 to 2\\*\\*32 - 1, not -1"):
+        generate("x", max_tokens=-1)
 
 
 def test_unset_sampling_stays_unset():

@@ -10,7 +10,6 @@ from pydantic import Field, PlainValidator
 
 from inference_svc.api.generate_call import (
     MAX_MESSAGES,
-    GenerateCall,
     checked_chat,
     checked_variables,
 )
@@ -18,11 +17,10 @@ from inference_svc.api.http.chat.formatter import ChatFormatter
 from inference_svc.api.http.chat.messages import Message, to_messages
 from inference_svc.api.http.chat.tools import Choice, Tools, to_choice, to_tools
 from inference_svc.api.http.errors import Names
-from inference_svc.api.http.generation_body import GenerationBody
+from inference_svc.api.http.generation_body import GenerationBody, ReadBody
 from inference_svc.api.service import ServerFacts
 from inference_svc.api.tools import ReadingOptions, to_options
 from inference_svc.core import SamplingParams
-from inference_svc.results.base import Wanted
 from inference_svc.results.logprobs import MAX_LOGPROBS
 from inference_svc.text.chat import Variable
 from inference_svc.text.pieces import AnyPieces
@@ -43,7 +41,7 @@ def _to_variables(value: object) -> dict[str, Variable]:
 Variables = Annotated[dict[str, Variable], PlainValidator(_to_variables)]
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ReadBody, GenerationBody):
     messages: Annotated[
         list[Message],
         Field(fail_fast=True),
@@ -60,6 +58,7 @@ class ChatBody(GenerationBody):
 
     # Extensions, by vLLM's names, and one by SGLang's.
     separate_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     chat_template_kwargs: Variables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -82,19 +81,9 @@ class ChatBody(GenerationBody):
             name=choice.name,
             is_parallel=self.parallel_tool_calls is not False,
             has_thoughts=self.separate_reasoning is not False,
+            schema_path=".function.parameters",
+            budget=self.thinking_token_budget,
         )
-
-    def to_call(
-        self,
-        request_id: str,
-        adapter: str,
-        prompts: tuple[Prompt, ...],
-        sampling: SamplingParams,
-        wanted: Wanted,
-    ) -> GenerateCall:
-        """The answer is read. Raises InvalidArgument."""
-        call = super().to_call(request_id, adapter, prompts, sampling, wanted)
-        return replace(call, reading=self.reading)
 
     @property
     def max_tokens_field(self) -> str:

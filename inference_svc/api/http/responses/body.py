@@ -15,6 +15,7 @@ from inference_svc.api.generate_call import (
     MAX_MESSAGES,
     MAX_TOOL_CALL_ID_CHARS,
     GenerateCall,
+    check_results,
     checked_chat,
 )
 from inference_svc.api.http.chat.formatter import ChatFormatter
@@ -25,7 +26,7 @@ from inference_svc.api.http.generation_body import (
     Ignored,
     IgnoredFields,
     JsonSchema,
-    RequestBody,
+    ReadBody,
     ResponseFormat,
     SamplingBody,
 )
@@ -174,7 +175,7 @@ class TextOptions(Body):
     verbosity: None = None
 
 
-class ResponsesBody(IgnoredFields, RequestBody):
+class ResponsesBody(IgnoredFields, ReadBody):
     """`input` is the whole history: this server keeps none."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
@@ -246,17 +247,25 @@ class ResponsesBody(IgnoredFields, RequestBody):
         sampling: SamplingParams,
         wanted: Wanted,
     ) -> GenerateCall:
-        """The answer is read. Raises InvalidArgument."""
+        """Raises InvalidArgument."""
         call = super().to_call(request_id, adapter, prompts, sampling, wanted)
         grammar = call.grammar
         if grammar is not None and self.format_field is not None:
             has_schema = grammar.field != "response_format"
             grammar = replace(grammar, field=f"{FORMAT}.schema" if has_schema else FORMAT)
         field = "" if self.max_output_tokens is None else "max_output_tokens"
-        return replace(call, grammar=grammar, reading=self.reading, max_tokens_field=field)
+        return replace(call, grammar=grammar, max_tokens_field=field)
 
     def to_chat(self) -> Chat:
         """Raises InvalidArgument."""
+        check_results(
+            (
+                f"input[{index}].call_id",
+                [item.call_id] if isinstance(item, CallItem) else [],
+                item.call_id if isinstance(item, ResultItem) else "",
+            )
+            for index, item in enumerate(self.input)
+        )
         messages = tuple(_joined(self._messages()))
         chat = checked_chat(messages, None, False, False, tools=self.reading.tools)
         effort = None if self.reasoning is None else self.reasoning.effort

@@ -49,17 +49,19 @@ class Items:
             if piece.arguments:
                 yield self._piece("response.function_call_arguments.delta", piece.arguments)
 
-    def end(self, reason: FinishReason, usage: Usage | None) -> Iterator[bytes]:
+    def end(self, last: Delta) -> Iterator[bytes]:
         """Yields the last events."""
+        reason = last.finish_reason
+        assert reason is not None
         yield from self._close("completed" if reason is FinishReason.STOP else "incomplete")
-        self.finish(reason, usage)
+        self._finish(reason, last.usage)
         kind = "completed" if reason is FinishReason.STOP else "incomplete"
         yield self._event(f"response.{kind}", response=self._head)
 
     def whole(self) -> dict[str, Any]:
         return self._head
 
-    def finish(self, reason: FinishReason, usage: Usage | None) -> None:
+    def _finish(self, reason: FinishReason, usage: Usage | None) -> None:
         """Completes the answer."""
         self._head = self._response("completed" if reason is FinishReason.STOP else "incomplete")
         if reason is not FinishReason.STOP:

@@ -131,6 +131,10 @@ def test_roles_decide_the_routes_of_a_token(serve_http, tmp_path: Path) -> None:
             assert answer.status_code == generates
             assert (await front.raw.get("/v1/models", headers=headers)).status_code == lists
             assert (await front.raw.get("/metrics", headers=headers)).status_code == scrapes
+            counted = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
+            path, key = "/v1/messages/count_tokens", {"x-api-key": token_of(name)}
+            assert (await front.post(path, counted, headers=key)).status_code == generates
+            assert (await front.raw.get("/v1/models", headers=key)).status_code == 401
         assert (await front.raw.get("/health")).status_code == 200
         (request, _) = front.engine.submitted
         assert (request.tenant, request.cache_seed) == ("team-a", "team-a//")

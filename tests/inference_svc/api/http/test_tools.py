@@ -8,7 +8,10 @@ from typing import Any
 
 import openai
 import pytest
+from tokenizers import AddedToken
 
+from inference_svc.grammars.budget import ThoughtBudget
+from inference_svc.grammars.grammar import GrammarKind
 from inference_svc.text.tokenizer import Tokenizer
 from loadout import types
 from loadout.aio import AsyncClient
@@ -193,6 +196,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool(name="x" * 65)]}, "tools[0].function.name"),
     ({"tools": [tool(), tool()]}, "tools[1]"),
     ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
+    ({"tools": [tool(parameters={"type": "string"})]}, "tools[0].function.parameters"),
+    ({"tools": [tool(parameters={"type": ["object"]})]}, "tools[0].function.parameters"),
     ({"tools": [tool(parameters=schema_of_depth(33))]}, "tools[0].function.parameters"),
     ({"tools": [tool(parameters=schema_of_depth(150))]}, "tools[0].function.parameters"),
     ({"tools": [tool(returns={})]}, "tools[0].function.returns"),
@@ -316,5 +321,70 @@ def test_calls_in_a_syntax_without_a_grammar_are_not_enforced(
         with pytest.raises(openai.BadRequestError, match="glm has no grammar") as caught:
             await front.chat(messages=[USER], tools=TOOLS, tool_choice="required")
         assert caught.value.param == "tool_choice"
+
+    serve_http(body, text=text, max_model_len=2048)
+
+
+THINKING = ("<think>", "</think>")
+
+
+def thinking_text(
+    folder: Path, family: str = "qwen3", markers: tuple[str, ...] = THINKING
+) -> Tokenizer:
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken(each) for each in markers])
+    return Tokenizer(save_tokenizer(backend, folder, {**FAMILIES, **TOOLED}[family]))
+
+
+@pytest.mark.processes
+def test_thoughts_have_a_budget_and_come_before_a_form(serve_http: Any, tmp_path: Path) -> None:
+    text = thinking_text(tmp_path)
+    begin, end = text.special_id("<think>"), text.special_id("</think>")
+    budget = {"thinking_token_budget": 7, "stop_token_ids": [0]}
+    form = {"type": "json_object"}
+
+    async def body(front: Front) -> None:
+        front.engine.answers += [tuple(text.encode("<think>hm</think>\n\n{}"))] * 4
+        answer = await front.chat(messages=[USER], response_format=form, extra_body=budget)
+        message = answer.choices[0].message
+        assert (message.reasoning_content, message.content) == ("hm", "{}")
+        await front.chat(messages=[USER], extra_body={**budget, "separate_reasoning": False})
+        async with AsyncClient(inference=front.running.server.address) as client:
+            user = types.ChatMessage(role="user", content="rain?")
+            await client.complete([user], thinking_token_budget=0)
+            with pytest.raises(InvalidArgument, match="only with chat") as caught:
+                await client.complete("rain?", thinking_token_budget=0)
+            assert caught.value.subject == "thinking_token_budget"
+        assert [each.budget for each in front.engine.submitted] == [
+            *[ThoughtBudget(7, (begin,), end)] * 2,
+            ThoughtBudget(0, (begin,), end),
+        ]
+        formed, plain, _ = (each.grammar for each in front.engine.submitted)
+        assert (formed.kind, plain) == (GrammarKind.THOUGHTS, None)
+        refused = {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "name": "n"}}
+        with pytest.raises(openai.BadRequestError, match="Unimplemented") as refusal:
+            await front.chat(messages=[USER], response_format=refused, extra_body=budget)
+        assert refusal.value.param == "response_format.json_schema.schema"
+
+    serve_http(body, text=text, max_model_len=2048)
+
+
+@pytest.mark.parametrize(
+    ("family", "markers", "reason"),
+    [
+        ("chatml", THINKING, "finds no thoughts"),
+        ("qwen3", ("<think>",), "</think> is no token"),
+        ("qwen3", ("</think>",), "<think> is no token"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_refused(
+    serve_http: Any, tmp_path: Path, family: str, markers: tuple[str, ...], reason: str
+) -> None:
+    text = thinking_text(tmp_path, family, markers)
+
+    async def body(front: Front) -> None:
+        with pytest.raises(openai.BadRequestError, match=reason) as caught:
+            await front.chat(messages=[USER], extra_body={"thinking_token_budget": 5})
+        assert caught.value.param == "thinking_token_budget"
 
     serve_http(body, text=text, max_model_len=2048)
