@@ -23,6 +23,7 @@ from inference_svc.api.generate_call import (
 )
 from inference_svc.api.grpc import convert as inference_convert
 from inference_svc.api.grpc.bounds import request_bounds
+from inference_svc.api.grpc.prompts import from_token_ids, from_tokenize_request
 from inference_svc.core import MAX_PARTS, Request
 from inference_svc.results.logprobs import MAX_LOGPROBS, LogprobsOption
 from inference_svc.results.scores import ScoresOption
@@ -120,6 +121,8 @@ _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "Generate": lambda request: requests_of(
         inference_convert.from_generate_request(request, VOCABULARY)
     ),
+    "Tokenize": lambda request: from_tokenize_request(request, VOCABULARY),
+    "Detokenize": lambda request: from_token_ids(request.token_ids, VOCABULARY),
     "InspectAdapter": lambda request: parse_ref(request.ref),
     "LoadAdapter": lambda request: parse_ref(request.ref),
     "UnloadAdapter": lambda request: parse_ref(request.ref),

@@ -230,11 +230,11 @@ class Service:
                 self._work.charge(principal.account, num_bytes / READ_BYTES_PER_SECOND)
 
     async def encode(
-        self, principal: Principal, adapter: str, prompt: Prompt
+        self, principal: Principal, adapter: str, prompt: Prompt, subject: str = "model"
     ) -> tuple[tuple[int, ...], TextModel]:
-        """Returns a prompt's tokens, as `generate` makes them, and the text model of the adapter.
-        Raises like `generate`."""
-        binding = await self.resolve(principal, adapter, subject="model")
+        """Returns a prompt's tokens, as `generate` makes them, and the text model of the adapter,
+        which the caller knows as `subject`. Raises like `generate`."""
+        binding = await self.resolve(principal, adapter, subject=subject)
         text = await self._text_of(binding, principal)
         if isinstance(prompt, Chat):
             ReadingOptions(prompt.tools).check(text.answers, None)

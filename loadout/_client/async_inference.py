@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack
 
 from loadout import types
@@ -197,6 +198,62 @@ class AsyncInferenceCalls(AsyncCaller):
         if completions is None:
             raise StreamLost("the generation ended without its last response")
         return completions
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str = "",
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        timeout_s: float | None = None,
+        **options: Unpack[types.ChatOptions],
+    ) -> tuple[int, ...]:
+        """Returns the tokens that a prompt of `generate` would have.
+
+        Args:
+            prompt: Text, or chat messages.
+            adapter: Reference of an adapter, whose tokenizer and chat template apply.
+            add_special_tokens: Add the tokenizer's special tokens. None: to a text, not to a chat.
+            add_generation_prompt: End a chat where a new answer begins. None: unless it continues.
+            continue_final_message: Continue a chat's last message, which is the assistant's.
+            timeout_s: Deadline of the call in seconds. None: the client's.
+            **options: Tools and other options of a chat; see `types.ChatOptions`.
+
+        Returns:
+            The ids of the tokens.
+
+        Raises:
+            InvalidArgument: An argument does not fit into a request.
+        """
+        call = calls.tokenize(
+            prompt,
+            adapter,
+            options,
+            add_special_tokens,
+            add_generation_prompt,
+            continue_final_message,
+        )
+        return await self._call(call, timeout_s)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, adapter: str = "", timeout_s: float | None = None
+    ) -> str:
+        """Returns the text of tokens, with special ones.
+
+        Args:
+            token_ids: Ids of tokens.
+            adapter: Reference of an adapter, whose tokenizer applies.
+            timeout_s: Deadline of the call in seconds. None: the client's.
+
+        Returns:
+            The text.
+
+        Raises:
+            InvalidArgument: An id is no token.
+        """
+        return await self._call(calls.detokenize(token_ids, adapter), timeout_s)
 
     async def load(
         self, ref: str, *, pin: bool = False, min_revision: int = 0, timeout_s: float | None = None

@@ -380,6 +380,34 @@ def unpin_resident(ref: str) -> Call[types.ResidentAdapter]:
     )
 
 
+def tokenize(
+    prompt: Prompt,
+    adapter: str,
+    options: Mapping[str, Any],
+    add_special_tokens: bool | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+) -> Call[tuple[int, ...]]:
+    unknown = sorted(set(options) - set(CHAT_NAMES))
+    if unknown:
+        raise TypeError(f"unknown argument {unknown[0]!r}; a chat has {', '.join(CHAT_NAMES)}")
+    fields = to_prompt(prompt, add_generation_prompt, continue_final_message, options)
+    if "token_ids" in fields:
+        raise invalid("prompt", "must be a text or chat messages, not tokens")
+    request = build(
+        inference_pb.TokenizeRequest,
+        adapter=adapter,
+        add_special_tokens=add_special_tokens,
+        **fields,
+    )
+    return Call(Service.INFERENCE, "Tokenize", request, from_inference.token_ids, adapter=adapter)
+
+
+def detokenize(token_ids: Sequence[int], adapter: str) -> Call[str]:
+    request = build(inference_pb.DetokenizeRequest, adapter=adapter, token_ids=token_ids)
+    return Call(Service.INFERENCE, "Detokenize", request, from_inference.text, adapter=adapter)
+
+
 def residents(limit: int) -> Call[tuple[types.ResidentAdapter, ...]]:
     request = build(inference_pb.ListResidentAdaptersRequest, limit=limit)
     return Call(Service.INFERENCE, "ListResidentAdapters", request, from_inference.residents)

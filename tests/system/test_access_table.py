@@ -85,6 +85,14 @@ def unload(stub: Any, ref: str) -> None:
     stub.UnloadAdapter(pb.UnloadAdapterRequest(ref=ref), timeout=60)
 
 
+def tokenize(stub: Any, ref: str) -> None:
+    stub.Tokenize(pb.TokenizeRequest(adapter=ref, text="a"), timeout=60)
+
+
+def detokenize(stub: Any, ref: str) -> None:
+    stub.Detokenize(pb.DetokenizeRequest(adapter=ref, token_ids=[5]), timeout=60)
+
+
 def inspect(stub: Any, ref: str) -> None:
     stub.InspectAdapter(pb.InspectAdapterRequest(ref=ref), timeout=60)
 
@@ -144,6 +152,8 @@ def wake(stub: Any, ref: str) -> None:
 
 ABOUT: dict[str, Callable[[Any, str], Any]] = {
     "Generate": generate,
+    "Tokenize": tokenize,
+    "Detokenize": detokenize,
     "InspectAdapter": inspect,
     "LoadAdapter": load,
     "UnloadAdapter": unload,

@@ -153,7 +153,7 @@ def test_anthropics_client_has_the_same(served: Services, is_streamed: bool) -> 
     anthropic: Any = pytest.importorskip("anthropic")
     tools = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
     messages: list[Any] = [USER]
-    options = {"model": "tooled", "max_tokens": 200, "temperature": 1.0, "tools": tools}
+    options = {"model": "tooled", "max_tokens": 200, "tools": tools}
     url = f"http://{served.http_address}"
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
 

@@ -8,7 +8,8 @@ from tools.bounds_texts.line import ACCOUNT, ANSWER, CALLER, NOTHING, QUEUED, SE
 
 INFERENCE_FIELDS: Sequence[Line] = (
     line(
-        "Generate.adapter {LoadAdapter,UnloadAdapter,PinAdapter,UnpinAdapter,InspectAdapter}.ref",
+        "{Generate,Tokenize,Detokenize}.adapter "
+        "{LoadAdapter,UnloadAdapter,PinAdapter,UnpinAdapter,InspectAdapter}.ref",
         "a name with a version, or a digest; the arena has the adapter that it loads or pins",
         "until the answer; a pin until an operator removes it",
         ACCOUNT,
@@ -24,7 +25,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_parts_of_a_sum_are_bounded test_sums_that_never_fit_are_refused",
     ),
     line(
-        "Generate.{text,token_ids.ids}",
+        "Generate.{text,token_ids.ids} Tokenize.text Detokenize.token_ids",
         "a prompt, and its tokens",
         "the text until it is tokenised; the tokens as long as the request",
         ACCOUNT,
@@ -32,9 +33,10 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_too_many_entries_are_refused test_invalid_prompts_name_the_field",
     ),
     line(
-        "Generate.chat.{messages,add_generation_prompt,continue_final_message} "
-        "Generate.chat.messages.{role,content,reasoning,name,tool_call_id,tool_calls} "
-        "Generate.chat.messages.tool_calls.{name,arguments,id} Generate.add_special_tokens",
+        "{Generate,Tokenize}.chat.{messages,add_generation_prompt,continue_final_message} "
+        "{Generate,Tokenize}.chat.messages.{role,content,reasoning,name,tool_call_id,tool_calls} "
+        "{Generate,Tokenize}.chat.messages.tool_calls.{name,arguments,id} "
+        "{Generate,Tokenize}.add_special_tokens",
         "a chat, its text, and its tokens",
         "the texts until they are tokenised; the tokens as long as the request",
         ACCOUNT,
@@ -43,9 +45,11 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_too_many_entries_are_refused test_messages_out_of_range_name_the_field",
     ),
     line(
-        "Generate.chat.tools Generate.chat.tools.{name,description,parameters} "
-        "Generate.chat.{tool_choice,required_tool,single_tool_call,separate_reasoning} "
-        "Generate.chat.{chat_template_kwargs,reasoning_effort}",
+        "{Generate,Tokenize}.chat.tools "
+        "{Generate,Tokenize}.chat.tools.{name,description,parameters} "
+        "{Generate,Tokenize}.chat.{tool_choice,required_tool,single_tool_call} "
+        "{Generate,Tokenize}.chat.{separate_reasoning,thinking_token_budget} "
+        "{Generate,Tokenize}.chat.{chat_template_kwargs,reasoning_effort}",
         "the tools of an answer, their schemas as texts",
         QUEUED,
         ACCOUNT,
@@ -176,7 +180,8 @@ HTTP_FIELDS: Sequence[Line] = (
     line(
         "messages messages.{role,content,reasoning_content,reasoning,name,tool_call_id,tool_calls} "
         "messages.tool_calls.id messages.tool_calls.function.{name,arguments} "
-        "input input.{type,role,content} instructions prompt token_ids tokens",
+        "input input.{type,role,content} instructions prompt token_ids tokens "
+        "messages.content.{type,text} system system.{type,text}",
         "prompts, and their tokens",
         "the body until its prompts are tokenised; the tokens as long as the request",
         CALLER,
@@ -189,7 +194,9 @@ HTTP_FIELDS: Sequence[Line] = (
         "tools tools.{type,name,description,parameters} "
         "tools.function.{name,description,parameters} tool_choice "
         "parallel_tool_calls separate_reasoning chat_template_kwargs reasoning_effort "
-        "reasoning reasoning.effort",
+        "reasoning reasoning.effort thinking_token_budget tools.input_schema "
+        "tool_choice.{type,name,disable_parallel_tool_use} thinking thinking.{type,budget_tokens} "
+        "output_config output_config.effort",
         "the tools of an answer, their schemas as texts",
         QUEUED,
         CALLER,
@@ -214,7 +221,7 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_small_bodies_where_adapters_are_loaded test_load_and_unload",
     ),
     line(
-        "stop stop_token_ids",
+        "stop stop_token_ids stop_sequences",
         "texts and ids that end an answer",
         QUEUED,
         CALLER,
@@ -225,7 +232,8 @@ HTTP_FIELDS: Sequence[Line] = (
         "response_format response_format.{type,json_schema} response_format.json_schema.schema "
         "text text.format text.format.{type,schema} "
         "structured_outputs structured_outputs.{json,json_object,regex,choice,grammar,"
-        "disable_fallback} guided_json guided_regex guided_choice guided_grammar",
+        "disable_fallback} guided_json guided_regex guided_choice guided_grammar "
+        "output_config.format output_config.format.{type,schema}",
         "the form of an answer: its source, and a compiled grammar",
         "as over gRPC",
         CALLER,
@@ -277,7 +285,9 @@ HTTP_FIELDS: Sequence[Line] = (
         "annotations,reasoning_details,thinking_blocks} "
         "messages.tool_calls.{type,index,arguments_error} tools.function.strict "
         "tools.strict input.{id,phase,status} reasoning.summary "
-        "text.format.{name,description,strict}",
+        "text.format.{name,description,strict} cache_control metadata.user_id "
+        "messages.content.{cache_control,citations} system.{cache_control,citations} "
+        "tools.{cache_control,eager_input_streaming,input_examples}",
         "nothing; the service discards them",
         "until the body is read",
         CALLER,
@@ -301,7 +311,7 @@ HTTP_FIELDS: Sequence[Line] = (
         "background conversation include max_tool_calls previous_response_id truncation "
         "reasoning.generate_summary text.verbosity "
         "function_call logit_bias suffix features "
-        "kv_transfer_params detokenize "
+        "kv_transfer_params detokenize speed thinking.display tools.defer_loading "
         "skip_special_tokens spaces_between_special_tokens output_kind "
         "structured_outputs.{disable_any_whitespace,disable_additional_properties,"
         "whitespace_pattern,structural_tag} bad_words allowed_token_ids truncate_prompt_tokens",

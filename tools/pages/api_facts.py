@@ -113,6 +113,8 @@ SERVICES = (
         "Inference service",
         {
             "Generate": _INFERENCE.GENERATE,
+            "Tokenize": _INFERENCE.GENERATE,
+            "Detokenize": _INFERENCE.GENERATE,
             "ListResidentAdapters": _INFERENCE.OPERATE,
             "InspectAdapter": _INFERENCE.OPERATE,
             "LoadAdapter": _INFERENCE.LOAD,
@@ -128,6 +130,8 @@ SERVICES = (
             "ProfileSteps": _INFERENCE.INSPECT,
         },
         _again(
+            calls.tokenize("", "", {}, None, None, False),
+            calls.detokenize((), ""),
             calls.load("", pin=False),
             calls.unload(""),
             calls.pin_resident(""),

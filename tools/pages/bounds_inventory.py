@@ -15,6 +15,7 @@ from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.http.adapters import LoadBody, UnloadBody
 from inference_svc.api.http.chat.endpoint import ChatBody
 from inference_svc.api.http.completions import CompletionBody
+from inference_svc.api.http.messages.body import CountBody, MessagesBody
 from inference_svc.api.http.responses.body import ResponsesBody
 from inference_svc.api.http.tokenizer import DetokenizeBody, TokenizeBody
 from inference_svc.api.http.tokens import TokensBody
@@ -32,6 +33,8 @@ BODIES: Sequence[type[BaseModel]] = (
     CompletionBody,
     TokensBody,
     ResponsesBody,
+    MessagesBody,
+    CountBody,
     TokenizeBody,
     DetokenizeBody,
     LoadBody,

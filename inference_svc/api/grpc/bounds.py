@@ -20,6 +20,9 @@ MAX_GENERATE_BYTES = 4 << 20
 DEBUG_BYTES = 2 << 20
 """The largest part of a debug bundle has a thousand rows."""
 
+TOKENS_BYTES = 8 << 20
+"""A million tokens, or their text, sent and copied."""
+
 RESIDENTS_BYTES = 1 << 20
 """A thousand adapters with five names each, sent and copied."""
 
@@ -30,15 +33,18 @@ ADAPTER_BYTES = 4 << 20
 def request_bounds(max_model_len: int) -> RequestTable:
     """`max_model_len` bounds the tokens of a prompt: a prompt that is a little too long is refused
     later, by its number of tokens."""
+    chat = {
+        "chat.messages": MAX_MESSAGES,
+        "chat.messages.tool_calls": MAX_MESSAGES,
+        "chat.tools": MAX_TOOLS,
+        "chat.chat_template_kwargs": MAX_VARIABLES,
+    }
     generate = RequestBounds(
         pb.GenerateRequest,
         MAX_GENERATE_BYTES,
         max_items={
             "token_ids.ids": 2 * max_model_len,
-            "chat.messages": MAX_MESSAGES,
-            "chat.messages.tool_calls": MAX_MESSAGES,
-            "chat.tools": MAX_TOOLS,
-            "chat.chat_template_kwargs": MAX_VARIABLES,
+            **chat,
             "adapters": 2 * MAX_PARTS,  # the limit itself is told by name
             "sampling.stop": MAX_STOPS,
             "sampling.stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -47,6 +53,15 @@ def request_bounds(max_model_len: int) -> RequestTable:
     )
     return {
         "Generate": generate,
+        "Tokenize": RequestBounds(
+            pb.TokenizeRequest, MAX_GENERATE_BYTES, max_items=chat, answer_bytes=TOKENS_BYTES
+        ),
+        "Detokenize": RequestBounds(
+            pb.DetokenizeRequest,
+            MAX_GENERATE_BYTES,
+            max_items={"token_ids": 2 * max_model_len},
+            answer_bytes=TOKENS_BYTES,
+        ),
         "ListResidentAdapters": RequestBounds(
             pb.ListResidentAdaptersRequest, answer_bytes=RESIDENTS_BYTES
         ),

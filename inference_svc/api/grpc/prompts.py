@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 
 from google.protobuf import struct_pb2
@@ -46,20 +47,19 @@ def check(holds: bool, field: str, requirement: str) -> None:
 
 
 def from_prompt(
-    request: pb.GenerateRequest, vocab_size: int, reading: ReadingOptions | None = None
+    request: pb.GenerateRequest | pb.TokenizeRequest,
+    vocab_size: int,
+    reading: ReadingOptions | None = None,
 ) -> Prompt:
     """Returns the prompt, with the tools that its answers may call. Raises InvalidArgument, naming
     the field."""
-    kind = request.WhichOneof("prompt")
+    kind: str | None = request.WhichOneof("prompt")
     adds = request.add_special_tokens if request.HasField("add_special_tokens") else None
     if kind == "text":
         return Text(request.text, adds is not False)
-    if kind == "token_ids":
+    if isinstance(request, pb.GenerateRequest) and kind == "token_ids":
         check(not adds, "add_special_tokens", "false for token ids, to which nothing is added")
-        ids = tuple(request.token_ids.ids)
-        largest = max(ids, default=0)
-        check(largest < vocab_size, "token_ids", f"below {vocab_size}; {largest} is no token")
-        return ids
+        return from_token_ids(request.token_ids.ids, vocab_size)
     if kind == "chat":
         chat = request.chat
         check(bool(chat.messages), "chat", "at least one message")
@@ -74,7 +74,22 @@ def from_prompt(
         )
         variables, effort = _from_variables(chat), _from_effort(chat)
         return replace(checked, variables=variables, reasoning_effort=effort)
-    raise InvalidArgument("prompt is missing: one of text, token_ids, chat", subject="prompt")
+    kinds = "text, chat" if isinstance(request, pb.TokenizeRequest) else "text, token_ids, chat"
+    raise InvalidArgument(f"prompt is missing: one of {kinds}", subject="prompt")
+
+
+def from_token_ids(found: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """Raises InvalidArgument."""
+    ids = tuple(found)
+    largest = max(ids, default=0)
+    check(largest < vocab_size, "token_ids", f"below {vocab_size}; {largest} is no token")
+    return ids
+
+
+def from_tokenize_request(request: pb.TokenizeRequest, vocab_size: int) -> Prompt:
+    """Returns the prompt to tokenise. Raises InvalidArgument, naming the field."""
+    reading = from_chat(request.chat) if request.WhichOneof("prompt") == "chat" else None
+    return from_prompt(request, vocab_size, reading)
 
 
 def _from_variables(chat: pb.ChatMessages) -> dict[str, Variable]:

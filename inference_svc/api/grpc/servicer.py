@@ -10,8 +10,10 @@ from typing import TypeAlias
 
 from inference_svc.api.access import Caller
 from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall, deadline_after
+from inference_svc.api.generate_stream import INLINE_TOKENS
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import request_bounds
+from inference_svc.api.grpc.prompts import check, from_token_ids, from_tokenize_request
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.request_record import MAX_NAME_CHARS
 from inference_svc.api.service import ServerFacts, Service
@@ -74,6 +76,33 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             async for index, delta in deltas:
                 for response in answers[index].responses(delta):
                     await context.write(response)
+
+    async def Tokenize(  # noqa: N802
+        self, request: pb.TokenizeRequest, context: Context
+    ) -> pb.TokenizeResponse:
+        facts = self._service.facts
+        principal = self._service.access.authorize(_caller(context), Action.GENERATE)
+        # The transport holds the message; only its conversion takes a thread.
+        async with self._service.reading(principal, 0) as parsers:
+            converting = parsers.submit(from_tokenize_request, request, facts.vocab_size)
+            prompt = await asyncio.wrap_future(converting)
+            token_ids, _ = await self._service.encode(
+                principal, request.adapter, prompt, subject="adapter"
+            )
+        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=facts.max_model_len)
+
+    async def Detokenize(  # noqa: N802
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        principal = self._service.access.authorize(_caller(context), Action.GENERATE)
+        check(bool(request.token_ids), "token_ids", "at least one id")
+        prompt = from_token_ids(request.token_ids, self._service.facts.vocab_size)
+        token_ids, text = await self._service.encode(
+            principal, request.adapter, prompt, subject="adapter"
+        )
+        if len(token_ids) <= INLINE_TOKENS:
+            return pb.DetokenizeResponse(text=text.decode_all(token_ids))
+        return pb.DetokenizeResponse(text=await asyncio.to_thread(text.decode_all, token_ids))
 
     async def InspectAdapter(  # noqa: N802
         self, request: pb.InspectAdapterRequest, context: Context

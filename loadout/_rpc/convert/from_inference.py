@@ -337,3 +337,11 @@ def debug_part(
 
 def trace_piece(message: inference_pb.ProfileStepsResponse) -> types.TracePiece:
     return types.TracePiece(message.chunk, message.num_steps)
+
+
+def token_ids(response: inference_pb.TokenizeResponse) -> tuple[int, ...]:
+    return tuple(response.token_ids)
+
+
+def text(response: inference_pb.DetokenizeResponse) -> str:
+    return response.text

@@ -60,7 +60,7 @@ from servicekit.errors import InvalidArgument
 CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE, "tool": ""}
 
 
-class ToolBody(Body):
+class ToolFields(Body):
     """A function. Tools that Anthropic's servers run are refused by their type."""
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
@@ -76,29 +76,29 @@ class ToolBody(Body):
     input_examples: Annotated[list[Any], Field(max_length=64)] | None = None
 
 
-class ChoiceBody(Body):
+class ChoiceFields(Body):
     type: Literal["auto", "any", "none", "tool"]
     name: Annotated[str, Field(min_length=1, max_length=MAX_TOOL_NAME_CHARS)] | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingBody(Body):
+class ThinkingFields(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     display: Literal["summarized"] | None = None  # thoughts come whole
 
 
-class FormatBody(Body):
+class FormatFields(Body):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputBody(Body):
-    format: FormatBody | None = None
+class OutputFields(Body):
+    format: FormatFields | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class MetadataBody(Body):
+class MetadataFields(Body):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
@@ -110,22 +110,22 @@ class PromptBody(Body):
         list[BlockMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     ]
     system: Texts | None = None
-    tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: ChoiceBody | None = None
-    thinking: ThinkingBody | None = None
-    output_config: OutputBody | None = None
+    tools: Annotated[list[ToolFields], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ChoiceFields | None = None
+    thinking: ThinkingFields | None = None
+    output_config: OutputFields | None = None
     cache_control: Anything | None = None
 
     @cached_property
     def reading(self) -> ReadingOptions:
         """Raises InvalidArgument."""
-        choice = self.tool_choice or ChoiceBody(type="auto")
+        choice = self.tool_choice or ChoiceFields(type="auto")
         if (choice.type == "tool") != (choice.name is not None):
             raise InvalidArgument(
                 'tool_choice.name: set it with type "tool", and only then',
                 subject="tool_choice.name",
             )
-        thinking = self.thinking or ThinkingBody(type="adaptive")
+        thinking = self.thinking or ThinkingFields(type="adaptive")
         if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
             raise InvalidArgument(
                 'thinking.budget_tokens: set it with type "enabled", and only then',
@@ -196,7 +196,7 @@ class MessagesBody(PromptBody, ReadBody):
     ) = None
 
     # Accepted, without effect.
-    metadata: MetadataBody | None = None
+    metadata: MetadataFields | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     speed: Literal["standard"] | None = None
     stream_options: None = None

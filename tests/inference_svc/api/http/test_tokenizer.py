@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from loadout import types
+from loadout.aio import AsyncClient
+from loadout.errors import LoadoutError
 from tests.support.access.policies import token_lines, token_of, write_policy
 from tests.support.inference.front import Front
 from tests.support.inference.serving import MAX_MODEL_LEN
@@ -38,6 +41,37 @@ def test_tokens_are_those_of_a_request(serve_http, tokenizers: Any) -> None:
         assert "".join(strings.json()["token_strs"]) == "the fox"
         adapter = await front.post("/tokenize", {"model": "french@1", "prompt": "a"})
         assert adapter.json()["tokens"] == text.encode("a")
+
+    serve_http(body, kind="byte_level", store=True)
+
+
+def test_the_python_client_has_the_same(serve_http, tokenizers: Any) -> None:
+    text = tokenizers["byte_level"]
+
+    async def body(front: Front) -> None:
+        async with AsyncClient(inference=front.running.server.address) as client:
+            user = types.ChatMessage(role="user", content="hi")
+            for options in ({}, {"add_generation_prompt": False}, {"add_special_tokens": True}):
+                await client.complete([user], **options)
+                prompt = front.engine.submitted[-1].prompt_token_ids
+                assert await client.tokenize([user], **options) == prompt
+                assert await client.detokenize(prompt) == text.hf.decode(prompt)
+            plain = await client.tokenize("the fox", adapter="french", add_special_tokens=False)
+            assert plain == tuple(text.encode("the fox", add_special_tokens=False))
+            long = list(plain) * 10
+            assert await client.detokenize(long, adapter="french@1") == "the fox" * 10
+            for call, subject in (
+                (client.tokenize("a", adapter="gone"), "adapter"),
+                (client.tokenize("a" * 10_000), "prompt"),
+                (client.tokenize([1, 2]), "prompt"),
+                (client.detokenize([1 << 30]), "token_ids"),
+                (client.detokenize([]), "token_ids"),
+            ):
+                with pytest.raises(LoadoutError) as caught:
+                    await call
+                assert caught.value.subject == subject
+            with pytest.raises(TypeError, match="'n'; a chat has tools"):
+                await client.tokenize("a", n=2)
 
     serve_http(body, kind="byte_level", store=True)
 
