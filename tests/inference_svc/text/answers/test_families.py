@@ -18,6 +18,7 @@ from tests.inference_svc.text.answers.written import (
     WRITERS,
     Call,
     Read,
+    cut,
     read,
     reader_of,
 )
@@ -45,11 +46,6 @@ ARGUMENTS = st.fixed_dictionaries(
     },
 )
 CALLS = st.lists(st.tuples(st.sampled_from([tool.name for tool in TOOLS]), ARGUMENTS), max_size=3)
-
-
-def cut(text: str, places: list[int]) -> list[str]:
-    ends = sorted({place % (len(text) + 1) for place in places})
-    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
 PLACES = st.lists(st.integers(0, 10**6), max_size=12)

@@ -68,6 +68,12 @@ def read(reader: AnswerReader, texts: Sequence[str]) -> Read:
     return Read(text, thoughts, tuple((name, args) for name, args in calls), tuple(errors))
 
 
+def cut(text: str, places: list[int]) -> list[str]:
+    """Cuts a text at places, which may be anywhere."""
+    ends = sorted({place % (len(text) + 1) for place in places})
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
