@@ -49,6 +49,7 @@ def _to_part(value: object) -> str:
 class CalledFunction(Body):
     name: Annotated[str, Field(min_length=1, max_length=MAX_MESSAGE_NAME_CHARS)]
     arguments: str
+    parsed_arguments: Any = None  # accepted, without effect: of OpenAI's helpers for streams
 
 
 class CalledTool(Body):
@@ -85,6 +86,7 @@ class Message(Body):
     annotations: _Anything | None = None  # OpenAI's responses with web search
     reasoning_details: _Anything | None = None  # OpenRouter: Roo-Code#11429
     thinking_blocks: _Anything | None = None  # LiteLLM: litellm#32684
+    parsed: Any = None  # OpenAI's helpers: the content, or null
 
     # Accepted with values that change nothing: OpenAI's responses.
     refusal: None = None

@@ -92,6 +92,7 @@ class CallItem(Body):
     id: Ignored | None = None
     status: Ignored | None = None
     arguments_error: Ignored | None = None
+    parsed_arguments: Any = None  # of OpenAI's helpers
 
 
 class ResultItem(Body):

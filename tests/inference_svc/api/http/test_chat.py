@@ -138,6 +138,7 @@ def test_fields_that_clients_keep_in_their_history_are_accepted(
         "reasoning_details": [{"type": "reasoning.text", "text": "hm"}],
         "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "x"}],
         "name": None,
+        "parsed": {"a": 1},
     }
 
     async def body(front: Front) -> None:
