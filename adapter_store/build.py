@@ -30,8 +30,11 @@ from adapter_store.garbage_collector import Collector, SharedCollector
 from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.plan.plan import COMPILER
 from adapter_store.images.precompile import Precompiler
+from adapter_store.images.share import Offers, ShareSocket
 from adapter_store.images.tiers.cache import ImageCache
 from adapter_store.images.tiers.disk_tier import DiskTier
+from adapter_store.images.tiers.memory_lock import MemoryLock
+from adapter_store.images.tiers.memory_tier import MARGIN_BYTES
 from adapter_store.images.tiers.shared_tier import SharedTier
 from adapter_store.images.worker_pool import WorkerPool
 from adapter_store.metrics.registry import Metrics
@@ -147,6 +150,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
             policies,
             places,
             None if storage.images is None else storage.images.counts,
+            await _open_share_socket(stack, settings, places.share),
         )
         stack.push_async_callback(use_cases.close)
 
@@ -197,7 +201,14 @@ def _open_images(
         storage.images,
     )
     images = ImageCache(
-        builder, data.disk, workers, places.calls, settings.image_memory, places.share
+        builder,
+        data.disk,
+        workers,
+        places.calls,
+        settings.image_memory,
+        places.share,
+        MemoryLock(settings.lock_memory, settings.image_memory + MARGIN_BYTES),
+        settings.share_socket is not None,
     )
     stack.push_async_callback(images.close)
     precompiler = Precompiler(
@@ -210,6 +221,18 @@ def _open_images(
     )
     stack.push_async_callback(precompiler.close)
     return images, precompiler
+
+
+async def _open_share_socket(
+    stack: AsyncExitStack, settings: StoreSettings, share: float
+) -> Offers | None:
+    """Hands out images over the socket as long as the stack lasts."""
+    if settings.share_socket is None:
+        return None
+    offers = Offers(share)
+    users = frozenset(map(int, settings.share_users))
+    stack.push_async_callback(ShareSocket(settings.share_socket, users, offers).close)
+    return offers
 
 
 def _registrar(

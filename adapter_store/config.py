@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -85,6 +85,11 @@ class StoreSettings(ServiceSettings):
     """Maximum memory for the sources of ephemeral adapters, including uploads in progress; when it
     is full, the store refuses further ones. Their images count towards --image-memory and use no
     disk."""
+
+    lock_memory: Annotated[Literal["auto", "on", "off"], MEMORY] = "auto"
+    """Lock the memory of images, so that the system never swaps it out. auto: if the limit of
+    locked memory allows it; loadout info shows whether it does, and why not. on: refuse to start
+    otherwise."""
 
     disk_cache_bytes: Annotated[Bytes, Level.COMMON, STORAGE] = ByteSize(64 * GIB)
     """Maximum disk space for compiled images."""
@@ -190,6 +195,14 @@ class StoreSettings(ServiceSettings):
     pull_stall_seconds: Annotated[PositiveSeconds, Level.FILE, IMAGES] = 30.0
     """Time after which the store ends a pull or another stream whose reader takes no data."""
 
+    share_socket: Annotated[Path | None, IMAGES] = None
+    """Unix socket over which inference services on the same machine get images as files that they
+    map, in place of a stream. Linux only. They need --store-share-socket, and their calls are
+    authorised in the same way. Only this process's user can connect, or also share-users."""
+
+    share_users: Annotated[Names, Metavar("UID,..."), Level.FILE, IMAGES] = ()
+    """Ids of further users whose processes may connect to --share-socket."""
+
     layout_ttl_seconds: Annotated[Seconds, IMAGES] = 604800.0
     """Time that a model layout stays in use after a server last connected or pulled for it; then
     its images are removed. One hour after its last server has left, nothing more is compiled in
@@ -286,6 +299,14 @@ class StoreSettings(ServiceSettings):
         path = value.removeprefix("s3://")
         if value and (path == value or not _BUCKET.fullmatch(path)):
             raise ValueError(f"{shown(value)} is not s3://BUCKET or s3://BUCKET/PREFIX")
+        return value
+
+    @field_validator("share_users")
+    @classmethod
+    def _check_users(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            if not entry.isascii() or not entry.isdigit():
+                raise ValueError(f"{shown(entry)} is not the number of a user")
         return value
 
     @model_validator(mode="after")

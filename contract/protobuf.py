@@ -189,6 +189,8 @@ def write_header(header: ImageHeader) -> pb.ImageHeader:
         total_bytes=header.total_bytes,
         segments=[_write_segment(segment, header.image_format) for segment in header.segments],
         offset=header.offset,
+        share_ticket=header.share_ticket,
+        not_shared=header.not_shared,
     )
 
 
@@ -219,6 +221,8 @@ def read_header(message: pb.ImageHeader) -> ImageHeader:
         total_bytes=message.total_bytes,
         segments=tuple(map(_read_segment, message.segments)),
         offset=message.offset,
+        share_ticket=message.share_ticket,
+        not_shared=message.not_shared,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,7 +96,7 @@ class _Stream:
     def pull(self, *_asked: object) -> _Stream:
         return self
 
-    def __iter__(self) -> Iterator[PullMessage]:
+    def __iter__(self) -> Generator[PullMessage]:
         for data in self._messages:
             message = to_pull_message(data)
             self.taken.append(message)

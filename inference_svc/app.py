@@ -236,7 +236,7 @@ def _in_process(
 def _in_thread(
     config: InferenceSettings, replicas: Replicas, access: StoreAccess
 ) -> Iterator[Load]:
-    images = ImageClient(replicas, access) if config.store else NoStore()
+    images = ImageClient(replicas, access, config.store_share_socket) if config.store else NoStore()
     try:
         yield lambda: EngineThread(to_engine_config(config), images)
     finally:

@@ -159,6 +159,10 @@ class InferenceSettings(ServiceSettings):
     """Addresses of the adapter store's replicas, or one host name that resolves to all of them. If
     unset, only the base model is served."""
 
+    store_share_socket: Annotated[Path | None, STORE] = None
+    """Unix socket of a store on the same machine (its --share-socket), from which images are mapped
+    in place of being streamed. Any that cannot be mapped are streamed."""
+
     store_token_file: Annotated[Path | None, Level.COMMON, STORE] = None
     """File with the bearer token for the store. The service reads it again when it changes."""
 

@@ -269,7 +269,12 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         call_context.note(digest=request.digest, layout_id=request.layout_id)
         key = convert.from_pull(request)
         pull = self._pulls.stream(
-            key, request.offset, request.image_id, caller.tenants, caller.account
+            key,
+            request.offset,
+            request.image_id,
+            caller.tenants,
+            caller.account,
+            request.share_id,
         )
         async with aclosing(pull) as messages:
             async for message in messages:

@@ -10,24 +10,31 @@ import torch
 from adapter_store.core import ImagePart
 from adapter_store.images.compile import Image
 from adapter_store.images.plan.plan import ImagePlan
+from adapter_store.images.tiers.buffers import Buffer, NotSealed
 from servicekit.errors import Draining
 
 
 class PartialImage:
-    """One thread fills `buffer` (uint8 [plan.total_bytes]) part by part; readers wait for parts on
-    the event loop.
+    """One thread fills `memory`, of plan.total_bytes, part by part; readers wait for parts on the
+    event loop.
 
     The bytes of `parts` are final; `parts` only grows, in order.
     """
 
-    def __init__(self, plan: ImagePlan, buffer: torch.Tensor) -> None:
+    def __init__(self, plan: ImagePlan, memory: Buffer) -> None:
         self.plan = plan
-        self.buffer = buffer
+        self.memory = memory
         self.parts: list[ImagePart] = []
         self._is_complete = False
         self._failure: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._waiters: list[asyncio.Future[None]] = []
+        self._sealing = asyncio.Lock()
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The bytes, uint8 [plan.total_bytes]."""
+        return self.memory.data
 
     def set_plan(self, plan: ImagePlan) -> None:
         """Replaces the plan by the same with scales. Called by the filling thread."""
@@ -92,6 +99,15 @@ class PartialImage:
         """Returns the image when it is complete. Raises its failure."""
         await self.wait_part(len(self.plan.parts))
         return Image(self.plan, self.buffer, tuple(self.parts))
+
+    async def sealed_file(self) -> int:
+        """Returns the descriptor of the image's file, as Buffer.sealed_file. Raises NotSealed."""
+        if not self._is_complete:
+            raise NotSealed("building")
+        self.memory.set_final()  # not later: the pool may get it while it is being sealed
+        async with self._sealing:
+            # Not on the event loop: of a large image it takes as long as many chunks.
+            return await asyncio.to_thread(self.memory.sealed_file)
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 
 from adapter_store.core import ImageKey, ImagePart, Tenants
 from adapter_store.images.partial_image import PartialImage
+from adapter_store.images.share import Offer, Offers
+from adapter_store.images.tiers.buffers import NotSealed
 from adapter_store.images.tiers.cache import ImageCache
 from adapter_store.metrics.registry import Metrics
 from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessage
@@ -22,6 +25,8 @@ SHARE_WAIT_SECONDS = 5.0
 LARGE_PULL_SECONDS = 600
 """How long the reader of an image that is larger than its account's share may take: it leaves
 others less memory than they are due. A tenth of that behind, its pull ends."""
+TAKE_SECONDS = 30.0
+"""How long a file is offered."""
 CHUNK_BYTES = 512 << 10
 """The approximate length of a chunk: the chunks of a part have equal lengths, at most half more."""
 
@@ -63,8 +68,10 @@ class Pulls:
         metrics: Metrics,
         use_layout: Callable[[str], None],
         held_bytes: Shares,
+        offers: Offers | None = None,
     ) -> None:
         self._images = images
+        self._offers = offers
         self._held_bytes = held_bytes
         self._held: dict[tuple[str, ImageKey], _HeldImage] = {}
         self._metrics = metrics
@@ -82,9 +89,11 @@ class Pulls:
         image_id: str,
         tenants: Tenants = None,
         account: str = "",
+        share_id: bytes = b"",
     ) -> AsyncGenerator[PullMessage]:
         """Streams an image of one of these tenants from `offset` of `image_id`, or from 0 if the
-        image has another id now.
+        image has another id now. With this process's `share_id` a complete image is offered as a
+        file, and its bytes are left out.
 
         Each part is sent as soon as it is final, while others are still being built; if those
         fail, the stream ends with the error, and without its trailer. The image is held as long as
@@ -107,21 +116,28 @@ class Pulls:
                 plan = await image.wait_plan()
                 start = start_offset(offset, image_id, plan.image_id, plan.total_bytes)
                 self._metrics.pull_wait_seconds.observe(time.monotonic() - start_s)
-                phases.enter("stream")
-                yield plan.header(start)
-                data = image.buffer.numpy().data
-                for index in itertools.count(first_part(plan.parts, start)):
-                    part = await image.wait_part(index)
-                    if part is None:
-                        break
-                    for message in _paced(part_messages(data, part, start), rate):
-                        yield message
-                    num_bytes = part.end - max(part.start, start)
-                    self._metrics.pulled_bytes.inc(num_bytes)
-                    num_sent += num_bytes
-                    active.sent_bytes += num_bytes
-                yield ImageTrailer((await image.wait_complete()).sha256)
-                result = "complete"
+                async with self._offered(image, start, share_id, account) as (offer, reason):
+                    phases.enter("stream" if offer is None else "share")
+                    ticket = b"" if offer is None else offer.ticket
+                    yield replace(plan.header(start), share_ticket=ticket, not_shared=reason)
+                    data = image.buffer.numpy().data
+                    for index in itertools.count(first_part(plan.parts, start)):
+                        part = await image.wait_part(index)
+                        if part is None:
+                            break
+                        if offer is not None:
+                            yield part_end(part)
+                        else:
+                            for message in _paced(part_messages(data, part, start), rate):
+                                yield message
+                        num_bytes = part.end - max(part.start, start)
+                        self._metrics.pulled_bytes.inc(num_bytes)
+                        num_sent += num_bytes
+                        active.sent_bytes += num_bytes
+                    yield ImageTrailer((await image.wait_complete()).sha256)
+                    result = "complete"
+                    if offer is not None:
+                        await _wait_released(offer)
         except BaseException as error:
             failure = error
             if isinstance(error, ServiceError):
@@ -131,6 +147,33 @@ class Pulls:
             phases.end(failure, bytes=num_sent)
             self.active.discard(active)
             self._metrics.pulls.labels(result).inc()
+
+    @asynccontextmanager
+    async def _offered(
+        self, image: PartialImage, start: int, share_id: bytes, account: str
+    ) -> AsyncIterator[tuple[Offer | None, str]]:
+        """Offers the image's file while the context lasts; yields None, and why, if its bytes are
+        to be streamed."""
+        offer, reason = None, ""
+        with ExitStack() as stack:
+            if not share_id:
+                reason = ""
+            elif self._offers is None or share_id != self._offers.share_id:
+                reason = "other_store"
+            elif start:
+                reason = "resumed"
+            else:
+                try:
+                    file = await image.sealed_file()
+                    offer = stack.enter_context(self._offers.offer(file, account))
+                except NotSealed as error:
+                    reason = str(error)
+                except ShareExceeded:
+                    reason = "too_many"
+            if self._offers is not None:
+                how = "shared" if offer is not None else reason or "not_asked"
+                self._metrics.count_share(how)
+            yield offer, reason
 
     @asynccontextmanager
     async def _hold(
@@ -211,7 +254,24 @@ def part_messages(
     for index in range(num_chunks):
         begin, end = (start + (part.end - start) * i // num_chunks for i in (index, index + 1))
         yield ImageChunk(begin, image[begin:end])
-    yield LayerEnd(part.index, part.end, part.sha256)
+    yield part_end(part)
+
+
+def part_end(part: ImagePart) -> LayerEnd:
+    return LayerEnd(part.index, part.end, part.sha256)
+
+
+async def _wait_released(offer: Offer) -> None:
+    """Returns when the receiver has let go of the file. Raises ReaderStalled."""
+    for event, seconds in ((offer.taken, TAKE_SECONDS), (offer.ended, LARGE_PULL_SECONDS)):
+        try:
+            async with asyncio.timeout(seconds):
+                await event.wait()
+        except TimeoutError:
+            raise ReaderStalled(
+                f"the image's file was not taken and let go of within {seconds:g} seconds",
+                subject="share_id",
+            ) from None
 
 
 def _paced(

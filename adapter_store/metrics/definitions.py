@@ -43,6 +43,14 @@ CALLS = (
         bounds_s=_BOUNDS_S,
     ),
     _OWN.counter("pulled_bytes", "Image bytes sent."),
+    _OWN.counter(
+        "shared_pulls",
+        "Pulls of a store with --share-socket, by how their bytes went: shared, as a file that the "
+        "receiver maps; else they were streamed, because they are not_asked to be shared, or the "
+        "receiver knows another process (other_store), resumes an image (resumed), or the image is "
+        "building, in_use, small, has no_file, or the account has too_many.",
+        "result",
+    ),
     _OWN.gauge("active_pulls", "Pulls in progress."),
     _OWN.gauge("active_watches", "Watches in progress."),
 )
@@ -69,6 +77,11 @@ IMAGES = (
         "unused (their layout is no longer used), or damaged.",
         "tier",
         "reason",
+    ),
+    _OWN.gauge(
+        "memory_locked",
+        "1 if the memory of images is locked, so that it is never swapped out; 0 if the system "
+        "does not allow it. Absent with --lock-memory off.",
     ),
     _OWN.gauge("tier_used_bytes", "Bytes used by images.", "tier"),
     _OWN.gauge("tier_capacity_bytes", "Bytes available for images.", "tier"),

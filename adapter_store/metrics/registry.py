@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import platform
+import time
 from collections.abc import Iterable
 
 from adapter_store.metrics.definitions import DEFINITIONS
 from servicekit.telemetry.metrics import MetricRegistry
 
+logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 600.0
+"""How often the log has a line of the same kind."""
 FAULT_CODES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")
 SERVER_METHODS = ("WatchAdapters", "PullAdapter", "RegisterLayout")
 """Methods that inference services call."""
@@ -33,6 +39,8 @@ class Metrics:
         self.pulls = made.counter("pulls")
         self.pull_wait_seconds = made.histogram("pull_wait_seconds")
         self.pulled_bytes = made.counter("pulled_bytes")
+        self._shared_pulls = made.counter("shared_pulls")
+        self._logged_s: dict[str, float] = {}
         self._build_info = made.gauge("build_info")
         self._start_at_zero()
 
@@ -59,6 +67,16 @@ class Metrics:
         self.request_seconds.labels(method).observe(seconds)
         if reason:
             self.rejections.labels(method, reason).inc()
+
+    def count_share(self, how: str) -> None:
+        """Counts a pull by how its bytes go, and logs each way from time to time."""
+        self._shared_pulls.labels(how).inc()
+        now_s = time.monotonic()
+        if now_s - self._logged_s.get(how, -LOG_SECONDS) >= LOG_SECONDS:
+            self._logged_s[how] = now_s
+            is_shared = how == "shared"
+            facts = {} if is_shared else {"reason": how}
+            logger.info("image is shared" if is_shared else "image is streamed", extra=facts)
 
     def describe_store(self, version: str, compiler: str) -> None:
         """Sets the software's versions."""

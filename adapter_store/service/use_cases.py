@@ -10,6 +10,7 @@ from adapter_store.catalog.presence import Presence
 from adapter_store.catalog.watch import Watch
 from adapter_store.images.precompile import Precompiler
 from adapter_store.images.pull import Pulls
+from adapter_store.images.share import Offers
 from adapter_store.images.tiers.cache import ImageCache
 from adapter_store.images.tiers.disk_tier import TierCounts
 from adapter_store.metrics.registry import Metrics
@@ -57,14 +58,16 @@ def make_use_cases(
     policies: StorePolicyFile,
     places: Places,
     shared: TierCounts | None,
+    offers: Offers | None = None,
 ) -> UseCases:
-    """Makes the use cases. `shared` counts the tier that replicas share, if there is one."""
+    """Makes the use cases. `shared` counts the tier that replicas share, if there is one; `offers`
+    are this machine's, if it has a socket for them."""
     calls, internal = Calls(places), places.calls.of(INTERNAL)
     standing = StandingImages(calls, catalog.layouts, catalog.images, images, precompiler)
     changes = Changes(standing)
     layout_usage = LayoutUsage(catalog.layouts, internal, standing.resume)
     presence = Presence(catalog.servers, internal, layout_usage.record)
-    pulls = Pulls(images, metrics, layout_usage.record, places.pulled_bytes)
+    pulls = Pulls(images, metrics, layout_usage.record, places.pulled_bytes, offers)
     status = StatusReader(
         catalog.counts,
         calls,

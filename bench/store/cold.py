@@ -37,7 +37,7 @@ from adapter_store.blobs.local import LocalBlobs
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import Image, compile_parts
 from adapter_store.images.plan.plan import IMAGE_FORMATS, plan_image
-from adapter_store.images.tiers.buffers import resident_buffer
+from adapter_store.images.tiers.buffers import allocate_buffer
 from adapter_store.images.tiers.file import write_image
 from adapter_store.sources import Sources
 from adapter_store.sources.limits import FetchLimits
@@ -84,7 +84,7 @@ def measure_phases(sources: Sources, uri: str, folder: Path, layers: int) -> dic
         with phases.timed("check"):
             checkpoint = open_checkpoint(staging.folder)
         # The store keeps such memory ready for the next image of this size.
-        buffer = resident_buffer(plan_image(checkpoint, layout).total_bytes)
+        buffer = allocate_buffer(plan_image(checkpoint, layout).total_bytes).zero_()
         with phases.timed("compile"):
             plan = plan_image(checkpoint, layout)
             parts = compile_parts(checkpoint, plan, buffer, threads=threads)

@@ -8,7 +8,7 @@ adapters take the memory of one in this store, and their full memory in the engi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class MemoryStream:
     def cancel(self) -> None:
         self._is_cancelled = True
 
-    def __iter__(self) -> Iterator[PullMessage]:
+    def __iter__(self) -> Generator[PullMessage]:
         for message in self._messages():
             if self._is_cancelled:
                 raise StoreUnavailable("cancelled")

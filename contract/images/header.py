@@ -49,7 +49,8 @@ class Segment(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
     """The first message of a pull. The stream starts at `offset`: 0 if another `image_id` was
-    requested."""
+    requested. With a `share_ticket` no chunks follow: it is for the image's file; see `sharing`.
+    `not_shared` is why there is none although the request could use one."""
 
     image_id: str
     digest: str
@@ -58,6 +59,8 @@ class ImageHeader:
     total_bytes: int
     segments: tuple[Segment, ...]
     offset: int = 0
+    share_ticket: bytes = field(default=b"", repr=False)
+    not_shared: str = ""
 
     @property
     def rank(self) -> int:

@@ -216,6 +216,13 @@ LOADS = (
     _OWN.counter(
         "store_pulls", "Image streams from a replica that ended, by result.", "replica", "result"
     ),
+    _OWN.counter(
+        "store_shared_pulls",
+        "Pulls of a server with --store-share-socket, by how their bytes came: shared, as a file "
+        "that is mapped; else they were streamed, because the socket was unreachable, refused the "
+        "ticket, or its file was unsealed or had the wrong_size, or for a reason of the store's.",
+        "result",
+    ),
     _OWN.counter("store_pulled_bytes", "Bytes of images pulled from a replica.", "replica"),
     _OWN.counter("store_failovers", "Pulls and lookups that continued at another replica."),
 )

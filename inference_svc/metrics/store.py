@@ -33,6 +33,9 @@ def replica_metrics(replicas: Replicas) -> Iterator[Metric]:
     )
     yield DEFINITIONS.samples("store_pulls", pulls)
     yield DEFINITIONS.samples(
+        "store_shared_pulls", {(how,): count for how, count in replicas.shares().items()}
+    )
+    yield DEFINITIONS.samples(
         "store_pulled_bytes", {(label,): pulled_bytes[label] for label in known}
     )
     yield DEFINITIONS.sample("store_failovers", replicas.num_failovers)

@@ -100,6 +100,11 @@ class ChannelPool:
             pooled.num_calls += 1
             return pooled
 
+    def hold(self, pooled: PooledChannel) -> None:
+        """Counts one more call on a channel that has one."""
+        with self._lock:
+            pooled.num_calls += 1
+
     def release(self, pooled: PooledChannel) -> None:
         with self._lock:
             pooled.num_calls -= 1

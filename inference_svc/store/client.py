@@ -9,8 +9,9 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -36,11 +37,11 @@ from inference_svc.store.convert import (
     to_error,
     to_event,
     to_forwarded_error,
-    to_pull_message,
     to_record,
 )
 from inference_svc.store.credentials import NO_ACCESS, Metadata, StoreAccess, read_store_access
 from inference_svc.store.replicas import Endpoint, Replicas
+from inference_svc.store.shared_images import PullCall, ShareSocket
 from inference_svc.store.types import (
     AcceptedLayout,
     AdapterPage,
@@ -306,10 +307,18 @@ class ReplicaSession:
 class ImageClient:
     """The AdapterStore of pull threads: channels of its own, blocking iterators."""
 
-    def __init__(self, replicas: Replicas, access: StoreAccess = NO_ACCESS) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        access: StoreAccess = NO_ACCESS,
+        share_socket: Path | None = None,
+    ) -> None:
         self._replicas = replicas
         self._access = access
         self._channels = ChannelPool(grpc, replicas, access)
+        self._socket = None
+        if share_socket is not None:
+            self._socket = ShareSocket(share_socket, replicas.count_share)
 
     def close(self) -> None:
         for channel in self._channels.pop_all():
@@ -331,9 +340,18 @@ class ImageClient:
         request = pb.PullAdapterRequest(
             digest=digest, layout_id=layout_id, offset=offset, image_id=image_id
         )
+        metadata = (*self._access.metadata(), *outgoing_headers())
         pooled = self._channels.acquire(chosen)
-        call = pooled.pull(request, metadata=(*self._access.metadata(), *outgoing_headers()))
-        call.add_done_callback(lambda _: self._channels.release(pooled))
+
+        def start(share_id: bytes) -> Any:
+            self._channels.hold(pooled)
+            request.share_id = share_id
+            call = pooled.pull(request, metadata=metadata)
+            call.add_done_callback(lambda _: self._channels.release(pooled))
+            return call
+
+        call = PullCall(start, self._socket, can_share=offset == 0)
+        self._channels.release(pooled)
         is_last = all(other.address in avoid for other in others)
         return _ImageStream(self._replicas, self._channels, pooled, call, layout_id, is_last)
 
@@ -364,7 +382,7 @@ class _ImageStream:
         replicas: Replicas,
         channels: ChannelPool,
         pooled: PooledChannel,
-        call: Any,
+        call: PullCall,
         layout_id: str,
         is_last: bool,
     ) -> None:
@@ -376,11 +394,10 @@ class _ImageStream:
         self._layout_id = layout_id
         self._is_last = is_last
 
-    def __iter__(self) -> Iterator[PullMessage]:
+    def __iter__(self) -> Generator[PullMessage]:
         num_bytes, result = 0, "cancelled"
         try:
-            for response in self._call:
-                message = to_pull_message(response)
+            for message in self._call.messages():
                 if isinstance(message, ImageHeader):
                     self._channels.report_success(self._pooled)
                 elif isinstance(message, ImageChunk):
@@ -418,9 +435,13 @@ class RemoteImages(ImageClient):
     """Has replicas of its own, which exchange their findings with the main process's."""
 
     def __init__(
-        self, replicas: Replicas, access: StoreAccess, publish: Callable[[Any], None]
+        self,
+        replicas: Replicas,
+        access: StoreAccess,
+        publish: Callable[[Any], None],
+        share_socket: Path | None = None,
     ) -> None:
-        super().__init__(replicas, access)
+        super().__init__(replicas, access, share_socket)
         replicas.publish_to(publish)
         self.on_update = replicas.on_update
 
@@ -442,4 +463,5 @@ class ImageClientRecipe:
         if not self.config.store:
             return RemoteNoStore()
         replicas = Replicas.at(*self.config.store_addresses)
-        return RemoteImages(replicas, read_store_access(self.config), publish)
+        access = read_store_access(self.config)
+        return RemoteImages(replicas, access, publish, self.config.store_share_socket)

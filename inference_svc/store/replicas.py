@@ -79,6 +79,7 @@ class Replicas:
         self._replicas: dict[str, _Replica] = {}
         self._publish: Callable[[Any], None] = lambda update: None
         self.num_failovers = 0
+        self._shares: Counter[str] = Counter()
         self._replace(tuple(endpoints))
 
     @classmethod
@@ -100,6 +101,7 @@ class Replicas:
             "admit": self._admit,
             "count_pull": self._count_pull,
             "count_failover": self._count_failover,
+            "count_share": self._count_share,
         }
         changes[kind](*arguments)
 
@@ -212,6 +214,20 @@ class Replicas:
             if replica is not None:
                 replica.pulls[result] += 1
                 replica.pulled_bytes += num_bytes
+
+    def count_share(self, how: str) -> None:
+        """Counts a pull by how its bytes went: as a file, or why not."""
+        self._count_share(how)
+        self._publish(("count_share", how))
+
+    def _count_share(self, how: str) -> None:
+        with self._lock:
+            self._shares[how] += 1
+
+    def shares(self) -> dict[str, int]:
+        """Returns the counts of `count_share`."""
+        with self._lock:
+            return dict(self._shares)
 
     def count_failover(self) -> None:
         self._count_failover()

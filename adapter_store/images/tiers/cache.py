@@ -18,6 +18,7 @@ from adapter_store.images.builder import Build, ImageBuilder, NotPrecompiled
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.tiers.buffers import resident_buffer
 from adapter_store.images.tiers.disk_tier import DiskTier, TierCounts
+from adapter_store.images.tiers.memory_lock import MemoryLock
 from adapter_store.images.tiers.memory_tier import MemoryEntry, MemoryTier, Reservation
 from adapter_store.images.worker_pool import Priority, WorkerPool
 from servicekit.errors import Draining, ServiceError, ShareExceeded
@@ -67,6 +68,8 @@ class ImageCache:
         calls: FairExecutor,
         memory_bytes: int,
         tenant_share: float = 1.0,
+        lock: MemoryLock | None = None,
+        is_shared: bool = False,
         memory_wait_seconds: float = MEMORY_WAIT_SECONDS,
     ) -> None:
         self._builder = builder
@@ -75,7 +78,9 @@ class ImageCache:
         self._calls = calls
         self.memory_wait_seconds = memory_wait_seconds
         self._pinned: frozenset[ImageKey] = frozenset()
-        self._memory = MemoryTier(memory_bytes, lambda key: key in self._pinned)
+        self._memory = MemoryTier(
+            memory_bytes, lambda key: key in self._pinned, lock, is_shared=is_shared
+        )
         self._flights: dict[ImageKey, _Flight] = {}
         self._checks: set[tuple[str, ImageKey]] = set()
         self._waiting = Shares("images_waiting_for_memory", MAX_WAITING, tenant_share)
@@ -304,7 +309,7 @@ class ImageCache:
         so pinning them, takes as long as compiling. One at a time."""
         try:
             spare = await self._workers.run(
-                "spare", Priority.WRITE, lambda _: resident_buffer(num_bytes)
+                "spare", Priority.WRITE, lambda _: resident_buffer(self._memory.pool, num_bytes)
             )
         except ServiceError:  # shutting down
             return

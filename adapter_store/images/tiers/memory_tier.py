@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from adapter_store.core import ImageKey
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan.plan import ImagePlan
-from adapter_store.images.tiers.buffers import BufferPool
+from adapter_store.images.tiers.buffers import Buffer, BufferPool
 from adapter_store.images.tiers.disk_tier import Removal, TierCounts
+from adapter_store.images.tiers.memory_lock import MemoryLock
 from adapter_store.images.worker_pool import Priority
 
 MARGIN_BYTES = 32 << 20
@@ -53,7 +52,7 @@ class Reservation:
     def __init__(self, num_bytes: int, priority: Priority) -> None:
         self.num_bytes = num_bytes
         self.priority = priority
-        self.granted: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
+        self.granted: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
 
 
 class WaitingReservations:
@@ -78,14 +77,22 @@ class WaitingReservations:
 
 
 class MemoryTier:
-    """Used from one thread. Held and pinned images are never evicted."""
+    """Used from one thread. Held and pinned images are never evicted. Where it `is_shared`, images
+    have files that other processes can map."""
 
-    def __init__(self, capacity_bytes: int, is_pinned: Callable[[ImageKey], bool]) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        is_pinned: Callable[[ImageKey], bool],
+        lock: MemoryLock | None = None,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self.counts = TierCounts(capacity_bytes)
         self._margin_bytes = min(MARGIN_BYTES, capacity_bytes // 8)
         self._is_pinned = is_pinned
         self._entries: OrderedDict[ImageKey, MemoryEntry] = OrderedDict()
-        self.pool = BufferPool(min(SPARE_BYTES, capacity_bytes))
+        self.pool = BufferPool(min(SPARE_BYTES, capacity_bytes), lock, has_files=is_shared)
         self._held_bytes = 0
         """The bytes of entries with holds, and of reservations granted and not used yet."""
         self._waiting = WaitingReservations()
@@ -154,7 +161,7 @@ class MemoryTier:
             and self.has_space(self.pool.spare_bytes + num_bytes)
         )
 
-    def add_spare(self, buffer: torch.Tensor) -> None:
+    def add_spare(self, buffer: Buffer) -> None:
         """Keeps a buffer for the next image of its size, if there still is space for it."""
         self.pool.put(buffer)
         self.pool.shrink(self.counts.capacity_bytes - self.counts.used_bytes)
@@ -236,7 +243,7 @@ class MemoryTier:
             self.counts.removals[reason] += 1
         self._grant()
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
+    def _allocate(self, num_bytes: int) -> Buffer:
         self._evict_for(num_bytes)
         buffer = self.pool.take(num_bytes)
         self._held_bytes += num_bytes
@@ -258,8 +265,8 @@ class MemoryTier:
     def _free(self, entry: MemoryEntry) -> None:
         entry.is_freed = True
         self.counts.images -= 1
-        self._recycle(entry.image.buffer)
+        self._recycle(entry.image.memory)
 
-    def _recycle(self, buffer: torch.Tensor) -> None:
-        self.counts.used_bytes -= buffer.numel()
+    def _recycle(self, buffer: Buffer) -> None:
+        self.counts.used_bytes -= buffer.num_bytes
         self.add_spare(buffer)

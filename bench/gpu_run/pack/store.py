@@ -6,7 +6,7 @@ import hashlib
 import json
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -130,7 +130,7 @@ class PackStream:
     def cancel(self) -> None:
         """Does nothing, because a pull never blocks."""
 
-    def __iter__(self) -> Iterator[PullMessage]:
+    def __iter__(self) -> Generator[PullMessage]:
         facts = self._facts
         segments = tuple(
             Segment(

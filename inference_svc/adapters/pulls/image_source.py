@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from typing import Protocol
 
 from contract.images.header import PullMessage
@@ -18,7 +18,7 @@ class PullStream(Protocol):
     @property
     def source(self) -> str: ...
 
-    def __iter__(self) -> Iterator[PullMessage]: ...
+    def __iter__(self) -> Generator[PullMessage]: ...
 
     def cancel(self) -> None:
         """Ends the stream at once, from any thread; a wait for its next message then raises

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from contract.images.header import ImageHeader
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.pulls.image_source import PullStream
@@ -28,19 +30,31 @@ class ImageSink:
 
     def __init__(self, memory: memoryview, extents: Sequence[Extent]) -> None:
         self._memory = memory
+        self._bytes = np.frombuffer(memory, np.uint8)
         self.extents = sorted(extents, key=lambda extent: extent.image_offset)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Writes bytes that must lie within the image."""
-        view, written = memoryview(data), 0
+        """Writes bytes that must lie within the image. Lets other threads run meanwhile."""
+        view, written = np.frombuffer(data, np.uint8), 0
         for extent in self.extents:
             start = max(offset, extent.image_offset)
             end = min(offset + len(data), extent.image_offset + extent.num_bytes)
             if start < end:
                 at = extent.start + start - extent.image_offset
-                self._memory[at : at + end - start] = view[start - offset : end - offset]
+                self._bytes[at : at + end - start] = view[start - offset : end - offset]
                 written += end - start
         assert written == len(data), "bytes outside the image's extents"
+
+    def views(self, start: int, end: int) -> list[memoryview]:
+        """Returns the memory of the image's bytes [start, end), in order."""
+        found = []
+        for extent in self.extents:
+            first = max(start, extent.image_offset)
+            last = min(end, extent.image_offset + extent.num_bytes)
+            if first < last:
+                at = extent.start + first - extent.image_offset
+                found.append(self._memory[at : at + last - first])
+        return found
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Returns bytes of the image that were written; they lie within one extent."""

@@ -10,7 +10,6 @@ the rest comes at a `PullPace`, if the model computes on the same processors.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import queue
@@ -30,6 +29,7 @@ from contract.images.header import (
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.pulls.image_source import AdapterStore
 from inference_svc.adapters.pulls.pace import PullPace
+from inference_svc.adapters.pulls.part_checks import PartChecks, PartHashers
 from inference_svc.adapters.pulls.pull import (
     ImageSink,
     Parked,
@@ -41,6 +41,7 @@ from inference_svc.adapters.pulls.pull import (
     PullOpened,
 )
 from inference_svc.errors import CorruptImage, StoreUnavailable
+from inference_svc.host.cpus import usable_cpus
 from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ pull wait for memory, for another replica and for a compiler together."""
 SILENCE_POLL_S = 0.5
 PULL_NICENESS = 5
 """Niceness of pull threads: a third of an ordinary thread's time on a core that both need."""
+MAX_HASHERS = 4
+"""Threads that hash images; on fewer cores as many as there are."""
 MAX_CORRUPT = 2
 """Attempts whose bytes fail their hash before the pull fails."""
 
@@ -116,6 +119,7 @@ class Puller:
         self._read_header = read_header
         self._check_contents = check_contents
         self._pace = pace
+        self._hashers = PartHashers(min(MAX_HASHERS, usable_cpus()), _lower_priority)
         self._jobs: queue.SimpleQueue[PullJob | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"loadout-pull-{i}", daemon=True)
@@ -148,6 +152,7 @@ class Puller:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
+        self._hashers.close()
 
     def _work(self) -> None:
         _lower_priority()
@@ -213,30 +218,30 @@ class Puller:
         )
         progress.source = stream.source
         job.attach(stream)
+        messages = iter(stream)
         try:
-            messages = iter(stream)
             self._open(job, next(messages, None))
-            hasher = hashlib.sha256()
-            position = progress.offset
-            for message in messages:
-                job.on_message()
-                if isinstance(message, ImageChunk):
-                    position = _write(progress, message, position)
-                    hasher.update(message.data)
-                    if self._pace is not None:
-                        job.pause(self._pace.delay_s(position, len(message.data)))
-                elif isinstance(message, LayerEnd):
-                    _end_part(progress, message, position, hasher.digest())
-                    hasher = hashlib.sha256()
-                else:
-                    _check_trailer(progress, message, position)
-                    assert progress.header is not None
-                    assert progress.sink is not None
-                    self._check_contents(progress.header, progress.sink.read)
-                    return
+            with PartChecks(progress, self._hashers) as checks:
+                position = progress.offset
+                for message in messages:
+                    job.on_message()
+                    if isinstance(message, ImageChunk):
+                        position = _write(progress, message, position)
+                        if self._pace is not None:
+                            job.pause(self._pace.delay_s(position, len(message.data)))
+                    elif isinstance(message, LayerEnd):
+                        checks.add(message, position)
+                    else:
+                        checks.finish()
+                        _check_trailer(progress, message, position)
+                        assert progress.header is not None
+                        assert progress.sink is not None
+                        self._check_contents(progress.header, progress.sink.read)
+                        return
         finally:
             job.detach()
             stream.cancel()
+            messages.close()  # not later: an error keeps it, and it may keep the store's memory
         raise StoreUnavailable("the adapter store breaks off before it has sent all of it")
 
     def _open(self, job: PullJob, header: PullMessage | None) -> None:
@@ -284,16 +289,6 @@ def _write(progress: Progress, chunk: ImageChunk, position: int) -> int:
         raise CorruptImage(f"image bytes [{chunk.offset}, {end}) where {position} was due")
     progress.sink.write(position, chunk.data)
     return end
-
-
-def _end_part(progress: Progress, end: LayerEnd, position: int, sha256: bytes) -> None:
-    if end.end_offset != position or end.sha256 != sha256:
-        raise CorruptImage(f"part {end.part} of the image fails its sha256")
-    assert progress.header is not None
-    if position == progress.offset or len(progress.part_hashes) >= len(progress.header.segments):
-        raise CorruptImage(f"part {end.part} of the image has no segment")
-    progress.part_hashes.append(sha256)
-    progress.offset = position
 
 
 def _check_trailer(progress: Progress, trailer: PullMessage, position: int) -> None:

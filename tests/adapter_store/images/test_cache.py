@@ -19,7 +19,7 @@ from adapter_store.images import precompile
 from adapter_store.images.compile import compile_image
 from adapter_store.images.plan import layout as layout_module
 from adapter_store.images.tiers import cache as images_module
-from adapter_store.images.tiers.buffers import resident_buffer
+from adapter_store.images.tiers.buffers import Buffer, BufferPool, resident_buffer
 from adapter_store.images.worker_pool import Priority
 from contract.images.dtypes import DataType
 from servicekit.errors import FailedPrecondition, NotFound
@@ -85,10 +85,10 @@ def test_image_is_built_once_for_all_callers(start, make_adapter, make_layout, c
 
 def test_the_next_image_finds_its_memory_ready(start, make_adapter, make_layout, monkeypatch):
     folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(2)]
-    spares: list[torch.Tensor] = []
+    spares: list[Buffer] = []
 
-    def noted(num_bytes: int) -> torch.Tensor:
-        spares.append(resident_buffer(num_bytes))
+    def noted(pool: BufferPool, num_bytes: int) -> Buffer:
+        spares.append(resident_buffer(pool, num_bytes))
         return spares[-1]
 
     monkeypatch.setattr(images_module, "resident_buffer", noted)
@@ -101,7 +101,7 @@ def test_the_next_image_finds_its_memory_ready(start, make_adapter, make_layout,
             await store.precompiler.wait_idle()
             second = (await register(store, folders[1], "second")).digest
             async with store.images.hold(ImageKey(second, layout_id)) as image:
-                assert image.buffer is spares[0]
+                assert image.memory is spares[0]
                 expected = compile_image(open_checkpoint(folders[1]), make_layout())
                 assert torch.equal((await image.wait_complete()).buffer, expected.buffer)
 
@@ -116,10 +116,10 @@ def test_an_image_is_built_again_while_a_buffer_is_made_ready(
     may_end = threading.Event()
     began = threading.Event()
 
-    def slow(num_bytes: int) -> torch.Tensor:
+    def slow(pool: BufferPool, num_bytes: int) -> Buffer:
         began.set()
         assert may_end.wait(60)
-        return resident_buffer(num_bytes)
+        return resident_buffer(pool, num_bytes)
 
     monkeypatch.setattr(images_module, "resident_buffer", slow)
 

@@ -4,7 +4,6 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -115,14 +114,14 @@ def test_spare_serves_the_next_image_of_its_size():
     tier = memory()
     a = put(tier, "a", 30)
     assert tier.lacks_spare(30)
-    spare = torch.zeros(30, dtype=torch.uint8)
+    spare = tier.pool.make(30)
     tier.add_spare(spare)
     assert not tier.lacks_spare(30)
     assert tier.lacks_spare(40)
     assert not tier.lacks_spare(41)
     assert tier.counts.used_bytes == 30  # not held, so it is evicted when its bytes are needed
     b = begin(tier, "b", 30)
-    assert b.image.buffer is spare
+    assert b.image.memory is spare
     tier.release(b)
     put(tier, "c", 60)
     tier.drop(a.key)
@@ -133,7 +132,7 @@ def test_spare_serves_the_next_image_of_its_size():
 def test_spare_without_space_is_freed():
     tier = memory()
     put(tier, "a", 80)
-    tier.add_spare(torch.zeros(30, dtype=torch.uint8))
+    tier.add_spare(tier.pool.make(30))
     assert tier.lacks_spare(20)
     assert not tier.lacks_spare(30)
 
@@ -201,11 +200,11 @@ def test_one_image_always_can_be_made_even_when_all_is_pinned():
 def test_spare_buffer_is_reused_and_accounted():
     tier = memory(800)
     a = put(tier, "a", 50)
-    buffer = a.image.buffer
+    buffer = a.image.memory
     tier.drop(key("a"))
     assert (tier.counts.used_bytes, tier.pool.spare_bytes) == (0, 50)
     b = begin(tier, "b", 50)
-    assert b.image.buffer is buffer
+    assert b.image.memory is buffer
     assert (tier.counts.used_bytes, tier.pool.spare_bytes) == (50, 0)
     tier.release(b)
     begin(tier, "c", 780)

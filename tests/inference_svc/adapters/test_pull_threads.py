@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -352,7 +352,7 @@ class Silent:
         self.fell_silent = threading.Event()
         self.cancelled = threading.Event()
 
-    def __iter__(self) -> Iterator[PullMessage]:
+    def __iter__(self) -> Generator[PullMessage]:
         yield from self.messages
         self.fell_silent.set()
         assert self.cancelled.wait(TIMEOUT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -77,7 +77,7 @@ class MemoryStream:
     cancelled: threading.Event = field(default_factory=threading.Event)
     source: str = "memory"
 
-    def __iter__(self) -> Iterator[PullMessage]:
+    def __iter__(self) -> Generator[PullMessage]:
         for message in self.messages(self):
             if self.cancelled.is_set():
                 raise StoreUnavailable("cancelled")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from contract.images.header import PullMessage
 from inference_svc.adapters.layout import ModelLayout
@@ -27,8 +27,8 @@ class Scripted:
         self.num_pulls += 1
         return self
 
-    def __iter__(self) -> Iterator[PullMessage]:
-        return iter(self.messages)
+    def __iter__(self) -> Generator[PullMessage]:
+        yield from self.messages
 
     def cancel(self) -> None:
         pass

@@ -1,0 +1,114 @@
+"""Checks the parts of an image where they were written, in threads that hash several at once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from contract.images.header import LayerEnd
+from inference_svc.adapters.pulls.pull import Progress
+from inference_svc.errors import CorruptImage
+
+INLINE_BYTES = 256 << 10
+"""Smaller parts are hashed at once: handing one to another thread takes as long."""
+MAX_PENDING = 4
+"""Parts of one pull that wait for their hash, while further ones are written."""
+
+
+class PartHashers:
+    """Threads that hash parts, of all pulls."""
+
+    def __init__(self, num_threads: int, begin_thread: Callable[[], None]) -> None:
+        self._pool = ThreadPoolExecutor(
+            num_threads, thread_name_prefix="loadout-hash", initializer=begin_thread
+        )
+
+    def submit(self, views: Sequence[memoryview]) -> Future[bytes]:
+        """Returns the sha256 of these bytes, of one part."""
+        if sum(map(len, views)) >= INLINE_BYTES:
+            return self._pool.submit(_hash, views)
+        done: Future[bytes] = Future()
+        done.set_result(_hash(views))
+        return done
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class _Pending(NamedTuple):
+    end: LayerEnd
+    sha256: Future[bytes]
+
+
+class PartChecks:
+    """The parts of one attempt that are written and not verified yet. In its context `progress` has
+    only verified ones, and at its end nothing is read any more."""
+
+    def __init__(self, progress: Progress, hashers: PartHashers) -> None:
+        self._progress = progress
+        self._hashers = hashers
+        self._pending: deque[_Pending] = deque()
+        self._start = progress.offset
+
+    def add(self, end: LayerEnd, position: int) -> None:
+        """Ends a part, of which everything up to `position` is written. Raises CorruptImage, also
+        for an earlier part."""
+        progress = self._progress
+        assert progress.header is not None
+        assert progress.sink is not None
+        if end.end_offset != position:
+            raise _corrupt(end)
+        num_parts = len(progress.part_hashes) + len(self._pending)
+        if position == self._start or num_parts >= len(progress.header.segments):
+            raise CorruptImage(f"part {end.part} of the image has no segment")
+        views = progress.sink.views(self._start, position)
+        self._pending.append(_Pending(end, self._hashers.submit(views)))
+        self._start = position
+        while self._pending and (
+            len(self._pending) > MAX_PENDING or self._pending[0].sha256.done()
+        ):
+            self._verify()
+
+    def finish(self) -> None:
+        """Verifies all parts. Raises CorruptImage."""
+        while self._pending:
+            self._verify()
+
+    def _verify(self) -> None:
+        """Verifies the next part. Raises CorruptImage."""
+        end, sha256 = self._pending[0]
+        if sha256.result() != end.sha256:
+            raise _corrupt(end)
+        self._pending.popleft()
+        self._progress.part_hashes.append(end.sha256)
+        self._progress.offset = end.end_offset
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Counts the parts that are right up to the first that is not."""
+        for pending in self._pending:
+            pending.sha256.exception()  # waits: their memory may be others' soon
+        while self._pending and self._pending[0].sha256.result() == self._pending[0].end.sha256:
+            self._verify()
+
+
+def _hash(views: Sequence[memoryview]) -> bytes:
+    hasher = hashlib.sha256()
+    for view in views:
+        hasher.update(view)
+    return hasher.digest()
+
+
+def _corrupt(end: LayerEnd) -> CorruptImage:
+    return CorruptImage(f"part {end.part} of the image fails its sha256")
