@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from _pytest._io import TerminalWriter
+from _pytest.junitxml import xml_key
 
 OPTION = "--forked-workers"
 Files = list[list[pytest.Item]]
@@ -196,9 +197,9 @@ def _report_to(connection: Connection, config: pytest.Config) -> None:
     capture = config.pluginmanager.get_plugin("capturemanager")
     capture.stop_global_capturing()
     capture.start_global_capturing()
-    for name in ("terminalreporter", "junitxml"):
-        if plugin := config.pluginmanager.get_plugin(name):
-            config.pluginmanager.unregister(plugin)
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    for plugin in filter(None, (terminal, config.stash.get(xml_key, None))):
+        config.pluginmanager.unregister(plugin)
     config.pluginmanager.register(Silence(), "terminalreporter")
     config.pluginmanager.register(Reports(connection, config))
 
