@@ -40,6 +40,8 @@ from tests.system.expert_forms import (
 )
 
 KINDS = ("qwen3-moe", "mixtral", "gpt-oss")
+WAIT_S = 120.0
+"""Images of all forms are compiled when requests ask for them, which takes a busy machine long."""
 ON_BOTH_PATHS = pytest.mark.parametrize(("zoo", "path"), by_path(KINDS), indirect=["zoo"])
 PLAIN, PATTERNS, SHARED = "plain", "patterned", "shared"
 """Adapters as PEFT saves parameters."""
@@ -126,7 +128,7 @@ def test_forms_are_adapters_of_their_own(zoo: Zoo) -> None:
 def test_each_form_gives_the_oracles_tokens(
     zoo: Zoo, start: Callable, path: str, num_tokens: int
 ) -> None:
-    running = start(zoo, max_model_len=512, native_kernels=PATHS[path])
+    running = start(zoo, max_model_len=512, native_kernels=PATHS[path], adapter_wait_s=WAIT_S)
     asked = prompts(2, seed=2)
     for name in zoo.adapter_dirs:
         for index, prompt in enumerate(asked):
@@ -144,7 +146,7 @@ def test_each_form_gives_the_oracles_tokens(
 @ON_BOTH_PATHS
 def test_a_sum_of_halves_is_the_whole(zoo: Zoo, start: Callable, path: str) -> None:
     """One adapter in two forms, each half of it, beside the whole and the base model."""
-    running = start(zoo, max_model_len=512, native_kernels=PATHS[path])
+    running = start(zoo, max_model_len=512, native_kernels=PATHS[path], adapter_wait_s=WAIT_S)
     halves = tuple(Part(running.digests[name], 0.5) for name in (PLAIN, "Tinker"))
     prompt = prompts(2, seed=3)[1]
     for name, adapter in (("sum", Sum(halves)), ("one", "MLX"), ("base", "")):
