@@ -54,7 +54,7 @@ def create_file(groups: Sequence[int], num_threads: int) -> int:
     OSError."""
     file = os.memfd_create("loadout-ranks")
     try:
-        os.ftruncate(file, _num_bytes(groups, num_threads))
+        os.ftruncate(file, file_bytes(groups, num_threads))
     except OSError:
         os.close(file)
         raise
@@ -81,13 +81,13 @@ class RankMemory:
         *,
         spins: bool = False,
     ) -> None:
-        num_bytes, found_bytes = _num_bytes(groups, num_threads), os.fstat(file).st_size
+        num_bytes, found_bytes = file_bytes(groups, num_threads), os.fstat(file).st_size
         if found_bytes != num_bytes:
             found = f"ranks share memory of {found_bytes} bytes, and {max(groups)} ranks of "
             needed = f"{num_threads} threads need {num_bytes}: set --num-threads to the same number"
             raise ValueError(f"{found}{needed} for all")
         self._memory = mmap.mmap(file, num_bytes)
-        self._offset = _num_bytes(groups[:group], num_threads)
+        self._offset = file_bytes(groups[:group], num_threads)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         times = int(timeout_s * 1000), _SPIN_NS * spins
         place = address, address + self._offset
@@ -112,7 +112,7 @@ class RankMemory:
             struct.pack_into("I", self._memory, 0, RankFault.CLOSED.value)
 
 
-def _num_bytes(groups: Sequence[int], num_threads: int) -> int:
+def file_bytes(groups: Sequence[int], num_threads: int) -> int:
     """Returns the bytes of a line with the fault, and of the lines and shares of these groups."""
     num_members = sum(groups) * num_threads
     return _MEMBER_BYTES * (1 + num_members) + num_members * _SHARE_BYTES

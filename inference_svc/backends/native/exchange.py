@@ -18,7 +18,7 @@ from kernels.lora import LoraGroup
 from kernels.lora.native import NativeLora
 from kernels.native.library import Library, NativeOp, load
 from kernels.ranks.called import call_op
-from kernels.ranks.memory import RankMemory, create_file
+from kernels.ranks.memory import RankMemory, create_file, file_bytes
 from kernels.ranks.native import hand_rows_op, rank_columns_op, sum_ranks_op
 
 STAGE_S = 1800.0
@@ -81,9 +81,9 @@ class SharedMeeting:
         self._num_stages = num_stages
         num_ranks = count // num_stages
         self._pairs = _pairs(num_ranks, num_stages)
+        self._groups = _groups(count, num_stages)
         # Of a stage: it waits for others as long as they compute, with the same processors.
         self._spins = num_ranks * num_threads <= usable_cores()
-        self._groups = (*(num_ranks for _ in range(num_stages)), count, *(2 for _ in self._pairs))
         self._file = create_file(self._groups, num_threads)
         self._opened: SharedExchange | None = self._open(Rank(0, count))
 
@@ -133,6 +133,17 @@ class SharedMeeting:
             self._timeout_s if is_of_stage else max(self._timeout_s, STAGE_S),
             spins=self._spins and is_of_stage,
         )
+
+
+def shared_bytes(count: int, num_threads: int, num_stages: int) -> int:
+    """Returns the bytes of the memory of a `SharedMeeting`, of all ranks together."""
+    return file_bytes(_groups(count, num_stages), num_threads)
+
+
+def _groups(count: int, num_stages: int) -> tuple[int, ...]:
+    """Returns how many ranks each group has: each stage, all ranks, and each two; see `_pairs`."""
+    num_ranks = count // num_stages
+    return (*[num_ranks] * num_stages, count, *[2] * len(_pairs(num_ranks, num_stages)))
 
 
 def _pairs(num_ranks: int, num_stages: int) -> list[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ import torch
 
 from inference_svc.adapters.targets import computed_groups
 from inference_svc.backends.base import MemoryNeeds, states_bytes, table_bytes
+from inference_svc.backends.native.exchange import shared_bytes
 from inference_svc.backends.native.lora import MAX_EXPERTS_TARGETS, norm_role
 from inference_svc.backends.native.program import routings_bytes
 from inference_svc.backends.native.workspace import workspace_bytes
@@ -32,11 +33,21 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     needed_bytes += _padding_bytes(decoder)
     sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * decoder.vocab_size
     others_bytes = sampler_bytes + table_bytes(config, decoder, config.max_sequences)
+    others_bytes += _exchange_bytes(config)
     return MemoryNeeds(
         needed_bytes,
         held_bytes(config, decoder) + others_bytes,
         recurrent_bytes=states_bytes(config, decoder),
     )
+
+
+def _exchange_bytes(config: EngineConfig) -> int:
+    """Returns a rank's part of the memory that ranks of one machine share."""
+    if config.num_ranks == 1 or config.nodes is not None:
+        return 0
+    num_threads = compute_threads(config.num_threads, config.num_computing)
+    found = shared_bytes(config.num_ranks, num_threads, config.pipeline_parallel)
+    return found // config.num_ranks
 
 
 def _padding_bytes(decoder: Decoder) -> int:

@@ -1,6 +1,7 @@
 """The memory budget: its arithmetic, and that a real process keeps to it."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from inference_svc.backends.native.backend import NativeBackend, NativeFactory
 from inference_svc.backends.native.buffers import BatchPages, StepArrays
 from inference_svc.backends.torch import TorchFactory
-from inference_svc.core import EngineConfig
+from inference_svc.core import EngineConfig, Nodes
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.memory_budget import Budget, Line, human, local_needs, plan_budgets
 from inference_svc.model.architectures import load_description
@@ -93,6 +94,19 @@ def test_the_arithmetic_is_of_all_stages(config: EngineConfig) -> None:
         embedding_bytes = 4 * whole.vocab_size * whole.hidden_size * whole.head.is_tied
         assert budget.bytes_of("weights") == alone.bytes_of("weights") + embedding_bytes
         assert budget.bytes_of("kv_pages") == 2 * 96 * MIB
+
+
+def test_memory_that_ranks_share_is_counted(config: EngineConfig) -> None:
+    """Ranks of several machines have none."""
+    shape = replace(config, tensor_parallel=2, pipeline_parallel=2, num_threads=2)
+    stage = of_stage(load_description(config.model_dir), 0, 2)
+    decoder = of_rank(stage, Rank(0, 2))
+    apart = replace(shape, nodes=Nodes(2, 0, "127.0.0.1:1", 1.0, "secret"))
+    found, others = (NATIVE.memory_needs(each, decoder).workspace_bytes for each in (shape, apart))
+    meeting = NATIVE.open_meeting(4, 2, 60.0, 2)
+    [file] = meeting.files
+    assert found - others == os.fstat(file).st_size // 4
+    meeting.close()
 
 
 def test_refusal_shows_the_arithmetic() -> None:
