@@ -22,12 +22,13 @@ from inference_svc.api.thoughts import Thoughts
 from inference_svc.api.tools import ReadingOptions
 from inference_svc.backends.speed_notes import FormatKernels
 from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
-from inference_svc.engine.control.status_types import EngineStatus
+from inference_svc.engine.control.status_types import GRAMMARS, EngineStatus
 from inference_svc.engine.transport.messages import SetVocabulary
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.checks import GrammarChecks
 from inference_svc.host.cpus import Processor
+from inference_svc.host.memory import resident_bytes
 from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
@@ -367,7 +368,12 @@ class Service:
         return self._directory.layout_id
 
     async def describe(self) -> EngineStatus:
-        return await self._engine.calls.describe()
+        status = await self._engine.calls.describe()
+        own = sum(map(resident_bytes, self._grammars.process_ids))
+        if not own:
+            return status
+        num_bytes = own + status.memory.get(GRAMMARS, (0, 0))[0]
+        return replace(status, memory=status.memory | {GRAMMARS: (num_bytes, num_bytes)})
 
     @asynccontextmanager
     async def profile(self, num_steps: int, timeout_s: float) -> AsyncIterator[TraceFile]:

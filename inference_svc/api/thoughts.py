@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from inference_svc.api.tools import ReadingOptions
 from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.calls import to_source
-from inference_svc.grammars.grammar import Grammar
+from inference_svc.grammars.grammar import Grammar, GrammarKind
 from inference_svc.text.answers.forced import Cutter, ForcedCalls
+from inference_svc.text.chat import Tool
 from inference_svc.text.text_model import TextModel
 from servicekit.errors import InvalidArgument
+
+JSON_BEGINS = '{["-0123456789tfn'
+"""The characters that JSON begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +31,45 @@ class Thoughts:
 
     def form(self, grammar: Grammar | None) -> Grammar | None:
         """Returns the form of the whole answer, thoughts and all: of the calls that it has to make,
-        or of the text that has the `grammar`. Raises InvalidArgument for schemas that are too
-        large."""
+        or of the text that has the `grammar`, in whose place it may make calls. Raises
+        InvalidArgument for schemas that are too large, and calls that cannot be told from texts."""
         reading, syntax = self.reading, self.text.answers
+        cutter = Cutter(syntax, self._token_of)
         if reading.forced:
-            calls = ForcedCalls(syntax, reading.forced, self._token_of)
-            source = to_source(
-                calls.begin, calls.separator, calls.end, calls.forms, reading.max_calls
-            )
-            form = Grammar.calls(source, reading.choice_field, reading.schema_fields)
+            form = self._calls(reading.forced)
         elif grammar is None:
             return None
+        elif reading.tools:
+            self._check_apart(grammar, reading.tools)
+            form = grammar.or_calls(self._calls(reading.tools), cutter.parts(syntax.text_begin))
         else:
             form = grammar
-        parts = Cutter(syntax, self._token_of).thoughts(
-            syntax, self._after(is_text=not reading.forced), is_begun=self._is_begun
-        )
+        after = syntax.after_thoughts(is_text=not reading.tools)
+        parts = cutter.thoughts(syntax, after, is_begun=self._is_begun)
         return form if parts is None else form.after(parts)
+
+    def _check_apart(self, grammar: Grammar, tools: Sequence[Tool]) -> None:
+        """Raises InvalidArgument where calls may begin as texts of a grammar do: the engine of
+        grammars would decide for one of them too early."""
+        calls = ForcedCalls(self.text.answers, tools, self._token_of)
+        first = (calls.begin or calls.forms[0][0])[0]
+        if isinstance(first, int):
+            return
+        is_json = grammar.kind is GrammarKind.JSON_SCHEMA
+        if grammar.kind is GrammarKind.GRAMMAR or (is_json and first[0] in JSON_BEGINS):
+            field = f"{self.reading.path}tools"
+            raise InvalidArgument(
+                f"{field}: a call of this model may begin as a text of {grammar.field} does: leave "
+                'one of them out, or set tool_choice to "none"',
+                subject=field,
+            )
+
+    def _calls(self, tools: Sequence[Tool]) -> Grammar:
+        """Returns the grammar of calls of these tools."""
+        reading = self.reading
+        calls = ForcedCalls(self.text.answers, tools, self._token_of)
+        source = to_source(calls.begin, calls.separator, calls.end, calls.forms, reading.max_calls)
+        return Grammar.calls(source, reading.choice_field, reading.schema_fields(tools))
 
     def budget(self, *, has_form: bool) -> ThoughtBudget | None:
         """Returns the bound on tokens that the request asks for. Raises InvalidArgument where no
@@ -63,15 +89,12 @@ class Thoughts:
                 "use max_tokens",
                 subject=reading.budget_field,
             )
-        after = self._after(is_text=has_form and not reading.forced)
+        after = self.text.answers.after_thoughts(is_text=has_form and not reading.tools)
         return ThoughtBudget(reading.budget, begin, end[0], self._ids(after), self._is_begun)
 
     @property
     def _is_begun(self) -> bool:
         return self.reading.starts_thinking(self.text.answers, self.prompt)
-
-    def _after(self, *, is_text: bool) -> str:
-        return self.text.answers.after_thoughts(is_text=is_text)
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.text.encode(text, add_special_tokens=False)) if text else ()

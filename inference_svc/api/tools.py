@@ -76,11 +76,11 @@ class ReadingOptions:
                 "choose a parser with --tool-parser",
                 subject=field,
             )
-        if self.tools and grammar is not None:
+        if self.tools and grammar is not None and not (self.forced or can_force(syntax)):
             field = f"{self.path}tools"
             raise InvalidArgument(
-                f"{field}: no call has the form of {grammar.field}: leave one of them out, or set "
-                'tool_choice to "none"',
+                f"{field}: the syntax {_name_of(syntax)} has no grammar, so no call is possible "
+                f'with {grammar.field}: leave one of them out, or set tool_choice to "none"',
                 subject=field,
             )
         if not self.forced:
@@ -91,9 +91,8 @@ class ReadingOptions:
                 f"{field}: no call is possible with {grammar.field}", subject=field
             )
         if not can_force(syntax):
-            assert syntax.calls is not None
             raise InvalidArgument(
-                f"{field}: the syntax {syntax.calls.name} has no grammar, so no call can be "
+                f"{field}: the syntax {_name_of(syntax)} has no grammar, so no call can be "
                 'enforced: use "auto" or "none"',
                 subject=field,
             )
@@ -111,10 +110,9 @@ class ReadingOptions:
         """Returns whether an answer to a prompt, of which this is the end, begins with thoughts."""
         return self.is_thinking or syntax.begins_thoughts(prompt)
 
-    @property
-    def schema_fields(self) -> tuple[str, ...]:
-        """The caller's names of the schemas of the tools that are forced."""
-        places = map(self.tools.index, self.forced)
+    def schema_fields(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Returns the caller's names of the schemas of some of its tools."""
+        places = map(self.tools.index, tools)
         return tuple(f"{self.path}tools[{place}]{self.schema_path}" for place in places)
 
     def readers(self, syntax: AnswerSyntax, prompts: Sequence[str]) -> list[AnswerReader]:
@@ -129,6 +127,11 @@ class ReadingOptions:
             )
             for prompt in prompts
         ]
+
+
+def _name_of(syntax: AnswerSyntax) -> str:
+    assert syntax.calls is not None, "there are calls"
+    return syntax.calls.name
 
 
 async def read_delta(reader: AnswerReader, delta: Delta) -> None:

@@ -6,6 +6,7 @@ processes, which bound their time and memory. The engine gets one mask for each 
 grammar     the form that a request asks for, as plain data
 calls       calls of tools that an answer has to make, as a grammar
 thoughts    thoughts before a form, as a grammar
+either      one of several forms, as a grammar
 budget      a bound on the tokens of thoughts
 vocabulary  the bytes of a model's tokens, which a grammar is matched with
 schema_places  finds the part of a schema that is refused

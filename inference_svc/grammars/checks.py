@@ -84,6 +84,11 @@ class GrammarChecks:
         """The vocabulary that grammars were checked with."""
         return self._processes.vocabulary
 
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes that wait for a check."""
+        return [process.pid for process in self._processes.pool.idle]
+
     def num_verdicts(self, tenant: str) -> int:
         """Returns how many verdicts are remembered for a tenant."""
         return self._num_of[tenant]

@@ -13,7 +13,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from inference_svc.grammars import calls, thoughts
+from inference_svc.grammars import calls, either, thoughts
 from inference_svc.grammars.schema_places import Refusal, bad_place
 from inference_svc.grammars.vocabulary import unpack
 
@@ -83,6 +83,8 @@ def to_lark(kind: str, source: str) -> str:
         return calls.to_lark(source, lambda schema: f"%json {json.dumps(_schema(schema))}")
     if kind == "thoughts":
         return thoughts.to_lark(source, to_lark(*thoughts.form_of(source)))
+    if kind == "either":
+        return either.to_lark(source, to_lark)
     text = source
     if re.search(r"^\s*[\w-]+\s*::=", source, re.MULTILINE):
         try:
@@ -186,9 +188,6 @@ def check(tokens: Tokens, request: dict[str, Any]) -> dict[str, Any]:
 def _placed(tokens: Tokens, request: dict[str, Any], error: str, end_s: float) -> Refused:
     """Returns the error of a schema with the place that it is about, as far as that is found in
     time."""
-    kind, source = request["kind"], request["source"]
-    if kind == "thoughts":
-        kind, source = thoughts.form_of(source)
 
     def refusal(schema: dict[str, Any]) -> str:
         if time.process_time() > end_s:
@@ -199,16 +198,28 @@ def _placed(tokens: Tokens, request: dict[str, Any], error: str, end_s: float) -
             return str(found)
         return ""
 
-    if kind == "calls":
-        for part, schema in enumerate(calls.schemas(source)):
-            if reason := refusal(schema):
+    for kind, source in _forms(request["kind"], request["source"]):
+        schemas = calls.schemas(source) if kind == "calls" else []
+        if kind == "json_schema":
+            with contextlib.suppress(ValueError, RecursionError):
+                schemas = [json.loads(source)]
+        for part, schema in enumerate(schemas):
+            reason = refusal(schema) if isinstance(schema, dict) else ""
+            if reason:
                 found = Refused(_with_place(schema, reason, refusal))
-                found.part = part
+                found.part = part if kind == "calls" else None
                 return found
-    with contextlib.suppress(ValueError, RecursionError):
-        if kind == "json_schema" and isinstance(schema := json.loads(source), dict):
-            return Refused(_with_place(schema, error, refusal))
     return Refused(error)
+
+
+def _forms(kind: str, source: str) -> list[tuple[str, str]]:
+    """Returns the forms that a grammar is made of, each by its kind and its source."""
+    inner = [(kind, source)]
+    if kind == "thoughts":
+        inner = _forms(*thoughts.form_of(source))
+    elif kind == "either":
+        inner = [form for each in either.forms_of(source) for form in _forms(*each)]
+    return inner
 
 
 def _with_place(schema: dict[str, Any], error: str, refusal: Refusal) -> str:

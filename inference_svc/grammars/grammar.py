@@ -9,6 +9,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inference_svc.grammars import either
+from inference_svc.grammars.calls import Part
 from inference_svc.grammars.thoughts import ThoughtParts
 from servicekit.errors import InvalidArgument
 
@@ -19,7 +21,7 @@ MAX_CHOICE_TEXTS = 4096
 
 class GrammarKind(enum.Enum):
     """The language of a source: a JSON schema; a regular expression; a JSON list of choices; Lark
-    or EBNF; calls of tools; or thoughts and one of these."""
+    or EBNF; calls of tools; thoughts and one of these; or either of two."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -27,6 +29,7 @@ class GrammarKind(enum.Enum):
     GRAMMAR = "grammar"
     CALLS = "calls"
     THOUGHTS = "thoughts"
+    EITHER = "either"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,16 @@ class Grammar:
         """Returns the grammar of thoughts and then this form."""
         source = thoughts.to_source(self.kind.value, self.source)
         return dataclasses.replace(self, kind=GrammarKind.THOUGHTS, source=source)
+
+    def or_calls(self, calls: Grammar, begin: Sequence[Part]) -> Grammar:
+        """Returns the grammar of these calls, or of this form, before which `begin` may come."""
+        forms = [([], calls.kind.value, calls.source), (begin, self.kind.value, self.source)]
+        return dataclasses.replace(
+            self,
+            kind=GrammarKind.EITHER,
+            source=either.to_source(forms),
+            part_fields=calls.part_fields,
+        )
 
     @classmethod
     def _checked(cls, kind: GrammarKind, source: str, field: str) -> Grammar:

@@ -44,10 +44,10 @@ def control_groups(root: Path, controller: str) -> list[ControlGroup]:
     return found
 
 
-def resident_bytes() -> int:
-    """Returns the resident set of this process; 0 where it is unknown."""
+def resident_bytes(process_id: int | None = None) -> int:
+    """Returns the resident set of a process, of this one by default; 0 where it is unknown."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{process_id or 'self'}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -138,3 +138,5 @@ def test_metrics(served: Services) -> None:
     assert metrics.one(f"{prefix}grammar_masks_total") >= 2
     assert metrics.one(f"{prefix}grammar_process_restarts_total") == 0
     assert metrics.one(f"{prefix}grammar_slow_rows") == 0
+    memory = {each.name: each.used_bytes for each in served.client.server_info().memory}
+    assert memory["grammars"] > 20 << 20, "a check, and both lanes"

@@ -16,6 +16,7 @@ from inference_svc.engine.compute.runner import Runner
 from inference_svc.engine.compute.step_times import StepTimes
 from inference_svc.engine.control.life_cycle import LifeCycle, Sleep
 from inference_svc.engine.control.status_types import (
+    GRAMMARS,
     EngineStatus,
     RankStatus,
     RecurrentStatus,
@@ -27,7 +28,7 @@ from inference_svc.engine.policy.settle import Settler
 from inference_svc.engine.policy.states.kind import StateKind
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.recurrent import Recurrent
-from inference_svc.grammars.lanes import LaneCounts
+from inference_svc.grammars.lanes import Lane, LaneCounts
 from inference_svc.host.memory import resident_bytes
 from servicekit.telemetry.histogram import HistogramState
 
@@ -118,6 +119,11 @@ class Describe:
         if routed is not None:
             rest -= routed.used_bytes  # the system gives it no more than that
             on_host["routed_experts"] = (routed.used_bytes, routed.capacity_bytes)
+        grammar_bytes = sum(
+            resident_bytes(lane.process_id) for lane in self._lanes if lane.process_id is not None
+        )
+        if grammar_bytes:
+            on_host[GRAMMARS] = (grammar_bytes, grammar_bytes)
         rest = max(0, rest)
         return {**on_device, **on_host, "process": (rest, rest)}
 
@@ -166,12 +172,15 @@ class Describe:
         }
 
     def _grammar_gauges(self) -> dict[str, float]:
-        masks = self.settler.masks
-        lanes = () if masks is None else masks.lanes
         return {
-            "grammar_rows": sum(lane.num_rows for lane in lanes),
-            "grammar_slow_rows": sum(lane.num_rows for lane in lanes if lane.is_slow),
+            "grammar_rows": sum(lane.num_rows for lane in self._lanes),
+            "grammar_slow_rows": sum(lane.num_rows for lane in self._lanes if lane.is_slow),
         }
+
+    @property
+    def _lanes(self) -> tuple[Lane, ...]:
+        masks = self.settler.masks
+        return () if masks is None else masks.lanes
 
     def _gauges(self) -> dict[str, float]:
         pages, recurrent = self.scheduler.states.pages.pool, {}

@@ -10,6 +10,9 @@ import numpy as np
 from contract.images.segment_kinds import SegmentKind
 from servicekit.telemetry.histogram import HistogramState
 
+GRAMMARS = "grammars"
+"""The memory of processes for forms of answers."""
+
 
 class ResidentAdapter(NamedTuple):
     """`tier` is "device" or "host"; times are `time.time()` seconds. `num_not_finite` counts

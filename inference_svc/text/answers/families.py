@@ -76,12 +76,17 @@ class AnswerSyntax:
             found += (self.thoughts.begin, self.thoughts.end)
         return found
 
+    @property
+    def text_begin(self) -> str:
+        """The marker that may come before the text of an answer."""
+        return "" if self.calls is None else self.calls.text_begin
+
     def after_thoughts(self, *, is_text: bool = False) -> str:
         """Returns the text between thoughts and calls, or whatever the model writes; with `is_text`
         between thoughts and the text of an answer."""
         if self.calls is None:
             return ""
-        return self.calls.next_begin + (self.calls.text_begin if is_text else "")
+        return self.calls.next_begin + (self.text_begin if is_text else "")
 
     def begins_thoughts(self, prompt: str) -> bool:
         """Returns whether a prompt, or its end, ends with the marker before thoughts."""

@@ -52,19 +52,20 @@ def accepts(family: str, texts: list[str], *, is_special: bool, **options: Any) 
     syntax = AnswerSyntax(PARSERS[family], thoughts)
     markers = (*syntax.specials(calls=True, thoughts=True), "<|start|>") if is_special else ()
     pieces = Pieces(tuple(each for each in markers if "analysis" not in each))
-    form = options.get("form")
-    if form is None:
+    form, has_calls = options.get("form"), options.get("calls", False)
+    cutter = Cutter(syntax, pieces.id_of)
+    if form is None or has_calls:
         calls = ForcedCalls(syntax, TOOLS, pieces.id_of)
         max_calls = options.get("max_calls", 0)
-        form = Grammar.calls(
+        of_calls = Grammar.calls(
             to_source(calls.begin, calls.separator, calls.end, calls.forms, max_calls)
         )
+        text_begin = cutter.parts(syntax.text_begin) if syntax.text_begin else []
+        form = of_calls if form is None else form.or_calls(of_calls, text_begin)
         after = syntax.after_thoughts()
     else:
         after = syntax.after_thoughts(is_text=True)
-    thoughts_parts = Cutter(syntax, pieces.id_of).thoughts(
-        syntax, after, is_begun=options.get("starts_thinking", False)
-    )
+    thoughts_parts = cutter.thoughts(syntax, after, is_begun=options.get("starts_thinking", False))
     assert thoughts_parts is not None
     grammar = form.after(thoughts_parts)
     tokens = compiling.Tokens(make_vocabulary(pieces, 256 + len(pieces.markers), ()).packed)
@@ -131,6 +132,22 @@ def test_every_form_may_come_after_thoughts(family: str, is_special: bool) -> No
             starts_thinking=True,
         )
         assert begun == [False, True], form
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("family", ["hermes", "harmony", "mistral"])
+def test_calls_may_come_in_the_place_of_a_form(family: str, is_special: bool) -> None:
+    thoughts = HARMONY_THOUGHTS if family == "harmony" else THOUGHTS[1]
+    syntax = PARSERS[family]
+    assert syntax.frame is not None
+    form = syntax.form(TOOLS[0])
+    call = f'{syntax.frame.begin}{form.begin}{{"a": 1}}{form.end}{syntax.frame.end}'
+    before = f"{thoughts.begin}hm{thoughts.end}{syntax.next_begin}"
+    texts = ['{"b": 2}', call, f'{before}{syntax.text_begin}{{"b": 2}}', f"{before}{call}"]
+    texts += ['{"b": 3}', call.replace("1", '"1"'), f'{call}{{"b": 2}}']
+    other = Grammar.json_schema({"enum": [{"b": 2}]})
+    possible = accepts(family, texts, is_special=is_special, form=other, calls=True)
+    assert possible == [True] * 4 + [False] * 3
 
 
 def test_syntaxes_whose_arguments_are_json_can_be_forced() -> None:

@@ -183,7 +183,14 @@ def tool(**fields: Any) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "response_format": {"type": "json_object"},
+        },
+        "tool_choice",
+    ),
     (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
         "tool_choice",
@@ -322,6 +329,10 @@ def test_calls_in_a_syntax_without_a_grammar_are_not_enforced(
         with pytest.raises(openai.BadRequestError, match="glm has no grammar") as caught:
             await front.chat(messages=[USER], tools=TOOLS, tool_choice="required")
         assert caught.value.param == "tool_choice"
+        form = {"type": "json_object"}
+        with pytest.raises(openai.BadRequestError, match="no call is possible with") as caught:
+            await front.chat(messages=[USER], tools=TOOLS, response_format=form)
+        assert caught.value.param == "tools"
 
     serve_http(body, text=text, max_model_len=2048)
 
@@ -360,7 +371,13 @@ def test_thoughts_have_a_budget_and_come_before_a_form(serve_http: Any, tmp_path
             *[ThoughtBudget(7, (begin,), end)] * 2,
             ThoughtBudget(0, (begin,), end),
         ]
-        formed, plain, _ = (each.grammar for each in front.engine.submitted)
+        await front.chat(messages=[USER], tools=TOOLS, response_format=form, extra_body=budget)
+        assert front.engine.submitted[-1].grammar.kind is GrammarKind.THOUGHTS
+        lark = {**budget, "guided_grammar": 'start: "<" "a"'}
+        with pytest.raises(openai.BadRequestError, match="may begin as a text of") as alike:
+            await front.chat(messages=[USER], tools=TOOLS, extra_body=lark)
+        assert alike.value.param == "tools"
+        formed, plain, *_ = (each.grammar for each in front.engine.submitted)
         assert (formed.kind, plain) == (GrammarKind.THOUGHTS, None)
         refused = {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "name": "n"}}
         with pytest.raises(openai.BadRequestError, match="Unimplemented") as refusal:
