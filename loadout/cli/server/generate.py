@@ -118,18 +118,14 @@ def generate(
     connection: Connection,
 ) -> None:
     """Generate text and print it as it arrives."""
-    sampling: SamplingParams = {}
-    given = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-        "stop": stop,
-        "structure": _structure(json_schema, regex, choice, grammar),
-    }
-    for name, value in given.items():
-        if value is not None:
-            sampling[name] = value  # type: ignore[literal-required]
+    sampling = _sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        structure=_structure(json_schema, regex, choice, grammar),
+    )
     prompt: Prompt = [ChatMessage(role="user", content=text)] if chat else text
     parts = [_part(each) for each in adapter or ()]
     alone = parts[0][0] if len(parts) == 1 and parts[0][1] == 1.0 else ""
@@ -150,6 +146,12 @@ def generate(
         _explain_length(last.usage.completion_tokens, max_tokens)
     if stats and last is not None:
         typer.echo(_stats(last), err=True)
+
+
+def _sampling(**options: Any) -> SamplingParams:
+    """Returns the options that are given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return cast(SamplingParams, given)
 
 
 def _structure(
