@@ -14,7 +14,10 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo chat up test check-artifacts durations test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site constraints audit dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl
+# OpenAI's client for Node, with the hashes of its lock file.
+NODE_CLIENT := .tools/openai-node/node_modules/.package-lock.json
+
+.PHONY: demo chat up test check-artifacts durations test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site constraints audit dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl test-agents
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -32,11 +35,11 @@ export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --numprocesses
 
 test: $(VENV)/.installed-dev $(PROMETHEUS)
-	$(BIN)/python -m pytest -q --forked-workers $(TEST_WORKERS) --junitxml build/junit.xml -m "not artifacts and not long and not containers and not trl"
+	$(BIN)/python -m pytest -q --forked-workers $(TEST_WORKERS) --junitxml build/junit.xml -m "not artifacts and not long and not containers and not trl and not agents"
 
 # Tests that start no process, for the inner loop: of a large matrix every fifth cell (tests/support/pairs.py).
 test-unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q --forked-workers $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl"
+	$(BIN)/python -m pytest -q --forked-workers $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl and not agents"
 
 # Tests of the wheel, the site and the tables of sizes and of a GPU step's costs, the GPU run and kernels
 # through Triton's interpreter, and kernels compiled for devices.
@@ -46,11 +49,16 @@ check-artifacts: $(VENV)/.installed-dev
 # Heavier proof: run it in full before an issue is closed.
 test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
 	$(PYTEST) $(TEST_WORKERS) -m long
-	$(PYTEST) $(TEST_WORKERS) --hypothesis-profile long -m "hypothesis and not containers and not trl"
+	$(PYTEST) $(TEST_WORKERS) --hypothesis-profile long -m "hypothesis and not containers and not trl and not agents"
 
 # Trainers and evaluations of others, as they are published, against real services.
 test-trl: $(VENV)/.installed-trl
 	$(BIN)/python -m pytest -q --numprocesses 0 -m trl tests/trl
+
+# OpenAI's clients in Python and Node, and frameworks of agents, as they are published, against real
+# services. Installs Node from Debian's packages, as root, if there is none.
+test-agents: $(VENV)/.installed-agents $(NODE_CLIENT)
+	$(BIN)/python -m pytest -q --numprocesses 0 -m agents tests/agents
 
 # The container images as pods of a cluster of one node. Installs Podman and what else it needs from
 # Debian's packages, as root, and keeps images under .tools: some gigabytes, and half an hour at first.
@@ -188,6 +196,12 @@ $(BIN)/python:
 $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(PROTOS) | $(BIN)/python
 	@$(BIN)/python -m tools.packaging.install $*
 	@touch $@
+
+$(NODE_CLIENT): tests/agents/node/package.json tests/agents/node/package-lock.json
+	command -v npm || (apt-get --quiet update && apt-get --quiet --yes install --no-install-recommends nodejs npm)
+	mkdir -p .tools/openai-node && cp $^ .tools/openai-node
+	cd .tools/openai-node && npm ci --ignore-scripts --no-audit --no-fund
+	touch $@
 
 $(PROMETHEUS): tools/packaging/prometheus_package.py | $(BIN)/python
 	$(BIN)/python -m tools.packaging.prometheus_package

@@ -66,6 +66,7 @@ LANGUAGES = {
     "sh": "commands: understood here, and run",
     "console": "commands after a prompt, with what they print",
     "python": "tests/system/test_python_examples.py, and README's here",
+    "js": "tests/agents/node/flow.mjs",
     "yaml": "parsed here, and applied by tests/deploy",
     "toml": "parsed here",
     "promql": "tests/docs/test_docs_names.py",

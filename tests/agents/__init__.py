@@ -1,0 +1,1 @@
+"""OpenAI's clients and frameworks of agents, as they are published, against real services."""

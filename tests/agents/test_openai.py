@@ -1,0 +1,117 @@
+"""OpenAI's client in Python: both routes, whole and streamed by the client's own helpers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.agents import flow
+
+pytestmark = [pytest.mark.agents, pytest.mark.processes]
+
+CHOICES = ("get_weather", "get_time", "required")
+"""The calls that the model has to make, one an answer."""
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Bern", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTIONS = [
+    {"name": each.__name__, "description": each.__doc__, "parameters": CITY, "strict": True}
+    for each in flow.TOOLS
+]
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def call(name: str, arguments: str) -> str:
+    return flow.FUNCTIONS[name](**json.loads(arguments))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_chat_completions(client: openai.OpenAI, is_streamed: bool) -> None:
+    messages: list[Any] = [{"role": "user", "content": flow.QUESTION}]
+    options: dict[str, Any] = {
+        "model": flow.ADAPTER,
+        "temperature": 0,
+        "max_tokens": flow.MAX_TOKENS,
+        "parallel_tool_calls": False,
+        "tools": [{"type": "function", "function": each} for each in FUNCTIONS],
+    }
+
+    def answer(**choice: Any) -> Any:
+        if not is_streamed:
+            return client.chat.completions.create(messages=messages, **options, **choice)
+        with client.chat.completions.stream(messages=messages, **options, **choice) as stream:
+            return stream.get_final_completion()
+
+    for name in CHOICES:
+        named: Any = {"type": "function", "function": {"name": name}}
+        done = answer(tool_choice=name if name == "required" else named)
+        assert (done.model, done.choices[0].finish_reason) == (f"{flow.ADAPTER}@1", "tool_calls")
+        [made] = done.choices[0].message.tool_calls
+        result = call(made.function.name, made.function.arguments)
+        messages += [
+            done.choices[0].message,
+            {"role": "tool", "tool_call_id": made.id, "content": result},
+        ]
+    last = answer(tool_choice="none").choices[0]
+    assert last.message.tool_calls in (None, [])
+    assert last.message.content
+    assert [name for name, _ in flow.CALLED[:2]] == ["get_weather", "get_time"]
+    assert len(flow.CALLED) == len(CHOICES)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_responses(client: openai.OpenAI, is_streamed: bool) -> None:
+    items: list[Any] = [{"role": "user", "content": flow.QUESTION}]
+    options: dict[str, Any] = {
+        "model": flow.ADAPTER,
+        "temperature": 0,
+        "max_output_tokens": flow.MAX_TOKENS,
+        "parallel_tool_calls": False,
+        "tools": [{"type": "function", **each} for each in FUNCTIONS],
+    }
+
+    def answer(**choice: Any) -> Any:
+        if not is_streamed:
+            return client.responses.create(input=items, **options, **choice)
+        with client.responses.stream(input=items, **options, **choice) as stream:
+            return stream.get_final_response()
+
+    for name in CHOICES:
+        named: Any = {"type": "function", "name": name}
+        done = answer(tool_choice=name if name == "required" else named)
+        assert (done.model, done.status) == (f"{flow.ADAPTER}@1", "completed")
+        [made] = done.output
+        result = call(made.name, made.arguments)
+        items += done.output
+        items.append({"type": "function_call_output", "call_id": made.call_id, "output": result})
+    assert answer(tool_choice="none").output_text
+    assert [name for name, _ in flow.CALLED[:2]] == ["get_weather", "get_time"]
+    assert len(flow.CALLED) == len(CHOICES)
+
+
+def test_answers_with_a_type(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"{flow.QUESTION} {flow.ASK_FOR_JSON}"}]
+    done = client.chat.completions.parse(
+        model=flow.ADAPTER, messages=messages, response_format=flow.Weather, temperature=0
+    )
+    assert isinstance(done.choices[0].message.parsed, flow.Weather)
+    response = client.responses.parse(
+        model=flow.ADAPTER, input=messages, text_format=flow.Weather, temperature=0
+    )
+    assert isinstance(response.output_parsed, flow.Weather)
+    with client.responses.stream(
+        model=flow.ADAPTER, input=messages, text_format=flow.Weather, temperature=0
+    ) as stream:
+        assert stream.get_final_response().output_parsed == response.output_parsed

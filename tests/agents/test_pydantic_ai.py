@@ -1,0 +1,65 @@
+"""pydantic-ai over both routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from pydantic_ai import Agent, ModelSettings, NativeOutput, RunContext
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+from tests.agents import flow
+
+pytestmark = [pytest.mark.agents, pytest.mark.processes]
+
+MODELS = (OpenAIChatModel, OpenAIResponsesModel)
+SETTINGS = ModelSettings(temperature=0, max_tokens=flow.MAX_TOKENS)
+
+
+def first_both_tools(context: RunContext[None]) -> ModelSettings:
+    """Returns the settings of each of the model's answers: it calls one tool, then the other."""
+    names = {1: "get_weather", 2: "get_time"}
+    name = names.get(context.run_step)
+    choice: Any = [name] if name else "none"
+    return ModelSettings(**SETTINGS, tool_choice=choice)
+
+
+def agent_of(kind: Any, client: AsyncOpenAI, **options: Any) -> Agent[None, Any]:
+    model = kind(flow.ADAPTER, provider=OpenAIProvider(openai_client=client))
+    return Agent(model, **{"model_settings": SETTINGS, **options})
+
+
+async def run(agent: Agent[None, Any], *, is_streamed: bool) -> Any:
+    if not is_streamed:
+        return (await agent.run(flow.QUESTION)).output
+    async with agent.run_stream(flow.QUESTION) as result:
+        return await result.get_output()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_flow_with_two_tools(kind: Any, is_streamed: bool, url: str) -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        agent = agent_of(kind, client, tools=flow.TOOLS, model_settings=first_both_tools)
+        assert await run(agent, is_streamed=is_streamed)
+        flow.check_called("get_weather", "get_time")
+
+    flow.run(url, use)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_answers_with_a_type(kind: Any, is_streamed: bool, url: str) -> None:
+    """As the call of a tool, which may stand beside others and is required, and as a form."""
+
+    async def use(client: AsyncOpenAI) -> None:
+        called = agent_of(kind, client, tools=flow.TOOLS, output_type=flow.Weather)
+        formed = agent_of(
+            kind, client, output_type=NativeOutput(flow.Weather), instructions=flow.ASK_FOR_JSON
+        )
+        for agent in (called, formed):
+            assert isinstance(await run(agent, is_streamed=is_streamed), flow.Weather)
+
+    flow.run(url, use)
