@@ -10,6 +10,7 @@ from adapter_store.catalog.tables.usage import CatalogCounts
 from adapter_store.images.pull import ActivePull
 from adapter_store.images.tiers.cache import ImageInProgress
 from adapter_store.images.tiers.disk_tier import TierCounts
+from adapter_store.images.tiers.memory_lock import NOT_LOCKED, LockStatus
 from servicekit.shares import PlaceUse
 from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.place_metrics import place_samples
@@ -29,6 +30,8 @@ class Work:
     images_waiting_for_room: int = 0
     places: tuple[PlaceUse, ...] = ()
     """The resources that callers share."""
+    lock: LockStatus = NOT_LOCKED
+    """Of the memory of images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ def work_samples(work: Work) -> list[Sample]:
     ]
     for tier, counts in (("memory", work.memory), ("disk", work.disk)):
         found += [*_sizes(tier, counts), *_lookups(tier, counts), *_evictions(tier, counts)]
+    if work.lock.is_wanted:
+        found.append(Sample("memory_locked", int(work.lock.is_locked)))
     if work.shared is not None:
         found += _lookups("shared", work.shared)
     for use in work.places:

@@ -322,6 +322,8 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             shared=None if work.shared is None else convert.to_tier_status(work.shared),
             blob_bytes=catalog.blob_bytes,
             active_pulls=work.active_pulls,
+            memory_locked=work.lock.is_locked,
+            memory_unlocked_reason=work.lock.reason,
         )
 
     async def GetDebugInfo(  # noqa: N802

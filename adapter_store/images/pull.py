@@ -25,7 +25,7 @@ SHARE_WAIT_SECONDS = 5.0
 LARGE_PULL_SECONDS = 600
 """How long the reader of an image that is larger than its account's share may take: it leaves
 others less memory than they are due. A tenth of that behind, its pull ends."""
-TAKE_SECONDS = 30.0
+TAKE_SECONDS = 10.0
 """How long a file is offered."""
 CHUNK_BYTES = 512 << 10
 """The approximate length of a chunk: the chunks of a part have equal lengths, at most half more."""
@@ -77,6 +77,11 @@ class Pulls:
         self._metrics = metrics
         self._use_layout = use_layout
         self.active: set[ActivePull] = set()
+
+    @property
+    def shared_images(self) -> Shares | None:
+        """The places of images that are offered, or mapped by receivers."""
+        return None if self._offers is None else self._offers.places
 
     @property
     def num_active(self) -> int:
@@ -145,6 +150,7 @@ class Pulls:
             raise
         finally:
             phases.end(failure, bytes=num_sent)
+            failure = None  # its traceback has this frame, which has the image's bytes
             self.active.discard(active)
             self._metrics.pulls.labels(result).inc()
 

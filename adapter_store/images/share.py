@@ -110,7 +110,7 @@ class ShareSocket:
                 logger.warning("share socket", extra={"why": str(error)})
                 await asyncio.sleep(1.0)
                 continue
-            if self._num_strangers >= MAX_STRANGERS or _user_of(peer) not in self._users:
+            if self._num_strangers >= MAX_STRANGERS or user_of(peer) not in self._users:
                 peer.close()
                 continue
             peer.setblocking(False)
@@ -180,7 +180,7 @@ def _listen(path: Path, mode: int) -> socket.socket:
     return listening
 
 
-def _user_of(peer: socket.socket) -> int | None:
+def user_of(peer: socket.socket) -> int | None:
     """Returns the user of the process that has connected."""
     try:
         found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

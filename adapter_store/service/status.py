@@ -61,6 +61,7 @@ class StatusReader:
             self._images.num_in_progress,
             self._images.num_waiting_for_room,
             tuple(place.use() for place in self._shared_places()),
+            self._images.lock.status(),
         )
 
     def work_details(self) -> WorkDetails:
@@ -81,3 +82,5 @@ class StatusReader:
         yield places.ephemeral_bytes
         yield self._registrar.running_fetches
         yield from self._images.places
+        if self._pulls.shared_images is not None:
+            yield self._pulls.shared_images

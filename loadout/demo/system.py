@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import tempfile
@@ -20,6 +21,10 @@ STOP_GRACE_S = 45.0
 """A little more than the services' own grace."""
 
 FREE_PORT = "127.0.0.1:0"
+
+SHARE_SOCKET = "share.sock"
+MAX_SOCKET_PATH = 90
+"""In bytes: the system allows 107, of which the store uses some while it begins to listen."""
 
 S3_BUCKET = "adapters"
 S3_ACCESS_KEY = "demo"
@@ -168,6 +173,7 @@ class System:
             "data-dir": self._work_dir / "store",
             "listen": self.addresses.store,
             "metrics-listen": self.addresses.store_metrics,
+            **self._share_flags("share-socket"),
         }
         flags = [word for key, value in own.items() for word in (f"--{key}", str(value))]
         prefix, flags_of_sources = self._sources(self.addresses.s3_url)
@@ -215,6 +221,7 @@ class System:
                 "listen": settings.store_listen,
                 "metrics-listen": settings.store_metrics_listen,
                 "ready-file": self._ready_file("store"),
+                **self._share_flags("share-socket"),
             }
         )
         prefix, sources = self._sources(s3_url)
@@ -250,6 +257,7 @@ class System:
             "listen": settings.inference_listen,
             "metrics-listen": settings.inference_metrics_listen,
             "ready-file": self._ready_file("inference"),
+            **({} if self.other_store else self._share_flags("store-share-socket")),
         }
         flags = self.given_inference.complete(defaults)
         if settings.model is not None:
@@ -260,6 +268,13 @@ class System:
             flags += ["--http", settings.http_listen]
         command = [sys.executable, "-m", "inference_svc", *flags]
         return [*command, *settings.inference_flags]
+
+    def _share_flags(self, key: str) -> dict[str, object]:
+        """Returns the setting `key` with the path of the socket over which the parts share images;
+        none where the system has no such socket, or the path is too long for one."""
+        path = self.given_store.find("share-socket") or str(self._work_dir / SHARE_SOCKET)
+        can_share = sys.platform == "linux" and len(os.fsencode(path)) <= MAX_SOCKET_PATH
+        return {key: path} if can_share else {}
 
     def _stop(self) -> ProcessFailed | None:
         failure = None

@@ -254,7 +254,8 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """State of the store. `blob_bytes` is the size of stored sources."""
+    """State of the store. `blob_bytes` is the size of stored sources. `memory_locked`: images are
+    never swapped out; `memory_unlocked_reason` is why they could be."""
 
     version: str
     revision: int
@@ -264,3 +265,5 @@ class StoreStatus:
     disk: TierStatus
     blob_bytes: int
     active_pulls: int
+    memory_locked: bool = False
+    memory_unlocked_reason: str = ""

@@ -21,8 +21,8 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 MIN_FILE_BYTES = 256 << 10
 """Smaller images have no file of their own: they are streamed in a millisecond."""
 MAX_FILES = 4096
-"""How many images have files at most; never more than a quarter of the files that the process may
-open."""
+"""How many images have files at most; with the descriptors that their mappings have, these are
+never more than half of the files that the process may open."""
 
 
 class NotSealed(Exception):

@@ -78,8 +78,9 @@ class ImageCache:
         self._calls = calls
         self.memory_wait_seconds = memory_wait_seconds
         self._pinned: frozenset[ImageKey] = frozenset()
+        self.lock = MemoryLock("off") if lock is None else lock
         self._memory = MemoryTier(
-            memory_bytes, lambda key: key in self._pinned, lock, is_shared=is_shared
+            memory_bytes, lambda key: key in self._pinned, self.lock, is_shared=is_shared
         )
         self._flights: dict[ImageKey, _Flight] = {}
         self._checks: set[tuple[str, ImageKey]] = set()

@@ -8,6 +8,7 @@ import mmap
 import os
 import resource
 import sys
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,18 @@ _ON_FAULT = 1
 """Linux's MLOCK_ONFAULT: each page is locked once it is there. Locking itself faults none in."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIMIT = resource.RLIMIT_MEMLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class LockStatus:
+    """Whether the memory of images is to be locked, whether it is, and why not."""
+
+    is_wanted: bool
+    is_locked: bool
+    reason: str
+
+
+NOT_LOCKED = LockStatus(False, False, "")
 
 
 class MemoryLock:
@@ -43,6 +56,9 @@ class MemoryLock:
     @property
     def is_on(self) -> bool:
         return not self.reason
+
+    def status(self) -> LockStatus:
+        return LockStatus(self.mode != "off", self.is_on, self.reason)
 
     def lock(self, data: torch.Tensor) -> None:
         """Locks a mapping; what it holds stays locked until it is unmapped."""

@@ -188,6 +188,8 @@ def store_status(message: store_pb.GetStoreStatusResponse) -> types.StoreStatus:
         disk=_tier_status(message.disk),
         blob_bytes=message.blob_bytes,
         active_pulls=message.active_pulls,
+        memory_locked=message.memory_locked,
+        memory_unlocked_reason=message.memory_unlocked_reason,
     )
 
 

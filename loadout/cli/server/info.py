@@ -180,8 +180,14 @@ def _store_rows(store: StoreStatus | LoadoutError) -> list[tuple[str, str]]:
         ("revision", str(store.revision)),
         ("blobs", decimal(store.blob_bytes)),
         ("memory images", _tier(store.memory)),
+        ("memory locked", "yes" if store.memory_locked else _unlocked(store)),
         ("disk images", _tier(store.disk)),
     ]
+
+
+def _unlocked(store: StoreStatus) -> str:
+    reason = store.memory_unlocked_reason
+    return f"no: {reason}" if reason else "no"
 
 
 def _tier(tier: TierStatus) -> str:

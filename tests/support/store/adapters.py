@@ -112,9 +112,16 @@ def tiny_layout(
     )
 
 
-def make_large(client, make_adapter, make_layout, name: str = "large", value: float = 1.0):
-    """An image of some 34 MB: more than a stream's windows and buffers hold."""
-    features = 1 << 20
+def make_large(
+    client,
+    make_adapter,
+    make_layout,
+    name: str = "large",
+    value: float = 1.0,
+    features: int = 1 << 20,
+):
+    """An image of some 34 MB: more than a stream's windows and buffers hold; less of fewer
+    features."""
     target = Target("model.layers.0.q", 0, "g", TargetKind.LINEAR, features, 16)
     key = "base_model.model.model.layers.0.q.lora_{}.weight"
     tensors = {

@@ -1,0 +1,117 @@
+"""The memory of images: its files, its spare buffers and its locking."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter_store.images.tiers import buffers
+from adapter_store.images.tiers.buffers import MIN_FILE_BYTES, BufferPool, NotSealed
+from adapter_store.images.tiers.memory_lock import MemoryLock
+
+NUM_BYTES = 2 * MIN_FILE_BYTES
+
+
+def test_a_shared_buffer_is_never_a_spare():
+    pool = BufferPool(4 * NUM_BYTES, has_files=True)
+    plain, shared = pool.make(NUM_BYTES), pool.make(NUM_BYTES)
+    shared.data.fill_(7)
+    shared.set_final()
+    file = os.dup(shared.sealed_file())
+    assert torch.equal(shared.data, torch.full((NUM_BYTES,), 7, dtype=torch.uint8))
+    for buffer in (plain, shared):
+        pool.put(buffer)
+    assert pool.spare_bytes == NUM_BYTES
+    assert pool.take(NUM_BYTES) is plain
+    assert pool.take(NUM_BYTES) is not shared
+    number = shared.sealed_file()
+    del shared, buffer
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+    assert os.pread(file, 1, NUM_BYTES - 1) == b"\x07"
+    os.close(file)
+
+
+def test_a_buffer_in_use_is_not_sealed():
+    buffer = BufferPool(NUM_BYTES, has_files=True).make(NUM_BYTES)
+    reader = buffer.data.numpy().data
+    buffer.set_final()
+    for _ in range(2):
+        with pytest.raises(NotSealed, match="in_use"):
+            buffer.sealed_file()
+    del reader
+    buffer.sealed_file()
+
+
+def test_files_are_for_images_worth_it(monkeypatch):
+    monkeypatch.setattr(buffers, "MAX_FILES", 2)
+    pool = BufferPool(0, has_files=True)
+    made = [pool.make(size) for size in (MIN_FILE_BYTES - 1, *3 * [MIN_FILE_BYTES])]
+    reasons = []
+    for buffer in made:
+        try:
+            buffer.set_final()
+        except NotSealed as error:
+            reasons.append(str(error))
+    assert reasons == ["small", "no_file"]
+    del made[1], buffer
+    pool.make(MIN_FILE_BYTES).set_final()
+    with pytest.raises(NotSealed, match="no_file"):
+        BufferPool(0).make(MIN_FILE_BYTES).set_final()
+
+
+def locked_bytes() -> int:
+    found = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def test_memory_is_locked():
+    before = locked_bytes()
+    lock = MemoryLock("on", NUM_BYTES)
+    assert (lock.status().is_locked, lock.status().reason) == (True, "")
+    for has_files in (False, True):
+        buffer = BufferPool(0, lock, has_files=has_files).make(NUM_BYTES)
+        assert locked_bytes() == before + NUM_BYTES
+        if has_files:
+            buffer.set_final()
+            buffer.sealed_file()
+            assert locked_bytes() == before + NUM_BYTES
+        del buffer
+        assert locked_bytes() == before
+    unlocked = BufferPool(0, MemoryLock("off"), has_files=True).make(NUM_BYTES)
+    assert locked_bytes() == before
+    del unlocked
+
+
+LIMITED = """
+import os, resource, sys
+from adapter_store.images.tiers.memory_lock import MemoryLock
+from servicekit.errors import FailedPrecondition
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 65536))
+if os.geteuid() == 0:
+    os.setuid(65534)  # root may lock everything
+print(MemoryLock("auto", 65536).status())
+print(MemoryLock("auto", 1 << 30).status())
+try:
+    MemoryLock("on", 1 << 30)
+except FailedPrecondition as error:
+    print(error.subject, error)
+"""
+
+
+@pytest.mark.processes
+def test_a_limit_that_is_too_low_is_named():
+    found = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    why = "the limit of locked memory is 65536 bytes, and images take up to 1073741824: raise it"
+    assert "is_locked=True, reason=''" in found[0]
+    assert f"is_locked=False, reason='{why}" in found[1]
+    assert found[2].startswith(f"lock_memory --lock-memory on: {why}")

@@ -1,0 +1,419 @@
+"""Images that are handed over as files, by real stores over real channels and sockets."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import queue
+import shutil
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from adapter_store.images import share
+from contract.images.header import ImageChunk, ImageHeader
+from contract.images.sharing import (
+    ADD_SEALS,
+    GIVEN,
+    GREETING,
+    SEAL_SEAL,
+    SEALS,
+    SHARE_ID_BYTES,
+    TICKET_BYTES,
+)
+from inference_svc.adapters.memory.extents import Extent
+from inference_svc.adapters.pulls.pull import ImageSink, PullDone, PullFailed, PullJob, PullOpened
+from inference_svc.adapters.pulls.threads import Puller
+from inference_svc.errors import CorruptImage
+from inference_svc.store.client import ImageClient
+from inference_svc.store.replicas import Replicas
+from inference_svc.store.shared_images import PullCall, ShareSocket
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.support.store.adapters import make_large
+from tests.support.wait import TIMEOUT_S, until
+
+pytestmark = pytest.mark.slow
+
+
+class Receiver:
+    """An inference service's pulls, each into memory of its own."""
+
+    def __init__(self, address: str, path: Path | None) -> None:
+        self.replicas = Replicas.at(address)
+        self.client = ImageClient(self.replicas, share_socket=path)
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+        self._known: dict[str, int] = {}
+        self.puller = Puller(
+            self.client, 2, self.events.put, lambda header: header, lambda header, read: None
+        )
+
+    def pull(self, digest: str, layout_id: str) -> bytes:
+        """The image's bytes, or raises why there are none."""
+        job, memory = PullJob(digest, layout_id), bytearray()
+        self.puller.start(job)
+        while isinstance(event := self.events.get(timeout=TIMEOUT_S), PullOpened):
+            size = event.header.total_bytes
+            memory = bytearray(size)
+            if job.grant(ImageSink(memoryview(memory), [Extent(0, 0, size)])):
+                self.puller.start(job)
+        if isinstance(event, PullFailed):
+            assert event.error is not None
+            raise event.error
+        assert isinstance(event, PullDone)
+        return bytes(memory)
+
+    def ways(self) -> set[str]:
+        """How the bytes came since the last time; an attempt that waited for memory counts, too."""
+        found = self.replicas.shares()
+        new = {how for how, count in found.items() if count > self._known.get(how, 0)}
+        self._known = found
+        return new
+
+    def close(self) -> None:
+        self.puller.close()
+        self.client.close()
+
+
+@pytest.fixture
+def receive():
+    with ExitStack() as stack:
+
+        def make(address: str, path: Path | None) -> Receiver:
+            receiver = Receiver(address, path)
+            stack.callback(receiver.close)
+            return receiver
+
+        yield make
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Short enough for a socket."""
+    folder = Path(f"/tmp/loadout-{os.getpid()}-{tmp_path.name[-20:]}")
+    folder.mkdir()
+    yield folder / "share.sock"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def ready(serve, path, make_adapter, make_layout):
+    """ready(**settings) -> (store, the key of an image in its memory, its bytes)"""
+
+    def start(**settings):
+        store = serve(share_socket=path, lock_memory="off", **settings)
+        key = make_large(store.client, make_adapter, make_layout, features=1 << 15)
+        store.idle()
+        return store, key, store.client.pull(*key).data
+
+    return start
+
+
+def until_released(store) -> None:
+    """Waits until no receiver has an image, for the store."""
+    places = store.running.store.use_cases.pulls.shared_images
+    until(lambda: places.used == 0)
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_an_image_is_shared_again_and_again(ready, receive, path):
+    store, key, data = ready()
+    receiver = receive(store.running.grpc_address, path)
+    assert receiver.pull(*key) == data
+    until_released(store)
+    before = num_files()
+    for _ in range(20):
+        assert receiver.pull(*key) == data
+    assert receiver.ways() == {"shared"}
+    until_released(store)
+    until(lambda: num_files() <= before)
+    assert store.client.pull(*key).data == data  # for others it is a stream as ever
+    assert oct(path.stat().st_mode & 0o777) == "0o600"
+
+
+def test_what_cannot_be_shared_is_streamed(ready, receive, path, make_adapter, make_layout, serve):
+    store, key, data = ready()
+    address = store.running.grpc_address
+    small = store.client.register("small", make_adapter(folder="small")).adapter.digest
+    layout_id = store.client.register_layout(make_layout())
+    expected = store.client.pull(small, layout_id).data
+    receiver = receive(address, path)
+    assert receiver.pull(small, layout_id) == expected
+    assert receiver.ways() == {"small"}
+
+    # As long as another pull reads it as it was built.
+    long = make_large(store.client, make_adapter, make_layout, name="long")
+    store.idle()
+    reading = store.client.stub.PullAdapter(
+        pb.PullAdapterRequest(digest=long[0], layout_id=long[1])
+    )
+    next(reading)
+    streamed = receiver.pull(*long)
+    assert receiver.ways() == {"in_use"}
+    reading.cancel()
+    pulls = store.running.store.use_cases.pulls
+    until(lambda: not pulls.num_active)
+    assert receiver.pull(*long) == streamed
+    assert receiver.ways() == {"shared"}
+
+    nowhere = receive(address, path.with_name("nothing"))
+    assert nowhere.pull(*key) == data
+    assert nowhere.ways() == {"unreachable"}
+
+    other = path.with_name("other.sock")
+    serve(share_socket=other, lock_memory="off", data_dir=path.with_name("data"))
+    confused = receive(address, other)
+    assert confused.pull(*key) == data
+    assert confused.ways() == {"other_store"}
+    unaware = receive(address, None)
+    assert unaware.pull(*key) == data
+    assert unaware.ways() == set()
+
+
+def greeted(path: Path) -> tuple[socket.socket, bytes]:
+    """A connection, and the id that the store greets it with."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(TIMEOUT_S)
+    connection.connect(str(path))
+    greeting = b""
+    while len(greeting) < len(GREETING) + SHARE_ID_BYTES:
+        data = connection.recv(100)
+        if not data:
+            connection.close()
+            raise ConnectionError
+        greeting += data
+    return connection, greeting.removeprefix(GREETING)
+
+
+def ask(store, key: tuple[str, str], share_id: bytes):
+    """A call with its header."""
+    request = pb.PullAdapterRequest(digest=key[0], layout_id=key[1], share_id=share_id)
+    call = store.client.stub.PullAdapter(request)
+    return call, next(call).header
+
+
+def take(connection: socket.socket, ticket: bytes) -> list[int]:
+    """The files that the store gives for a ticket."""
+    connection.sendall(ticket)
+    answer, files, _, _ = socket.recv_fds(connection, 1, 2)
+    assert bool(files) == (answer == GIVEN)
+    return files
+
+
+def test_a_ticket_is_for_one_file_that_nobody_can_change(ready, path):
+    store, key, data = ready()
+    connection, share_id = greeted(path)
+    call, header = ask(store, key, share_id)
+    assert (len(header.share_ticket), header.not_shared) == (TICKET_BYTES, "")
+    (file,) = take(connection, header.share_ticket)
+    assert os.pread(file, len(data) + 1, 0) == data
+    for change in (
+        lambda: os.pwrite(file, b"x", 0),
+        lambda: os.ftruncate(file, 0),
+        lambda: os.ftruncate(file, len(data) + 1),
+        lambda: mmap.mmap(file, len(data), mmap.MAP_SHARED, mmap.PROT_WRITE),
+        lambda: fcntl.fcntl(file, ADD_SEALS, 0),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+    again, _ = greeted(path)
+    assert take(again, header.share_ticket) == []
+    call.cancel()
+    until_released(store)
+    late, _ = greeted(path)
+    call, header = ask(store, key, share_id)
+    call.cancel()
+    until_released(store)
+    assert take(late, header.share_ticket) == []
+    assert os.pread(file, len(data), 0) == data  # who has it keeps it
+    os.close(file)
+    for each in (connection, again, late):
+        each.close()
+
+
+def test_strangers_are_few_and_known(ready, receive, path, monkeypatch):
+    monkeypatch.setattr(share, "MAX_STRANGERS", 4)
+    store, key, data = ready()
+    held = [greeted(path)[0] for _ in range(4)]
+    with pytest.raises(OSError):
+        greeted(path)
+    held[0].sendall(b"?" * TICKET_BYTES)
+    assert held[0].recv(1) == b"-"
+    for each in held:
+        each.close()
+    receiver = receive(store.running.grpc_address, path)
+    until(lambda: receiver.pull(*key) == data and receiver.ways() == {"shared"})
+
+    monkeypatch.setattr(share, "user_of", lambda peer: 12345)
+    with pytest.raises(OSError):
+        greeted(path)
+    monkeypatch.undo()
+    monkeypatch.setattr(share, "STRANGER_SECONDS", 0.1)
+    idle, _ = greeted(path)
+    assert idle.recv(1) == b""
+    idle.close()
+
+
+def test_one_account_has_its_share_of_files(ready, path, monkeypatch):
+    monkeypatch.setattr(share, "MAX_OFFERS", 16)
+    store, key, _ = ready()
+    connection, share_id = greeted(path)
+    connection.close()
+    before = num_files()
+    calls = [ask(store, key, share_id) for _ in range(200)]
+    reasons = [header.not_shared for _, header in calls]
+    assert reasons.count("") == 16
+    assert set(reasons) == {"", "too_many"}
+    files = []
+    for _, header in calls[:16]:
+        mine, _ = greeted(path)
+        files += [*take(mine, header.share_ticket), mine.detach()]
+    for call, _ in calls:
+        call.cancel()
+    until_released(store)
+    for file in files:
+        os.close(file)
+    until(lambda: num_files() <= before)
+    until(lambda: not store.running.store.use_cases.pulls.num_active)
+
+
+def sealed(data: bytes, seals: int) -> int:
+    file = os.memfd_create("made", os.MFD_ALLOW_SEALING)
+    os.write(file, data)
+    fcntl.fcntl(file, ADD_SEALS, seals)
+    return file
+
+
+@contextmanager
+def impostor(path: Path, share_id: bytes, file: int):
+    """Listens in the store's place, and gives this file for every ticket."""
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as listening, ThreadPoolExecutor(1) as thread:
+        listening.bind(str(path))
+        listening.listen()
+
+        def answer() -> None:
+            while True:
+                try:
+                    peer, _ = listening.accept()
+                except OSError:
+                    return
+                with peer:
+                    peer.sendall(GREETING + share_id)
+                    if peer.recv(TICKET_BYTES):
+                        socket.send_fds(peer, [GIVEN], [file])
+                        peer.recv(1)
+
+        thread.submit(answer)
+        try:
+            yield
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            os.close(file)
+
+
+def test_files_of_an_impostor_are_not_believed(ready, receive, path, tmp_path):
+    store, key, data = ready()
+    connection, share_id = greeted(path)
+    connection.close()
+    on_disk = tmp_path / "file"
+    on_disk.write_bytes(data)
+    pipe, end = os.pipe()
+    os.close(end)
+    for file, reason in (
+        (sealed(data, SEALS & ~8), "unsealed"),  # it can be written to
+        (sealed(data, 0), "unsealed"),
+        (os.open(on_disk, os.O_RDWR), "unsealed"),
+        (pipe, "unsealed"),
+        (sealed(data[:-1], SEALS), "wrong_size"),
+        (sealed(data + b"x", SEALS), "wrong_size"),
+        (sealed(b"", SEALS), "wrong_size"),
+    ):
+        receiver = receive(store.running.grpc_address, path)
+        with impostor(path, share_id, file):
+            assert receiver.pull(*key) == data
+            assert receiver.ways() == {reason}
+    lie = sealed(data[:-1] + bytes([data[-1] ^ 1]), SEALS | SEAL_SEAL)
+    receiver = receive(store.running.grpc_address, path)
+    with impostor(path, share_id, lie), pytest.raises(CorruptImage, match="sha256"):
+        receiver.pull(*key)
+
+
+class LyingCall:
+    """A store's answer to a call: any messages, after a header with a ticket."""
+
+    def __init__(self, messages: list[pb.PullAdapterResponse]) -> None:
+        self.messages = messages
+
+    def __iter__(self):
+        return iter([message.SerializeToString() for message in self.messages])
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_lying_header_maps_nothing_that_it_should_not(ready, path):
+    store, key, data = ready()
+    connection, share_id = greeted(path)
+    for lie, error in (
+        ({"total_bytes": 1 << 62}, None),
+        ({"share_ticket": b"short"}, None),
+        ({}, "hands over as a file"),
+        ({}, "ends at"),
+    ):
+        call, header = ask(store, key, share_id)
+        for name, value in lie.items():
+            setattr(header, name, value)
+        after = pb.PullAdapterResponse(chunk=pb.ImageChunk(data=b"x"))
+        if error == "ends at":
+            after = pb.PullAdapterResponse(layer_end=pb.LayerEnd(end_offset=len(data) + 1))
+        first = LyingCall([pb.PullAdapterResponse(header=header), after])
+        ways: list[str] = []
+        calls = iter([first, LyingCall([])])
+        pull = PullCall(
+            lambda _, calls=calls: next(calls), ShareSocket(path, ways.append), can_share=True
+        )
+        if error is None:
+            assert list(pull.messages()) == []  # the other call's
+            assert ways in (["wrong_size"], ["refused"])
+        else:
+            with pytest.raises(CorruptImage, match=error):
+                list(pull.messages())
+            assert ways == ["shared"]
+        call.cancel()
+        until_released(store)
+    connection.close()
+
+
+@pytest.mark.processes
+def test_a_killed_store_leaves_its_files_to_who_maps_them(
+    spawn, serve, connect, path, receive, make_adapter, make_layout
+):
+    store = spawn("--share-socket", str(path))
+    address = store.wait_until_ready()["grpc"]
+    client = connect(address)
+    key = make_large(client, make_adapter, make_layout, features=1 << 15)
+    data = client.pull(*key).data
+    receiver = receive(address, path)
+    until(lambda: receiver.pull(*key) == data and receiver.ways() == {"shared"})
+    messages = receiver.client.pull(*key)
+    stream = iter(messages)
+    header = next(stream)
+    assert isinstance(header, ImageHeader)
+    chunk = next(stream)
+    assert isinstance(chunk, ImageChunk)
+    store.end(signal.SIGKILL)
+    assert bytes(chunk.data) == data[: len(chunk.data)]
+    messages.cancel()
+    stream.close()
+    assert path.is_socket()  # nobody listens there any more
+    again = serve(share_socket=path, lock_memory="off")
+    back = receive(again.running.grpc_address, path)
+    until(lambda: back.pull(*key) == data and back.ways() == {"shared"})
