@@ -10,7 +10,7 @@ from adapter_store.catalog.tables.usage import CatalogCounts
 from adapter_store.images.pull import ActivePull
 from adapter_store.images.tiers.cache import ImageInProgress
 from adapter_store.images.tiers.disk_tier import TierCounts
-from adapter_store.images.tiers.memory_lock import NOT_LOCKED, LockStatus
+from adapter_store.images.tiers.memory_lock import NOT_LOCKED, LockStatus, swap_bytes
 from servicekit.shares import PlaceUse
 from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.place_metrics import place_samples
@@ -73,6 +73,7 @@ def work_samples(work: Work) -> list[Sample]:
         found += [*_sizes(tier, counts), *_lookups(tier, counts), *_evictions(tier, counts)]
     if work.lock.is_wanted:
         found.append(Sample("memory_locked", int(work.lock.is_locked)))
+    found.append(Sample("swap_bytes", swap_bytes()))
     if work.shared is not None:
         found += _lookups("shared", work.shared)
     for use in work.places:

@@ -6,6 +6,7 @@ compile        fills an image from a checkpoint, part by part
 builder        makes one image: from the disk tier, the shared tier, or the blob
 partial_image  an image that is being filled while others already read it
 pull           streams an image to a caller: header, chunks, layer ends, trailer
+share          hands the files of complete images to services on the same machine
 precompile     compiles images before they are pulled
 worker_pool    threads that run jobs by priority
 """

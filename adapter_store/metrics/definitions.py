@@ -83,6 +83,7 @@ IMAGES = (
         "1 if the memory of images is locked, so that it is never swapped out; 0 if the system "
         "does not allow it. Absent with --lock-memory off.",
     ),
+    _OWN.gauge("swap_bytes", "Swap space of the machine. Locked memory is never written there."),
     _OWN.gauge("tier_used_bytes", "Bytes used by images.", "tier"),
     _OWN.gauge("tier_capacity_bytes", "Bytes available for images.", "tier"),
     _OWN.gauge("tier_images", "Number of images.", "tier"),

@@ -345,6 +345,15 @@ PULLED_FIELDS: Sequence[Line] = (
         "test_larger_than_the_arena_is_refused",
     ),
     line(
+        "PullAdapterResponse.header.{share_ticket,not_shared}",
+        "a ticket for the image's file; why there is none",
+        "until the pull ends",
+        SERVER,
+        "32 bytes; of a file its seals and its size; one of twelve reasons",
+        "test_files_of_an_impostor_are_not_believed "
+        "test_a_lying_header_maps_nothing_that_it_should_not",
+    ),
+    line(
         "PullAdapterResponse.chunk.{offset,data} PullAdapterResponse.layer_end.{part,end_offset,"
         "sha256} PullAdapterResponse.trailer.sha256",
         "bytes of the image; a hash of each part",

@@ -46,6 +46,14 @@ STORE_FIELDS: Sequence[Line] = (
         "test_another_image_starts_again_at_0",
     ),
     line(
+        "PullAdapter.share_id",
+        "an id; the store compares it with its own, and offers the image's file",
+        "until the call ends, or ten minutes after the image",
+        ACCOUNT,
+        "the message's 64 KiB; 1,024 offered or mapped images, in shares of tenants",
+        "test_one_account_has_its_share_of_files",
+    ),
+    line(
         "RegisterAdapter.source_uri",
         "the address of the source, recorded with the version",
         VERSION,

@@ -8,7 +8,9 @@ import mmap
 import os
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -72,6 +74,15 @@ class MemoryLock:
         """Unlocks a mapping that another one takes the place of."""
         if self.is_on and data.numel():
             _LIBC.munlock(ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel()))
+
+
+def swap_bytes() -> int:
+    """Returns the machine's swap space; 0 if the system does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("SwapTotal:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 def _refusal(num_bytes: int) -> str:
