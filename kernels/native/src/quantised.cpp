@@ -9,6 +9,9 @@
 // whatever the number of tokens: a row alone gives the bits that it gives in any batch. Few rows
 // decode codes in registers; many, and all that AMX multiplies, decode a chunk once, into the first
 // cache.
+//
+// With AVX2 alone, codes of whole numbers and inputs in bf16 are multiplied as integers of 16 bits,
+// which one instruction multiplies sixteen of; see WholeInputs.
 #include "quantised.h"
 
 #include <array>
@@ -16,6 +19,7 @@
 #include <utility>
 
 #include "quantised_codes.h"
+#include "quantised_inputs.h"
 #include "tile_block.h"
 
 namespace loadout {
@@ -24,16 +28,12 @@ namespace {
 
 // Inputs in a chunk: decoded in float, they take half of a first cache of 32 KiB.
 constexpr int64_t MOST_INPUTS = 128;
-// Rows in an item.
-constexpr int64_t MOST_ITEM_ROWS = 96;
 // Rows in a tile: as fast as the most that fit, and more of them stay apart in the first cache.
 #if defined(__AVX512F__)
 constexpr int MOST_TILE_ROWS = 8;
 #else
 constexpr int MOST_TILE_ROWS = 6;
 #endif
-// Sums of inputs in chunks that an item's rows may have.
-constexpr int64_t MOST_INPUT_SUMS = 16384;
 
 // Chunks that are computed side by side, so that few rows have as many sums as the latency of their
 // instructions asks for.
@@ -53,20 +53,19 @@ struct Item {
   const T* x;  // of the first row
   int64_t stride;
   const float* input_sums;  // [rows, chunks], or null
+  const float* factors;     // of whole inputs [rows, chunks], else null
+  const int32_t* firsts;    // likewise: the sums of products with the number of code 0
   float* sums;              // [rows, PANEL]
   int64_t fetch;            // bytes from this panel to the one that this thread takes next, or 0
 };
 
-template <int ROWS, int CHUNKS>
-using Partial = VF[CHUNKS][ROWS][tile_vectors(ROWS)];
-
 // Adds the products of `words` words of chunks side by side. x: of the first chunk, `size` inputs
 // before the second's.
-template <int ROWS, int CHUNKS, typename Codes, typename T>
+template <int ROWS, int CHUNKS, int VECTORS, typename Codes, typename T>
 inline __attribute__((always_inline)) void multiply_words(
-    Partial<ROWS, CHUNKS>& partial, const Codes& codes, const char* const (&at)[CHUNKS],
+    VF (&partial)[CHUNKS][ROWS][VECTORS], const Codes& codes, const char* const (&at)[CHUNKS],
     const T* x, int64_t size, int64_t stride, int64_t words, int64_t fetch) {
-  constexpr int VECTORS = tile_vectors(ROWS), STEPS = Codes::SPAN / STEP_OF<T>;
+  constexpr int STEPS = Codes::SPAN / STEP_OF<T>;
   constexpr int WORD_BYTES = Codes::WORD_BYTES * PANEL;
   using Word = decltype(Codes::load(nullptr, 0));
 #pragma GCC unroll 2
@@ -109,7 +108,7 @@ inline void add_chunks(const Item<T>& item, const Codes& codes, int row, int par
                        const Chunk (&chunks)[CHUNKS], const char* decoded,
                        int64_t fetch) {
   constexpr int VECTORS = tile_vectors(ROWS);
-  Partial<ROWS, CHUNKS> partial;
+  VF partial[CHUNKS][ROWS][VECTORS];
 #pragma GCC unroll 4
   for (int c = 0; c < CHUNKS; ++c)
 #pragma GCC unroll 16
@@ -157,8 +156,14 @@ inline void add_chunks(const Item<T>& item, const Codes& codes, int row, int par
 
 // Adds chunks [first, last) of a panel to the sums of ROWS rows from `row` on.
 template <typename Codes, typename T, int ROWS>
-void add_all(const Item<T>& item, int row, const char* panel, int64_t first, int64_t last,
-             const char* decoded, int64_t fetch) {
+struct AddAll {
+  static void add(const Item<T>& item, int row, const char* panel, int64_t first, int64_t last,
+                  const char* decoded, int64_t fetch);
+};
+
+template <typename Codes, typename T, int ROWS>
+void AddAll<Codes, T, ROWS>::add(const Item<T>& item, int row, const char* panel, int64_t first,
+                                 int64_t last, const char* decoded, int64_t fetch) {
   constexpr int CHUNKS = side_by_side(ROWS), WIDTH = tile_vectors(ROWS) * VF_WIDTH;
   const Codes codes(item.form.table);
   for (int part = 0; part < PANEL; part += WIDTH) {
@@ -181,13 +186,83 @@ void add_all(const Item<T>& item, int row, const char* panel, int64_t first, int
   }
 }
 
+#if !defined(__AVX512F__)
+
+// Few rows by a whole panel, others by two vectors, so that sums, weights and inputs fit registers.
+constexpr int whole_vectors(int rows) { return rows <= 2 ? PANEL / VF_WIDTH : 2; }
+
+// As add_chunks, of all chunks [first, last) and of inputs in whole numbers.
+template <typename Codes, int ROWS>
+void add_whole_chunks(const Item<Whole>& item, int row, int part, const char* panel, int64_t first,
+                      int64_t last, const char* decoded, int64_t fetch) {
+  constexpr int VECTORS = whole_vectors(ROWS);
+  const Codes codes(item.form.table);
+  const int64_t count = item.chunks.count();
+  for (int64_t number = first; number < last; ++number) {
+    const Chunk chunk = item.chunks.find(panel, number);
+    VF partial[1][ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v)
+        partial[0][r][v] =
+            _mm256_castsi256_ps(_mm256_set1_epi32(item.firsts[(row + r) * count + number]));
+    const char* const at[1] = {(decoded ? decoded : chunk.codes) + part * Codes::LANE_BYTES};
+    const Whole* x = item.x + row * item.stride + chunk.first;
+    const int64_t words = chunk.size / Codes::SPAN, done = words * Codes::SPAN;
+    multiply_words<ROWS, 1>(partial, codes, at, x, 0, item.stride, words, fetch);
+    if (done < chunk.size) {  // a word that ends beyond the row
+      Whole padded[ROWS * Codes::SPAN] = {};
+      for (int r = 0; r < ROWS; ++r)
+        std::memcpy(padded + r * Codes::SPAN, x + r * item.stride + done,
+                    (chunk.size - done) * sizeof(Whole));
+      const char* const end[1] = {at[0] + words * Codes::WORD_BYTES * PANEL};
+      multiply_words<ROWS, 1>(partial, codes, end, padded, 0, Codes::SPAN, 1, 0);
+    }
+    VF scales[VECTORS];
+    load_scales(chunk.scales, item.form.scales, part / VF_WIDTH, scales);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const VF factor = vset1(item.factors[(row + r) * count + number]);
+      float* sums = item.sums + (row + r) * PANEL + part;
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) {
+        const VF sum = _mm256_cvtepi32_ps(_mm256_castps_si256(partial[0][r][v]));
+        vstore(sums + v * VF_WIDTH,
+               vfma(vmul(scales[v], factor), sum, vload(sums + v * VF_WIDTH)));
+      }
+    }
+    if (!item.input_sums) continue;
+    load_scales(chunk.scales + item.chunks.scale_bytes(), item.form.scales, part / VF_WIDTH,
+                scales);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const VF input_sum = vset1(item.input_sums[(row + r) * count + number]);
+      float* sums = item.sums + (row + r) * PANEL + part;
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v)
+        vstore(sums + v * VF_WIDTH, vfma(scales[v], input_sum, vload(sums + v * VF_WIDTH)));
+    }
+  }
+}
+
+template <typename Codes, int ROWS>
+struct AddAll<Codes, Whole, ROWS> {
+  static void add(const Item<Whole>& item, int row, const char* panel, int64_t first, int64_t last,
+                  const char* decoded, int64_t fetch) {
+    for (int part = 0; part < PANEL; part += whole_vectors(ROWS) * VF_WIDTH)
+      add_whole_chunks<Codes, ROWS>(item, row, part, panel, first, last, decoded, fetch);
+  }
+};
+
+#endif
+
 template <typename T>
-using AddAll = void (*)(const Item<T>&, int, const char*, int64_t, int64_t, const char*, int64_t);
+using Add = void (*)(const Item<T>&, int, const char*, int64_t, int64_t, const char*, int64_t);
 
 template <typename Codes, typename T, int... ROWS>
-constexpr std::array<AddAll<T>, sizeof...(ROWS)> every_height(
-    std::integer_sequence<int, ROWS...>) {
-  return {add_all<Codes, T, ROWS + 1>...};
+constexpr std::array<Add<T>, sizeof...(ROWS)> every_height(std::integer_sequence<int, ROWS...>) {
+  return {AddAll<Codes, T, ROWS + 1>::add...};
 }
 
 // ADD_ALL<Codes, T>[rows - 1]
@@ -282,20 +357,22 @@ void sum_panel_by_tiles(TileBlock& block, const Item<bf16>& item, int rows, cons
 
 #endif
 
-// A thread's part of a product: it computes items, and keeps what it knows of their inputs.
-template <typename Codes, typename T, typename Out>
+// A thread's part of a product: it computes items, and keeps what it knows of their inputs. These are
+// X, and multiplied as T.
+template <typename Codes, typename T, typename X, typename Out>
 class Product {
  public:
   Product(const LinearArgs& args, const QuantisedForm& form)
       : args_(args),
         form_(form),
-        chunks_(form, args.in_features, MOST_INPUTS, Codes::SPAN, Codes::WORD_BYTES) {}
+        chunks_(form, args.in_features, MOST_INPUTS, Codes::SPAN, Codes::WORD_BYTES),
+        inputs_(chunks_, args.in_features, first_number()) {}
 
   int64_t most_rows() const {
     const int64_t row_bytes = args_.in_features * static_cast<int64_t>(sizeof(T));
     const int64_t most = std::max<int64_t>(MAX_ROWS, ROW_BLOCK_BYTES / row_bytes);
     const int64_t of_sums = form_.has_offsets ? MOST_INPUT_SUMS / chunks_.count() : MOST_ITEM_ROWS;
-    return std::min({most, of_sums, MOST_ITEM_ROWS});
+    return std::min({most, of_sums, inputs_.most_rows(), MOST_ITEM_ROWS});
   }
 
   int64_t panel_bytes() const { return chunks_.panel_bytes(); }
@@ -303,16 +380,16 @@ class Product {
   // Rows [first, last) by one panel of the weights in `args`. `next`: the number of bytes from it to
   // the one that this thread takes next.
   void multiply(const LinearArgs& args, int64_t first, int64_t last, int64_t panel, int64_t next) {
-    const T* x = static_cast<const T*>(args.x) + first * args.x_stride;
-    if (form_.has_offsets && (first != first_ || last != last_)) {
-      add_inputs(x, static_cast<int>(last - first));
+    const X* x = static_cast<const X*>(args.x) + first * args.x_stride;
+    const int rows = static_cast<int>(last - first);
+    if (first != first_ || last != last_) {
+      if (form_.has_offsets) add_inputs(x, rows);
+      if constexpr (IS_WHOLE<T>) inputs_.take(x, args.x_stride, rows);
       first_ = first, last_ = last;
     }
     alignas(64) float sums[MOST_ITEM_ROWS * PANEL];
-    const int rows = static_cast<int>(last - first);
     std::fill_n(sums, rows * PANEL, 0.0f);
-    const Item<T> item{form_, chunks_, x,   args.x_stride, form_.has_offsets ? input_sums_ : nullptr,
-                       sums,  next};
+    const Item<T> item = item_of(x, sums, next);
     const char* weights = static_cast<const char*>(args.weights) + panel * panel_bytes();
 #if defined(__AMX_BF16__)
     if constexpr (std::is_same_v<T, bf16>) sum_panel_by_tiles<Codes>(block_, item, rows, weights);
@@ -324,7 +401,21 @@ class Product {
   }
 
  private:
-  void add_inputs(const T* x, int rows) {
+  Item<T> item_of(const X* x, float* sums, int64_t next) const {
+    const float* input_sums = form_.has_offsets ? input_sums_ : nullptr;
+    if constexpr (IS_WHOLE<T>)
+      return {form_, chunks_, inputs_.numbers(), inputs_.stride(), input_sums, inputs_.factors(),
+              inputs_.firsts(), sums, next};
+    else
+      return {form_, chunks_, x, args_.x_stride, input_sums, nullptr, nullptr, sums, next};
+  }
+
+  int32_t first_number() const {
+    if constexpr (IS_WHOLE<T>) return Codes::first(form_.table);
+    return 0;
+  }
+
+  void add_inputs(const X* x, int rows) {
     for (int r = 0; r < rows; ++r)
       for (int64_t i = 0; i < chunks_.count(); ++i) {
         const Chunk chunk = chunks_.find(nullptr, i);
@@ -341,6 +432,7 @@ class Product {
   const Chunks chunks_;
   int64_t first_ = -1, last_ = -1;
   float input_sums_[MOST_INPUT_SUMS];
+  std::conditional_t<IS_WHOLE<T>, WholeInputs, PlainInputs> inputs_;
 #if defined(__AMX_BF16__)
   TileBlock block_;
 #endif
@@ -348,47 +440,57 @@ class Product {
 
 }  // namespace
 
-// Calls `multiply` with an object of the type that decodes fastest.
-template <typename Codes, typename T, typename Multiply>
-void with_fastest(const QuantisedForm& form, const Multiply& multiply) {
+// Not inlined, because each takes much of the stack.
+template <typename Codes, typename T, typename X, typename Out, typename Args>
+__attribute__((noinline)) void multiply_as(const LinearArgs& linear, const Args& args,
+                                           const QuantisedForm& form, const Slice& slice) {
+  Product<Codes, T, X, Out> product(linear, form);
+  multiply_items(product, args, slice);
+}
+
+// Computes with the decoder and the type of inputs that are fastest for inputs X.
+template <template <typename> typename Codes, typename X, typename Out, typename Args>
+void multiply_fastest(const LinearArgs& linear, const Args& args, const QuantisedForm& form,
+                      const Slice& slice) {
 #if !defined(__AVX512F__)
-  if constexpr (std::is_same_v<Codes, Nibbles<T>>)
-    if (are_consecutive(form.table)) return multiply(ConsecutiveNibbles<T>(form.table));
+  constexpr bool has_nibbles = std::is_same_v<Codes<X>, Nibbles<X>>;
+  constexpr bool has_integers = std::is_same_v<Codes<X>, Integers<X>>;
+  const bool is_consecutive = has_nibbles && are_consecutive(form.table);
+  if constexpr (std::is_same_v<X, bf16> && (has_nibbles || has_integers))
+    if ((has_integers || is_consecutive) && WholeInputs::can_hold(linear.in_features)) {
+      using WholeCodes = std::conditional_t<has_nibbles, WholeNibbles, WholeBytes>;
+      return multiply_as<WholeCodes, Whole, X, Out>(linear, args, form, slice);
+    }
+  if constexpr (has_nibbles)
+    if (is_consecutive)
+      return multiply_as<ConsecutiveNibbles<X>, X, X, Out>(linear, args, form, slice);
 #endif
-  multiply(Codes(form.table));
+  multiply_as<Codes<X>, X, X, Out>(linear, args, form, slice);
 }
 
-template <typename Codes, typename T, typename Out>
+template <template <typename> typename Codes, typename X, typename Out>
 void quantised(const QuantisedArgs& args, const Slice& slice) {
-  with_fastest<Codes, T>(args.form, [&](const auto& codes) {
-    Product<std::decay_t<decltype(codes)>, T, Out> product(args.linear, args.form);
-    multiply_items(product, args.linear, slice);
-  });
+  multiply_fastest<Codes, X, Out>(args.linear, args.linear, args.form, slice);
 }
 
-template <typename Codes, typename T, typename Out>
+template <template <typename> typename Codes, typename X, typename Out>
 void quantised_experts(const ExpertsQuantisedArgs& args, const Slice& slice) {
-  with_fastest<Codes, T>(args.form, [&](const auto& codes) {
-    Product<std::decay_t<decltype(codes)>, T, Out> product(args.experts.linear, args.form);
-    multiply_items(product, args.experts, slice);
-  });
+  multiply_fastest<Codes, X, Out>(args.experts.linear, args.experts, args.form, slice);
 }
 
 }  // namespace loadout
 
 #define EXPORT_CODES(NAME, CODES)                                                          \
   LOADOUT_EXPORT(quantised_##NAME##_float, loadout::QuantisedArgs,                         \
-                 (loadout::quantised<loadout::CODES<float>, float, float>))                \
+                 (loadout::quantised<loadout::CODES, float, float>))                       \
   LOADOUT_EXPORT(quantised_##NAME##_bf16, loadout::QuantisedArgs,                          \
-                 (loadout::quantised<loadout::CODES<loadout::bf16>, loadout::bf16,         \
-                                     loadout::bf16>))                                      \
+                 (loadout::quantised<loadout::CODES, loadout::bf16, loadout::bf16>))       \
   LOADOUT_EXPORT(quantised_##NAME##_bf16_float, loadout::QuantisedArgs,                    \
-                 (loadout::quantised<loadout::CODES<loadout::bf16>, loadout::bf16, float>)) \
+                 (loadout::quantised<loadout::CODES, loadout::bf16, float>))               \
   LOADOUT_EXPORT(quantised_experts_##NAME##_float, loadout::ExpertsQuantisedArgs,          \
-                 (loadout::quantised_experts<loadout::CODES<float>, float, float>))        \
+                 (loadout::quantised_experts<loadout::CODES, float, float>))               \
   LOADOUT_EXPORT(quantised_experts_##NAME##_bf16, loadout::ExpertsQuantisedArgs,           \
-                 (loadout::quantised_experts<loadout::CODES<loadout::bf16>, loadout::bf16, \
-                                             loadout::bf16>))
+                 (loadout::quantised_experts<loadout::CODES, loadout::bf16, loadout::bf16>))
 
 EXPORT_CODES(nibbles, Nibbles)
 EXPORT_CODES(integers, Integers)

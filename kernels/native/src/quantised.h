@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "linear.h"
 #include "panels.h"
@@ -78,7 +79,9 @@ class Chunks {
   int64_t scale_bytes() const { return scale_bytes_; }
 
   Chunk find(const char* panel, int64_t number) const {
-    const int64_t group = number / of_group_, part = number % of_group_;
+    // Divisions take as long as some words.
+    const int64_t group = of_group_ == 1 ? number : number / of_group_;
+    const int64_t part = number - group * of_group_;
     const char* start = panel + group * group_bytes_;
     const int64_t in_group = part * chunk_size_, first = group * group_size_ + in_group;
     const int64_t end = std::min((group + 1) * group_size_, in_features_);
@@ -102,6 +105,18 @@ inline VF load_scales(const char* scales, int64_t dtype, int v) {
 #else
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
 #endif
+}
+
+// A panel's vectors of scales or offsets from the `first` on.
+template <int VECTORS>
+inline void load_scales(const char* scales, int64_t dtype, int first, VF (&out)[VECTORS]) {
+  const auto load = [&](auto of_dtype) {
+    LOADOUT_UNROLL for (int v = 0; v < VECTORS; ++v)
+      out[v] = load_scales(scales, of_dtype, first + v);
+  };
+  if (dtype == 0) return load(std::integral_constant<int64_t, 0>());
+  if (dtype == 1) return load(std::integral_constant<int64_t, 1>());
+  load(std::integral_constant<int64_t, 2>());
 }
 
 // Computes all rows by all panels. A product has `most_rows` of an item, `panel_bytes`, and `multiply`,

@@ -8,12 +8,19 @@
 
 namespace loadout {
 
+// An input as a whole number of 16 bits, which its row and chunk have a factor for; see `WholeInputs`.
+struct Whole {
+  int16_t number;
+};
+template <typename T>
+constexpr bool IS_WHOLE = std::is_same_v<T, Whole>;
+
 #if defined(__AVX512BF16__)
 template <typename T>
 constexpr bool HAS_PAIRS = sizeof(T) == 2;
 #else
 template <typename T>
-constexpr bool HAS_PAIRS = false;
+constexpr bool HAS_PAIRS = IS_WHOLE<T>;
 #endif
 
 // The most rows for which codes are decoded in registers, and again by each tile. Where pairs are
@@ -33,10 +40,20 @@ inline __attribute__((always_inline)) VF multiply_step(VF sum, VF x, VF weights)
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(x),
                             (__m512bh)_mm512_castps_si512(weights));
 #endif
+#if !defined(__AVX512F__)
+  if constexpr (IS_WHOLE<T>) {
+    const VI products = _mm256_madd_epi16(_mm256_castps_si256(x), _mm256_castps_si256(weights));
+    VI total = _mm256_add_epi32(_mm256_castps_si256(sum), products);
+    asm("" : "+x"(total));  // else gcc adds the products of all steps first, and keeps them in memory
+    return _mm256_castsi256_ps(total);
+  }
+#endif
   return vfma(x, weights, sum);
 }
 
-inline uint32_t load_pair(const bf16* x) {
+template <typename T>
+inline uint32_t load_pair(const T* x) {
+  static_assert(sizeof(T) == 2);
   uint32_t bits;
   std::memcpy(&bits, x, sizeof bits);
   return bits;
@@ -54,6 +71,11 @@ inline __attribute__((always_inline)) VF load_step(const bf16* x, int step) {
   return step % 2 ? odd(pair) : even(pair);
 #endif
 }
+#if !defined(__AVX512F__)
+inline __attribute__((always_inline)) VF load_step(const Whole* x, int step) {
+  return _mm256_castsi256_ps(vbits(load_pair(x + 2 * step)));
+}
+#endif
 
 #if defined(__AVX512F__)
 using HalfVI = __m256i;
@@ -148,10 +170,48 @@ struct Nibbles {
 
 // Whether the codes' values are consecutive integers, as those of INT4 are.
 inline bool are_consecutive(const float* table) {
-  for (int i = 1; i < 16; ++i)
-    if (table[i] != table[0] + i) return false;
+  for (int i = 0; i < 16; ++i)
+    if (table[i] != std::nearbyint(table[0]) + i) return false;
   return true;
 }
+
+// Decoders of codes to whole numbers in pairs, for inputs that are whole numbers, too: one instruction
+// multiplies sixteen of these. `first` is the number of code 0, which decoded ones count from.
+struct WholeNibbles {
+  static constexpr int SPAN = 8, WORD_BYTES = 4, LANE_BYTES = WORD_BYTES;
+  static constexpr float FACTOR = 1;
+  static constexpr int MOST_DIRECT_ROWS = 6;
+
+  explicit WholeNibbles(const float*) {}
+
+  static int32_t first(const float* table) { return static_cast<int32_t>(table[0]); }
+
+  static VI load(const char* p, int v) {
+    return vbits(reinterpret_cast<const bf16*>(p + v * VF_WIDTH * WORD_BYTES));
+  }
+
+  inline __attribute__((always_inline)) VF decode(VI word, int step) const {
+    const VI codes = _mm256_srli_epi16(word, 4 * step);
+    return _mm256_castsi256_ps(
+        step == 3 ? codes : _mm256_and_si256(codes, _mm256_set1_epi16(15)));
+  }
+};
+
+struct WholeBytes {
+  static constexpr int SPAN = 2, WORD_BYTES = 2, LANE_BYTES = WORD_BYTES;
+  static constexpr float FACTOR = 1;
+  static constexpr int MOST_DIRECT_ROWS = 6;
+
+  explicit WholeBytes(const float*) {}
+
+  static int32_t first(const float*) { return 0; }
+
+  static HalfVI load(const char* p, int v) { return load_half(p + v * VF_WIDTH * WORD_BYTES); }
+
+  inline __attribute__((always_inline)) VF decode(HalfVI word, int) const {
+    return _mm256_castsi256_ps(_mm256_cvtepi8_epi16(word));
+  }
+};
 
 // As Nibbles, of codes whose values are consecutive integers: arithmetic takes half the time of two
 // tables. A code becomes the last bits of a float's mantissa that count integers, at the place where
