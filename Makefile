@@ -51,8 +51,10 @@ test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
 	$(PYTEST) $(TEST_WORKERS) -m long
 	$(PYTEST) $(TEST_WORKERS) --hypothesis-profile long -m "hypothesis and not containers and not trl and not agents"
 
-# Trainers and evaluations of others, as they are published, against real services.
+# Trainers and evaluations of others, as they are published, against real services; and vLLM and
+# transformers, in an environment of their own, with the checkpoints that we write.
 test-trl: $(VENV)/.installed-trl
+	$(BIN)/python -m bench.peers.install vllm
 	$(BIN)/python -m pytest -q --numprocesses 0 -m trl tests/trl
 
 # OpenAI's clients in Python and Node, and frameworks of agents, as they are published, against real

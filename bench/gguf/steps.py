@@ -212,7 +212,8 @@ def measure(name: str, cases: Sequence[Case], options: argparse.Namespace) -> di
             compared = children if case.adapters > 1 else children[:-1]
             seconds = measure_case(compared, case, vocab, options.rounds, options.steps)
             rows.append({"model": name, **row_of(case, seconds)})
-            print(f"{name}, {case.requests} requests, {case.name}: measured", flush=True)
+            ratio = f"{rows[-1]['ours / llama.cpp']:.2f} of llama.cpp's speed"
+            print(f"{name}, {case.requests} requests, {case.name}: {ratio}", flush=True)
     facts = {child.name: child.facts for child in children}
     file = Path(spec.options["gguf"]).name
     return {"rows": rows, "checks": checks, "systems": facts, "file": file}

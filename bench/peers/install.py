@@ -75,7 +75,8 @@ def install(peer: str) -> None:
         return
     _run(sys.executable, "-m", "venv", "--clear", str(folder))
     if peer == "llama-cpp":
-        _pip(folder, "install", LLAMA_CPP)
+        # Without the code for images, which is a quarter of the files to compile.
+        _pip(folder, "install", LLAMA_CPP, "--config-settings=cmake.args=-DLLAVA_BUILD=OFF")
     else:
         _pip(folder, "install", TORCH)
     if peer == "peft":

@@ -1,1 +1,2 @@
-"""Clients of others, as they are published, against real services: `make test-trl`."""
+"""Programs of others, as they are published, with real services and our checkpoints:
+`make test-trl`."""

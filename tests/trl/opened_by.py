@@ -1,0 +1,73 @@
+"""transformers or vLLM opens a checkpoint, in the environment of `bench.peers.install vllm`.
+
+    python -m tests.trl.opened_by transformers|vllm FOLDER OUT < ASKED
+
+ASKED has the prompts' token ids as JSON, and the file OUT gets the greedy answers. transformers, in
+fp32, takes answers, too, and returns by how much the logit of each of their tokens is below the
+highest.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NUM_TOKENS = 24
+
+Tokens = Sequence[Sequence[int]]
+
+
+def by_transformers(folder: str, prompts: Tokens, answers: Tokens) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        ids = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+        found.append(ids[0, len(prompt) :].tolist())
+    gaps = []
+    for prompt, answer in zip(prompts, answers, strict=False):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        gaps.append((logits.amax(dim=1) - chosen).tolist())
+    return {"answers": found, "gaps": gaps}
+
+
+def by_vllm(folder: str, prompts: Tokens) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        folder,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        max_num_seqs=len(prompts),
+        enforce_eager=True,
+        gpu_memory_utilization=0.1,  # of the machine's memory, on a CPU
+    )
+    params = SamplingParams(
+        max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False
+    )
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    return {"answers": [list(output.outputs[0].token_ids) for output in outputs]}
+
+
+def main(peer: str, folder: str, out: str) -> None:
+    asked = json.load(sys.stdin)
+    prompts, answers = asked["prompts"], asked.get("answers", ())
+    if peer == "vllm":
+        found = by_vllm(folder, prompts)
+    else:
+        found = by_transformers(folder, prompts, answers)
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":  # vLLM's processes import this module again
+    main(*sys.argv[1:])
