@@ -26,10 +26,10 @@ from tests.system.services import Services
 NUM_REQUESTS = 6
 FLAGS = (
     *("--base-model", "llama", "--max-model-len", "240", "--adapter-wait-seconds", "60"),
-    *("--step-timeout-seconds", "25"),
+    *("--step-timeout-seconds", "45"),
 )
 RUNNING = "loadout_inference_requests_running"
-END_S = {signal.SIGKILL: 20.0, signal.SIGSTOP: 60.0}
+END_S = {signal.SIGKILL: 20.0, signal.SIGSTOP: 90.0}
 """How soon all requests are answered, and all processes gone."""
 SERVE_S = 120.0
 """How soon the next start answers a request with an adapter."""
