@@ -34,6 +34,8 @@ Ask = tuple[str, list[int]]
         pytest.param("qwen3-moe", 4, (), marks=pytest.mark.long),
         pytest.param("qwen3-moe", 2, ("--expert-parallel", "2"), marks=pytest.mark.long),
         pytest.param("qwen3_5", 2, (), marks=pytest.mark.long),
+        pytest.param("qwen3-moe", 2, ("--fully-sharded-loras",), marks=pytest.mark.long),
+        pytest.param("qwen3_5", 2, ("--fully-sharded-loras",), marks=pytest.mark.long),
         ("llama", 1, STAGES),
         pytest.param("llama", 2, STAGES, marks=pytest.mark.long),
         pytest.param("llama", 2, (*STAGES, "--fully-sharded-loras"), marks=pytest.mark.long),
