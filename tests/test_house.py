@@ -225,7 +225,6 @@ SMALL_ON_PURPOSE = {
     "inference_svc.frontend.watchdog": "only checks that the engine still answers",
     "inference_svc.model.mixers.in_torch": "mixers; transformer has all other operations",
     "inference_svc.metrics.store": "metrics of the store's client; metrics.engine has the engine's",
-    "inference_svc.text.stop": "one algorithm, with tests of its own",
 }
 """Modules of less than 60 lines that one module imports, and why they are not merged into it."""
 

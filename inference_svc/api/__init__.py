@@ -6,6 +6,7 @@ residents        operators' use cases of adapters: load, unload, pin, list, insp
 life_cycle       operators' calls that stop and start all generation
 generate_call    a call to generate: its fields, their checks, its engine requests
 tools            tools of a request, and the readers of its answers
+thoughts         thoughts of answers: the form after them, and a bound on their tokens
 generate_stream  runs the requests of a call, and merges their deltas
 followers        requests that follow their adapter's name to newer versions
 request_record   one record per request: metrics, log line and trace

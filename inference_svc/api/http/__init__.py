@@ -9,6 +9,7 @@ generate         the flow of the generating routes: read a request, start it, re
 completions      /v1/completions: body and format
 chat             /v1/chat/completions: body and format
 responses        /v1/responses, from the body to the answer
+messages         /v1/messages, by Anthropic's names
 tokens           /inference/v1/generate: body and format
 tokenizer        /tokenize, /detokenize and /version
 response         their responses, full or as events: choices, usage, chunks

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from inference_svc.api.http.serving.connections import ConnectionLimit
 from inference_svc.text.tokenizer import Tokenizer
 from tests.support.inference.serving import Running
-from tests.support.models.templates import TOOLED
+from tests.support.models.templates import FAMILIES, TOOLED
 from tests.support.models.tokenizers import byte_level, save_tokenizer
 from tests.support.wait import until_async
 
@@ -65,6 +65,18 @@ def tooled_text(folder: Path) -> Tokenizer:
     backend = byte_level()
     backend.add_special_tokens([AddedToken("<tool_call>"), AddedToken("</think>")])
     return Tokenizer(save_tokenizer(backend, folder, TOOLED["qwen3"]))
+
+
+THINKING = ("<think>", "</think>")
+
+
+def thinking_text(
+    folder: Path, family: str = "qwen3", markers: tuple[str, ...] = THINKING
+) -> Tokenizer:
+    """Returns a model's text of which these markers are special tokens."""
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken(each) for each in markers])
+    return Tokenizer(save_tokenizer(backend, folder, {**FAMILIES, **TOOLED}[family]))
 
 
 def serve_answers(serve_http: Any, text: Tokenizer) -> Any:

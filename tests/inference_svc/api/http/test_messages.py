@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from inference_svc.text.tokenizer import Tokenizer
-from tests.inference_svc.api.http.test_tools import thinking_text
-from tests.support.inference.front import BOTH, Front, prompt_of
+from tests.support.inference.front import BOTH, Front, prompt_of, thinking_text
 
 PATH = "/v1/messages"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -8,7 +8,6 @@ from typing import Any
 
 import openai
 import pytest
-from tokenizers import AddedToken
 
 from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.grammar import GrammarKind
@@ -16,7 +15,14 @@ from inference_svc.text.tokenizer import Tokenizer
 from loadout import types
 from loadout.aio import AsyncClient
 from loadout.errors import InvalidArgument
-from tests.support.inference.front import BOTH, CALL, Front, prompt_of
+from tests.support.inference.front import (
+    BOTH,
+    CALL,
+    THINKING,
+    Front,
+    prompt_of,
+    thinking_text,
+)
 from tests.support.models.templates import FAMILIES, TOOLED
 from tests.support.models.tokenizers import byte_level, save_tokenizer
 
@@ -335,17 +341,6 @@ def test_calls_in_a_syntax_without_a_grammar_are_not_enforced(
         assert caught.value.param == "tools"
 
     serve_http(body, text=text, max_model_len=2048)
-
-
-THINKING = ("<think>", "</think>")
-
-
-def thinking_text(
-    folder: Path, family: str = "qwen3", markers: tuple[str, ...] = THINKING
-) -> Tokenizer:
-    backend = byte_level()
-    backend.add_special_tokens([AddedToken(each) for each in markers])
-    return Tokenizer(save_tokenizer(backend, folder, {**FAMILIES, **TOOLED}[family]))
 
 
 @pytest.mark.processes
