@@ -32,8 +32,9 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 """Heads and inputs that vLLM takes on CPUs."""
-NEAR = 0.1
-"""How far below the highest logit a token's may be that was chosen in bf16; logits vary by 1.5."""
+NEAR = 0.3
+"""How far below the highest logit a token's may be that was chosen in bf16: the plain model's are
+within 0.105. The highest of other weights' logits would be off by several."""
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
