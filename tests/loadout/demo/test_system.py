@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import pty
 import shlex
@@ -22,6 +23,7 @@ import pytest
 
 from adapter_store.config import StoreSettings
 from loadout.cli.__main__ import main
+from loadout.demo.system import System, SystemSettings
 from servicekit.settings.load import load_settings
 from tests.support import forks
 from tests.support.servers.hub_server import HUB_VARIABLES, HubServer, Repo
@@ -43,6 +45,7 @@ signal.pause()
 STAND_INS = f"""
 import os, sys
 from loadout.cli.__main__ import main
+from loadout.demo.system import System, SystemSettings
 from loadout.demo.system import System
 
 def command_of(name):
@@ -263,3 +266,15 @@ def test_demo_says_which_part_died(tmp_path):
     assert f"the end of {tmp_path}/store.log:\n  cannot open its data" in done.stderr
     assert "Traceback" not in done.stderr
     assert children() == before
+
+
+def test_parts_on_one_machine_share_images():
+    def socket_of(folder: str, **settings) -> list[str]:
+        system = System(SystemSettings(Path("model"), **settings), Path(folder))
+        words = [*system.store_command(""), *system.inference_command("127.0.0.1:1")]
+        return [after for word, after in itertools.pairwise(words) if word.endswith("share-socket")]
+
+    assert socket_of("/work") == ["/work/share.sock"] * 2
+    assert socket_of("/work", store_flags=("--share-socket", "/given")) == ["/given"] * 2
+    assert socket_of("/work", inference_flags=("--store", "other:1")) == ["/work/share.sock"]
+    assert socket_of(f"/{'work' * 30}") == []  # no socket has such a path
