@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from servicekit.settings.types import Address, Endpoint, Group, Level, Seconds, lower
 
@@ -99,18 +99,6 @@ class ServiceSettings(BaseSettings):
 
     grace_seconds: Annotated[Seconds, PROCESS] = 30.0
     """Time that running calls get to finish after SIGTERM."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Takes values as they are given: `load_settings` has read the environment."""
-        return (init_settings,)
 
     @model_validator(mode="after")
     def _check_audit(self) -> Self:
