@@ -112,9 +112,8 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
     Raises FailedPrecondition if another process uses the data folder or the policy is not valid,
     CorruptData if the catalog has another schema.
     """
-    metrics = Metrics()
     policies = open_policy(settings.policy_file)
-    stopping = threading.Event()
+    metrics, stopping = Metrics(), threading.Event()
     async with AsyncExitStack() as stack:
         data = _open_folder(stack, settings)
         catalog = _open_catalog(stack, settings, data)
@@ -156,8 +155,8 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
 
         standing = use_cases.standing
         await standing.precompile_missing()
-        internal = places.calls.of(INTERNAL)
-        _start_upkeep(stack, settings, storage.collector, data.volume, images, standing, internal)
+        upkeep = places.calls.of(INTERNAL)
+        _start_upkeep(stack, settings, storage.collector, data.volume, images, standing, upkeep)
         if catalog.history.is_shared:
             stack.callback(PinRefresher(catalog.history, standing.refresh_pinned).close)
         stack.callback(stopping.set)  # callers no longer wait for fetches
@@ -207,7 +206,7 @@ def _open_images(
         places.calls,
         settings.image_memory,
         places.share,
-        MemoryLock(settings.lock_memory, settings.image_memory + MARGIN_BYTES),
+        MemoryLock(settings.lock_images, settings.image_memory + MARGIN_BYTES),
         settings.share_socket is not None,
     )
     stack.push_async_callback(images.close)

@@ -86,7 +86,7 @@ class StoreSettings(ServiceSettings):
     is full, the store refuses further ones. Their images count towards --image-memory and use no
     disk."""
 
-    lock_memory: Annotated[Literal["auto", "on", "off"], MEMORY] = "auto"
+    lock_images: Annotated[Literal["auto", "on", "off"], MEMORY] = "auto"
     """Lock the memory of images, so that the system never swaps it out. auto: if the limit of
     locked memory allows it; loadout info shows whether it does, and why not. on: refuse to start
     otherwise."""

@@ -31,7 +31,7 @@ class Work:
     places: tuple[PlaceUse, ...] = ()
     """The resources that callers share."""
     lock: LockStatus = NOT_LOCKED
-    """Of the memory of images."""
+    """Whether the memory of images is locked."""
 
 
 @dataclass(frozen=True, slots=True)

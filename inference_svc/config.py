@@ -160,8 +160,7 @@ class InferenceSettings(ServiceSettings):
     unset, only the base model is served."""
 
     store_share_socket: Annotated[Path | None, STORE] = None
-    """Unix socket of a store on the same machine (its --share-socket), from which images are mapped
-    in place of being streamed. Any that cannot be mapped are streamed."""
+    """Unix socket of a store on this machine (its --share-socket), to map its images."""
 
     store_token_file: Annotated[Path | None, Level.COMMON, STORE] = None
     """File with the bearer token for the store. The service reads it again when it changes."""
@@ -195,8 +194,7 @@ class InferenceSettings(ServiceSettings):
     lora_targets: Annotated[Names, ADAPTERS] = ()
     """Modules that adapters may change, by the last part of their names, such as q_proj,v_proj.
     Adapters that change other modules are refused, and no work is done for those modules. A fused
-    module means its parts: qkv_proj means q_proj, k_proj and v_proj. If unset, or all: every target
-    of the model."""
+    module means its parts: qkv_proj means q_proj, k_proj and v_proj. Default or all: any module."""
 
     adapter_wait_seconds: Annotated[PositiveSeconds, ADAPTERS] = 10.0
     """Maximum time that a request waits for its adapter before it fails with UNAVAILABLE. Once the
@@ -232,8 +230,7 @@ class InferenceSettings(ServiceSettings):
 
     memory_limit: Annotated[Bytes | None, Level.FILE, MEMORY] = None
     """Maximum memory on the device that computes; the service refuses to start if it needs more.
-    Default on CPU: the memory that the machine and container leave. Default on CUDA: the device's
-    memory."""
+    Default on CPU: the memory that machine and container leave. On CUDA: the device's memory."""
 
     host_memory_limit: Annotated[Bytes | None, Level.FILE, MEMORY] = None
     """Maximum memory on the host of a CUDA device; the service refuses to start if it needs more.
@@ -351,8 +348,7 @@ class InferenceSettings(ServiceSettings):
     """Compute on CPU with the C++ kernels if they are built, otherwise with torch."""
 
     cuda_graphs: Annotated[bool, DEVICE] = True
-    """Record decode steps, and steps with prompts of up to 2,048 tokens, as CUDA graphs, and replay
-    them."""
+    """Record decode steps, and steps with prompts of up to 2,048 tokens, as CUDA graphs."""
 
     engine: Annotated[Literal["process", "thread"], DEVICE] = "process"
     """Where the engine runs: in its own process, or in a thread of the server's process."""

@@ -112,7 +112,7 @@ class Pulls:
         active = ActivePull(*key, start_s)
         self.active.add(active)
         result = "cancelled"
-        phases, num_sent = Phases(), 0
+        phases = Phases()
         phases.enter("wait")
         failure: BaseException | None = None
         try:
@@ -125,19 +125,15 @@ class Pulls:
                     phases.enter("stream" if offer is None else "share")
                     ticket = b"" if offer is None else offer.ticket
                     yield replace(plan.header(start), share_ticket=ticket, not_shared=reason)
-                    data = image.buffer.numpy().data
+                    data = image.buffer.numpy().data if offer is None else None
                     for index in itertools.count(first_part(plan.parts, start)):
                         part = await image.wait_part(index)
                         if part is None:
                             break
-                        if offer is not None:
-                            yield part_end(part)
-                        else:
-                            for message in _paced(part_messages(data, part, start), rate):
-                                yield message
+                        for message in _paced(part_messages(data, part, start), rate):
+                            yield message
                         num_bytes = part.end - max(part.start, start)
                         self._metrics.pulled_bytes.inc(num_bytes)
-                        num_sent += num_bytes
                         active.sent_bytes += num_bytes
                     yield ImageTrailer((await image.wait_complete()).sha256)
                     result = "complete"
@@ -149,7 +145,7 @@ class Pulls:
                 result = error.reason.lower()
             raise
         finally:
-            phases.end(failure, bytes=num_sent)
+            phases.end(failure, bytes=active.sent_bytes)
             failure = None  # its traceback has this frame, which has the image's bytes
             self.active.discard(active)
             self._metrics.pulls.labels(result).inc()
@@ -251,20 +247,17 @@ def first_part(parts: Sequence[tuple[int, int]], offset: int) -> int:
 
 
 def part_messages(
-    image: memoryview, part: ImagePart, offset: int
+    image: memoryview | None, part: ImagePart, offset: int
 ) -> Iterator[ImageChunk | LayerEnd]:
     """Yields the messages of a part: its bytes from `offset`, in chunks of about equal length, and
-    its end. Nothing is copied."""
+    its end. Nothing is copied. Without an image only its end."""
     start = max(part.start, offset)
-    num_chunks = max(1, round((part.end - start) / CHUNK_BYTES))
+    num_chunks = 0 if image is None else max(1, round((part.end - start) / CHUNK_BYTES))
     for index in range(num_chunks):
+        assert image is not None
         begin, end = (start + (part.end - start) * i // num_chunks for i in (index, index + 1))
         yield ImageChunk(begin, image[begin:end])
-    yield part_end(part)
-
-
-def part_end(part: ImagePart) -> LayerEnd:
-    return LayerEnd(part.index, part.end, part.sha256)
+    yield LayerEnd(part.index, part.end, part.sha256)
 
 
 async def _wait_released(offer: Offer) -> None:

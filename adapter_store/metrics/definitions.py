@@ -81,7 +81,7 @@ IMAGES = (
     _OWN.gauge(
         "memory_locked",
         "1 if the memory of images is locked, so that it is never swapped out; 0 if the system "
-        "does not allow it. Absent with --lock-memory off.",
+        "does not allow it. Absent with --lock-images off.",
     ),
     _OWN.gauge("swap_bytes", "Swap space of the machine. Locked memory is never written there."),
     _OWN.gauge("tier_used_bytes", "Bytes used by images.", "tier"),

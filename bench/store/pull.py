@@ -71,6 +71,11 @@ def read_pull(store: BenchStore, key: tuple[str, str]) -> int:
     return num_bytes
 
 
+def read_pulls(pool: ThreadPoolExecutor, store: BenchStore, key: tuple[str, str]) -> int:
+    """Reads sixteen pulls at once."""
+    return sum(pool.map(lambda _: read_pull(store, key), range(CONCURRENT)))
+
+
 def check_pull(store: BenchStore, key: tuple[str, str]) -> int:
     """Reads every chunk, checks every part's hash and the total's, and returns the bytes."""
     num_bytes = 0
@@ -150,6 +155,16 @@ def rate(work: Callable[[], int]) -> float:
     return num_bytes / (time.perf_counter() - began) / 1e6
 
 
+def register(store: BenchStore, folder: Path, layers: int) -> list[tuple[str, str]]:
+    """Registers both adapters, and returns the keys of their images, which are compiled."""
+    layout_id = store.register_layout(make_layout(LLAMA_8B, layers))
+    keys = []
+    for name in ("a0", "a1"):
+        keys.append((store.register(name, f"file://{folder}/{name}"), layout_id))
+        store.wait_ready(name)
+    return keys
+
+
 def measure(rounds: int, layers: int) -> dict[str, list[float]]:
     """Measures two stores. One's memory holds everything; the other's holds one image, so that two
     images pulled in turn always come from the disk tier."""
@@ -174,19 +189,8 @@ def measure(rounds: int, layers: int) -> dict[str, list[float]]:
                 folder, data_dir=str(folder / "disk"), image_memory=image_bytes * 5 // 4
             ) as disk,
         ):
-            layout = make_layout(LLAMA_8B, layers)
-            keys = []
-            for store in (memory, disk):
-                layout_id = store.register_layout(layout)
-                for index in range(2):
-                    digest = store.register(f"a{index}", f"file://{folder}/a{index}")
-                    store.wait_ready(f"a{index}")
-                    keys.append((digest, layout_id))
-            key, other = keys[:2]
-
-            def concurrent() -> int:
-                return sum(pool.map(lambda _: read_pull(memory, key), range(CONCURRENT)))
-
+            key, other = register(memory, folder, layers)
+            register(disk, folder, layers)
             streamed, shared = Receiver(memory, key, None), Receiver(memory, key, socket)
             for receiver in (streamed, shared):
                 stack.callback(receiver.close)
@@ -195,7 +199,7 @@ def measure(rounds: int, layers: int) -> dict[str, list[float]]:
                 "pull": lambda: read_pull(memory, key),
                 "pull, hashes checked": lambda: check_pull(memory, key),
                 "pull from disk": lambda: read_pull(disk, key),
-                "16 pulls at once": concurrent,
+                "16 pulls at once": lambda: read_pulls(pool, memory, key),
                 "hash": lambda: hash_in_two(pool, data),
                 "to memory": lambda: streamed.pull(1),
                 "to memory, shared": lambda: shared.pull(1),

@@ -160,6 +160,7 @@ SAMPLES = {
     "trace-sample-ratio": "0.1",
     "stored-states": "64",
     "KEY,...": "trainer_version",
+    "UID,...": "65532",
     "URL": "http://127.0.0.1:4317",
     "SIZE": "4GiB",
     "LEADER:PORT": "10.0.0.1:29500",

@@ -49,9 +49,9 @@ class MemoryLock:
 
     def __init__(self, mode: LockMode, num_bytes: int = 0) -> None:
         self.mode = mode
-        self.reason = "--lock-memory off" if mode == "off" else _refusal(num_bytes)
+        self.reason = "--lock-images off" if mode == "off" else _refusal(num_bytes)
         if mode == "on" and self.reason:
-            raise FailedPrecondition(f"--lock-memory on: {self.reason}", subject="lock_memory")
+            raise FailedPrecondition(f"--lock-images on: {self.reason}", subject="lock_images")
         if mode == "auto" and self.reason:
             logger.info("memory of images is not locked", extra={"why": self.reason})
 

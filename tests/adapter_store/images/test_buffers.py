@@ -114,4 +114,4 @@ def test_a_limit_that_is_too_low_is_named():
     why = "the limit of locked memory is 65536 bytes, and images take up to 1073741824: raise it"
     assert "is_locked=True, reason=''" in found[0]
     assert f"is_locked=False, reason='{why}" in found[1]
-    assert found[2].startswith(f"lock_memory --lock-memory on: {why}")
+    assert found[2].startswith(f"lock_images --lock-images on: {why}")

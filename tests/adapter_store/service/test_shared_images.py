@@ -105,7 +105,7 @@ def ready(serve, path, make_adapter, make_layout):
     """ready(**settings) -> (store, the key of an image in its memory, its bytes)"""
 
     def start(**settings):
-        store = serve(share_socket=path, lock_memory="off", **settings)
+        store = serve(share_socket=path, lock_images="off", **settings)
         key = make_large(store.client, make_adapter, make_layout, features=1 << 15)
         store.idle()
         return store, key, store.client.pull(*key).data
@@ -168,7 +168,7 @@ def test_what_cannot_be_shared_is_streamed(ready, receive, path, make_adapter, m
     assert nowhere.ways() == {"unreachable"}
 
     other = path.with_name("other.sock")
-    serve(share_socket=other, lock_memory="off", data_dir=path.with_name("data"))
+    serve(share_socket=other, lock_images="off", data_dir=path.with_name("data"))
     confused = receive(address, other)
     assert confused.pull(*key) == data
     assert confused.ways() == {"other_store"}
@@ -414,6 +414,6 @@ def test_a_killed_store_leaves_its_files_to_who_maps_them(
     messages.cancel()
     stream.close()
     assert path.is_socket()  # nobody listens there any more
-    again = serve(share_socket=path, lock_memory="off")
+    again = serve(share_socket=path, lock_images="off")
     back = receive(again.running.grpc_address, path)
     until(lambda: back.pull(*key) == data and back.ways() == {"shared"})
