@@ -282,16 +282,24 @@ HTTP_FIELDS: Sequence[Line] = (
     ),
     line(
         "metadata user safety_identifier prompt_cache_key service_tier messages.{id,"
-        "annotations,reasoning_details,thinking_blocks} "
-        "messages.tool_calls.{type,index,arguments_error} tools.function.strict "
-        "tools.strict input.{id,phase,status} reasoning.summary "
-        "text.format.{name,description,strict} cache_control metadata.user_id "
-        "messages.content.{cache_control,citations} system.{cache_control,citations} "
-        "tools.{cache_control,eager_input_streaming,input_examples}",
+        "annotations,reasoning_details,thinking_blocks,parsed} "
+        "messages.tool_calls.{type,index,arguments_error} "
+        "messages.tool_calls.function.parsed_arguments tools.function.strict tools.strict",
         "nothing; the service discards them",
         "until the body is read",
         CALLER,
         "16 entries; 512 characters each, lists of messages 1,024 entries; else 4 MiB of a body",
+        "test_fields_without_effect_are_bounded test_fields_of_messages_without_effect_are_bounded",
+    ),
+    line(
+        "input.{id,phase,status} reasoning.summary text.format.{name,description,strict} "
+        "cache_control metadata.user_id messages.content.{cache_control,citations} "
+        "system.{cache_control,citations} "
+        "tools.{cache_control,eager_input_streaming,input_examples}",
+        "nothing; the service discards them",
+        "until the body is read",
+        CALLER,
+        "512 characters for an id; else 4 MiB of a body",
         "test_fields_without_effect_are_bounded test_fields_of_messages_without_effect_are_bounded",
     ),
     line(

@@ -16,7 +16,7 @@ STORE_FIELDS: Sequence[Line] = (
         TENANT,
         "their format; the tenant's `max_adapters`, and 1,000,000 names in all, deleted ones "
         "included",
-        "test_malformed_names test_names_in_all_are_bounded",
+        "test_malformed_and_long_texts_are_refused_by_field test_names_in_all_are_bounded",
     ),
     line(
         "{GetAdapter,PinAdapter,UnpinAdapter}.ref",
@@ -59,7 +59,7 @@ STORE_FIELDS: Sequence[Line] = (
         VERSION,
         TENANT,
         "2,048 printable characters, and the operator's lists",
-        "test_texts_of_a_registration_are_bounded test_a_source_outside_the_roots",
+        "test_malformed_and_long_texts_are_refused_by_field test_a_source_outside_the_roots",
     ),
     line(
         "RegisterAdapter.{base_model,default_base_model} UploadAdapter.meta.base_model",
@@ -67,7 +67,7 @@ STORE_FIELDS: Sequence[Line] = (
         VERSION,
         TENANT,
         "512 characters",
-        "test_texts_of_a_registration_are_bounded",
+        "test_malformed_and_long_texts_are_refused_by_field",
     ),
     line(
         "RegisterAdapter.labels UploadAdapter.meta.labels",
@@ -75,7 +75,7 @@ STORE_FIELDS: Sequence[Line] = (
         VERSION,
         TENANT,
         "keys of 63 characters, values of 255",
-        "test_malformed_labels test_too_many_entries_are_refused",
+        "test_malformed_and_long_texts_are_refused_by_field test_too_many_entries_are_refused",
     ),
     line(
         "RegisterAdapter.description UploadAdapter.meta.description",
@@ -83,7 +83,7 @@ STORE_FIELDS: Sequence[Line] = (
         VERSION,
         TENANT,
         "4,096 characters",
-        "test_texts_of_a_registration_are_bounded",
+        "test_malformed_and_long_texts_are_refused_by_field",
     ),
     line(
         "{RegisterAdapter,UploadAdapter.meta}.signature.{key_id,value}",
