@@ -34,6 +34,7 @@ VALUES = {
     "DIR,...": "/one,/other",
     "NAME,...": "one,other",
     "KEY,...": "one,other",
+    "UID,...": "1000,1001",
     "HOST,...": "one.test,other.test",
     "s3://BUCKET[/PREFIX]": "s3://bucket/prefix",
     "DSN": "postgresql+psycopg://loadout@host/name",

@@ -10,7 +10,7 @@ import shutil
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -119,8 +119,13 @@ def until_released(store) -> None:
     until(lambda: places.used == 0)
 
 
-def num_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def num_open(path: Path) -> int:
+    """How many descriptors of images this process has, and connections of the store's socket."""
+    images = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            images += "memfd:loadout-image" in os.readlink(f"/proc/self/fd/{number}")
+    return images + Path("/proc/net/unix").read_text().count(str(path.parent))
 
 
 def test_an_image_is_shared_again_and_again(ready, receive, path):
@@ -128,12 +133,12 @@ def test_an_image_is_shared_again_and_again(ready, receive, path):
     receiver = receive(store.running.grpc_address, path)
     assert receiver.pull(*key) == data
     until_released(store)
-    before = num_files()
+    before = num_open(path)
     for _ in range(20):
         assert receiver.pull(*key) == data
     assert receiver.ways() == {"shared"}
     until_released(store)
-    until(lambda: num_files() <= before)
+    until(lambda: num_open(path) <= before)
     assert store.client.pull(*key).data == data  # for others it is a stream as ever
     assert oct(path.stat().st_mode & 0o777) == "0o600"
 
@@ -266,7 +271,7 @@ def test_one_account_has_its_share_of_files(ready, path, monkeypatch):
     store, key, _ = ready()
     connection, share_id = greeted(path)
     connection.close()
-    before = num_files()
+    before = num_open(path)
     calls = [ask(store, key, share_id) for _ in range(200)]
     reasons = [header.not_shared for _, header in calls]
     assert reasons.count("") == 16
@@ -280,7 +285,7 @@ def test_one_account_has_its_share_of_files(ready, path, monkeypatch):
     until_released(store)
     for file in files:
         os.close(file)
-    until(lambda: num_files() <= before)
+    until(lambda: num_open(path) <= before)
     until(lambda: not store.running.store.use_cases.pulls.num_active)
 
 
