@@ -34,13 +34,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Failures:
-    """Prints each failure at once: a run that is stopped would show none."""
+    """Prints each failure of these tests at once: a run that is stopped would show none."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
+        if report.failed and report.nodeid.startswith("tests/gpu/"):
             terminal = self._config.pluginmanager.getplugin("terminalreporter")
             terminal.write_line(f"\nFAILED {report.nodeid}, {report.when}\n{report.longreprtext}")
             terminal.flush()

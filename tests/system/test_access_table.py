@@ -180,7 +180,7 @@ def expected(rpc: str, caller: str, subject: str) -> str:
     if rpc not in ABOUT:
         return "OK"
     if subject == "base":
-        return "OK" if rpc == "Generate" else "INVALID_ARGUMENT"
+        return "OK" if rpc in ("Generate", "Tokenize", "Detokenize") else "INVALID_ARGUMENT"
     whose = OWN if subject.startswith("own") else OTHER
     tenants = {"neighbour": {OTHER}, "root": {OWN, OTHER}}.get(caller, {OWN})
     return "OK" if whose in tenants else "NOT_FOUND"

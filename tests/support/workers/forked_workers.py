@@ -205,10 +205,17 @@ def _report_to(connection: Connection, config: pytest.Config) -> None:
 
 
 class Silence:
-    """Stands in for the plugin that writes to the terminal: pytest-timeout asks for its writer."""
+    """Stands in for the plugin that writes to the terminal: pytest-timeout asks for its writer, and
+    other plugins write lines."""
 
     def __init__(self) -> None:
         self._tw = TerminalWriter(io.StringIO())
+
+    def write_line(self, line: str) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
 
 
 class Reports:
