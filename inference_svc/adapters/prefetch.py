@@ -260,6 +260,11 @@ class Prefetcher:
         if self.policy is not None:
             self.policy.on_repointed(old_digest, new_digest, now_s)
 
+    def on_expected(self, digest: str, now_s: float) -> None:
+        """Counts the requests that an operator expects, as one."""
+        if self.policy is not None:
+            self.policy.popularity.record(digest, now_s)
+
     def on_superseded(self, digest: str) -> None:
         """Records that no name points to it any more: its requests will go to other images."""
         if self.policy is not None:

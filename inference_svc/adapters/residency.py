@@ -69,6 +69,12 @@ class Residency:
             self.prefetcher.on_request(digest, now_s, count=count)
             self.loader.load(digest, now_s)
 
+    def load_ahead(self, digest: Digest, now_s: float) -> None:
+        """Adds a waiter that is no request: an operator expects some. Prefetching counts it as one:
+        else it displaces the image, which nobody has requested, before they come."""
+        self.prefetcher.on_expected(digest, now_s)
+        self.add_waiter(digest, now_s, count=False)
+
     def remove_waiter(self, key: AdapterKey, *, expired: bool = False) -> None:
         """Removes a waiter. A load that nobody waits for is abandoned, unless the last waiter only
         `expired` and bytes are arriving: then the next request shall find it."""

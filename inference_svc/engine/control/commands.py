@@ -60,7 +60,7 @@ class Commands:
                 refusal = self.life_cycle.refusal()
                 if refusal is not None:  # a load takes effect with the next step
                     raise refusal
-                self.residency.add_waiter(call.digest, now_s, count=False)
+                self.residency.load_ahead(call.digest, now_s)
                 if call.trace is not None:
                     self.residency.trace_load(call.digest, call.trace, now_s)
                 self._loads.append(_PendingLoad(call, now_s))

@@ -165,6 +165,18 @@ def test_prefetch_displaces_the_less_popular(
     assert {resident.digest for resident in world.pull_tier.residents()} == {"hot", "warm"}
 
 
+def test_prefetch_displaces_nothing_that_was_loaded_ahead(world: World) -> None:
+    world.use("warm")
+    world.use("lukewarm")
+    for ahead in ("ahead", "ahead too"):
+        world.residency.load_ahead(ahead, world.now_s)
+        world.settle()
+        world.residency.remove_waiter(ahead)
+    world.step(CHECK_INTERVAL_S)
+    world.settle()
+    assert {resident.digest for resident in world.pull_tier.residents()} == {"ahead", "ahead too"}
+
+
 def test_no_prefetch_while_requests_wait(world: World) -> None:
     world.use("hot", 5)
     world.use("cold")
