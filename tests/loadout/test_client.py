@@ -36,7 +36,7 @@ def test_keep_and_prune(client, fake_store, registered, adapter_folder):
     assert client.register("a", adapter_folder, keep=4).deleted_versions == (1, 2)
     assert fake_store.requests["RegisterAdapter"][0].keep == 5
     assert fake_store.requests["UploadAdapter"][0][0].meta.keep == 4
-    with pytest.raises(errors.InvalidArgument, match="keep cannot be -1"):
+    with pytest.raises(errors.InvalidArgument, match="keep must be an integer from 0"):
         client.register("a", "s3://b/p", keep=-1)
     pages = (
         store_pb.PruneVersionsResponse(deleted_versions=[1, 2], has_more=True),

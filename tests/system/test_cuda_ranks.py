@@ -25,8 +25,8 @@ SIZES = {"max_sequences": 8, "max_batch_tokens": 64}
 
 
 @pytest.fixture
-def devices() -> Iterator[None]:
-    """Torch computes in the place of Triton."""
+def devices(start: Callable[..., Running]) -> Iterator[None]:
+    """Torch computes in the place of Triton. Ranks are programs, not the forks of `start`."""
     with emulated_ranks():
         yield
 

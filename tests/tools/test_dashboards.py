@@ -44,6 +44,10 @@ NOT_SHOWN = {
     "vllm:lora_adapter_load_seconds": "shown as load_seconds, with percentiles",
     "loadout_inference_text_cache_entries": "no cause of anything: a miss takes milliseconds",
     "loadout_inference_text_cache_used_bytes": "at most a quarter of a GiB, by its own bound",
+    "loadout_store_memory_locked": "the alert LoadoutStoreMemoryNotLocked shows it",
+    "loadout_store_swap_bytes": "a fact of the machine, for the alert on unlocked memory",
+    "loadout_store_shared_pulls_total": "for who sets --share-socket; the log has the reasons",
+    "loadout_inference_store_shared_pulls_total": "the same, of the receiver",
     **{
         f"loadout_inference_{name}_total": "for who uses structured answers; see docs/structured.md"
         for name in (
