@@ -46,7 +46,6 @@ VALUES = {
     "DIR": "/somewhere",
     "FILE": "/somewhere/file",
     "TEXT": "something",
-    "UID,...": "1000,1001",
     "LEADER:PORT": "10.0.0.1:29500",
     "TOKEN": "a secret of machines",
 }
