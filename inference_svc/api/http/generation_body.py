@@ -274,7 +274,8 @@ class ReadBody(RequestBody):
 
     @property
     def reading(self) -> ReadingOptions:
-        """How they are. Raises InvalidArgument. Every subclass has its own."""
+        """Returns how the server reads these answers. Subclasses define it. Raises
+        InvalidArgument."""
         raise NotImplementedError
 
     def to_call(
