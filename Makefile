@@ -194,9 +194,11 @@ $(BIN)/python:
 	sys.exit(is_old and "error: $(PYTHON) is older than Python %s: make PYTHON=python%s ... takes another" % (needed, needed))'
 	@$(PYTHON) -m venv $(VENV)
 
-# One stamp per extra; protos are inputs, because installing compiles them.
+# One stamp per extra; protos are inputs, because installing compiles them. Tests need the native
+# kernels of every instruction set of this machine; for the demo its best one is enough.
 $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(PROTOS) | $(BIN)/python
 	@$(BIN)/python -m tools.packaging.install $*
+	@[ $* = demo ] || $(BIN)/python -m kernels.native.build
 	@touch $@
 
 $(NODE_CLIENT): tests/agents/node/package.json tests/agents/node/package-lock.json

@@ -26,13 +26,16 @@ def generate_stubs() -> None:
         raise RuntimeError("protoc failed; see its message above")
 
 
-def compile_kernels() -> None:
-    """Every variant, so that a machine without a compiler has its own. Without one here: at first
-    use, or never; the torch path serves."""
-    sys.path.insert(0, str(ROOT))
-    from kernels.native.build import CompileFailed, ensure, installed_variants
+def compile_kernels(*, only_best: bool) -> None:
+    """Compiles the native kernels of every instruction set, or `only_best` this machine's best.
 
-    for variant in installed_variants():
+    A wheel needs them all, because it may run on a machine without a compiler. A checkout compiles
+    the others at first use. Without a compiler here there are none, and torch computes.
+    """
+    sys.path.insert(0, str(ROOT))
+    from kernels.native.build import CompileFailed, ensure, installed_variants, runnable_variants
+
+    for variant in runnable_variants()[:1] if only_best else installed_variants():
         try:
             ensure(variant)
         except (CompileFailed, OSError) as error:
@@ -49,7 +52,7 @@ def remove_earlier_build(folder: Path) -> None:
 class BuildWithStubs(build_py):
     def run(self) -> None:
         generate_stubs()
-        compile_kernels()
+        compile_kernels(only_best=self.editable_mode)
         if not self.editable_mode:
             remove_earlier_build(Path(self.build_lib))
         super().run()
@@ -66,7 +69,9 @@ class PlatformWheel(bdist_wheel):
     """Tagged with the platform if libraries are inside, and with any if not."""
 
     def finalize_options(self) -> None:
-        compile_kernels()  # now: what is inside decides the tag
+        # Before the tag, which depends on the libraries; an editable installation needs none.
+        if "bdist_wheel" in self.distribution.commands:
+            compile_kernels(only_best=False)
         super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:

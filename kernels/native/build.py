@@ -1,7 +1,8 @@
 """Compiles the C++ sources, once per instruction set and state of the sources.
 
-Runs at install, for every variant, and at first use, for the one that is missing. Standard library
-only: the installer imports it.
+A wheel has every variant. A checkout compiles this machine's best one at its installation, and a
+missing one at first use; `python -m kernels.native.build` compiles all that this machine can run.
+Only the standard library, because the installer imports this module.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def runnable_variants(cpuinfo: Path = CPU_INFO) -> list[str]:
 
 
 def installed_variants(machine: str | None = None) -> list[str]:
-    """The variants that an installation on `machine` (this one) compiles: all, or none elsewhere
-    than on x86."""
+    """Returns the variants that a wheel for `machine` (default: this one) has: all on x86, else
+    none."""
     is_x86 = (machine or platform.machine()).lower() in ("x86_64", "amd64")
     return list(FLAGS) if is_x86 else []
 
@@ -178,3 +179,8 @@ def _forget_old(variant: str, current: Path) -> None:
         if path != current:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+if __name__ == "__main__":
+    for each in runnable_variants():
+        ensure(each)

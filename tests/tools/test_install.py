@@ -36,7 +36,7 @@ class Terminal(io.StringIO):
             "downloading nvidia_x 13.0 (1.0 GB)",
         ),
         (
-            "  Preparing editable metadata (pyproject.toml): started\n",
+            "  Building editable for loadout (pyproject.toml): started\n",
             "compiling the protos and the native kernels",
         ),
         ("  Building wheel for antlr4 (pyproject.toml): started\n", "building antlr4"),
@@ -122,7 +122,7 @@ def test_without_native_kernels_it_says_what_to_do(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(build, "LIBRARIES", tmp_path)
     monkeypatch.setattr(build, "find_compiler", lambda: compiler)
-    monkeypatch.setattr(build, "installed_variants", lambda: ["avx2"])
+    monkeypatch.setattr(build, "runnable_variants", lambda: ["avx2", "another"])
     assert text in install.kernels_note()
     build.library_path("avx2").touch()
     assert install.kernels_note() == ""

@@ -38,7 +38,7 @@ INSTALLING_PIP = "installing pip"
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 _STEPS = (
     (r"Collecting ", "finding and downloading dependencies"),
-    (r"Preparing editable metadata", "compiling the protos and the native kernels"),
+    (r"Building editable", "compiling the protos and the native kernels"),
     (r"Building wheel for (\S+)", "building {0}"),
 )
 _RETRY = "WARNING: Retrying "
@@ -110,10 +110,10 @@ def cpu_torch_if_found() -> list[str]:
 
 
 def kernels_note() -> str:
-    """Returns an instruction if native kernels for this kind of processor are missing, or ""."""
+    """Returns an instruction if this machine's best native kernels are missing, or ""."""
     from kernels.native import build
 
-    if all(build.library_path(variant).exists() for variant in build.installed_variants()):
+    if all(build.library_path(variant).exists() for variant in build.runnable_variants()[:1]):
         return ""
     if build.find_compiler():
         return f"note: some native kernels do not compile, see {LOG_NAME}; torch may replace them"
