@@ -70,6 +70,7 @@ def test_fields_are_snake_case(file: FileDescriptor) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.artifacts
 def test_buf_lint_is_clean() -> None:
     """buf's STANDARD rules, from its npm package."""
     if shutil.which("npm") is None:

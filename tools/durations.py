@@ -4,10 +4,10 @@
     python -m tools.durations --check
 
 REPORT is JUnit's file of a run (`make test` writes build/junit.xml), with the properties of
-`tests.support.durations`: seconds of each phase and of each fixture. --update writes the folders'
-seconds into tests/durations.toml. --check fails if a folder takes over 10 % more than its line in
-this table, after a correction for the machine's speed. It also fails if a commit raises a folder's
-line by over 10 % and its message does not name the folder.
+`tests.support.durations`: seconds of each phase and of each fixture, and processor time. --update
+writes the folders' seconds into tests/durations.toml. --check fails if a folder takes over 10 %
+more than its line in this table, after a correction for the machine's speed. It also fails if a
+commit raises a folder's line by over 10 % and its message does not name the folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
 
-from tests.support.durations import FIXTURE
+from tests.support.durations import FIXTURE, FORKS, PROCESSOR
 from tools.history import ROOT, git, message_of
 
 REPORT = ROOT / "build" / "junit.xml"
@@ -36,13 +36,15 @@ MIN_GROWTH_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test of a run. `seconds` is its total, `phases` and `fixtures` are parts above 5 ms."""
+    """One test of a run. `seconds` is its total, `phases` and `fixtures` are parts above 5 ms.
+    `processor_s` is the processor's time, also of the processes that the test started."""
 
     file: str
     name: str
     seconds: float
     phases: Mapping[str, float]
     fixtures: Mapping[str, float]
+    processor_s: float
 
     @property
     def folder(self) -> str:
@@ -52,21 +54,36 @@ class Case:
 
 def read(report: Path) -> list[Case]:
     """Returns the tests of a JUnit file. Raises FileNotFoundError, ElementTree.ParseError."""
-    return [_case(each) for each in ElementTree.parse(report).iter("testcase")]
+    tree = ElementTree.parse(report)
+    forks: dict[tuple[str, str], float] = defaultdict(float)
+    for each in tree.iterfind("testsuite/properties/property"):
+        if each.get("name", "").startswith(FORKS):
+            forks[_address(each.get("name", ""))] += float(each.get("value", 0))
+    return [_case(each, forks) for each in tree.iter("testcase")]
 
 
-def _case(element: ElementTree.Element) -> Case:
+def _address(name: str) -> tuple[str, str]:
+    """Returns the file and the test of a property of forks."""
+    path, bracket, parameters = name.removeprefix(FORKS).partition("[")
+    file, *_, test = path.split("::")
+    return file, test + bracket + parameters
+
+
+def _case(element: ElementTree.Element, forks: Mapping[tuple[str, str], float]) -> Case:
     file = element.get("classname", "").replace(".", "/") + ".py"
+    processor_s = forks.get((file, element.get("name", "")), 0.0)
     phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     fixtures: dict[str, float] = defaultdict(float)
     for each in element.iter("property"):
         name, value = each.get("name", ""), float(each.get("value", 0))
         if name in phases:
             phases[name] += value
+        elif name == PROCESSOR:
+            processor_s += value
         elif name.startswith(FIXTURE):
             fixtures[name.removeprefix(FIXTURE)] += value
     seconds = float(element.get("time", 0))
-    return Case(file, element.get("name", ""), seconds, phases, dict(fixtures))
+    return Case(file, element.get("name", ""), seconds, phases, dict(fixtures), processor_s)
 
 
 def by_folder(cases: Iterable[Case]) -> dict[str, float]:
@@ -140,15 +157,17 @@ def check() -> list[str]:
 def show(cases: list[Case], top: int) -> None:
     """Prints seconds by folder, by file and by fixture, the longest first."""
     total = sum(case.seconds for case in cases)
-    print(f"{len(cases)} tests, {total:.0f} s in all workers together\n")
+    processor_s = sum(case.processor_s for case in cases)
+    print(f"{len(cases)} tests, {total:.0f} s in all workers, {processor_s:.0f} s of processors\n")
     for title, key in (("folder", lambda each: each.folder), ("file", lambda each: each.file)):
-        rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+        rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
         for case in cases:
             row = rows[key(case)]
             for index, phase in enumerate(PHASES):
                 row[index + 1] += case.phases[phase]
             row[0] += case.seconds
-        _print(title, ("seconds", *PHASES), rows, top)
+            row[4] += case.processor_s
+        _print(title, ("seconds", *PHASES, PROCESSOR), rows, top)
     fixtures: dict[str, list[float]] = defaultdict(lambda: [0.0] * 2)
     for case in cases:
         for name, seconds in case.fixtures.items():

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
     ("catalog", "kills"),
     [
         ("sqlite", 2),
-        ("postgresql", 1),
+        pytest.param("postgresql", 1, marks=pytest.mark.long),
         pytest.param("sqlite", 25, marks=pytest.mark.long),
         pytest.param("postgresql", 12, marks=pytest.mark.long),
     ],

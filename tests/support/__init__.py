@@ -7,8 +7,6 @@ deploy          the objects that we deploy: manifests, rules, compose files, a r
 durations       properties of each test's report with the seconds of its phases and fixtures
 error_kinds     the kinds of errors that there are
 examples        how many examples the property tests try
-forked_cli      `loadout`, whose services are forks
-forked_program  the program of shells that stands for a fork
 forks           services and engines as processes that start at once
 gpu             models, adapters and streams for tests of a device, real or emulated
 house           the product's modules by name, and how a rule about them fails

@@ -5,13 +5,15 @@ fault of a family, a backend or a dtype shows in `make test`. A fault of one cro
 `make test-long`, and for the families in BOTH in `make test`, too.
 
 A test with the mark `matrix` makes one claim of many cells, such as of each family of models or of
-each size for each kernel. `make test-unit` runs every fifth of the cells that `make test` runs, and
-files begin with different cells, so that each family and each kernel is in some matrix.
+each size for each kernel. Of a large matrix `make test` runs half of the cells, chosen by their
+names, and `make test-long` the others. `make test-unit` runs every fifth of the cells that
+`make test` runs. Tests choose differently, so that each family and each kernel is in some matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from hashlib import sha256
 from itertools import combinations, product
 from typing import Any
 from zlib import crc32
@@ -24,19 +26,33 @@ PAIRS = {("float32", "native"), ("bfloat16", "torch")}
 BOTH = ("llama", "gpt-oss", "Llama", "GptOss", "Gemma3")
 """A dense family and a mixture, as the zoo and as transformers call them, and a whole model."""
 
+LARGE = 20
+"""Matrices of at least so many cells are halved."""
 STEP = 5
 """No number of kernel variants, or of dtypes, is a multiple of it: each is among the chosen."""
 
 
 def thin(items: Iterable[pytest.Item]) -> None:
-    """Marks the cells that `make test-unit` leaves to `make test` as `slow`."""
+    """Marks the cells that `make test` leaves to `make test-long` as `long`, and the cells that
+    `make test-unit` leaves to `make test` as `slow`."""
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("matrix") and not item.get_closest_marker("long"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cells in matrices.items():
-        for index in left_out(name.partition("::")[0], len(cells)):
-            cells[index].add_marker(pytest.mark.slow)
+        if len(cells) >= LARGE:
+            for cell in cells:
+                if not is_in_half(cell.nodeid):
+                    cell.add_marker(pytest.mark.long)
+        quick = [cell for cell in cells if not cell.get_closest_marker("long")]
+        for index in left_out(name.partition("::")[0], len(quick)):
+            quick[index].add_marker(pytest.mark.slow)
+
+
+def is_in_half(cell: str) -> bool:
+    """Says whether `make test` runs this cell of a large matrix, by its node id. Neighbours in the
+    matrix are chosen independently, so half of each family's and of each kernel's are."""
+    return sha256(cell.encode()).digest()[0] % 2 == 0
 
 
 def left_out(file: str, num_cells: int) -> list[int]:

@@ -15,7 +15,7 @@ from tests.support import forks
 ROOT = Path(__file__).parents[2]
 
 
-FORKED = ("-m", "tests.support.forked_cli")
+FORKED = ("-m", "tests.support.forks.cli")
 """The program whose services are forks. A test that looks at processes takes the real one."""
 
 

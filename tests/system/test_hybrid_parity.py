@@ -50,7 +50,11 @@ def requests() -> dict[str, tuple[str, list[int]]]:
     }
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+@pytest.mark.parametrize(
+    "native",
+    [True, pytest.param(False, marks=pytest.mark.long)],
+    ids=["native", "torch"],
+)
 def test_greedy_tokens_in_chunks_and_with_preemption(
     start: Callable[..., Running], zoo: Zoo, native: bool
 ) -> None:

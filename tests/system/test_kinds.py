@@ -51,7 +51,7 @@ def test_all_kinds_together_have_the_oracles_logits(
 
 
 @lengths
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ["native", pytest.param("torch", marks=pytest.mark.long)])
 def test_each_kind_alone_has_the_oracles_logits(
     zoo: Kinds, path: str, num_tokens: int, start: Callable
 ) -> None:

@@ -22,7 +22,6 @@ ADAPTER = "r16"
 
 
 DTYPES = ["float32", "bfloat16"]
-BOTH_DTYPES = pytest.mark.parametrize("served", DTYPES, indirect=True)
 ONE_DTYPE = pytest.mark.parametrize(
     "served", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)], indirect=True
 )
@@ -82,7 +81,7 @@ def change_one_tensor(config: dict[str, Any], tensors: dict[str, Any]) -> None:
     tensors[name] = -tensors[name]
 
 
-@BOTH_DTYPES
+@ONE_DTYPE
 def test_the_trained_adapter_is_verified(
     verify: Callable[..., int], served: Services, capsys: Any
 ) -> None:

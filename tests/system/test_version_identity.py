@@ -42,6 +42,7 @@ from inference_svc.results.logprobs import TokenLogprobs
 from inference_svc.results.scores import Scores
 from tests.support.inference.results import wanted_of
 from tests.support.models.zoo import AdapterSpec, Zoo, make_zoo, modules_of
+from tests.support.pairs import crossed
 from tests.support.wait import TIMEOUT_S, until
 from tests.system.engines import CompilingStore
 
@@ -57,6 +58,7 @@ PAGE_BYTES = 2 * 2 * 2 * 16 * 4 * 4
 """Of four tokens: layers, keys and values, heads, their size, tokens, bytes. The hybrid has half as
 many layers with keys and values, twice as large."""
 PATHS = [(kind, path) for kind in ("llama", "qwen3_5") for path in ("native", "torch")]
+QUICK = (("llama", "native"), ("qwen3_5", "torch"))
 TOLERANCE = 1e-3
 """Of log probabilities."""
 
@@ -542,7 +544,9 @@ class Versions(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(15, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("kind", "path"), PATHS)
+@pytest.mark.parametrize(
+    ("kind", "path"), crossed(QUICK, ("llama", "qwen3_5"), ("native", "torch"))
+)
 def test_every_token_names_what_made_it(
     zoo_of: Callable[[str], Zoo], kind: str, path: str, count: int
 ) -> None:

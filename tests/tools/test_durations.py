@@ -10,9 +10,11 @@ from tools import durations
 
 REPORT = """<?xml version="1.0"?>
 <testsuites><testsuite>
+<properties><property name="forks tests/system/test_a.py::test_one[x]" value="0.7"/></properties>
 <testcase classname="tests.system.test_a" name="test_one[x]" time="2.5"><properties>
   <property name="fixture services" value="1.5"/>
   <property name="setup" value="1.6"/><property name="call" value="0.8"/>
+  <property name="processor" value="0.2"/><property name="processor" value="0.1"/>
 </properties></testcase>
 <testcase classname="tests.adapter_store.api.deep.test_b" name="test_two" time="0.001"/>
 </testsuite></testsuites>
@@ -26,15 +28,18 @@ def report(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_report_has_phases_and_fixtures(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_has_phases_fixtures_and_processor_time(
+    report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = durations.read(report)
     assert (one.file, one.seconds) == ("tests/system/test_a.py", 2.5)
     assert one.phases == {"setup": 1.6, "call": 0.8, "teardown": 0.0}
     assert one.fixtures == {"services": 1.5}
+    assert one.processor_s == pytest.approx(1.0)
     assert (one.folder, two.folder) == ("tests/system", "tests/adapter_store/api")
     durations.show([one, two], 5)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["tests/system", "2.5", "1.6", "0.8", "0.0"] in rows
+    assert ["tests/system", "2.5", "1.6", "0.8", "0.0", "1.0"] in rows
     assert ["services", "1.5", "1.0"] in rows
 
 

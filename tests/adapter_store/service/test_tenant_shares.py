@@ -288,18 +288,23 @@ def test_content_that_another_tenant_has_looks_as_new(
 def test_incompatible_content_of_another_tenant_looks_as_new(
     start, tenants, make_adapter, make_layout
 ) -> None:
-    a, b = tenants(start())
+    a, b = tenants(start(LOADOUT_STORE_COMPILE_AHEAD="false"))  # the verdict comes with a pull
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     tensors = {key.format("A"): torch.ones(4, 16), key.format("B"): torch.ones(99, 4)}
     folder = make_adapter(("q_proj",), tensors=tensors)
     layout_id = a.register_layout(make_layout())
     digest = a.register("wide", folder).adapter.digest
-    until(lambda: states(a.get("wide")) == [pb.IMAGE_STATE_INCOMPATIBLE])
+
+    def check_refused(client, name: str) -> None:
+        assert states(client.get(name)) == [pb.IMAGE_STATE_PENDING]
+        with pytest.raises(grpc.RpcError) as refusal:
+            client.pull(digest, layout_id)
+        assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert states(client.get(name)) == [pb.IMAGE_STATE_INCOMPATIBLE]
+
+    check_refused(a, "wide")
     assert states(b.register("same", folder).adapter) == [pb.IMAGE_STATE_PENDING]
-    with pytest.raises(grpc.RpcError) as refusal:
-        b.pull(digest, layout_id)
-    assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert states(b.get("same")) == [pb.IMAGE_STATE_INCOMPATIBLE]
+    check_refused(b, "same")
 
 
 def test_layouts_of_one_tenant_leave_others_theirs(start, tenants, make_layout) -> None:

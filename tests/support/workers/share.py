@@ -15,15 +15,23 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NoReturn, TypeVar
+
+import pytest
+from _pytest.junitxml import xml_key
+
+from tests.support import durations
 
 T = TypeVar("T")
 
 FORKS = "LOADOUT_TEST_FORKS"
 """The environment variable with the path of the socket of the process that forks."""
 FOLDER = "LOADOUT_TEST_RUN_FOLDER"
+PROCESSOR_FILE = "processor"
+"""The file in the folder with a line for each fork that has ended: seconds of a processor, test."""
 ROOT = Path(__file__).resolve().parents[3]
 BACKLOG = 64
 
@@ -71,6 +79,13 @@ def once(name: str, make: Callable[[], T]) -> T:
     return found
 
 
+def add_processor_s(test: str, seconds: float) -> None:
+    """Adds the processor's time of a fork that `test` began. The process that forks calls this."""
+    if folder := os.environ.get(FOLDER):
+        with open(f"{folder}/{PROCESSOR_FILE}", "a") as file:
+            file.write(f"{seconds:.3f} {test.rpartition(' ')[0]}\n")
+
+
 class RunShare:
     """A plugin of the process that starts the workers. A process without threads waits until the
     first worker asks for a fork, and becomes the process that forks."""
@@ -85,6 +100,20 @@ class RunShare:
             os.close(self._end)
             self._wait_and_become(ended)
         os.close(ended)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Before JUnit's file is written."""
+        xml = session.config.stash.get(xml_key, None)
+        path = Path(self._folder, PROCESSOR_FILE)
+        if xml is None or not path.exists():
+            return
+        seconds: dict[str, float] = defaultdict(float)
+        for line in path.read_text().splitlines():
+            number, _, test = line.partition(" ")
+            seconds[test] += float(number)
+        for test, total in seconds.items():
+            xml.add_global_property(f"{durations.FORKS}{test}", f"{total:.3f}")
 
     def pytest_unconfigure(self) -> None:
         os.close(self._end)

@@ -128,7 +128,7 @@ def test_hostile_texts_take_time_in_proportion(family: str) -> None:
         ("null", "no object", ""),
         ('{"a": NaN}', "no JSON", ""),
         ('{"a": 1} x', "no JSON", '{"a": 1}x'),
-        ("[" * 100_000 + "]" * 100_000, "nested too deeply", ""),
+        ("[" * 10_000 + "]" * 10_000, "nested too deeply", ""),
     ],
 )
 def test_arguments_that_are_no_object_are_said_to_be_so_and_not_mended(

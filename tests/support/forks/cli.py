@@ -1,5 +1,5 @@
 """`loadout`, whose downloads and the parts of whose systems are forks, as in
-`python -m tests.support.forked_cli up ...`.
+`python -m tests.support.forks.cli up ...`.
 
 Started by a process that has `forks.address()` in its environment, under `forks.ADDRESS`.
 """
