@@ -23,6 +23,12 @@ BLOCK_INPUTS = 64
 """Codes of four bits of so many inputs lie in one block."""
 SMALLEST_GROUP = 16
 """Tensor cores multiply so many inputs at once."""
+CHUNK_INPUTS = 128
+"""Native kernels sum products of up to so many inputs of one group, a chunk; as in
+`src/quantised.cpp`."""
+MAX_CHUNKS = 1 << 14
+"""The most chunks of a row, for each of which they keep a sum of inputs; as in
+`src/quantised_inputs.h`."""
 
 
 class Codes(enum.Enum):
@@ -83,6 +89,12 @@ class WeightFormat:
         cores do not multiply by such groups."""
         size = self.group_size
         return size != 0 and (size < SMALLEST_GROUP or size & (size - 1) != 0)
+
+    @property
+    def max_inputs(self) -> int:
+        """The most inputs that a product may have, whatever computes it."""
+        size = self.group_size or CHUNK_INPUTS
+        return MAX_CHUNKS // -(-size // CHUNK_INPUTS) * size
 
     def num_groups(self, in_features: int) -> int:
         """Returns the number of scales of an output."""

@@ -55,6 +55,7 @@ class PackedQuantised:
         """Returns a projection whose weight is zero until its rows are put. `allocate` gives zeroed
         bytes, uint8, on 64 bytes."""
         assert dtype in (torch.float32, torch.bfloat16)
+        assert in_features <= form.max_inputs
         # Groups of inputs in int8 are whole words.
         assert form.activations is Activations.EXACT or form.group_size % 4 == 0
         num_bytes = packed_bytes(out_features, in_features, form)

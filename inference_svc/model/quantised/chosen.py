@@ -40,7 +40,9 @@ def with_chosen_format(decoder: Decoder, codes: str, dtype: str) -> Decoder:
     form = _chosen_format(codes, sizes, dtype)
 
     def chosen(projection: Projection | ExpertsProjection) -> Projection | ExpertsProjection:
-        if projection.name in PLAIN or projection.in_features % (form.group_size or 1):
+        in_features = projection.in_features
+        has_groups = in_features % (form.group_size or 1) == 0 and in_features <= form.max_inputs
+        if projection.name in PLAIN or not has_groups:
             return projection
         if isinstance(projection, ExpertsProjection):
             return replace(projection, format=form)

@@ -17,6 +17,7 @@ from inference_svc.model.description import (
     layer_path,
 )
 from inference_svc.model.quantised.scheme import Scheme, StoredMatrix
+from inference_svc.model.quantised.settings import NEXT_STEP
 from kernels.quantised import WeightFormat
 
 T = TypeVar("T")
@@ -35,19 +36,29 @@ class StoredModules:
         self, module: str, out_features: int, in_features: int, num_experts: int = 0
     ) -> StoredMatrix | None:
         """Returns the form of a module's weight, None: it is plain. `module` is its path in a model
-        of text alone. Raises UnsupportedModel where the sizes do not fit the scheme.
+        of text alone. Raises UnsupportedModel where the sizes do not fit the scheme, or a row has
+        too many groups.
 
         Published files leave modules plain that their config does not list, as routers: what is
         there decides.
         """
         stored = self._stored_paths.get(module, module)
         found = self.scheme.matrix(stored, out_features, in_features, num_experts)
-        if found is None or not self.names:
-            return found
-        ends = [end for end, each in found.tensors.items() if not each.is_optional]
+        if found is None or not self._is_there(module, found):
+            return None
+        form = found.format
+        if form is not None and in_features > form.max_inputs:
+            raise UnsupportedModel(
+                f"{stored}: {in_features} inputs of {form}: at most {form.max_inputs} are "
+                f"supported; {NEXT_STEP}"
+            )
+        return found
+
+    def _is_there(self, module: str, matrix: StoredMatrix) -> bool:
+        """Returns whether the checkpoint has a module in this form, or has nothing of it."""
         is_plain = f"{module}.weight" in self.names or module in self.names
-        is_there = all(tensor_name(module, end) in self.names for end in ends)
-        return found if is_there or not is_plain else None
+        ends = (end for end, each in matrix.tensors.items() if not each.is_optional)
+        return not is_plain or all(tensor_name(module, end) in self.names for end in ends)
 
     def has(self, module: str) -> bool:
         """Returns whether the checkpoint has tensors of a module."""

@@ -457,7 +457,8 @@ void multiply_fastest(const LinearArgs& linear, const Args& args, const Quantise
   constexpr bool has_integers = std::is_same_v<Codes<X>, Integers<X>>;
   const bool is_consecutive = has_nibbles && are_consecutive(form.table);
   if constexpr (std::is_same_v<X, bf16> && (has_nibbles || has_integers))
-    if ((has_integers || is_consecutive) && WholeInputs::can_hold(linear.in_features)) {
+    if ((has_integers || is_consecutive) &&
+        WholeInputs::can_hold(linear.in_features, form.group_size)) {
       using WholeCodes = std::conditional_t<has_nibbles, WholeNibbles, WholeBytes>;
       return multiply_as<WholeCodes, Whole, X, Out>(linear, args, form, slice);
     }

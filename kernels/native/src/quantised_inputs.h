@@ -23,14 +23,17 @@ constexpr int64_t MOST_WHOLE_INPUTS = 1 << 17;
 
 // Inputs of an item's rows as whole numbers of 16 bits. Each chunk of a row has a power of two as its
 // factor, by which the largest input uses all bits: inputs are exact from 1/128 of the largest on,
-// and smaller ones are wrong by 2^-15 of the largest at most. A chunk with an input that is not
-// finite has the factor NaN.
+// and smaller ones are wrong by 2^-15 of the largest at most, or by 2^-126 where that is more. A
+// chunk with an input that is not finite has the factor NaN.
 class WholeInputs {
  public:
   WholeInputs(const Chunks& chunks, int64_t in_features, int32_t first)
       : chunks_(chunks), stride_(stride(in_features)), first_(first) {}
 
-  static bool can_hold(int64_t in_features) { return stride(in_features) <= MOST_WHOLE_INPUTS; }
+  // Whether a row fits, and the numbers that each of its chunks has.
+  static bool can_hold(int64_t in_features, int64_t group_size) {
+    return stride(in_features) <= MOST_WHOLE_INPUTS && in_features <= MOST_INPUT_SUMS * group_size;
+  }
 
   int64_t most_rows() const {
     return std::min(MOST_WHOLE_INPUTS / stride_, MOST_INPUT_SUMS / chunks_.count());
@@ -62,12 +65,18 @@ class WholeInputs {
     alignas(32) int32_t lanes[VF_WIDTH];
     _mm256_store_si256(reinterpret_cast<VI*>(lanes), most);
     const int32_t exponent = *std::max_element(lanes, lanes + VF_WIDTH) >> 23;
-    const bool is_finite = exponent < 255;
-    const int32_t power = std::max(exponent, 15) - 14;  // of the factor, with its bias
-    factors_[number] = is_finite ? power_of_two(power) : NAN;
-    const VF multiplier = vset1(is_finite ? power_of_two(254 - power) : 0.0f);
-    VI sum = _mm256_setzero_si256();
     Whole* numbers = numbers_ + row * stride_ + chunk.first;
+    if (exponent == 255) {
+      factors_[number] = NAN;
+      firsts_[number] = 0;
+      std::fill_n(numbers, chunk.size, Whole{0});
+      return;
+    }
+    // Of the factor, with its bias. Zeros have 1, since products with a tiny one would be denormal.
+    const int32_t power = exponent == 0 ? 127 : std::max(exponent, 15) - 14;
+    factors_[number] = power_of_two(power);
+    const VF multiplier = vset1(power_of_two(254 - power));
+    VI sum = _mm256_setzero_si256();
     for_vectors(chunk.size, [&](int64_t at, auto lanes) {
       const VI whole = _mm256_cvtps_epi32(vmul(vload(x + at, lanes), multiplier));
       sum = _mm256_add_epi32(sum, whole);

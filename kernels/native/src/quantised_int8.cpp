@@ -7,6 +7,7 @@
 //
 //   sum(x * w) = sum(x * (w + 128)) - 128 * sum(x)
 #include <array>
+#include <cmath>
 #include <utility>
 
 #include "quantised.h"
@@ -323,7 +324,8 @@ void quantise_inputs(const QuantiseInputsArgs& args, const Slice& slice) {
         store_codes(last, codes);
         std::memcpy(out + at, last, (n + SPAN - 1) / SPAN * SPAN);
       }
-      args.out.sums[row * chunks.count() + i] = sum_lanes(sum);
+      // A row that is not finite has the scale NaN, and codes whose sum could be too large.
+      args.out.sums[row * chunks.count() + i] = std::isfinite(scale) ? sum_lanes(sum) : 0;
     }
   }
 }

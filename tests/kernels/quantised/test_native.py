@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle, product
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
@@ -16,6 +18,7 @@ from kernels.experts.native import PairsBuffer
 from kernels.experts.reference import padded_rows
 from kernels.native.library import Library
 from kernels.quantised import Activations, Codes, QuantisedRows, WeightFormat, quantise
+from kernels.quantised.formats import CHUNK_INPUTS
 from kernels.quantised.native import (
     INT8_CHUNK,
     Int8Inputs,
@@ -38,6 +41,12 @@ SIZES = [(33, 33), (100, 515), (64, 256), (70, 1025), (1, 600)]
 MOST_ROWS = 200
 EXPERTS = 5
 W8A8 = WeightFormat(Codes.INT8, activations=Activations.INT8)
+WHOLE = (Codes.INT4, Codes.UINT4, Codes.INT8)
+"""Codes whose values are whole numbers."""
+WHOLE_BITS, WIDEST_WHOLE = 15, 2**17 - 8
+"""The bits of an input in whole numbers without its sign, and the most inputs of a row of them."""
+UNIT = 2.0**-24
+"""The most by which rounding to fp32 changes a number, as a share of it."""
 
 
 def generator(*seeds: int) -> torch.Generator:
@@ -58,6 +67,53 @@ def random_rows(num_rows: int, in_features: int, form: WeightFormat) -> Quantise
     scales = (torch.rand(groups, generator=random) + 0.1).to(form.scale_dtype)
     offsets = torch.randn(groups, generator=random).to(form.scale_dtype)
     return QuantisedRows(form, codes, scales, offsets if form.has_offsets else None)
+
+
+def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
+    codes, scales = int8_inputs(x)
+    return codes.float() * scales[:, None]
+
+
+def chunks(in_features: int, form: WeightFormat) -> Iterator[slice]:
+    """Yields the inputs of each chunk: up to CHUNK_INPUTS of one group."""
+    group = form.group_size or in_features
+    for start in range(0, in_features, group):
+        end = min(start + group, in_features)
+        for first in range(start, end, CHUNK_INPUTS):
+            yield slice(first, min(first + CHUNK_INPUTS, end))
+
+
+def has_whole_inputs(library: Library, x: torch.Tensor, form: WeightFormat) -> bool:
+    """Whether AVX2 multiplies these inputs and codes as integers."""
+    is_exact = form.activations is Activations.EXACT and x.dtype == torch.bfloat16
+    is_whole = is_exact and form.codes in WHOLE and x.shape[1] <= WIDEST_WHOLE
+    return is_whole and library.variant == "avx2"
+
+
+def as_multiplied(library: Library, x: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+    """Returns inputs [T, in] as a library multiplies codes by them, in double precision. Whole
+    numbers have the last bit of their chunk's largest input; the other libraries round nothing."""
+    exact = x.double()
+    if not has_whole_inputs(library, x, form):
+        return exact
+    rounded = exact.clone()
+    for part in chunks(x.shape[1], form):
+        _, exponents = exact[:, part].abs().amax(1, keepdim=True).frexp()  # above the largest
+        last_bits = torch.exp2((exponents - WHOLE_BITS).double())
+        rounded[:, part] = (exact[:, part] / last_bits).round() * last_bits
+    return rounded
+
+
+def exact_product(
+    library: Library, x: torch.Tensor, rows: QuantisedRows, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns x @ W^T + bias in double precision, with inputs as a library multiplies them. Offsets
+    are multiplied by sums of the inputs as they are."""
+    form = replace(rows.format, has_offsets=False)
+    products = QuantisedRows(form, rows.codes, rows.scales).dequantise().double()
+    offsets = rows.dequantise().double() - products
+    out = as_multiplied(library, x, rows.format) @ products.T + x.double() @ offsets.T
+    return out if bias is None else out + bias.double()
 
 
 def ratio(dtype: torch.dtype) -> float:
@@ -139,39 +195,78 @@ def test_rows_of_wider_tensors_and_nothing_beside_them(
     out, count = wide_out[:, 11:48], torch.tensor([5], dtype=torch.int32)
     inputs = Int8Inputs.allocate(8, 77, form)
     library.run(*quantised_ops(x, packed, out, count, inputs))
-    expected = definition(x, rows, bias, torch.float32)[:5]
-    # Of UINT4 in bf16 all is exact but the order of sums, and, with AVX2, small inputs. W8A8 rounds
-    # the same inputs.
-    assert_close("out", expected, out[:5], 1e-5)
+    inputs_of_codes = x if form.activations is Activations.EXACT else rounded_to_int8(x)
+    expected = exact_product(library, inputs_of_codes, rows, bias)[:5]
+    assert_close("out", expected.float(), out[:5], 2e-6)
     out[:5] = torch.nan
     assert wide_out.isnan().all(), "something beside the rows was written"
 
 
-@pytest.mark.parametrize(
-    "codes", [Codes.INT4, Codes.UINT4, Codes.INT8], ids=lambda codes: codes.value
-)
+@pytest.mark.parametrize("codes", WHOLE, ids=lambda codes: codes.value)
 def test_inputs_in_bf16_count_to_the_last_bits_of_their_largest(
     library: Library, codes: Codes
 ) -> None:
     """Inputs of all sizes in one chunk, in rows that are few and many, wide and too wide for whole
-    numbers: none is wrong by more than 2^-15 of the largest in its chunk."""
+    numbers: results differ from exact ones by the roundings of sums alone."""
     wrong = []
-    for size_in, group_size in ((300, 32), (515, 0), (2**17 - 8, 128), (2**17 + 8, 128)):
-        form = WeightFormat(codes, group_size)
+    for size_in, group_size in (
+        (300, 32),
+        (515, 0),
+        (400, 192),
+        (2**17 - 8, 128),
+        (2**17 + 8, 128),
+    ):
+        form = WeightFormat(codes, group_size, has_offsets=codes is Codes.UINT4)
         rows = random_rows(33, size_in, form)
         packed = PackedQuantised.pack(rows, dtype=torch.bfloat16)
         count = 40 if size_in < 1000 else 2
         x = (numbers(count, size_in) * torch.exp2(12 * numbers(1, size_in))).bfloat16()
-        x[0] = x[0] * 2.0**-100
+        x[0] = x[0] * 2.0**-60
+        x[1, : size_in // 2] = 0
         got = linear(library, x, packed, torch.float32).double()
-        weight = rows.dequantise().double()
-        size = min(128, group_size or 128)
-        chunks = F.pad(x.double().abs(), (0, -size_in % size)).unflatten(1, (-1, size))
-        largest = chunks.amax(2, keepdim=True).expand_as(chunks).flatten(1)[:, :size_in]
-        most = 2**-15 * largest @ weight.abs().T + 1e-5 * x.double().abs() @ weight.abs().T
-        error = (got - x.double() @ weight.T).abs()
+        is_whole = has_whole_inputs(library, x, form)
+        num_sums = sum(1 for _ in chunks(size_in, form)) if is_whole else size_in
+        # A sum rounds twice or, with an offset, four times: four deviations of as many roundings.
+        most = 4 * math.sqrt(4 * num_sums) * UNIT * magnitudes(x, rows)
+        error = (got - exact_product(library, x, rows)).abs()
         wrong += [(size_in, row) for row in range(count) if (error[row] > most[row]).any()]
     assert not wrong
+
+
+def magnitudes(x: torch.Tensor, rows: QuantisedRows) -> torch.Tensor:
+    """Returns the sums of the magnitudes of everything that a product adds, [T, out]."""
+    form = replace(rows.format, has_offsets=False)
+    products = QuantisedRows(form, rows.codes, rows.scales).dequantise()
+    offsets = rows.dequantise() - products
+    return x.double().abs() @ (products.abs() + offsets.abs()).double().T
+
+
+@pytest.mark.parametrize("codes", WHOLE, ids=lambda codes: codes.value)
+def test_rows_of_zeros_and_of_tiny_inputs(library: Library, codes: Codes) -> None:
+    """The smallest inputs of bf16 count for nothing, and 0 gives 0."""
+    form = WeightFormat(codes, 32, has_offsets=True)
+    packed = PackedQuantised.pack(random_rows(40, 100, form), dtype=torch.bfloat16)
+    x = torch.zeros(9, 100, dtype=torch.bfloat16)
+    x[1], x[2, ::2], x[3, 50] = 2.0**-133, 2.0**-126, -(2.0**-120)
+    got = linear(library, x, packed, torch.float32)
+    assert (got[0] == 0).all()
+    assert (got[4:] == 0).all()
+    assert (got.abs() < 2.0**-100).all()
+
+
+@pytest.mark.parametrize("codes", [Codes.UINT4, Codes.INT8], ids=lambda codes: codes.value)
+@pytest.mark.parametrize("group_size", [0, 4, 16, 192])
+def test_rows_have_as_many_inputs_as_is_said(
+    library: Library, assert_close, codes: Codes, group_size: int
+) -> None:
+    form = WeightFormat(codes, group_size, has_offsets=True)
+    most = form.max_inputs
+    x, rows = numbers(2, most, dtype=torch.bfloat16), random_rows(1, most, form)
+    got = linear(library, x, PackedQuantised.pack(rows, dtype=torch.bfloat16), torch.float32)
+    most_apart = math.sqrt(4 * sum(1 for _ in chunks(most, form))) * UNIT
+    assert_close(f"{form}", exact_product(library, x, rows).float(), got, most_apart)
+    with pytest.raises(AssertionError):
+        PackedQuantised.empty(1, most + 1, has_bias=False, dtype=torch.float32, form=form)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -281,8 +376,7 @@ def test_experts(
     assert out[60:].isnan().all()
     wide, plain = x[:60].float(), torch.stack([rows.dequantise() for rows in weights])
     if form.activations is Activations.INT8:
-        codes, scales = int8_inputs(x[:60])
-        wide = codes.float() * scales[:, None]
+        wide = rounded_to_int8(x[:60])
     expected = experts.experts_linear(wide, plain, routing.pairs, bias.float()).to(dtype)
     assert_close("experts", expected, out[:60], ratio(dtype))
 
