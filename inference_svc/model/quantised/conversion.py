@@ -42,8 +42,8 @@ def convert(model_dir: Path, out: Path, codes: str, report: Callable[[int, int],
         report: Called with the number of tensors that are done, and of all.
 
     Raises:
-        UnsupportedModel: The model cannot be read or is quantised already, or its experts lie in
-            one tensor.
+        UnsupportedModel: The model cannot be read or is quantised already, its experts lie in one
+            tensor, or its weights are not finite.
         OSError: `out` exists or cannot be written.
     """
     if out.exists():
@@ -75,6 +75,8 @@ def _write(model_dir: Path, folder: Path, codes: str, report: Callable[[int, int
                 ignored += [module] if is_matrix else []
             else:
                 rows = QuantisedRows.cat(list(_quantised(stored, tensor.shape, form)))
+                if not rows.scales.isfinite().all():
+                    raise UnsupportedModel(f"{tensor.stored_name} has NaN or infinite values")
                 for end, value in _stored(rows).items():
                     writer.add(f"{module}.{end}", value)
     writer.finish()

@@ -105,6 +105,18 @@ def test_nothing_is_left_of_a_conversion_that_fails(plain, tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == [folder.name]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("codes", ["int4", "fp8"])
+def test_weights_are_finite(codes, value, plain, tmp_path):
+    folder, name = plain(), "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][3, 5] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=f"{name} has NaN or infinite values"):
+        convert(folder, tmp_path / "out", codes)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_is_never_written_over(plain, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError, match="out exists"):

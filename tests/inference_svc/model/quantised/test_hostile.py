@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -130,6 +131,76 @@ def test_contents_that_cannot_be_meant_are_refused(
     with pytest.raises(UnsupportedModel, match=match) as caught:
         matrix.decode(tensors)
     assert str(caught.value).startswith(end)
+
+
+UNREAD = ("input_scale",)
+"""Scales that nothing here multiplies by."""
+
+
+def test_scales_of_every_format_are_finite() -> None:
+    wrong = []
+    for name, case in CASES:
+        matrix, tensors = first_of(name, case)
+        floats = [
+            end
+            for end, each in tensors.items()
+            if each.dtype in (torch.float32, torch.float16, torch.bfloat16) and end not in UNREAD
+        ]
+        assert floats or name == "transformers", case
+        for end, value in product(floats, (NAN, INF, -INF)):
+            try:
+                matrix.decode({**tensors, end: put(value)(tensors[end])})
+            except UnsupportedModel as error:
+                if str(error).startswith(end):
+                    continue
+            wrong.append((name, case, end, value))
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({"quant_method": "fbgemm_fp8"}, torch.full((3, 1), NAN)),
+        ({"quant_method": "fp8"}, torch.tensor([INF])),
+        ({"quant_method": "fp8"}, torch.tensor([2.0**113])),
+    ],
+    ids=["fbgemm", "fp8", "large fp8"],
+)
+def test_scales_of_fp8_without_blocks(config: dict[str, object], scale: Tensor) -> None:
+    matrix = scheme_of(config, "bfloat16").matrix(MODULE, 3, 8)
+    assert matrix is not None
+    weight = torch.ones(3, 8).to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedModel, match=r"^weight_scale: has values that are NaN"):
+        matrix.decode({"weight": weight, "weight_scale": scale})
+
+
+@pytest.mark.parametrize(
+    ("order", "match"),
+    [
+        ([0, 1] * 32, None),
+        ([0] * 32 + [2] * 32, "has groups out of range: there are 2"),
+        ([0] * 32 + [-1] * 32, "has groups out of range: there are 2"),
+        ([-1] * 64, "has groups out of range: there are 2"),
+        ([0] * 31 + [1] * 33, "has groups of other sizes than 32"),
+        ([0] * 64, "has groups of other sizes than 32"),
+    ],
+)
+def test_groups_by_activations_are_whole(order: list[int], match: str | None) -> None:
+    args = {"num_bits": 4, "group_size": 32, "actorder": "group"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": args}}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    matrix = scheme_of({**config, "config_groups": groups}, "float16").matrix(MODULE, 5, 64)
+    assert matrix is not None
+    tensors = {
+        "weight_packed": torch.zeros(5, 8, dtype=torch.int32),
+        "weight_scale": torch.ones(5, 2, dtype=torch.float16),
+        "weight_g_idx": torch.tensor(order),
+    }
+    if match is None:
+        assert isinstance(matrix.decode(tensors), Tensor)
+        return
+    with pytest.raises(UnsupportedModel, match=f"^weight_g_idx: {match}"):
+        matrix.decode(tensors)
 
 
 @pytest.mark.parametrize("case", ["int8 plain inputs channel bfloat16", "fp8 channel bfloat16"])
