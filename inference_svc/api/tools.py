@@ -147,6 +147,7 @@ async def read_delta(reader: AnswerReader, delta: Delta) -> None:
     delta.text = "".join(each.text for each in pieces if isinstance(each, Said))
     delta.thoughts = "".join(each.text for each in pieces if isinstance(each, Thought))
     delta.calls = [each for each in pieces if not isinstance(each, Said | Thought)]
+    delta.pieces = pieces
 
 
 # --- checks -------------------------------------------------------------------------------------

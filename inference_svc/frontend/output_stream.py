@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from inference_svc.core import AdapterVersion, FinishReason, Request
 from inference_svc.engine.transport.messages import Output, Timings, Usage
 from inference_svc.results.base import ResultPart, Scope
-from inference_svc.text.answers.scanner import CallPiece
+from inference_svc.text.answers.scanner import CallPiece, Piece, Said
 from inference_svc.text.detokenizer import Detokenizer, TokenDecoder
 from inference_svc.text.stop import StopMatcher
 from servicekit.errors import ShareExceeded
@@ -27,8 +27,8 @@ class Delta:
     """The output since the previous delta; finish reason, usage and timings are in the last one.
     `parts` of one kind are in the order of their tokens. `echoed_ids` are the prompt's tokens,
     whose text comes first. `version` has made all of its tokens; None: the version that the request
-    began with. Of an answer that is read, `text` is without `thoughts` and `calls`. `stop` is the
-    stop string that has ended it."""
+    began with. Of an answer that is read, `text` is without `thoughts` and `calls`, and `pieces`
+    are all of these in order. `stop` is the stop string that has ended it."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -40,7 +40,13 @@ class Delta:
     echoed_ids: Sequence[int] = ()
     thoughts: str = ""
     calls: list[CallPiece] = field(default_factory=list)
+    pieces: Sequence[Piece] = ()
     stop: str = ""
+
+    @property
+    def in_order(self) -> Sequence[Piece]:
+        """The pieces of its text, also of an answer that is given as it is."""
+        return self.pieces or ([Said(self.text)] if self.text else ())
 
 
 class Generation:

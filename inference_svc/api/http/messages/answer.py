@@ -10,6 +10,7 @@ from inference_svc.api.http.sse import to_json
 from inference_svc.core import FinishReason
 from inference_svc.errors import Interrupted
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.text.answers.scanner import CallPiece, Said, Thought
 
 PIECES = {
     "thinking": ("thinking_delta", "thinking"),
@@ -40,19 +41,23 @@ class Blocks:
 
     def add(self, delta: Delta) -> Iterator[bytes]:
         """Yields the events of a delta."""
-        if delta.thoughts:
-            yield from self._open({"type": "thinking", "thinking": "", "signature": ""})
-            yield self._piece(delta.thoughts)
-        if delta.text:
-            yield from self._open({"type": "text", "text": ""})
-            yield self._piece(delta.text)
-        for piece in delta.calls:
-            if piece.name:
-                call = {"type": "tool_use", "id": piece.call_id, "name": piece.name, "input": {}}
-                yield from self._open(call)
-            if piece.arguments:
-                yield self._piece(piece.arguments)
-            self._error = piece.error
+        for piece in delta.in_order:
+            if isinstance(piece, Thought):
+                yield from self._open({"type": "thinking", "thinking": "", "signature": ""})
+                yield self._piece(piece.text)
+            elif isinstance(piece, Said):
+                yield from self._open({"type": "text", "text": ""})
+                yield self._piece(piece.text)
+            else:
+                yield from self._call(piece)
+
+    def _call(self, piece: CallPiece) -> Iterator[bytes]:
+        if piece.name:
+            call = {"type": "tool_use", "id": piece.call_id, "name": piece.name, "input": {}}
+            yield from self._open(call)
+        if piece.arguments:
+            yield self._piece(piece.arguments)
+        self._error = piece.error
 
     def end(self, last: Delta) -> Iterator[bytes]:
         """Yields the last events. Raises Interrupted for an answer that was ended from outside."""

@@ -9,6 +9,7 @@ from inference_svc.api.http.sse import to_json
 from inference_svc.core import FinishReason
 from inference_svc.engine.transport.messages import Usage
 from inference_svc.frontend.output_stream import Delta
+from inference_svc.text.answers.scanner import CallPiece, Said, Thought
 
 Event = dict[str, Any]
 
@@ -31,23 +32,27 @@ class Items:
 
     def add(self, delta: Delta) -> Iterator[bytes]:
         """Yields the events of a delta."""
-        if delta.thoughts:
-            if not delta.text and not delta.calls:
-                self._num_thoughts += len(delta.token_ids)
-            yield from self._open("reasoning")
-            yield self._piece("response.reasoning_text.delta", delta.thoughts, content_index=0)
-        if delta.text:
-            yield from self._open("message")
-            yield self._piece(
-                "response.output_text.delta", delta.text, content_index=0, logprobs=[]
-            )
-        for piece in delta.calls:
-            if piece.name:
-                yield from self._open("function_call", name=piece.name, call_id=piece.call_id)
-            if piece.error:
-                self._items[-1]["arguments_error"] = piece.error
-            if piece.arguments:
-                yield self._piece("response.function_call_arguments.delta", piece.arguments)
+        if delta.thoughts and not delta.text and not delta.calls:
+            self._num_thoughts += len(delta.token_ids)
+        for piece in delta.in_order:
+            if isinstance(piece, Thought):
+                yield from self._open("reasoning")
+                yield self._piece("response.reasoning_text.delta", piece.text, content_index=0)
+            elif isinstance(piece, Said):
+                yield from self._open("message")
+                yield self._piece(
+                    "response.output_text.delta", piece.text, content_index=0, logprobs=[]
+                )
+            else:
+                yield from self._call(piece)
+
+    def _call(self, piece: CallPiece) -> Iterator[bytes]:
+        if piece.name:
+            yield from self._open("function_call", name=piece.name, call_id=piece.call_id)
+        if piece.error:
+            self._items[-1]["arguments_error"] = piece.error
+        if piece.arguments:
+            yield self._piece("response.function_call_arguments.delta", piece.arguments)
 
     def end(self, last: Delta) -> Iterator[bytes]:
         """Yields the last events."""

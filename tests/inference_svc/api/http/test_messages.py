@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from inference_svc.api.http.messages.answer import Blocks
+from inference_svc.api.http.responses.items import Items
+from inference_svc.api.tools import read_delta
+from inference_svc.core import FinishReason
+from inference_svc.frontend.output_stream import Delta
+from inference_svc.text.answers.families import PARSERS, AnswerReader, AnswerSyntax
+from inference_svc.text.chat import Tool
 from inference_svc.text.tokenizer import Tokenizer
 from tests.support.inference.front import BOTH, Front, prompt_of, thinking_text
 
@@ -153,6 +161,32 @@ def test_reasons_and_options(serve_messages: Any, text: Tokenizer) -> None:
         assert "no JSON" in call["input_error"]
 
     serve_messages(body, "It rains.", "It rains.", "x", "x", broken)
+
+
+def test_a_text_after_a_call_does_not_cut_it(text: Tokenizer) -> None:
+    """Of a slow reader's delta, which ends a call and has more after it; also in Responses."""
+    pieces = ['<tool_call>\n{"name": "clock", "arguments": {"a": ', "1}}\n</tool_call>Done."]
+    pieces.append('<tool_call>\n{"name": "clock"}\n</tool_call>Bye.')
+
+    async def events_of(answer: Blocks | Items) -> list[str]:
+        reader = AnswerReader(AnswerSyntax(PARSERS["hermes"]), (Tool("clock"),))
+        kinds = []
+        for piece in pieces:
+            delta = Delta(text=piece, finish_reason=FinishReason.STOP if "Bye" in piece else None)
+            await read_delta(reader, delta)
+            kinds += [each.split(b"\n")[0].decode() for each in answer.add(delta)]
+        kinds += [each.split(b"\n")[0].decode() for each in answer.end(delta)]
+        return kinds
+
+    blocks, items = Blocks({}, 1, 100), Items({"id": "resp_1"})
+    assert asyncio.run(events_of(blocks)).count("event: content_block_stop") == 4
+    asyncio.run(events_of(items))
+    first, done, second, bye = blocks.whole()["content"]
+    assert (first["input"], second["input"]) == ({"a": 1}, {})
+    assert (done["text"], bye["text"]) == ("Done.", "Bye.")
+    called, said, again, last = items.whole()["output"]
+    assert (called["arguments"], again["arguments"]) == ('{"a": 1}', "{}")
+    assert (said["content"][0]["text"], last["content"][0]["text"]) == ("Done.", "Bye.")
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
