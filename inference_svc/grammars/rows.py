@@ -25,6 +25,11 @@ ANSWER_SECONDS = 2e-3
 UNKNOWN_COST_SECONDS, COST_WEIGHT = 1e-3, 10.0
 """What a row's first mask is taken to cost; and how much longer a row waits for each second of its
 cost, where others are due."""
+SLICE_TOKENS = 32
+"""Tokens that a row takes before others may have their masks: a row that begins again after a
+preemption has thousands."""
+TOKEN_SECONDS = 20e-6
+"""The time that one of these tokens is taken to cost."""
 MAX_OPEN_SECONDS = 20.0
 """A grammar that compiles for longer ends its process: no check has let it pass."""
 MAX_TEMPLATES, MAX_TEMPLATE_CHARS = 64, 1 << 20
@@ -77,7 +82,7 @@ class Row:
     @property
     def patience_s(self) -> float:
         """Its place among its tenant's: cheap ones first, but none waits for ever."""
-        return self.due_s + COST_WEIGHT * self.cost_s
+        return self.due_s + COST_WEIGHT * (self.cost_s + TOKEN_SECONDS * len(self.backlog))
 
 
 class Compiler:
@@ -197,7 +202,7 @@ class Rows:
         end_s = time.thread_time() + ANSWER_SECONDS
         ready = self._in_order()
         for row_id in ready:
-            self._advance(row_id, header, masks)
+            self._advance(row_id, header, masks, end_s)
             if time.thread_time() >= end_s:
                 break
         header["has_more"] = any(row_id in self._due for row_id in ready)
@@ -248,14 +253,16 @@ class Rows:
                 before_s += self._rows[row_id].cost_s
         return [row_id for _, _, row_id in sorted(places)]
 
-    def _advance(self, row_id: int, header: dict[str, Any], masks: list[bytearray]) -> None:
+    def _advance(
+        self, row_id: int, header: dict[str, Any], masks: list[bytearray], end_s: float
+    ) -> None:
+        """Computes a row's mask, or takes as many of its tokens as there is time for."""
         row = self._rows[row_id]
         start_s = time.thread_time()
         try:
-            if row.backlog:
-                row.matcher.consume_tokens(row.backlog)
-                row.num_tokens += len(row.backlog)
-                row.backlog = []
+            if not self._take_backlog(row, end_s):
+                self._spent_s[row.tenant] += time.thread_time() - start_s
+                return
             mask = bytearray(row.matcher.compute_bitmask())
             check_matcher(row.matcher)
         except Refused as error:
@@ -273,6 +280,18 @@ class Rows:
             row.num_slow += row.cost_s > SLOW_STEP_SECONDS
             if row.cost_s > COSTLY_STEP_SECONDS or row.num_slow >= MAX_SLOW_STEPS:
                 header["slow"].append(row_id)
+
+    def _take_backlog(self, row: Row, end_s: float) -> bool:
+        """Returns whether all of a row's tokens were taken in time: some are in any case."""
+        while row.backlog:
+            some = row.backlog[:SLICE_TOKENS]
+            row.matcher.consume_tokens(some)
+            check_matcher(row.matcher)
+            del row.backlog[: len(some)]
+            row.num_tokens += len(some)
+            if row.backlog and time.thread_time() >= end_s:
+                return False
+        return True
 
     def _end(self, row_id: int, header: dict[str, Any], error: Refused) -> None:
         header["errors"].append([row_id, str(error)])

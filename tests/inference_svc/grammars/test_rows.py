@@ -78,6 +78,27 @@ def test_cheap_rows_are_first(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> 
     assert asked.all_masks(3) == [2, 1, 3]
 
 
+def test_a_row_that_begins_again_takes_its_tokens_in_slices(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a preemption: other rows of its tenant have their masks in between."""
+    asked.ask(opening(1, source="[ab]*"))
+    asked.all_masks(1)
+    monkeypatch.setattr(rows, "ANSWER_SECONDS", 0.0)
+    num_tokens = 100 * rows.SLICE_TOKENS
+    asked.ask({**opening(2, source="[ab]*b"), "tokens": [ord("a")] * num_tokens})
+    until(lambda: not asked.ask()["is_busy"], 60)
+    for step in range(1, 6):
+        header = asked.ask(steps=[[1, ord("b")]])
+        assert header["masks"] == [[1, step, True]]
+        assert header["has_more"]
+        asked.ask()
+    asked.masks.clear()
+    assert asked.all_masks(1) == [2]
+    assert asked.rows._rows[2].num_tokens == num_tokens
+    assert not asked.ask(steps=[[2, ord("b")]])["slow"]
+
+
 def test_a_row_that_opens_and_ends_at_once_is_forgotten(asked: Asked) -> None:
     asked.ask(opening(1), opening(2), closes=[1])
     assert asked.all_masks(1) == [2]
