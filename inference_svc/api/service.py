@@ -238,7 +238,7 @@ class Service:
         binding = await self.resolve(principal, adapter, subject=subject)
         text = await self._text_of(binding, principal)
         if isinstance(prompt, Chat):
-            ReadingOptions(prompt.tools).check(text.answers, None)
+            ReadingOptions(prompt.tools).check(text.answers)
         num_added = 0 if binding is None else binding.added_tokens
         encoded = await self._prompts.encode(prompt, principal.account, text, num_added)
         return encoded, text
@@ -403,7 +403,7 @@ def _reading(call: GenerateCall, text: TextModel) -> ReadingOptions | None:
     """Returns how the call's answers are read, if they are. Raises InvalidArgument."""
     if call.reading is None:
         return None
-    call.reading.check(text.answers, call.grammar)
+    call.reading.check(text.answers)
     if not call.reading.reads(text.answers):
         return None
     [prompt] = call.prompts

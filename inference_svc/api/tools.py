@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference_svc.frontend.output_stream import Delta
-from inference_svc.grammars.grammar import Grammar
 from inference_svc.text.answers.families import AnswerReader, AnswerSyntax
-from inference_svc.text.answers.forced import can_force
 from inference_svc.text.answers.scanner import Piece, Said, Thought
 from inference_svc.text.chat import NO_PARAMETERS, Tool
 from servicekit.errors import InvalidArgument
@@ -59,9 +57,9 @@ class ReadingOptions:
     def choice_field(self) -> str:
         return f"{self.path}tool_choice"
 
-    def check(self, syntax: AnswerSyntax, grammar: Grammar | None) -> None:
-        """Raises InvalidArgument for tools whose calls cannot be read or enforced, also together
-        with the request's own grammar, and for a bound on thoughts where there are none."""
+    def check(self, syntax: AnswerSyntax) -> None:
+        """Raises InvalidArgument for tools whose calls cannot be read, and for a bound on thoughts
+        where there are none."""
         if self.budget is not None and syntax.thoughts is None:
             raise InvalidArgument(
                 f"{self.budget_field}: the server finds no thoughts in this chat template: leave "
@@ -74,26 +72,6 @@ class ReadingOptions:
                 f"{field}: the server finds no syntax of calls in this chat template: use an "
                 'adapter or a model whose template has one, or tool_choice "none"; an operator can '
                 "choose a parser with --tool-parser",
-                subject=field,
-            )
-        if self.tools and grammar is not None and not (self.forced or can_force(syntax)):
-            field = f"{self.path}tools"
-            raise InvalidArgument(
-                f"{field}: the syntax {_name_of(syntax)} has no grammar, so no call is possible "
-                f'with {grammar.field}: leave one of them out, or set tool_choice to "none"',
-                subject=field,
-            )
-        if not self.forced:
-            return
-        field = self.choice_field
-        if grammar is not None:
-            raise InvalidArgument(
-                f"{field}: no call is possible with {grammar.field}", subject=field
-            )
-        if not can_force(syntax):
-            raise InvalidArgument(
-                f"{field}: the syntax {_name_of(syntax)} has no grammar, so no call can be "
-                'enforced: use "auto" or "none"',
                 subject=field,
             )
 
@@ -127,11 +105,6 @@ class ReadingOptions:
             )
             for prompt in prompts
         ]
-
-
-def _name_of(syntax: AnswerSyntax) -> str:
-    assert syntax.calls is not None, "there are calls"
-    return syntax.calls.name
 
 
 async def read_delta(reader: AnswerReader, delta: Delta) -> None:

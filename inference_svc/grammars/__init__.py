@@ -4,9 +4,10 @@ Grammars are strangers' programs: they are compiled, and their masks computed, i
 processes, which bound their time and memory. The engine gets one mask for each token.
 
 grammar     the form that a request asks for, as plain data
-calls       calls of tools that an answer has to make, as a grammar
+calls       calls of tools, alone or in place of a form, as a grammar
+arguments   arguments of calls that are no JSON, by their schema
+parts       texts and tokens of a grammar
 thoughts    thoughts before a form, as a grammar
-either      one of several forms, as a grammar
 budget      a bound on the tokens of thoughts
 vocabulary  the bytes of a model's tokens, which a grammar is matched with
 schema_places  finds the part of a schema that is refused

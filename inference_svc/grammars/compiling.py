@@ -13,7 +13,9 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from inference_svc.grammars import calls, either, thoughts
+from inference_svc.grammars import thoughts
+from inference_svc.grammars.calls import Calls, CallsOrForm
+from inference_svc.grammars.parts import literal
 from inference_svc.grammars.schema_places import Refusal, bad_place
 from inference_svc.grammars.vocabulary import unpack
 
@@ -70,21 +72,21 @@ class Tokens:
 def to_lark(kind: str, source: str) -> str:
     """Returns a grammar in Lark. Raises Refused."""
     if kind == "json_schema":
-        return f"start: %json {json.dumps(_schema(source))}\n"
+        return f"start: {_json_of(_loaded(source))}\n"
     if kind == "regex":
         if (len(source) - len(source.rstrip("\\"))) % 2:
             raise Refused("it ends in a backslash that nothing follows")
         return f"start: /{llguidance.regex_to_lark(source, 'd')}/\n"
     if kind == "choice":
         # Alternatives of the grammar would be items of its parser, which has room for fewer.
-        pattern = "|".join(map(_literal, json.loads(source)))
+        pattern = "|".join(map(literal, json.loads(source)))
         return f"start: /{llguidance.regex_to_lark(pattern, 'd')}/\n"
     if kind == "calls":
-        return calls.to_lark(source, lambda schema: f"%json {json.dumps(_schema(schema))}")
+        return Calls.of_source(source).to_lark(_json_of)
     if kind == "thoughts":
         return thoughts.to_lark(source, to_lark(*thoughts.form_of(source)))
     if kind == "either":
-        return either.to_lark(source, to_lark)
+        return CallsOrForm.of_source(source).to_lark(_json_of, to_lark)
     text = source
     if re.search(r"^\s*[\w-]+\s*::=", source, re.MULTILINE):
         try:
@@ -112,25 +114,24 @@ def _check_lark(source: str) -> None:
                 raise Refused("x-guidance is not supported")
 
 
-def _literal(text: str) -> str:
-    """Returns a regular expression for one text."""
-    return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
-
-
-def _schema(source: str) -> dict[str, Any]:
+def _loaded(source: str) -> Any:
     try:
-        schema = json.loads(source, parse_constant=_refuse_constant)
+        return json.loads(source, parse_constant=_refuse_constant)
     except RecursionError:
         raise Refused("it is nested too deeply") from None
     except ValueError as error:
         raise Refused(f"it is no JSON: {error}") from None
+
+
+def _json_of(schema: Any) -> str:
+    """Returns the part of a rule that stands for JSON of a schema."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise Refused("it must be a JSON object")
     if "x-guidance" in schema:
         raise Refused("x-guidance is not supported")
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
 
 
 def _refuse_constant(name: str) -> None:
@@ -192,34 +193,46 @@ def _placed(tokens: Tokens, request: dict[str, Any], error: str, end_s: float) -
     def refusal(schema: dict[str, Any]) -> str:
         if time.process_time() > end_s:
             return ""
-        try:
-            compile_grammar(tokens, "json_schema", json.dumps(schema))
-        except Refused as found:
-            return str(found)
-        return ""
+        return _why_refused(tokens, "json_schema", json.dumps(schema))
+
+    def of_call(call: Calls) -> str:
+        return _why_refused(tokens, "calls", call.to_source())
 
     for kind, source in _forms(request["kind"], request["source"]):
-        schemas = calls.schemas(source) if kind == "calls" else []
-        if kind == "json_schema":
-            with contextlib.suppress(ValueError, RecursionError):
-                schemas = [json.loads(source)]
-        for part, schema in enumerate(schemas):
-            reason = refusal(schema) if isinstance(schema, dict) else ""
-            if reason:
-                found = Refused(_with_place(schema, reason, refusal))
-                found.part = part if kind == "calls" else None
-                return found
+        if kind == "calls":
+            for part, call in enumerate(Calls.of_source(source).alone()):
+                schema = dict(call.calls[0].schema)
+                reason = refusal(schema)
+                found = _with_place(schema, reason, refusal) if reason else of_call(call)
+                if found:
+                    refused = Refused(found)
+                    refused.part = part
+                    return refused
+        elif kind == "json_schema":
+            with contextlib.suppress(Refused):
+                schema = _loaded(source)
+                if isinstance(schema, dict) and (reason := refusal(schema)):
+                    return Refused(_with_place(schema, reason, refusal))
     return Refused(error)
+
+
+def _why_refused(tokens: Tokens, kind: str, source: str) -> str:
+    """Returns why a grammar cannot be compiled; "" if it can."""
+    try:
+        compile_grammar(tokens, kind, source)
+    except Refused as error:
+        return str(error)
+    return ""
 
 
 def _forms(kind: str, source: str) -> list[tuple[str, str]]:
     """Returns the forms that a grammar is made of, each by its kind and its source."""
-    inner = [(kind, source)]
     if kind == "thoughts":
-        inner = _forms(*thoughts.form_of(source))
-    elif kind == "either":
-        inner = [form for each in either.forms_of(source) for form in _forms(*each)]
-    return inner
+        return _forms(*thoughts.form_of(source))
+    if kind == "either":
+        found = CallsOrForm.of_source(source)
+        return [("calls", found.calls), (found.kind, found.source)]
+    return [(kind, source)]
 
 
 def _with_place(schema: dict[str, Any], error: str, refusal: Refusal) -> str:

@@ -9,8 +9,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inference_svc.grammars import either
-from inference_svc.grammars.calls import Part
+from inference_svc.grammars.calls import Calls, CallsOrForm
+from inference_svc.grammars.parts import Part
 from inference_svc.grammars.thoughts import ThoughtParts
 from servicekit.errors import InvalidArgument
 
@@ -21,7 +21,7 @@ MAX_CHOICE_TEXTS = 4096
 
 class GrammarKind(enum.Enum):
     """The language of a source: a JSON schema; a regular expression; a JSON list of choices; Lark
-    or EBNF; calls of tools; thoughts and one of these; or either of two."""
+    or EBNF; calls of tools; thoughts and one of these; or calls or another one."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -79,10 +79,10 @@ class Grammar:
         return cls._checked(GrammarKind.GRAMMAR, text, field)
 
     @classmethod
-    def calls(cls, source: str, field: str = "", part_fields: tuple[str, ...] = ()) -> Grammar:
-        """Returns the grammar of calls of tools, see `calls.to_source`, whose schemas the caller
-        knows by `part_fields`. Raises InvalidArgument for schemas that are too large."""
-        found = cls._checked(GrammarKind.CALLS, source, field)
+    def calls(cls, calls: Calls, field: str = "", part_fields: tuple[str, ...] = ()) -> Grammar:
+        """Returns the grammar of calls of tools, whose schemas the caller knows by `part_fields`.
+        Raises InvalidArgument for schemas that are too large."""
+        found = cls._checked(GrammarKind.CALLS, calls.to_source(), field)
         return dataclasses.replace(found, part_fields=part_fields)
 
     def after(self, thoughts: ThoughtParts) -> Grammar:
@@ -92,12 +92,9 @@ class Grammar:
 
     def or_calls(self, calls: Grammar, begin: Sequence[Part]) -> Grammar:
         """Returns the grammar of these calls, or of this form, before which `begin` may come."""
-        forms = [([], calls.kind.value, calls.source), (begin, self.kind.value, self.source)]
+        source = CallsOrForm(calls.source, begin, self.kind.value, self.source).to_source()
         return dataclasses.replace(
-            self,
-            kind=GrammarKind.EITHER,
-            source=either.to_source(forms),
-            part_fields=calls.part_fields,
+            self, kind=GrammarKind.EITHER, source=source, part_fields=calls.part_fields
         )
 
     @classmethod

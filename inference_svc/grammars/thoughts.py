@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inference_svc.grammars.calls import Part, written
+from inference_svc.grammars.parts import Part, written
 
 SPACE = "/[ \\n]{0,3}/"
 """After thoughts."""

@@ -1,16 +1,16 @@
-"""Calls that an answer has to make, and thoughts before them, as parts of a grammar."""
+"""Calls that an answer has to make, and thoughts before them, as a grammar has them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
-from inference_svc.grammars.calls import Part
+from inference_svc.grammars.calls import Call, Calls
+from inference_svc.grammars.parts import Part
 from inference_svc.grammars.thoughts import ThoughtParts
 from inference_svc.text.answers.families import AnswerSyntax
 from inference_svc.text.chat import Tool
-
-Form = tuple[Sequence[Part], dict[str, object], Sequence[Part]]
 
 
 class Cutter:
@@ -46,27 +46,23 @@ class Cutter:
         return ThoughtParts(self.parts(syntax.thoughts.begin), end[0], self.parts(after), is_begun)
 
 
-class ForcedCalls:
-    """The only texts that an answer may have: calls of one or more of the `tools`, in a syntax that
-    a grammar can write. See Cutter for `token_of`."""
-
-    def __init__(
-        self, syntax: AnswerSyntax, tools: Sequence[Tool], token_of: Callable[[str], int | None]
-    ) -> None:
-        calls = syntax.calls
-        assert calls is not None, "can_force has said so"
-        assert calls.frame is not None, "can_force has said so"
-        frame = calls.frame
-        of = Cutter(syntax, token_of).parts
-        self.begin, self.end = of(frame.begin), of(frame.end)
-        self.separator = of(frame.separator) if frame.separator else None
-        self.forms: list[Form] = []
-        for tool in tools:
-            form = calls.form(tool)
-            schema = {"type": "object", **form.schema}  # a schema may leave its type out
-            self.forms.append((of(form.begin), schema, of(form.end)))
-
-
-def can_force(syntax: AnswerSyntax) -> bool:
-    """Returns whether a grammar can make the model write calls: where arguments are JSON."""
-    return syntax.calls is not None and syntax.calls.frame is not None
+def calls_of(
+    syntax: AnswerSyntax,
+    tools: Sequence[Tool],
+    token_of: Callable[[str], int | None],
+    max_calls: int = 0,
+) -> Calls:
+    """Returns calls of one or more of the `tools`, at most `max_calls` (0: any number). See Cutter
+    for `token_of`."""
+    assert syntax.calls is not None, "tools are refused without a syntax of calls"
+    frame, of = syntax.calls.frame, Cutter(syntax, token_of).parts
+    style = None
+    if frame.arguments is not None:
+        style = {name: of(text) for name, text in asdict(frame.arguments).items()}
+    calls = []
+    for tool in tools:
+        form = syntax.calls.form(tool)
+        schema = {"type": "object", **form.schema}  # a schema may leave its type out
+        calls.append(Call(of(form.begin), schema, of(form.end), style))
+    separator = None if frame.separator is None else of(frame.separator)
+    return Calls(calls, of(frame.begin), separator, of(frame.end), max_calls, frame.is_json)

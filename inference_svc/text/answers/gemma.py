@@ -11,9 +11,15 @@ from inference_svc.text.answers.scanner import (
     Scanner,
     parsed_json,
 )
-from inference_svc.text.answers.syntax import CallSyntax
+from inference_svc.text.answers.syntax import ArgumentMarks, CallForm, CallFrame, CallSyntax
+from inference_svc.text.chat import Tool
 
 _STRUCTURE = ("{", "}", "[", "]", ",", ":")
+
+
+def frame_of(quote: str) -> CallFrame:
+    marks = ArgumentMarks(key_end=":", begin="{", separator=",", end="}", quote=quote)
+    return CallFrame(separator="", arguments=marks)
 
 
 class Gemma(CallSyntax):
@@ -25,9 +31,13 @@ class Gemma(CallSyntax):
     quote = '<|"|>'
     begins = (begin,)
     specials = (begin, end, quote)
+    frame = frame_of(quote)
 
     def fits(self, template: str) -> bool:
         return self.begin in template
+
+    def form(self, tool: Tool) -> CallForm:
+        return CallForm(f"{self.begin}call:{tool.name}", tool.schema, self.end)
 
     def read(self, scanner: Scanner, begin: str) -> Reading[bool]:
         yield from scanner.skip_space()
@@ -53,6 +63,7 @@ class FunctionGemma(Gemma):
     quote = "<escape>"
     begins = (begin,)
     specials = (begin, end, quote)
+    frame = frame_of(quote)
 
 
 class _Object:

@@ -17,7 +17,7 @@ class Llama3(CallSyntax):
     begins = (BEGIN,)
     specials = (BEGIN,)
     is_whole = True
-    frame = CallFrame(separator="; ")
+    frame = CallFrame(separator="; ", is_json=True)
 
     def fits(self, template: str) -> bool:
         return BEGIN in template or '"parameters": dictionary of argument name' in template

@@ -20,6 +20,19 @@ class Thoughts:
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentMarks:
+    """The texts around arguments that come one by one; see `grammars.arguments.ArgumentStyle`."""
+
+    key_begin: str = ""
+    key_end: str = ""
+    value_end: str = ""
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
+    quote: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CallForm:
     """A call that a grammar can make the model write: `begin`, arguments that match the `schema`,
     and `end`."""
@@ -31,27 +44,29 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class CallFrame:
-    """The text around all calls of an answer, and between two of them; without `separator` there is
-    one call."""
+    """The text around all calls of an answer, and between two of them; with `separator` None there
+    is one call. `arguments` are the marks around arguments that are no JSON. With `is_json` a call
+    is a JSON object and nothing else."""
 
     begin: str = ""
-    separator: str = ""
+    separator: str | None = None
     end: str = ""
+    arguments: ArgumentMarks | None = None
+    is_json: bool = False
 
 
 class CallSyntax:
     """One family's calls; each family is a module. `begins` are the markers with which calls begin,
     `silent` ones are no part of the text, and `specials` may be special tokens, whose text is then
     shown to the scanner. With `is_whole` an answer may be a call from its first character on.
-    `frame` None: no grammar can make the model write these calls. `next_begin` comes after
-    thoughts, and `text_begin` then before the text of an answer."""
+    `next_begin` comes after thoughts, and `text_begin` then before the text of an answer."""
 
     name: ClassVar[str]
     begins: ClassVar[tuple[str, ...]]
     silent: ClassVar[tuple[str, ...]] = ()
     specials: ClassVar[tuple[str, ...]] = ()
     is_whole: ClassVar[bool] = False
-    frame: ClassVar[CallFrame | None] = None
+    frame: ClassVar[CallFrame]
     next_begin: ClassVar[str] = ""
     text_begin: ClassVar[str] = ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from inference_svc.grammars.arguments import is_text
 from inference_svc.text.answers.scanner import (
     MAX_NAME_CHARS,
     SPACE,
@@ -12,7 +13,8 @@ from inference_svc.text.answers.scanner import (
     Scanner,
     parsed_json,
 )
-from inference_svc.text.answers.syntax import CallSyntax
+from inference_svc.text.answers.syntax import ArgumentMarks, CallForm, CallFrame, CallSyntax
+from inference_svc.text.chat import Tool
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -23,9 +25,16 @@ class Glm(CallSyntax):
     name = "glm"
     begins = (BEGIN,)
     specials = (BEGIN, END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    frame = CallFrame(
+        separator="\n",
+        arguments=ArgumentMarks("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    )
 
     def fits(self, template: str) -> bool:
         return "<arg_key>" in template
+
+    def form(self, tool: Tool) -> CallForm:
+        return CallForm(f"{BEGIN}{tool.name}\n", tool.schema, END)
 
     def read(self, scanner: Scanner, begin: str) -> Reading[bool]:
         name, marker = yield from scanner.short_text(("<arg_key>", END), MAX_NAME_CHARS)
@@ -50,9 +59,15 @@ class QwenCoder(CallSyntax):
     name = "qwen_coder"
     begins = (BEGIN,)
     specials = (BEGIN, END)
+    frame = CallFrame(
+        separator="\n", arguments=ArgumentMarks("<parameter=", ">\n", "\n</parameter>\n")
+    )
 
     def fits(self, template: str) -> bool:
         return "<function=" in template and BEGIN in template
+
+    def form(self, tool: Tool) -> CallForm:
+        return CallForm(f"{BEGIN}\n<function={tool.name}>\n", tool.schema, f"</function>\n{END}")
 
     def read(self, scanner: Scanner, begin: str) -> Reading[bool]:
         yield from scanner.skip_space()
@@ -106,8 +121,7 @@ class Arguments:
 
 
 def _to_json(value: str, schema: Any) -> str:
-    kinds = schema.get("type", "string") if isinstance(schema, dict) else "string"
-    if kinds != "string" or _has_other_type(schema):
+    if not is_text(schema):
         try:
             parsed_json(value)
         except (ValueError, RecursionError):
@@ -115,8 +129,3 @@ def _to_json(value: str, schema: Any) -> str:
         else:
             return value.strip(SPACE)
     return json.dumps(value, ensure_ascii=False)
-
-
-def _has_other_type(schema: Any) -> bool:
-    """Returns whether a schema without a type may be another than a string."""
-    return isinstance(schema, dict) and bool({"anyOf", "oneOf", "$ref"} & schema.keys())

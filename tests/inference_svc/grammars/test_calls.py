@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from inference_svc.grammars import compiling
-from inference_svc.grammars.calls import to_source
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.grammars.vocabulary import make_vocabulary
-from inference_svc.text.answers.families import PARSERS, THOUGHTS, AnswerSyntax
-from inference_svc.text.answers.forced import Cutter, ForcedCalls, can_force
+from inference_svc.text.answers.families import PARSERS, THOUGHTS, AnswerReader, AnswerSyntax
+from inference_svc.text.answers.forced import Cutter, calls_of
 from inference_svc.text.answers.harmony import THOUGHTS as HARMONY_THOUGHTS
 from inference_svc.text.chat import Tool
 from inference_svc.text.pieces import Piece
+from tests.inference_svc.text.answers.written import WRITERS, read
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 TOOLS = (Tool("f", "", SCHEMA), Tool("g"))
-FORCED = sorted(name for name, each in PARSERS.items() if each.frame is not None)
+STYLED = sorted(name for name, each in PARSERS.items() if each.frame.arguments is not None)
+AS_JSON = sorted({*PARSERS} - {*STYLED})
 
 
 class Pieces:
@@ -55,11 +57,8 @@ def accepts(family: str, texts: list[str], *, is_special: bool, **options: Any) 
     form, has_calls = options.get("form"), options.get("calls", False)
     cutter = Cutter(syntax, pieces.id_of)
     if form is None or has_calls:
-        calls = ForcedCalls(syntax, TOOLS, pieces.id_of)
         max_calls = options.get("max_calls", 0)
-        of_calls = Grammar.calls(
-            to_source(calls.begin, calls.separator, calls.end, calls.forms, max_calls)
-        )
+        of_calls = Grammar.calls(calls_of(syntax, TOOLS, pieces.id_of, max_calls))
         text_begin = cutter.parts(syntax.text_begin) if syntax.text_begin else []
         form = of_calls if form is None else form.or_calls(of_calls, text_begin)
         after = syntax.after_thoughts()
@@ -78,11 +77,10 @@ def accepts(family: str, texts: list[str], *, is_special: bool, **options: Any) 
 
 
 @pytest.mark.parametrize("is_special", [False, True])
-@pytest.mark.parametrize("family", FORCED)
+@pytest.mark.parametrize("family", AS_JSON)
 def test_only_calls_that_match_their_schemas_are_possible(family: str, is_special: bool) -> None:
     syntax = PARSERS[family]
     frame = syntax.frame
-    assert frame is not None
     form = syntax.form(TOOLS[0])
     call, other = f'{form.begin}{{"a": 1}}{form.end}', f'{form.begin}{{"a": "1"}}{form.end}'
     thoughts = HARMONY_THOUGHTS if family == "harmony" else THOUGHTS[1]
@@ -96,7 +94,7 @@ def test_only_calls_that_match_their_schemas_are_possible(family: str, is_specia
         "",
         f"{thoughts.begin}hm{thoughts.end}{after}yes",
     ]
-    several = bool(frame.separator)
+    several = frame.separator is not None
     possible = [True, True, several, False, False, False, False]
     assert accepts(family, texts, is_special=is_special) == possible
     single = accepts(family, texts, is_special=is_special, max_calls=1)
@@ -139,7 +137,6 @@ def test_every_form_may_come_after_thoughts(family: str, is_special: bool) -> No
 def test_calls_may_come_in_the_place_of_a_form(family: str, is_special: bool) -> None:
     thoughts = HARMONY_THOUGHTS if family == "harmony" else THOUGHTS[1]
     syntax = PARSERS[family]
-    assert syntax.frame is not None
     form = syntax.form(TOOLS[0])
     call = f'{syntax.frame.begin}{form.begin}{{"a": 1}}{form.end}{syntax.frame.end}'
     before = f"{thoughts.begin}hm{thoughts.end}{syntax.next_begin}"
@@ -150,11 +147,123 @@ def test_calls_may_come_in_the_place_of_a_form(family: str, is_special: bool) ->
     assert possible == [True] * 4 + [False] * 3
 
 
-def test_syntaxes_whose_arguments_are_json_can_be_forced() -> None:
-    assert {*PARSERS} - {*FORCED} == {"gemma", "function_gemma", "glm", "qwen_coder"}
-    assert not can_force(AnswerSyntax())
+RICH = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Bern", "Rome"]},
+        "note": {"type": "string", "description": "any"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "short": {"type": "string", "minLength": 1, "maxLength": 3},
+        "code": {"type": "string", "pattern": "^([A-Z]{2}|x/y)$"},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
+        "at": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "kind": {"enum": [1, "one", None]},
+        "deep": {"$ref": "#/$defs/deep"},
+    },
+    "required": ["city"],
+    "$defs": {
+        "deep": {
+            "type": "object",
+            "properties": {"a": {"type": ["boolean", "string"]}, "b": {"$ref": "#/$defs/deep"}},
+        }
+    },
+}
+RICH_CASES: list[tuple[dict[str, Any], bool]] = [
+    ({"city": "Bern"}, True),
+    ({"city": "Oslo"}, False),
+    ({}, False),
+    ({"note": "x"}, False),
+    ({"city": "Rome", "note": "a <b>\n, }", "days": 3}, True),
+    ({"city": "Rome", "note": "", "tags": []}, True),
+    ({"city": "Rome", "days": 0}, False),
+    ({"city": "Rome", "short": "abc"}, True),
+    ({"city": "Rome", "short": "abcd"}, False),
+    ({"city": "Rome", "short": ""}, False),
+    ({"city": "Rome", "code": "x/y"}, True),
+    ({"city": "Rome", "code": "AB1"}, False),
+    ({"city": "Rome", "tags": ["a", "b,]"], "at": None}, True),
+    ({"city": "Rome", "tags": ["a", "b", "c"]}, False),
+    ({"city": "Rome", "at": 1.5, "kind": 1, "deep": {"a": True, "b": {"b": {}}}}, True),
+    ({"city": "Rome", "kind": None, "deep": {"a": "yes"}}, True),
+    ({"city": "Rome", "kind": 2}, False),
+    ({"city": "Rome", "deep": {"a": 1}}, False),
+    ({"city": "Rome", "more": "x"}, False),
+]
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("family", STYLED)
+def test_arguments_that_are_no_json_match_their_schemas(family: str, is_special: bool) -> None:
+    tools = (Tool("f", "", json.dumps(RICH)), Tool("g"))
+    syntax = AnswerSyntax(PARSERS[family])
+    pieces = Pieces(syntax.specials(calls=True, thoughts=True) if is_special else ())
+    grammar = Grammar.calls(calls_of(syntax, tools, pieces.id_of))
+    tokens = compiling.Tokens(make_vocabulary(pieces, 256 + len(pieces.markers), ()).packed)
+    start = compiling.compile_grammar(tokens, grammar.kind.value, grammar.source)
+    for arguments, is_possible in RICH_CASES:
+        calls = [("f", arguments), ("g", {})]
+        text = WRITERS[family]("", "", calls).lstrip("\n")
+        assert read(AnswerReader(syntax, tools), [text]).objects == calls
+        matcher = start.deep_copy()
+        found = all(map(matcher.consume_token, pieces.encode(text))) and matcher.is_accepting()
+        assert found == is_possible, arguments
+
+
+REFUSED = {
+    '{"properties": {"a": {"type": "string", "format": "date"}}}': "format",
+    '{"properties": {"a b": {}}}': "cannot write the property",
+    '{"properties": {"a": false}}': "no value",
+    '{"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}': "in a group",
+    '{"required": ["a"]}': "is required, but no property",
+    '{"properties": {"a": {"type": "string", "enum": 1}}}': "",
+    '{"properties": {"a": {"type": "string", "maxLength": "a"}}}': "",
+    '{"required": [[]]}': "",
+    '{"anyOf": [{"required": []}]}': "anyOf",
+    '{"patternProperties": {}}': "patternProperties",
+}
+REFUSED_QUOTED = {
+    '{"properties": {"a": {"type": "array", "contains": {}}}}': "contains",
+    '{"properties": {"a": {"$ref": "#/properties/a"}}}': "is not one to",
+    '{"properties": {"a": {"$ref": "#/$defs/a"}}}': "does not exist",
+    '{"properties": {"a": {"type": "array", "minItems": 2, "maxItems": 1}}}': "less than",
+    '{"properties": {"a": {"enum": [[]]}}}': "must be a list of",
+    '{"properties": {"a": {"type": "integer", "enum": ["a"]}}}': "no value of its type",
+}
+
+
+@pytest.mark.parametrize("family", STYLED)
+def test_schemas_that_such_arguments_cannot_match_are_refused(family: str) -> None:
+    syntax, pieces = AnswerSyntax(PARSERS[family]), Pieces(())
+    tokens = compiling.Tokens(make_vocabulary(pieces, 256, ()).packed)
+    for schema, reason in {**REFUSED, **(REFUSED_QUOTED if "gemma" in family else {})}.items():
+        calls = calls_of(syntax, (Tool("g"), Tool("f", "", schema)), pieces.id_of)
+        request = {"kind": "calls", "source": calls.to_source(), "max_seconds": 60}
+        found = compiling.check(tokens, request)
+        assert reason in found.get("error", "accepted") != "accepted", schema
+        assert found["part"] == 1
+
+
+def test_a_model_whose_calls_are_json_may_answer_json_too() -> None:
+    """Even where both begin alike, and with any space between the parts."""
+    call = '{"name": "f", "parameters": {"a": 1}}'
+    names = {"type": "object", "properties": {"name": {"type": "string"}}}
+    forms: list[tuple[Any, str, bool]] = [
+        ({"enum": [{"b": 2}]}, '{"b": 2}', True),
+        ({"type": "object"}, '{"name": "h", "parameters": {"a": "1"}}', True),
+        ({**names, "additionalProperties": False}, '{"name": "fg"}', True),
+        ({**names, "additionalProperties": False}, '{"name": "f", "b": 1}', False),
+        ({"type": "array"}, '[{"name": "f"}]', True),
+        ({"$ref": "#/$defs/b", "$defs": {"b": {"enum": [{"name": "f"}]}}}, '{"name": "f"}', True),
+    ]
+    for schema, text, is_possible in forms:
+        form = Grammar.json_schema(schema)
+        texts = [text, call, call.replace(" ", ""), f"{call}; {call}", f"{text}; {call}"]
+        possible = accepts("llama3", texts, is_special=True, form=form, calls=True)
+        assert possible == [is_possible, True, True, True, False], schema
+        once = accepts("llama3", texts, is_special=True, form=form, calls=True, max_calls=1)
+        assert once == [is_possible, True, True, False, False], schema
 
 
 def test_an_end_of_answers_is_no_part_of_a_call() -> None:
-    calls = ForcedCalls(AnswerSyntax(PARSERS["harmony"]), TOOLS, lambda marker: None)
-    assert [form[2] for form in calls.forms] == [[], []]
+    calls = calls_of(AnswerSyntax(PARSERS["harmony"]), TOOLS, lambda marker: None)
+    assert [call.end for call in calls.calls] == [[], []]

@@ -22,6 +22,8 @@ MAX_KIND_CHARS = 64
 """How much of a part's type an error quotes."""
 MAX_ANNOTATIONS = 1024
 
+_HINTS = {"cache_control"}
+"""Keys of a part without effect, which LiteLLM and OpenRouter pass: prefixes are cached anyway."""
 _Anything = Annotated[list[Any], Field(max_length=MAX_ANNOTATIONS)]
 
 
@@ -36,7 +38,7 @@ def _to_text(value: object) -> str | None:
 
 def _to_part(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(value, dict) and value.keys() == {"type", "text"}:
+    if isinstance(value, dict) and value.keys() - _HINTS == {"type", "text"}:
         text = value["text"]
         if kind == "text" and isinstance(text, str):
             return text

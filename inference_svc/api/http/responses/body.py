@@ -44,7 +44,6 @@ FORMAT = "text.format"
 TEXTS = ("input_text", "output_text", "text", "reasoning_text")
 _CallId = Annotated[str, Field(min_length=1, max_length=MAX_TOOL_CALL_ID_CHARS)]
 _Anything = Annotated[list[Any], Field(max_length=MAX_TOOLS)]
-_Empty = Annotated[list[Any], Field(max_length=0)]
 
 
 def _to_nothing(value: object) -> None:
@@ -147,7 +146,7 @@ def _to_named(value: object) -> Choice | None:
 
 class ReasoningOptions(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto"] | None = None  # thoughts come whole
+    summary: Literal["auto", "concise", "detailed"] | None = None  # thoughts come whole
     generate_summary: None = None
 
 
@@ -201,7 +200,9 @@ class ResponsesBody(IgnoredFields, ReadBody):
     previous_response_id: _NotStored = None
     conversation: _NotStored = None
     prompt: None = None
-    include: _Empty | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=8)] | None = (
+        None  # thoughts come in clear text
+    )
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
     max_tool_calls: None = None

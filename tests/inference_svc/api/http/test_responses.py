@@ -119,7 +119,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"background": True}, "background"),
     ({"conversation": "c"}, "conversation"),
     ({"truncation": "auto"}, "truncation"),
-    ({"include": ["reasoning.encrypted_content"]}, "include"),
+    ({"include": ["file_search_call.results"]}, "include[0]"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
