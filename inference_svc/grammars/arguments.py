@@ -67,7 +67,7 @@ def to_rules(
     Raises ValueError for a keyword that is not enforced."""
     rules = _Rules(style, schema, json_of, name)
     try:
-        rules.add(name, rules.object(schema))
+        rules.add(name, rules.whole(schema))
     except (AttributeError, TypeError):  # a keyword's value has another type than it must have
         raise ValueError("it is no JSON schema") from None
     return rules.lines[::-1]
@@ -88,7 +88,7 @@ class _Rules:
     def add(self, name: str, text: str) -> None:
         self.lines.append(f"{name}: {text}")
 
-    def object(self, schema: Schema) -> str:
+    def whole(self, schema: Schema) -> str:
         """Returns an object: its fields in order, those that are not required or left out."""
         _check(schema, OF_OBJECTS)
         style, properties = self._style, schema.get("properties", {})
@@ -148,7 +148,7 @@ class _Rules:
         if kinds == "string":
             return self._quote(schema)
         if kinds == "object":
-            return self.object(schema)
+            return self.whole(schema)
         return self._list(schema) if kinds == "array" else self._json(schema)
 
     def _referred(self, schema: Schema) -> str:
