@@ -8,24 +8,71 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from inference_svc.backends.select import BACKENDS
 from inference_svc.model.architectures import families
-from kernels.quantised import Activations, Codes, WeightFormat
+from inference_svc.model.gguf.blocks import FORMATS as TYPES_OF_GGUF
+from inference_svc.model.quantised import read_scheme
+from inference_svc.model.quantised.gguf import GgufScheme
+from kernels.quantised import WeightFormat
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "models.md"
 PUBLISHED = ROOT / "tests" / "inference_svc" / "model" / "published"
 """The config.json of each tested published model."""
-FORMATS = {
-    "INT4, without or with zero points": WeightFormat(Codes.UINT4, 128, has_offsets=True),
-    "NF4": WeightFormat(Codes.NF4, 64),
-    "MXFP4": WeightFormat(Codes.FP4, 32),
-    "INT8": WeightFormat(Codes.INT8),
-    "FP8": WeightFormat(Codes.FP8, 128),
-    "INT8, inputs rounded to INT8 (W8A8)": WeightFormat(Codes.INT8, activations=Activations.INT8),
+MODULE, EXPERTS = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.down_proj"
+_GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 128}
+_INT8 = {"num_bits": 8, "strategy": "channel"}
+_FP8 = {"num_bits": 8, "type": "float"}
+_BLOCKS = {"strategy": "block", "block_structure": [128, 128]}
+_TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def _compressed(form: str, weights: dict[str, Any], **group: Any) -> dict[str, Any]:
+    """Returns a quantization_config of compressed-tensors."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, **group}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "bitsandbytes, NF4": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    },
+    "bitsandbytes, INT8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "AWQ": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "GPTQ, 4 bits": {**_GPTQ, "sym": True},
+    "GPTQ, 4 bits, zero points": {**_GPTQ, "sym": False},
+    "GPTQ, 8 bits": {**_GPTQ, "bits": 8},
+    "GPTQ, act-order": {**_GPTQ, "desc_act": True},
+    "compressed-tensors, INT4": _compressed("pack-quantized", _GROUPS),
+    "compressed-tensors, INT4, zero points": _compressed(
+        "pack-quantized", {**_GROUPS, "symmetric": False}
+    ),
+    "compressed-tensors, INT4, act-order": _compressed(
+        "pack-quantized", {**_GROUPS, "actorder": "group"}
+    ),
+    "compressed-tensors, INT8": _compressed("int-quantized", _INT8),
+    "compressed-tensors, INT8 with INT8 inputs (W8A8)": _compressed(
+        "int-quantized", _INT8, input_activations=_TOKENS
+    ),
+    "compressed-tensors, FP8 per tensor or output": _compressed(
+        "float-quantized", {**_FP8, "strategy": "channel"}
+    ),
+    "compressed-tensors, FP8 in blocks": _compressed("float-quantized", {**_FP8, **_BLOCKS}),
+    "FP8 of DeepSeek and Qwen, in blocks": {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "FP8, per tensor": {"quant_method": "fp8"},
+    "FP8 of FBGEMM": {"quant_method": "fbgemm_fp8"},
+    "MXFP4, experts of gpt-oss": {"quant_method": "mxfp4"},
+    **{f"GGUF, {kind}": GgufScheme({MODULE: kind}).to_config() for kind in TYPES_OF_GGUF},
 }
-"""A format for each name of published ones."""
+"""The quantization_config of each published kind of checkpoint."""
 PAGE = r"""# Models
 
 You can serve models whose `config.json` names one of these architectures, in fp32, bf16 or fp16,
@@ -69,14 +116,15 @@ several files first, with llama.cpp's `llama-gguf-split`.
 
 ## Weights in few bits
 
-Checkpoints and `--quantize` give weights of these [formats](quantisation.md). The table names the
-code that multiplies by them on CPUs, on CPUs with `native-kernels = false`, and on GPUs; `loadout
-info` shows it for your server. "dequantised" is the fallback, which is slow: torch dequantises the
-weights in each step. A GPU needs groups of 16, 32, 64 ... inputs, or one scale for each output, and
-the server refuses others by name.
+The table has each kind of [quantised checkpoint](quantisation.md), the form in which a server holds
+its weights, with common sizes of groups, and the code that multiplies by them: on CPUs, on CPUs
+with `native-kernels = false`, and on GPUs. `loadout info` shows it for your server. "dequantised"
+is the fallback, which is slow: torch dequantises the weights in each step. With `--quantize` you
+get the forms int4, int8 and fp8, with the same code. A GPU needs groups of 16, 32, 64 ... inputs,
+or one scale for each output, and the server refuses others by name.
 
-| weights | CPU | CPU, torch | GPU |
-|---|---|---|---|
+| checkpoint | held as | CPU | CPU, torch | GPU |
+|---|---|---|---|---|
 {formats}
 
 ## Adapters of whole models
@@ -139,11 +187,24 @@ def render() -> str:
 
 
 def _formats() -> Iterator[str]:
-    """Yields a row for each format of weights."""
+    """Yields a row for each kind of quantised checkpoint."""
     by_name = {factory.name: factory for factory in BACKENDS}
-    for label, form in FORMATS.items():
-        kernels = (by_name[name].weight_kernels(form) for name in ("native", "torch", "CUDA"))
-        yield f"| {' | '.join((label, *kernels))} |"
+    factories = [by_name[name] for name in ("native", "torch", "CUDA")]
+    for label, config in CHECKPOINTS.items():
+        form = _form_of(config)
+        held = "plain weights: dequantised while they are read" if form is None else str(form)
+        kernels = ["as plain" if form is None else each.weight_kernels(form) for each in factories]
+        yield f"| {' | '.join((label, held, *kernels))} |"
+
+
+def _form_of(config: dict[str, Any]) -> WeightFormat | None:
+    """Returns the form in which servers hold the weights of a checkpoint in bfloat16."""
+    scheme = read_scheme({"quantization_config": config, "dtype": "bfloat16"})
+    assert scheme is not None
+    sizes = (256, 256)
+    matrix = scheme.matrix(MODULE, *sizes) or scheme.matrix(EXPERTS, *sizes, 2)
+    assert matrix is not None
+    return matrix.format
 
 
 def main() -> None:
