@@ -4,7 +4,7 @@
 
 ASKED has the prompts' token ids as JSON, and the file OUT gets the greedy answers. transformers, in
 fp32, takes answers, too, and returns by how much the logit of each of their tokens is below the
-highest.
+highest, and by how much the logits there change at most if it computes in bf16.
 """
 
 from __future__ import annotations
@@ -24,19 +24,33 @@ def by_transformers(folder: str, prompts: Tokens, answers: Tokens) -> dict[str, 
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    def logits_of(model: Any) -> list[Any]:
+        """Returns the logits of the answers' tokens, in fp32."""
+        found = []
+        for prompt, answer in zip(prompts, answers, strict=False):
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*prompt, *answer]])).logits
+            found.append(logits[0, len(prompt) - 1 : -1].float())
+        return found
+
+    def opened(dtype: torch.dtype) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    model = opened(torch.float32)
     found = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         ids = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
         found.append(ids[0, len(prompt) :].tolist())
-    gaps = []
-    for prompt, answer in zip(prompts, answers, strict=False):
-        with torch.inference_mode():
-            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        gaps.append((logits.amax(dim=1) - chosen).tolist())
-    return {"answers": found, "gaps": gaps}
+    if not answers:
+        return {"answers": found}
+    exact, rounded = logits_of(model), logits_of(opened(torch.bfloat16))
+    gaps = [
+        (logits.amax(dim=1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]).tolist()
+        for logits, answer in zip(exact, answers, strict=True)
+    ]
+    changes = [float((one - other).abs().max()) for one, other in zip(exact, rounded, strict=True)]
+    return {"answers": found, "gaps": gaps, "change": max(changes)}
 
 
 def by_vllm(folder: str, prompts: Tokens) -> dict[str, Any]:

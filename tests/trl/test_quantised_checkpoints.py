@@ -32,9 +32,6 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 """Heads and inputs that vLLM takes on CPUs."""
-NEAR = 0.3
-"""How far below the highest logit a token's may be that was chosen in bf16: the plain model's are
-within 0.105. The highest of other weights' logits would be off by several."""
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -93,8 +90,9 @@ def test_transformers_has_the_tokens_of_our_server(to: str, plain: Path, tmp_pat
 
 @pytest.mark.parametrize("to", ["", "int4"])
 def test_vllm_has_the_tokens_of_transformers(to: str, plain: Path, tmp_path: Path) -> None:
-    """Or ones that are nearly as likely, because it computes in bf16. Its CPU build has no code for
-    INT8 and FP8 weights with plain inputs."""
+    """Or ones that are nearly as likely, because it computes in bf16: of two logits that rounding
+    changes, the lower one may become the higher. Its CPU build has no code for INT8 and FP8 weights
+    with plain inputs."""
     if to and "avx512f" not in processor_flags():
         pytest.skip("vLLM multiplies by INT4 weights only on CPUs with AVX-512")
     folder = plain
@@ -103,5 +101,5 @@ def test_vllm_has_the_tokens_of_transformers(to: str, plain: Path, tmp_path: Pat
         assert main(["quantize", str(plain), str(folder), "--to", to]) == 0
     answers = opened_by("vllm", folder, prompts=PROMPTS)["answers"]
     assert [len(answer) for answer in answers] == [NUM_TOKENS] * len(PROMPTS)
-    gaps = opened_by("transformers", folder, prompts=PROMPTS, answers=answers)["gaps"]
-    assert max(map(max, gaps)) <= NEAR
+    found = opened_by("transformers", folder, prompts=PROMPTS, answers=answers)
+    assert max(map(max, found["gaps"])) <= 2 * found["change"]

@@ -44,9 +44,10 @@ def quantize(
 ) -> None:
     """Write a copy of a model with weights in few bits.
 
-    The result is a compressed-tensors checkpoint, which Loadout, vLLM and transformers open.
-    Weights are rounded to the nearest value; embedding, head, norms and routers stay as they are.
-    Your adapters go on working: images do not depend on the base model's quantisation.
+    The result is a compressed-tensors checkpoint, which Loadout and transformers open. vLLM's CPU
+    build computes int4 alone, and needs AVX-512 for it. Weights are rounded to the nearest value;
+    embedding, head, norms and routers stay as they are. Your adapters go on working: images do not
+    depend on the base model's quantisation.
 
     Takes the memory of one file of the result, at most about 2 GB, and no GPU. To quantise while a
     server starts instead, and keep one copy on disk, start it with --quantize.

@@ -49,8 +49,8 @@ def changes(tensor: Tensor) -> Iterator[Tensor | None]:
 def test_tensors_of_each_format_have_their_shapes_and_dtypes(
     form: str, random_model: Callable[..., Any], save_model: Callable[..., Path]
 ) -> None:
-    family, options = MODELS["gpt-oss" if form == "mxfp4" else "llama"]
-    folder = save_model(random_model(family, **{**options, **SIZES}))
+    kind: tuple[str, Any] = MODELS["gpt-oss" if form == "mxfp4" else "llama"]
+    folder = save_model(random_model(kind[0], **{**kind[1], **SIZES}))
     pack(folder, form)
     tensors = load_file(folder / "model.safetensors")
     start = EXPERTS if form == "mxfp4" else FIRST
