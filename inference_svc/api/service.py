@@ -376,10 +376,12 @@ class Service:
         return replace(status, memory=status.memory | {GRAMMARS: (num_bytes, num_bytes)})
 
     @asynccontextmanager
-    async def profile(self, num_steps: int, timeout_s: float) -> AsyncIterator[TraceFile]:
-        """Traces the next steps; the file is open while the context lasts. Raises ProfileRunning,
-        NoSteps."""
-        trace = await self._engine.calls.profile(num_steps, timeout_s)
+    async def profile(
+        self, num_steps: int, timeout_s: float, rank: int
+    ) -> AsyncIterator[TraceFile]:
+        """Traces the next steps of a rank; the file is open while the context lasts. Raises
+        ProfileRunning, NoSteps, and InvalidArgument for a rank that there is not."""
+        trace = await self._engine.calls.profile(num_steps, timeout_s, rank)
         try:
             with Path(trace.path).open("rb") as file:
                 yield TraceFile(trace.num_steps, file)

@@ -56,6 +56,7 @@ from inference_svc.engine.ranks.group import RankGroup
 from inference_svc.engine.ranks.nodes.facts import facts_of
 from inference_svc.engine.ranks.nodes.rendezvous import NodeRendezvous
 from inference_svc.engine.ranks.pulls import RankPulls
+from inference_svc.engine.ranks.traces import RankTraces
 from inference_svc.engine.transport.messages import MaskReady, RankFailed, Restored
 from inference_svc.grammars.masks import Masks
 from inference_svc.host.cpus import (
@@ -347,6 +348,7 @@ def _make_commands(
         life_cycle=life_cycle,
         losses=losses,
         adapter_wait_s=config.adapter_wait_s,
+        rank_traces=None if ranks is None else RankTraces(ranks),
     )
 
 

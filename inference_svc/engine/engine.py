@@ -188,7 +188,7 @@ class Engine:
         elif isinstance(message, Restored):
             self._replies += self.life_cycle.on_restored(message, now_s)
         elif isinstance(message, Abandon):
-            self.commands.profiler.abandon(message.call_id)
+            self.commands.abandon_trace(message.call_id)
         elif isinstance(message, SetVocabulary):
             self.masks.set_vocabulary(message.vocabulary)
         elif isinstance(message, MaskReady):
@@ -346,7 +346,7 @@ class Engine:
         ended = {output.request_id for output in flushed.outputs if output.is_last}
         lost = [Output(r, error=error) for r in self.sequences if r not in ended]
         replies = [Reply(call_id, error=error) for call_id in self.commands.open_call_ids]
-        self.commands.profiler.give_up()
+        self.commands.give_up_traces()
         outputs = (*flushed.outputs, *lost)
         return StepOutputs(outputs, (*flushed.replies, *replies), error, flushed.spans)
 

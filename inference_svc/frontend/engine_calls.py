@@ -116,10 +116,12 @@ class EngineCalls:
         seconds: float = await self._call(Command.WAKE)
         return seconds
 
-    async def profile(self, num_steps: int, timeout_s: float) -> StepTrace:
-        """Returns a trace whose file the caller removes. Cancelling it ends the trace. Raises
-        ProfileRunning, NoSteps."""
-        trace: StepTrace = await self._call(Command.PROFILE, limit=num_steps, timeout_s=timeout_s)
+    async def profile(self, num_steps: int, timeout_s: float, rank: int = 0) -> StepTrace:
+        """Returns a trace of a rank's steps whose file the caller removes. Cancelling it ends the
+        trace. Raises ProfileRunning, NoSteps, and InvalidArgument for a rank that there is not."""
+        trace: StepTrace = await self._call(
+            Command.PROFILE, limit=num_steps, timeout_s=timeout_s, rank=rank
+        )
         return trace
 
     async def _call(

@@ -453,12 +453,18 @@ class AsyncInferenceCalls(AsyncCaller):
         return AsyncStream(self._channels.route(call), call, self._attempts(timeout_s))
 
     def profile(
-        self, num_steps: int, *, wait_s: float | None = None, timeout_s: float | None = None
+        self,
+        num_steps: int,
+        *,
+        rank: int = 0,
+        wait_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncStream[types.TracePiece]:
         """Streams a trace of the server's next steps. Closing the stream ends the tracing.
 
         Args:
             num_steps: Number of steps, at most 200.
+            rank: Process to trace, of several that compute the model together.
             wait_s: Seconds that the server waits for steps, at most 300. None: 30.
             timeout_s: Deadline of the call in seconds. None: the client's.
 
@@ -469,7 +475,7 @@ class AsyncInferenceCalls(AsyncCaller):
             FailedPrecondition: The server traces for another caller. Iterating raises this.
             DeadlineExceeded: No step ran within `wait_s`. Iterating raises this.
         """
-        call = calls.profile(num_steps, wait_s)
+        call = calls.profile(num_steps, wait_s, rank)
         return AsyncStream(self._channels.route(call), call, self._attempts(timeout_s))
 
     def replicas(self) -> tuple[types.Replica, ...]:

@@ -443,8 +443,10 @@ def server_debug_info() -> StreamCall[types.DebugPart]:
     return StreamCall(Service.INFERENCE, "GetDebugInfo", request, from_inference.debug_part, resume)
 
 
-def profile(num_steps: int, wait_s: float | None) -> StreamCall[types.TracePiece]:
-    request = build(inference_pb.ProfileStepsRequest, num_steps=num_steps, timeout_seconds=wait_s)
+def profile(num_steps: int, wait_s: float | None, rank: int = 0) -> StreamCall[types.TracePiece]:
+    request = build(
+        inference_pb.ProfileStepsRequest, num_steps=num_steps, timeout_seconds=wait_s, rank=rank
+    )
     resume = _only_unanswered(request)
     return StreamCall(
         Service.INFERENCE, "ProfileSteps", request, from_inference.trace_piece, resume

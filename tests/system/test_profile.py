@@ -25,8 +25,11 @@ from tests.system.services import Services
 PARTS = ("prepare", "forward", "sample", "settle")
 
 
-def profile(running: Running, number: int, num_steps: int, timeout_s: float = 30.0) -> None:
-    running.engine.send(Call(number, Command.PROFILE, limit=num_steps, timeout_s=timeout_s))
+def profile(
+    running: Running, number: int, num_steps: int, timeout_s: float = 30.0, rank: int = 0
+) -> None:
+    options: dict[str, Any] = {"limit": num_steps, "timeout_s": timeout_s, "rank": rank}
+    running.engine.send(Call(number, Command.PROFILE, **options))
 
 
 def reply_of(running: Running, number: int) -> Reply:
@@ -63,6 +66,45 @@ def test_a_trace_has_each_step_with_its_parts_and_operators(start: Callable[...,
     assert names["step"] >= names["schedule"] >= 4  # steps without a batch count, too
     assert any(name.startswith("aten::") for name in names)
     running.check_idle()
+
+
+@pytest.mark.parametrize("shape", ["tensor_parallel", "pipeline_parallel"])
+def test_each_rank_can_be_traced(start: Callable[..., Running], shape: str) -> None:
+    """By itself, one at a time; files are gone when the ranks have ended."""
+    running = start(**{shape: 2})
+    assert running.engine.built.ranks is not None
+    [other] = running.engine.built.ranks.local
+    profile(running, 1, 4, rank=2)
+    assert "rank must be below 2" in str(reply_of(running, 1).error)
+    profile(running, 2, 4, timeout_s=0.05, rank=1)
+    assert isinstance(reply_of(running, 2).error, NoSteps)
+    profile(running, 3, 4, rank=1)
+    running.engine.send(Abandon(3))
+    with busy(running):
+        profile(running, 4, 4, rank=1)
+        for rank in (0, 1):
+            profile(running, 5 + rank, 4, rank=rank)
+            assert isinstance(reply_of(running, 5 + rank).error, ProfileRunning)
+        found = reply_of(running, 4).result
+    assert 3 not in running.replies
+    assert found.num_steps == 4
+    trace = Path(found.path).read_bytes()
+    assert Path(found.path).stat().st_mode & 0o077 == 0
+    found.remove()
+    events = json.loads(gzip.decompress(trace))["traceEvents"]
+    steps = [each for each in events if each.get("ph") == "X" and each["name"] == "step"]
+    assert {each["pid"] for each in steps} == {other.pid}
+    assert len(steps) >= 4
+    assert any(name.startswith("aten::") for name in names_in(trace))
+    profile(running, 7, 200, rank=1)
+    running.engine.stop()
+    assert isinstance(reply_of(running, 7).error, Draining)
+
+
+def test_a_server_of_one_process_has_no_other_rank(start: Callable[..., Running]) -> None:
+    running = start()
+    profile(running, 1, 4, rank=1)
+    assert "rank must be 0: the server has one process" in str(reply_of(running, 1).error)
 
 
 def test_a_trace_ends_when_its_time_is_over(start: Callable[..., Running]) -> None:

@@ -167,7 +167,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_a_deadline_passes_while_generation_is_paused",
     ),
     line(
-        "ListResidentAdapters.limit ProfileSteps.{num_steps,timeout_seconds}",
+        "ListResidentAdapters.limit ProfileSteps.{num_steps,timeout_seconds,rank}",
         "a list; a trace file",
         "until it is sent; 300 seconds at most",
         "operators",

@@ -236,7 +236,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     ) -> None:
         self._service.access.authorize_inspection(_caller(context))
         num_steps, timeout_s = convert.from_profile_request(request)
-        async with self._service.profile(num_steps, timeout_s) as trace:
+        async with self._service.profile(num_steps, timeout_s, request.rank) as trace:
             await context.write(pb.ProfileStepsResponse(num_steps=trace.num_steps))
             async for chunk in trace.chunks():
                 await context.write(pb.ProfileStepsResponse(chunk=chunk))

@@ -19,9 +19,10 @@ from inference_svc.engine.control.status_types import (
     EngineStatus,
     ResidentAdapter,
 )
+from inference_svc.engine.ranks.traces import RankTraces
 from inference_svc.engine.transport.messages import Call, Command, Reply
-from inference_svc.errors import AdapterNotFound, AdapterUnavailable, with_name
-from servicekit.errors import ServiceError
+from inference_svc.errors import AdapterNotFound, AdapterUnavailable, ProfileRunning, with_name
+from servicekit.errors import InvalidArgument, ServiceError
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +34,7 @@ class _PendingLoad:
 @dataclass
 class Commands:
     """Answers Calls: LOAD once its adapter is resident, UNLOAD once its memory is free, PROFILE
-    once its trace is written."""
+    once its trace is written: by `profiler`, or, of another rank, by `rank_traces`."""
 
     residency: Residency
     describe: Callable[[], EngineStatus]
@@ -44,6 +45,7 @@ class Commands:
     life_cycle: LifeCycle
     losses: Losses
     adapter_wait_s: float
+    rank_traces: RankTraces | None = None
     _loads: list[_PendingLoad] = field(default_factory=list)
     _unloads: list[tuple[Call, int]] = field(default_factory=list)
 
@@ -69,11 +71,21 @@ class Commands:
                 self._unloads.append((call, self.residency.unload(call.digest)))
                 return None
             if call.command is Command.PROFILE:
-                self.profiler.start(call)
+                self._start_trace(call)
                 return None
             return Reply(call.call_id, self._answer(call))
         except ServiceError as error:
             return Reply(call.call_id, error=error)
+
+    def _start_trace(self, call: Call) -> None:
+        if self._trace_call_ids:
+            raise ProfileRunning("another trace is being made", subject="num_steps")
+        if call.rank == 0:
+            self.profiler.start(call)
+        elif self.rank_traces is not None:
+            self.rank_traces.start(call)
+        else:
+            raise InvalidArgument("rank must be 0: the server has one process", subject="rank")
 
     def _answer(self, call: Call) -> object:
         device = self.residency.device
@@ -140,6 +152,7 @@ class Commands:
     def poll(self, now_s: float) -> list[Reply]:
         """Returns the replies that have become possible."""
         replies = self.profiler.poll(now_s) + self.life_cycle.poll(now_s)
+        replies += [] if self.rank_traces is None else self.rank_traces.poll()
         for pending in list(self._loads):
             reply = self._poll_load(pending, now_s)
             if reply is not None:
@@ -199,8 +212,26 @@ class Commands:
         for pending in self._loads:
             self.residency.remove_waiter(pending.call.digest)
         self._loads, self._unloads = [], []
-        self.profiler.close()
+        self.close_traces()
         return replies
+
+    def abandon_trace(self, call_id: int) -> None:
+        """Ends the trace of this call, whose caller has left."""
+        self.profiler.abandon(call_id)
+        if self.rank_traces is not None:
+            self.rank_traces.abandon(call_id)
+
+    def give_up_traces(self) -> None:
+        """Removes the files: the engine has failed, and its process may end at any moment."""
+        self.profiler.give_up()
+        if self.rank_traces is not None:
+            self.rank_traces.close()
+
+    def close_traces(self) -> None:
+        """Ends an unfinished trace, and the threads."""
+        self.profiler.close()
+        if self.rank_traces is not None:
+            self.rank_traces.close()
 
     @property
     def open_call_ids(self) -> list[int]:
@@ -209,7 +240,12 @@ class Commands:
     @property
     def _own_call_ids(self) -> list[int]:
         waiting = [p.call.call_id for p in self._loads] + [c.call_id for c, _ in self._unloads]
-        return waiting + self.profiler.open_call_ids
+        return waiting + self._trace_call_ids
+
+    @property
+    def _trace_call_ids(self) -> list[int]:
+        others = [] if self.rank_traces is None else self.rank_traces.open_call_ids
+        return self.profiler.open_call_ids + others
 
     @property
     def loading(self) -> list[str]:
@@ -219,4 +255,6 @@ class Commands:
     def next_expiry_s(self) -> float | None:
         moments = [*map(self._expiry_s, self._loads), self.profiler.next_expiry_s()]
         moments.append(self.life_cycle.next_expiry_s())
+        if self.rank_traces is not None:
+            moments.append(self.rank_traces.next_expiry_s())
         return min((moment for moment in moments if moment is not None), default=None)

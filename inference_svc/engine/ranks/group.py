@@ -34,6 +34,7 @@ from inference_svc.engine.ranks.messages import (
     StepFailed,
     StoreUpdate,
     TellStacks,
+    Traced,
 )
 from inference_svc.engine.ranks.peers import (
     DEATH_S,
@@ -95,8 +96,8 @@ class RankGroup:
     A rank that hangs is killed, also while it starts. `on_failure` is called once, from any thread,
     when a rank has ended, failed or does not answer after it was built; `on_pull_opened` and
     `on_pull_ended` with the index of a rank; `on_store_update` with a finding that a rank's store
-    publishes, which the other ranks get, too; `needs_pace` from any thread, to tell the other ranks
-    about their pulls.
+    publishes, which the other ranks get, too; `on_traced` with a trace of a rank; `needs_pace` from
+    any thread, to tell the other ranks about their pulls.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class RankGroup:
         self.on_pull_opened: Callable[[int, Opened], None] = lambda index, opened: None
         self.on_pull_ended: Callable[[int, PullEnded], None] = lambda index, ended: None
         self.on_store_update: Callable[[Any], None] = lambda content: None
+        self.on_traced: Callable[[Traced], None] = lambda traced: None
         self.needs_pace: Callable[[], bool] = lambda: False
         self._on_failure = on_failure
         self._is_asking = self._is_built = self._is_closing = False
@@ -191,22 +193,25 @@ class RankGroup:
     def begin_free(self, *, weights: bool) -> Callable[[], int]:
         """Has all ranks free their pages, or weights as well; the result waits for them, and
         returns the bytes. No step may be sent before that."""
-        return self._begin(FREE_ALL if weights else FREE)
+        self._send_steps(FREE_ALL if weights else FREE)
+        return self._collect
 
     def begin_restore(self) -> Callable[[], int]:
         """Has all ranks allocate their memory again; the result waits for them, and returns 0."""
-        return self._begin(RESTORE)
+        self._send_steps(RESTORE)
+        return self._collect
 
     def _send_steps(self, frame: bytes) -> None:
         for each in self.others:
-            try:
-                each.steps.send_bytes(frame)
-            except OSError:  # it has ended, or takes no step
-                raise self.lost(each) from None
+            self.send_to(each.rank.index, frame)
 
-    def _begin(self, frame: bytes) -> Callable[[], int]:
-        self._send_steps(frame)
-        return self._collect
+    def send_to(self, index: int, frame: bytes) -> None:
+        """Sends a frame to one rank, behind the steps before. Raises EngineFailed."""
+        rank = self.others[index - 1]
+        try:
+            rank.steps.send_bytes(frame)
+        except OSError:  # it has ended, or takes no step
+            raise self.lost(rank) from None
 
     def _collect(self) -> int:
         """Returns the sum of all ranks' answers; raises the first error among them."""
@@ -290,6 +295,8 @@ class RankGroup:
                     self.update_stores(message.content, but=rank)
                 elif isinstance(message, Stacks):
                     self.stacks.take(rank.name, message.text)
+                elif isinstance(message, Traced):
+                    self.on_traced(message)
                 elif isinstance(message, Opened):
                     self.on_pull_opened(rank.rank.index, message)
                 elif isinstance(message, PullEnded):

@@ -47,11 +47,13 @@ from inference_svc.engine.control.status_types import RankStatus
 from inference_svc.engine.memory_budget import check_device_budget
 from inference_svc.engine.ranks.liveness import progress
 from inference_svc.engine.ranks.messages import (
+    ABANDON,
     DIVIDE,
     FREE_ALL,
     IDLE,
     RESTORE,
     STEP,
+    TRACE,
     Built,
     CancelPull,
     Described,
@@ -78,6 +80,7 @@ from inference_svc.engine.ranks.steps import (
     StepReader,
     decode_changes,
 )
+from inference_svc.engine.ranks.traces import OwnTraces
 from inference_svc.engine.transport.process_main import connect_to_parent, encode, portable
 from inference_svc.errors import AdapterUnusable, CorruptImage, DeviceFull
 from inference_svc.host.cpus import bound_to, compute_threads
@@ -99,12 +102,6 @@ def main() -> None:
         os._exit(1)  # rank 0 has ended: its memory is needed
 
 
-def _end(status: int) -> NoReturn:
-    """Ends the process, whatever its threads do, once its log is written."""
-    logging.shutdown()
-    os._exit(status)
-
-
 class Follower:
     """A rank that computes its part of rank 0's steps."""
 
@@ -114,6 +111,7 @@ class Follower:
         self._lock = threading.Lock()
         self._pulls: RankImages | None = None
         self._reader = StepReader()
+        self._traces = OwnTraces(None, self._send)
         config = start.config
         num_threads = compute_threads(config.num_threads, config.num_computing)
         stage = start.rank.index // config.tensor_parallel
@@ -137,26 +135,35 @@ class Follower:
         self._report.processors = place_threads(backend, share)
         try:
             while True:
-                self._take(self._steps.recv_bytes(), backend, self._pulls)
+                frame = self._traces.receive(self._steps)
+                with self._traces.step():
+                    self._take(frame, backend, self._pulls)
         except EOFError:
-            _end(0)
+            self._end(0)
         except ExchangeFailed:
             self._leave()
         except Exception as error:
             self._fail(error)
 
+    def _end(self, status: int) -> NoReturn:
+        """Ends the process, whatever its threads do, once its log is written, and leaves no file
+        behind."""
+        self._traces.give_up()
+        logging.shutdown()
+        os._exit(status)
+
     def _leave(self) -> NoReturn:
         """Ends the process, because another rank has ended or hangs."""
         with contextlib.suppress(OSError):
             self._send(LostContact())
-        _end(1)
+        self._end(1)
 
     def _fail(self, error: Exception) -> NoReturn:
         """Ends the process, and says why."""
         logger.error("rank %d fails", self._start.rank.index, exc_info=error)
         with contextlib.suppress(OSError):
             self._send(StepFailed(f"{type(error).__name__}: {error}"))
-        _end(1)
+        self._end(1)
 
     def _build(self) -> RankBackend[Any]:
         rank = self._start.rank
@@ -171,6 +178,7 @@ class Follower:
         if factory.name != self._start.backend or not isinstance(factory, RankFactory):
             ours = f"rank {rank.index} would compute with {factory.name}"
             raise ValueError(f"{ours}, and rank 0 with {self._start.backend}")
+        self._traces = OwnTraces(factory.profiler_device, self._send)
         check_device_budget(config, decoder, factory)
         self._send(Described())
         self._report.exchange = exchange = self._start.meeting.join(rank)
@@ -197,6 +205,10 @@ class Follower:
                 changes, data = self._reader.read(frame[1:])
                 backend.apply(images.changes(changes))
                 backend.follow(data)
+            self._traces.stepped()
+            return
+        if kind in (TRACE, ABANDON):
+            self._traces.take(frame)
             return
         if kind in (DIVIDE, IDLE):
             backend.apply(images.changes(decode_changes(frame[1:])))
@@ -225,7 +237,7 @@ class Follower:
             try:
                 frame = self._control.recv_bytes()
             except (EOFError, OSError):
-                _end(0)
+                self._end(0)
             try:
                 self._take_message(pickle.loads(frame))
             except Exception as error:

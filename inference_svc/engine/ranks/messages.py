@@ -16,9 +16,11 @@ from inference_svc.model.description import Rank
 from servicekit.errors import ServiceError
 
 STEP, DIVIDE, IDLE, FREE, FREE_ALL, RESTORE = b"s", b"d", b"i", b"f", b"a", b"r"
+TRACE, ABANDON = b"t", b"x"
 """The first byte of what comes through a rank's step socket: a step follows; or changes, after
 which the rank goes on dividing magnitudes, or uses idle time; or the rank is to free its pages, or
-its weights as well, or to allocate them again, and answers."""
+its weights as well, or to allocate them again, and answers; or it is to trace its next steps, or to
+stop that; see `ranks.traces`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,16 @@ class StoreUpdate:
     """A finding about the store's replicas, in either direction; see `process_main.ChildStore`."""
 
     content: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The gzipped trace of so many steps of the rank, or why there is none."""
+
+    call_id: int
+    content: bytes = b""
+    num_steps: int = 0
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,10 @@ class Call:
     freed bytes, WAKE the seconds that it took. `timeout_s` of PAUSE is when generation resumes by
     itself, 0 for never; `frees_weights` is for SLEEP. `limit` is the maximum number that
     LIST_RESIDENT returns, 0 for all: those on the device before the others, the last used of each
-    tier first; of the rows of each list that INSPECT returns; and of the steps that PROFILE traces,
-    within `timeout_s`. `trace` and `adapter` are as in a Request. A pin counts against the share of
-    `account`; "" has none, and UNPIN of "" takes back the pins of all accounts.
+    tier first; of the rows of each list that INSPECT returns; and of the steps that PROFILE traces
+    of this `rank`, within `timeout_s`. `trace` and `adapter` are as in a Request. A pin counts
+    against the share of `account`; "" has none, and UNPIN of "" takes back the pins of all
+    accounts.
     """
 
     call_id: int
@@ -112,6 +113,7 @@ class Call:
     pause_mode: PauseMode = PauseMode.KEEP
     frees_weights: bool = False
     account: str = ""
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

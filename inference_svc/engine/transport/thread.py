@@ -152,7 +152,7 @@ class EngineThread:
             logger.exception("%s", failure.for_operator, extra=fault_fields(failure))
             self._on_outputs(engine.give_up(failure))
             self.built.residency.loader.cancel_all()
-            engine.commands.profiler.close()
+            engine.commands.close_traces()
         self.built.close()  # no thread writes into the memory of adapters afterwards
         self._refuse_the_rest(error)
 

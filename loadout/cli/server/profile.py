@@ -17,6 +17,7 @@ EXAMPLES = """\b
 Examples:
   loadout profile
   loadout profile --steps 50 --out decode.json.gz
+  loadout profile --rank 1
 """
 
 NUM_STEPS = 20
@@ -37,6 +38,15 @@ def profile(
             help="Trace to write. Default: loadout-profile-TIME.json.gz in the current folder.",
         ),
     ] = None,
+    rank: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Process to trace, of a server that has several (--tensor-parallel, "
+            "--pipeline-parallel): `loadout info` lists them.",
+        ),
+    ] = 0,
     wait: Annotated[
         float,
         typer.Option(
@@ -50,8 +60,7 @@ def profile(
     """Trace steps of one replica's running engine.
 
     Writes a file for ui.perfetto.dev with the parts and operators of each step, and on a GPU the
-    kernels. Requests continue meanwhile. Of several processes (--tensor-parallel) it traces rank
-    0, in whose steps you see the waits for others. Needs the role operator for all tenants.
+    kernels. Requests continue meanwhile. Needs the role operator for all tenants.
     """
     replica = only_replica(inference)
     path = out or Path(f"loadout-profile-{time_stamp()}.json.gz")
@@ -59,7 +68,7 @@ def profile(
     # A second attempt would trace other steps.
     with (
         connection.client(inference=replica, retry=RetryPolicy(max_attempts=1)) as client,
-        client.profile(steps, wait_s=wait, timeout_s=wait + WRITE_S) as pieces,
+        client.profile(steps, rank=rank, wait_s=wait, timeout_s=wait + WRITE_S) as pieces,
         new_file(path) as file,
     ):
         for piece in pieces:
