@@ -6,7 +6,6 @@ with. A stranger, or a rank that differs, is logged and dropped, and delays nobo
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
 import socket
@@ -105,8 +104,15 @@ class NodeRendezvous:
                 on_missing(self._not_come(missing))
                 break
             self._listener.settimeout(min(left_s, POLL_S))
-            with contextlib.suppress(TimeoutError):
-                self._take(*self._listener.accept(), welcome)
+            try:
+                connection, peer = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # such as too many open files: whoever calls comes again
+                self._warn("an unknown address", error.strerror or str(error))
+                time.sleep(POLL_S)
+                continue
+            self._take(connection, peer, welcome)
         self._end()
 
     def _not_come(self, missing: Sequence[RemoteRank]) -> EngineFailed:

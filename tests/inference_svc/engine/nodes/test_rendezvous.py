@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import resource
 import socket
 import struct
 import threading
@@ -155,6 +157,22 @@ def test_many_strangers(waiting: Waiting) -> None:
     coming.join(20)
     until(lambda: waiting.present == [2])
     close(found[0])
+
+
+def test_no_file_is_left_for_a_caller(waiting: Waiting, caplog: pytest.LogCaptureFixture) -> None:
+    """The rendezvous goes on waiting, and a rank that comes later is taken."""
+    unused = os.open(os.devnull, os.O_RDONLY)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as caller:
+        os.close(unused)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (unused, limits[1]))
+        try:
+            caller.connect(("127.0.0.1", waiting.port))
+            until(lambda: "from an unknown address" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    close(waiting.come(2))
+    until(lambda: waiting.present == [2])
 
 
 def test_a_rank_that_differs(waiting: Waiting, caplog: pytest.LogCaptureFixture) -> None:
