@@ -16,16 +16,17 @@ def panels() -> list[Panel]:
     return [
         lines(
             "Ranks: computing",
-            "Share of time in which each process of --tensor-parallel computes, without exchanges. "
-            "A line above the others: that process has less of its processors than they have.",
+            "Share of time in which each process of --tensor-parallel or --pipeline-parallel "
+            "computes, without exchanges. A line above the others of its stage: that process has "
+            "less of its processors than they have.",
             "percentunit",
             Query(f"{step_s} - {exchange_s}", which),
             maximum=1,
         ),
         lines(
             "Ranks: waiting for others",
-            "Share of a step in exchanges with the other processes. The slowest process waits "
-            "least.",
+            "Share of a step in exchanges with the other processes. The slowest process of a stage "
+            "waits least. Stages also wait while others compute.",
             "percentunit",
             Query(f"{exchange_s} / ({step_s} > 0)", which),
             maximum=1,
