@@ -33,11 +33,13 @@ class Stepper:
         quantize: str = "none",
         num_threads: int = THREADS,
         num_ranks: int = 1,
+        num_stages: int = 1,
     ) -> None:
         """Builds the engine. `arena` is the bytes for adapters; by default it fits adapters on all
         linear layers. `quantize` is the type of the base's weights. Several ranks, with
-        `num_threads` each, have no adapters, which lie in this process."""
-        assert num_ranks == 1 or not num_adapters
+        `num_threads` each, in so many stages of `num_ranks`, have no adapters, which lie in this
+        process."""
+        assert num_ranks * num_stages == 1 or not num_adapters
         self._num_requests = num_requests
         self._vocab, self._max_len = prepared.vocab, max_len
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -59,6 +61,7 @@ class Stepper:
             prefix_cache=False,
             num_threads=num_threads,
             tensor_parallel=num_ranks,
+            pipeline_parallel=num_stages,
         )
         self.built: BuiltEngine = build_engine(config, store, self._inbox.put, _no_store)
         self.built.place_threads()
