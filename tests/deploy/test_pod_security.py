@@ -44,8 +44,11 @@ def test_only_named_folders_can_be_written(workload):
             for path, volume in workload.mounts_in(container).items()
             if not volume["mount"].get("readOnly")
         }
-        assert set(writable) == {"/tmp", folder} - {None}
-        assert "sizeLimit" in writable["/tmp"]["emptyDir"]
+        num_gpus = int(container["resources"]["limits"].get("nvidia.com/gpu", 0))
+        shared = "/dev/shm" if num_gpus > 1 else None  # NCCL's
+        assert set(writable) == {"/tmp", folder, shared} - {None}
+        for path in {"/tmp", shared} - {None}:
+            assert "sizeLimit" in writable[path]["emptyDir"]
 
 
 def test_the_images_caches_lie_in_folders_that_can_be_written(workload):

@@ -9,13 +9,13 @@ from tests.support.deploy.manifests import ROOT, Workload, gibibytes
 from tests.support.deploy.settings import CLASSES, DEMO_MODEL
 
 GIB = 1 << 30
-OF_THE_HUB = {"HF_HOME", "HF_TOKEN_PATH"}
-"""Variables of the hub's library."""
+OF_LIBRARIES = {"HF_HOME", "HF_TOKEN_PATH", "NCCL_DEBUG"}
+"""Variables of the hub's library, and of NCCL."""
 
 
 def test_every_variable_is_a_setting(workload):
     prefix, kind = CLASSES[workload.module]
-    names = {*workload.environment, *workload.secret_variables} - OF_THE_HUB
+    names = {*workload.environment, *workload.secret_variables} - OF_LIBRARIES
     assert names
     for name in names:
         assert name.startswith(prefix)
@@ -24,7 +24,7 @@ def test_every_variable_is_a_setting(workload):
 
 def test_every_value_is_understood(workload, settings):
     prefix, _ = CLASSES[workload.module]
-    names = {*workload.environment, *workload.secret_variables} - OF_THE_HUB
+    names = {*workload.environment, *workload.secret_variables} - OF_LIBRARIES
     given = {name.removeprefix(prefix).lower() for name in names}
     assert settings.model_fields_set == given
 
