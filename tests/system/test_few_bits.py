@@ -25,7 +25,18 @@ from tests.system.services import Services
 NUM_TOKENS = 24
 NF4_NAME = "unsloth/llama-bnb-4bit"
 """The base model that the config of the adapter "scaled" names."""
-FORMS = {"gguf": "gguf q4_k", "int4": "int4", "nf4": "nf4", "fp8": "fp8"}
+FORMS = {
+    "gguf": "gguf q4_k",
+    "nf4": "nf4",
+    "int8": "int8",
+    "mxfp4": "mxfp4",
+    **dict.fromkeys(("fp8", "fp8 tensor"), "fp8"),
+    **dict.fromkeys(("int4", "int4 zeros", "gptq", "act-order", "awq"), "int4"),
+}
+"""The form that servers of each checkpoint announce."""
+QUICK = ("gguf", "int4", "nf4", "fp8")
+HELD_PLAIN = {"act-order": "held in float32"}
+"""The report on weights that are dequantised while they are read."""
 
 
 def name_base(adapter: Path, name: str) -> None:
@@ -42,16 +53,23 @@ def zoo_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Zoo]:
     def zoo(form: str) -> Zoo:
         if form not in made:
             made[form] = zoo_in_few_bits(form, tmp_path_factory.mktemp(form))
-            name_base(made[form].adapter_dirs["scaled"], NF4_NAME)
+            for name, adapter in made[form].adapter_dirs.items():
+                name_base(adapter, NF4_NAME if name == "scaled" else "llama")
         return made[form]
 
     return zoo
 
 
-CASES = [*((each, "float32") for each in ("gguf", "int4", "nf4", "fp8")), ("gguf", "bfloat16")]
+CASES = [*((each, "float32") for each in QUICK), ("gguf", "bfloat16")]
+REST = [
+    pytest.param(form, "float32", path, marks=pytest.mark.long)
+    for form in FORMS
+    if form not in QUICK
+    for path in ("native", "torch")
+]
 
 
-@pytest.mark.parametrize(("form", "dtype", "path"), in_turns(CASES, ["native", "torch"]))
+@pytest.mark.parametrize(("form", "dtype", "path"), [*in_turns(CASES, ["native", "torch"]), *REST])
 def test_a_mixed_batch(
     form: str,
     dtype: str,
@@ -69,7 +87,8 @@ def test_a_mixed_batch(
     with Services(zoo, tmp_path, inference_flags=("--no-tokenizer", "--dtype", dtype)) as services:
         info = services.client.server_info()
         assert info.kernels.startswith(path)
-        check_reported(services, info.weight_formats, path)
+        kernels = "native" if path == "native" else "dequantised"
+        check_reported(services, info.weight_formats, HELD_PLAIN.get(form, kernels))
         answers = answers_of(services, asked)
         check_notes(services, FORMS[form])
         services.check_exit_codes()
@@ -78,9 +97,9 @@ def test_a_mixed_batch(
         check(zoo, name, asked[name], answer)
 
 
-def check_reported(services: Services, formats: tuple[WeightFormat, ...], path: str) -> None:
+def check_reported(services: Services, formats: tuple[WeightFormat, ...], kernels: str) -> None:
     """The metric has the same formats, each with the code that multiplies by it."""
-    assert {each.kernels for each in formats} == {"native" if path == "native" else "dequantised"}
+    assert {each.kernels for each in formats} == {kernels}
     samples = scrape(services.inference_metrics).select("loadout_inference_weight_format_info")
     found = [(each.labels["format"], each.labels["kernels"]) for each in samples]
     assert sorted(found) == sorted((each.format, each.kernels) for each in formats)

@@ -31,6 +31,8 @@ FORMATS: Mapping[str, WeightFormat] = {
 }
 """A format of each kind of codes, for small models."""
 
+MXFP4 = "mxfp4"
+"""The form of a mixture, whose experts lie in one tensor."""
 SPECS = (
     AdapterSpec("plain", 8, ALL),
     AdapterSpec("scaled", 3, ["k_proj", "gate_proj", "lm_head"], {"use_rslora": True}),
@@ -78,9 +80,9 @@ def make_gguf(folder: Path) -> tuple[Path, Any]:
     return path, model
 
 
-def make_packed(form: str, folder: Path) -> tuple[Path, Any]:
+def make_packed(form: str, kind: str, folder: Path) -> tuple[Path, Any]:
     """Returns a folder with packed weights, and the model that they mean."""
-    model = make_model("llama", folder / "model", tie_word_embeddings=False)
+    model = make_model(kind, folder / "model", tie_word_embeddings=False)
     model.load_state_dict(load_file(pack(folder / "model", form) / "model.safetensors"))
     return folder / "model", model
 
@@ -93,7 +95,8 @@ def shake_magnitudes(model: Any) -> None:
 
 def zoo_in_few_bits(form: str, folder: Path) -> Zoo:
     """Makes a model in a form, "gguf" or one of `saved_weights.FORMATS`, with adapters of it."""
-    path, model = make_gguf(folder) if form == "gguf" else make_packed(form, folder)
-    reference = adapted(model, "llama", folder / "adapters", SPECS, shake_magnitudes)
+    kind = "gpt-oss" if form == MXFP4 else "llama"
+    path, model = make_gguf(folder) if form == "gguf" else make_packed(form, kind, folder)
+    reference = adapted(model, kind, folder / "adapters", SPECS, shake_magnitudes)
     adapters = {spec.name: folder / "adapters" / spec.name for spec in SPECS}
-    return Zoo("llama", path, reference, adapters)
+    return Zoo(kind, path, reference, adapters)
