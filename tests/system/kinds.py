@@ -17,7 +17,16 @@ from inference_svc.api.generate_call import activation_of
 from inference_svc.core import Part, Sum
 from inference_svc.engine.transport.messages import Output
 from tests.support.models.parity import RecordingSampler, prompts, relative_rms
-from tests.support.models.zoo import ALL, VOCAB, AdapterSpec, Zoo, adapted, make_model, quiet
+from tests.support.models.zoo import (
+    ALL,
+    PARAMETERS,
+    VOCAB,
+    AdapterSpec,
+    Zoo,
+    adapted,
+    make_model,
+    quiet,
+)
 from tests.system.engines import Running
 
 ROWS = [0, 3, 50, 127]
@@ -59,6 +68,8 @@ UNTIED = (
     AdapterSpec("bias=all", 4, ["q_proj", "down_proj"], {"bias": "all"}),
 )
 """Of a model with biases and a head of its own."""
+EXPERTS = "experts"
+"""An adapter of all experts and their router, of a model that has them."""
 
 
 def shake(model: Any) -> None:
@@ -141,7 +152,11 @@ def shake_to_float8(model: Any) -> None:
 def make_kinds(kind: str, folder: Path, train: Callable[[Any], None] = shake) -> Kinds:
     """Makes adapters of all kinds that the model may have; biases are Qwen 3's."""
     base, references, dirs = make_model(kind, folder / "model"), {}, {}
-    for specs in (PLAIN, *((spec,) for spec in (*OWN, *(UNTIED if kind == "qwen3" else ())))):
+    own = [*OWN, *(UNTIED if kind == "qwen3" else ())]
+    if kind in PARAMETERS:
+        options = {"target_parameters": list(PARAMETERS[kind])}
+        own.append(AdapterSpec(EXPERTS, 4, ["q_proj", "o_proj"], options))
+    for specs in (PLAIN, *((spec,) for spec in own)):
         has_tokens = specs[0].name == TOKENS
         model = _with_tokens(base) if has_tokens else copy.deepcopy(base)
         made = folder / "adapters" / specs[0].name
