@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.models import NAME, prepare
 from inference_svc.adapters.targets import build_layout
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Rank
@@ -38,6 +39,7 @@ from tests.system.kinds import shake
 from tests.system.services import Services
 
 PROMPT = list(range(5, 26))
+SHARDED = ("--fully-sharded-loras",)
 NUM_TOKENS = 32
 ADAPTERS = {
     "llama": ("", "r1", "r3", "r8", "r16", "r33", "embed"),
@@ -246,30 +248,86 @@ def test_ranks_pull_one_image_and_the_parts_that_each_has_whole(
     spec = AdapterSpec("r16", 16, ALL)
     reference = adapted(base, "llama", tmp_path / "adapters", [spec])
     zoo = Zoo("llama", tmp_path / "model", reference, {"r16": tmp_path / "adapters" / "r16"})
-    decoder = load_description(zoo.model_dir)
-    rank = of_rank(decoder, Rank(0, count))
-    part = build_layout(rank, "llama", torch.float32, is_fully_sharded=is_fully_sharded)
-    per_rank = 16 * torch.float32.itemsize
-    image_bytes = whole_bytes = 0
-    for target in part.targets:
-        if target.module in ALL:
-            image_bytes += per_rank * (target.in_features + target.out_features)
-            whole_bytes += 0 if target.in_slice else per_rank * target.in_features
-            whole_bytes += 0 if target.out_slice else per_rank * target.out_features
     flags = ["--pipeline-parallel", str(num_stages)]
     flags += ["--fully-sharded-loras"] if is_fully_sharded else []
     with serve(zoo, tmp_path / "services", count, *flags) as services:
-        services.client.register("r16", services.source("r16"))
-        services.client.load("r16")
-        pulled = scrape(services.store_metrics).one("loadout_store_pulled_bytes_total")
+        check_pulled_bytes(services, count, torch.float32, is_fully_sharded=is_fully_sharded)
         found = services.client.complete(
             PROMPT, adapter="r16", max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
         )
         expected = zoo.greedy("r16", PROMPT, NUM_TOKENS, guess=found.token_ids)
         assert list(found.token_ids) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("count", "num_stages", "more"),
+    [(2, 1, ()), (2, 1, SHARDED), (4, 1, ()), (4, 1, SHARDED), (1, 2, ()), (2, 2, ())],
+)
+def test_bytes_of_an_adapter_of_200_million_weights(
+    tmp_path: Path, count: int, num_stages: int, more: tuple[str, ...]
+) -> None:
+    """As above, in bf16, of the benchmarks' model."""
+    prepared = prepare(NAME, 1, tmp_path)
+    zoo = Zoo(NAME, prepared.model_dir, None, {"r16": prepared.adapters["0"]})
+    flags = ("--pipeline-parallel", str(num_stages), "--adapter-memory", "32MiB")
+    flags += ("--dtype", "bfloat16", *more)
+    with serve(zoo, tmp_path / "services", count, *flags) as services:
+        check_pulled_bytes(services, count, torch.bfloat16, is_fully_sharded=bool(more))
+        services.client.complete(PROMPT, adapter="r16", max_tokens=4, ignore_eos=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("count", "num_stages"), [(2, 1), (1, 2)])
+def test_pushes_of_a_trainer(
+    zoos: Callable[[str], Zoo], tmp_path: Path, count: int, num_stages: int
+) -> None:
+    """All ranks have a new version when a push returns; an answer that runs keeps its own."""
+    zoo = zoos("llama")
+    with serve(zoo, tmp_path, count, "--pipeline-parallel", str(num_stages)) as services:
+        running, expected = [], dict[str, list[int]]()
+        for number, variant in enumerate(("r1", "r16", "r33", "r3"), 1):
+            folder = zoo.adapter_dirs[variant]
+            tensors = load_file(folder / "adapter_model.safetensors")
+            config = (folder / "adapter_config.json").read_text()
+            pushed = services.client.push(
+                "live", tensors, config, wait="all", keep=2, base_model="llama"
+            )
+            assert (pushed.version, len(pushed.replicas)) == (number, 1)
+            chunks = services.client.generate(
+                PROMPT, adapter="live", max_tokens=200, temperature=0.0, ignore_eos=True
+            )
+            running.append((variant, pushed.digest, [next(chunks)], chunks))
+        for variant, digest, found, chunks in running:
+            found += chunks
+            assert {each.adapter.digest for each in found if each.adapter} == {digest}
+            tokens = [token for chunk in found for token in chunk.token_ids]
+            expected[variant] = zoo.greedy(variant, PROMPT, 200, guess=tokens)
+            assert tokens == expected[variant], variant
+        assert len({*map(tuple, expected.values())}) == 4, "versions differ"
+
+
+def check_pulled_bytes(
+    services: Services, count: int, dtype: torch.dtype, *, is_fully_sharded: bool
+) -> None:
+    """Has all ranks load an adapter of rank 16 on all linear layers: together they pull one image,
+    and from then on the parts that each rank of a stage has whole."""
+    decoder = load_description(services.zoo.model_dir)
+    rank = of_rank(decoder, Rank(0, count))
+    part = build_layout(rank, "base", dtype, is_fully_sharded=is_fully_sharded)
+    per_rank, image_bytes, whole_bytes = 16 * dtype.itemsize, 0, 0
+    for target in part.targets:
+        if target.module in ALL:
+            image_bytes += per_rank * (target.in_features + target.out_features)
+            whole_bytes += 0 if target.in_slice else per_rank * target.in_features
+            whole_bytes += 0 if target.out_slice else per_rank * target.out_features
+    services.client.register("r16", services.source("r16"))
+    services.client.load("r16")
+    pulled = scrape(services.store_metrics).one("loadout_store_pulled_bytes_total")
     if is_fully_sharded:
         assert whole_bytes == 0
-    else:
+    elif count > 1:
         assert image_bytes / 4 < whole_bytes < image_bytes / 2
     needed_bytes = image_bytes + (count - 1) * whole_bytes
     assert needed_bytes <= pulled <= needed_bytes + 0.02 * image_bytes
+    print(f"{pulled / image_bytes:.4f} images of {image_bytes} bytes")
