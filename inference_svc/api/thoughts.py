@@ -48,6 +48,8 @@ class Thoughts:
             form = grammar.or_calls(of_calls, cutter.parts(syntax.text_begin))
         else:
             form = grammar
+        if syntax.has_ended_thoughts(self.prompt):
+            return form
         after = syntax.after_thoughts(is_text=not reading.tools)
         parts = cutter.thoughts(syntax, after, is_begun=self._is_begun)
         return form if parts is None else form.after(parts)

@@ -92,6 +92,11 @@ class AnswerSyntax:
         """Returns whether a prompt, or its end, ends with the marker before thoughts."""
         return self.thoughts is not None and prompt.rstrip().endswith(self.thoughts.begin)
 
+    def has_ended_thoughts(self, prompt: str) -> bool:
+        """Returns whether a prompt, or its end, ends with the marker after thoughts: its template
+        leaves them out."""
+        return self.thoughts is not None and prompt.rstrip().endswith(self.thoughts.end)
+
     def is_thinking(self, answer: str) -> bool:
         """Returns whether an answer that is to be continued has not ended its thoughts."""
         if self.thoughts is None or not answer.lstrip().startswith(self.thoughts.begin):

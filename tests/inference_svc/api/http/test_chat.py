@@ -103,7 +103,8 @@ def test_max_tokens_defaults_to_the_context(serve_http) -> None:
 
 def test_content_in_parts_and_previous_responses_are_accepted(serve_http, tokenizers: Any) -> None:
     async def body(front: Front) -> None:
-        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        hint = {"cache_control": {"type": "ephemeral"}}
+        parts = [{"type": "text", "text": "h", **hint}, {"type": "text", "text": "i"}]
         answer = await front.chat(parts)
         assert answer.choices[0].message.content == ECHO
         previous = (await front.chat(max_tokens=3)).choices[0].message

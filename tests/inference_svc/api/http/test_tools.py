@@ -339,6 +339,9 @@ def test_calls_that_are_required_leave_the_form_out(
             assert grammar.field == "tool_choice"
             assert "either" not in grammar.source
         assert auto.field == "response_format"
+        await front.chat(messages=[USER], tools=TOOLS, reasoning_effort="none", **form)
+        silent = front.engine.submitted[-1].grammar
+        assert silent.kind is GrammarKind.EITHER, "the prompt has ended its thoughts"
         assert '"either"' in auto.source or auto.kind is GrammarKind.EITHER
 
     serve_http(body, text=text, max_model_len=2048)
