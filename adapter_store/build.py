@@ -31,6 +31,7 @@ from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.plan.plan import COMPILER
 from adapter_store.images.precompile import Precompiler
 from adapter_store.images.share import Offers, ShareSocket
+from adapter_store.images.stored_source import StoredSources
 from adapter_store.images.tiers.cache import ImageCache
 from adapter_store.images.tiers.disk_tier import DiskTier
 from adapter_store.images.tiers.memory_lock import MemoryLock
@@ -113,7 +114,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
     CorruptData if the catalog has another schema.
     """
     policies = open_policy(settings.policy_file)
-    metrics, stopping = Metrics(), threading.Event()
+    metrics, stopping, verified = Metrics(), threading.Event(), VerifiedCheckpoints()
     async with AsyncExitStack() as stack:
         data = _open_folder(stack, settings)
         catalog = _open_catalog(stack, settings, data)
@@ -122,7 +123,6 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         data.volume.restore()
 
         places = _places(stack, settings)
-        verified = VerifiedCheckpoints()
         images, precompiler = _open_images(
             stack, settings, catalog, data, storage, metrics, verified, places
         )
@@ -142,6 +142,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         use_cases = make_use_cases(
             catalog,
             registrar,
+            StoredSources(storage.blobs, verified, metrics),
             images,
             precompiler,
             watch,

@@ -106,6 +106,7 @@ _STORE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "ListAdapters": lambda request: parse_filter(request.filter),
     "ListVersions": lambda request: store_convert.from_name(request, DEFAULT_TENANT),
     "GetText": store_convert.from_text_request,
+    "ExportAdapter": lambda request: store_convert.from_ref(request, DEFAULT_TENANT),
     "PinAdapter": lambda request: store_convert.from_ref(request, DEFAULT_TENANT),
     "UnpinAdapter": lambda request: store_convert.from_ref(request, DEFAULT_TENANT),
     "DeleteAdapter": lambda request: store_convert.from_name(request, DEFAULT_TENANT),

@@ -21,6 +21,8 @@ MAX_TENANTS = 1024
 MAX_TOKEN_CHARS = 8192
 """Of a page token, which repeats the filter."""
 MAX_IMAGE_FORMATS = 64
+MAX_EXPORTS = 16
+"""Each reads and hashes a source, and takes memory of its own for it."""
 DEBUG_BYTES = 2 << 20
 """The largest part of a debug bundle has a thousand rows."""
 RECORD_BYTES = 128 << 10
@@ -78,6 +80,9 @@ REQUESTS: RequestTable = {
         max_running=2,  # a large one takes a second of a processor, and 50 MB
     ),
     "PullAdapter": RequestBounds(pb.PullAdapterRequest, answer_bytes=PULL_ANSWER_BYTES),
+    "ExportAdapter": RequestBounds(
+        pb.ExportAdapterRequest, answer_bytes=PULL_ANSWER_BYTES, max_running=MAX_EXPORTS
+    ),
     "GetText": RequestBounds(pb.GetTextRequest, answer_bytes=TEXT_ANSWER_BYTES),
     "WatchAdapters": RequestBounds(pb.WatchAdaptersRequest),
     "ListLayouts": RequestBounds(pb.ListLayoutsRequest, answer_bytes=PAGE_ANSWER_BYTES),

@@ -104,7 +104,11 @@ def _from_signature(message: pb.Signature) -> Signature:
 
 
 def from_ref(
-    message: pb.GetAdapterRequest | pb.PinAdapterRequest | pb.UnpinAdapterRequest, home: str
+    message: pb.GetAdapterRequest
+    | pb.PinAdapterRequest
+    | pb.UnpinAdapterRequest
+    | pb.ExportAdapterRequest,
+    home: str,
 ) -> AdapterRef:
     """Returns the reference; a name without a tenant is of tenant `home`. Raises
     InvalidArgument."""

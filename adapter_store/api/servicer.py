@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -12,10 +12,11 @@ from typing import TypeAlias
 
 from adapter_store.api import convert
 from adapter_store.api.bounds import REQUESTS
-from adapter_store.core import Action, AdapterRecord, Principal, Recorded
+from adapter_store.core import Action, AdapterRecord, Principal, Recorded, SourceFile
 from adapter_store.debug import DebugInfo
 from adapter_store.errors import RevisionTooOld
 from adapter_store.service.changes import Change
+from adapter_store.service.exporting import ExportHeader, ExportMessage, ExportTrailer
 from adapter_store.service.use_cases import UseCases
 from adapter_store.sources.upload import FileChunk
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -90,6 +91,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self._registering = use_cases.registering
         self._editing = use_cases.editing
         self._reading = use_cases.reading
+        self._exporting = use_cases.exporting
         self._watching = use_cases.watching
         self._layouts = use_cases.layouts
         self._pulls = use_cases.pulls
@@ -280,6 +282,19 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             async for message in messages:
                 await context.write(convert.to_pull_response(message))
 
+    async def ExportAdapter(  # noqa: N802
+        self, request: pb.ExportAdapterRequest, context: Context
+    ) -> AsyncIterator[pb.ExportAdapterResponse]:
+        caller = self._authorize(context, Action.PULL)
+        call_context.note(adapter=request.ref)
+        ref = convert.from_ref(request, caller.home_tenant)
+        async with aclosing(self._exporting.stream(caller, ref)) as messages:
+            async for message in messages:
+                if isinstance(message, ExportHeader):
+                    record = message.record
+                    call_context.note(adapter=str(record.name), digest=record.digest)
+                yield _to_export_response(message)
+
     async def GetText(  # noqa: N802
         self, request: pb.GetTextRequest, context: Context
     ) -> pb.GetTextResponse:
@@ -373,3 +388,25 @@ async def _finish(entry: StoreAuditEntry, change: Change) -> Recorded:
     recorded = await change.wait()
     entry.set_outcome(recorded)
     return recorded
+
+
+def _to_export_response(message: ExportMessage) -> pb.ExportAdapterResponse:
+    """Returns the response. A chunk's bytes are copied."""
+    match message:
+        case ExportHeader(record, revision, files):
+            header = pb.ExportHeader(
+                adapter=convert.to_adapter(record), revision=revision, files=_to_files(files)
+            )
+            return pb.ExportAdapterResponse(header=header)
+        case ExportTrailer(files):
+            return pb.ExportAdapterResponse(trailer=pb.ExportTrailer(files=_to_files(files)))
+        case FileChunk(file_name, offset, data):
+            part = pb.FileChunk(file_name=file_name, offset=offset, data=bytes(data))
+            return pb.ExportAdapterResponse(chunk=part)
+
+
+def _to_files(files: Iterable[SourceFile]) -> list[pb.SourceFile]:
+    return [
+        pb.SourceFile(name=file.name, size_bytes=file.size_bytes, sha256=file.sha256)
+        for file in files
+    ]

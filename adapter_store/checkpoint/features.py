@@ -90,7 +90,7 @@ _BY_FIELD = {
 def features_of(checkpoint: Checkpoint, limits: CheckpointLimits) -> tuple[Feature, ...]:
     """Returns the features that a checked adapter uses, in order. Raises InvalidAdapter, and
     CorruptData if its files have changed meanwhile."""
-    found = {feature for changes in checkpoint.changes for feature in _of(changes)}
+    found = {feature for changes in checkpoint.changes for feature in features_in(changes)}
     if find_format(checkpoint.folder) is Format.MLX:
         found.add(Feature.MLX)
     else:
@@ -109,7 +109,8 @@ def _of_config(checkpoint: Checkpoint, limits: CheckpointLimits) -> Iterator[Fea
             yield feature
 
 
-def _of(changes: Changes) -> Iterator[Feature]:
+def features_in(changes: Changes) -> Iterator[Feature]:
+    """Yields the features of one module's weights."""
     if isinstance(changes, ExpertWeights):
         yield Feature.EXPERT_PARAMETERS if changes.is_parameter else Feature.EXPERTS
     elif isinstance(changes, TargetWeights):

@@ -19,18 +19,18 @@ from adapter_store.blobs.local import Blobs
 from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.images import ImageStates
 from adapter_store.catalog.layouts import Layouts
-from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.checkpoint.reading.files import CheckpointLimits
+from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.reading.memory_files import MemoryFolder
 from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
 from adapter_store.core import ImageContent, ImageKey, ImageState, LayoutVerdict, Tenants
-from adapter_store.errors import CorruptData, DiskFull, IncompatibleAdapter, InvalidAdapter
+from adapter_store.errors import CorruptData, DiskFull, IncompatibleAdapter
 from adapter_store.images.compile import Image, compile_parts
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan.announcement import content_of
 from adapter_store.images.plan.layout import LayoutCache, no_layout
 from adapter_store.images.plan.plan import ImagePlan, plan_image
 from adapter_store.images.plan.scales import measured
+from adapter_store.images.stored_source import StoredSources
 from adapter_store.images.tiers.disk_tier import DiskTier, Removal
 from adapter_store.images.tiers.file import open_image, read_header, read_parts, write_image
 from adapter_store.images.tiers.shared_tier import Claim, SharedTier
@@ -56,18 +56,6 @@ MAX_FAILED = 1024
 """How many builds are remembered, of which the traceback has been logged."""
 EXPECTED = (ServiceError, OSError, MemoryError)
 """How a build may end without a bug."""
-
-# Registered adapters stay servable when the limits for new ones become tighter, or a key that was
-# allowed is so no more.
-_NO_LIMITS = CheckpointLimits(
-    max_config_bytes=1 << 30,
-    max_header_bytes=1 << 30,
-    max_tensors=1 << 30,
-    max_source_bytes=1 << 62,
-    max_rank=1 << 30,
-    max_match_seconds=1e9,
-    allowed_config_keys=None,
-)
 
 
 class NotPrecompiled(Exception):
@@ -137,7 +125,7 @@ class ImageBuilder:
         self._metrics = metrics
         self._delete_grace = delete_grace
         self._threads = threads
-        self._verified = verified
+        self._sources = StoredSources(blobs, verified, metrics)
         self._shared = shared
         self._layouts = LayoutCache(layouts)
         self._failed: OrderedDict[ImageKey, None] = OrderedDict()
@@ -153,7 +141,7 @@ class ImageBuilder:
         self.admit(key)
         layout = self._layouts.get(key.layout_id)
         with self._recording_verdict(key, start_s):
-            checkpoint = self._open(key)
+            checkpoint = self._sources.open(key.digest, lambda: self.admit(key))
             plan = plan_image(checkpoint, layout, identity=key.layout_id)
         build = Build(key, layout, checkpoint, plan, precompile, start_s)
         if precompile:
@@ -233,18 +221,6 @@ class ImageBuilder:
         if access.verdict.state is ImageState.INCOMPATIBLE and not access.hidden_s:
             raise IncompatibleAdapter(access.verdict.reason, subject=digest)
         return access.hidden_s
-
-    def _open(self, key: ImageKey) -> Checkpoint:
-        digest = key.digest
-        folder = self._blobs.path(digest)
-        checkpoint = self._verified.find(digest, folder)
-        if checkpoint is not None:
-            return checkpoint
-        try:
-            return open_checkpoint(folder, _NO_LIMITS, digest=digest)
-        except InvalidAdapter as error:  # it was valid when it was stored
-            self.admit(key)  # unless it has been collected meanwhile
-            raise self._damaged_blob(digest, str(error)) from error
 
     def _claim_precompile(self, build: Build) -> None:
         """Claims the image for this replica. Raises NotPrecompiled."""
@@ -334,7 +310,7 @@ class ImageBuilder:
             build.wait_compiling_recorded()
             self._set_verdict(build.key, ImageState.PENDING)
             if isinstance(error, CorruptData):
-                raise self._damaged_blob(build.key.digest, str(error)) from error
+                raise self._sources.damaged(build.key.digest, str(error)) from error
             raise
         self._metrics.compiles.labels("ready").inc()
         self._metrics.compile_seconds.observe(time.monotonic() - start)
@@ -444,13 +420,6 @@ class ImageBuilder:
         except DiskFull as error:  # the image can be pulled all the same
             logger.error("a verdict is not recorded", extra={"why": error.message})
             return True
-
-    def _damaged_blob(self, digest: str, why: str) -> CorruptData:
-        logger.error("damaged blob", extra={"digest": digest, "why": why})
-        self._metrics.damaged_files.labels("blob").inc()
-        return CorruptData(
-            f"the stored source of {digest} is damaged; register the adapter again", subject=digest
-        )
 
 
 def _micros(build_s: float) -> int:

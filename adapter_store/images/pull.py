@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from adapter_store.core import ImageKey, ImagePart, Tenants
 from adapter_store.images.partial_image import PartialImage
@@ -19,6 +20,8 @@ from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessa
 from servicekit.errors import InvalidArgument, ReaderStalled, ServiceError, ShareExceeded
 from servicekit.shares import MinimumRate, Pace, Reservation, Shares
 from servicekit.telemetry.spans import Phases
+
+MessageT = TypeVar("MessageT")
 
 SHARE_WAIT_SECONDS = 5.0
 """How long a pull waits until its account's other pulls have let go of enough memory."""
@@ -51,10 +54,15 @@ class _HeldImage:
 
     def rate(self, num_bytes: int) -> MinimumRate | None:
         """Returns the bound of a pull of the image's bytes, beside the pace of all pulls."""
-        if not self.reservation.is_over_share:
-            return None
-        bytes_per_second = max(1, num_bytes // LARGE_PULL_SECONDS)
-        return MinimumRate(Pace(bytes_per_second, LARGE_PULL_SECONDS / 10))
+        return rate_of(self.reservation, num_bytes)
+
+
+def rate_of(memory: Reservation, num_bytes: int) -> MinimumRate | None:
+    """Returns the bound of a stream of so many bytes that holds this memory, beside the pace of all
+    calls."""
+    if not memory.is_over_share:
+        return None
+    return MinimumRate(Pace(max(1, num_bytes // LARGE_PULL_SECONDS), LARGE_PULL_SECONDS / 10))
 
 
 class Pulls:
@@ -130,7 +138,7 @@ class Pulls:
                         part = await image.wait_part(index)
                         if part is None:
                             break
-                        for message in _paced(part_messages(data, part, start), rate):
+                        for message in paced(part_messages(data, part, start), rate):
                             yield message
                         num_bytes = part.end - max(part.start, start)
                         self._metrics.pulled_bytes.inc(num_bytes)
@@ -273,20 +281,19 @@ async def _wait_released(offer: Offer) -> None:
             ) from None
 
 
-def _paced(
-    messages: Iterator[ImageChunk | LayerEnd], rate: MinimumRate | None
-) -> Iterator[ImageChunk | LayerEnd]:
-    """Yields the messages. Raises ReaderStalled if their reader is slower than the rate."""
+def paced(messages: Iterator[MessageT], rate: MinimumRate | None) -> Iterator[MessageT]:
+    """Yields the messages, of which some have `data`. Raises ReaderStalled if their reader is
+    slower than the rate."""
     for message in messages:
         if rate is None:
             yield message
             continue
         with rate.waiting():
             yield message
-        rate.received(len(message.data) if isinstance(message, ImageChunk) else 0)
+        rate.received(len(getattr(message, "data", b"")))
         if rate.is_too_slow:
             raise ReaderStalled(
-                "the image is larger than this tenant's share of the memory (--image-memory, "
+                "this is larger than this tenant's share of the memory (--image-memory, "
                 f"--tenant-share): it has to be read within {LARGE_PULL_SECONDS:g} seconds",
                 subject="image_memory",
             )

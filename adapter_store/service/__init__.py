@@ -7,6 +7,7 @@ use_cases    all of them, made for one store
 registering  registrations: of sources that are fetched, and of uploads
 editing      changes of names that are recorded: delete, prune, rollback, pin
 reading      adapters, lists, versions and texts
+exporting    the files of a plain LoRA of an adapter, for other engines
 watching     the changes of names, while the watcher's announcement is renewed
 layouts      layouts: register, list, forget
 status       the state of this replica and of the catalog

@@ -11,6 +11,7 @@ from adapter_store.catalog.watch import Watch
 from adapter_store.images.precompile import Precompiler
 from adapter_store.images.pull import Pulls
 from adapter_store.images.share import Offers
+from adapter_store.images.stored_source import StoredSources
 from adapter_store.images.tiers.cache import ImageCache
 from adapter_store.images.tiers.disk_tier import TierCounts
 from adapter_store.metrics.registry import Metrics
@@ -19,6 +20,7 @@ from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.service.calls import Calls, Places
 from adapter_store.service.changes import Changes
 from adapter_store.service.editing import Editing
+from adapter_store.service.exporting import Exporting
 from adapter_store.service.layouts import LayoutRegistry
 from adapter_store.service.reading import Reading
 from adapter_store.service.registering import Registering
@@ -33,6 +35,7 @@ class UseCases:
     registering: Registering
     editing: Editing
     reading: Reading
+    exporting: Exporting
     watching: Watching
     layouts: LayoutRegistry
     pulls: Pulls
@@ -51,6 +54,7 @@ class UseCases:
 def make_use_cases(
     catalog: Catalog,
     registrar: Registrar,
+    sources: StoredSources,
     images: ImageCache,
     precompiler: Precompiler,
     watch: Watch,
@@ -85,6 +89,7 @@ def make_use_cases(
         Registering(calls, places, changes, registrar, policies, metrics),
         Editing(calls, catalog.names, changes, standing, policies, capacity),
         Reading(calls, catalog.names),
+        Exporting(calls, catalog.names, sources),
         Watching(watch, presence),
         LayoutRegistry(calls, catalog.layouts, catalog.servers, standing),
         pulls,

@@ -2,6 +2,7 @@
 
 async_store      calls of the adapter store
 store            the same for the blocking client, generated
+export           receives the files of an adapter
 async_inference  calls of the inference service
 inference        the same for the blocking client, generated
 """

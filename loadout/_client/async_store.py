@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from loadout import types
+from loadout._client.export import Export
 from loadout._rpc import calls, tasks
 from loadout._rpc.async_caller import AsyncCaller
 from loadout._rpc.async_stream import AsyncStream
@@ -112,6 +114,46 @@ class AsyncStoreCalls(AsyncCaller):
             NotFound: The store has no such adapter.
         """
         return await self._call(calls.get(ref), timeout_s)
+
+    async def export(
+        self,
+        ref: str,
+        folder: str | os.PathLike[str],
+        *,
+        max_bytes: int | None = None,
+        timeout_s: float | None = None,
+    ) -> types.Adapter:
+        """Writes an adapter into a new folder, as a plain LoRA in PEFT's format.
+
+        All modules have one rank, and their scales are folded into B, so that every engine that
+        reads PEFT's LoRA computes the same. The folder appears when every byte is checked.
+
+        Args:
+            ref: Reference, "[tenant/]name[@version]" or "sha256:<hex>".
+            folder: Folder to make.
+            max_bytes: Refuse an adapter whose files have more bytes. None: any.
+            timeout_s: Deadline of the call in seconds. None: the client's.
+
+        Returns:
+            The adapter that the reference pointed to.
+
+        Raises:
+            NotFound: The store has no such adapter.
+            FailedPrecondition: The adapter is more than a plain LoRA; the message names each part.
+            ResourceExhausted: The files have more than `max_bytes`.
+            DataLoss: Bytes fail their hash.
+            InvalidArgument: The folder exists.
+        """
+        files = await tasks.run(Export, Path(folder), max_bytes)
+        try:
+            call = calls.export(ref)
+            route = self._channels.route(call)
+            async with AsyncStream(route, call, self._attempts(timeout_s)) as messages:
+                async for message in messages:
+                    await tasks.run(files.add, message)
+            return await tasks.run(files.finish)
+        finally:
+            await tasks.run(files.close)
 
     async def list(
         self,

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from loadout import types
+from loadout._client.export import Export
 from loadout._rpc import calls, threads
 from loadout._rpc.caller import Caller
 from loadout._rpc.convert import from_store
@@ -113,6 +115,46 @@ class StoreCalls(Caller):
             NotFound: The store has no such adapter.
         """
         return self._call(calls.get(ref), timeout_s)
+
+    def export(
+        self,
+        ref: str,
+        folder: str | os.PathLike[str],
+        *,
+        max_bytes: int | None = None,
+        timeout_s: float | None = None,
+    ) -> types.Adapter:
+        """Writes an adapter into a new folder, as a plain LoRA in PEFT's format.
+
+        All modules have one rank, and their scales are folded into B, so that every engine that
+        reads PEFT's LoRA computes the same. The folder appears when every byte is checked.
+
+        Args:
+            ref: Reference, "[tenant/]name[@version]" or "sha256:<hex>".
+            folder: Folder to make.
+            max_bytes: Refuse an adapter whose files have more bytes. None: any.
+            timeout_s: Deadline of the call in seconds. None: the client's.
+
+        Returns:
+            The adapter that the reference pointed to.
+
+        Raises:
+            NotFound: The store has no such adapter.
+            FailedPrecondition: The adapter is more than a plain LoRA; the message names each part.
+            ResourceExhausted: The files have more than `max_bytes`.
+            DataLoss: Bytes fail their hash.
+            InvalidArgument: The folder exists.
+        """
+        files = threads.run(Export, Path(folder), max_bytes)
+        try:
+            call = calls.export(ref)
+            route = self._channels.route(call)
+            with Stream(route, call, self._attempts(timeout_s)) as messages:
+                for message in messages:
+                    threads.run(files.add, message)
+            return threads.run(files.finish)
+        finally:
+            threads.run(files.close)
 
     def list(
         self,

@@ -431,6 +431,12 @@ def _only_unanswered(request: Message) -> Callable[[Any | None], Message | None]
     return lambda last: request if last is None else None
 
 
+def export(ref: str) -> StreamCall[Any]:
+    request = build(store_pb.ExportAdapterRequest, ref=ref)
+    resume = _only_unanswered(request)
+    return StreamCall(Service.STORE, "ExportAdapter", request, lambda message: message, resume)
+
+
 def store_debug_info() -> StreamCall[types.DebugPart]:
     request = store_pb.GetDebugInfoRequest()
     resume = _only_unanswered(request)

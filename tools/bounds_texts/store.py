@@ -19,7 +19,7 @@ STORE_FIELDS: Sequence[Line] = (
         "test_malformed_and_long_texts_are_refused_by_field test_names_in_all_are_bounded",
     ),
     line(
-        "{GetAdapter,PinAdapter,UnpinAdapter}.ref",
+        "{GetAdapter,PinAdapter,UnpinAdapter,ExportAdapter}.ref",
         "a name with a version, or a digest",
         ANSWER,
         ACCOUNT,

@@ -55,6 +55,7 @@ ALLOWED = {
     "ListLayouts": OPERATORS,
     "ForgetLayout": {"root"},
     "PullAdapter": PULLERS,
+    "ExportAdapter": PULLERS,
     "GetText": PULLERS,
     "WatchAdapters": READERS,
     "GetStoreStatus": OPERATORS,
@@ -178,6 +179,12 @@ def get_text(house: House, client: Client, tenant: str) -> str:
     return "OK"
 
 
+def export_adapter(house: House, client: Client, tenant: str) -> str:
+    messages = client.stub.ExportAdapter(pb.ExportAdapterRequest(ref=f"{tenant}/kept"))
+    assert [message.WhichOneof("part") for message in messages][-1] == "trailer"
+    return "OK"
+
+
 def pull_adapter(house: House, client: Client, tenant: str) -> str:
     assert client.pull(house.digests[tenant], house.layout_id).is_whole
     return "OK"
@@ -220,6 +227,7 @@ ASK: dict[str, Callable[[House, Client, str], str]] = {
     "ListLayouts": list_layouts,
     "ForgetLayout": forget_layout,
     "PullAdapter": pull_adapter,
+    "ExportAdapter": export_adapter,
     "GetText": get_text,
     "WatchAdapters": watch_adapters,
     "GetStoreStatus": get_store_status,

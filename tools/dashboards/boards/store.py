@@ -9,7 +9,7 @@ from tools.dashboards.boards.places import places
 from tools.dashboards.panels import Panel, Query, lines, number, percentiles
 from tools.dashboards.queries import REPLICA, STORE, WHICH
 
-_STREAMS = "PullAdapter|WatchAdapters|UploadAdapter"
+_STREAMS = "PullAdapter|ExportAdapter|WatchAdapters|UploadAdapter"
 _FAILED = "instance:loadout_store_errors:ratio_rate5m"
 
 
