@@ -13,6 +13,7 @@ import mmap
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ RETRY_SECONDS = 1.0
 """How long a socket that did not answer is left alone."""
 LOG_SECONDS = 600.0
 """How often the log has a line of the same kind."""
+_DESCRIPTOR = struct.Struct("i")
 CHUNK_BYTES = 512 << 10
 """The bytes between two pauses of a paced pull, which fit a core's cache while they are hashed and
 copied."""
@@ -138,11 +140,14 @@ class ShareSocket:
     def _connect(self) -> tuple[socket.socket, bytes]:
         """Returns a connection and the id that it was greeted with. Raises OSError."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        deadline_s = time.monotonic() + ANSWER_SECONDS
         try:
             connection.settimeout(ANSWER_SECONDS)
             connection.connect(str(self._path))
             greeting = b""
             while len(greeting) < len(GREETING) + SHARE_ID_BYTES:
+                if time.monotonic() >= deadline_s:  # it comes byte by byte
+                    raise OSError("the greeting takes too long")
                 data = connection.recv(len(GREETING) + SHARE_ID_BYTES - len(greeting))
                 if not data:
                     raise OSError("the connection is closed")
@@ -238,9 +243,20 @@ def _receive(connection: socket.socket, header: ImageHeader) -> int:
         raise NotShared("refused")
     try:
         connection.sendall(header.share_ticket)
-        answer, files, _, _ = socket.recv_fds(connection, 1, 1)
+        # Not for programs that another thread starts meanwhile: recv_fds ignores its flags.
+        answer, given, _, _ = connection.recvmsg(
+            1, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+        )
     except OSError:
         raise NotShared("unreachable") from None
+    files = [
+        file
+        for level, kind, data in given
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (file,) in _DESCRIPTOR.iter_unpack(
+            data[: len(data) // _DESCRIPTOR.size * _DESCRIPTOR.size]
+        )
+    ]
     if answer == GIVEN and len(files) == 1:
         return files[0]
     for file in files:

@@ -30,6 +30,7 @@ from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.pulls.pull import ImageSink, PullDone, PullFailed, PullJob, PullOpened
 from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.errors import CorruptImage
+from inference_svc.store import shared_images
 from inference_svc.store.client import ImageClient
 from inference_svc.store.replicas import Replicas
 from inference_svc.store.shared_images import PullCall, ShareSocket
@@ -324,7 +325,15 @@ def impostor(path: Path, share_id: bytes, file: int):
             os.close(file)
 
 
-def test_files_of_an_impostor_are_not_believed(ready, receive, path, tmp_path):
+def test_files_of_an_impostor_are_not_believed(ready, receive, path, tmp_path, monkeypatch):
+    """Nor does a program that another thread starts have them."""
+    mapped, inherited = shared_images._map, []
+
+    def note(file: int, num_bytes: int) -> mmap.mmap:
+        inherited.append(os.get_inheritable(file))
+        return mapped(file, num_bytes)
+
+    monkeypatch.setattr(shared_images, "_map", note)
     store, key, data = ready()
     connection, share_id = greeted(path)
     connection.close()
@@ -349,6 +358,8 @@ def test_files_of_an_impostor_are_not_believed(ready, receive, path, tmp_path):
     receiver = receive(store.running.grpc_address, path)
     with impostor(path, share_id, lie), pytest.raises(CorruptImage, match="sha256"):
         receiver.pull(*key)
+    assert inherited
+    assert not any(inherited)
 
 
 class LyingCall:
