@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := loadout contract servicekit adapter_store inference_svc kernels tests bench fuzz tools deploy examples setup.py
+SOURCES := loadout contract servicekit adapter_store inference_svc kernels tests bench fuzz tools deploy examples integrations setup.py
 PROTOS := $(shell find protos -name '*.proto')
 PYTHON_NEEDED = $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 # Processes that tests run in, each of a file's in one. On two cores one computes while others wait for
@@ -17,7 +17,7 @@ PROMETHEUS := .tools/.prometheus
 # OpenAI's client for Node, with the hashes of its lock file.
 NODE_CLIENT := .tools/openai-node/node_modules/.package-lock.json
 
-.PHONY: demo chat up test check-artifacts durations test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site constraints audit dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl test-agents
+.PHONY: demo chat up test check-artifacts durations test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site constraints audit dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl test-agents test-vllm
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -35,11 +35,11 @@ export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --numprocesses
 
 test: $(VENV)/.installed-dev $(PROMETHEUS)
-	$(BIN)/python -m pytest -q --forked-workers $(TEST_WORKERS) --junitxml build/junit.xml -m "not artifacts and not long and not containers and not trl and not agents"
+	$(BIN)/python -m pytest -q --forked-workers $(TEST_WORKERS) --junitxml build/junit.xml -m "not artifacts and not long and not containers and not trl and not agents and not vllm"
 
 # Tests that start no process, for the inner loop: of a large matrix every fifth cell (tests/support/pairs.py).
 test-unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q --forked-workers $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl and not agents"
+	$(BIN)/python -m pytest -q --forked-workers $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl and not agents and not vllm"
 
 # Tests of the wheel, the site and the tables of sizes and of a GPU step's costs, the GPU run and kernels
 # through Triton's interpreter, and kernels compiled for devices.
@@ -49,7 +49,7 @@ check-artifacts: $(VENV)/.installed-dev
 # Heavier proof: run it in full before an issue is closed.
 test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
 	$(PYTEST) $(TEST_WORKERS) -m long
-	$(PYTEST) $(TEST_WORKERS) --hypothesis-profile long -m "hypothesis and not containers and not trl and not agents"
+	$(PYTEST) $(TEST_WORKERS) --hypothesis-profile long -m "hypothesis and not containers and not trl and not agents and not vllm"
 
 # Trainers and evaluations of others, as they are published, against real services; and vLLM and
 # transformers, in an environment of their own, with the checkpoints that we write.
@@ -61,6 +61,12 @@ test-trl: $(VENV)/.installed-trl
 # services. Installs Node from Debian's packages, as root, if there is none.
 test-agents: $(VENV)/.installed-agents $(NODE_CLIENT)
 	$(BIN)/python -m pytest -q --numprocesses 0 -m agents tests/agents
+
+# vLLM's CPU build, as it is published, with the adapter store under it.
+test-vllm: $(VENV)/.installed-dev
+	$(BIN)/python -m bench.peers.install vllm
+	.bench/vllm/bin/python -m pip install --quiet ./integrations/vllm
+	$(BIN)/python -m pytest -q --numprocesses 0 -m vllm tests/integrations
 
 # The container images as pods of a cluster of one node. Installs Podman and what else it needs from
 # Debian's packages, as root, and keeps images under .tools: some gigabytes, and half an hour at first.

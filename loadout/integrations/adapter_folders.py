@@ -1,0 +1,169 @@
+"""Adapters of the store as folders of plain LoRAs, for an engine on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadout import types
+from loadout.aio import AsyncClient
+from loadout.errors import FailedPrecondition, ResourceExhausted
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 3600.0
+"""How long a folder stays after its last use: engines read it again for requests that still run."""
+MAX_EXPORTS = 4
+"""Exports at once."""
+EXPORT_SECONDS = 900.0
+"""How long an export may take."""
+LOCK = "lock"
+_OWN = re.compile(r"\.?[0-9a-f]{64}(\.|$)")
+"""Folders of adapters, complete or not."""
+
+
+@dataclass(slots=True)
+class _Folder:
+    path: Path
+    num_bytes: int
+    released_s: float
+
+
+class AdapterFolders:
+    """Folders by digest under `root`, which this process alone uses. For one event loop.
+
+    A folder is held from `take` to `release`, any number of times, and `GRACE_SECONDS` longer.
+    Others are removed, the longest unused first, when new ones need their bytes.
+
+    Raises FailedPrecondition if another process uses the root.
+    """
+
+    def __init__(self, client: AsyncClient, root: Path, max_bytes: int) -> None:
+        self._client = client
+        self._root = root.absolute()
+        self._max_bytes = max_bytes
+        self._folders: dict[str, _Folder] = {}
+        self._holders: Counter[str] = Counter()
+        self._exports: dict[str, asyncio.Task[_Folder]] = {}
+        self._places = asyncio.Semaphore(MAX_EXPORTS)
+        self._lock = _lock(self._root)
+        for left in self._root.iterdir():
+            if _OWN.match(left.name):
+                shutil.rmtree(left)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(folder.num_bytes for folder in self._folders.values())
+
+    def path_of(self, digest: str) -> Path:
+        """Returns the path of an adapter's folder, which may not be there."""
+        return self._root / digest.removeprefix("sha256:")
+
+    def has_path(self, path: str) -> bool:
+        """Returns whether a path is of a folder of an adapter, now or before."""
+        return Path(path).parent == self._root
+
+    async def take(self, digest: str) -> Path:
+        """Returns the folder of an adapter's plain LoRA, and holds it. Callers of one digest share
+        its export.
+
+        Raises NotFound, FailedPrecondition for an adapter that is more than a plain LoRA,
+        ResourceExhausted if it does not fit beside the held ones, and as the client.
+        """
+        self._holders[digest] += 1
+        try:
+            folder = self._folders.get(digest)
+            if folder is None:
+                export = self._exports.get(digest)
+                if export is None:
+                    export = asyncio.create_task(self._export(digest))
+                    self._exports[digest] = export
+                    export.add_done_callback(lambda _: self._exports.pop(digest, None))
+                folder = await asyncio.shield(export)
+            return folder.path
+        except BaseException:
+            self.release(digest)
+            raise
+
+    def release(self, digest: str) -> None:
+        """Ends one hold."""
+        self._holders[digest] -= 1
+        if self._holders[digest] <= 0:
+            del self._holders[digest]
+            if digest in self._folders:
+                self._folders[digest].released_s = time.monotonic()
+
+    async def close(self) -> None:
+        """Ends exports, and lets other processes use the root. The folders stay."""
+        exports = list(self._exports.values())
+        for export in exports:
+            export.cancel()
+        await asyncio.gather(*exports, return_exceptions=True)
+        os.close(self._lock)
+
+    async def _export(self, digest: str) -> _Folder:
+        async with self._places:
+            path = self.path_of(digest)
+            start_s = time.monotonic()
+            await self._client.export(
+                digest, path, max_bytes=self._max_bytes, timeout_s=EXPORT_SECONDS
+            )
+            num_bytes = sum(each.stat().st_size for each in path.iterdir())
+            try:
+                await self._make_room(num_bytes)
+            except BaseException:
+                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+                raise
+            folder = self._folders[digest] = _Folder(path, num_bytes, time.monotonic())
+            seconds = round(time.monotonic() - start_s, 3)
+            logger.info("adapter %s: %d bytes in %s s", digest, num_bytes, seconds)
+            return folder
+
+    async def _make_room(self, num_bytes: int) -> None:
+        """Removes folders that nobody holds. Raises ResourceExhausted."""
+        before_s = time.monotonic() - GRACE_SECONDS
+        free = [
+            (folder.released_s, digest)
+            for digest, folder in self._folders.items()
+            if not self._holders[digest] and folder.released_s <= before_s
+        ]
+        for _, digest in sorted(free):
+            if self.used_bytes + num_bytes <= self._max_bytes:
+                break
+            removed = self._folders.pop(digest)
+            await asyncio.to_thread(shutil.rmtree, removed.path, ignore_errors=True)
+        if self.used_bytes + num_bytes > self._max_bytes:
+            raise ResourceExhausted(
+                f"{num_bytes} bytes do not fit beside the adapters in use: {self.used_bytes} of "
+                f"{self._max_bytes} bytes (LOADOUT_CACHE_BYTES) are taken",
+                subject="LOADOUT_CACHE_BYTES",
+            )
+
+
+def _lock(root: Path) -> int:
+    """Returns the descriptor of the root's lock."""
+    root.mkdir(parents=True, exist_ok=True)
+    file = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise FailedPrecondition(f"another process uses {root}", subject="LOADOUT_CACHE") from None
+    return file
+
+
+def is_named_by(ref: str, event: types.AdapterEvent) -> bool:
+    """Returns whether a reference may mean the adapter of an event: a name without a tenant is of
+    any."""
+    if ref.startswith("sha256:"):
+        return ref == event.digest
+    name = ref.partition("@")[0]
+    return name == event.name or ("/" not in name and name == event.name.rpartition("/")[2])
