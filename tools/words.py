@@ -23,13 +23,13 @@ from tools.syntax import walk
 
 PACKAGES = (
     *("loadout", "contract", "servicekit", "adapter_store", "inference_svc", "kernels"),
-    *("tools", "bench", "fuzz", "tests", "deploy", "examples"),
+    *("tools", "bench", "fuzz", "tests", "deploy", "examples", "integrations"),
 )
 BUILT = ("build", "dist")
 FOR_USERS = (
     *("README.md", "docs/index.md", "docs/installation.md", "docs/python.md", "docs/http.md"),
     *("docs/adapters.md", "docs/models.md", "docs/trainers.md", "docs/routing.md"),
-    "docs/agents.md",
+    *("docs/agents.md", "docs/engines.md"),
     *("docs/kubernetes.md", "docs/security.md", "docs/supply-chain.md"),
     *("docs/operations/sizing.md", "docs/operations/runbook.md", "docs/operations/backup.md"),
     *("docs/operations/upgrades.md", "docs/observability/dashboards.md"),

@@ -39,9 +39,11 @@ ELSEWHERE = {
     "--no-owner", "--dbname", "--env-file", "--build", "--config-yaml",
     "--index-url", "--constraint", "--no-deps", "--upgrade", "--require-hashes", "--requirement",
     "--no-require-hashes", "--rm",
+    # Of vLLM.
+    "--enable-lora", "--max-lora-rank",
     # Of modules that are run with `python -m`; their own --help names them.
     "--device-memory", "--rank", "--systems", "--help", "--help-all", "--cert", "--key", "--pid",
-    "--ca", "--server-name", "--service", "--timeout",
+    "--ca", "--server-name", "--service", "--timeout", "--engine", "--filter", "--max-adapters",
 }  # fmt: skip
 
 
