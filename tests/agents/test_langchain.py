@@ -25,16 +25,26 @@ def model(request: pytest.FixtureRequest, url: str) -> ChatOpenAI:
         temperature=0,
         max_tokens=flow.MAX_TOKENS,
         max_retries=0,
+        reasoning_effort="none",  # a small model may not end its thoughts
         use_responses_api=request.param,
     )
 
 
-@wrap_model_call
-def first_both_tools(request: Any, handler: Any) -> Any:
+def choice_of(request: Any) -> str:
     """Lets the model call one tool, then the other, and answer then."""
     num_answers = sum(isinstance(each, AIMessage) for each in request.messages)
-    choice = ("get_weather", "get_time", "none")[num_answers]
-    return handler(request.override(tool_choice=choice))
+    return ("get_weather", "get_time", "none")[num_answers]
+
+
+@wrap_model_call
+def first_both_tools(request: Any, handler: Any) -> Any:
+    return handler(request.override(tool_choice=choice_of(request)))
+
+
+@wrap_model_call
+def first_both_tools_with_a_form(request: Any, handler: Any) -> Any:
+    """The agent has no choice of tools with a form, but passes the model's settings on."""
+    return handler(request.override(model_settings={"tool_choice": choice_of(request)}))
 
 
 def asked(suffix: str = "") -> dict[str, Any]:
@@ -80,3 +90,16 @@ def test_answers_with_a_type(model: ChatOpenAI) -> None:
         agent = create_agent(model, tools, response_format=strategy)
         done = agent.invoke(asked(f" {flow.ASK_FOR_JSON}"), {"recursion_limit": 8})
         assert isinstance(done["structured_response"], flow.Weather)
+
+
+def test_an_answer_with_a_type_follows_calls(model: ChatOpenAI) -> None:
+    """The form goes with the tools in each request."""
+    agent = create_agent(
+        model,
+        list(flow.TOOLS),
+        response_format=ProviderStrategy(flow.Weather),
+        middleware=[first_both_tools_with_a_form],
+    )
+    done = agent.invoke(asked(f" {flow.ASK_FOR_JSON}"))
+    assert isinstance(done["structured_response"], flow.Weather)
+    flow.check_called("get_weather", "get_time")

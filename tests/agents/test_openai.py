@@ -115,3 +115,26 @@ def test_answers_with_a_type(client: openai.OpenAI) -> None:
         model=flow.ADAPTER, input=messages, text_format=flow.Weather, temperature=0
     ) as stream:
         assert stream.get_final_response().output_parsed == response.output_parsed
+
+
+def test_an_answer_has_a_type_or_calls(client: openai.OpenAI) -> None:
+    """Tools and a form in one request: each is valid, and required calls leave the form out."""
+    messages: list[Any] = [{"role": "user", "content": f"{flow.QUESTION} {flow.ASK_FOR_JSON}"}]
+    options: dict[str, Any] = {
+        "model": flow.ADAPTER,
+        "max_tokens": flow.MAX_TOKENS,
+        "messages": messages,
+        "tools": [{"type": "function", "function": each} for each in FUNCTIONS],
+        "response_format": flow.Weather,
+    }
+    for seed, choice in enumerate(("required", "auto", "auto", "auto")):
+        done = client.chat.completions.parse(
+            tool_choice=choice, seed=seed, temperature=1.5, **options
+        )
+        message = done.choices[0].message
+        if message.tool_calls:
+            call(message.tool_calls[0].function.name, message.tool_calls[0].function.arguments)
+        else:
+            assert isinstance(message.parsed, flow.Weather)
+        assert bool(message.tool_calls) or choice == "auto"
+    assert flow.CALLED

@@ -16,6 +16,7 @@ from agents import (
 )
 from agents.result import RunResultBase
 from openai import AsyncOpenAI
+from openai.types.shared import Reasoning
 
 from tests.agents import flow
 
@@ -25,7 +26,13 @@ MODELS = (OpenAIChatCompletionsModel, OpenAIResponsesModel)
 
 
 def settings(choice: str | None = None) -> ModelSettings:
-    return ModelSettings(temperature=0, max_tokens=flow.MAX_TOKENS, tool_choice=choice)
+    """A small model may not end its thoughts."""
+    return ModelSettings(
+        temperature=0,
+        max_tokens=flow.MAX_TOKENS,
+        tool_choice=choice,
+        reasoning=Reasoning(effort="none"),
+    )
 
 
 async def run(agent: Agent, asked: Any, *, is_streamed: bool = False) -> RunResultBase:
@@ -62,19 +69,25 @@ def test_a_flow_with_two_tools(kind: type[Model], is_streamed: bool, url: str) -
     flow.run(url, use)
 
 
+@pytest.mark.parametrize("has_tools", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_answer_with_a_type(kind: type[Model], url: str) -> None:
+def test_an_answer_with_a_type(kind: type[Model], has_tools: bool, url: str) -> None:
+    """Alone, and after a call of a tool: the SDK sends its form with the tools each time."""
+
     async def use(client: AsyncOpenAI) -> None:
         agent = Agent(
             name="guide",
             instructions=flow.ASK_FOR_JSON,
+            tools=[function_tool(each) for each in flow.TOOLS] if has_tools else [],
             output_type=flow.Weather,
             model=kind(flow.ADAPTER, client),
-            model_settings=settings(),
+            model_settings=settings("get_weather" if has_tools else None),
         )
         for is_streamed in (False, True):
+            flow.CALLED.clear()
             result = await run(agent, flow.QUESTION, is_streamed=is_streamed)
             assert isinstance(result.final_output, flow.Weather)
+            assert [name for name, _ in flow.CALLED[:1]] == ["get_weather"] * has_tools
 
     flow.run(url, use)
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from pydantic_ai import Agent, ModelSettings, NativeOutput, RunContext
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai import Agent, NativeOutput, RunContext
+from pydantic_ai.models.openai import (
+    OpenAIChatModel,
+    OpenAIChatModelSettings,
+    OpenAIResponsesModel,
+)
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.agents import flow
@@ -15,15 +19,18 @@ from tests.agents import flow
 pytestmark = [pytest.mark.agents, pytest.mark.processes]
 
 MODELS = (OpenAIChatModel, OpenAIResponsesModel)
-SETTINGS = ModelSettings(temperature=0, max_tokens=flow.MAX_TOKENS)
+SETTINGS = OpenAIChatModelSettings(
+    temperature=0, max_tokens=flow.MAX_TOKENS, openai_reasoning_effort="none"
+)
+"""A small model may not end its thoughts."""
 
 
-def first_both_tools(context: RunContext[None]) -> ModelSettings:
+def first_both_tools(context: RunContext[None]) -> OpenAIChatModelSettings:
     """Returns the settings of each of the model's answers: it calls one tool, then the other."""
     names = {1: "get_weather", 2: "get_time"}
     name = names.get(context.run_step)
     choice: Any = [name] if name else "none"
-    return ModelSettings(**SETTINGS, tool_choice=choice)
+    return OpenAIChatModelSettings(**SETTINGS, tool_choice=choice)
 
 
 def agent_of(kind: Any, client: AsyncOpenAI, **options: Any) -> Agent[None, Any]:
@@ -52,7 +59,8 @@ def test_a_flow_with_two_tools(kind: Any, is_streamed: bool, url: str) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_answers_with_a_type(kind: Any, is_streamed: bool, url: str) -> None:
-    """As the call of a tool, which may stand beside others and is required, and as a form."""
+    """As the call of a tool, which may stand beside others and is required; and as a form, alone
+    and with tools."""
 
     async def use(client: AsyncOpenAI) -> None:
         called = agent_of(kind, client, tools=flow.TOOLS, output_type=flow.Weather)
@@ -61,5 +69,16 @@ def test_answers_with_a_type(kind: Any, is_streamed: bool, url: str) -> None:
         )
         for agent in (called, formed):
             assert isinstance(await run(agent, is_streamed=is_streamed), flow.Weather)
+        flow.CALLED.clear()
+        both = agent_of(
+            kind,
+            client,
+            tools=flow.TOOLS,
+            output_type=NativeOutput(flow.Weather),
+            instructions=flow.ASK_FOR_JSON,
+            model_settings=first_both_tools,
+        )
+        assert isinstance(await run(both, is_streamed=is_streamed), flow.Weather)
+        flow.check_called("get_weather", "get_time")
 
     flow.run(url, use)
