@@ -46,6 +46,36 @@ ELSEWHERE = (
     ),
     Elsewhere(r"docs/installation.md: loadout demo", "tests/tools/test_wheel.py", '"demo", "--req'),
     Elsewhere(
+        r"docs/engines.md: pip install .*",
+        "Makefile",
+        "pip install --quiet ./integrations/vllm",
+        "a network; the other package is installed in the same way",
+    ),
+    Elsewhere(
+        r"docs/engines.md: export .*",
+        "tests/integrations/test_sglang.py",
+        '"LOADOUT_STORE": store',
+        "variables of one process",
+    ),
+    Elsewhere(
+        r"docs/engines.md: vllm serve .*",
+        "tests/integrations/test_real_vllm.py",
+        '"vllm.entrypoints.openai.api_server"',
+        "the module of this command, for `make test-vllm`",
+    ),
+    Elsewhere(
+        r"docs/engines.md: python -m loadout_sglang .*",
+        "tests/integrations/test_sglang.py",
+        '"-m", "loadout_sglang"',
+        "a store and an engine of its own",
+    ),
+    Elsewhere(
+        r"docs/engines.md: curl .*",
+        "tests/integrations/test_sglang.py",
+        '}/adapters"',
+        "Python in place of curl",
+    ),
+    Elsewhere(
         r"docs/supply-chain.md: pip install .*",
         "tests/tools/test_constraints.py",
         "*install.hashed(project / CONSTRAINTS)",

@@ -95,6 +95,7 @@ PROGRAMS = {
     "pg_dump",
     "pg_restore",
     "pip",
+    "vllm",
 }
 """Programs that this machine may not have."""
 TOOLS = {".", "cat", "cd", "cp", "curl", "export", "grep", "mkdir", "printf", "sed", "umask"}

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,9 +26,11 @@ from loadout import AsyncClient
 from loadout.integrations.adapter_folders import AdapterFolders
 from tests.support.store.adapters import BASE_MODEL, save_adapter
 from tests.support.store.served import Served
+from tests.support.wait import until
 
 pytestmark = [pytest.mark.processes]
 
+ROOT = Path(__file__).parents[2]
 WAIT_S = 20.0
 KEY = "secret"
 
@@ -208,3 +214,27 @@ def test_the_table_tells_callers_the_name_to_ask_for() -> None:
     assert found["default/french"]["model"] == "default/french@2"
     assert found["default/dora"]["model"] is None
     assert found["default/dora"]["error"]
+
+
+def test_the_program_follows_its_filter_until_it_is_asked_to_end(
+    store: Served, engines: Engines, tmp_path: Path
+) -> None:
+    store.client.register("french", save_adapter(tmp_path / "v1"), labels={"stage": "live"})
+    store.client.register("draft", save_adapter(tmp_path / "v2", seed=2))
+    variables = {
+        "LOADOUT_STORE": store.running.grpc_address,
+        "LOADOUT_CACHE": str(tmp_path / "cache"),
+        "LOADOUT_BASE_MODEL": BASE_MODEL,
+        "SGLANG_API_KEY": KEY,
+        "PYTHONPATH": str(ROOT / "integrations" / "sglang"),
+    }
+    flags = ["--engine", engines.url, "--filter", "label.stage=live", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "loadout_sglang", *flags], env={**os.environ, **variables}, cwd=ROOT
+    ) as program:
+        try:
+            until(lambda: "default/french@1" in engines.loaded)
+        finally:
+            program.send_signal(signal.SIGTERM)
+        assert program.wait(WAIT_S) == 0
+    assert set(engines.loaded) == {"default/french@1"}
