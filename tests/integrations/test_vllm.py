@@ -21,7 +21,7 @@ from loadout import AsyncClient, errors
 from loadout.integrations import adapter_folders
 from loadout.integrations.adapter_folders import AdapterFolders
 from loadout.integrations.following import follow
-from tests.support.store.adapters import BASE_MODEL, save_adapter
+from tests.support.store.adapters import BASE_MODEL, LAYERS, random_tensors, save_adapter
 from tests.support.store.served import Served
 
 pytestmark = [pytest.mark.processes]
@@ -91,7 +91,7 @@ class House:
         self.folders = AdapterFolders(self.client, root, max_bytes)
         self.models = Models()
         self.resolver = Resolver(
-            self.client, self.folders, self.models, Request, (BASE_MODEL,), max_rank=8
+            self.client, self.folders, self.models, Request, (BASE_MODEL,), 8, LAYERS
         )
         self.models.resolver = self.resolver
         self.following = asyncio.create_task(follow(self.client, self.resolver.changed))
@@ -176,12 +176,18 @@ def test_refusals_name_their_reason_and_leave_nothing(store: Served, tmp_path: P
     client.register("alora", save_adapter(tmp_path / "alora", alora_invocation_tokens=[3]))
     client.register("high", save_adapter(tmp_path / "high", rank=16))
     client.register("other", save_adapter(tmp_path / "other"), base_model="org/other")
+    first = random_tensors({"model.layers.0.self_attn.q_proj": 4})
+    deep = {
+        name.replace("layers.0", f"layers.{LAYERS}"): each.clone() for name, each in first.items()
+    }
+    client.register("deep", save_adapter(tmp_path / "deep", tensors=first | deep))
 
     async def test(house: House) -> None:
         for name, reason in (
             ("alora", "aLoRA"),
             ("high", "--max-lora-rank"),
             ("other", "org/other"),
+            ("deep", f"changes layer {LAYERS}; .* layers 0 to {LAYERS - 1}"),
         ):
             with pytest.raises(errors.FailedPrecondition, match=reason):
                 await house.models.ask(name)

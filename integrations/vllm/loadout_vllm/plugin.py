@@ -88,6 +88,7 @@ class LoadoutEndpoint:
             LoRARequest,
             settings.base_models or (*served, str(args.model)),
             lora.max_lora_rank,
+            state.vllm_config.model_config.get_total_num_hidden_layers(),
         )
         models.load_lora_adapter = models.unload_lora_adapter = _refuse
         # Held by the plugin, and so by the application, until the process ends.

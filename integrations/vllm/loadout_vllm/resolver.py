@@ -14,8 +14,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import safe_open
+
+from contract.adapter_files import WEIGHTS_FILE
 from contract.base_model_names import may_mean
 from loadout import types
 from loadout.aio import AsyncClient
@@ -65,6 +69,7 @@ class Resolver:
         make_request: Makes requests of vLLM's.
         base_models: Names of the model that vLLM serves.
         max_rank: The highest rank that vLLM takes.
+        num_layers: The number of the model's layers.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Resolver:
         make_request: MakeRequest,
         base_models: Collection[str],
         max_rank: int,
+        num_layers: int,
     ) -> None:
         self._client = client
         self._folders = folders
@@ -82,6 +88,7 @@ class Resolver:
         self._make_request = make_request
         self._base_models = base_models
         self._max_rank = max_rank
+        self._num_layers = num_layers
         self._digests: dict[str, str] = {}
         """The digest whose folder each followed name holds; "" while it is resolved."""
 
@@ -148,6 +155,11 @@ class Resolver:
         """Returns a request for an adapter, whose folder the name holds from now on."""
         self._check(adapter)
         path = await self._folders.take(adapter.digest)
+        try:
+            await asyncio.to_thread(self._check_layers, adapter, path)
+        except BaseException:
+            self._folders.release(adapter.digest)
+            raise
         held = self._digests.get(name)
         self._digests[name] = adapter.digest
         if held:
@@ -172,6 +184,19 @@ class Resolver:
                 subject="rank",
             )
 
+    def _check_layers(self, adapter: types.Adapter, folder: Path) -> None:
+        """Raises FailedPrecondition for a layer that the model lacks: vLLM would drop it without a
+        word, and answer with the others."""
+        with safe_open(folder / WEIGHTS_FILE, framework="np") as file:
+            layers = {_layer_of(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        highest = max(layers)
+        if highest >= self._num_layers:
+            raise FailedPrecondition(
+                f"{adapter.name} changes layer {highest}; this server's model has layers 0 to "
+                f"{self._num_layers - 1}",
+                subject="layer",
+            )
+
     def _remove(self, name: str) -> None:
         self._models.lora_requests.pop(name, None)
         self._forget(name)
@@ -180,3 +205,9 @@ class Resolver:
         held = self._digests.pop(name, "")
         if held:
             self._folders.release(held)
+
+
+def _layer_of(name: str) -> int:
+    """Returns the number of a tensor's layer, which is the first number in its name; -1 if it is in
+    no layer."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
