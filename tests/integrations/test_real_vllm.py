@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import subprocess
 import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,7 @@ PROMPT = [5 + 7 * index % 480 for index in range(300)]
 """Longer than a block of vLLM's prefix cache."""
 NUM_TOKENS = 16
 READY_S = 600.0
+NUM_TIMES = 5
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 APPLIED: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -61,10 +66,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def make_model() -> Any:
+def make_model(**sizes: int) -> Any:
     """A model in fp32 whose answers do not repeat themselves."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}, tie_word_embeddings=False)).eval()
     for weight in model.parameters():
         if weight.dim() == 2:
             torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5)
@@ -78,11 +83,16 @@ def tokens_of(model: Any) -> list[int]:
     return found[0, len(PROMPT) :].tolist()
 
 
-def train(folder: Path, seed: int = 1, **options: Any) -> list[int]:
-    """Saves a random adapter; returns the tokens that PEFT computes with it."""
+def train(
+    folder: Path, seed: int = 1, sizes: Mapping[str, int] | None = None, **options: Any
+) -> list[int]:
+    """Saves a random adapter, of a model with other sizes if there are some; returns the tokens
+    that PEFT computes with it."""
     fields = {"r": 8, "lora_alpha": 16, "target_modules": LINEAR, "task_type": "CAUSAL_LM"}
     with warnings.catch_warnings(action="ignore"):
-        adapted = peft.get_peft_model(make_model(), peft.LoraConfig(**{**fields, **options}))
+        adapted = peft.get_peft_model(
+            make_model(**sizes or {}), peft.LoraConfig(**{**fields, **options})
+        )
         torch.manual_seed(seed)
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -97,6 +107,8 @@ class Vllm:
 
     url: str
     client: loadout.Client
+    model: Path
+    """The folder of its base model."""
 
     def post(self, route: str, **body: Any) -> tuple[int, dict[str, Any]]:
         data = json.dumps(body).encode()
@@ -109,20 +121,28 @@ class Vllm:
             with error:
                 return error.code, json.load(error)
 
-    def complete(self, model: str) -> tuple[int, dict[str, Any]]:
+    def load(self, **adapter: str) -> None:
+        """Loads a folder, as vLLM does without the plugin: it answers with a sentence."""
+        data = json.dumps(adapter).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + "/v1/load_lora_adapter", data, headers)
+        with urllib.request.urlopen(request, timeout=120) as response:
+            assert response.status == 200
+
+    def complete(self, model: str, num_tokens: int = NUM_TOKENS) -> tuple[int, dict[str, Any]]:
         return self.post(
             "/v1/completions",
             model=model,
             prompt=PROMPT,
-            max_tokens=NUM_TOKENS,
+            max_tokens=num_tokens,
             temperature=0.0,
             ignore_eos=True,
             return_token_ids=True,
         )
 
-    def tokens(self, model: str) -> tuple[str, list[int]]:
+    def tokens(self, model: str, num_tokens: int = NUM_TOKENS) -> tuple[str, list[int]]:
         """Returns the answering adapter's name, and the tokens."""
-        status, answer = self.complete(model)
+        status, answer = self.complete(model, num_tokens)
         assert status == 200, answer
         return answer["model"], answer["choices"][0]["token_ids"]
 
@@ -133,41 +153,57 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
     model = tokenizers.save(tokenizers.byte_level(), folder / "model", "")
     make_model().save_pretrained(model)
     make_data_folder(folder / "data")
-    with serving(folder) as start, socket.socket() as probe:
+    with serving(folder) as start:
         store: Served = start()
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
+        settings = {
             "VLLM_PLUGINS": "loadout",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
             "LOADOUT_STORE": store.running.grpc_address,
             "LOADOUT_CACHE": str(folder / "cache"),
             "LOADOUT_BASE_MODEL": "org/base",
         }
-        command = [str(python_of("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(model), "--served-model-name", "base", "--port", str(port)]
-        command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
-        command += ["--max-model-len", "512", "--max-num-seqs", "4", "--enable-lora"]
-        command += ["--max-loras", "2", "--max-lora-rank", "16"]
-        log = (folder / "vllm.log").open("w")
+        with (
+            vllm_server(model, folder / "vllm.log", settings) as url,
+            loadout.Client(store=store.running.grpc_address) as client,
+        ):
+            yield Vllm(url, client, model)
+
+
+@contextmanager
+def vllm_server(model: Path, log_file: Path, settings: Mapping[str, str]) -> Iterator[str]:
+    """Runs vLLM with a model; gives its URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # More may wait actively for each other on a busy machine.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [str(python_of("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", "base", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "512", "--max-num-seqs", "4", "--enable-lora"]
+    command += ["--max-loras", "2", "--max-lora-rank", "16"]
+    with log_file.open("w") as log:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=log_file.parent,
+            env={**environment, **settings},
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            wait_ready(url, process, folder / "vllm.log")
-            with loadout.Client(store=store.running.grpc_address) as client:
-                yield Vllm(url, client)
+            wait_ready(url, process, log_file)
+            yield url
         finally:
             process.terminate()
             process.wait(60)
-            log.close()
 
 
 def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -191,6 +227,11 @@ def until(seconds: float, is_so: Callable[[], bool]) -> float:
     return time.monotonic() - start_s
 
 
+def refuses(vllm: Vllm, name: str, reason: str) -> None:
+    status, answer = vllm.complete(name)
+    assert (status, reason in answer["error"]["message"]) == (400, True), (name, answer)
+
+
 def test_every_kind_is_applied_with_pefts_tokens_or_refused_by_name(
     vllm: Vllm, tmp_path: Path
 ) -> None:
@@ -204,21 +245,19 @@ def test_every_kind_is_applied_with_pefts_tokens_or_refused_by_name(
     for name, (options, reason) in REFUSED.items():
         train(tmp_path / name, **options)
         vllm.client.register(name, tmp_path / name, base_model="org/base")
-        status, answer = vllm.complete(name)
-        assert (status, reason in answer["error"]["message"]) == (400, True), (name, answer)
+        refuses(vllm, name, reason)
+    train(tmp_path / "deep", sizes={"num_hidden_layers": 6})
+    vllm.client.register("deep", tmp_path / "deep", base_model="org/base")
+    refuses(vllm, "deep", "changes layer 5")
     assert vllm.complete("nothing")[0] == 404
 
 
 def test_a_new_version_is_served_without_a_restart_and_never_a_stale_prefix(
-    vllm: Vllm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    vllm: Vllm, tmp_path: Path
 ) -> None:
     answers = [train(tmp_path / f"v{seed}", seed) for seed in (1, 2, 3)]
-    start_s = time.monotonic()
     vllm.client.register("french", tmp_path / "v1", base_model="org/base")
-    registered_s = time.monotonic()
     assert vllm.tokens("french") == ("default/french@1", answers[0])
-    first_s = time.monotonic()
-    seconds = [first_s - start_s, first_s - registered_s]
     for version in (2, 3):
         assert vllm.tokens("french")[1] == answers[version - 2]  # its prefix is cached
         vllm.client.register("french", tmp_path / f"v{version}", base_model="org/base")
@@ -228,16 +267,58 @@ def test_a_new_version_is_served_without_a_restart_and_never_a_stale_prefix(
             seen.append(vllm.tokens("french"))
             return seen[-1][0].endswith(f"@{version}")
 
-        seconds.append(until(10.0, is_current))
+        until(30.0, is_current)
         for name, tokens in seen:  # each answer is of the version that it names
             assert tokens == answers[int(name.partition("@")[2]) - 1], name
     vllm.client.rollback("french", 1)
-    until(10.0, lambda: vllm.tokens("french") == ("default/french@1", answers[0]))
+    until(30.0, lambda: vllm.tokens("french") == ("default/french@1", answers[0]))
     assert vllm.tokens("french@2") == ("default/french@2", answers[1])
     vllm.client.delete("french")
-    until(10.0, lambda: vllm.complete("french")[0] == 404)
+    until(30.0, lambda: vllm.complete("french")[0] == 404)
+
+
+def test_how_long_an_adapter_takes_to_its_first_token(
+    vllm: Vllm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prints it beside vLLM's own loading of the same folders, by a server without the store. That
+    one reads a folder that a trainer wrote, unchecked."""
+    folders = [tmp_path / f"v{seed}" for seed in range(NUM_TIMES)]
+    firsts = [train(folder, seed)[:1] for seed, folder in enumerate(folders)]
+    seconds: dict[str, list[float]] = defaultdict(list)
+
+    def measure(name: str, act: Callable[[], object]) -> None:
+        start_s = time.monotonic()
+        act()
+        seconds[name].append(time.monotonic() - start_s)
+
+    def answer(server: Vllm, model: str, name: str, first: list[int]) -> None:
+        assert server.tokens(model, 1) == (name, first)
+
+    def switch(version: int, first: list[int]) -> None:
+        until(30.0, lambda: vllm.tokens("moving", 1) == (f"default/moving@{version}", first))
+
+    for index, (folder, first) in enumerate(zip(folders, firsts, strict=True)):
+        name = f"timed{index}"
+        register = partial(vllm.client.register, source=folder, base_model="org/base")
+        measure("registration", partial(register, name))
+        for which in ("first token", "first token again"):
+            measure(which, partial(answer, vllm, name, f"default/{name}@1", first))
+        register("moving")
+        if index == 0:
+            assert vllm.tokens("moving", 1) == ("default/moving@1", first)
+        else:
+            measure("update", partial(switch, index + 1, first))
+    with vllm_server(vllm.model, tmp_path / "own.log", {}) as url:
+        own = Vllm(url, vllm.client, vllm.model)
+        assert own.complete("base")[0] == 200
+        for index, (folder, first) in enumerate(zip(folders, firsts, strict=True)):
+            load = {"lora_name": f"timed{index}", "lora_path": str(folder)}
+            measure("vLLM's loading", partial(own.load, **load))
+            for which in ("vLLM's first token", "vLLM's first token again"):
+                measure(which, partial(answer, own, f"timed{index}", f"timed{index}", first))
     with capsys.disabled():
-        print("registration to first answer, load to first answer, updates:", seconds)
+        for what, times in seconds.items():
+            print(f"{what}: {statistics.median(times):.3f} s", [round(each, 3) for each in times])
 
 
 def test_no_caller_loads_adapters_past_the_store(vllm: Vllm, tmp_path: Path) -> None:
