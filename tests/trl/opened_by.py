@@ -4,7 +4,8 @@
 
 ASKED has the prompts' token ids as JSON, and the file OUT gets the greedy answers. transformers, in
 fp32, takes answers, too, and returns by how much the logit of each of their tokens is below the
-highest, and by how much the logits there change at most if it computes in bf16.
+highest, and by how much the logits there change at most if it computes in bf16. vLLM names the
+kernel of each layer that is quantised.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def by_transformers(folder: str, prompts: Tokens, answers: Tokens) -> dict[str, 
 def by_vllm(folder: str, prompts: Tokens) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
+    from tests.trl.vllm_kernels import add_missing, kernels_of
+
+    add_missing()
     llm = LLM(
         folder,
         dtype="bfloat16",
@@ -70,7 +74,9 @@ def by_vllm(folder: str, prompts: Tokens) -> dict[str, Any]:
     )
     asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(asked, params, use_tqdm=False)
-    return {"answers": [list(output.outputs[0].token_ids) for output in outputs]}
+    (kernels,) = llm.apply_model(kernels_of)
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    return {"answers": answers, "kernels": kernels}
 
 
 def main(peer: str, folder: str, out: str) -> None:
@@ -83,5 +89,5 @@ def main(peer: str, folder: str, out: str) -> None:
     Path(out).write_text(json.dumps(found))
 
 
-if __name__ == "__main__":  # vLLM's processes import this module again
+if __name__ == "__main__":
     main(*sys.argv[1:])
