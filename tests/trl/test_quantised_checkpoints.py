@@ -89,22 +89,24 @@ def test_transformers_has_the_tokens_of_our_server(to: str, plain: Path, tmp_pat
     assert opened_by("transformers", folder, prompts=PROMPTS)["answers"] == ours
 
 
-@pytest.mark.parametrize("to", ["", "int4"])
+@pytest.mark.parametrize("to", ["", "int4", "fp8"])
 def test_vllm_has_the_tokens_of_transformers(to: str, plain: Path, tmp_path: Path) -> None:
     """Or ones that are nearly as likely, because it computes in bf16: of two logits that rounding
-    changes, the lower one may become the higher. Without AVX-512 its CPU build has no product by
-    INT4 weights: one in plain torch takes its place (tests/trl/vllm_kernels.py), and all else is
-    vLLM's own. It has no code for INT8 and FP8 weights with plain inputs."""
+    changes, the lower one may become the higher. Where its CPU build has no product by a type, one
+    in plain torch takes its place (tests/trl/vllm_kernels.py), and all else is vLLM's own."""
     folder = plain
     if to:
         folder = tmp_path / to
         assert main(["quantize", str(plain), str(folder), "--to", to]) == 0
     opened = opened_by("vllm", folder, prompts=PROMPTS)
     answers, kernels = opened["answers"], opened["kernels"]
-    has_int4 = "avx512f" in processor_flags()
-    expected = "CPUWNA16LinearKernel" if has_int4 else "DequantisedIntegers"
+    expected = {
+        "int4": "CPUWNA16LinearKernel" if "avx512f" in processor_flags() else "DequantisedIntegers",
+        "fp8": "DequantisedFp8",
+    }
     # vLLM has q, k and v in one layer, and gate and up in one.
-    assert list(kernels.values()) == [expected] * (4 * SIZES["num_hidden_layers"] if to else 0)
+    num_layers = 4 * SIZES["num_hidden_layers"] if to else 0
+    assert list(kernels.values()) == [expected.get(to)] * num_layers
     assert [len(answer) for answer in answers] == [NUM_TOKENS] * len(PROMPTS)
     found = opened_by("transformers", folder, prompts=PROMPTS, answers=answers)
     assert max(map(max, found["gaps"])) <= 2 * found["change"]

@@ -1,20 +1,25 @@
 """Products by quantised weights for vLLM's CPU build, where it has no code for them.
 
-It has INT4 with AVX-512 only. The kernel here dequantises a weight once, after vLLM has loaded it,
-and multiplies in fp32. vLLM chooses it among its own: it reads the config, finds the scheme of each
-layer, allocates and fills its tensors and unpacks the codes as it does for its own kernels.
+It has INT4 with AVX-512, and neither INT8 nor FP8 with plain inputs. The kernels here dequantise a
+weight once, after vLLM has loaded it, and multiply in fp32. vLLM chooses them among its own: it
+reads the config, finds the scheme of each layer, allocates and fills its tensors and unpacks the
+codes as it does for its own kernels.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.kernels.linear import (
+    _POSSIBLE_WFP8A16_KERNELS,
     CPUWNA16LinearKernel,
+    FP8ScaledMMLinearLayerConfig,
     MPLinearKernel,
     MPLinearLayerConfig,
+    ScaledMMLinearKernel,
     register_linear_kernel,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
@@ -25,19 +30,22 @@ from vllm.platforms import PlatformEnum, current_platform
 
 
 def add_missing() -> None:
-    """Lets vLLM choose the kernel here where it has none of its own, in this process."""
+    """Lets vLLM choose the kernels here where it has none of its own, in this process."""
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         # vLLM takes this kernel for all of INT4, and fails only when it multiplies.
         os.environ["VLLM_DISABLED_KERNELS"] = CPUWNA16LinearKernel.__name__
     register_linear_kernel(DequantisedIntegers, PlatformEnum.CPU, "mp")
+    _POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(DequantisedFp8)  # has no public function
 
 
 def kernels_of(model: nn.Module) -> dict[str, str]:
     """Returns the name of the kernel of each layer that is quantised, by the layer's name."""
     schemes = {name: getattr(layer, "scheme", None) for name, layer in model.named_modules()}
     return {
-        name: type(scheme.kernel).__name__ for name, scheme in schemes.items() if scheme is not None
+        name: type(getattr(scheme, "kernel", None) or scheme.linear_kernel).__name__
+        for name, scheme in schemes.items()
+        if scheme is not None
     }
 
 
@@ -68,3 +76,28 @@ class DequantisedIntegers(MPLinearKernel):
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return _product(x, getattr(layer, self.w_q_name), bias)
+
+
+class DequantisedFp8(ScaledMMLinearKernel[FP8ScaledMMLinearLayerConfig, Any]):
+    """FP8 with a scale for each output, and plain inputs."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        return c.weight_quant_key.scale.group_shape.is_per_channel(), "has a scale for each output"
+
+    def _get_layer_params(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
+        weight, scales, *_ = self.layer_param_names
+        return getattr(layer, weight), getattr(layer, scales)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        weight, scales = self._get_layer_params(layer)  # [in, N] and [N, 1]
+        replace_parameter(
+            layer, self.layer_param_names[0], weight.data.t().float() * scales.data.float()
+        )
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _product(x, self._get_layer_params(layer)[0], bias)
