@@ -15,6 +15,7 @@ from adapter_store.core import ImageKey
 from adapter_store.errors import CorruptData, Overloaded
 from adapter_store.images import builder as builder_module
 from adapter_store.images import pull as pull_module
+from adapter_store.images import stored_source
 from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import Pulls
 from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd
@@ -208,9 +209,9 @@ def test_compile_after_registration_does_not_hash_again(
     monkeypatch,
 ):
     opened = []
-    open_again = builder_module.open_checkpoint
+    open_again = stored_source.open_checkpoint
     monkeypatch.setattr(
-        builder_module, "open_checkpoint", lambda *a, **k: opened.append(a) or open_again(*a, **k)
+        stored_source, "open_checkpoint", lambda *a, **k: opened.append(a) or open_again(*a, **k)
     )
 
     async def test(store: Store, pulls: Pulls, key, folder) -> None:

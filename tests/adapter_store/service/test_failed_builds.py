@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from adapter_store.images import builder
+from adapter_store.images import builder, stored_source
 from adapter_store.images.builder import RETRY_SECONDS
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
@@ -30,11 +30,19 @@ class Bug:
         return self._function(*args, **kwargs)
 
 
-@pytest.fixture(params=["open_checkpoint", "plan_image", "compile_parts"])
+@pytest.fixture(
+    params=[
+        (stored_source, "open_checkpoint"),
+        (builder, "plan_image"),
+        (builder, "compile_parts"),
+    ],
+    ids=lambda param: param[1],
+)
 def bug(request, monkeypatch) -> Bug:
-    bug = Bug(getattr(builder, request.param))
-    monkeypatch.setattr(builder, request.param, bug)
-    monkeypatch.setattr(builder.VerifiedCheckpoints, "find", lambda *_: None)
+    module, name = request.param
+    bug = Bug(getattr(module, name))
+    monkeypatch.setattr(module, name, bug)
+    monkeypatch.setattr(stored_source.VerifiedCheckpoints, "find", lambda *_: None)
     return bug
 
 
