@@ -89,7 +89,7 @@ def test_transformers_has_the_tokens_of_our_server(to: str, plain: Path, tmp_pat
     assert opened_by("transformers", folder, prompts=PROMPTS)["answers"] == ours
 
 
-@pytest.mark.parametrize("to", ["", "int4", "fp8"])
+@pytest.mark.parametrize("to", ["", "int4", "int8", "fp8"])
 def test_vllm_has_the_tokens_of_transformers(to: str, plain: Path, tmp_path: Path) -> None:
     """Or ones that are nearly as likely, because it computes in bf16: of two logits that rounding
     changes, the lower one may become the higher. Where its CPU build has no product by a type, one
@@ -102,6 +102,7 @@ def test_vllm_has_the_tokens_of_transformers(to: str, plain: Path, tmp_path: Pat
     answers, kernels = opened["answers"], opened["kernels"]
     expected = {
         "int4": "CPUWNA16LinearKernel" if "avx512f" in processor_flags() else "DequantisedIntegers",
+        "int8": "DequantisedIntegers",
         "fp8": "DequantisedFp8",
     }
     # vLLM has q, k and v in one layer, and gate and up in one.
