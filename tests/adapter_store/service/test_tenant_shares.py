@@ -15,6 +15,7 @@ import grpc
 import pytest
 import torch
 
+from adapter_store.catalog.tables.lookup import MIN_HIDDEN_MICROS
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
 from tests.support.servers.dripping import DrippingServer
@@ -293,17 +294,22 @@ def test_incompatible_content_of_another_tenant_looks_as_new(
     tensors = {key.format("A"): torch.ones(4, 16), key.format("B"): torch.ones(99, 4)}
     folder = make_adapter(("q_proj",), tensors=tensors)
     layout_id = a.register_layout(make_layout())
-    digest = a.register("wide", folder).adapter.digest
+    registered = a.register("wide", folder).adapter
+    digest = registered.digest
+    assert states(registered) == [pb.IMAGE_STATE_PENDING]
 
     def check_refused(client, name: str) -> None:
-        assert states(client.get(name)) == [pb.IMAGE_STATE_PENDING]
         with pytest.raises(grpc.RpcError) as refusal:
             client.pull(digest, layout_id)
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert states(client.get(name)) == [pb.IMAGE_STATE_INCOMPATIBLE]
 
     check_refused(a, "wide")
-    assert states(b.register("same", folder).adapter) == [pb.IMAGE_STATE_PENDING]
+    start_s = time.monotonic()
+    of_b = b.register("same", folder).adapter
+    # A busy machine may answer after the verdict would have come for new content.
+    if time.monotonic() - start_s < MIN_HIDDEN_MICROS / 1e6:
+        assert states(of_b) == [pb.IMAGE_STATE_PENDING]
     check_refused(b, "same")
 
 
