@@ -12,6 +12,7 @@ quantised         weights in few bits: their formats, and products with them
 ranks             values that processes exchange, each of which computes a part of a model
 recurrence        mixers whose state of a sequence has a fixed size
 replaced          weights of the base that adapters have of their own
+sampling          tokens chosen from logits, and masks of the tokens that are allowed
 streams           queues of work on a device, and marks in them
 triton_launchers  Triton's launch modules, compiled ahead for machines without a C compiler
 tuning            the constants of Triton's kernels, a table for each device

@@ -13,4 +13,6 @@ recurrence   times the native kernels of gated delta nets, against the read of a
              move
 roofline     measures the floors of a step's time on this machine, with the methods of our
              benchmarks
+sampling     times the choice of tokens from logits on the CPU: native against its definition in
+             torch
 """

@@ -79,6 +79,7 @@ from inference_svc.model.recurrent_states import num_slots
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.sharding.stages import of_stage
 from inference_svc.model.walk import layer_projections
+from kernels.native.library import load
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def _build(
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
     profiler = StepProfiler(factory.profiler_device)
-    sampler = Sampler(decoder.eos_token_ids, has_device_memory=factory.has_device_memory)
+    sampler = _make_sampler(config, decoder, factory)
     routed = _routed_pages(config, decoder, backend)
     runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed, masks)
     settler = Settler(scheduler, frozenset(decoder.eos_token_ids), config.max_model_len, masks)
@@ -193,6 +194,12 @@ def _build(
         adapter_wait_s=config.adapter_wait_s,
     )
     return BuiltEngine(engine, residency, puller, layout, decoder, speed, ranks, other_layouts)
+
+
+def _make_sampler(config: EngineConfig, decoder: Decoder, factory: BackendFactory) -> Sampler:
+    if factory.has_device_memory:
+        return Sampler(decoder.eos_token_ids, has_device_memory=True)
+    return Sampler(decoder.eos_token_ids, library=load() if config.native_kernels else None)
 
 
 def _rank_pulls(

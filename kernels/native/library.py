@@ -115,20 +115,21 @@ class Program:
         raw = ctypes.create_string_buffer(_COUNTER_BYTES * (len(self.ops) + 1))
         object.__setattr__(self, "_counters", raw)
 
-    def run(self) -> None:
-        self._run(None)
+    def run(self, num_threads: int | None = None) -> None:
+        """Runs once, on so many threads; None: on as many as torch has."""
+        self._run(None, num_threads or torch.get_num_threads())
 
     def profile(self) -> list[tuple[str, float]]:
         """Runs once; every operation's name and seconds."""
         seconds = (ctypes.c_double * len(self.ops))()
-        self._run(ctypes.addressof(seconds))
+        self._run(ctypes.addressof(seconds), torch.get_num_threads())
         return [(op.name, spent) for op, spent in zip(self.ops, seconds, strict=True)]
 
-    def _run(self, seconds: int | None) -> None:
+    def _run(self, seconds: int | None, num_threads: int) -> None:
         # Counters lie on cache lines of their own.
         counters = -(-ctypes.addressof(self._counters) // _COUNTER_BYTES) * _COUNTER_BYTES
         table = ctypes.addressof(self._table)
-        self._function(table, len(self.ops), counters, torch.get_num_threads(), seconds)
+        self._function(table, len(self.ops), counters, num_threads, seconds)
 
 
 class Choice(NamedTuple):

@@ -24,13 +24,14 @@ from inference_svc.core import (
 from inference_svc.engine.compute.losses import Loss
 from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.routed_pages import RoutedPages
-from inference_svc.engine.compute.sampler import NOT_FINITE, Sampler
+from inference_svc.engine.compute.sampler import Sampler
 from inference_svc.engine.compute.scorer import score
 from inference_svc.engine.policy.memory_backoff import Rows, StepLimit
 from inference_svc.errors import CannotWake, EngineFailed
 from inference_svc.grammars.masks import Masks
 from inference_svc.host.device_faults import find_fault, is_out_of_memory
 from inference_svc.results.base import PlacedPart
+from kernels.sampling.reference import NOT_FINITE
 
 logger = logging.getLogger(__name__)
 

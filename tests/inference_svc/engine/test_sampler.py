@@ -16,13 +16,29 @@ from hypothesis import strategies as st
 
 from inference_svc.core import Request, SampledToken, SamplingParams, Sequence
 from inference_svc.engine.compute import sampler as sampler_module
-from inference_svc.engine.compute.sampler import NOT_FINITE, Sampler, uniform, uniforms
+from inference_svc.engine.compute.sampler import Sampler, uniform, uniforms
 from inference_svc.results.logprobs import LogprobsMode, LogprobsOption
+from kernels.native.library import Library, load
+from kernels.sampling.reference import NOT_FINITE
 from tests.support.examples import examples
 from tests.support.inference.results import asking, logprobs_of, wanted_of
 
 VOCAB = 40
 EOS = 3
+
+
+chosen: list[Library | None] = [None]
+"""The library of the samplers that a test makes."""
+
+
+@pytest.fixture(autouse=True, scope="module", params=["torch", "native"])
+def _chosen_by(request: pytest.FixtureRequest) -> None:
+    chosen[0] = load() if request.param == "native" else None
+
+
+def make_sampler(*, has_device_memory: bool = False) -> Sampler:
+    library = None if has_device_memory else chosen[0]
+    return Sampler([EOS], has_device_memory=has_device_memory, library=library)
 
 
 def sequence(prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = (), **params) -> Sequence:
@@ -36,7 +52,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def sample(values: torch.Tensor, *sequences: Sequence) -> list[int]:
-    sampled = Sampler([EOS]).sample(values.clone(), list(sequences))
+    sampled = make_sampler().sample(values.clone(), list(sequences))
     return [token.token_id for token in sampled]
 
 
@@ -142,7 +158,7 @@ def test_penalties_follow_their_formulas() -> None:
         request = replace(seen.request, sampling=sampling, wanted=wanted_of(logprobs=1))
         penalised = Sequence(request)
         penalised.token_ids += [5]
-        Sampler([EOS]).sample(changed, [penalised])
+        make_sampler().sample(changed, [penalised])
         for token, value in expected.items():
             assert changed[0, token].item() == pytest.approx(value)
 
@@ -156,10 +172,10 @@ def test_rows_may_have_room_behind_them() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     wide = torch.full((3, VOCAB + 4), 9.0)
     wide[:, :VOCAB] = logits
-    found = Sampler([EOS]).sample(logits, rows)
+    found = make_sampler().sample(logits, rows)
     for row in rows:
         row.token_counts = None
-    assert Sampler([EOS]).sample(wide[:, :VOCAB], rows) == found
+    assert make_sampler().sample(wide[:, :VOCAB], rows) == found
     assert torch.equal(wide[:, :VOCAB], logits)
     assert (wide[:, VOCAB:] == 9.0).all()
 
@@ -182,7 +198,7 @@ def test_counts_grow_with_a_sequence(
         "frequency_penalty": frequency,
         "temperature": 0.0,
     }
-    sampler, grown = Sampler([EOS]), sequence(tuple(prompt), **params)
+    sampler, grown = make_sampler(), sequence(tuple(prompt), **params)
     for step in range(len(output) + 1):
         grown.token_ids[len(prompt) :] = output[:step]
         values = logits(3, seed=step)
@@ -202,24 +218,6 @@ def test_counts_grow_with_a_sequence(
         )
 
 
-@pytest.mark.parametrize("width", [1, 255, 256, 257, 1000])
-def test_inversion_finds_the_first_index_above(width: int) -> None:
-    generator = torch.Generator().manual_seed(width)
-    probs = torch.rand(50, width, generator=generator) ** 8
-    probs[:, 1::3] = 0.0
-    probs[:20, width // 2 + 1 :] = 0.0
-    probs /= probs.sum(-1, keepdim=True)
-    numbers = torch.rand(50, 1, dtype=torch.float64, generator=generator)
-    numbers[:10], numbers[10:20] = 0.0, 1 - 2**-53
-    found = sampler_module.invert(probs, numbers)
-    cumulative = np.cumsum(probs.double().numpy(), axis=1)
-    for row, index in enumerate(found.tolist()):
-        number = numbers[row].item() * cumulative[row, -1]
-        assert probs[row, index] > 0
-        assert cumulative[row, index] >= number * (1 - 1e-12)
-        assert index == 0 or cumulative[row, index - 1] <= number * (1 + 1e-12)
-
-
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1))
 def test_uniforms_equal_uniform(rows: list[tuple[int, int]]) -> None:
     seeds, positions = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
@@ -228,7 +226,7 @@ def test_uniforms_equal_uniform(rows: list[tuple[int, int]]) -> None:
 
 def test_sampler_follows_a_changing_batch() -> None:
     """What it keeps between steps of the same sequences is theirs alone."""
-    sampler, values = Sampler([EOS]), logits(3)
+    sampler, values = make_sampler(), logits(3)
     drawn, other = sequence(seed=5), sequence(seed=6, top_k=7)
     greedy = sequence(temperature=0.0)
     for batch in ([drawn, greedy, other], [drawn, greedy, other], [other, drawn, greedy], [drawn]):
@@ -252,7 +250,7 @@ def test_logprobs_are_of_the_unchanged_logits() -> None:
     values = logits(1)
     expected = values[0].log_softmax(0)
     asked = sequence(temperature=0.5, top_k=1, logprobs=3, presence_penalty=1.0, output=(4,))
-    (token,) = Sampler([EOS]).sample(values.clone(), [asked])
+    (token,) = make_sampler().sample(values.clone(), [asked])
     found = logprobs_of(token)
     assert found is not None
     assert found.logprob == pytest.approx(expected[token.token_id].item(), abs=1e-6)
@@ -271,7 +269,7 @@ def test_many_logprobs_stay_arrays() -> None:
     values = torch.randn(num_rows, 2048, generator=torch.Generator().manual_seed(0))
     rows = [sequence(temperature=0.0, logprobs=num_top) for _ in range(num_rows - 1)]
     rows.append(sequence(temperature=0.0, logprobs=2))
-    sampler = Sampler([EOS])
+    sampler = make_sampler()
     sampler.sample(values.clone(), rows)
     gc.collect()
     before = sys.getallocatedblocks()
@@ -307,7 +305,7 @@ def test_processed_logprobs_follow_their_definition(
     made = sequence(logprobs=VOCAB, logprobs_mode=LogprobsMode.PROCESSED, seed=seed, **options)
     raw = sequence(logprobs=VOCAB, seed=seed, **options)
     values = logits(2, seed)
-    sampled = Sampler([EOS]).sample(values.clone(), [made, raw])
+    sampled = make_sampler().sample(values.clone(), [made, raw])
     first, second = map(logprobs_of, sampled)
     penalised = values[0].numpy().astype(np.float64)
     for token in (1, 2):
@@ -392,7 +390,7 @@ def test_rows_without_finite_logits_are_lost_alone(
     kept, sampler_module.NUM_CANDIDATES = sampler_module.NUM_CANDIDATES, candidates
     try:
         got, beside_sound = (
-            Sampler([EOS], has_device_memory=has_device_memory).sample(each.clone(), list(rows))
+            make_sampler(has_device_memory=has_device_memory).sample(each.clone(), list(rows))
             for each in (values, sound)
         )
     finally:
@@ -411,9 +409,9 @@ def test_rows_that_do_not_sample_are_checked_alone() -> None:
     values = logits(3)
     values[2] = math.nan
     beside = sequence(temperature=0.0, logprobs=2)
-    got = Sampler([EOS]).sample(values.clone(), [None, beside, None])
+    got = make_sampler().sample(values.clone(), [None, beside, None])
     assert [token.token_id == NOT_FINITE for token in got] == [False, False, True]
-    assert explained(got[1]) == explained(Sampler([EOS]).sample(values[1:2].clone(), [beside])[0])
+    assert explained(got[1]) == explained(make_sampler().sample(values[1:2].clone(), [beside])[0])
 
 
 @pytest.mark.parametrize("place", [0, 17, VOCAB - 1])
@@ -425,7 +423,7 @@ def test_one_value_decides_unless_it_is_below_all(place: int) -> None:
     for row, value in enumerate((math.nan, math.inf, -math.nan, -math.inf)):
         values[row, place] = value
     for has_device_memory in (False, True):
-        sampler = Sampler([EOS], has_device_memory=has_device_memory)
+        sampler = make_sampler(has_device_memory=has_device_memory)
         got = [token.token_id for token in sampler.sample(values.clone(), list(rows))]
         assert got == [NOT_FINITE, NOT_FINITE, NOT_FINITE, int(best)]
 
@@ -438,7 +436,7 @@ def test_tokens_of_others_are_not_named() -> None:
     for row, size in zip(rows, (VOCAB, VOCAB, VOCAB + 5), strict=True):
         row.request = replace(row.request, vocab_size=size)
     first, second, third = (
-        logprobs_of(token) for token in Sampler([EOS]).sample(values.clone(), list(rows))
+        logprobs_of(token) for token in make_sampler().sample(values.clone(), list(rows))
     )
     assert first is not None
     assert second is not None
@@ -447,5 +445,5 @@ def test_tokens_of_others_are_not_named() -> None:
     best = values[1, :VOCAB].topk(3).indices.tolist()
     assert [index for index, _ in second.top] == best
     assert sorted(index for index, _ in third.top) == list(range(VOCAB + 5))
-    [alone] = Sampler([EOS]).sample(values[:1, :VOCAB].clone(), [rows[0]])
+    [alone] = make_sampler().sample(values[:1, :VOCAB].clone(), [rows[0]])
     assert first == logprobs_of(alone)

@@ -1,0 +1,123 @@
+"""The native choice of tokens, and masks, against their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.native.library import Library
+from kernels.sampling import NativeChoice, RowParams, native, reference
+from kernels.sampling.reference import NOT_FINITE, OPEN, Draws, Limits
+
+NEAR = 1e-5
+"""By how much a row's number may change so that the definition takes the same token: weights are
+rounded to fp32."""
+
+WIDTHS = [1, 7, 16, 255, 256, 257, 1000, 5000]
+PARAMS = [
+    RowParams(),
+    RowParams(1.0),
+    RowParams(0.3),
+    RowParams(1e-38),
+    RowParams(1e30),
+    RowParams(0.7, top_k=1),
+    RowParams(0.7, top_k=20),
+    RowParams(0.7, top_k=20, top_p=0.95),
+    RowParams(1.0, top_k=10_000),
+    RowParams(1.0, top_p=0.1),
+    RowParams(1.0, top_p=0.95),
+    RowParams(2.0, top_p=0.999999),
+    RowParams(1.0, min_p=0.05),
+    RowParams(1.0, min_p=1.0),
+    RowParams(1.5, top_k=50, top_p=0.8, min_p=0.01),
+    RowParams(5.0, top_p=0.99, min_p=1e-9),
+]
+
+
+def definition(logits: torch.Tensor, params: RowParams, number: float) -> int:
+    """The token of one row, [1, vocab], from all its tokens."""
+    peaks = logits.amax(1, keepdim=True)
+    if params.temperature == 0:
+        return int(logits.argmax())
+    limits = Limits(*(torch.tensor([[each]]) for each in params[1:]))
+    draws = Draws(torch.tensor([0]), torch.tensor([[params.temperature]]), limits)
+    numbers = torch.tensor([[number]], dtype=torch.float64)
+    if params[1:] == (0, 1.0, 0.0):
+        return int(reference.draw_uncut(logits, peaks, draws, numbers, 1))
+    return int(reference.draw_sorted(logits, peaks, draws, numbers, torch.tensor([OPEN])))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
+def test_tokens_are_the_definitions(library: Library, width: int, scale: float) -> None:
+    generator = np.random.default_rng(width)
+    rows = PARAMS * 4
+    logits = torch.from_numpy(generator.normal(size=(len(rows), width + 3)) * scale).float()
+    logits[:, 3:width:5] = -math.inf
+    choice = NativeChoice(library, rows, width)
+    choice.numbers[:] = generator.random(len(rows))
+    choice.numbers[:2], choice.numbers[-1] = 0.0, 1 - 2**-53
+    tokens, _ = choice.choose(logits[:, :width])
+    for row, (params, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+        number, own = choice.numbers[row], logits[row : row + 1, :width]
+        assert not own[0, token].isneginf()
+        near = [max(0.0, number - NEAR), number, min(1 - 2**-53, number + NEAR)]
+        wanted = {definition(own, params, each) for each in near}
+        # A cut may fall between tokens whose shares differ by rounding alone.
+        assert token in wanted or params.top_p > 0.99, (params, number, token, wanted)
+
+
+def test_a_row_does_not_depend_on_others(library: Library) -> None:
+    logits = torch.randn(len(PARAMS), 3000, generator=torch.Generator().manual_seed(1))
+    numbers = np.random.default_rng(1).random(len(PARAMS))
+    together = NativeChoice(library, PARAMS, 3000)
+    together.numbers[:] = numbers
+    found = together.choose(logits)[0].tolist()
+    for row, params in enumerate(PARAMS):
+        alone = NativeChoice(library, [params], 3000)
+        alone.numbers[:] = numbers[row]
+        assert alone.choose(logits[row : row + 1])[0].tolist() == [found[row]]
+
+
+@pytest.mark.parametrize("params", [RowParams(), RowParams(1.0), RowParams(1.0, top_p=0.9)])
+@pytest.mark.parametrize("place", [0, 17, 299])
+def test_rows_that_are_not_finite_are_named(
+    library: Library, params: RowParams, place: int
+) -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(place))
+    for row, value in enumerate((math.nan, math.inf, -math.nan)):
+        logits[row, place] = value
+    logits[3] = -math.inf
+    tokens, _ = NativeChoice(library, [params] * 5, 300).choose(logits)
+    assert [token == NOT_FINITE for token in tokens] == [True] * 4 + [False]
+
+
+def test_the_first_of_equal_logits_is_the_largest(library: Library) -> None:
+    logits = torch.zeros(1, 100)
+    logits[0, [41, 57, 99]] = 2.0
+    assert NativeChoice(library, [RowParams()], 100).choose(logits)[0].tolist() == [41]
+
+
+def test_sorted_tokens_are_counted(library: Library) -> None:
+    """They are paid for by the tenant whose row it is."""
+    logits = torch.zeros(3, 4000)
+    logits[1, 5] = 50.0
+    rows = [RowParams(1.0, top_p=0.9), RowParams(1.0, top_p=0.9), RowParams(1.0)]
+    _, num_sorted = NativeChoice(library, rows, 4000).choose(logits)
+    assert num_sorted.tolist() == [4000, 1, 0]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_masks(library: Library, width: int) -> None:
+    generator = np.random.default_rng(width)
+    logits = torch.from_numpy(generator.normal(size=(4, width + 9))).float()
+    rows = np.array([3, 1], np.int64)
+    masks = generator.integers(0, 256, (2, -(-width // 8)), np.uint8)
+    wanted = logits.clone()
+    reference.keep_allowed(wanted[:, :width], torch.from_numpy(rows), torch.from_numpy(masks))
+    assert wanted.isneginf().any() or width < 8
+    native.keep_allowed(library, logits[:, :width], rows, masks)
+    assert torch.equal(logits, wanted)
