@@ -386,6 +386,16 @@ class AdapterRecord:
         return max(found, default=0)
 
     @property
+    def unplanned_layout(self) -> str:
+        """Returns a layout whose plan would say how many tokens the adapter adds, "" where that is
+        known, or there is none: it has whole weights or rows, and no image of it was planned."""
+        may_add = not {SegmentKind.FULL, SegmentKind.ROW_IDS}.isdisjoint(self.segment_kinds)
+        if not may_add or any(each.content is not None for each in self.verdicts):
+            return ""
+        pending = (each for each in self.verdicts if each.state is ImageState.PENDING)
+        return next((each.layout_id for each in pending), "")
+
+    @property
     def message_bytes(self) -> int:
         """About the bytes of its message; never less."""
         texts = [str(self.name), self.digest, self.source_uri, self.base_model, self.description]

@@ -88,7 +88,7 @@ def make_use_cases(
     return UseCases(
         Registering(calls, places, changes, registrar, policies, metrics),
         Editing(calls, catalog.names, changes, standing, policies, capacity),
-        Reading(calls, catalog.names),
+        Reading(calls, catalog.names, images),
         Exporting(calls, catalog.names, sources),
         Watching(watch, presence),
         LayoutRegistry(calls, catalog.layouts, catalog.servers, standing),

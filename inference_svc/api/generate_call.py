@@ -157,15 +157,24 @@ class GenerateCall:
             for index in range(self.num_choices)
         ]
 
-    def check_bans(self, requests: Iterable[Request], eos_token_ids: Collection[int]) -> None:
-        """Raises InvalidArgument where a request may choose none of its tokens before `min_tokens`;
-        the model's own `eos_token_ids` are banned, too."""
+    def check_stops(self, requests: Iterable[Request], eos_token_ids: Collection[int]) -> None:
+        """Raises InvalidArgument where a stop token is none of the request's, or a request may
+        choose none of its tokens before `min_tokens`; the model's own `eos_token_ids` are banned,
+        too."""
+        field, highest = (
+            f"{self.stop_field}_token_ids",
+            max(self.sampling.stop_token_ids, default=0),
+        )
         for request in requests:
             sampling = request.sampling
+            if highest >= request.vocab_size:
+                raise InvalidArgument(
+                    f"{field} must be below {request.vocab_size}; {highest} is no token",
+                    subject=field,
+                )
             ends = () if sampling.ignore_eos else eos_token_ids
             num_banned = len({*sampling.stop_token_ids, *ends})
             if sampling.min_tokens and num_banned >= request.vocab_size:
-                field = f"{self.stop_field}_token_ids"
                 raise InvalidArgument(
                     f"{field} and the model's own end tokens are all {request.vocab_size} tokens "
                     "of the vocabulary: no other token can be chosen before min_tokens",
@@ -365,7 +374,7 @@ def checked_sampling(
         min_p=check.number("min_p", params.min_p, 0, 1),
         seed=params.seed % NUM_SEEDS,
         stop=check.stops(params.stop),
-        stop_token_ids=check.token_ids(params.stop_token_ids, vocab_size),
+        stop_token_ids=check.token_ids(params.stop_token_ids),
         presence_penalty=check.number(
             "presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY
         ),
@@ -445,11 +454,11 @@ class _FieldChecks:
         self.require(fits, "stop", f"at most {MAX_STOP_CHARS} long")
         return tuple(stops)
 
-    def token_ids(self, ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    def token_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Which ids there are depends on the adapter: see `GenerateCall.check_stops`."""
         name = "stop_token_ids"
         self.require(len(ids) <= MAX_STOP_TOKEN_IDS, name, f"at most {MAX_STOP_TOKEN_IDS} ids")
-        unknown = next((i for i in ids if not 0 <= i < vocab_size), None)
-        self.require(unknown is None, name, f"below {vocab_size}; {unknown} is no token")
+        self.require(min(ids, default=0) >= 0, name, "at least 0")
         return tuple(dict.fromkeys(ids))
 
 

@@ -196,7 +196,7 @@ class Service:
                 text = await self._text_of(binding, principal)
                 reading = _reading(call, text)
                 made = await self._to_requests(call, binding, principal, text)
-                call.check_bans(made, self.facts.eos_token_ids)
+                call.check_stops(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
                 decoder, ends = _ends(reading, requests, text)
                 readers = [] if reading is None else reading.readers(text.answers, ends)

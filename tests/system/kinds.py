@@ -149,14 +149,24 @@ def shake_to_float8(model: Any) -> None:
     to_float8(model)
 
 
-def make_kinds(kind: str, folder: Path, train: Callable[[Any], None] = shake) -> Kinds:
-    """Makes adapters of all kinds that the model may have; biases are Qwen 3's."""
-    base, references, dirs = make_model(kind, folder / "model"), {}, {}
+def kinds_of(kind: str) -> list[AdapterSpec]:
+    """Returns adapters of all kinds that the model may have; biases are Qwen 3's."""
     own = [*OWN, *(UNTIED if kind == "qwen3" else ())]
     if kind in PARAMETERS:
         options = {"target_parameters": list(PARAMETERS[kind])}
         own.append(AdapterSpec(EXPERTS, 4, ["q_proj", "o_proj"], options))
-    for specs in (PLAIN, *((spec,) for spec in own)):
+    return own
+
+
+def make_kinds(
+    kind: str,
+    folder: Path,
+    train: Callable[[Any], None] = shake,
+    own: Sequence[AdapterSpec] | None = None,
+) -> Kinds:
+    """Makes plain adapters, and `own` ones in addition: by default of all kinds."""
+    base, references, dirs = make_model(kind, folder / "model"), {}, {}
+    for specs in (PLAIN, *((spec,) for spec in (kinds_of(kind) if own is None else own))):
         has_tokens = specs[0].name == TOKENS
         model = _with_tokens(base) if has_tokens else copy.deepcopy(base)
         made = folder / "adapters" / specs[0].name

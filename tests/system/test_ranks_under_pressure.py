@@ -10,11 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from loadout.errors import InvalidArgument
 from loadout.prometheus import scrape
-from tests.support.models.zoo import Zoo
+from tests.support.models.zoo import VOCAB, AdapterSpec, Zoo
 from tests.support.wait import until
 from tests.system.kinds import ADDED, PARTS, SUM, TOKENS, UNSHARED, Kinds, make_kinds
 from tests.system.services import Services
@@ -102,9 +104,7 @@ def test_all_kinds_in_any_company(kinds: Kinds, shape: str, tmp_path: Path) -> N
     names = [each for each in kinds.names if SHARDED not in flags or each not in UNSHARED]
     asks: list[Ask] = []
     for name in names:
-        prompt = [chosen.randrange(20, 128) for _ in range(40)]
-        # Requests name tokens of the model by number; answers have the ones that are added, too.
-        prompt = prompt if name == TOKENS else kinds.prompt_of(name, prompt)
+        prompt = kinds.prompt_of(name, [chosen.randrange(20, 128) for _ in range(40)])
         asks += [(name, prompt), (name, [*prompt, *prompt[:9]])]
     more = ("--max-added-tokens", str(len(ADDED)), *flags)
     with serve(kinds, tmp_path, more) as services:
@@ -115,6 +115,29 @@ def test_all_kinds_in_any_company(kinds: Kinds, shape: str, tmp_path: Path) -> N
         expected = kinds.of(name).greedy(name, prompt, NUM_TOKENS, guess=tokens)
         assert tokens == expected, name or "base"
     assert services.exit_codes == [0, 0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_callers_name_tokens_that_an_adapter_adds(count: int, tmp_path: Path) -> None:
+    """In prompts and as ends of answers; tokens of no model are refused by their field."""
+    own = [AdapterSpec(TOKENS, 4, ["q_proj"])]
+    kinds = make_kinds("llama", tmp_path / "kinds", own=own)
+    prompt = kinds.prompt_of(TOKENS, range(20, 40))
+    flags = ("--base-model", kinds.kind, "--max-model-len", "160", "--tensor-parallel", str(count))
+    flags += ("--max-added-tokens", str(len(ADDED)))
+    greedy: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    with Services(kinds, tmp_path, inference_flags=flags) as services:
+        client = services.client
+        client.register("tokens", services.source(TOKENS, "tokens"))
+        found = client.complete(prompt, adapter="tokens", stop_token_ids=ADDED[:1], **greedy)
+        with pytest.raises(InvalidArgument, match=r"stop_token_ids must be below 130; 130 is no"):
+            client.complete(prompt, adapter="tokens", stop_token_ids=[VOCAB + 2], **greedy)
+        with pytest.raises(InvalidArgument, match=r"no token 129.* knows 128 tokens"):
+            client.complete(prompt, **greedy)
+    expected = kinds.of(TOKENS).greedy(TOKENS, prompt, greedy["max_tokens"])
+    if ADDED[0] in expected:
+        expected = expected[: expected.index(ADDED[0]) + 1]
+    assert list(found.token_ids) == expected
 
 
 def label(name: str) -> str:

@@ -84,6 +84,7 @@ class ImageCache:
         )
         self._flights: dict[ImageKey, _Flight] = {}
         self._checks: set[tuple[str, ImageKey]] = set()
+        self._plans: dict[ImageKey, asyncio.Future[None]] = {}
         self._waiting = Shares("images_waiting_for_memory", MAX_WAITING, tenant_share)
         self._spare_task: asyncio.Task[None] | None = None
 
@@ -177,6 +178,24 @@ class ImageCache:
             logger.exception("checking failed", extra={"digest": key.digest})
         finally:
             self._checks.discard(job)
+
+    async def plan(self, key: ImageKey, account: str) -> None:
+        """Does so before other images, for a caller who waits. Raises as `ImageBuilder.check`."""
+        planning = self._plans.get(key)
+        if planning is None:
+            planning = self._plans[key] = asyncio.create_task(self._plan(key, account))
+        await asyncio.shield(planning)
+
+    async def _plan(self, key: ImageKey, account: str) -> None:
+        job = ("plan", key)
+        try:
+            await self._workers.run(
+                job, Priority.PULL, lambda _: self._builder.check(key), (account,)
+            )
+        except asyncio.CancelledError:
+            raise Draining("this store is shutting down") from None
+        finally:
+            del self._plans[key]
 
     def set_pinned(self, pinned: Iterable[ImageKey]) -> list[ImageKey]:
         """Replaces the set of pinned keys; returns the keys that are not in memory."""

@@ -103,7 +103,7 @@ def from_generate_request(
         parts=checked_parts(
             [(p.ref, p.scale if p.HasField("scale") else 1.0) for p in request.adapters]
         ),
-        prompts=(from_prompt(request, vocab_size, reading),),
+        prompts=(from_prompt(request, reading),),
         sampling=sampling,
         wanted=wanted,
         min_revision=request.min_revision,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 
 from google.protobuf import struct_pb2
@@ -47,9 +46,7 @@ def check(holds: bool, field: str, requirement: str) -> None:
 
 
 def from_prompt(
-    request: pb.GenerateRequest | pb.TokenizeRequest,
-    vocab_size: int,
-    reading: ReadingOptions | None = None,
+    request: pb.GenerateRequest | pb.TokenizeRequest, reading: ReadingOptions | None = None
 ) -> Prompt:
     """Returns the prompt, with the tools that its answers may call. Raises InvalidArgument, naming
     the field."""
@@ -59,7 +56,7 @@ def from_prompt(
         return Text(request.text, adds is not False)
     if isinstance(request, pb.GenerateRequest) and kind == "token_ids":
         check(not adds, "add_special_tokens", "false for token ids, to which nothing is added")
-        return from_token_ids(request.token_ids.ids, vocab_size)
+        return tuple(request.token_ids.ids)
     if kind == "chat":
         chat = request.chat
         check(bool(chat.messages), "chat", "at least one message")
@@ -78,18 +75,10 @@ def from_prompt(
     raise InvalidArgument(f"prompt is missing: one of {kinds}", subject="prompt")
 
 
-def from_token_ids(found: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    """Raises InvalidArgument."""
-    ids = tuple(found)
-    largest = max(ids, default=0)
-    check(largest < vocab_size, "token_ids", f"below {vocab_size}; {largest} is no token")
-    return ids
-
-
-def from_tokenize_request(request: pb.TokenizeRequest, vocab_size: int) -> Prompt:
+def from_tokenize_request(request: pb.TokenizeRequest) -> Prompt:
     """Returns the prompt to tokenise. Raises InvalidArgument, naming the field."""
     reading = from_chat(request.chat) if request.WhichOneof("prompt") == "chat" else None
-    return from_prompt(request, vocab_size, reading)
+    return from_prompt(request, reading)
 
 
 def _from_variables(chat: pb.ChatMessages) -> dict[str, Variable]:

@@ -13,7 +13,7 @@ from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall, deadline
 from inference_svc.api.generate_stream import INLINE_TOKENS
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import request_bounds
-from inference_svc.api.grpc.prompts import check, from_token_ids, from_tokenize_request
+from inference_svc.api.grpc.prompts import check, from_tokenize_request
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.request_record import MAX_NAME_CHARS
 from inference_svc.api.service import ServerFacts, Service
@@ -84,7 +84,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         principal = self._service.access.authorize(_caller(context), Action.GENERATE)
         # The transport holds the message; only its conversion takes a thread.
         async with self._service.reading(principal, 0) as parsers:
-            converting = parsers.submit(from_tokenize_request, request, facts.vocab_size)
+            converting = parsers.submit(from_tokenize_request, request)
             prompt = await asyncio.wrap_future(converting)
             token_ids, _ = await self._service.encode(
                 principal, request.adapter, prompt, subject="adapter"
@@ -96,9 +96,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     ) -> pb.DetokenizeResponse:
         principal = self._service.access.authorize(_caller(context), Action.GENERATE)
         check(bool(request.token_ids), "token_ids", "at least one id")
-        prompt = from_token_ids(request.token_ids, self._service.facts.vocab_size)
         token_ids, text = await self._service.encode(
-            principal, request.adapter, prompt, subject="adapter"
+            principal, request.adapter, tuple(request.token_ids), subject="adapter"
         )
         if len(token_ids) <= INLINE_TOKENS:
             return pb.DetokenizeResponse(text=text.decode_all(token_ids))

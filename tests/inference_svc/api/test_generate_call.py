@@ -99,6 +99,21 @@ def test_lengths_are_cut_to_the_context() -> None:
     assert (request.sampling.max_tokens, request.sampling.min_tokens) == (50, 40)
 
 
+@pytest.mark.parametrize(("added", "is_known"), [(0, False), (1, False), (2, True)])
+def test_an_answer_ends_with_tokens_that_its_adapter_adds(added: int, is_known: bool) -> None:
+    binding = Binding("t/n@1", "t", "sha256:0", 8, added_tokens=added)
+    ended = call(sampling=SamplingParams(stop_token_ids=(VOCAB + 1,)))
+    made = ended.to_requests(0, (1,), binding, "home", 20, vocab_size=VOCAB)
+    if is_known:
+        ended.check_stops(made, ())
+        return
+    with pytest.raises(
+        InvalidArgument, match=f"below {VOCAB + added}; {VOCAB + 1} is no"
+    ) as caught:
+        ended.check_stops(made, ())
+    assert caught.value.subject == "sampling.stop_token_ids"
+
+
 def test_arrival_is_on_the_monotonic_clock() -> None:
     before_s = time.monotonic()
     (request,) = requests(call(deadline_s=5.0))
