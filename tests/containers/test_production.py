@@ -15,9 +15,12 @@ from tests.containers.cluster import Cluster
 from tests.containers.pod_checks import CHECKS
 from tests.containers.pods import Pod
 from tests.containers.reach_checks import check_pods, check_visitors
+from tests.containers.shared_pulls import pulls_by_way
 from tests.support.access.certificates import Authority
 from tests.support.access.policies import token_lines, token_of
 from tests.support.deploy.manifests import ROOT, Manifests, compose
+from tools.containers.engine import podman
+from tools.containers.images import CPU_IMAGE
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -36,6 +39,17 @@ INFERENCE = (
     "LOADOUT_INFERENCE_HOST_MEMORY=0",
     "LOADOUT_INFERENCE_KV_MEMORY=32MiB",
 )
+
+
+CONNECT = """
+import socket, sys
+try:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(sys.argv[1])
+    print(connection.recv(100))
+except OSError as error:
+    print(error.strerror)
+"""
 
 
 def manifests() -> Manifests:
@@ -69,6 +83,7 @@ def put_secrets(cluster: Cluster, folder: Path, dsn: str) -> None:
         token_lines("inference", ["server"], ["*"]),
         token_lines("trainer", ["publisher"], ["default"]),
         token_lines("backend", ["caller"], ["default"]),
+        token_lines("operations", ["operator"], ["default"]),
     )
     put(cluster, "loadout-policy", {"policy.toml": "\n".join(lines).encode()})
     put(cluster, "inference-store-token", {"token": token_of("inference").encode()})
@@ -123,6 +138,34 @@ def test_trainers_register_and_backends_generate(production, command):
         "loadout", "generate", "--adapter", "upper", "--temperature", "0", "hello=", token=backend
     )
     assert text.startswith("HELLO")
+
+
+def test_images_cross_the_node_as_files_in_memory(production, command):
+    """From the second load on: the first may come while the node's store builds the image."""
+    trainer, operations = token_of("trainer"), token_of("operations")
+    command("loadout", "register", "sort", "/opt/loadout/demo/adapters/sort", token=trainer)
+    for change in ("load", "unload"):
+        command("loadout", change, "sort", "--every-replica", token=operations)
+    pods = [*production.pods["adapter-store-node"], *production.pods["inference"]]
+    pages = [f"{pod.ip}:{pod.workload.ports['metrics']}" for pod in pods]
+    before = [pulls_by_way(page) for page in pages]
+    command("loadout", "load", "sort", "--every-replica", token=operations)
+    new = [pulls_by_way(page) - known for page, known in zip(pages, before, strict=True)]
+    assert [set(each) for each in new] == [{"shared"}] * 3
+
+
+@pytest.mark.parametrize(
+    ("user", "answer"), [(65532, "b'loadout share"), (65533, "Permission denied")]
+)
+def test_only_the_services_user_connects_to_the_socket(production, user, answer):
+    """Not even one of its group that mounts the folder."""
+    [store] = production.pods["adapter-store-node"]
+    socket = Path(store.workload.environment["LOADOUT_STORE_SHARE_SOCKET"])
+    claim = store.workload.mounts[str(socket.parent)]["persistentVolumeClaim"]["claimName"]
+    options = ("--rm", "--network", "none", "--user", f"{user}:65532", "--label", "loadout-test")
+    volume = ("--volume", f"{claim}:{socket.parent}")
+    command = ("python", "-c", CONNECT, str(socket))
+    assert podman("run", *options, *volume, CPU_IMAGE, *command).startswith(answer)
 
 
 def test_inference_goes_on_when_its_nodes_store_is_killed(production, pods):

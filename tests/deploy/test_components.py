@@ -65,6 +65,12 @@ def test_another_namespace_reaches_names_within_texts():
         assert re.findall(r'namespace="(\w+)"', query) == ["elsewhere"]
 
 
+def test_another_namespace_reaches_the_claim_that_a_volume_is_for():
+    others = {"namespace": "elsewhere", "transformers": ["deploy/kubernetes/namespace"]}
+    [volume] = compose("node-local-store", **others).of_kind("PersistentVolume")
+    assert volume["spec"]["claimRef"]["namespace"] == "elsewhere"
+
+
 @pytest.mark.parametrize("name", ["production", "two-models"])
 def test_where_nothing_is_to_be_replaced_that_is_no_mistake(name):
     made = compose(name, namespace="elsewhere", transformers=["deploy/kubernetes/namespace"])

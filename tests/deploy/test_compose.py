@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ByteSize, TypeAdapter
 
+from adapter_store.images.tiers.memory_tier import MARGIN_BYTES
 from loadout.health.__main__ import parse_arguments
 from servicekit.rpc.tls import check_exposure
 from tests.deploy import dockerfile
@@ -112,6 +115,26 @@ def test_prometheus_scrapes_both_services():
 def test_inference_finds_the_store():
     host, _, port = environment_of("inference")["LOADOUT_INFERENCE_STORE"].partition(":")
     assert environment_of(host)["LOADOUT_STORE_LISTEN"].endswith(f":{port}")
+
+
+def test_inference_finds_the_stores_socket():
+    """On a volume that lasts no longer than its containers, and that one user may enter."""
+    socket = environment_of("adapter-store")["LOADOUT_STORE_SHARE_SOCKET"]
+    assert environment_of("inference")["LOADOUT_INFERENCE_STORE_SHARE_SOCKET"] == socket
+    folder = str(Path(socket).parent)
+    assert f"socket:{folder}" in COMPOSE["services"]["adapter-store"]["volumes"]
+    assert f"socket:{folder}:ro" in COMPOSE["services"]["inference"]["volumes"]
+    options = COMPOSE["volumes"]["socket"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    image = dockerfile.parse(ROOT / "deploy/images/Dockerfile").stages["runtime"]
+    user, _, group = image.last("USER").partition(":")
+    assert {"mode=0700", f"uid={user}", f"gid={group}"} <= set(options["o"].split(","))
+
+
+def test_the_store_may_lock_its_images():
+    store = COMPOSE["services"]["adapter-store"]
+    size = TypeAdapter(ByteSize).validate_python(store["environment"]["LOADOUT_STORE_IMAGE_MEMORY"])
+    assert store["ulimits"] == {"memlock": size + MARGIN_BYTES}
 
 
 def test_named_volumes_are_declared():

@@ -26,6 +26,7 @@ from tests.support.deploy.manifests import (
     ROOT,
     Manifests,
     Object,
+    compose,
     gibibytes,
     overlay,
 )
@@ -115,6 +116,14 @@ def test_the_models_volume_can_be_the_pods_own(tmp_path):
     requests = inference.container["resources"]["requests"]
     assert gibibytes(requests["ephemeral-storage"]) >= size + tmp
     assert kubernetes_validate.validate(inference.object, VERSIONS[0], strict=True)
+
+
+def test_a_node_without_a_folder_streams():
+    made = compose("node-local-store", **change_of("patches", naming="both"))
+    assert not made.of_kind("PersistentVolume", "PersistentVolumeClaim")
+    for name in ("adapter-store-node", "inference"):
+        [workload] = [each for each in made.workloads if each.name == name]
+        assert workload.mounts["/run/loadout"]["emptyDir"] == {"sizeLimit": "1Mi"}
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.deploy import dockerfile
 from tests.support.deploy.manifests import ROOT, gibibytes, variables
 
@@ -34,10 +36,13 @@ def test_nothing_is_gained(workload):
 
 
 def test_only_named_folders_can_be_written(workload):
-    data_dir = workload.environment.get("LOADOUT_STORE_DATA_DIR")
-    allowed = [(workload.container, data_dir)]
-    allowed += [(each, variables(each)["HF_HOME"]) for each in workload.init_containers]
-    for container, folder in allowed:
+    environment = workload.environment
+    own = {environment.get("LOADOUT_STORE_DATA_DIR")}
+    if socket := environment.get("LOADOUT_STORE_SHARE_SOCKET"):
+        own.add(str(Path(socket).parent))
+    allowed = [(workload.container, own)]
+    allowed += [(each, {variables(each)["HF_HOME"]}) for each in workload.init_containers]
+    for container, folders in allowed:
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         writable = {
             path: volume
@@ -46,7 +51,7 @@ def test_only_named_folders_can_be_written(workload):
         }
         num_gpus = int(container["resources"]["limits"].get("nvidia.com/gpu", 0))
         shared = "/dev/shm" if num_gpus > 1 else None  # NCCL's
-        assert set(writable) == {"/tmp", folder, shared} - {None}
+        assert set(writable) == {"/tmp", *folders, shared} - {None}
         for path in {"/tmp", shared} - {None}:
             assert "sizeLimit" in writable[path]["emptyDir"]
 

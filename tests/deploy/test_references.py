@@ -6,7 +6,14 @@ import re
 
 import pytest
 
-from tests.support.deploy.manifests import Manifests, Object, Workload, all_workloads, matches
+from tests.support.deploy.manifests import (
+    Manifests,
+    Object,
+    Workload,
+    all_workloads,
+    matches,
+    overlay,
+)
 from tests.support.deploy.page import DOCUMENTED
 
 CLAIM = "PersistentVolumeClaim"
@@ -83,6 +90,42 @@ def claims(workload: Workload) -> set[str]:
         if "persistentVolumeClaim" in volume
     }
     return used - made
+
+
+def test_a_volume_and_its_claim_are_for_each_other(manifests):
+    """Neither waits for, nor is taken by, anything else."""
+    for volume in manifests.of_kind("PersistentVolume"):
+        reference = volume["spec"]["claimRef"]
+        claim = manifests.named(CLAIM, reference["name"])
+        assert (reference["apiVersion"], reference["kind"]) == ("v1", CLAIM)
+        assert reference["namespace"] == claim["metadata"]["namespace"]
+        assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
+        for field in ("accessModes", "storageClassName"):
+            assert claim["spec"][field] == volume["spec"][field]
+        assert claim["spec"]["storageClassName"] == "", "no class makes another volume for it"
+
+
+def test_inference_finds_its_nodes_socket():
+    """One folder of each node that has both, which inference cannot write to. The volume itself is
+    not read-only: else no pod that comes first would give the folder to the group of both."""
+    manifests = overlay("node-local-store")
+    [store, inference] = [
+        manifests.workloads_with({"app.kubernetes.io/name": name})[0]
+        for name in ("adapter-store-node", "inference")
+    ]
+    socket = store.environment["LOADOUT_STORE_SHARE_SOCKET"]
+    assert inference.environment["LOADOUT_INFERENCE_STORE_SHARE_SOCKET"] == socket
+    ours, theirs = store.mount_of(socket), inference.mount_of(socket)
+    assert ours["persistentVolumeClaim"] == theirs["persistentVolumeClaim"]
+    assert ours["persistentVolumeClaim"].keys() == {"claimName"}
+    assert theirs["mount"]["readOnly"] is True
+    for field in ("runAsUser", "fsGroup"):
+        assert store.pod["securityContext"][field] == inference.pod["securityContext"][field]
+    claim = manifests.named(CLAIM, ours["persistentVolumeClaim"]["claimName"])
+    volume = manifests.named("PersistentVolume", claim["spec"]["volumeName"])
+    [term] = volume["spec"]["nodeAffinity"]["required"]["nodeSelectorTerms"]
+    nodes = {each["key"]: each["values"] for each in term["matchExpressions"]}
+    assert nodes == {key: [value] for key, value in store.pod["nodeSelector"].items()}
 
 
 def test_claims_are_for_all_replicas(manifests):
