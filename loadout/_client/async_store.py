@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class AsyncStoreCalls(AsyncCaller):
         ref: str,
         folder: str | os.PathLike[str],
         *,
-        max_bytes: int | None = None,
+        admit: Callable[[int], object] | None = None,
         timeout_s: float | None = None,
     ) -> types.Adapter:
         """Writes an adapter into a new folder, as a plain LoRA in PEFT's format.
@@ -131,7 +131,8 @@ class AsyncStoreCalls(AsyncCaller):
         Args:
             ref: Reference, "[tenant/]name[@version]" or "sha256:<hex>".
             folder: Folder to make.
-            max_bytes: Refuse an adapter whose files have more bytes. None: any.
+            admit: Called with the bytes of all files before the first arrives, maybe in another
+                thread. An error that it raises ends the export. None: any size.
             timeout_s: Deadline of the call in seconds. None: the client's.
 
         Returns:
@@ -140,11 +141,10 @@ class AsyncStoreCalls(AsyncCaller):
         Raises:
             NotFound: The store has no such adapter.
             FailedPrecondition: The adapter is more than a plain LoRA; the message names each part.
-            ResourceExhausted: The files have more than `max_bytes`.
             DataLoss: Bytes fail their hash.
             InvalidArgument: The folder exists.
         """
-        files = await tasks.run(Export, Path(folder), max_bytes)
+        files = await tasks.run(Export, Path(folder), admit)
         try:
             call = calls.export(ref)
             route = self._channels.route(call)

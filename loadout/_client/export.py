@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,7 +15,7 @@ from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from loadout import types
 from loadout._rpc.convert import from_store
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from loadout.errors import DataLoss, InvalidArgument, ResourceExhausted
+from loadout.errors import DataLoss, InvalidArgument
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
 """All files that an export has."""
@@ -22,17 +23,18 @@ FILES = (CONFIG_FILE, WEIGHTS_FILE)
 
 class Export:
     """Writes the messages of ExportAdapter into files beside `folder`, which appears when all are
-    complete. Blocking; close it in the end.
+    complete. `admit` is called with the bytes of all files before the first arrives. Blocking;
+    close it in the end.
 
     Raises InvalidArgument if the folder exists.
     """
 
-    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+    def __init__(self, folder: Path, admit: Callable[[int], object] | None = None) -> None:
         if os.path.lexists(folder):
             raise InvalidArgument(f"{folder} exists: nothing is overwritten", subject="folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._max_bytes = max_bytes
+        self._admit = admit
         self._made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         self._adapter: types.Adapter | None = None
         self._sizes: dict[str, int] = {}
@@ -43,7 +45,7 @@ class Export:
 
     def add(self, message: pb.ExportAdapterResponse) -> None:
         """Writes one message. Raises DataLoss for one that does not fit the earlier ones, and
-        ResourceExhausted if the files would have more than `max_bytes`."""
+        as `admit`."""
         part = message.WhichOneof("part")
         if part == "header" and self._adapter is None:
             self._begin(message.header)
@@ -72,12 +74,8 @@ class Export:
         names = [file.name for file in header.files]
         if sorted(names) != sorted(FILES):
             raise DataLoss(f"the store sends files {', '.join(names[:8])}, not {', '.join(FILES)}")
-        total = sum(file.size_bytes for file in header.files)
-        if self._max_bytes is not None and total > self._max_bytes:
-            raise ResourceExhausted(
-                f"{header.adapter.name}: {total} bytes, of {self._max_bytes} that are allowed",
-                subject="max_bytes",
-            )
+        if self._admit is not None:
+            self._admit(sum(file.size_bytes for file in header.files))
         self._adapter = from_store.adapter(header.adapter)
         for file in header.files:
             self._sizes[file.name] = file.size_bytes

@@ -41,7 +41,9 @@ class AdapterFolders:
     """Folders by digest under `root`, which this process alone uses. For one event loop.
 
     A folder is held from `take` to `release`, any number of times, and `GRACE_SECONDS` longer.
-    Others are removed, the longest unused first, when new ones need their bytes.
+    Others are removed, the longest unused first, when new ones need their bytes. An export takes
+    its bytes before the first arrives, so that all folders together never have more than
+    `max_bytes`.
 
     Raises FailedPrecondition if another process uses the root.
     """
@@ -53,6 +55,10 @@ class AdapterFolders:
         self._folders: dict[str, _Folder] = {}
         self._holders: Counter[str] = Counter()
         self._exports: dict[str, asyncio.Task[_Folder]] = {}
+        self._reserved: dict[str, int] = {}
+        """The bytes of exports that run."""
+        self._removing_bytes = 0
+        self._making_room = asyncio.Lock()
         self._places = asyncio.Semaphore(MAX_EXPORTS)
         self._lock = _lock(self._root)
         for left in self._root.iterdir():
@@ -61,7 +67,8 @@ class AdapterFolders:
 
     @property
     def used_bytes(self) -> int:
-        return sum(folder.num_bytes for folder in self._folders.values())
+        complete = sum(folder.num_bytes for folder in self._folders.values())
+        return complete + sum(self._reserved.values()) + self._removing_bytes
 
     def path_of(self, digest: str) -> Path:
         """Returns the path of an adapter's folder, which may not be there."""
@@ -110,42 +117,55 @@ class AdapterFolders:
         os.close(self._lock)
 
     async def _export(self, digest: str) -> _Folder:
+        loop = asyncio.get_running_loop()
+
+        def admit(num_bytes: int) -> None:
+            """Waits for room, in the thread that writes the files."""
+            asyncio.run_coroutine_threadsafe(self._reserve(digest, num_bytes), loop).result()
+
         async with self._places:
             path = self.path_of(digest)
             start_s = time.monotonic()
-            await self._client.export(
-                digest, path, max_bytes=self._max_bytes, timeout_s=EXPORT_SECONDS
-            )
-            num_bytes = sum(each.stat().st_size for each in path.iterdir())
             try:
-                await self._make_room(num_bytes)
-            except BaseException:
-                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
-                raise
+                await self._client.export(digest, path, admit=admit, timeout_s=EXPORT_SECONDS)
+            finally:
+                num_bytes = self._reserved.pop(digest, 0)
             folder = self._folders[digest] = _Folder(path, num_bytes, time.monotonic())
             seconds = round(time.monotonic() - start_s, 3)
             logger.info("adapter %s: %d bytes in %s s", digest, num_bytes, seconds)
             return folder
 
-    async def _make_room(self, num_bytes: int) -> None:
-        """Removes folders that nobody holds. Raises ResourceExhausted."""
-        before_s = time.monotonic() - GRACE_SECONDS
-        free = [
-            (folder.released_s, digest)
-            for digest, folder in self._folders.items()
-            if not self._holders[digest] and folder.released_s <= before_s
-        ]
-        for _, digest in sorted(free):
-            if self.used_bytes + num_bytes <= self._max_bytes:
-                break
-            removed = self._folders.pop(digest)
-            await asyncio.to_thread(shutil.rmtree, removed.path, ignore_errors=True)
-        if self.used_bytes + num_bytes > self._max_bytes:
-            raise ResourceExhausted(
-                f"{num_bytes} bytes do not fit beside the adapters in use: {self.used_bytes} of "
-                f"{self._max_bytes} bytes (LOADOUT_CACHE_BYTES) are taken",
-                subject="LOADOUT_CACHE_BYTES",
-            )
+    async def _reserve(self, digest: str, num_bytes: int) -> None:
+        """Takes the bytes of an export. Removes folders that nobody holds, if it needs theirs.
+        Raises ResourceExhausted."""
+        async with self._making_room:
+            before_s = time.monotonic() - GRACE_SECONDS
+            free = [
+                (folder.released_s, unused)
+                for unused, folder in self._folders.items()
+                if not self._holders[unused] and folder.released_s <= before_s
+            ]
+            for _, unused in sorted(free):
+                if self.used_bytes + num_bytes <= self._max_bytes:
+                    break
+                if not self._holders[unused]:  # somebody may have taken it meanwhile
+                    await self._remove(unused)
+            if self.used_bytes + num_bytes > self._max_bytes:
+                raise ResourceExhausted(
+                    f"{num_bytes} bytes do not fit beside the adapters in use: {self.used_bytes} "
+                    f"of {self._max_bytes} bytes (LOADOUT_CACHE_BYTES) are taken",
+                    subject="LOADOUT_CACHE_BYTES",
+                )
+            self._reserved[digest] = num_bytes
+
+    async def _remove(self, digest: str) -> None:
+        """Removes a folder, whose bytes count until the disk has them back."""
+        folder = self._folders.pop(digest)
+        away = folder.path.with_name(f".{folder.path.name}.removed")
+        folder.path.rename(away)  # at once: the next export of this digest makes the folder anew
+        self._removing_bytes = folder.num_bytes
+        await asyncio.to_thread(shutil.rmtree, away, ignore_errors=True)
+        self._removing_bytes = 0
 
 
 def _lock(root: Path) -> int:

@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loadout_vllm.resolver import Resolver
 from safetensors.torch import load_file
 
 from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
-from loadout import AsyncClient, errors
+from loadout import AsyncClient, errors, types
 from loadout.integrations import adapter_folders
 from loadout.integrations.adapter_folders import AdapterFolders
 from loadout.integrations.following import follow
@@ -266,3 +267,47 @@ def test_folders_are_bounded_and_what_is_in_use_stays(
     asyncio.run(main())
     left = sorted(path.name for path in (tmp_path / "cache").iterdir())
     assert left == sorted([*(each.removeprefix("sha256:") for each in digests[1:]), "lock"])
+
+
+def test_exports_at_once_take_their_bytes_before_they_arrive(store: Served, tmp_path: Path) -> None:
+    """Else each of them could fill the disk."""
+    digests = [
+        store.client.register(
+            f"a{seed}", save_adapter(tmp_path / f"v{seed}", seed=seed)
+        ).adapter.digest
+        for seed in range(4)
+    ]
+
+    files: list[Path] = []
+
+    class Client(AsyncClient):
+        """Notes files that are there when their bytes are taken."""
+
+        async def export(
+            self, ref: str, folder: Any, *, admit: Any = None, timeout_s: float | None = None
+        ) -> types.Adapter:
+            def note(num_bytes: int) -> None:
+                files.extend(folder.parent.glob(f".{folder.name}.*/*"))
+                admit(num_bytes)
+
+            return await super().export(ref, folder, admit=note, timeout_s=timeout_s)
+
+    async def main() -> None:
+        async with Client(store=store.running.grpc_address) as client:
+            folders = AdapterFolders(client, tmp_path / "cache", 1 << 30)
+            await folders.take(digests[0])
+            num_bytes = folders.used_bytes
+            await folders.close()
+
+            limit = num_bytes * 5 // 2
+            folders = AdapterFolders(client, tmp_path / "cache", limit)
+            found = await asyncio.gather(*map(folders.take, digests), return_exceptions=True)
+            refused = [each for each in found if isinstance(each, errors.ResourceExhausted)]
+            assert len(refused) == 2
+            assert files == []
+            assert folders.used_bytes == 2 * num_bytes
+            on_disk = [each for each in (tmp_path / "cache").iterdir() if each.name != "lock"]
+            assert len(on_disk) == 2
+            await folders.close()
+
+    asyncio.run(main())

@@ -105,8 +105,17 @@ def test_refusals(store: Served, open_client: Any, tmp_path: Path) -> None:
     with pytest.raises(errors.NotFound):
         client.export("nothing", tmp_path / "out")
     store.client.register("a", save_adapter(tmp_path / "a"))
-    with pytest.raises(errors.ResourceExhausted, match="of 100 that are allowed"):
-        client.export("a", tmp_path / "out", max_bytes=100)
+    sizes: list[int] = []
+
+    def refuse(num_bytes: int) -> None:
+        sizes.append(num_bytes)
+        raise errors.ResourceExhausted("no room", subject="disk")
+
+    with pytest.raises(errors.ResourceExhausted, match="no room"):
+        client.export("a", tmp_path / "out", admit=refuse)
+    client.export("a", tmp_path / "elsewhere", admit=sizes.append)
+    exported = sum(each.stat().st_size for each in (tmp_path / "elsewhere").iterdir())
+    assert sizes == [exported, exported]
     assert not (tmp_path / "out").exists()
 
 
