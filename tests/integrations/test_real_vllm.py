@@ -249,6 +249,9 @@ def test_every_kind_is_applied_with_pefts_tokens_or_refused_by_name(
     train(tmp_path / "deep", sizes={"num_hidden_layers": 6})
     vllm.client.register("deep", tmp_path / "deep", base_model="org/base")
     refuses(vllm, "deep", "changes layer 5")
+    train(tmp_path / "wide", sizes={"hidden_size": 128})
+    vllm.client.register("wide", tmp_path / "wide", base_model="org/base")
+    refuses(vllm, "wide", "this server's model has 256 and 256")
     assert vllm.complete("nothing")[0] == 404
 
 

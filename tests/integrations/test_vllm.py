@@ -14,20 +14,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loadout_vllm.model_shapes import ModelShapes, read_shapes
 from loadout_vllm.resolver import Resolver
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from contract.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from loadout import AsyncClient, errors, types
 from loadout.integrations import adapter_folders
 from loadout.integrations.adapter_folders import AdapterFolders
 from loadout.integrations.following import follow
-from tests.support.store.adapters import BASE_MODEL, LAYERS, random_tensors, save_adapter
+from tests.support.store.adapters import (
+    BASE_MODEL,
+    HIDDEN,
+    KV,
+    LAYERS,
+    MLP,
+    VOCAB,
+    random_tensors,
+    save_adapter,
+)
 from tests.support.store.served import Served
 
 pytestmark = [pytest.mark.processes]
 
 WAIT_S = 10.0
+CONFIG = LlamaConfig(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=MLP,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+"""Of the model that the adapters are for."""
+assert CONFIG.head_dim * CONFIG.num_key_value_heads == KV
 
 
 @dataclass
@@ -91,8 +113,9 @@ class House:
         self.client = AsyncClient(store=store.running.grpc_address)
         self.folders = AdapterFolders(self.client, root, max_bytes)
         self.models = Models()
+        shapes = ModelShapes(LAYERS, read_shapes(CONFIG))
         self.resolver = Resolver(
-            self.client, self.folders, self.models, Request, (BASE_MODEL,), 8, LAYERS
+            self.client, self.folders, self.models, Request, (BASE_MODEL,), 8, shapes
         )
         self.models.resolver = self.resolver
         self.following = asyncio.create_task(follow(self.client, self.resolver.changed))
@@ -182,12 +205,18 @@ def test_refusals_name_their_reason_and_leave_nothing(store: Served, tmp_path: P
         name.replace("layers.0", f"layers.{LAYERS}"): each.clone() for name, each in first.items()
     }
     client.register("deep", save_adapter(tmp_path / "deep", tensors=first | deep))
+    narrow = {
+        name: (each[:, 1:] if "lora_A" in name else each).contiguous()
+        for name, each in first.items()
+    }
+    client.register("narrow", save_adapter(tmp_path / "narrow", tensors=narrow))
 
     async def test(house: House) -> None:
         for name, reason in (
             ("alora", "aLoRA"),
             ("high", "--max-lora-rank"),
             ("other", "org/other"),
+            ("narrow", f"has {HIDDEN - 1} inputs .*q_proj; .* has {HIDDEN} and {HIDDEN}"),
             ("deep", f"changes layer {LAYERS}; .* layers 0 to {LAYERS - 1}"),
         ):
             with pytest.raises(errors.FailedPrecondition, match=reason):
@@ -197,6 +226,28 @@ def test_refusals_name_their_reason_and_leave_nothing(store: Served, tmp_path: P
         assert house.resolver.num_names == 0
 
     run(store, tmp_path / "cache", test)
+
+
+def test_modules_that_only_other_layers_have_are_refused(tmp_path: Path) -> None:
+    """Layers may differ. A model that cannot be made here is checked for its layers alone."""
+    q = random_tensors({"model.layers.1.self_attn.q_proj": 4})
+    experts = {
+        name.replace("self_attn.q_proj", "mlp.experts.3.up_proj"): each.clone()
+        for name, each in q.items()
+    }
+    folder = save_adapter(tmp_path / "a", tensors=q | experts)
+    full = read_shapes(CONFIG)
+    ModelShapes(LAYERS, full).check("a", folder)  # of names that no layer has vLLM decides
+    hybrid = {place: shapes for place, shapes in full.items() if place != (1, "self_attn.q_proj")}
+    with pytest.raises(errors.FailedPrecondition, match=r"a changes model\.layers\.1\.self_attn"):
+        ModelShapes(LAYERS, hybrid).check("a", folder)
+
+    wrong = LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=0)
+    for config in (LlamaConfig(architectures=["NoModel"]), LlamaConfig(), wrong):
+        assert read_shapes(config) == {}
+    ModelShapes(2, {}).check("a", folder)
+    with pytest.raises(errors.FailedPrecondition, match="layers 0 to 0"):
+        ModelShapes(1, {}).check("a", folder)
 
 
 def test_a_new_version_that_cannot_be_applied_ends_the_old_one(

@@ -22,6 +22,7 @@ from loadout.errors import FailedPrecondition, LoadoutError
 from loadout.integrations.adapter_folders import AdapterFolders
 from loadout.integrations.engine_settings import read_settings
 from loadout.integrations.following import follow
+from loadout_vllm.model_shapes import ModelShapes, read_shapes
 from loadout_vllm.resolver import Resolver
 
 NAME = "loadout"
@@ -80,6 +81,8 @@ class LoadoutEndpoint:
         models = state.openai_serving_models
         client = settings.client()
         folders = AdapterFolders(client, settings.cache, settings.cache_bytes)
+        model = state.vllm_config.model_config
+        shapes = await asyncio.to_thread(read_shapes, model.hf_config)
         served = [each.name for each in models.base_model_paths]
         RESOLVER.resolver = Resolver(
             client,
@@ -88,7 +91,7 @@ class LoadoutEndpoint:
             LoRARequest,
             settings.base_models or (*served, str(args.model)),
             lora.max_lora_rank,
-            state.vllm_config.model_config.get_total_num_hidden_layers(),
+            ModelShapes(model.get_total_num_hidden_layers(), shapes),
         )
         models.load_lora_adapter = models.unload_lora_adapter = _refuse
         # Held by the plugin, and so by the application, until the process ends.

@@ -14,12 +14,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import safe_open
-
-from contract.adapter_files import WEIGHTS_FILE
 from contract.base_model_names import may_mean
 from loadout import types
 from loadout.aio import AsyncClient
@@ -31,6 +27,7 @@ from loadout.errors import (
     ResourceExhausted,
 )
 from loadout.integrations.adapter_folders import AdapterFolders, is_named_by
+from loadout_vllm.model_shapes import ModelShapes
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +66,7 @@ class Resolver:
         make_request: Makes requests of vLLM's.
         base_models: Names of the model that vLLM serves.
         max_rank: The highest rank that vLLM takes.
-        num_layers: The number of the model's layers.
+        shapes: The layers and matrices of the model that vLLM serves.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class Resolver:
         make_request: MakeRequest,
         base_models: Collection[str],
         max_rank: int,
-        num_layers: int,
+        shapes: ModelShapes,
     ) -> None:
         self._client = client
         self._folders = folders
@@ -88,7 +85,7 @@ class Resolver:
         self._make_request = make_request
         self._base_models = base_models
         self._max_rank = max_rank
-        self._num_layers = num_layers
+        self._shapes = shapes
         self._digests: dict[str, str] = {}
         """The digest whose folder each followed name holds; "" while it is resolved."""
 
@@ -156,7 +153,7 @@ class Resolver:
         self._check(adapter)
         path = await self._folders.take(adapter.digest)
         try:
-            await asyncio.to_thread(self._check_layers, adapter, path)
+            await asyncio.to_thread(self._shapes.check, adapter.name, path)
         except BaseException:
             self._folders.release(adapter.digest)
             raise
@@ -184,19 +181,6 @@ class Resolver:
                 subject="rank",
             )
 
-    def _check_layers(self, adapter: types.Adapter, folder: Path) -> None:
-        """Raises FailedPrecondition for a layer that the model lacks: vLLM would drop it without a
-        word, and answer with the others."""
-        with safe_open(folder / WEIGHTS_FILE, framework="np") as file:
-            layers = {_layer_of(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-        highest = max(layers)
-        if highest >= self._num_layers:
-            raise FailedPrecondition(
-                f"{adapter.name} changes layer {highest}; this server's model has layers 0 to "
-                f"{self._num_layers - 1}",
-                subject="layer",
-            )
-
     def _remove(self, name: str) -> None:
         self._models.lora_requests.pop(name, None)
         self._forget(name)
@@ -205,9 +189,3 @@ class Resolver:
         held = self._digests.pop(name, "")
         if held:
             self._folders.release(held)
-
-
-def _layer_of(name: str) -> int:
-    """Returns the number of a tensor's layer, which is the first number in its name; -1 if it is in
-    no layer."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
