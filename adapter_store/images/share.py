@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from adapter_store.images.tiers.buffers import descriptors_for
 from contract.images.sharing import GIVEN, GREETING, REFUSED, SHARE_ID_BYTES, TICKET_BYTES
 from servicekit.errors import FailedPrecondition
 from servicekit.shares import Shares
@@ -23,7 +24,8 @@ from servicekit.shares import Shares
 logger = logging.getLogger(__name__)
 
 MAX_OFFERS = 1024
-"""Images that are offered, or mapped by receivers, at once. One account has its share."""
+"""Images that are offered, or mapped by receivers, at once, if this process may open enough files:
+each takes a connection. One account has its share."""
 MAX_STRANGERS = 64
 """Connections that have shown no valid ticket."""
 STRANGER_SECONDS = 5.0
@@ -49,7 +51,7 @@ class Offers:
 
     def __init__(self, share: float = 1.0) -> None:
         self.share_id = secrets.token_bytes(SHARE_ID_BYTES)
-        self.places = Shares("shared_images", MAX_OFFERS, share)
+        self.places = Shares("shared_images", descriptors_for(MAX_OFFERS), share)
         self._open: dict[bytes, Offer] = {}
 
     @contextlib.contextmanager

@@ -169,9 +169,14 @@ def _tensor(mapping: mmap.mmap) -> torch.Tensor:
 
 
 def _max_files() -> int:
+    return descriptors_for(MAX_FILES) if sys.platform == "linux" else 0
+
+
+def descriptors_for(most: int) -> int:
+    """Returns how many descriptors one purpose may have, of up to `most`: a quarter of those that
+    this process may open, so that others find some."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if soft == resource.RLIM_INFINITY else min(MAX_FILES, soft // 4)
-    return most if sys.platform == "linux" else 0
+    return most if soft == resource.RLIM_INFINITY else min(most, soft // 4)
 
 
 def _close(file: int | None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
 import queue
+import resource
 import shutil
 import signal
 import socket
@@ -35,10 +37,13 @@ from inference_svc.store.client import ImageClient
 from inference_svc.store.replicas import Replicas
 from inference_svc.store.shared_images import PullCall, ShareSocket
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.errors import ShareExceeded
 from tests.support.store.adapters import make_large
 from tests.support.wait import TIMEOUT_S, until
 
 pytestmark = pytest.mark.slow
+
+DATA = bytes(range(256)) * 256
 
 
 class Receiver:
@@ -288,6 +293,54 @@ def test_one_account_has_its_share_of_files(ready, path, monkeypatch):
         os.close(file)
     until(lambda: num_open(path) <= before)
     until(lambda: not store.running.store.use_cases.pulls.num_active)
+
+
+def test_one_tenant_maps_a_thousand_images_and_others_still_one(path):
+    """Each is mapped for as long as its receiver likes. All take files of this process."""
+
+    def receive(offers: share.Offers, offer: share.Offer) -> tuple[socket.socket, mmap.mmap]:
+        connection, share_id = greeted(path)
+        assert share_id == offers.share_id
+        (file,) = take(connection, offer.ticket)
+        try:
+            return connection, mmap.mmap(file, len(DATA), mmap.MAP_PRIVATE, mmap.PROT_READ)
+        finally:
+            os.close(file)
+
+    async def main() -> None:
+        offers = share.Offers(0.5)
+        listening = share.ShareSocket(path, frozenset(), offers)
+        file = sealed(DATA, SEALS)
+        before = num_open(path)
+        with ExitStack() as held:
+            mapped, num_refused = [], 0
+            for _ in range(1000):
+                try:
+                    offer = held.enter_context(offers.offer(file, "acme"))
+                except ShareExceeded:
+                    num_refused += 1
+                else:
+                    mapped.append(await asyncio.to_thread(receive, offers, offer))
+            assert len(mapped) == offers.places.capacity // 2 == 1000 - num_refused
+            offer = held.enter_context(offers.offer(file, "zeta"))
+            mapped.append(await asyncio.to_thread(receive, offers, offer))
+        os.close(file)  # the image is gone from the store
+        assert all(mapping[:] == DATA for _, mapping in mapped)
+        assert offers.places.used == 0
+        for connection, mapping in mapped:
+            mapping.close()
+            connection.close()
+        await listening.close()
+        assert num_open(path) < before  # nor the socket itself
+
+    asyncio.run(main())
+
+
+def test_mappings_leave_files_for_the_rest_of_the_store(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert share.Offers().places.capacity == 256
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert share.Offers().places.capacity == share.MAX_OFFERS
 
 
 def sealed(data: bytes, seals: int) -> int:
