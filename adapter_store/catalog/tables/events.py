@@ -12,10 +12,12 @@ from adapter_store.core import AdapterEvent, EventKind
 from adapter_store.errors import RevisionTooOld
 from servicekit.refs import AdapterName
 
+_REVISION = select(history.c.revision)
+
 
 def revision(conn: Connection) -> int:
     """Returns the newest revision, 0 for an empty catalog."""
-    return conn.execute(select(history.c.revision)).scalar_one()
+    return conn.execute(_REVISION).scalar_one()
 
 
 def append(

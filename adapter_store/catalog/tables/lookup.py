@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, or_, select
+from sqlalchemy import Connection, Row, Select, bindparam, or_, select
 
 from adapter_store.catalog.tables.filters import Filter, apply_filter, within
 from adapter_store.catalog.tables.schema import (
@@ -84,24 +84,41 @@ def find(conn: Connection, ref: AdapterRef, tenants: Tenants = None) -> AdapterR
 
     A digest means its first current record by tenant and name, else any older one.
     """
-    query = _record_query().where(versions.c.delete_time.is_(None), within(tenants))
-    if ref.name is not None:
-        query = query.where(
-            adapters.c.tenant == ref.name.tenant,
-            adapters.c.name == ref.name.name,
-            versions.c.version == (ref.version or adapters.c.current_version),
+    row = (
+        _find_named(conn, ref, ref.name, tenants) if ref.name else _find_digest(conn, ref, tenants)
+    )
+    if row is None:
+        raise NotFound(f"no adapter {ref}", subject=str(ref))
+    return _to_records(conn, [row])[0]
+
+
+def _find_named(
+    conn: Connection, ref: AdapterRef, name: AdapterName, tenants: Tenants
+) -> Row[Any] | None:
+    if tenants is not None and name.tenant not in tenants:
+        return None
+    values = {"of_tenant": name.tenant, "of_name": name.name}
+    if ref.version:
+        return conn.execute(_VERSION, values | {"of_version": ref.version}).first()
+    return conn.execute(_CURRENT, values).first()
+
+
+def _find_digest(conn: Connection, ref: AdapterRef, tenants: Tenants) -> Row[Any] | None:
+    query = (
+        _record_query()
+        .where(
+            versions.c.delete_time.is_(None),
+            within(tenants),
+            versions.c.digest == ref.digest,
         )
-    else:
-        query = query.where(versions.c.digest == ref.digest).order_by(
+        .order_by(
             versions.c.version != adapters.c.current_version,
             adapters.c.tenant,
             adapters.c.name,
             versions.c.version.desc(),
         )
-    row = conn.execute(query.limit(1)).first()
-    if row is None:
-        raise NotFound(f"no adapter {ref}", subject=str(ref))
-    return _to_records(conn, [row])[0]
+    )
+    return conn.execute(query.limit(1)).first()
 
 
 def page(
@@ -229,6 +246,29 @@ def _record_query() -> Select[Any]:
     )
 
 
+# Each request for an adapter that a server does not know needs these: they are put together once,
+# which takes as long as running them.
+_NAMED = _record_query().where(
+    versions.c.delete_time.is_(None),
+    adapters.c.tenant == bindparam("of_tenant"),
+    adapters.c.name == bindparam("of_name"),
+)
+_CURRENT = _NAMED.where(versions.c.version == adapters.c.current_version)
+_VERSION = _NAMED.where(versions.c.version == bindparam("of_version"))
+_LAYOUTS = (
+    select(layout_bases)
+    .where(layout_bases.c.base_model.in_(bindparam("of_bases", expanding=True)))
+    .order_by(layout_bases.c.layout_id)
+)
+_SERVERS = (
+    select(announcements, layouts.c.last_use_time)
+    .join(layouts, layouts.c.layout_id == announcements.c.layout_id)
+    .where(announcements.c.layout_id.in_(bindparam("of_layouts", expanding=True)))
+    .order_by(announcements.c.max_rank, announcements.c.announcement_id)
+)
+_VERDICTS = select(images).where(images.c.digest.in_(bindparam("of_digests", expanding=True)))
+
+
 def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecord]:
     layouts_by_base = _layouts_by_base(conn, {row.base_model for row in rows})
     verdicts = _verdicts(conn, {row.digest for row in rows}) if layouts_by_base else {}
@@ -280,13 +320,8 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
 
 
 def _layouts_by_base(conn: Connection, base_models: Iterable[str]) -> dict[str, list[str]]:
-    query = (
-        select(layout_bases)
-        .where(layout_bases.c.base_model.in_(base_models))
-        .order_by(layout_bases.c.layout_id)
-    )
     result: dict[str, list[str]] = {}
-    for row in conn.execute(query):
+    for row in conn.execute(_LAYOUTS, {"of_bases": list(base_models)}):
         result.setdefault(row.base_model, []).append(row.layout_id)
     return result
 
@@ -294,14 +329,8 @@ def _layouts_by_base(conn: Connection, base_models: Iterable[str]) -> dict[str, 
 def servers(conn: Connection, layout_ids: Iterable[str]) -> dict[str, list[ServerLimits]]:
     """Returns the limits of the servers of each of these layouts, the lowest ranks first, including
     gone ones; see present."""
-    query = (
-        select(announcements, layouts.c.last_use_time)
-        .join(layouts, layouts.c.layout_id == announcements.c.layout_id)
-        .where(announcements.c.layout_id.in_(layout_ids))
-        .order_by(announcements.c.max_rank, announcements.c.announcement_id)
-    )
     result: dict[str, list[ServerLimits]] = {}
-    for row in conn.execute(query):
+    for row in conn.execute(_SERVERS, {"of_layouts": list(layout_ids)}):
         limits = ServerLimits(
             row.announcement_id,
             row.max_rank,
@@ -326,7 +355,7 @@ def names_of(announcement: Row[Any]) -> list[str]:
 
 
 def _verdicts(conn: Connection, digests: Iterable[str]) -> dict[tuple[str, str], LayoutVerdict]:
-    rows = conn.execute(select(images).where(images.c.digest.in_(digests)))
+    rows = conn.execute(_VERDICTS, {"of_digests": list(digests)})
     return {(row.digest, row.layout_id): to_verdict(row) for row in rows}
 
 
