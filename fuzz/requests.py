@@ -23,7 +23,7 @@ from inference_svc.api.generate_call import (
 )
 from inference_svc.api.grpc import convert as inference_convert
 from inference_svc.api.grpc.bounds import request_bounds
-from inference_svc.api.grpc.prompts import from_token_ids, from_tokenize_request
+from inference_svc.api.grpc.prompts import from_tokenize_request
 from inference_svc.core import MAX_PARTS, Request
 from inference_svc.results.logprobs import MAX_LOGPROBS, LogprobsOption
 from inference_svc.results.scores import ScoresOption
@@ -122,8 +122,8 @@ _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "Generate": lambda request: requests_of(
         inference_convert.from_generate_request(request, VOCABULARY)
     ),
-    "Tokenize": lambda request: from_tokenize_request(request, VOCABULARY),
-    "Detokenize": lambda request: from_token_ids(request.token_ids, VOCABULARY),
+    "Tokenize": lambda request: from_tokenize_request(request),
+    "Detokenize": lambda request: tuple(request.token_ids),
     "InspectAdapter": lambda request: parse_ref(request.ref),
     "LoadAdapter": lambda request: parse_ref(request.ref),
     "UnloadAdapter": lambda request: parse_ref(request.ref),
@@ -154,7 +154,7 @@ def requests_of(call: GenerateCall) -> Sequence[Request]:
             end_ids=(5,) if binding is not None else (),
             vocab_size=VOCABULARY,
         )
-    call.check_bans(requests, EOS_TOKEN_IDS)
+    call.check_stops(requests, EOS_TOKEN_IDS)
     requests = call.bounded(requests)
     assert len(requests) <= MAX_CHOICES * max(1, len(call.prompts))
     for request in requests:

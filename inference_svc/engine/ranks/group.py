@@ -56,8 +56,8 @@ logger = logging.getLogger(__name__)
 END_S = 10.0
 """How long a rank may take to end."""
 FIRST_ANSWER_S = 300.0
-"""How long a rank may take to its first answer: until then it imports its modules. On two busy cores
-four ranks took more than two minutes once."""
+"""How long a rank may take to its first answer: until then it imports its modules. On two busy
+cores four ranks took more than two minutes once."""
 STALL_S = 300.0
 """How long a rank may make no progress while it starts. Files that come over a network may have to
 be fetched whole before the first byte of them is read."""
