@@ -33,6 +33,7 @@ from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
 from inference_svc.store.types import AdapterPage, Registry
+from inference_svc.text.answers.families import AnswerReader
 from inference_svc.text.chat import Chat
 from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.no_tokenizer import NO_TOKENIZER
@@ -199,8 +200,8 @@ class Service:
                 call.check_stops(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
                 decoder, ends = _ends(reading, requests, text)
-                readers = [] if reading is None else reading.readers(text.answers, ends)
                 call, budget = self._formed(call, reading, text, ends)
+                readers = _readers(call, reading, text, ends)
                 call = await self._with_grammar(call, text, principal, threads)
                 requests = [replace(each, grammar=call.grammar, budget=budget) for each in requests]
         return GenerateStream(
@@ -424,6 +425,15 @@ def _ends(
     decoder = text.showing(reading.specials(text.answers))
     ends = [decoder.decode(request.prompt_token_ids[-END_TOKENS:]) for request in requests]
     return decoder, ends
+
+
+def _readers(
+    call: GenerateCall, reading: ReadingOptions | None, text: TextModel, ends: Sequence[str]
+) -> list[AnswerReader]:
+    """Returns the reader of each answer, whose prompts have these `ends`."""
+    if reading is None:
+        return []
+    return reading.readers(text.answers, ends, has_form=call.grammar is not None)
 
 
 def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from inference_svc.api.tools import ReadingOptions
 from inference_svc.grammars.budget import ThoughtBudget
-from inference_svc.grammars.calls import Calls
-from inference_svc.grammars.grammar import Grammar, GrammarKind
+from inference_svc.grammars.grammar import Grammar
 from inference_svc.text.answers.forced import Cutter, calls_of
 from inference_svc.text.chat import Tool
 from inference_svc.text.text_model import TextModel
 from servicekit.errors import InvalidArgument
-
-JSON_BEGINS = '{["-0123456789tfn'
-"""The characters that JSON begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +28,16 @@ class Thoughts:
     def form(self, grammar: Grammar | None) -> Grammar | None:
         """Returns the form of the whole answer, thoughts and all: of the calls that it has to make,
         where the text that has the `grammar` is left out, or of that text, in whose place it may
-        make calls. Raises InvalidArgument for schemas that are too large, and calls that cannot be
-        told from texts."""
+        make calls. Raises InvalidArgument for schemas that are too large."""
         reading, syntax = self.reading, self.text.answers
         cutter = Cutter(syntax, self._token_of)
         if reading.forced:
-            form = self._grammar_of(self._calls(reading.forced), reading.forced)
+            form = self._grammar_of(reading.forced)
         elif grammar is None:
             return None
         elif reading.tools:
-            calls = self._calls(reading.tools)
-            self._check_apart(grammar, calls)
-            of_calls = self._grammar_of(calls, reading.tools)
-            form = grammar.or_calls(of_calls, cutter.parts(syntax.text_begin))
+            calls = self._grammar_of(reading.tools)
+            form = grammar.or_calls(calls, cutter.parts(syntax.text_begin))
         else:
             form = grammar
         if syntax.has_ended_thoughts(self.prompt):
@@ -54,31 +46,10 @@ class Thoughts:
         parts = cutter.thoughts(syntax, after, is_begun=self._is_begun)
         return form if parts is None else form.after(parts)
 
-    def _check_apart(self, grammar: Grammar, calls: Calls) -> None:
-        """Raises InvalidArgument where calls may begin as texts of a grammar do: the engine of
-        grammars would decide for one of them too early, unless both are JSON."""
-        first = (calls.begin or calls.calls[0].begin)[0]
-        if isinstance(first, int) or grammar.kind is GrammarKind.REGEX:
-            return
-        alike = grammar.kind is GrammarKind.GRAMMAR
-        if grammar.kind is GrammarKind.JSON_SCHEMA:
-            alike = first[0] in JSON_BEGINS and not calls.is_json
-        elif grammar.kind is GrammarKind.CHOICE:
-            alike = any(text.startswith(first[0]) for text in json.loads(grammar.source))
-        if alike:
-            field = f"{self.reading.path}tools"
-            raise InvalidArgument(
-                f"{field}: a call of this model may begin as a text of {grammar.field} does: leave "
-                'one of them out, or set tool_choice to "none"',
-                subject=field,
-            )
-
-    def _calls(self, tools: Sequence[Tool]) -> Calls:
-        return calls_of(self.text.answers, tools, self._token_of, self.reading.max_calls)
-
-    def _grammar_of(self, calls: Calls, tools: Sequence[Tool]) -> Grammar:
+    def _grammar_of(self, tools: Sequence[Tool]) -> Grammar:
         """Returns the grammar of calls of these tools."""
         reading = self.reading
+        calls = calls_of(self.text.answers, tools, self._token_of, reading.max_calls)
         return Grammar.calls(calls, reading.choice_field, reading.schema_fields(tools))
 
     def budget(self, *, has_form: bool) -> ThoughtBudget | None:

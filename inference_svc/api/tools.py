@@ -93,7 +93,9 @@ class ReadingOptions:
         places = map(self.tools.index, tools)
         return tuple(f"{self.path}tools[{place}]{self.schema_path}" for place in places)
 
-    def readers(self, syntax: AnswerSyntax, prompts: Sequence[str]) -> list[AnswerReader]:
+    def readers(
+        self, syntax: AnswerSyntax, prompts: Sequence[str], *, has_form: bool
+    ) -> list[AnswerReader]:
         """Returns a reader for each answer, whose prompts end with these texts."""
         return [
             AnswerReader(
@@ -102,6 +104,7 @@ class ReadingOptions:
                 self.max_calls,
                 has_thoughts=self.has_thoughts,
                 starts_thinking=self.starts_thinking(syntax, prompt),
+                has_form=has_form,
             )
             for prompt in prompts
         ]

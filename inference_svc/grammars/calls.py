@@ -43,6 +43,12 @@ class Calls(NamedTuple):
         calls, *others = json.loads(source)
         return cls([Call(*each) for each in calls], *others)
 
+    @property
+    def first_chars(self) -> list[str]:
+        """The characters that calls begin with; none if they begin with a special token."""
+        firsts = [(self.begin or call.begin)[0] for call in self.calls]
+        return sorted({first[0] for first in firsts if isinstance(first, str)})
+
     def alone(self) -> Iterator[Calls]:
         """Yields each call as the only one that is possible."""
         for call in self.calls:
@@ -97,12 +103,16 @@ class CallsOrForm(NamedTuple):
     def of_source(cls, source: str) -> CallsOrForm:
         return cls(*json.loads(source))
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether all is in one grammar, which decides between two objects where they differ."""
+        return self.kind == "json_schema" and Calls.of_source(self.calls).is_json
+
     def to_lark(self, json_of: JsonOf, form_to_lark: Callable[[str, str], str]) -> str:
         """Returns the grammar in Lark; `form_to_lark` makes a form's. Raises ValueError for schemas
         that are not enforced."""
         calls = Calls.of_source(self.calls)
-        if calls.is_json and self.kind == "json_schema":
-            # All in one grammar, which decides between two objects where they differ.
+        if self.is_joined:
             rules = calls.to_lark(json_of, "calls", as_objects=True)
             form = form_to_lark(self.kind, self.source).removeprefix("start: ")
             return f"start: calls | form\n{rules}form: {form}"

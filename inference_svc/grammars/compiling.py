@@ -177,6 +177,7 @@ def check(tokens: Tokens, request: dict[str, Any]) -> dict[str, Any]:
         start_s = time.process_time()
         matcher = compile_grammar(tokens, request["kind"], request["source"])
         compile_s = time.process_time() - start_s
+        _check_apart(tokens, request["kind"], request["source"])
         is_slow = _try(tokens, matcher) or compile_s > SLOW_COMPILE_SECONDS
     except Refused as error:
         found = _placed(tokens, request, str(error), start_s + PLACING_SECONDS)
@@ -184,6 +185,28 @@ def check(tokens: Tokens, request: dict[str, Any]) -> dict[str, Any]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return {"compile_s": compile_s, "is_slow": is_slow}
+
+
+def _check_apart(tokens: Tokens, kind: str, source: str) -> None:
+    """Raises Refused for calls that may begin as a text of their form does: the matcher would take
+    one of them for the other, unless both are JSON."""
+    if kind == "thoughts":
+        _check_apart(tokens, *thoughts.form_of(source))
+    if kind != "either":
+        return
+    found = CallsOrForm.of_source(source)
+    begins = Calls.of_source(found.calls).first_chars
+    if found.is_joined or not begins:
+        return
+    mask = compile_grammar(tokens, found.kind, found.source).compute_bitmask()
+    firsts = {each.encode()[:1] for each in begins}
+    for token, text in enumerate(tokens.tokens[: tokens.end]):
+        is_text = text[:1] in firsts and token not in tokens.special_token_ids
+        if is_text and has_token(mask, token):
+            raise Refused(
+                f"a call of a tool may begin with {' or '.join(map(repr, begins))}, as its text "
+                'may: leave the tools out, or set tool_choice to "none"'
+            )
 
 
 def _placed(tokens: Tokens, request: dict[str, Any], error: str, end_s: float) -> Refused:

@@ -109,7 +109,8 @@ PLAIN = AnswerSyntax()
 
 class AnswerReader:
     """Reads one answer, however its text is cut. `tools` are the ones that it may call; without
-    them calls are a part of its text, and so are thoughts without `has_thoughts`."""
+    them calls are a part of its text, and so are thoughts without `has_thoughts`. With `has_form` a
+    grammar has decided at its begin between calls and a text that has a form."""
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class AnswerReader:
         *,
         has_thoughts: bool = True,
         starts_thinking: bool = False,
+        has_form: bool = False,
     ) -> None:
         calls = syntax.calls
         thoughts = syntax.thoughts if has_thoughts else None
@@ -126,7 +128,11 @@ class AnswerReader:
         self._scanner = Scanner({tool.name: tool for tool in tools}, new_id, max_calls)
         if calls is not None:
             self._reading = calls.read_answer(
-                self._scanner, thoughts, starts_thinking=starts_thinking, calls=bool(tools)
+                self._scanner,
+                thoughts,
+                starts_thinking=starts_thinking,
+                calls=bool(tools),
+                has_form=has_form,
             )
         else:
             self._reading = _read_text(self._scanner, thoughts, starts_thinking=starts_thinking)

@@ -41,7 +41,13 @@ class Harmony(CallSyntax):
         return CallForm(begin, tool.schema, CALL)
 
     def read_answer(
-        self, scanner: Scanner, thoughts: Thoughts | None, *, starts_thinking: bool, calls: bool
+        self,
+        scanner: Scanner,
+        thoughts: Thoughts | None,
+        *,
+        starts_thinking: bool,
+        calls: bool,
+        has_form: bool,
     ) -> Reading[None]:
         if thoughts is None and not calls:
             yield from say_all(scanner)

@@ -87,10 +87,17 @@ class CallSyntax:
         return f"call_{secrets.token_hex(12)}"
 
     def read_answer(
-        self, scanner: Scanner, thoughts: Thoughts | None, *, starts_thinking: bool, calls: bool
+        self,
+        scanner: Scanner,
+        thoughts: Thoughts | None,
+        *,
+        starts_thinking: bool,
+        calls: bool,
+        has_form: bool,
     ) -> Reading[None]:
         """Reads a whole answer. With `thoughts` None they are a part of its text, and so are calls
-        without `calls`."""
+        without `calls`. With `has_form` it has calls from its first character on, or none: markers
+        within a text that has a form are a part of that."""
         if thoughts is not None:
             yield from read_thoughts(scanner, thoughts, starts_thinking=starts_thinking)
         begins = self.begins if calls else ()
@@ -98,6 +105,8 @@ class CallSyntax:
         begin = ""
         if calls and self.is_whole:
             yield from self._read_calls(scanner, "")
+        if has_form and not (yield from self._begins_calls(scanner)):
+            begins, markers = (), self.silent
         while markers:
             begin = yield from scanner.until(markers, scanner.say)
             if begin in begins:
@@ -107,6 +116,15 @@ class CallSyntax:
         else:
             yield from say_all(scanner)
         scanner.finish()
+
+    def _begins_calls(self, scanner: Scanner) -> Reading[bool]:
+        """Returns whether calls come next, or have been read."""
+        if scanner.num_calls:
+            return True
+        for begin in self.begins:
+            if (yield from scanner.is_next(begin)):
+                return True
+        return False
 
     def _read_calls(self, scanner: Scanner, begin: str) -> Reading[None]:
         scanner.keep(begin)

@@ -264,6 +264,45 @@ def test_a_model_whose_calls_are_json_may_answer_json_too() -> None:
         assert once == [is_possible, True, True, False, False], schema
 
 
+APART: list[tuple[str, Grammar, bool]] = [
+    ("hermes", Grammar.regex("[^<].*"), True),
+    ("hermes", Grammar.regex(".+"), False),
+    ("hermes", Grammar.regex("<b>"), False),
+    ("hermes", Grammar.choice(["yes", "<no>"]), False),
+    ("hermes", Grammar.choice(["yes", "no"]), True),
+    ("hermes", Grammar.grammar('start: "yes" | /[0-9]+/'), True),
+    ("hermes", Grammar.grammar('start: "<" "a"'), False),
+    ("hermes", Grammar.json_schema({}), True),
+    ("llama3", Grammar.json_schema({"type": "object"}), True),
+    ("llama3", Grammar.regex(r"\{\}"), False),
+    ("llama3", Grammar.regex("[0-9]+"), True),
+    ("mistral", Grammar.json_schema({"type": "object"}), True),
+    ("mistral", Grammar.json_schema({"type": "array"}), False),
+]
+
+
+@pytest.mark.parametrize("is_thought", [False, True])
+@pytest.mark.parametrize(("family", "form", "is_apart"), APART)
+def test_forms_whose_texts_may_begin_as_calls_are_refused(
+    family: str, form: Grammar, is_apart: bool, is_thought: bool
+) -> None:
+    """A marker that is a special token is no part of a text, so that all forms go with it."""
+    syntax = AnswerSyntax(PARSERS[family], THOUGHTS[1])
+    for markers in ((), syntax.specials(calls=True, thoughts=True)):
+        pieces = Pieces(markers)
+        whole = form.or_calls(Grammar.calls(calls_of(syntax, TOOLS, pieces.id_of)), [])
+        if is_thought:
+            parts = Cutter(syntax, pieces.id_of).thoughts(syntax, "", is_begun=True)
+            assert parts is not None
+            whole = whole.after(parts)
+        tokens = compiling.Tokens(make_vocabulary(pieces, 256 + len(pieces.markers), ()).packed)
+        request = {"kind": whole.kind.value, "source": whole.source, "max_seconds": 60}
+        found = compiling.check(tokens, request)
+        assert ("error" not in found) == (is_apart or bool(markers and family != "llama3")), found
+        if "error" in found:
+            assert "leave the tools out" in found["error"]
+
+
 def test_an_end_of_answers_is_no_part_of_a_call() -> None:
     calls = calls_of(AnswerSyntax(PARSERS["harmony"]), TOOLS, lambda marker: None)
     assert [call.end for call in calls.calls] == [[], []]

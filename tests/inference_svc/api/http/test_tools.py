@@ -373,9 +373,9 @@ def test_thoughts_have_a_budget_and_come_before_a_form(serve_http: Any, tmp_path
         await front.chat(messages=[USER], tools=TOOLS, response_format=form, extra_body=budget)
         assert front.engine.submitted[-1].grammar.kind is GrammarKind.THOUGHTS
         lark = {**budget, "guided_grammar": 'start: "<" "a"'}
-        with pytest.raises(openai.BadRequestError, match="may begin as a text of") as alike:
+        with pytest.raises(openai.BadRequestError, match="a call of a tool may begin") as alike:
             await front.chat(messages=[USER], tools=TOOLS, extra_body=lark)
-        assert alike.value.param == "tools"
+        assert alike.value.param == "guided_grammar"
         formed, plain, *_ = (each.grammar for each in front.engine.submitted)
         assert (formed.kind, plain) == (GrammarKind.THOUGHTS, None)
         refused = {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "name": "n"}}

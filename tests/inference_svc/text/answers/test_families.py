@@ -213,6 +213,24 @@ def test_calls_after_the_most_are_left_out() -> None:
     assert (found.text, found.calls) == ("a", (("f", "{}"),))
 
 
+@pytest.mark.parametrize("family", sorted({*PARSERS} - {"harmony"}))
+def test_an_answer_with_a_form_has_calls_first_or_none(family: str) -> None:
+    """A text that has a form may have the texts of calls in it."""
+    call = WRITERS[family]("", "", [("f", {"text": "rain"})])
+    for before in ("", "<think>hm</think>\n\n"):
+        for pieces in (1, 7, 10_000):
+            texts = [before + call, f"{before}No: {call}"]
+            found = [
+                read(reader_of(family, has_form=True), _pieces(text, pieces)) for text in texts
+            ]
+            assert found[0].objects == [("f", {"text": "rain"})]
+            assert (found[1].calls, found[1].text) == ((), f"No: {call}")
+
+
+def _pieces(text: str, num_chars: int) -> list[str]:
+    return [text[start : start + num_chars] for start in range(0, len(text), num_chars)]
+
+
 def test_thoughts() -> None:
     def of(text: str, **options: Any) -> tuple[str, str]:
         found = read(reader_of("hermes", **options), [text])
