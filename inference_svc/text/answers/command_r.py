@@ -26,8 +26,7 @@ class CommandR(CallSyntax):
         end = END if begin == BEGIN else OLD_END
         if not (yield from read_calls(scanner, (end,), KEYS, only_tools=begin != BEGIN)):
             return False
-        yield from scanner.skip_space()
-        yield from scanner.accept(end)
+        yield from scanner.accept_end(end)
         return True
 
     def form(self, tool: Tool) -> CallForm:

@@ -25,8 +25,7 @@ class Granite(CallSyntax):
     def read(self, scanner: Scanner, begin: str) -> Reading[bool]:
         if not (yield from read_calls(scanner, (END, SPECIAL))):
             return False
-        yield from scanner.skip_space()
-        yield from scanner.accept(END)
+        yield from scanner.accept_end(END)
         return True
 
     def form(self, tool: Tool) -> CallForm:

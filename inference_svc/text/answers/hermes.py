@@ -22,8 +22,7 @@ class Hermes(CallSyntax):
     def read(self, scanner: Scanner, begin: str) -> Reading[bool]:
         if not (yield from read_object(scanner, (END,))):
             return False
-        yield from scanner.skip_space()
-        yield from scanner.accept(END)
+        yield from scanner.accept_end(END)
         return True
 
     def form(self, tool: Tool) -> CallForm:

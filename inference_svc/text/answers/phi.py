@@ -23,8 +23,7 @@ class Phi(CallSyntax):
         reading = read_rest if begin == WORD else read_calls
         if not (yield from reading(scanner, (END,))):
             return False
-        yield from scanner.skip_space()
-        yield from scanner.accept(END)
+        yield from scanner.accept_end(END)
         return True
 
     def form(self, tool: Tool) -> CallForm:

@@ -242,6 +242,13 @@ class Scanner(Answer):
             return True
         return False
 
+    def accept_end(self, text: str) -> Reading[None]:
+        """Reads this text after space, or its begin, if the answer ends within it."""
+        yield from self.skip_space()
+        is_there = yield from self.accept(text)
+        if not is_there and self._is_over and text.startswith(self._text[self._at :]):
+            self._take(len(self._text) - self._at)
+
     def is_next(self, text: str) -> Reading[bool]:
         """Returns whether this text is the next one."""
         while len(self._text) - self._at < len(text) and not self._is_over:
