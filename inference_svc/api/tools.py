@@ -37,7 +37,7 @@ class ReadingOptions:
     often as the model likes); one of `forced` has to be. With `has_thoughts` thoughts are apart
     from the text, which `is_thinking` begins with; they have at most `budget` tokens, if it is set.
     `path` is before the caller's field names, and `schema_path` is the name of a schema after its
-    tool's."""
+    tool's, in the list of all that the caller has `listed`."""
 
     tools: tuple[Tool, ...] = ()
     max_calls: int = 0
@@ -48,6 +48,7 @@ class ReadingOptions:
     schema_path: str = ".parameters"
     budget: int | None = None
     budget_name: str = "thinking_token_budget"
+    listed: tuple[Tool, ...] = ()
 
     @property
     def budget_field(self) -> str:
@@ -90,7 +91,7 @@ class ReadingOptions:
 
     def schema_fields(self, tools: Sequence[Tool]) -> tuple[str, ...]:
         """Returns the caller's names of the schemas of some of its tools."""
-        places = map(self.tools.index, tools)
+        places = map(self.listed.index, tools)
         return tuple(f"{self.path}tools[{place}]{self.schema_path}" for place in places)
 
     def readers(
@@ -186,6 +187,7 @@ def to_options(
     choice: str,
     *,
     name: str = "",
+    allowed: Sequence[str] = (),
     is_parallel: bool = True,
     has_thoughts: bool = False,
     is_thinking: bool = False,
@@ -195,22 +197,17 @@ def to_options(
     budget_name: str = "thinking_token_budget",
 ) -> ReadingOptions:
     """Returns the options of a request. `choice` is AUTO, NONE, REQUIRED, or "" with the `name` of
-    the tool that is to be called. Raises InvalidArgument naming the field."""
+    the tool that is to be called. If some are `allowed`, the others might as well not be there.
+    Raises InvalidArgument naming the field."""
     field = f"{path}tool_choice"
-    forced = tools if choice == REQUIRED else ()
+    offered = () if choice == NONE else tools
+    if allowed:
+        offered = tuple(dict.fromkeys(_named(each, tools, field) for each in allowed))
+    forced = offered if choice == REQUIRED else ()
     if name:
-        forced = tuple(tool for tool in tools if tool.name == name)
-        if not forced:
-            shown = ", ".join(tool.name for tool in tools[:MAX_NAMES_SHOWN])
-            more = ", ..." if len(tools) > MAX_NAMES_SHOWN else ""
-            raise InvalidArgument(
-                f"{field}: {name[:MAX_TOOL_NAME_CHARS]!a} is none of the tools: "
-                f"{shown or 'there are none'}{more}",
-                subject=field,
-            )
+        forced = (_named(name, tools, field),)
     if choice == REQUIRED and not tools:
         raise InvalidArgument(f"{field}: must not be required without tools", subject=field)
-    offered = () if choice == NONE else tools
     max_calls = 0 if is_parallel and not name else 1
     return ReadingOptions(
         offered,
@@ -222,4 +219,19 @@ def to_options(
         schema_path,
         budget,
         budget_name,
+        tools,
+    )
+
+
+def _named(name: str, tools: Sequence[Tool], field: str) -> Tool:
+    """Returns the tool of this name. Raises InvalidArgument naming the field."""
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    shown = ", ".join(tool.name for tool in tools[:MAX_NAMES_SHOWN])
+    more = ", ..." if len(tools) > MAX_NAMES_SHOWN else ""
+    raise InvalidArgument(
+        f"{field}: {name[:MAX_TOOL_NAME_CHARS]!a} is none of the tools: "
+        f"{shown or 'there are none'}{more}",
+        subject=field,
     )

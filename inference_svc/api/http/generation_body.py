@@ -359,6 +359,8 @@ class IgnoredFields(BaseModel):
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
+    prompt_cache_retention: Ignored | None = None
+    prompt_cache_options: Annotated[dict[str, Any], Field(max_length=MAX_METADATA)] | None = None
     service_tier: Ignored | None = None
     metadata: (
         Annotated[

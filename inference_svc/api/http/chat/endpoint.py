@@ -63,7 +63,10 @@ class ChatBody(ReadBody, GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    prediction: Any = None  # accepted, without effect: it may only save time
+
     # Accepted with values that change nothing.
+    verbosity: Literal["medium"] | None = None
     store: Literal[False] | None = None
     modalities: (
         Annotated[list[Literal["text"]], Field(fail_fast=True), Field(max_length=8)] | None
@@ -79,6 +82,7 @@ class ChatBody(ReadBody, GenerationBody):
             to_tools(self.tools or ()),
             choice.kind,
             name=choice.name,
+            allowed=choice.allowed,
             is_parallel=self.parallel_tool_calls is not False,
             has_thoughts=self.separate_reasoning is not False,
             schema_path=".function.parameters",

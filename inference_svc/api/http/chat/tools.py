@@ -20,6 +20,9 @@ from inference_svc.api.tools import (
 from inference_svc.text.answers.scanner import CallPiece
 from inference_svc.text.chat import NO_PARAMETERS, Tool
 
+ALLOWED = "allowed_tools"
+"""The type of a choice among some of the tools."""
+
 
 class FunctionItem(Body):
     """A function. `strict` has no effect: the model decides on the arguments that it writes."""
@@ -52,27 +55,51 @@ def to_tools(items: Sequence[ToolItem]) -> tuple[Tool, ...]:
 
 
 class Choice(NamedTuple):
-    """The choice among tools; with a name it is the one to call."""
+    """The choice among tools; with a name it is the one to call. `allowed` are the names of the
+    tools that there are, if it leaves others out."""
 
     kind: str = AUTO
     name: str = ""
+    allowed: tuple[str, ...] = ()
 
 
 def to_choice(value: object) -> Choice | None:
-    """Accepts one of OpenAI's words, or the name of a function in its object."""
+    """Accepts one of OpenAI's words, the name of a function in its object, or a list of these."""
     if value is None:
         return None
     if value in (AUTO, NONE, REQUIRED):
         return Choice(str(value))
-    if isinstance(value, dict) and value.keys() == {"type", "function"}:
-        function = value["function"]
-        if value["type"] == "function" and isinstance(function, dict):
-            name = function.get("name")
-            if isinstance(name, str) and function.keys() == {"name"}:
-                return Choice("", name)
+    if name := _function_name(value):
+        return Choice("", name)
+    if isinstance(value, dict) and value.keys() == {"type", ALLOWED} and value["type"] == ALLOWED:
+        found = _to_allowed(value[ALLOWED])
+        if found is not None:
+            return found
     raise ValueError(
-        'must be "none", "auto", "required", or {"type": "function", "function": {"name": ...}}'
+        'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}}, or '
+        f'"{ALLOWED}" with a mode, "auto" or "required", and a list of functions'
     )
+
+
+def _function_name(value: object) -> str:
+    """Returns the name in a function's object; "" for anything else."""
+    if not isinstance(value, dict) or value.keys() != {"type", "function"}:
+        return ""
+    function = value["function"]
+    is_function = value["type"] == "function" and isinstance(function, dict)
+    if not is_function or function.keys() != {"name"} or not isinstance(function["name"], str):
+        return ""
+    return function["name"]
+
+
+def _to_allowed(value: object) -> Choice | None:
+    if not isinstance(value, dict) or value.keys() != {"mode", "tools"}:
+        return None
+    mode, tools = value["mode"], value["tools"]
+    if mode not in (AUTO, REQUIRED) or not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        return None
+    names = tuple(map(_function_name, tools))
+    return Choice(mode, "", names) if names and all(names) else None
 
 
 class Calls:

@@ -22,9 +22,18 @@ PIECES = {
 
 class Blocks:
     """Makes events of deltas, and keeps the blocks. `head` are the answer's first fields;
-    `num_prompt` tokens has its prompt, and `max_tokens` it may have."""
+    `num_prompt` tokens has its prompt, and `max_tokens` it may have. With `hides_thoughts` their
+    blocks are empty."""
 
-    def __init__(self, head: Mapping[str, Any], num_prompt: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        num_prompt: int,
+        max_tokens: int,
+        *,
+        hides_thoughts: bool = False,
+    ) -> None:
+        self._hides_thoughts = hides_thoughts
         self._head = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
         self._usage: dict[str, Any] = {"input_tokens": num_prompt, "output_tokens": 0}
         self._max_tokens = max_tokens
@@ -44,7 +53,8 @@ class Blocks:
         for piece in delta.in_order:
             if isinstance(piece, Thought):
                 yield from self._open({"type": "thinking", "thinking": "", "signature": ""})
-                yield self._piece(piece.text)
+                if not self._hides_thoughts:
+                    yield self._piece(piece.text)
             elif isinstance(piece, Said):
                 yield from self._open({"type": "text", "text": ""})
                 yield self._piece(piece.text)

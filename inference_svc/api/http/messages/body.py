@@ -57,6 +57,7 @@ from inference_svc.text.pieces import AnyPieces
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
+CLEAR_THINKING = "clear_thinking_20251015"
 CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE, "tool": ""}
 
 
@@ -73,6 +74,7 @@ class ToolFields(Body):
     cache_control: Anything | None = None
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=8)] | None = None
     input_examples: Annotated[list[Any], Field(max_length=64)] | None = None
 
 
@@ -85,7 +87,7 @@ class ChoiceFields(Body):
 class ThinkingFields(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
-    display: Literal["summarized"] | None = None  # thoughts come whole
+    display: Literal["summarized", "omitted"] | None = None  # others come whole
 
 
 class FormatFields(Body):
@@ -96,6 +98,21 @@ class FormatFields(Body):
 class OutputFields(Body):
     format: FormatFields | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+def _to_edit(value: object) -> None:
+    """Takes edits of thoughts: templates leave out earlier ones, as their models were trained."""
+    if not isinstance(value, dict) or value.get("type") != CLEAR_THINKING:
+        raise ValueError(
+            f'the type must be "{CLEAR_THINKING}": the server changes no history, so leave out '
+            "or shorten messages before you send them"
+        )
+
+
+class ContextFields(Body):
+    edits: (
+        Annotated[list[Annotated[None, PlainValidator(_to_edit)]], Field(max_length=8)] | None
+    ) = None
 
 
 class MetadataFields(Body):
@@ -115,6 +132,11 @@ class PromptBody(Body):
     thinking: ThinkingFields | None = None
     output_config: OutputFields | None = None
     cache_control: Anything | None = None
+
+    # Accepted with values that change nothing.
+    context_management: ContextFields | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    container: None = None
 
     @cached_property
     def reading(self) -> ReadingOptions:
@@ -163,7 +185,7 @@ class PromptBody(Body):
         messages = [ChatMessage("system", system)] if system else []
         messages += to_messages(self.messages)
         chat = checked_chat(tuple(messages), None, is_continued, False, tools=self.reading.tools)
-        return replace(chat, reasoning_effort=self._effort, may_lack_effort=self._is_switched_off)
+        return replace(chat, reasoning_effort=self._effort, may_lack_effort=True)
 
     @property
     def _is_switched_off(self) -> bool:
@@ -254,12 +276,13 @@ class Messages:
         "adapter": "model",
         **dict.fromkeys(("prompt", "chat", "chat.messages"), "messages"),
         "chat.tools": "tools",
-        "chat.reasoning_effort": "output_config.effort",
     }
     has_prompt_ids_in_choices: ClassVar = False
+    hides_thoughts = False
 
     def prompts(self, body: MessagesBody) -> tuple[Prompt, ...]:
         """Raises InvalidArgument."""
+        self.hides_thoughts = body.thinking is not None and body.thinking.display == "omitted"
         return (body.to_prompt(),)
 
     def sampling(self, body: MessagesBody, facts: ServerFacts) -> SamplingParams:

@@ -58,4 +58,9 @@ class MessagesRoute(AnswerRoute):
             "model": label_of(stream.binding, stream.principal, self._service.facts),
         }
         [request] = stream.requests
-        return Blocks(head, len(request.prompt_token_ids), stream.call.sampling.max_tokens)
+        return Blocks(
+            head,
+            len(request.prompt_token_ids),
+            stream.call.sampling.max_tokens,
+            hides_thoughts=endpoint.hides_thoughts,
+        )

@@ -19,7 +19,7 @@ from inference_svc.api.generate_call import (
     checked_chat,
 )
 from inference_svc.api.http.chat.formatter import ChatFormatter
-from inference_svc.api.http.chat.tools import Choice, FunctionItem, to_choice
+from inference_svc.api.http.chat.tools import ALLOWED, Choice, FunctionItem, to_choice
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.generation_body import (
     AnswerOptions,
@@ -29,6 +29,7 @@ from inference_svc.api.http.generation_body import (
     ReadBody,
     ResponseFormat,
     SamplingBody,
+    StreamOptions,
 )
 from inference_svc.api.http.request import Body
 from inference_svc.api.service import ServerFacts
@@ -133,15 +134,27 @@ class _OfType(Body):
 
 
 class FunctionTool(FunctionItem, _OfType):
+    defer_loading: Literal[False] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=8)] | None = None
+
     def to_tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.parameters)
 
 
 def _to_named(value: object) -> Choice | None:
-    """Accepts a function's name next to its type, as this route has it."""
+    """Accepts fields next to their type, as this route has them."""
+    if isinstance(value, dict) and value.keys() == {"type", "mode", "tools"}:
+        tools = value["tools"]
+        tools = list(map(_nested, tools)) if isinstance(tools, list) else None
+        value = {"type": value["type"], ALLOWED: {"mode": value["mode"], "tools": tools}}
+    return to_choice(_nested(value))
+
+
+def _nested(value: object) -> object:
+    """Returns the object of a function's name as a chat has it."""
     if isinstance(value, dict) and value.keys() == {"type", "name"}:
-        value = {"type": value["type"], "function": {"name": value["name"]}}
-    return to_choice(value)
+        return {"type": value["type"], "function": {"name": value["name"]}}
+    return value
 
 
 class ReasoningOptions(Body):
@@ -172,7 +185,11 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class EventOptions(StreamOptions):
+    include_usage: None = None  # the last event has it
 
 
 class ResponsesBody(IgnoredFields, ReadBody):
@@ -206,7 +223,7 @@ class ResponsesBody(IgnoredFields, ReadBody):
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
     max_tool_calls: None = None
-    stream_options: None = None
+    stream_options: EventOptions | None = None
 
     @cached_property
     def _sampling(self) -> SamplingBody:
@@ -237,6 +254,7 @@ class ResponsesBody(IgnoredFields, ReadBody):
             checked_tools([tool.to_tool() for tool in self.tools or ()], ""),
             choice.kind,
             name=choice.name,
+            allowed=choice.allowed,
             is_parallel=self.parallel_tool_calls is not False,
             has_thoughts=True,
         )
@@ -346,16 +364,27 @@ class Responses:
 
 def settings(body: ResponsesBody) -> Mapping[str, Any]:
     """Returns the fields of a request that its answer repeats."""
-    choice = body.tool_choice or Choice()
-    named = {"type": "function", "name": choice.name}
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "tool_choice": named if choice.name else choice.kind,
+        "tool_choice": _repeated(body.tool_choice or Choice()),
         "tools": [{"type": "function", "name": tool.name} for tool in body.tools or ()],
         "store": False,
         "previous_response_id": None,
         "truncation": "disabled",
     }
+
+
+def _repeated(choice: Choice) -> str | Mapping[str, Any]:
+    """Returns a choice as a request has it."""
+    if choice.name:
+        return _named(choice.name)
+    if not choice.allowed:
+        return choice.kind
+    return {"type": ALLOWED, "mode": choice.kind, "tools": list(map(_named, choice.allowed))}
+
+
+def _named(name: str) -> dict[str, str]:
+    return {"type": "function", "name": name}

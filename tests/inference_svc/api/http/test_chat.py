@@ -242,6 +242,10 @@ def test_fields_without_effect_are_accepted(serve_http) -> None:
             tool_choice="auto",
             parallel_tool_calls=True,
             modalities=["text"],
+            verbosity="medium",
+            prediction={"type": "content", "content": "a"},
+            prompt_cache_retention="24h",
+            extra_body={"prompt_cache_options": {"mode": "implicit"}},
             temperature=None,
             stop=None,
         )
@@ -282,6 +286,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "judge", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "x" * 100}]}, "messages"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"verbosity": "low"}, "verbosity"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     (
         {"response_format": {"type": "json_object"}, "extra_body": {"ignore_eos": True}},

@@ -25,6 +25,7 @@ TOOLS = [
     {"name": "clock", "type": "custom", "cache_control": {"type": "ephemeral"}},
 ]
 USER = {"role": "user", "content": "rain?"}
+COUNTED: dict[str, Any] = {"model": "base", "messages": [USER]}
 ASKED: dict[str, Any] = {"model": "base", "max_tokens": 500, "messages": [USER]}
 
 
@@ -163,6 +164,47 @@ def test_reasons_and_options(serve_messages: Any, text: Tokenizer) -> None:
     serve_messages(body, "It rains.", "It rains.", "x", "x", broken)
 
 
+def test_hints_of_agents_are_taken(serve_messages: Any, text: Tokenizer) -> None:
+    """An effort goes to templates that read it, and edits leave out thoughts as templates do."""
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    tool = {**TOOLS[0], "allowed_callers": ["direct"], "defer_loading": False}
+
+    async def body(front: Front) -> None:
+        for fields in ({"context_management": keep}, {"context_management": {"edits": []}}):
+            await ask(
+                front, tools=[tool], mcp_servers=[], output_config={"effort": "max"}, **fields
+            )
+        count = await front.post(f"{PATH}/count_tokens", {**COUNTED, "context_management": keep})
+        assert count.json()["input_tokens"] > 0
+
+    serve_messages(body, "x", "x")
+
+
+def test_an_effort_changes_nothing_where_templates_have_none(serve_http: Any) -> None:
+    async def body(front: Front) -> None:
+        assert await ask(front, output_config={"effort": "low"})
+
+    serve_http(body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_left_out_where_that_is_asked_for(serve_messages: Any, stream: bool) -> None:
+    hidden = {"type": "adaptive", "display": "omitted"}
+
+    async def body(front: Front) -> None:
+        if stream:
+            found = await events(front, thinking=hidden)
+            deltas = [each["delta"] for each in found if each["type"] == "content_block_delta"]
+            assert "".join(delta["text"] for delta in deltas) == "yes"
+            assert [each["type"] for each in found].count("content_block_start") == 2
+        else:
+            thought, said = (await ask(front, thinking=hidden))["content"]
+            assert thought == {"type": "thinking", "thinking": "", "signature": ""}
+            assert said["text"] == "yes"
+
+    serve_messages(body, "<think>hm</think>\n\nyes")
+
+
 def test_a_text_after_a_call_does_not_cut_it(text: Tokenizer) -> None:
     """Of a slow reader's delta, which ends a call and has more after it; also in Responses."""
     pieces = ['<tool_call>\n{"name": "clock", "arguments": {"a": ', "1}}\n</tool_call>Done."]
@@ -198,7 +240,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-    ({"mcp_servers": []}, "mcp_servers"),
+    ({"mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]}, "mcp_servers"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management.edits[0]: the type must be",
+    ),
+    ({"context_management": {"edits": ["all"]}}, "context_management.edits[0]"),
+    ({"thinking": {"type": "adaptive", "display": "none"}}, "thinking.display"),
     *(
         ({"messages": [USER, {"role": role, "content": [block]}]}, name)
         for role, block, name in (

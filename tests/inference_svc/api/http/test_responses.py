@@ -98,6 +98,10 @@ def test_options(serve_tools: Any, tooled: Tokenizer) -> None:
             max_output_tokens=2,
             temperature=0.5,
             metadata={"a": "b"},
+            text={"verbosity": "medium"},
+            prompt_cache_retention="24h",
+            tools=[{**TOOLS[0], "defer_loading": False, "allowed_callers": ["direct"]}],
+            extra_body={"prompt_cache_options": {"mode": "implicit"}},
         )
         assert (answer.status, answer.incomplete_details.reason) == (
             "incomplete",
@@ -111,6 +115,33 @@ def test_options(serve_tools: Any, tooled: Tokenizer) -> None:
         assert (answer.metadata, answer.store, answer.tool_choice) == ({"a": "b"}, False, "auto")
 
     serve_tools(body, "a longer answer")
+
+
+def test_some_tools_are_allowed(serve_tools: Any, tooled: Tokenizer) -> None:
+    """The model sees no others."""
+    first, second = (each["name"] for each in TOOLS)
+    choice: Any = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": second}],
+    }
+
+    async def body(front: Front) -> None:
+        stream = await front.client.responses.create(
+            model="base",
+            input="rain?",
+            stream=True,
+            stream_options={"include_obfuscation": False},
+            tools=TOOLS,
+            tool_choice=choice,
+        )
+        *_, last = [event async for event in stream]
+        assert last.response.tool_choice.model_dump() == choice
+        prompt = prompt_of(front, tooled)
+        assert second in prompt
+        assert first not in prompt
+
+    serve_tools(body, "x")
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -134,6 +165,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [1]}}, "tool_choice"),
     ({"n": 2}, "n"),
 ]
 

@@ -188,6 +188,11 @@ def tool(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **fields}}
 
 
+def allowed(mode: str, names: list[str]) -> dict[str, Any]:
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
@@ -195,6 +200,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    *(
+        ({"tools": TOOLS, "tool_choice": allowed(*given)}, "tool_choice")
+        for given in (
+            ("auto", []),
+            ("none", ["clock"]),
+            ("auto", ["clock", "x"]),
+            ("auto", [""]),
+        )
+    ),
+    ({"tool_choice": allowed("auto", ["clock"])}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
     ({"tools": [tool(name="a b")]}, "tools[0]"),
@@ -329,7 +344,7 @@ def test_calls_that_are_required_leave_the_form_out(
     by_name = {"type": "function", "function": {"name": "clock"}}
 
     async def body(front: Front) -> None:
-        front.engine.answers += [tuple(text.encode("x"))] * 4
+        front.engine.answers += [tuple(text.encode("x"))] * 6
         for choice in ("required", by_name, "auto"):
             await front.chat(messages=[USER], tools=TOOLS, tool_choice=choice, **form)
         required, named, auto = (each.grammar for each in front.engine.submitted)
@@ -339,6 +354,12 @@ def test_calls_that_are_required_leave_the_form_out(
             assert grammar.field == "tool_choice"
             assert "either" not in grammar.source
         assert auto.field == "response_format"
+        for mode in ("auto", "required"):
+            some = allowed(mode, ["clock", "clock"])
+            await front.chat(messages=[USER], tools=TOOLS, tool_choice=some, **form)
+            grammar = front.engine.submitted[-1].grammar
+            assert grammar.part_fields == ("tools[1].function.parameters",)
+            assert "get_weather" not in grammar.source + prompt_of(front, text)
         await front.chat(messages=[USER], tools=TOOLS, reasoning_effort="none", **form)
         silent = front.engine.submitted[-1].grammar
         assert silent.kind is GrammarKind.EITHER, "the prompt has ended its thoughts"
