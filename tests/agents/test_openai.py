@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from tests.agents import flow
 
@@ -99,6 +100,55 @@ def test_responses(client: openai.OpenAI, is_streamed: bool) -> None:
     assert answer(tool_choice="none").output_text
     assert [name for name, _ in flow.CALLED[:2]] == ["get_weather", "get_time"]
     assert len(flow.CALLED) == len(CHOICES)
+
+
+def test_a_history_has_several_calls_in_one_answer(client: openai.OpenAI) -> None:
+    """And their results; the model may call some of the tools only."""
+    city = '{"city": "Rome"}'
+    function = "function"
+    calls: list[Any] = [
+        {"id": name, "type": function, "function": {"name": name, "arguments": city}}
+        for name in flow.FUNCTIONS
+    ]
+    messages: list[Any] = [
+        {"role": "developer", "content": "You help travellers."},
+        {"role": "user", "content": flow.QUESTION},
+        {"role": "assistant", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": n, "content": call(n, city)} for n in flow.FUNCTIONS),
+        {"role": "user", "content": "And in Bern?"},
+    ]
+    named: Any = {"type": function, "function": {"name": "get_time"}}
+    allowed: Any = {"mode": "required", "tools": [named]}
+    done = client.chat.completions.create(
+        model=flow.ADAPTER,
+        messages=messages,
+        max_completion_tokens=flow.MAX_TOKENS,
+        temperature=0,
+        tools=[{"type": function, "function": each} for each in FUNCTIONS],
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+        parallel_tool_calls=False,
+    )
+    [made] = done.choices[0].message.tool_calls or ()
+    assert isinstance(made, ChatCompletionMessageFunctionToolCall)
+    assert made.function.name == "get_time"
+    items: list[Any] = [{"role": "user", "content": flow.QUESTION}]
+    items += [
+        {"type": "function_call", "call_id": name, "name": name, "arguments": city}
+        for name in flow.FUNCTIONS
+    ]
+    items += [
+        {"type": "function_call_output", "call_id": name, "output": call(name, city)}
+        for name in flow.FUNCTIONS
+    ]
+    response = client.responses.create(
+        model=flow.ADAPTER,
+        input=items,
+        max_output_tokens=20,
+        temperature=0,
+        reasoning={"effort": "none"},
+        tools=[{"type": function, **each} for each in FUNCTIONS],
+    )
+    assert response.output
 
 
 def test_answers_with_a_type(client: openai.OpenAI) -> None:

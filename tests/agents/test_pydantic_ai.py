@@ -58,27 +58,57 @@ def test_a_flow_with_two_tools(kind: Any, is_streamed: bool, url: str) -> None:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_answers_with_a_type(kind: Any, is_streamed: bool, url: str) -> None:
-    """As the call of a tool, which may stand beside others and is required; and as a form, alone
-    and with tools."""
-
+def test_an_answer_with_a_type(kind: Any, is_streamed: bool, url: str) -> None:
     async def use(client: AsyncOpenAI) -> None:
-        called = agent_of(kind, client, tools=flow.TOOLS, output_type=flow.Weather)
-        formed = agent_of(
+        agent = agent_of(
             kind, client, output_type=NativeOutput(flow.Weather), instructions=flow.ASK_FOR_JSON
         )
-        for agent in (called, formed):
-            assert isinstance(await run(agent, is_streamed=is_streamed), flow.Weather)
-        flow.CALLED.clear()
-        both = agent_of(
+        assert isinstance(await run(agent, is_streamed=is_streamed), flow.Weather)
+
+    flow.run(url, use)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("output", [flow.Weather, NativeOutput(flow.Weather)], ids=["call", "form"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_answer_with_a_type_follows_calls(
+    kind: Any, output: Any, is_streamed: bool, url: str
+) -> None:
+    """As the call of another tool, and as a form, which goes with the tools in each request."""
+
+    async def use(client: AsyncOpenAI) -> None:
+        agent = agent_of(
             kind,
             client,
             tools=flow.TOOLS,
-            output_type=NativeOutput(flow.Weather),
+            output_type=output,
             instructions=flow.ASK_FOR_JSON,
             model_settings=first_both_tools,
         )
-        assert isinstance(await run(both, is_streamed=is_streamed), flow.Weather)
+        assert isinstance(await run(agent, is_streamed=is_streamed), flow.Weather)
         flow.check_called("get_weather", "get_time")
+
+    flow.run(url, use)
+
+
+def test_the_model_has_to_call_one_of_some_tools(url: str) -> None:
+    """The framework sends the others, too, and which ones are allowed."""
+
+    async def use(client: AsyncOpenAI) -> None:
+        called: list[str] = []
+
+        def get_news() -> str:
+            called.append("get_news")
+            return "none"
+
+        def choice(context: RunContext[None]) -> OpenAIChatModelSettings:
+            some: Any = [*flow.FUNCTIONS] if context.run_step == 1 else "none"
+            return OpenAIChatModelSettings(**SETTINGS, tool_choice=some, parallel_tool_calls=False)
+
+        agent = agent_of(
+            OpenAIChatModel, client, tools=[get_news, *flow.TOOLS], model_settings=choice
+        )
+        assert await run(agent, is_streamed=False)
+        assert (len(flow.CALLED), called) == (1, [])
 
     flow.run(url, use)
