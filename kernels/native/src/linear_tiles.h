@@ -31,12 +31,11 @@ class PanelFetch {
 // How a thread multiplies rows by panels, while an operation runs.
 class PanelTiles {
  public:
-  // Rows that stay in a second cache of 2 MiB, as all processors with AMX have, beside two panels.
   // Fewer than 128 would read panels from memory more often, which takes longer than multiplying:
   // of long rows there are as many, if the cache holds them.
   static int64_t most_rows(int64_t row_bytes) {
     const int64_t of_long_rows = std::min<int64_t>(128, 1792 * 1024 / row_bytes);
-    return std::max({int64_t{TileBlock::ROWS}, 1280 * 1024 / row_bytes, of_long_rows});
+    return std::max({int64_t{TileBlock::ROWS}, ROW_BLOCK_BYTES_OF<bf16> / row_bytes, of_long_rows});
   }
 
   // Rows [first, last) by one panel. `next`: null, or the panel that this thread takes next.

@@ -10,8 +10,18 @@ namespace loadout {
 
 constexpr int LINE_BYTES = 64;
 
-// x rows that stay in L2 while the panels pass by.
+// Bytes of x rows that stay in the second cache while the panels pass by.
 constexpr int64_t ROW_BLOCK_BYTES = 384 * 1024;
+// The same of rows of T. Tiles multiply so fast that fewer rows wait for panels, and all processors
+// with AMX have a second cache of 2 MiB: two panels fit, too.
+template <typename T>
+constexpr int64_t ROW_BLOCK_BYTES_OF = ROW_BLOCK_BYTES;
+#if defined(__AMX_BF16__)
+template <>
+inline constexpr int64_t ROW_BLOCK_BYTES_OF<bf16> = 1280 * 1024;
+template <>
+inline constexpr int64_t ROW_BLOCK_BYTES_OF<int8_t> = 1280 * 1024;
+#endif
 
 // One product works on a tile of up to MAX_ROWS rows, whose sums lie in registers: 24 of 32, or 12
 // of 16. 14 rows would fit too, but rows 2 KiB apart then compete for the same lines of the first

@@ -370,7 +370,7 @@ class Product {
 
   int64_t most_rows() const {
     const int64_t row_bytes = args_.in_features * static_cast<int64_t>(sizeof(T));
-    const int64_t most = std::max<int64_t>(MAX_ROWS, ROW_BLOCK_BYTES / row_bytes);
+    const int64_t most = std::max<int64_t>(MAX_ROWS, ROW_BLOCK_BYTES_OF<T> / row_bytes);
     const int64_t of_sums = form_.has_offsets ? MOST_INPUT_SUMS / chunks_.count() : MOST_ITEM_ROWS;
     return std::min({most, of_sums, inputs_.most_rows(), MOST_ITEM_ROWS});
   }

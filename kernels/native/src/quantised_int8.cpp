@@ -242,7 +242,7 @@ class Product {
         shared_{form, chunks_, inputs, padded(args.in_features)} {}
 
   int64_t most_rows() const {
-    return std::max<int64_t>(MOST_TILE_ROWS, ROW_BLOCK_BYTES / in_features_);
+    return std::max<int64_t>(MOST_TILE_ROWS, ROW_BLOCK_BYTES_OF<int8_t> / in_features_);
   }
 
   int64_t panel_bytes() const { return chunks_.panel_bytes(); }
