@@ -22,7 +22,7 @@ from inference_svc.debug import DebugInfo
 from inference_svc.errors import PROMPT_SUBJECTS, Asleep, QueueFull
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
-from servicekit.errors import Draining
+from servicekit.errors import Draining, InvalidArgument
 from servicekit.rpc.call import Call, Trailers
 from servicekit.rpc.interceptor import CallRules
 from servicekit.rpc.requests import INLINE_ENTRIES
@@ -96,9 +96,14 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     ) -> pb.DetokenizeResponse:
         principal = self._service.access.authorize(_caller(context), Action.GENERATE)
         check(bool(request.token_ids), "token_ids", "at least one id")
-        token_ids, text = await self._service.encode(
-            principal, request.adapter, tuple(request.token_ids), subject="adapter"
-        )
+        try:
+            token_ids, text = await self._service.encode(
+                principal, request.adapter, tuple(request.token_ids), subject="adapter"
+            )
+        except InvalidArgument as error:
+            if error.subject != "prompt":
+                raise
+            raise InvalidArgument(str(error), subject="token_ids") from None
         if len(token_ids) <= INLINE_TOKENS:
             return pb.DetokenizeResponse(text=text.decode_all(token_ids))
         return pb.DetokenizeResponse(text=await asyncio.to_thread(text.decode_all, token_ids))
