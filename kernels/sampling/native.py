@@ -13,6 +13,8 @@ from kernels.native.library import Library, NativeOp
 
 MAX_SPACES = 16
 """Threads that work at most: each needs as much memory as two rows of logits."""
+MIN_SHARED_ELEMENTS = 1 << 17
+"""Fewer logits take less time than other threads need to begin, and much less on a busy machine."""
 
 
 class _ChooseArgs(ctypes.Structure):
@@ -74,8 +76,7 @@ class NativeChoice:
         """The number of each row, of [0, 1); of ones whose temperature is 0 it is not used."""
         self._tokens = np.zeros(num_rows, np.int64)
         self._num_sorted = np.zeros(num_rows, np.int64)
-        # One row takes less time than a second thread needs to begin.
-        self._num_threads = torch.get_num_threads() if num_rows > 1 else 1
+        self._num_threads = _num_threads(num_rows, vocab_size)
         num_spaces = min(self._num_threads, num_rows, MAX_SPACES)
         self._spaces = np.empty((num_spaces, vocab_size), np.int64)
         self._args = _ChooseArgs(
@@ -130,4 +131,10 @@ def keep_allowed(library: Library, logits: Tensor, rows: np.ndarray, masks: np.n
         stride=logits.stride(0),
         mask_bytes=masks.shape[1],
     )
-    library.run(NativeOp("keep_allowed", args, (rows, masks)))
+    program = library.program([NativeOp("keep_allowed", args, (rows, masks))])
+    program.run(_num_threads(len(rows), logits.shape[1]))
+
+
+def _num_threads(num_rows: int, vocab_size: int) -> int:
+    is_shared = num_rows > 1 and num_rows * vocab_size >= MIN_SHARED_ELEMENTS
+    return torch.get_num_threads() if is_shared else 1
