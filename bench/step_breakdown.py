@@ -90,7 +90,7 @@ def native_operations(stepper: Stepper) -> Parts:
     """Returns the seconds of one step's operations; empty if no native program ran."""
     spent: Parts = defaultdict(float)
 
-    def run(program: Program) -> None:
+    def run(program: Program, num_threads: int | None = None) -> None:
         for name, seconds in name_operations(program.profile()).items():
             spent[name] += seconds
 

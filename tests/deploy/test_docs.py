@@ -126,6 +126,12 @@ def test_a_node_without_a_folder_streams():
         assert workload.mounts["/run/loadout"]["emptyDir"] == {"sizeLimit": "1Mi"}
 
 
+def test_a_nodes_folder_is_the_volumes():
+    [made] = re.findall(r"^mkdir -p -m 0755 (\S+)$", "\n".join(blocks("sh")), re.MULTILINE)
+    [volume] = overlay("node-local-store").of_kind("PersistentVolume")
+    assert volume["spec"]["local"]["path"] == made
+
+
 @pytest.fixture
 def two_models(tmp_path) -> Callable[[Object], Manifests]:
     """`two_models(change)`: the page's folders `first`, with a change, and `second`, together."""

@@ -107,6 +107,12 @@ ELSEWHERE = (
         "def test_the_steps_make_the_secrets",
     ),
     Elsewhere(
+        r"docs/kubernetes.md: mkdir .*",
+        "tests/deploy/test_docs.py",
+        "def test_a_nodes_folder_is_the_volumes",
+        "a node",
+    ),
+    Elsewhere(
         r"docs/kubernetes.md: (kubectl|curl) .*",
         "tests/deploy/test_docs.py",
         "def test_commands_name_what_the_cluster_will_have",

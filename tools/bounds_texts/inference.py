@@ -281,7 +281,8 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_request_ids_are_the_callers test_errors_name_the_field",
     ),
     line(
-        "metadata user safety_identifier prompt_cache_key service_tier messages.{id,"
+        "metadata user safety_identifier prompt_cache_{key,options,retention} service_tier "
+        "prediction messages.{id,"
         "annotations,reasoning_details,thinking_blocks,parsed} "
         "messages.tool_calls.{type,index,arguments_error} "
         "messages.tool_calls.function.parsed_arguments tools.function.strict tools.strict",
@@ -319,7 +320,9 @@ HTTP_FIELDS: Sequence[Line] = (
         "background conversation include max_tool_calls previous_response_id truncation "
         "reasoning.generate_summary text.verbosity "
         "function_call logit_bias suffix features "
-        "kv_transfer_params detokenize speed thinking.display tools.defer_loading "
+        "kv_transfer_params detokenize speed verbosity thinking.display "
+        "tools.{defer_loading,allowed_callers} "
+        "container mcp_servers context_management context_management.edits "
         "skip_special_tokens spaces_between_special_tokens output_kind "
         "structured_outputs.{disable_any_whitespace,disable_additional_properties,"
         "whitespace_pattern,structural_tag} bad_words allowed_token_ids truncate_prompt_tokens",

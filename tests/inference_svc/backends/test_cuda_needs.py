@@ -21,6 +21,7 @@ from inference_svc.model.checkpoint.parameters import weight_formats
 from inference_svc.model.layers import QuantisedLinear
 from kernels import tuning
 from kernels.quantised import QuantisedWeight
+from kernels.sampling import reference
 from tests.support.gpu.features import FEATURES
 from tests.support.gpu.live_bytes import live_bytes
 from tests.support.gpu.models import (
@@ -173,7 +174,8 @@ def test_recorded_kernels_are_counted(tmp_path, feature):
 
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.5}], ids=str)
 def test_choosing_tokens_takes_no_more(monkeypatch, changes):
-    monkeypatch.setattr(sampler, "_SORTED_ROWS", 1)
+    monkeypatch.setattr(sampler, "SORTED_ROWS", 1)
+    monkeypatch.setattr(reference, "SORTED_ROWS", 1)
     asked = asking({"logprobs": 5, "seed": 1, **changes})
     sequences = [Sequence(Request(str(row), (1, 2, 3), **asked)) for row in range(8)]
     logits = torch.randn(8, 100_000, generator=torch.Generator().manual_seed(0))

@@ -256,7 +256,8 @@ def test_tools() -> None:
     assert isinstance(prompt, Chat)
     assert prompt.variables == {"a": True, "b": 3, "c": 0.5, "d": "x", "e": None}
     assert prompt.reasoning_effort == "low"
-    assert found.reading == ReadingOptions(tools, 1, (), has_thoughts=True, path="chat.")
+    wanted = ReadingOptions(tools, 1, (), has_thoughts=True, path="chat.", listed=tools)
+    assert found.reading == wanted
     [prompt] = found.prompts
     assert isinstance(prompt, Chat)
     assert prompt.tools == tools

@@ -439,7 +439,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stop": "a" * 257}, "stop[0]: must have at most 256 characters"),
     ({"user": "u" * 513}, "user: must have at most 512 characters"),
     ({"store": True}, "store: must be false"),
-    ({"tool_choice": "all"}, 'tool_choice: must be "none", "auto", "required", or {'),
+    ({"tool_choice": "all"}, 'tool_choice: must be "none", "auto", "required", {"type"'),
     ({"tools": [{}]}, "tools[0].type: is missing"),
     ({"functions": [{}]}, "functions: must be empty: it has no effect here"),
     ({"logit_bias": {"1": 2}}, "logit_bias: must be empty: it has no effect here"),
