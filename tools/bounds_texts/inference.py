@@ -316,13 +316,20 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_errors_name_the_field test_bad_bodies_name_the_field",
     ),
     line(
+        "verbosity tools.allowed_callers container mcp_servers "
+        "context_management context_management.edits",
+        "nothing; the service accepts only values without effect",
+        "until the body is read",
+        CALLER,
+        "empty, null or one fixed value for each; lists of 8 entries",
+        "test_fields_without_effect_are_accepted test_fields_without_effect_are_bounded",
+    ),
+    line(
         "messages.{refusal,audio,function_call} store modalities functions "
         "background conversation include max_tool_calls previous_response_id truncation "
         "reasoning.generate_summary text.verbosity "
         "function_call logit_bias suffix features "
-        "kv_transfer_params detokenize speed verbosity thinking.display "
-        "tools.{defer_loading,allowed_callers} "
-        "container mcp_servers context_management context_management.edits "
+        "kv_transfer_params detokenize speed thinking.display tools.defer_loading "
         "skip_special_tokens spaces_between_special_tokens output_kind "
         "structured_outputs.{disable_any_whitespace,disable_additional_properties,"
         "whitespace_pattern,structural_tag} bad_words allowed_token_ids truncate_prompt_tokens",
