@@ -161,10 +161,8 @@ class GenerateCall:
         """Raises InvalidArgument where a stop token is none of the request's, or a request may
         choose none of its tokens before `min_tokens`; the model's own `eos_token_ids` are banned,
         too."""
-        field, highest = (
-            f"{self.stop_field}_token_ids",
-            max(self.sampling.stop_token_ids, default=0),
-        )
+        field = f"{self.stop_field}_token_ids"
+        highest = max(self.sampling.stop_token_ids, default=0)
         for request in requests:
             sampling = request.sampling
             if highest >= request.vocab_size:

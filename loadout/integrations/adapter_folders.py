@@ -156,7 +156,8 @@ class AdapterFolders:
                     f"of {self._max_bytes} bytes (LOADOUT_CACHE_BYTES) are taken",
                     subject="LOADOUT_CACHE_BYTES",
                 )
-            self._reserved[digest] = num_bytes
+            if digest in self._exports:  # it was not cancelled meanwhile
+                self._reserved[digest] = num_bytes
 
     async def _remove(self, digest: str) -> None:
         """Removes a folder, whose bytes count until the disk has them back."""
@@ -164,8 +165,10 @@ class AdapterFolders:
         away = folder.path.with_name(f".{folder.path.name}.removed")
         folder.path.rename(away)  # at once: the next export of this digest makes the folder anew
         self._removing_bytes = folder.num_bytes
-        await asyncio.to_thread(shutil.rmtree, away, ignore_errors=True)
-        self._removing_bytes = 0
+        try:
+            await asyncio.to_thread(shutil.rmtree, away, ignore_errors=True)
+        finally:
+            self._removing_bytes = 0
 
 
 def _lock(root: Path) -> int:

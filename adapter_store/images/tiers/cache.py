@@ -180,7 +180,8 @@ class ImageCache:
             self._checks.discard(job)
 
     async def plan(self, key: ImageKey, account: str) -> None:
-        """Does so before other images, for a caller who waits. Raises as `ImageBuilder.check`."""
+        """Records whether the adapter fits the layout, before other work, for a caller who waits;
+        callers of one image share it. Raises as `ImageBuilder.check`, and Draining."""
         planning = self._plans.get(key)
         if planning is None:
             planning = self._plans[key] = asyncio.create_task(self._plan(key, account))
