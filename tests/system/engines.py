@@ -182,6 +182,7 @@ class Running:
     def submit(
         self, request_id: str, prompt: Sequence[int], adapter: str | Sum = "", **options: Any
     ) -> None:
+        assert not self.is_done(request_id), "its outputs would be taken for the new request's"
         sampling = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
         fields = {"cache_seed", "priority", "deadline_s", "activation", "group", "grammar"}
         fields |= {"tenant", "version_policy", "budget"}

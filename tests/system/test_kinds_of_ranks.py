@@ -164,11 +164,11 @@ def test_adapters_of_one_stage(tmp_path: Path, shape: dict[str, int], start: Cal
     names = ["", *dirs]
     answers = {name: zoo.greedy(name, [5, 6, 7], NUM_TOKENS) for name in names}
     assert len({*map(tuple, answers.values())}) == 3, "adapters change what is compared"
-    for _ in range(2):
+    for turn in range(2):
         for name in names:
-            running.submit(name or "base", [5, 6, 7], name, max_tokens=NUM_TOKENS)
+            running.submit(f"{turn} {name}", [5, 6, 7], name, max_tokens=NUM_TOKENS)
         for name in names:
-            tokens, last = running.result(name or "base")
+            tokens, last = running.result(f"{turn} {name}")
             assert last.error is None, last.error
             assert tokens == answers[name], name or "base"
     running.check_idle()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store.images import share
+from adapter_store.images import pull, share
 from contract.images.header import ImageChunk, ImageHeader
 from contract.images.sharing import (
     ADD_SEALS,
@@ -274,6 +274,7 @@ def test_strangers_are_few_and_known(ready, receive, path, monkeypatch):
 
 def test_one_account_has_its_share_of_files(ready, path, monkeypatch):
     monkeypatch.setattr(share, "MAX_OFFERS", 16)
+    monkeypatch.setattr(pull, "TAKE_SECONDS", 600)  # else the first may end before the last asks
     store, key, _ = ready()
     connection, share_id = greeted(path)
     connection.close()
