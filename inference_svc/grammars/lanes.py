@@ -115,13 +115,17 @@ class LaneCounts:
 
 @dataclass
 class Board:
-    """The state that lanes and the engine share, under one lock. `notify` is called, in a lane's
-    thread, when an awaited mask is there."""
+    """The state that lanes and the engine share, under one lock: `ready` tells the engine of masks.
+    `notify` is called, in a lane's thread, when an awaited mask is there."""
 
     notify: Callable[[], None]
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    ready: threading.Condition = field(init=False)
     counts: LaneCounts = field(default_factory=LaneCounts)
     failed: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ready = threading.Condition(self.lock)
 
 
 class _LaneClosed(Exception):
@@ -150,6 +154,8 @@ class Lane:
         self._is_compiling = False
         self._num_faults = 0
         self._work: deque[_Open | _Step | _Close] = deque()
+        # Of its own: a notice to all would wake threads that have nothing to do.
+        self._changed = threading.Condition(board.lock)
         self._process: SandboxProcess | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"loadout-{name}", daemon=True)
@@ -179,25 +185,30 @@ class Lane:
         row.lane, row.id = self, next(self._ids)
         self._rows[row.id] = row
         self._work.append(_Open(row, list(row.tokens), row.id))
-        self._board.changed.notify_all()
+        self._changed.notify()
 
     def step(self, row: Row, token: int) -> None:
-        """Has the next mask computed once the lane is notified."""
+        """Has the next mask computed after `wake`."""
         self._work.append(_Step(row, token, row.id))
 
     def close_row(self, row: Row) -> None:
         if self._rows.pop(row.id, None) is not None:
             self._due.discard(row.id)
             self._work.append(_Close(row.id))
-            self._board.changed.notify_all()
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Has the work done that has come by `step`."""
+        if self._work:
+            self._changed.notify()
 
     # Called without it.
 
     def close(self) -> None:
         """Ends the thread and the process; what it computes is lost."""
-        with self._board.changed:
+        with self._board.lock:
             self._is_closed = True
-            self._board.changed.notify_all()
+            self._changed.notify()
         self._thread.join()
 
     # In the lane's thread.
@@ -214,15 +225,15 @@ class Lane:
     def _next_work(self) -> list[_Open | _Step | _Close] | None:
         """Returns the work to do now, [] to ask for masks that the process owes; None at the
         end."""
-        with self._board.changed:
+        with self._board.lock:
             while not (self._num_doable() or self._is_owed or self._is_closed):
-                self._board.changed.wait()
+                self._changed.wait()
             ask_s = time.monotonic() + (0.0 if self._has_more else POLL_SECONDS)
             while not (self._num_doable() or self._is_closed):
                 left_s = ask_s - time.monotonic()
                 if left_s <= 0:
                     break
-                self._board.changed.wait(left_s)
+                self._changed.wait(left_s)
             if self._is_closed:
                 return None
             return [self._work.popleft() for _ in range(self._num_doable())]
@@ -240,7 +251,7 @@ class Lane:
         return sum(1 for _ in itertools.takewhile(_is_close, self._work))
 
     def _do(self, work: list[_Open | _Step | _Close]) -> None:
-        with self._board.changed:
+        with self._board.lock:
             # Without rows that have been closed since.
             work = [each for each in work if isinstance(each, _Close) or each.id in self._rows]
             for each in work:
@@ -256,7 +267,7 @@ class Lane:
             except SandboxFailure as error:
                 self._end_because(str(error), None)
                 return
-            with self._board.changed:
+            with self._board.lock:
                 self._take(header, masks)
             if header["stuck"] is not None:
                 self._end_because("it compiles for too long, or cannot", {header["stuck"]})
@@ -294,14 +305,14 @@ class Lane:
         """Ends the process, and blames these rows; None: all that it owes a mask."""
         logger.warning("a grammar's process ended: %s", reason)
         self._end_process()
-        with self._board.changed:
+        with self._board.lock:
             self._restart(set(self._due) if blamed is None else blamed)
 
     def _fault(self) -> None:
         logger.exception("a process for grammars cannot start or answer")
         self._end_process()
         self._num_faults += 1
-        with self._board.changed:
+        with self._board.lock:
             if self._num_faults >= MAX_FAULTS:
                 for row in self._rows.values():
                     row.is_fault = True
@@ -310,7 +321,7 @@ class Lane:
             self._restart(set())
             end_s = time.monotonic() + FAULT_PAUSE_SECONDS
             while not self._is_closed and (left_s := end_s - time.monotonic()) > 0:
-                self._board.changed.wait(left_s)
+                self._changed.wait(left_s)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -349,7 +360,7 @@ class Lane:
             row = self._rows.get(row_id)
             if row is not None and self._slower is not None:
                 self._move(row, self._slower)
-        self._board.changed.notify_all()
+        self._board.ready.notify()
         if notifies:
             self._board.notify()
 
@@ -386,7 +397,7 @@ class Lane:
                     self._fail(row, TOO_COSTLY)
                 else:
                     (self._slower or self).open(row)
-        self._board.changed.notify_all()
+        self._board.ready.notify()
         if self._board.failed:
             self._board.notify()
 

@@ -54,7 +54,7 @@ class Masks:
         """Has the mask computed of a sequence that starts, or starts again after these tokens."""
         fast, slow = self._lanes or self._start()
         row = Row(request_id, grammar, tenant, tokens)
-        with self._board.changed:
+        with self._board.lock:
             (slow if grammar.is_slow else fast).open(row)
         return row
 
@@ -69,7 +69,7 @@ class Masks:
         """Takes the token that was chosen with the row's mask; its next one is computed after
         `flush`."""
         self._has_accepted = True
-        with self._board.changed:
+        with self._board.lock:
             if row.num_late >= MAX_LATE:
                 row.num_patient += 1
                 if row.num_patient == PATIENT_MASKS:
@@ -83,12 +83,13 @@ class Masks:
         """Has the masks computed for the tokens of a step, all in one message."""
         if self._has_accepted:
             self._has_accepted = False
-            with self._board.changed:
-                self._board.changed.notify_all()
+            with self._board.lock:
+                for lane in self.lanes:
+                    lane.wake()
 
     def close_row(self, row: Row) -> None:
         """Ends a row, whose sequence has ended or waits to start again."""
-        with self._board.changed:
+        with self._board.lock:
             if row.lane is not None:
                 row.lane.close_row(row)
 
@@ -101,7 +102,7 @@ class Masks:
         is_patient = is_slow or row.was_late or row.num_late >= MAX_LATE
         if num_tokens <= PATIENT_TOKENS and not is_patient:
             return num_tokens
-        with self._board.changed:
+        with self._board.lock:
             if row.is_ready:
                 return num_tokens
             row.is_awaited = True
@@ -111,12 +112,12 @@ class Masks:
         """Waits for the masks of these rows, and returns the `id()` of those that are late."""
         rows = list(rows)
         end_s = time.monotonic() + MAX_WAIT_SECONDS
-        with self._board.changed:
+        with self._board.lock:
             while any(not row.is_ready for row in rows):
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     break
-                self._board.changed.wait(left_s)
+                self._board.ready.wait(left_s)
             late = set()
             for row in rows:
                 was_late, row.was_late = row.was_late, row.mask is None
@@ -135,7 +136,7 @@ class Masks:
         """Returns the rows that have failed since the last call."""
         if not self._board.failed:
             return []
-        with self._board.changed:
+        with self._board.lock:
             failed, self._board.failed = self._board.failed, []
         return failed
 
