@@ -251,7 +251,7 @@ def test_every_kind_is_applied_with_pefts_tokens_or_refused_by_name(
     refuses(vllm, "deep", "changes layer 5")
     train(tmp_path / "wide", sizes={"hidden_size": 128})
     vllm.client.register("wide", tmp_path / "wide", base_model="org/base")
-    refuses(vllm, "wide", "this server's model has 256 and 256")
+    refuses(vllm, "wide", "this server's model has 512 and 256")
     assert vllm.complete("nothing")[0] == 404
 
 
