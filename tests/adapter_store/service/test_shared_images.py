@@ -114,7 +114,9 @@ def ready(serve, path, make_adapter, make_layout):
         store = serve(share_socket=path, lock_images="off", **settings)
         key = make_large(store.client, make_adapter, make_layout, features=1 << 15)
         store.idle()
-        return store, key, store.client.pull(*key).data
+        data = store.client.pull(*key).data
+        until(lambda: not store.running.store.use_cases.pulls.num_active)  # else it is in use
+        return store, key, data
 
     return start
 
