@@ -199,7 +199,7 @@ class Service:
                 made = await self._to_requests(call, binding, principal, text)
                 call.check_stops(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
-                decoder, ends = _ends(reading, requests, text)
+                decoder, ends = _ends(call, reading, requests, text)
                 call, budget = self._formed(call, reading, text, ends)
                 readers = _readers(call, reading, text, ends)
                 call = await self._with_grammar(call, text, principal, threads)
@@ -417,12 +417,16 @@ def _reading(call: GenerateCall, text: TextModel) -> ReadingOptions | None:
 
 
 def _ends(
-    reading: ReadingOptions | None, requests: Sequence[Request], text: TextModel
+    call: GenerateCall,
+    reading: ReadingOptions | None,
+    requests: Sequence[Request],
+    text: TextModel,
 ) -> tuple[TokenDecoder, list[str]]:
     """Returns the decoder of answers, and the end of each request's prompt for their readers."""
     if reading is None:
         return text, []
-    decoder = text.showing(reading.specials(text.answers))
+    has_form = bool(reading.forced) or call.grammar is not None
+    decoder = text.showing(reading.specials(text.answers, has_form=has_form))
     ends = [decoder.decode(request.prompt_token_ids[-END_TOKENS:]) for request in requests]
     return decoder, ends
 

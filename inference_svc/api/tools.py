@@ -81,9 +81,10 @@ class ReadingOptions:
         has_thoughts = self.has_thoughts and syntax.thoughts is not None
         return bool(self.tools) or has_thoughts or self.budget is not None
 
-    def specials(self, syntax: AnswerSyntax) -> tuple[str, ...]:
+    def specials(self, syntax: AnswerSyntax, *, has_form: bool) -> tuple[str, ...]:
         """Returns the markers that readers look for, and that may be special tokens."""
-        return syntax.specials(calls=bool(self.tools), thoughts=self.has_thoughts)
+        calls = bool(self.tools)
+        return syntax.specials(calls=calls, thoughts=self.has_thoughts or (calls and has_form))
 
     def starts_thinking(self, syntax: AnswerSyntax, prompt: str) -> bool:
         """Returns whether an answer to a prompt, of which this is the end, begins with thoughts."""

@@ -110,7 +110,8 @@ PLAIN = AnswerSyntax()
 class AnswerReader:
     """Reads one answer, however its text is cut. `tools` are the ones that it may call; without
     them calls are a part of its text, and so are thoughts without `has_thoughts`. With `has_form` a
-    grammar has decided at its begin between calls and a text that has a form."""
+    grammar has decided at its begin, or after its thoughts, between calls and a text that has a
+    form."""
 
     def __init__(
         self,
@@ -123,9 +124,12 @@ class AnswerReader:
         has_form: bool = False,
     ) -> None:
         calls = syntax.calls
-        thoughts = syntax.thoughts if has_thoughts else None
+        # Calls after thoughts that are a part of the text are found behind these.
+        has_places = has_thoughts or (has_form and bool(tools))
+        thoughts = syntax.thoughts if has_places else None
         new_id = (calls or SYNTAXES[0]).new_id
-        self._scanner = Scanner({tool.name: tool for tool in tools}, new_id, max_calls)
+        by_name = {tool.name: tool for tool in tools}
+        self._scanner = Scanner(by_name, new_id, max_calls, apart=has_thoughts)
         if calls is not None:
             self._reading = calls.read_answer(
                 self._scanner,

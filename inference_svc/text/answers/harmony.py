@@ -53,7 +53,6 @@ class Harmony(CallSyntax):
             yield from say_all(scanner)
             scanner.finish()
             return
-        add_thought = scanner.say if thoughts is None else scanner.think
         while (yield from scanner.peek()):
             header = yield from self._read_header(scanner)
             recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
@@ -63,7 +62,7 @@ class Harmony(CallSyntax):
                 scanner.end_call(is_whole=is_whole)
                 continue
             is_thought = channel is not None and channel[1] == "analysis"
-            yield from self._read_body(scanner, add_thought if is_thought else scanner.say)
+            yield from self._read_body(scanner, scanner.think if is_thought else scanner.say)
             if is_thought:
                 scanner.drop_space()
         scanner.finish()

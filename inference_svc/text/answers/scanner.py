@@ -80,12 +80,18 @@ def arguments_error(arguments: str) -> str:
 class Answer:
     """The pieces that a syntax has found. `tools` are the ones that the answer may call, by their
     names; calls after the first `max_calls` are left out (0: none is). `new_id` makes ids of
-    calls."""
+    calls. Thoughts are a part of the text unless they are `apart`."""
 
     def __init__(
-        self, tools: Mapping[str, Tool], new_id: Callable[[], str], max_calls: int = 0
+        self,
+        tools: Mapping[str, Tool],
+        new_id: Callable[[], str],
+        max_calls: int = 0,
+        *,
+        apart: bool = True,
     ) -> None:
         self.tools = tools
+        self.apart = apart
         self.num_calls = 0
         self._new_id = new_id
         self._max_calls = max_calls
@@ -113,7 +119,7 @@ class Answer:
         self._add(text, Said)
 
     def think(self, text: str) -> None:
-        self._add(text, Thought)
+        self._add(text, Thought if self.apart else Said)
 
     def _add(self, text: str, kind: type[Said | Thought]) -> None:
         """Holds the space at the end back: a call, or the end of the thoughts, leaves it out."""
@@ -166,9 +172,14 @@ class Scanner(Answer):
     """The text of one answer as it comes, and its pieces."""
 
     def __init__(
-        self, tools: Mapping[str, Tool], new_id: Callable[[], str], max_calls: int = 0
+        self,
+        tools: Mapping[str, Tool],
+        new_id: Callable[[], str],
+        max_calls: int = 0,
+        *,
+        apart: bool = True,
     ) -> None:
-        super().__init__(tools, new_id, max_calls)
+        super().__init__(tools, new_id, max_calls, apart=apart)
         self._text, self._at = "", 0
         self._is_over = False
         self._kept: list[str] | None = None

@@ -95,7 +95,7 @@ class CallSyntax:
         calls: bool,
         has_form: bool,
     ) -> Reading[None]:
-        """Reads a whole answer. With `thoughts` None they are a part of its text, and so are calls
+        """Reads a whole answer. With `thoughts` None they are not looked for, and so are calls
         without `calls`. With `has_form` it has calls from its first character on, or none: markers
         within a text that has a form are a part of that."""
         if thoughts is not None:
@@ -137,10 +137,20 @@ class CallSyntax:
 
 def read_thoughts(scanner: Scanner, thoughts: Thoughts, *, starts_thinking: bool) -> Reading[None]:
     """Reads the thoughts with which an answer begins, if it does. With `starts_thinking` the prompt
-    has the marker before them."""
+    has the marker before them. Thoughts that are a part of the text keep their markers and space.
+    """
     scanner.keep("")
     yield from scanner.skip_space()
-    if not (yield from scanner.accept(thoughts.begin)) and not starts_thinking:
+    has_begun = (yield from scanner.accept(thoughts.begin)) or starts_thinking
+    if not has_begun or not scanner.apart:
+        scanner.say_kept()
+    if not has_begun:
+        return
+    if not scanner.apart:
+        yield from scanner.until_stop((thoughts.end,), scanner.say)
+        scanner.keep("")
+        yield from scanner.accept(thoughts.end)
+        yield from scanner.skip_space()
         scanner.say_kept()
         return
     scanner.forget()

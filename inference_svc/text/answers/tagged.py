@@ -113,7 +113,7 @@ class Arguments:
         are the arguments of a call that neither `is_whole` nor has its end: more may be missing."""
         yield from self._scanner.skip_space()
         rest, marker = yield from self._scanner.collect((end,))
-        if end.startswith(rest):
+        if not marker and end.startswith(rest):
             rest = ""  # the answer ends within the marker
         is_whole = is_whole or bool(marker)
         if is_whole and self._num_added:

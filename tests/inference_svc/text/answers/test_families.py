@@ -207,6 +207,13 @@ def test_other_forms_of_calls(family: str, text: str, expected: str) -> None:
     assert (found.text, found.calls, found.errors) == ("", (("f", expected),), ("",))
 
 
+def test_text_before_the_end_of_a_call_is_no_argument() -> None:
+    arguments = "<arg_key>text</arg_key>\n<arg_value>a</arg_value>"
+    found = read(reader_of("glm"), [f"<tool_call>f\n{arguments}\n<</tool_call>"])
+    assert [name for name, _ in found.calls] == ["f"]
+    assert found.errors[0].startswith("the arguments are no JSON")
+
+
 def test_calls_after_the_most_are_left_out() -> None:
     text = WRITERS["hermes"]("a", "", [("f", {}), ("f", {"text": "b"}), ("f", {})])
     found = read(reader_of("hermes", max_calls=1), [text])
@@ -225,6 +232,28 @@ def test_an_answer_with_a_form_has_calls_first_or_none(family: str) -> None:
             ]
             assert found[0].objects == [("f", {"text": "rain"})]
             assert (found[1].calls, found[1].text) == ((), f"No: {call}")
+
+
+@pytest.mark.parametrize("family", sorted({*PARSERS} - {"harmony"}))
+@pytest.mark.parametrize("starts_thinking", [False, True])
+def test_calls_come_after_thoughts_that_are_a_part_of_the_text(
+    family: str, starts_thinking: bool
+) -> None:
+    call = WRITERS[family]("", "", [("f", {"text": "rain"})])
+    before = "hm</think>" if starts_thinking else "<think>hm</think>"
+    for pieces in (1, 7, 10_000):
+        found = [
+            read(
+                reader_of(
+                    family, has_form=True, has_thoughts=False, starts_thinking=starts_thinking
+                ),
+                _pieces(text, pieces),
+            )
+            for text in (f"{before}\n\n{call}", f"{before}\n\nNo: {call}")
+        ]
+        assert (found[0].objects, found[0].text) == ([("f", {"text": "rain"})], before)
+        assert (found[1].calls, found[1].text) == ((), f"{before}\n\nNo: {call}")
+        assert found[0].thoughts == found[1].thoughts == ""
 
 
 def _pieces(text: str, num_chars: int) -> list[str]:
