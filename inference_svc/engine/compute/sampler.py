@@ -243,11 +243,11 @@ class Sampler:
         if rows.native is not None:
             return self._sample_natively(logits, logprobs, rows, rows.native)
         if argmax is None:
-            argmax = logits.argmax(dim=-1)
+            argmax = self._argmax(logits)
         peaks = logits.gather(1, argmax.unsqueeze(1))
         is_sound = peaks.isfinite()
         if self._change(logits, rows, rows.forced()):
-            argmax = logits.argmax(dim=-1)
+            argmax = self._argmax(logits)
             peaks = logits.gather(1, argmax.unsqueeze(1))
             is_sound &= peaks.isfinite()
         if logprobs is not None:
@@ -270,7 +270,7 @@ class Sampler:
         self, logits: Tensor, logprobs: Tensor | None, rows: _Rows, chosen_by: _Native
     ) -> list[SampledToken]:
         forced, is_sound = rows.forced(), None
-        if rows.limited or forced:  # which may overwrite a logit that is not finite
+        if rows.limited or rows.masked or forced:  # they may overwrite one that is not finite
             is_sound = logits.amax(dim=-1).isfinite()
         self._change(logits, rows, forced)
         if logprobs is not None and rows.processed:
@@ -279,6 +279,13 @@ class Sampler:
         if is_sound is not None:
             token_ids = token_ids.masked_fill(~is_sound, NOT_FINITE)
         return _read(token_ids, logprobs, rows)
+
+    def _argmax(self, logits: Tensor) -> Tensor:
+        """Returns the places of the rows' largest logits, int64 [N]; of the first NaN, if any."""
+        if self._has_device_memory:
+            return logits.argmax(dim=-1)
+        # NumPy's is vectorised: an eighth of the time of torch's on two cores.
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
     def _change(self, logits: Tensor, rows: _Rows, forced: list[tuple[int, int]]) -> bool:
         """Applies bans, penalties, masks and forced tokens; returns whether there are any."""

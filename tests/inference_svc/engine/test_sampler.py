@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from inference_svc.core import Request, SampledToken, SamplingParams, Sequence
 from inference_svc.engine.compute import sampler as sampler_module
 from inference_svc.engine.compute.sampler import Sampler, uniform, uniforms
+from inference_svc.grammars.grammar import Grammar
+from inference_svc.grammars.lanes import Row
 from inference_svc.results.logprobs import LogprobsMode, LogprobsOption
 from kernels.native.library import Library, load
 from kernels.sampling.reference import NOT_FINITE
@@ -426,6 +428,18 @@ def test_one_value_decides_unless_it_is_below_all(place: int) -> None:
         sampler = make_sampler(has_device_memory=has_device_memory)
         got = [token.token_id for token in sampler.sample(values.clone(), list(rows))]
         assert got == [NOT_FINITE, NOT_FINITE, NOT_FINITE, int(best)]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_mask_hides_no_logit_that_is_not_finite(value: float) -> None:
+    row = sequence(temperature=0.0, logprobs=2)
+    grammar = Grammar.regex("a")
+    row.masked = Row("r", grammar, "", [])
+    row.masked.mask = bytes([0b100, *bytes(VOCAB // 8 - 1)])
+    values = logits(1)
+    assert sample(values, row) == [2]
+    values[0, 7] = value
+    assert sample(values, row) == [NOT_FINITE]
 
 
 def test_tokens_of_others_are_not_named() -> None:
