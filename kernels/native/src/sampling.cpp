@@ -24,9 +24,16 @@ struct Candidate {
   int32_t token;
 };
 
-bool is_before(const Candidate& a, const Candidate& b) {
-  return a.weight != b.weight ? a.weight > b.weight : a.token < b.token;
-}
+// The order of candidates. Logits that differ by little may have the same weight.
+struct IsBefore {
+  const float* logits;
+
+  bool operator()(const Candidate& a, const Candidate& b) const {
+    if (a.weight != b.weight) return a.weight > b.weight;
+    const float first = logits[a.token], second = logits[b.token];
+    return first != second ? first > second : a.token < b.token;
+  }
+};
 
 #if defined(__AVX512F__)
 
@@ -219,6 +226,7 @@ int64_t draw_cut(const Weights& weights, const Cut& cut, double number, Candidat
               : least <= cut.min_p || (cut.top_p < 1 && mass >= cut.top_p * total))
       break;
   }
+  const IsBefore is_before{weights.logits};
   if (has_k && count > cut.top_k) {
     std::nth_element(found, found + cut.top_k, found + count, is_before);
     count = cut.top_k;

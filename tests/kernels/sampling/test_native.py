@@ -115,6 +115,17 @@ def test_the_first_of_equal_logits_is_the_largest(library: Library) -> None:
     assert NativeChoice(library, [RowParams()], 100).choose(logits)[0].tolist() == [41]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 100.0])
+def test_the_larger_of_logits_with_the_same_weight_is_before(
+    library: Library, temperature: float
+) -> None:
+    logits = torch.full((1, 100), -5.0)
+    logits[0, 41] = 0.5
+    logits[0, 57] = torch.nextafter(torch.tensor(0.5), torch.tensor(1.0))
+    params = [RowParams(temperature, top_k=1)]
+    assert NativeChoice(library, params, 100).choose(logits)[0].tolist() == [57]
+
+
 def test_sorted_tokens_are_counted(library: Library) -> None:
     """They are paid for by the tenant whose row it is."""
     logits = torch.zeros(3, 4000)
