@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -12,6 +12,7 @@ from inference_svc.grammars.budget import Thinking, ThoughtBudget
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.base import NOTHING, PlacedPart, ResultPart, Scope, Wanted
 from inference_svc.results.logprobs import LogprobsMode
+from inference_svc.results.pooling import PoolingOption
 from servicekit.auth import principal
 from servicekit.auth.principal import Roles
 
@@ -103,6 +104,13 @@ class VersionPolicy(enum.Enum):
     FOLLOW_RECOMPUTE = "follow_recompute"
 
 
+class Kind(enum.Enum):
+    """The kind of a request: to generate tokens, or to pool its prompt to a vector."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+
+
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
@@ -157,7 +165,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation.
+    """One generation or, as its results say, one prompt that is pooled.
 
     `names` are the names in errors of the adapters of `key`, in their order. `activation` is the
     index of the first token that the adapter changes: the tokens before it are the base model's.
@@ -187,6 +195,10 @@ class Request:
     vocab_size: int = 0
     grammar: Grammar | None = None
     budget: ThoughtBudget | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.EMBED if self.wanted.has_scope(Scope.POOLED) else Kind.GENERATE
 
     @property
     def has_inactive_adapter(self) -> bool:
@@ -238,11 +250,12 @@ class Sequence:
     once its tenant was charged for it, `charged_per_token` to generate. `load_trace`: Timings.load.
     `num_returned` counts the positions whose parts of each kind were returned, also across
     preemptions, and `num_scored` the tokens of the prompt whose results need not be computed any
-    more. `token_counts` belong to the sampler, as does `is_sorted`: the vocabulary had to be sorted
-    to choose its last token. `masked` is its `grammars.lanes.Row` while it runs, None without a
-    grammar, and `thinking` counts its thoughts. `num_output_at_start` is the number of its output
-    tokens when it last started, and `may_move_at` the number that it needs before it is computed
-    anew for a newer version.
+    more. Of a prompt that is pooled the hidden states from `next_pooled` up to `end_pooled` are
+    left to be returned; of others these are 0. `token_counts` belong to the sampler, as does
+    `is_sorted`: the vocabulary had to be sorted to choose its last token. `masked` is its
+    `grammars.lanes.Row` while it runs, None without a grammar, and `thinking` counts its thoughts.
+    `num_output_at_start` is the number of its output tokens when it last started, and `may_move_at`
+    the number that it needs before it is computed anew for a newer version.
     """
 
     request: Request
@@ -271,6 +284,8 @@ class Sequence:
     num_preemptions: int = 0
     num_returned: dict[type[ResultPart], int] = field(default_factory=dict)
     num_scored: int = field(init=False)
+    next_pooled: int = 0
+    end_pooled: int = 0
     is_aged: bool = False
     is_charged: bool = False
     charged_per_token: float = 0.0
@@ -289,12 +304,17 @@ class Sequence:
         self.num_prompt = len(self.token_ids)
         is_scored = self.request.wanted.has_scope(Scope.PROMPT)
         self.num_scored = 1 if is_scored else self.num_prompt
+        option = self.request.wanted.get(PoolingOption)
+        if option is not None:
+            self.next_pooled, self.end_pooled = option.positions(self.num_prompt)
 
     def note_returned(self, part: PlacedPart) -> None:
         """Notes that a part is on its way to the caller."""
         self.num_returned[type(part)] = part.end
         if part.scope is Scope.PROMPT:
             self.num_scored = part.end
+        elif part.scope is Scope.POOLED:
+            self.next_pooled = part.end
 
     @property
     def num_output(self) -> int:
@@ -313,7 +333,8 @@ class Sequence:
 class BatchRow(NamedTuple):
     """One sequence's share of a step: tokens [start, start + num_tokens) of `sequence.token_ids`.
 
-    `samples` is true when this step computes the last known token, so that a next one follows.
+    `samples` is true when this step computes the last known token, so that a next one follows: of a
+    prompt that is pooled none does.
     """
 
     sequence: Sequence
@@ -324,46 +345,6 @@ class BatchRow(NamedTuple):
     @property
     def slot(self) -> int:
         return self.sequence.slot
-
-
-class ScoredRun(NamedTuple):
-    """Neighbouring tokens of a prompt whose results a step computes: `num_tokens` from `position`
-    on, whose logits follow from the tokens before each, of which the first is the step's token
-    number `first_index`."""
-
-    sequence: Sequence
-    position: int
-    first_index: int
-    num_tokens: int
-
-
-def scored_runs(rows: Iterable[BatchRow]) -> list[ScoredRun]:
-    """Returns the tokens that a step scores, in batch order: of each scored prompt, the unscored
-    successors of the tokens that the step computes."""
-    runs, index = [], 0
-    for sequence, start, num_tokens, _ in rows:
-        first = max(start + 1, sequence.num_scored)
-        count = min(start + num_tokens + 1, sequence.num_prompt) - first
-        if count > 0:
-            runs.append(ScoredRun(sequence, first, index + first - 1 - start, count))
-        index += num_tokens
-    return runs
-
-
-def scored_slices(runs: Iterable[ScoredRun], max_tokens: int) -> Iterator[list[ScoredRun]]:
-    """Yields runs in slices of at most so many tokens, in order."""
-    part: list[ScoredRun] = []
-    left = max_tokens
-    for sequence, position, index, count in runs:
-        while count:
-            size = min(count, left)
-            part.append(ScoredRun(sequence, position, index, size))
-            position, index, count, left = position + size, index + size, count - size, left - size
-            if not left:
-                yield part
-                part, left = [], max_tokens
-    if part:
-        yield part
 
 
 class BatchColumns(NamedTuple):

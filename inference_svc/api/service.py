@@ -29,6 +29,7 @@ from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.checks import GrammarChecks
 from inference_svc.host.cpus import Processor
 from inference_svc.host.memory import resident_bytes
+from inference_svc.results.pooling import NO_EMBEDDINGS, EmbeddingRule
 from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
@@ -77,6 +78,7 @@ class ServerFacts:
     weight_formats: tuple[FormatKernels, ...] = ()
     adapter_dtype: str = ""
     weight_form: str = ""
+    embedding: EmbeddingRule = NO_EMBEDDINGS
 
     @property
     def expert_token_bytes(self) -> int:

@@ -12,6 +12,7 @@ torch_needs     the memory of steps in torch
 exchange        the sums that ranks exchange, by torch.distributed, and where ranks meet
 step_data       a step as plain numbers, for other ranks
 speed_notes     why a machine computes more slowly than it could, for operators
+prompt_runs     the tokens of a step that are scored or pooled
 slot_runs       which slots compute which tokens of a step
 magnitudes      DoRA's magnitudes, divided by the norms of the outputs that they scale, at load
 

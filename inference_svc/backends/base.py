@@ -16,8 +16,9 @@ from inference_svc.adapters.memory.tiers import ResidencyChange
 from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.exchange import Meeting
 from inference_svc.backends.magnitudes import Divided
+from inference_svc.backends.prompt_runs import ScoredRun
 from inference_svc.backends.step_data import StepData
-from inference_svc.core import Batch, BatchRow, EngineConfig, ScoredRun, padding_pages
+from inference_svc.core import Batch, BatchRow, EngineConfig, padding_pages
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import weight_stamps
 from inference_svc.model.checkpoint.weights import ModelWeights, Projections, load_weights
@@ -143,6 +144,11 @@ class Backend(Protocol[Inputs]):
         have rows, so that their logits take no more than a step's own, which they overwrite. Raises
         as `forward` does."""
 
+    def pool(self, inputs: Inputs) -> Iterator[Hidden]:
+        """Yields the final hidden states of the tokens that the step returns to be pooled, after
+        `score`: in the order of the batch, as many tokens at once as a step may have rows. Other
+        ranks have no part in it. Raises as `forward` does."""
+
     def keep_part(self, row: BatchRow) -> None:
         """Called when a part of a row is computed, before the next part of it in the same batch,
         which may be computed more than once."""
@@ -226,6 +232,14 @@ class Scored(NamedTuple):
 
     runs: list[ScoredRun]
     logits: Tensor
+
+
+class Hidden(NamedTuple):
+    """Runs of tokens, and their final hidden states in the model's dtype: [N, hidden_size]. The
+    next ones may overwrite them. Positions of runs are those behind the tokens."""
+
+    runs: list[ScoredRun]
+    states: Tensor
 
 
 class Logits(NamedTuple):

@@ -10,17 +10,14 @@ from torch import Tensor
 from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.arena import Arena
+from inference_svc.backends.prompt_runs import ScoredRun
 from inference_svc.backends.slot_runs import (
     SlotRuns,
     last_slots,
     scored_slot_runs,
     slot_runs,
 )
-from inference_svc.core import (
-    BASE_SLOT,
-    BatchRow,
-    ScoredRun,
-)
+from inference_svc.core import BASE_SLOT, BatchRow
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
 from inference_svc.model.layers import TorchLinear
 from inference_svc.model.sharding.exchange import Exchange
@@ -66,7 +63,7 @@ class LoraStep:
         return self.targets.max_added_tokens if self.plan.has_rows else 0
 
     def with_head(self, runs: Sequence[ScoredRun]) -> LoraStep:
-        """Returns this, to compute the logits that score these runs."""
+        """Returns this, to compute the last norm, and the logits, of the tokens of these runs."""
         return self.with_head_of(scored_slot_runs(runs))
 
     def with_head_of(self, runs: SlotRuns) -> LoraStep:

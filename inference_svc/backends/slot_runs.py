@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from inference_svc.core import BASE_SLOT, ScoredRun, Sequence
+from inference_svc.backends.prompt_runs import ScoredRun
+from inference_svc.core import BASE_SLOT, Sequence
 
 
 class SlotRuns(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from inference_svc.backends.prompt_runs import pooled_runs, scored_runs, scored_slices
 from inference_svc.backends.slot_runs import (
     SlotRuns,
     last_slots,
@@ -12,7 +13,7 @@ from inference_svc.backends.slot_runs import (
     scored_slot_runs,
     slot_runs,
 )
-from inference_svc.core import BatchRow, scored_runs, scored_slices
+from inference_svc.core import BatchRow
 from inference_svc.model.recurrent_states import Segment, StateCopy, segments_of, spare_slot
 
 
@@ -29,7 +30,7 @@ class StepData(NamedTuple):
     its number of tokens, its pages, and the slot of its last token. `runs` are of all tokens. Of a
     model with recurrent layers, `segments` say where states are, and `state_copies` are made before
     the step. `returns_experts`: the experts of all tokens are needed, also in the last layer.
-    `plan`: see `RankBackend.plan`."""
+    `is_pooled`: so are the final hidden states. `plan`: see `RankBackend.plan`."""
 
     token_ids: list[int]
     starts: list[int]
@@ -42,6 +43,7 @@ class StepData(NamedTuple):
     state_copies: list[StateCopy]
     returns_experts: bool = False
     plan: Sequence[int] = ()
+    is_pooled: bool = False
 
     @classmethod
     def of(
@@ -76,4 +78,5 @@ class StepData(NamedTuple):
             segments,
             [],
             returns_experts,
+            is_pooled=bool(pooled_runs(rows)),
         )

@@ -15,6 +15,7 @@ from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
+    Hidden,
     Logits,
     MemoryNeeds,
     RankBackend,
@@ -29,20 +30,12 @@ from inference_svc.backends.base import (
 from inference_svc.backends.exchange import GlooMeeting, Meeting
 from inference_svc.backends.lora_step import LoraStep, plan_lora, plan_runs
 from inference_svc.backends.magnitudes import Magnitudes
-from inference_svc.backends.slot_runs import (
-    scored_indices,
-)
+from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_runs, scored_slices
+from inference_svc.backends.slot_runs import scored_indices
 from inference_svc.backends.speed_notes import thread_notes, torch_notes
 from inference_svc.backends.step_data import StepData
 from inference_svc.backends.torch_needs import step_bytes
-from inference_svc.core import (
-    Batch,
-    BatchRow,
-    EngineConfig,
-    ScoredRun,
-    scored_runs,
-    scored_slices,
-)
+from inference_svc.core import Batch, BatchRow, EngineConfig
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.checkpoint.weights import ModelWeights
@@ -74,13 +67,29 @@ def score_slices(
         yield Scored(part, transformer.logits(last, rows, of_part).float())
 
 
+def hidden_slices(
+    transformer: Transformer,
+    last: Step,
+    lora: LoraStep | None,
+    runs: Sequence[ScoredRun],
+    max_tokens: int,
+) -> Iterator[Hidden]:
+    """See `Backend.pool`. `last` is the output of the step's layers."""
+    for part in scored_slices(runs, max_tokens):
+        rows = torch.tensor(scored_indices(part), dtype=torch.int64).to(last.device)
+        of_part = None if lora is None else lora.with_head(part)
+        yield Hidden(part, transformer.hidden(last, rows, of_part))
+
+
 class TorchInputs(NamedTuple):
-    """One step's inputs. `lora` is None when no row has an adapter; `runs` are scored."""
+    """One step's inputs. `lora` is None when no row has an adapter; `runs` are scored, and the
+    hidden states of `pooled` ones returned."""
 
     step: StepInputs
     lora: LoraStep | None
     returns_experts: bool
     runs: tuple[ScoredRun, ...] = ()
+    pooled: tuple[ScoredRun, ...] = ()
 
 
 class TorchBackend(AdapterMemory):
@@ -148,17 +157,17 @@ class TorchBackend(AdapterMemory):
         step = StepInputs.build(batch, self._page_size, self.arena.device, self._states)
         lora = plan_lora(batch.rows, self.arena, self._targets, self._exchange)
         self.num_lora_steps += lora is not None
-        runs = tuple(scored_runs(batch.rows))
-        return TorchInputs(step, lora, returns_experts(batch, self._decoder), runs)
+        runs, pooled = tuple(scored_runs(batch.rows)), tuple(pooled_runs(batch.rows))
+        return TorchInputs(step, lora, returns_experts(batch, self._decoder), runs, pooled)
 
     def forward(self, inputs: TorchInputs) -> Logits:
-        step, lora, has_choices, runs = inputs
+        step, lora, has_choices, runs, pooled = inputs
         assert self.transformer is not None, "the weights are freed"
         assert self.kv_caches is not None, "the pages are freed"
         choices = None
         if has_choices:
             choices = empty_choices(self._decoder, len(step.token_ids), self.arena.device)
-        if runs:
+        if runs or pooled:
             self._last = self.transformer.layers(step, self.kv_caches, lora, choices)
             logits = self.transformer.logits(self._last, step.logit_rows, lora)
         else:
@@ -192,12 +201,23 @@ class TorchBackend(AdapterMemory):
             self.transformer.logits(last, rows, None if lora is None else lora.with_head_of(runs))
 
     def score(self, inputs: TorchInputs) -> Iterator[Scored]:
-        last, self._last = self._last, None
+        last = self._last
+        if not inputs.pooled:
+            self._last = None
         if inputs.runs:
             assert last is not None, "the step is computed"
             assert self.transformer is not None
             yield from score_slices(
                 self.transformer, last, inputs.lora, inputs.runs, self._max_scored
+            )
+
+    def pool(self, inputs: TorchInputs) -> Iterator[Hidden]:
+        if inputs.pooled:
+            last, self._last = self._last, None
+            assert last is not None, "the step is computed"
+            assert self.transformer is not None
+            yield from hidden_slices(
+                self.transformer, last, inputs.lora, inputs.pooled, self._max_scored
             )
 
     def keep_part(self, row: BatchRow) -> None:

@@ -19,7 +19,7 @@ from inference_svc.model.description import (
     ExpertsProjection,
     Projection,
 )
-from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes
+from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes, transformer_bytes
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.mixers.short_conv import GatedConvolve
 from inference_svc.model.operations import (
@@ -48,7 +48,6 @@ from inference_svc.model.operations import (
     SumRanks,
     SumSquares,
 )
-from inference_svc.model.transformer import transformer_bytes
 from kernels.lora.table import MAX_PARTS
 from kernels.quantised.weight import BLOCK_ELEMENTS, COPY_BYTES
 from kernels.recurrence.reference import CHUNK

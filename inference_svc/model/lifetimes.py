@@ -11,6 +11,7 @@ import torch
 
 from inference_svc.model.description import Decoder, Norm
 from inference_svc.model.operations import Op, Rows, Value
+from inference_svc.model.walk import operations
 
 
 class ValueSizes(NamedTuple):
@@ -78,6 +79,19 @@ def peak_bytes(
     return max(
         sum(map(sizes.num_bytes, live)) + own_bytes(op, before) for live, op, before in moments
     )
+
+
+def transformer_bytes(
+    decoder: Decoder, sizes: ValueSizes, own_bytes: Callable[[Op, Op | None], int]
+) -> int:
+    """Returns the most bytes that a step of these sizes allocates at one time, the logits of scored
+    tokens included. `own_bytes`: see `peak_bytes`."""
+    found = operations(decoder)
+    # Its angles have cos and sin of the whole width, and stay to the end of the layers.
+    angles = sum(rope.rotary_size(head_dim) for rope, head_dim in decoder.ropes)
+    angles_bytes = sizes.max_tokens * angles * sizes.dtype.itemsize
+    ops = (*found.layers, *found.head)
+    return angles_bytes + peak_bytes(ops, found.kept, sizes, own_bytes)
 
 
 @lru_cache(maxsize=8)

@@ -410,6 +410,26 @@ class Logits(Op):
         return (self.table,) if self.head.is_shared else (self.projection,)
 
 
+class Operations(NamedTuple):
+    """The operations of a step: of all layers, and then of the last norm and the head, for the
+    tokens that get logits."""
+
+    layers: tuple[Op, ...]
+    head: tuple[Op, ...]
+
+    @property
+    def norm(self) -> tuple[Op, ...]:
+        """The operations of the head up to the last norm; none where another stage has it."""
+        ends = [index for index, op in enumerate(self.head) if isinstance(op, Logits)]
+        return self.head[: ends[0]] if ends else ()
+
+    @property
+    def kept(self) -> tuple[Value, ...]:
+        """The values of the layers that the head reads."""
+        read = {value for op in self.head for value in op.inputs}
+        return tuple(dict.fromkeys(op.out for op in self.layers if op.out in read))
+
+
 class Listing(Protocol):
     """The walk, as mixers add their operations to it."""
 

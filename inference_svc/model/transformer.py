@@ -22,7 +22,7 @@ from inference_svc.model.description import Activation, ClampedSwiglu, Decoder
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import RotaryEmbedding, Rotation, TorchLinear
-from inference_svc.model.lifetimes import ValueSizes, last_uses, peak_bytes
+from inference_svc.model.lifetimes import last_uses
 from inference_svc.model.lora import ExpertsLora, Lora
 from inference_svc.model.mixers import in_torch as mixers_in_torch
 from inference_svc.model.operations import (
@@ -145,6 +145,7 @@ class Transformer:
         self.columns = _columns((*found.layers, *found.head), device)
         self._layers = _Calls.of(found.layers, found.kept)
         self._head = _Calls.of(found.head, [op.out for op in found.head[-1:]])
+        self._norm = _Calls.of(found.norm, [op.out for op in found.norm[-1:]])
 
     @torch.inference_mode()
     def forward(
@@ -198,32 +199,27 @@ class Transformer:
     def logits(self, last: Step, rows: Tensor, lora: Lora | None) -> Tensor:
         """Returns logits, in the model's dtype, of these rows of a step's tokens, int64 [N], when
         all layers have computed it. The `lora`'s head is of these rows."""
-        values, addends = dict(last.values), dict(last.addends)
-        return self._finished(replace(last, rows=rows, lora=lora, values=values, addends=addends))
+        return self._finished(_chosen(last, rows, lora))
+
+    @torch.inference_mode()
+    def hidden(self, last: Step, rows: Tensor, lora: Lora | None) -> Tensor:
+        """Returns final hidden states [N, hidden_size], the last norm's output; see `logits`."""
+        return self._norm.run(_chosen(last, rows, lora))
 
     def _finished(self, step: Step) -> Tensor:
         """Computes the head, after which the step has nothing else left; nothing where other ranks
         have the logits."""
-        self._head.run(step)
-        assert not step.addends, "no operation has added them"
         if not self._head.calls:
             return self.weights.embedding.new_empty(0, 0)
-        (logits,) = step.values.values()
-        assert isinstance(logits, Tensor)
+        logits = self._head.run(step)
+        assert not step.addends, "no operation has added them"
         return logits
 
 
-def transformer_bytes(
-    decoder: Decoder, sizes: ValueSizes, own_bytes: Callable[[Op, Op | None], int]
-) -> int:
-    """Returns the most bytes that a step of these sizes allocates at one time, the logits of scored
-    tokens included. `own_bytes`: see `peak_bytes`."""
-    found = operations(decoder)
-    # Its angles have cos and sin of the whole width, and stay to the end of the layers.
-    angles = sum(rope.rotary_size(head_dim) for rope, head_dim in decoder.ropes)
-    angles_bytes = sizes.max_tokens * angles * sizes.dtype.itemsize
-    ops = (*found.layers, *found.head)
-    return angles_bytes + peak_bytes(ops, found.kept, sizes, own_bytes)
+def _chosen(last: Step, rows: Tensor, lora: Lora | None) -> Step:
+    """Returns a step that goes on with these rows; the layers' values stay."""
+    values, addends = dict(last.values), dict(last.addends)
+    return replace(last, rows=rows, lora=lora, values=values, addends=addends)
 
 
 class _Calls(NamedTuple):
@@ -236,12 +232,14 @@ class _Calls(NamedTuple):
         ends = zip(ops, last_uses(ops, kept), strict=True)
         return cls([(COMPUTE[type(op)], op, ended) for op, ended in ends])
 
-    def run(self, step: Step) -> None:
+    def run(self, step: Step) -> Any:
+        """Returns the value that the last operation writes, if it is kept."""
         values = step.values
         for compute, op, ended in self.calls:
             values[op.out] = compute(op, step)
             for value in ended:
                 del values[value]
+        return values.get(self.calls[-1][1].out) if self.calls else None
 
 
 @lru_cache(maxsize=64)

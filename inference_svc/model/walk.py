@@ -9,7 +9,7 @@ import enum
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from inference_svc.model.description import (
     EMBED_TOKENS,
@@ -49,6 +49,7 @@ from inference_svc.model.operations import (
     NormedColumns,
     NormOf,
     Op,
+    Operations,
     Project,
     ProjectExperts,
     Receive,
@@ -68,20 +69,6 @@ from inference_svc.model.operations import (
     weight_key,
 )
 from inference_svc.model.rope import Rope
-
-
-class Operations(NamedTuple):
-    """The operations of a step: of all layers, and then of the last norm and the head, for the
-    tokens that get logits."""
-
-    layers: tuple[Op, ...]
-    head: tuple[Op, ...]
-
-    @property
-    def kept(self) -> tuple[Value, ...]:
-        """The values of the layers that the head reads."""
-        read = {value for op in self.head for value in op.inputs}
-        return tuple(dict.fromkeys(op.out for op in self.layers if op.out in read))
 
 
 class Narrowing(enum.Enum):

@@ -9,7 +9,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+
+if TYPE_CHECKING:
+    from inference_svc.results.pooling import EmbeddingRule
 
 
 class Scope(enum.Enum):
@@ -21,6 +24,8 @@ class Scope(enum.Enum):
     """The tokens of a prompt; of several answers to a prompt, the first one has the result."""
     SEQUENCE = "sequence"
     """All tokens that are computed, of prompt and answer."""
+    POOLED = "pooled"
+    """A prompt that has no answer but this result: nothing is generated."""
 
 
 class ResultPart(Protocol):
@@ -77,6 +82,11 @@ class Server(Protocol):
     @property
     def expert_token_bytes(self) -> int:
         """The bytes of a token's experts; 0 for a model without experts."""
+        ...
+
+    @property
+    def embedding(self) -> EmbeddingRule:
+        """How the model embeds."""
         ...
 
 

@@ -13,6 +13,7 @@ from inference_svc.adapters.layout import EMBEDDING
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import (
+    Hidden,
     Logits,
     Reload,
     Scored,
@@ -25,14 +26,9 @@ from inference_svc.backends.cuda.needs import max_prompt_recordings
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.backends.cuda.steps import FixedStep, StepLimits
 from inference_svc.backends.lora_step import LoraStep
-from inference_svc.backends.torch import score_slices
-from inference_svc.core import (
-    Batch,
-    BatchColumns,
-    BatchRow,
-    ScoredRun,
-    scored_runs,
-)
+from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_runs
+from inference_svc.backends.torch import hidden_slices, score_slices
+from inference_svc.core import Batch, BatchColumns, BatchRow
 from inference_svc.model.checkpoint.parameters import weight_formats
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
@@ -58,7 +54,8 @@ class PreparedStep(NamedTuple):
     """A step of `num_rows` rows that was filled and sent. `shape` is of the recorded step that is
     replayed for it; None: it is computed operation by operation. `wanted` is the recorded step that
     it could be, if there is any. `num_routed` tokens have chosen experts that a row returns; 0: no
-    row does. `runs` are scored, never of decode steps."""
+    row does. `runs` are scored, and the hidden states of `pooled` ones returned, never of decode
+    steps."""
 
     step: FixedStep
     num_rows: int
@@ -67,6 +64,12 @@ class PreparedStep(NamedTuple):
     wanted: StepShape | None = None
     num_routed: int = 0
     runs: tuple[ScoredRun, ...] = ()
+    pooled: tuple[ScoredRun, ...] = ()
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether hidden states are needed behind the step's logits."""
+        return bool(self.runs or self.pooled)
 
 
 class CudaBackend(CudaMemory):
@@ -185,10 +188,11 @@ class CudaBackend(CudaMemory):
         if columns.is_decode:
             prepared = self._send(self.steps.decodes, columns)
         else:
-            # Recorded steps do not keep the hidden states, which are to be scored.
-            runs = tuple(scored_runs(batch.rows))
-            prepared = self._send(self.steps.prompts, columns, may_replay=not runs)._replace(
-                runs=runs
+            # Recorded steps do not keep the hidden states, which are to be scored or pooled.
+            runs, pooled = tuple(scored_runs(batch.rows)), tuple(pooled_runs(batch.rows))
+            may_replay = not (runs or pooled)
+            prepared = self._send(self.steps.prompts, columns, may_replay=may_replay)._replace(
+                runs=runs, pooled=pooled
             )
         if returns_experts(batch, self._decoder):
             return prepared._replace(num_routed=sum(row.num_tokens for row in batch.rows))
@@ -225,7 +229,7 @@ class CudaBackend(CudaMemory):
 
     @torch.inference_mode()
     def forward(self, inputs: PreparedStep) -> Logits:
-        lora = self._run(inputs, is_scored=bool(inputs.runs))
+        lora = self._run(inputs, is_scored=inputs.keeps_hidden)
         num_rows, num_routed = inputs.num_rows, inputs.num_routed
         experts = self.results.choices_of(num_routed) if num_routed else None
         return Logits(
@@ -251,13 +255,25 @@ class CudaBackend(CudaMemory):
 
     @torch.inference_mode()
     def score(self, inputs: PreparedStep) -> Iterator[Scored]:
-        last, self._last = self._last, None
+        last = self._last
+        if not inputs.pooled:
+            self._last = None
         if not inputs.runs:
             return
         assert last is not None, "the step is computed"
         assert self.transformer is not None
         lora = inputs.step.lora.step() if inputs.kind is not StepKind.BASE else None
         yield from score_slices(self.transformer, last, lora, inputs.runs, self._limits.max_rows)
+
+    @torch.inference_mode()
+    def pool(self, inputs: PreparedStep) -> Iterator[Hidden]:
+        if not inputs.pooled:
+            return
+        last, self._last = self._last, None
+        assert last is not None, "the step is computed"
+        assert self.transformer is not None
+        lora = inputs.step.lora.step() if inputs.kind is not StepKind.BASE else None
+        yield from hidden_slices(self.transformer, last, lora, inputs.pooled, self._limits.max_rows)
 
     def keep_part(self, row: BatchRow) -> None:
         if self.states is not None:

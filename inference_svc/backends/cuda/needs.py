@@ -31,7 +31,7 @@ from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
 from inference_svc.core import EngineConfig
 from inference_svc.model.checkpoint.parameters import parameters, weight_formats, weights_bytes
 from inference_svc.model.description import Attention, Decoder, ExpertsProjection, Projection
-from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes
+from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes, transformer_bytes
 from inference_svc.model.operations import (
     AddNorm,
     Attend,
@@ -45,7 +45,6 @@ from inference_svc.model.operations import (
     RotateAndStore,
     Route,
 )
-from inference_svc.model.transformer import transformer_bytes
 from inference_svc.model.walk import operations
 from kernels import tuning
 from kernels.attention.plan import max_segments

@@ -15,6 +15,7 @@ from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
+    Hidden,
     Logits,
     MemoryNeeds,
     RankBackend,
@@ -39,10 +40,11 @@ from inference_svc.backends.native.needs import memory_needs
 from inference_svc.backends.native.program import NativeTransformer
 from inference_svc.backends.native.projections import PackedProjection, PackedProjections
 from inference_svc.backends.native.workspace import Workspace
+from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_runs, scored_slices
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.speed_notes import native_notes, thread_notes
 from inference_svc.backends.step_data import StepData
-from inference_svc.core import Batch, BatchRow, EngineConfig, ScoredRun, scored_runs, scored_slices
+from inference_svc.core import Batch, BatchRow, EngineConfig
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
@@ -63,11 +65,12 @@ MakeTransformer: TypeAlias = Callable[
 
 class NativeInputs(NamedTuple):
     """The key of a prepared step's program: the groups that its adapters change, whether a row
-    returns the experts of its tokens, and the scored tokens."""
+    returns the experts of its tokens, the scored tokens, and the pooled ones."""
 
     groups: frozenset[str]
     returns_experts: bool
     runs: tuple[ScoredRun, ...] = ()
+    pooled: tuple[ScoredRun, ...] = ()
 
 
 class NativeBackend(AdapterMemory):
@@ -145,13 +148,15 @@ class NativeBackend(AdapterMemory):
             self._loaded.states.fill(batch.rows)
         groups = self._lora.plan(batch.rows)
         self.num_lora_steps += bool(groups)
-        # Nothing is scored of decoding rows.
-        runs = () if columns.is_decode else tuple(scored_runs(batch.rows))
-        return NativeInputs(groups, returns_experts(batch, self._decoder), runs)
+        if columns.is_decode:  # nothing is scored or pooled of decoding rows
+            return NativeInputs(groups, returns_experts(batch, self._decoder))
+        runs, pooled = tuple(scored_runs(batch.rows)), tuple(pooled_runs(batch.rows))
+        return NativeInputs(groups, returns_experts(batch, self._decoder), runs, pooled)
 
     def forward(self, inputs: NativeInputs) -> Logits:
-        groups, has_choices, runs = inputs
-        logits = self._forward(groups, returns_experts=has_choices, is_scored=bool(runs))
+        groups, has_choices, runs, pooled = inputs
+        keeps_hidden = bool(runs or pooled)
+        logits = self._forward(groups, returns_experts=has_choices, is_scored=keeps_hidden)
         return Logits(logits, experts=self._loaded.choices if has_choices else None)
 
     def _forward(self, groups: frozenset[str], *, returns_experts: bool, is_scored: bool) -> Tensor:
@@ -170,6 +175,13 @@ class NativeBackend(AdapterMemory):
             self._check_exchange()
             yield Scored(part, logits)
 
+    def pool(self, inputs: NativeInputs) -> Iterator[Hidden]:
+        for part in scored_slices(inputs.pooled, len(self._step.logit_rows)):
+            self._step.choose(scored_indices(part))
+            if inputs.groups:
+                self._lora.plan_head(scored_slot_runs(part))
+            yield Hidden(part, self._loaded.hidden(inputs.groups))
+
     def follow(self, data: StepData) -> None:
         """Computes this rank's part of a step of the first rank, which has the logits."""
         self._step.fill_rows(data.token_ids, data.starts, data.counts, data.page_ids)
@@ -178,7 +190,7 @@ class NativeBackend(AdapterMemory):
             self._states.copy(data.state_copies)
             self._loaded.states.fill_segments(data.segments, data.counts)
         groups = self._lora.plan_runs(data.runs, data.last_slots)
-        is_scored = bool(data.scored)
+        is_scored = bool(data.scored) or data.is_pooled
         self._forward(groups, returns_experts=data.returns_experts, is_scored=is_scored)
         for indices, runs in data.scored:
             self._step.choose(indices)

@@ -45,18 +45,20 @@ a step."""
 
 class _Part(enum.Enum):
     """The part of a step that a program computes: all, of which the last layer goes on with the
-    rows that sample behind its attention; all layers of all tokens; or the logits of some of
-    these."""
+    rows that sample behind its attention; all layers of all tokens; or, of some of these, the
+    logits, or the last norm alone."""
 
     STEP = enum.auto()
     LAYERS = enum.auto()
     HEAD = enum.auto()
+    NORM = enum.auto()
 
 
 _NARROWING = {
     _Part.STEP: Narrowing.IN_LAST_LAYER,
     _Part.LAYERS: Narrowing.BEFORE_HEAD,
     _Part.HEAD: Narrowing.BEFORE_HEAD,
+    _Part.NORM: Narrowing.BEFORE_HEAD,
 }
 
 
@@ -101,6 +103,7 @@ class NativeTransformer:
         )
         self._program_ops = self._ops_of(_Part.STEP)
         self._apart: dict[_Part, tuple[GroupedOp, ...]] = {}  # made when first needed
+        self._normed: Tensor | None = None
         self.every_group = adapters.every_group
         always_there = (_ProgramKey(frozenset()), _ProgramKey(self.every_group))
         self._programs = {key: self._build(key) for key in always_there}
@@ -126,6 +129,13 @@ class NativeTransformer:
         """Returns fp32 logits [num_logits, vocab_size], as `forward`, of the tokens that
         `step.logit_rows` says now, after all layers have computed all tokens of the step."""
         return self._run_head(groups, _Part.HEAD)
+
+    def hidden(self, groups: frozenset[str]) -> Tensor:
+        """Returns the final hidden states, [num_logits, hidden_size] in the model's dtype, of the
+        tokens that `step.logit_rows` says now, overwritten by the next run; see `logits`."""
+        self.program(groups, _Part.NORM).run()
+        assert self._normed is not None, "the program is made"
+        return self._normed[: int(self._step.num_logits)]
 
     def _run_head(self, groups: frozenset[str], part: _Part) -> Tensor:
         logits = self._workspace.logits[: int(self._step.num_logits)]
@@ -194,11 +204,16 @@ class NativeTransformer:
         tensors = list(self._workspace.tensors(found, is_apart=part is not _Part.STEP))
         num_layers_ops = len(found.layers)
         made: list[GroupedOp] = []
-        if part is not _Part.HEAD:
+        of_head = tensors[num_layers_ops:]
+        if part in (_Part.STEP, _Part.LAYERS):
             made += [("", op) for op in self._ops.attention.items_ops()]
             made += self._ops.make(found.layers, tensors[:num_layers_ops])
-        if part is not _Part.LAYERS:
-            made += self._ops.make(found.head, tensors[num_layers_ops:])
+        if part in (_Part.STEP, _Part.HEAD):
+            made += self._ops.make(found.head, of_head)
+        if part is _Part.NORM:
+            of_norm = of_head[: len(found.norm)]
+            made += self._ops.make(found.norm, of_norm)
+            self._normed = of_norm[-1][found.norm[-1].out]
         return tuple(made)
 
     @property

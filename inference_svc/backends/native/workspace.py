@@ -22,6 +22,7 @@ from inference_svc.model.operations import (
     Logits,
     NormBySums,
     Op,
+    Operations,
     Project,
     ProjectExperts,
     Receive,
@@ -31,7 +32,7 @@ from inference_svc.model.operations import (
     SumSquares,
     Value,
 )
-from inference_svc.model.walk import Narrowing, Operations, operations
+from inference_svc.model.walk import Narrowing, operations
 from kernels.host_memory import allocate_host, row_stride
 from kernels.quantised import Activations
 from kernels.quantised.native import Int8Inputs

@@ -22,6 +22,7 @@ from inference_svc.core import (
     Sequence,
 )
 from inference_svc.engine.compute.losses import Loss
+from inference_svc.engine.compute.pooler import pool
 from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.routed_pages import RoutedPages
 from inference_svc.engine.compute.sampler import Sampler
@@ -217,6 +218,10 @@ class Runner:
                 self._keep_experts(rows, experts)
             for sequence, scores, is_sound in score(self.backend.score(inputs)):
                 parts.setdefault(sequence, []).append(scores)
+                if not is_sound:
+                    lost[sequence] = Loss.NOT_FINITE
+            for sequence, total, is_sound in pool(self.backend.pool(inputs)):
+                parts.setdefault(sequence, []).append(total)
                 if not is_sound:
                     lost[sequence] = Loss.NOT_FINITE
             if self.routed is not None:

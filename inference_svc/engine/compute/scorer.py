@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.backends.base import Scored
-from inference_svc.core import ScoredRun, Sequence
+from inference_svc.backends.prompt_runs import ScoredRun
+from inference_svc.core import Sequence
 from inference_svc.engine.compute.sampler import known_tokens
 from inference_svc.host.copies import to_device
 from inference_svc.results.scores import Scores, ScoresOption

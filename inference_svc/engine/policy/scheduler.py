@@ -95,7 +95,7 @@ class Scheduler:
     resident, or held among `siblings`. `is_short`: in the last step there was no room to start
     another sequence. `num_moves` counts moves to newer versions. The runner lowers `step_limit`
     where the device's memory does not suffice for the plan. `masks` has those of sequences with
-    grammars."""
+    grammars. `num_pooling` of the running sequences pool their prompts."""
 
     limits: Limits
     states: States
@@ -109,6 +109,7 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
     num_moves: int = 0
+    num_pooling: int = 0
     is_short: bool = False
     hold: Hold = Hold.NOTHING
     prefix_miss_ratio: PrefixMissRatio = field(default_factory=PrefixMissRatio)
@@ -203,6 +204,7 @@ class Scheduler:
         if sequence.request.key:
             self.adapters.release(sequence.request.key)
         sequence.slot = BASE_SLOT
+        self.num_pooling -= sequence.end_pooled > 0
 
     # One step.
 
@@ -218,6 +220,8 @@ class Scheduler:
         for sequence in self.siblings.pop_free():
             self._add(sequence, now_s)
         rows = [] if self.hold is Hold.EVERYTHING else self._rows(now_s)
+        if self.num_pooling:
+            rows = list(map(_unsampled, rows))
         changes = self.adapters.pop_changes()
         if not rows and not changes:
             return None
@@ -402,6 +406,7 @@ class Scheduler:
             sequence.started_s = now_s
             sequence.num_cached = sequence.num_computed
         bisect.insort(self.running, sequence, key=_rank)
+        self.num_pooling += sequence.end_pooled > 0
         return True
 
     def check_integrity(self) -> None:
@@ -410,6 +415,7 @@ class Scheduler:
         self.queue.check_integrity()
         self.siblings.check_integrity()
         assert self.running == sorted(self.running, key=_rank)
+        assert self.num_pooling == sum(each.end_pooled > 0 for each in self.running)
         for sequence in self.queue:
             assert sequence.state is SequenceState.WAITING
             assert not sequence.room
@@ -433,6 +439,12 @@ def _computable(masks: MaskView | None, sequence: Sequence, num_tokens: int) -> 
 def _place(row: BatchRow) -> int:
     """Orders a batch's rows: by slot, decodes first."""
     return 2 * row.sequence.slot + (row.num_tokens > 1 or not row.samples)
+
+
+def _unsampled(row: BatchRow) -> BatchRow:
+    """Returns a row as it is, or the one of a prompt that is pooled as one that never samples, so
+    that a step with its last token alone is no step of generated tokens either."""
+    return row._replace(samples=False) if row.samples and row.sequence.end_pooled else row
 
 
 def _row(sequence: Sequence, num_tokens: int) -> BatchRow:

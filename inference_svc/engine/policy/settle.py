@@ -61,8 +61,7 @@ class Settler:
                 outputs.append(self._append(sequence, next(tokens), found, now_s))
                 num_sampled += bool(outputs[-1].token_ids)
             elif found:
-                request_id = sequence.request.request_id
-                outputs.append(Output(request_id, parts=found, version=sequence.version))
+                outputs.append(self._return(sequence, found, now_s))
         if self.masks is not None:
             self.masks.flush()
         if num_steady:  # most of them: their last token came with the step before
@@ -89,6 +88,14 @@ class Settler:
             timings=_timings(sequence, now_s),
             version=sequence.version,
         )
+
+    def _return(self, sequence: Sequence, found: tuple[PlacedPart, ...], now_s: float) -> Output:
+        """Returns the parts of a row that does not sample; with the last ones of a prompt that is
+        pooled the sequence ends."""
+        if sequence.end_pooled and sequence.next_pooled == sequence.end_pooled:
+            return self.end(sequence, now_s, reason=FinishReason.STOP)._replace(parts=found)
+        request_id = sequence.request.request_id
+        return Output(request_id, parts=found, version=sequence.version)
 
     def _append(
         self,

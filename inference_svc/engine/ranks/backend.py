@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.memory.stages import extents_of, parts_of
 from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange, TableWrite
-from inference_svc.backends.base import Logits, RankBackend, Scored, returns_experts
+from inference_svc.backends.base import Hidden, Logits, RankBackend, Scored, returns_experts
 from inference_svc.backends.exchange import ExchangeFailed, StepAbandoned
 from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.step_data import StepData
@@ -146,6 +146,10 @@ class RankedBackend:
     def score(self, inputs: RankedInputs) -> Iterator[Scored]:
         """Returns what `forward` has begun; a caller may leave the rest to the next step."""
         return chain(self._scores)  # which, as `yield from` would not, stays open
+
+    def pool(self, inputs: RankedInputs) -> Iterator[Hidden]:
+        """Each rank has the whole hidden states: no other one has to compute anything."""
+        return self._own.pool(inputs.own)
 
     def keep_part(self, row: BatchRow) -> None:
         self._own.keep_part(row)

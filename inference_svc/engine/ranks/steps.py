@@ -77,7 +77,7 @@ class StepWriter:
             list(chain.from_iterable(added)),
             *data.runs,
             data.last_slots,
-            [data.returns_experts],
+            [data.returns_experts, data.is_pooled],
             data.plan,
             list(chain.from_iterable(data.segments)),
             list(chain.from_iterable(data.state_copies)),
@@ -119,7 +119,8 @@ class StepReader:
     def read(self, buffer: bytes) -> StepMessage:
         """Returns the content of a step's buffer. The next one changes its pages."""
         changes, token_ids, starts, counts, kept, sizes, pages, *rest = _lists(buffer)
-        slots, lengths, last_slots, [returns_experts], plan, segments, copies, *scored = rest
+        slots, lengths, last_slots, flags, plan, segments, copies, *scored = rest
+        returns_experts, is_pooled = map(bool, flags)
         data = StepData(
             token_ids,
             starts,
@@ -133,8 +134,9 @@ class StepReader:
             ],
             [Segment(*each) for each in _tuples(segments, 3)],
             [StateCopy(*each) for each in _tuples(copies, 2)],
-            bool(returns_experts),
+            returns_experts,
             tuple(plan),
+            is_pooled,
         )
         return StepMessage(list(_decode_all(changes)), data)
 

@@ -9,10 +9,11 @@ from inference_svc.core import SampledToken, SamplingParams
 from inference_svc.engine.transport.messages import Output
 from inference_svc.results.base import Option, P, Wanted, of_kind
 from inference_svc.results.logprobs import LogprobsMode, TokenLogprobs
+from inference_svc.results.pooling import PoolingOption
 from inference_svc.results.routed_experts import ExpertsOption
 from inference_svc.results.scores import logprobs_options
 
-NAMES = ("logprobs", "prompt_logprobs", "logprobs_mode", "return_routed_experts")
+NAMES = ("logprobs", "prompt_logprobs", "logprobs_mode", "return_routed_experts", "embedding")
 
 
 def wanted_of(
@@ -20,10 +21,13 @@ def wanted_of(
     prompt_logprobs: int | None = None,
     logprobs_mode: LogprobsMode = LogprobsMode.RAW,
     return_routed_experts: bool = False,
+    embedding: PoolingOption | None = None,
 ) -> Wanted:
     options: list[Option] = [*logprobs_options(logprobs, prompt_logprobs, logprobs_mode, "")]
     if return_routed_experts:
         options.append(ExpertsOption())
+    if embedding is not None:
+        options.append(embedding)
     return Wanted(tuple(options))
 
 

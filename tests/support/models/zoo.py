@@ -380,6 +380,19 @@ class Zoo:
                     out = model(torch.tensor([token_ids]))
         return out.logits[0].float()
 
+    def hidden(self, adapter: str, token_ids: list[int]) -> torch.Tensor:
+        """Returns [len(token_ids), hidden_size] of the oracle behind its last norm, in fp32."""
+        model = self.reference
+        inputs = {"input_ids": torch.tensor([token_ids]), "output_hidden_states": True}
+        with torch.no_grad():
+            if adapter:
+                model.set_adapter(adapter)
+                out = model(**inputs)
+            else:
+                with model.disable_adapter():
+                    out = model(**inputs)
+        return out.hidden_states[-1][0]
+
     def greedy(
         self, adapter: str, prompt: list[int], count: int, guess: Sequence[int] = ()
     ) -> list[int]:

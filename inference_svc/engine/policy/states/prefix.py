@@ -49,9 +49,11 @@ def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None
 
 def known_keys(sequence: Sequence, page_size: int) -> list[bytes]:
     """Returns the keys of the full pages of the known tokens but the last one, which must be
-    computed for its logits; of a prompt that is still to be scored, of those behind which nothing
-    is."""
+    computed for its logits; of a prompt that is still to be scored, or pooled, of those behind
+    which nothing is."""
     full = (len(sequence.token_ids) - 1) // page_size
+    if sequence.end_pooled:
+        full = min(full, sequence.next_pooled // page_size)
     if sequence.num_scored < sequence.num_prompt:
         full = min(full, (sequence.num_scored - 1) // page_size)
     extend_page_keys(sequence, full, page_size)

@@ -1,0 +1,153 @@
+"""Embeddings: the final hidden states of a prompt's tokens, pooled to one vector.
+
+The engine returns sums of hidden states, a part for each step that has computed some of the pooled
+tokens; `pooled` makes a vector of these. So a step keeps nothing of a sequence, and a preempted one
+sums no token twice.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_svc.results.base import Option, Scope, Server
+from servicekit.errors import InvalidArgument
+
+OBJECT_BYTES = 192
+"""The approximate memory of a part, in addition to its numbers."""
+ITEM_BYTES = 4
+"""Sums are fp32."""
+TINY = 1e-12
+"""Shorter vectors are divided by this instead of their length, as by torch's `normalize`."""
+
+
+class Pooling(enum.Enum):
+    """The tokens of a prompt whose hidden states are averaged."""
+
+    LAST = "last"
+    MEAN = "mean"
+    FIRST = "first"
+
+    def positions(self, num_prompt: int) -> tuple[int, int]:
+        """Returns the first of the pooled tokens, and the end of them."""
+        if self is Pooling.LAST:
+            return num_prompt - 1, num_prompt
+        return 0, num_prompt if self is Pooling.MEAN else 1
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRule:
+    """How a model embeds: vectors of `size` numbers, pooled and normalised in this way unless a
+    request says otherwise. `dimensions` are the lengths that a vector may be cut to; none: any.
+    `prompts` are texts that a request may have put before its inputs, by name, and
+    `default_prompt` the name of the one that it has otherwise. `refusal` says why the server does
+    not embed; "": it does."""
+
+    size: int = 0
+    pooling: Pooling = Pooling.LAST
+    is_normalised: bool = True
+    dimensions: tuple[int, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+    refusal: str = ""
+
+
+NO_EMBEDDINGS = EmbeddingRule(refusal="it has no hidden states here")
+"""The rule of a server of which nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOption(Option):
+    """One vector of the prompt. None stands for the model's own choice, as does 0 for
+    `dimensions`; once it is known which model serves the request, they have its values, and `size`
+    is the length of the model's vectors."""
+
+    scope: ClassVar[Scope] = Scope.POOLED
+
+    pooling: Pooling | None = None
+    is_normalised: bool | None = None
+    dimensions: int = 0
+    size: int = 0
+
+    def served_by(self, server: Server) -> PoolingOption:
+        """See `Option`. Raises InvalidArgument for a server that does not embed, and naming
+        `dimensions` that its vectors do not have."""
+        rule = server.embedding
+        if rule.refusal:
+            raise InvalidArgument(
+                f"{server.base_model} does not embed: {rule.refusal}", subject="model"
+            )
+        return replace(
+            self,
+            pooling=rule.pooling if self.pooling is None else self.pooling,
+            is_normalised=(
+                rule.is_normalised if self.is_normalised is None else self.is_normalised
+            ),
+            dimensions=_checked_dimensions(self.dimensions or rule.size, rule, server.base_model),
+            size=rule.size,
+        )
+
+    def positions(self, num_prompt: int) -> tuple[int, int]:
+        """Returns the range of the prompt's pooled tokens."""
+        assert self.pooling is not None, "the option is the server's"
+        return self.pooling.positions(num_prompt)
+
+    def prompt_bytes(self, num_tokens: int) -> int:
+        return OBJECT_BYTES + ITEM_BYTES * self.size
+
+
+def _checked_dimensions(dimensions: int, rule: EmbeddingRule, model: str) -> int:
+    allowed = (*rule.dimensions, rule.size)
+    if rule.dimensions and dimensions not in allowed:
+        listed = ", ".join(map(str, sorted(set(allowed))))
+        raise InvalidArgument(
+            f"dimensions: {model} has vectors of {listed}, not of {dimensions}",
+            subject="dimensions",
+        )
+    if not 1 <= dimensions <= rule.size:
+        raise InvalidArgument(
+            f"dimensions must be from 1 to {rule.size}, the length of {model}'s vectors, not "
+            f"{dimensions}",
+            subject="dimensions",
+        )
+    return dimensions
+
+
+class HiddenSum(NamedTuple):
+    """The sum of the final hidden states of neighbouring tokens of a prompt: `total` is fp32
+    [size], as bytes."""
+
+    first_position: int
+    num_tokens: int
+    total: bytes
+
+    @property
+    def scope(self) -> Scope:
+        return Scope.POOLED
+
+    @property
+    def end(self) -> int:
+        return self.first_position + self.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return OBJECT_BYTES + len(self.total)
+
+
+def pooled(parts: Iterable[HiddenSum], option: PoolingOption) -> NDArray[np.float32]:
+    """Returns the vector of a prompt, [dimensions], from all of its parts: the mean of its pooled
+    tokens, cut to the first `dimensions`, and then, if asked for, of length 1."""
+    total, num_tokens = np.zeros(option.size, np.float32), 0
+    for part in parts:
+        total += np.frombuffer(part.total, np.float32)
+        num_tokens += part.num_tokens
+    assert num_tokens, "a prompt has tokens"
+    vector = total[: option.dimensions] / np.float32(num_tokens)
+    if option.is_normalised:
+        vector /= np.float32(max(float(np.linalg.norm(vector)), TINY))
+    return vector

@@ -1,0 +1,145 @@
+"""Embeddings are those of transformers and peft, however a prompt is computed, and whatever runs
+beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_svc.core import FinishReason
+from inference_svc.results.pooling import HiddenSum, Pooling, PoolingOption, pooled
+from tests.support.inference.results import parts_of
+from tests.support.models.parity import prompts
+from tests.support.models.zoo import Zoo
+from tests.support.pairs import PATHS
+from tests.system.engines import Running
+
+SIZE = 64
+"""The length of the hidden states of zoos."""
+ADAPTERS = ("", "r1", "r3", "r8", "r16", "r33", "r64", "embed")
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks-of-7": {"max_prefill_chunk": 7, "max_batch_tokens": 70},
+    "few-rows": {"max_sequences": 3},
+    "no-prefix-cache": {"prefix_cache": False},
+    # Room for about two sequences: others are preempted and recomputed.
+    "preemption": {"kv_bytes": 416 << 10, "max_prefill_chunk": 8},
+    "two-slots": {"max_loras": 2},
+}
+
+
+def option(pooling: Pooling, *, is_normalised: bool = True, dimensions: int = SIZE) -> Any:
+    return PoolingOption(pooling, is_normalised, dimensions, SIZE)
+
+
+def embedding(running: Running, name: str, asked: PoolingOption) -> np.ndarray:
+    """Returns a request's vector, once it has ended."""
+    tokens, last = running.result(name)
+    assert last.error is None, last.error
+    assert tokens == []
+    assert last.finish_reason is FinishReason.STOP
+    return pooled(parts_of(running.outputs[name], HiddenSum), asked)
+
+
+def expected(zoo: Zoo, adapter: str, prompt: list[int], asked: PoolingOption) -> np.ndarray:
+    hidden = zoo.hidden(adapter, prompt).numpy()
+    chosen = {
+        Pooling.LAST: hidden[-1],
+        Pooling.FIRST: hidden[0],
+        Pooling.MEAN: hidden.mean(0),
+    }[asked.pooling or Pooling.LAST]
+    vector: np.ndarray = chosen[: asked.dimensions]
+    return vector / np.linalg.norm(vector) if asked.is_normalised else vector
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("case", CASES)
+def test_any_mix_equals_transformers(
+    zoos: Callable[[str], Zoo], start: Callable, case: str, path: str
+) -> None:
+    """Each pooling, with each adapter, beside rows that generate with all of them."""
+    zoo = zoos("llama")
+    running = start("llama", max_model_len=320, native_kernels=PATHS[path], **CASES[case])
+    asked = prompts(16, seed=5)
+    for index, adapter in enumerate(ADAPTERS):
+        running.submit(f"tokens {index}", asked[index], adapter, max_tokens=12)
+    wanted = {}
+    for index, prompt in enumerate(asked):
+        for pooling in Pooling:
+            adapter = ADAPTERS[(index + len(wanted)) % len(ADAPTERS)]
+            name, size = f"{pooling.value} {index}", (SIZE, 24)[index % 2]
+            each = option(pooling, is_normalised=index % 3 > 0, dimensions=size)
+            running.submit(name, prompt, adapter, max_tokens=0, embedding=each)
+            wanted[name] = adapter, prompt, each
+    for name, (adapter, prompt, each) in wanted.items():
+        found = embedding(running, name, each)
+        np.testing.assert_allclose(found, expected(zoo, adapter, prompt, each), atol=1e-4)
+    for index, adapter in enumerate(ADAPTERS):
+        tokens, _ = running.result(f"tokens {index}")
+        assert tokens == zoo.greedy(adapter, asked[index], 12, tokens)
+    if case == "preemption":
+        assert running.engine.built.engine.scheduler.num_preemptions > 0
+    running.check_idle()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "qwen2-moe", "lfm2"])
+@pytest.mark.parametrize("path", PATHS)
+def test_other_families_embed(
+    zoos: Callable[[str], Zoo], start: Callable, kind: str, path: str
+) -> None:
+    """With norms of heads, windows, experts and recurrent layers; a chunk ends within each."""
+    zoo, prompt = zoos(kind), prompts(2, seed=9)[1]
+    running = start(kind, max_prefill_chunk=7, native_kernels=PATHS[path])
+    for adapter in ("", "r16"):
+        for pooling in Pooling:
+            name, each = f"{adapter} {pooling}", option(pooling)
+            running.submit(name, prompt, adapter, max_tokens=0, embedding=each)
+            found = embedding(running, name, each)
+            np.testing.assert_allclose(found, expected(zoo, adapter, prompt, each), atol=1e-4)
+    running.check_idle()
+
+
+def test_the_prefix_cache_saves_tokens_that_are_not_pooled(
+    zoos: Callable[[str], Zoo], start: Callable
+) -> None:
+    """The last token's vector needs no other computed again; a mean needs all."""
+    zoo, running, prompt = zoos("llama"), start("llama", max_model_len=320), prompts(5)[4]
+    assert len(prompt) == 300
+    cached = {}
+    for turn in ("first", "second"):
+        for pooling in (Pooling.MEAN, Pooling.LAST):
+            name, each = f"{pooling.value} {turn}", option(pooling)
+            running.submit(name, prompt, "r16", max_tokens=0, embedding=each)
+            found = embedding(running, name, each)
+            np.testing.assert_allclose(found, expected(zoo, "r16", prompt, each), atol=1e-4)
+            cached[name] = running.result(name)[1].usage.cached_prompt_tokens
+    assert cached == {"mean first": 0, "last first": 288, "mean second": 0, "last second": 288}
+    # A prompt whose only uncomputed token is its last one, beside rows that generate.
+    running.submit("known", prompt[:289], "r16", max_tokens=1)
+    running.result("known")
+    running.submit("tokens", prompts(1)[0], "r3", max_tokens=60)
+    running.until(lambda: running.outputs.get("tokens"))
+    each = option(Pooling.LAST)
+    running.submit("one", prompt[:289], "r16", max_tokens=0, embedding=each)
+    found = embedding(running, "one", each)
+    np.testing.assert_allclose(found, expected(zoo, "r16", prompt[:289], each), atol=1e-4)
+    assert running.result("one")[1].usage.cached_prompt_tokens == 288
+    running.result("tokens")
+    running.check_idle()
+
+
+def test_a_cancelled_prompt_leaves_nothing(start: Callable) -> None:
+    running = start("llama", max_model_len=320, max_prefill_chunk=4, max_batch_tokens=64)
+    prompt = prompts(5)[4]
+    for pooling in Pooling:
+        each = option(pooling)
+        running.submit(pooling.value, prompt, "r16", max_tokens=0, embedding=each)
+        running.cancel(pooling.value)
+    for pooling in (Pooling.MEAN, Pooling.LAST):
+        assert running.result(pooling.value)[1].finish_reason is FinishReason.ABORTED
+    running.result(Pooling.FIRST.value)
+    running.check_idle()
