@@ -43,12 +43,14 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.checkpoint.headers import tower_modules
+from inference_svc.model.checkpoint.sentence_transformers import read_embedding_rule
 from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.quantised.chosen import weight_form
 from inference_svc.model.recurrent_states import slot_bytes
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.sharding.stages import of_stage
 from inference_svc.results.logprobs import LogprobsMode
+from inference_svc.results.pooling import EmbeddingRule
 from inference_svc.server import InferenceServer, announcement_of, installed_version
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
 from inference_svc.store.convert import from_registration
@@ -294,7 +296,18 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
         versions={name: found for name in PACKAGES if (found := installed_version(name))},
         sampling=sampling_defaults(config, decoder.vocab_size),
         experts=decoder.expert_layers,
+        embedding=_embedding_rule(config, decoder),
+        generates=decoder.generates,
     )
+
+
+def _embedding_rule(config: InferenceSettings, decoder: Decoder) -> EmbeddingRule:
+    """Returns how the model embeds here."""
+    rule = read_embedding_rule(config.model, decoder.hidden_size)
+    if config.pipeline_parallel > 1:
+        refusal = "with --pipeline-parallel another process has its hidden states"
+        rule = replace(rule, refusal=refusal)
+    return rule
 
 
 def sampling_defaults(config: InferenceSettings, vocab_size: int) -> SamplingDefaults:

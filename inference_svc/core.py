@@ -111,6 +111,11 @@ class Kind(enum.Enum):
     EMBED = "embed"
 
 
+def kind_of(wanted: Wanted) -> Kind:
+    """Returns the kind of a request that asks for these results."""
+    return Kind.EMBED if wanted.has_scope(Scope.POOLED) else Kind.GENERATE
+
+
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
@@ -198,7 +203,7 @@ class Request:
 
     @property
     def kind(self) -> Kind:
-        return Kind.EMBED if self.wanted.has_scope(Scope.POOLED) else Kind.GENERATE
+        return kind_of(self.wanted)
 
     @property
     def has_inactive_adapter(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loadout import types
+from loadout._client.async_embedding import AsyncEmbeddingCalls
 from loadout._client.async_inference import AsyncInferenceCalls
 from loadout._client.async_store import AsyncStoreCalls
 from loadout._push.async_push import Push, Wait, check_wait
@@ -20,7 +21,7 @@ from loadout._routing.fleet import RESOLVE_TIMEOUT_S
 from loadout._rpc import calls, tasks
 
 
-class AsyncClient(AsyncStoreCalls, AsyncInferenceCalls):
+class AsyncClient(AsyncStoreCalls, AsyncInferenceCalls, AsyncEmbeddingCalls):
     """Client of one or both services for one event loop.
 
     With several replicas of the inference service, an adapter's calls go to the replica that the

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loadout import types
+from loadout._client.embedding import EmbeddingCalls
 from loadout._client.inference import InferenceCalls
 from loadout._client.store import StoreCalls
 from loadout._push.push import Push, Wait, check_wait
@@ -21,7 +22,7 @@ from loadout._routing.fleet import RESOLVE_TIMEOUT_S
 from loadout._rpc import calls, threads
 
 
-class Client(StoreCalls, InferenceCalls):
+class Client(StoreCalls, InferenceCalls, EmbeddingCalls):
     """Blocking client of one or both services; safe to share between threads.
 
     With several replicas of the inference service, an adapter's calls go to the replica that the

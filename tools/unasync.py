@@ -19,6 +19,7 @@ FILES = {
     "loadout/aio.py": "loadout/client.py",
     "loadout/_client/async_store.py": "loadout/_client/store.py",
     "loadout/_client/async_inference.py": "loadout/_client/inference.py",
+    "loadout/_client/async_embedding.py": "loadout/_client/embedding.py",
     "loadout/_rpc/async_caller.py": "loadout/_rpc/caller.py",
     "loadout/_rpc/async_stream.py": "loadout/_rpc/stream.py",
     "loadout/_push/async_push.py": "loadout/_push/push.py",
@@ -26,6 +27,7 @@ FILES = {
 
 NAMES = {
     "AsyncClient": "Client",
+    "AsyncEmbeddingCalls": "EmbeddingCalls",
     "AsyncInferenceCalls": "InferenceCalls",
     "AsyncStoreCalls": "StoreCalls",
     "AsyncCaller": "Caller",
@@ -37,6 +39,7 @@ NAMES = {
     "__aexit__": "__exit__",
     "__aiter__": "__iter__",
     "__anext__": "__next__",
+    "async_embedding": "embedding",
     "async_inference": "inference",
     "async_push": "push",
     "async_store": "store",

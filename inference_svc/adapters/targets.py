@@ -23,6 +23,7 @@ from inference_svc.adapters.layout import (
 from inference_svc.core import EngineConfig
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.parameters import vectors
+from inference_svc.model.checkpoint.wrapper import BARE, HEADED
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
@@ -81,6 +82,8 @@ def build_layout(
         Target(LM_HEAD, None, HEAD, linear, hidden, vocab, space=SAMPLED, tied_to=tied_to)
     )
     more = tuple(_vector_targets(decoder))
+    if decoder.wrapper == BARE:
+        targets, more = list(map(_also_bare, targets)), tuple(map(_also_bare, more))
     summed = frozenset(target.group for target in targets if target.in_slice is not None)
     if is_fully_sharded and decoder.rank is not None:
         targets = [_shared(target, decoder.rank) for target in targets]
@@ -114,6 +117,18 @@ def _vector_targets(decoder: Decoder) -> Iterator[Target]:
             out_slice=_slice(vector.outputs),
             space=SAMPLED if vector.name == decoder.final_norm.module else TEXT,
         )
+
+
+def _also_bare(target: Target) -> Target:
+    """Returns a target that adapters may also call as the class without a head does, which they
+    were trained on."""
+    names = (OtherName(target.name), *target.other_names)
+    bare = tuple(
+        replace(each, name=each.name.removeprefix(HEADED))
+        for each in names
+        if each.name.startswith(HEADED)
+    )
+    return replace(target, other_names=(*target.other_names, *bare))
 
 
 def _placed(target: Target, stage: Decoder) -> Target:

@@ -1,5 +1,5 @@
-"""A call to generate, independent of its transport: its fields, their checks, and the engine
-requests made from it."""
+"""A call to generate, or to pool prompts, independent of its transport: its fields, their checks,
+and the engine requests made from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.api.tools import ReadingOptions
-from inference_svc.core import MAX_PARTS, AdapterKey, Request, SamplingParams, VersionPolicy
+from inference_svc.core import (
+    MAX_PARTS,
+    AdapterKey,
+    Kind,
+    Request,
+    SamplingParams,
+    VersionPolicy,
+    kind_of,
+)
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.base import NOTHING, Scope, Wanted
 from inference_svc.store.adapter_resolver import Binding
@@ -61,11 +69,13 @@ class GenerateCall:
     whose sum it is. Each of the `prompts` is answered by `num_choices` requests, of which the first
     one has the prompt's results. With `echo` each answer begins with its prompt.
 
-    `adapter_field`, `stop_field` and `max_tokens_field` are the caller's names of these fields, the
-    last "" where it gave no limit. `max_logprobs` bounds the logprobs of all requests together;
+    `adapter_field`, `prompts_field`, `stop_field` and `max_tokens_field` are the caller's names of
+    these fields, the second "" where it is the transport's only prompt, the last "" where it gave
+    no limit. `max_logprobs` bounds the logprobs of all requests together;
     with `withholds_parts` an answer has no results of a stop string's tokens. An id that is not
     unique, such as an id that a mesh sends with many calls, is none to the engine. An answer whose
-    call has no `reading` is given as it is.
+    call has no `reading` is given as it is. With `max_running` at most so many of its requests are
+    in the engine at once; with `max_prompt_tokens` its prompts have no more tokens in all.
     """
 
     request_id: str
@@ -89,6 +99,18 @@ class GenerateCall:
     withholds_parts: bool = False
     grammar: Grammar | None = None
     reading: ReadingOptions | None = None
+    prompts_field: str = ""
+    max_running: int | None = None
+    max_prompt_tokens: int | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.wanted)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """The tokens of an answer that a prompt leaves room for."""
+        return 1 if self.kind is Kind.GENERATE else 0
 
     def without_prompts(self) -> GenerateCall:
         """Returns the parts of the call that are still needed once its requests are made."""

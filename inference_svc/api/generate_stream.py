@@ -68,10 +68,12 @@ class GenerateStream:
     async def _merged(self, failure: _Failure) -> Deltas:
         # No longer than this, so that a slow reader's deltas grow instead of their number.
         arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(len(self.requests))
+        # One call does not fill the queue with its many requests: they start as others end.
+        places = asyncio.Semaphore(self.call.max_running or len(self.requests))
 
         async def feed(index: int) -> None:
             try:
-                async with aclosing(self._run(index, failure)) as deltas:
+                async with places, aclosing(self._run(index, failure)) as deltas:
                     async for each in deltas:
                         await arrived.put(each)
             except Exception as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from inference_svc.api.request_trace import GenerationTrace, begin_generation
-from inference_svc.core import FinishReason, Principal, Request
+from inference_svc.core import FinishReason, Kind, Principal, Request
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import AdapterUnavailable
 from inference_svc.frontend.output_stream import Delta
@@ -63,6 +63,7 @@ class RequestRecord:
     num_moves: int = 0
     num_calls: int = 0
     num_invalid_calls: int = 0
+    kind: Kind = Kind.GENERATE
     _binding: Binding | None = None
     _is_running: bool = False
 
@@ -78,7 +79,7 @@ class RequestRecord:
     def start(self, request: Request, model: str) -> GenerationTrace | None:
         """Called when the request is handed to the engine; returns its trace, if it is traced."""
         self.start_s, self._is_running = request.arrival_s, True
-        self.is_adapter_inactive = request.has_inactive_adapter
+        self.is_adapter_inactive, self.kind = request.has_inactive_adapter, request.kind
         self.trace = begin_generation(request, model, is_chat=self.prompt.is_chat)
         return self.trace
 
@@ -109,6 +110,7 @@ class RequestRecord:
             gave_up=isinstance(error, AdapterUnavailable),
             num_calls=self.num_calls,
             num_invalid_calls=self.num_invalid_calls,
+            kind=self.kind,
         )
 
     def _names(self) -> tuple[str, ...]:
@@ -140,6 +142,8 @@ class RequestRecord:
             "completion_tokens": self.num_sent,
             "total_s": round(time.monotonic() - self.start_s, 6),
         }
+        if self.kind is not Kind.GENERATE:
+            facts["kind"] = self.kind.value
         if self.is_adapter_inactive:
             facts["adapter_inactive"] = True
         if self.num_calls:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from inference_svc.core import FinishReason, Request
+from inference_svc.core import FinishReason, Kind, Request
 from inference_svc.engine.transport.messages import Output, Timings
 from servicekit.telemetry import spans
 from servicekit.telemetry.spans import CANCELLED, Attribute, OpenSpan
@@ -20,7 +20,10 @@ def begin_generation(request: Request, model: str, *, is_chat: bool) -> Generati
     parent = spans.current_sampled()
     if parent is None:
         return None
-    return GenerationTrace(parent, request, "chat" if is_chat else "text_completion", model)
+    operation = "chat" if is_chat else "text_completion"
+    if request.kind is Kind.EMBED:
+        operation = "embeddings"
+    return GenerationTrace(parent, request, operation, model)
 
 
 class GenerationTrace:

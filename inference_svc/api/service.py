@@ -16,12 +16,13 @@ from inference_svc.api.followers import Followers, check_followed
 from inference_svc.api.generate_call import GenerateCall, check_grammar
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
+from inference_svc.api.prompt_checks import check_prompt_tokens, naming_prompt
 from inference_svc.api.request_record import RequestLog
 from inference_svc.api.residents import Residents
 from inference_svc.api.thoughts import Thoughts
 from inference_svc.api.tools import ReadingOptions
 from inference_svc.backends.speed_notes import FormatKernels
-from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
+from inference_svc.core import NO_DEFAULTS, Action, Kind, Principal, Request, SamplingDefaults
 from inference_svc.engine.control.status_types import GRAMMARS, EngineStatus
 from inference_svc.engine.transport.messages import SetVocabulary
 from inference_svc.frontend.async_engine import AsyncEngine
@@ -79,6 +80,7 @@ class ServerFacts:
     adapter_dtype: str = ""
     weight_form: str = ""
     embedding: EmbeddingRule = NO_EMBEDDINGS
+    generates: bool = True
 
     @property
     def expert_token_bytes(self) -> int:
@@ -342,12 +344,15 @@ class Service:
     ) -> list[Request]:
         """Raises InvalidArgument for an invalid prompt."""
         requests: list[Request] = []
+        num_tokens = 0
         num_added_tokens = 0 if binding is None else binding.added_tokens
         for index, prompt in enumerate(call.prompts):
-            with child_span("tokenize"):
+            with child_span("tokenize"), naming_prompt(call, index):
                 token_ids = await self._prompts.encode(
-                    prompt, principal.account, text, num_added_tokens
+                    prompt, principal.account, text, num_added_tokens, call.num_answer_tokens
                 )
+            num_tokens += len(token_ids)
+            check_prompt_tokens(call, num_tokens)
             requests += call.to_requests(
                 index,
                 token_ids,
@@ -445,6 +450,10 @@ def _readers(
 def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:
     """Returns the call with this server's facts. Raises InvalidArgument, naming it, for a field
     that this server cannot honour."""
+    if call.kind is Kind.GENERATE and not facts.generates:
+        raise InvalidArgument(
+            f"{facts.base_model} has no head, and does not generate: it embeds", subject="adapter"
+        )
     if call.sampling.stop and not facts.has_tokenizer:
         detail = f"{call.stop_field}: {NO_TOKENIZER}: use stop_token_ids"
         raise InvalidArgument(detail, subject=call.stop_field)

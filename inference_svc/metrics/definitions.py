@@ -33,6 +33,18 @@ REQUESTS = (
         "finish_reason",
     ),
     _OWN.counter(
+        "pooled_requests",
+        "Inputs that were pooled instead of generated from, such as the inputs of embeddings, by "
+        "kind and by how they ended. A call counts once for each of its inputs.",
+        "kind",
+        "finish_reason",
+    ),
+    _OWN.histogram(
+        "pooled_request_seconds",
+        "Time from the arrival of an input that is pooled until its vector was there.",
+        bounds_s=REQUEST_BOUNDS_S,
+    ),
+    _OWN.counter(
         "tool_calls",
         "Calls of tools in answers, counted when their request ends. invalid: the arguments are no "
         "JSON object.",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from inference_svc.core import FinishReason
+from inference_svc.core import FinishReason, Kind
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import DeviceFault, QueueFull
 from inference_svc.metrics.definitions import DEFINITIONS
@@ -26,8 +26,9 @@ from servicekit.telemetry.metrics import MetricRegistry, ScrapeCollector
 MAX_ADAPTERS = 50
 """Default number of adapters with series of their own."""
 
-GENERATE = "Generate"
+GENERATE, EMBED = "Generate", "Embed"
 COMPLETION_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+EMBED_ROUTES = ("/v1/embeddings",)
 GENERATE_CODES = ("OK", "INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")
 COMPLETION_STATUSES = ("200", "500", "503")
 """Alerts use the rates of these. A series that begins with its first error has no increase that a
@@ -39,7 +40,7 @@ OUTCOMES = (*(reason.value for reason in FinishReason), CANCELLED, "error")
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """Describes how a generation ended: with one of OUTCOMES. `adapters` are tenant/name, none for
+    """Describes how a request ended: with one of OUTCOMES. `adapters` are tenant/name, none for
     the base model; each of them counts the whole request. `total_s` is the time since its arrival,
     `num_sent` the number of tokens sent. `gave_up`: its adapter was not resident in time. The
     arguments of `num_invalid_calls` of its `num_calls` of tools are no JSON objects."""
@@ -53,6 +54,7 @@ class RequestEnd:
     gave_up: bool = False
     num_calls: int = 0
     num_invalid_calls: int = 0
+    kind: Kind = Kind.GENERATE
 
 
 class Metrics:
@@ -74,6 +76,8 @@ class Metrics:
         self._http_requests = made.counter("http_requests")
         self._rejections = made.counter("rejections")
         self._requests = made.counter("requests")
+        self._pooled_requests = made.counter("pooled_requests")
+        self._pooled_seconds = made.histogram("pooled_request_seconds")
         self._prompt_tokens = made.counter("prompt_tokens")
         self._cached_prompt_tokens = made.counter("cached_prompt_tokens")
         self._generated_tokens = made.counter("generated_tokens")
@@ -95,14 +99,16 @@ class Metrics:
     def _start_at_zero(self) -> None:
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
+            self._pooled_requests.labels(Kind.EMBED.value, outcome)
         for arguments in ("valid", "invalid"):
             self._tool_calls.labels(arguments)
         for code in GENERATE_CODES:
-            self._rpcs.labels(GENERATE, code)
-        for route in COMPLETION_ROUTES:
+            for method in (GENERATE, EMBED):
+                self._rpcs.labels(method, code)
+        for route in (*COMPLETION_ROUTES, *EMBED_ROUTES):
             for status in COMPLETION_STATUSES:
                 self._http_requests.labels(route, status)
-        for method in (GENERATE, *COMPLETION_ROUTES):
+        for method in (GENERATE, EMBED, *COMPLETION_ROUTES, *EMBED_ROUTES):
             self._rejections.labels(method, QueueFull.reason)
 
     def describe_server(
@@ -153,10 +159,13 @@ class Metrics:
             self._rejections.labels(method, reason).inc()
 
     def count_request(self, end: RequestEnd) -> None:
-        """Counts a generation that ended."""
+        """Counts a request that ended."""
         usage, timings = end.usage, end.timings
         counts = AdapterCounts(1, int(end.outcome == "error"), generated_tokens=end.num_sent)
-        self._requests.labels(end.outcome).inc()
+        if end.kind is Kind.GENERATE:
+            self._requests.labels(end.outcome).inc()
+        else:
+            self._pooled_requests.labels(end.kind.value, end.outcome).inc()
         self._generated_tokens.inc(end.num_sent)
         if end.gave_up:
             self._adapter_wait_seconds.observe(end.total_s)
@@ -167,7 +176,7 @@ class Metrics:
                 counts.first_tokens, counts.first_token_seconds = 1, timings.first_token_s
             if end.adapters:
                 counts.load_waits, counts.load_wait_seconds = 1, timings.adapter_wait_s
-        elif end.outcome == CANCELLED and not end.num_sent:
+        elif end.outcome == CANCELLED and not end.num_sent and end.kind is Kind.GENERATE:
             self._queue_seconds.observe(end.total_s)
             self._first_token_seconds.observe(end.total_s)
         for adapter in end.adapters or ("",):
@@ -178,6 +187,9 @@ class Metrics:
         self._cached_prompt_tokens.inc(usage.cached_prompt_tokens)
         self._queue_seconds.observe(timings.queued_s)
         self._adapter_wait_seconds.observe(timings.adapter_wait_s)
+        if end.kind is not Kind.GENERATE:
+            self._pooled_seconds.observe(end.total_s)
+            return
         self._request_seconds.observe(end.total_s)
         if usage.completion_tokens or end.outcome == FinishReason.ABORTED.value:
             self._first_token_seconds.observe(timings.first_token_s)

@@ -23,8 +23,8 @@ NOT_COMPUTED = frozenset(
         *("norm.tensor", "norm.weight_scale", "experts_projection.is_transposed"),
         *("experts_projection.is_interleaved", "decoder.wrapper"),
         *("decoder.num_unused_layers", "decoder.quantisation", "weight_format.scales"),
-        # When a sequence ends.
-        *("decoder.eos_token_ids",),
+        # When a sequence ends, and whether it may begin.
+        *("decoder.eos_token_ids", "decoder.generates"),
         # The fields from which `Rope` itself makes frequencies and a scale.
         *("rope.rope_type", "rope.rope_theta", "rope.factor", "rope.attention_factor"),
         *("rope.original_max_position_embeddings", "rope.truncate", "rope.alpha", "rope.is_long"),

@@ -55,16 +55,18 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """The encoder of a prompt, and the ids below which a token has a row in the model's tables."""
+    """The encoder of a prompt, the ids below which a token has a row in the model's tables, and the
+    tokens of an answer that a prompt leaves room for."""
 
     encoder: Encoder
     vocab_size: int
+    num_answer_tokens: int = 1
 
 
 class PromptEncoder:
-    """`max_model_len` bounds the prompt, with room for one token of output; `vocab_size` is the
-    model's, which may know fewer tokens than its tokenizer. With a `share` below 1 accounts take
-    turns, and none has all threads. The time of a refused prompt is charged to `work`."""
+    """`max_model_len` bounds prompts, with room for an answer; `vocab_size` is the model's, which
+    may know fewer tokens than its tokenizer. With a `share` below 1 accounts take turns, and none
+    has all threads. The time of a refused prompt is charged to `work`."""
 
     def __init__(
         self,
@@ -97,15 +99,17 @@ class PromptEncoder:
         account: str = "",
         encoder: Encoder | None = None,
         num_added_tokens: int = 0,
+        num_answer_tokens: int = 1,
     ) -> tuple[int, ...]:
         """Encodes with an adapter's own encoder if it has one; it has rows for so many tokens
-        behind the model's.
+        behind the model's. A prompt leaves room for so many tokens of an answer.
 
         Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
         template, ShareExceeded if too many prompts of the account wait, and errors of the
         encoder."""
         base = self._base
-        text = TextLimits(encoder or base.encoder, base.vocab_size + num_added_tokens)
+        vocab_size = base.vocab_size + num_added_tokens
+        text = TextLimits(encoder or base.encoder, vocab_size, num_answer_tokens)
         if isinstance(prompt, (Text, Chat)):
             return await self._encode_in_time(prompt, account, text)
         self._check(prompt, text)
@@ -117,11 +121,11 @@ class PromptEncoder:
     def _check(self, token_ids: tuple[int, ...], text: TextLimits) -> None:
         if not token_ids:
             raise InvalidArgument("prompt must have at least one token", subject="prompt")
-        if len(token_ids) >= self._max_model_len:
+        most = self._max_model_len - text.num_answer_tokens
+        if len(token_ids) > most:
+            why = "leave room for an answer" if text.num_answer_tokens else "fit into the context"
             raise InvalidArgument(
-                f"prompt has {len(token_ids)} tokens; at most {self._max_model_len - 1} leave "
-                f"room for an answer",
-                subject="prompt",
+                f"prompt has {len(token_ids)} tokens; at most {most} {why}", subject="prompt"
             )
         if (highest := max(token_ids)) >= text.vocab_size:
             # The tokenizer's ids have 32 bits.

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from loadout import types
 from loadout._rpc.convert import from_inference, from_store
+from loadout._rpc.convert.embedding import POOLINGS, Inputs, embedding, to_inputs
 from loadout._rpc.convert.messages import build, invalid, named
 from loadout._rpc.convert.to_chat import CHAT_NAMES, Prompt, to_prompt
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
@@ -60,7 +61,7 @@ class StreamCall(Generic[T]):
 
     `resume(last)` is the request that continues after the last item (None: there was none yet), or
     None if the stream cannot be continued. `adapter` is the reference by which a replica of the
-    inference service is chosen.
+    inference service is chosen. A complete stream has `num_items`, if that is known.
     """
 
     service: Service
@@ -69,6 +70,7 @@ class StreamCall(Generic[T]):
     convert: Callable[[Any], T]
     resume: Callable[[T | None], Message | None]
     adapter: str = ""
+    num_items: int = 0
     may_spill: ClassVar[bool] = True
     """Another replica takes requests for which the adapter's own has no capacity."""
 
@@ -286,6 +288,30 @@ def generate(
         lambda last: request if last is None else None,
         # A sum goes where its first adapter does.
         adapter=adapter or next((ref for ref, _ in parts), ""),
+    )
+
+
+def embed(
+    inputs: Inputs, adapter: str | None, adapters: Adapters, pooling: Any, **fields: Any
+) -> StreamCall[types.Embedding]:
+    parts = [part if isinstance(part, tuple) else (part, 1.0) for part in adapters]
+    given = to_inputs(inputs)
+    request = build(
+        inference_pb.EmbedRequest,
+        inputs=given,
+        adapter=adapter or "",
+        adapters=[build(inference_pb.AdapterPart, ref=ref, scale=scale) for ref, scale in parts],
+        pooling=0 if pooling is None else named(POOLINGS, pooling, "pooling"),
+        **fields,
+    )
+    return StreamCall(
+        Service.INFERENCE,
+        "Embed",
+        request,
+        embedding,
+        _only_unanswered(request),
+        adapter=adapter or next((ref for ref, _ in parts), ""),
+        num_items=len(given),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inference_svc.api.embed_call import MAX_INPUT_TOKENS, MAX_INPUTS
 from inference_svc.api.generate_call import (
     MAX_MESSAGES,
     MAX_STOP_TOKEN_IDS,
@@ -22,6 +23,9 @@ DEBUG_BYTES = 2 << 20
 
 TOKENS_BYTES = 8 << 20
 """A million tokens, or their text, sent and copied."""
+
+VECTOR_BYTES = 128 << 10
+"""A vector of 16,384 numbers, sent and copied."""
 
 RESIDENTS_BYTES = 1 << 20
 """A thousand adapters with five names each, sent and copied."""
@@ -53,6 +57,17 @@ def request_bounds(max_model_len: int) -> RequestTable:
     )
     return {
         "Generate": generate,
+        "Embed": RequestBounds(
+            pb.EmbedRequest,
+            MAX_GENERATE_BYTES,
+            max_items={
+                # The limits themselves are told by name.
+                "inputs": 2 * MAX_INPUTS,
+                "inputs.token_ids.ids": 2 * MAX_INPUT_TOKENS,
+                "adapters": 2 * MAX_PARTS,
+            },
+            answer_bytes=VECTOR_BYTES,
+        ),
         "Tokenize": RequestBounds(
             pb.TokenizeRequest, MAX_GENERATE_BYTES, max_items=chat, answer_bytes=TOKENS_BYTES
         ),

@@ -275,9 +275,9 @@ class Answer:
         if delta.finish_reason is not None:
             response.finish_reason = _FINISH_REASONS[delta.finish_reason]
         if delta.usage is not None:
-            response.usage.CopyFrom(_to_usage(delta.usage, is_first=self._is_first))
+            response.usage.CopyFrom(to_usage(delta.usage, is_first=self._is_first))
         if delta.timings is not None:
-            response.timings.CopyFrom(_to_timings(delta.timings))
+            response.timings.CopyFrom(to_timings(delta.timings))
         return response
 
 
@@ -291,7 +291,7 @@ def _to_call_piece(piece: CallPiece) -> pb.ToolCallPiece:
     )
 
 
-def _to_usage(usage: Usage, *, is_first: bool) -> pb.Usage:
+def to_usage(usage: Usage, *, is_first: bool = True) -> pb.Usage:
     """The prompt of several answers counts once."""
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens if is_first else 0,
@@ -300,7 +300,7 @@ def _to_usage(usage: Usage, *, is_first: bool) -> pb.Usage:
     )
 
 
-def _to_timings(timings: Timings) -> pb.Timings:
+def to_timings(timings: Timings) -> pb.Timings:
     return pb.Timings(
         queued_seconds=timings.queued_s,
         adapter_wait_seconds=timings.adapter_wait_s,

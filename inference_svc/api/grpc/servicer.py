@@ -9,10 +9,12 @@ from contextlib import aclosing
 from typing import TypeAlias
 
 from inference_svc.api.access import Caller
+from inference_svc.api.embed_call import embeddings
 from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall, deadline_after
 from inference_svc.api.generate_stream import INLINE_TOKENS
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import request_bounds
+from inference_svc.api.grpc.embed import IncomingEmbed, to_embed_response
 from inference_svc.api.grpc.prompts import check, from_tokenize_request
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.request_record import MAX_NAME_CHARS
@@ -47,7 +49,7 @@ def call_rules(load: Callable[[], str], max_model_len: int) -> CallRules:
         domain="inference.loadout",
         requests=request_bounds(max_model_len),
         polled=frozenset({"GetServerInfo", "ListResidentAdapters"}),
-        logged_elsewhere=frozenset({"Generate"}),
+        logged_elsewhere=frozenset({"Generate", "Embed"}),
         private=PROMPT_SUBJECTS,
         refuse_when_draining=False,  # the engine refuses requests, with when to try again
         trailers=trailers,
@@ -76,6 +78,15 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             async for index, delta in deltas:
                 for response in answers[index].responses(delta):
                     await context.write(response)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> None:  # noqa: N802
+        incoming = IncomingEmbed(request, context, self._service.facts)
+        del request  # the call lets go of it once it is converted
+        stream = await self._service.generate(_caller(context), incoming)
+        context.release_request()  # its inputs are tokens now
+        async with aclosing(embeddings(stream)) as found:
+            async for each in found:
+                await context.write(to_embed_response(stream, each))
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: Context

@@ -20,6 +20,7 @@ from inference_svc.api.http.generate import GenerateRoute
 from inference_svc.api.http.life_cycle import LifeCycleRoutes
 from inference_svc.api.http.messages.route import MessagesRoute
 from inference_svc.api.http.models import Models
+from inference_svc.api.http.pooling.embeddings import EmbeddingsRoute
 from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.http.responses.route import ResponsesRoute
 from inference_svc.api.http.serving.middleware import RequestMiddleware
@@ -110,6 +111,7 @@ def make_app(
     chat: GenerateRoute[ChatBody] = GenerateRoute(service, ChatCompletions(), answers)
     completions: GenerateRoute[CompletionBody] = GenerateRoute(service, Completions(), answers)
     tokens: GenerateRoute[TokensBody] = GenerateRoute(service, Tokens(), answers)
+    embeddings = EmbeddingsRoute(service, answers)
     responses, messages = ResponsesRoute(service, answers), MessagesRoute(service, answers)
     routes = [
         Route("/v1/chat/completions", chat.handle, methods=["POST"]),
@@ -117,6 +119,7 @@ def make_app(
         Route("/v1/responses", responses.handle, methods=["POST"]),
         Route("/v1/messages", messages.handle, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
+        Route("/v1/embeddings", embeddings.handle, methods=["POST"]),
         Route("/inference/v1/generate", tokens.handle, methods=["POST"]),
         Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
         Route("/detokenize", tokenizer.detokenize, methods=["POST"]),

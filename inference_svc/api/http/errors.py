@@ -109,6 +109,7 @@ API_PATHS = (
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
+    "/v1/embeddings",
     "/v1/models",
     "/tokenize",
     "/detokenize",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from concurrent.futures import Executor
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message
 
 from inference_svc.api.generate_call import GenerateCall, checked_sampling
 from inference_svc.api.generate_stream import GenerateStream
@@ -17,15 +15,10 @@ from inference_svc.api.http.errors import Names, set_names
 from inference_svc.api.http.generation_body import AnswerOptions, RequestBody
 from inference_svc.api.http.models import adapter_of, label_of
 from inference_svc.api.http.request import (
-    MAX_BODY_BYTES,
     MAX_VALUES,
     REQUEST_ID_HEADER,
-    admit,
+    IncomingBody,
     authenticated,
-    body_bytes,
-    check_request_id,
-    read_body,
-    request_id_of,
 )
 from inference_svc.api.http.response import (
     AnswerMemory,
@@ -39,7 +32,7 @@ from inference_svc.api.http.results import to_wanted
 from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from inference_svc.api.http.sse import EventStream
 from inference_svc.api.service import ServerFacts, Service
-from inference_svc.core import Principal, SamplingParams, sum_label
+from inference_svc.core import SamplingParams, sum_label
 from inference_svc.results.base import Scope
 from inference_svc.text.pieces import AnyPieces, IdPieces
 from inference_svc.text.prompt import Prompt
@@ -72,34 +65,19 @@ class Endpoint(Protocol[B_contra]):
     def formatter(self, index: int, pieces: AnyPieces, includes_ids: bool) -> ChoiceFormatter: ...
 
 
-class IncomingRequest(Generic[B]):
+class IncomingRequest(IncomingBody, Generic[B]):
     """A request to generate, and its `options` once its body is read; see
     `service.IncomingCall`."""
 
     def __init__(self, request: Request, endpoint: Endpoint[B], facts: ServerFacts) -> None:
-        self.request_id = request_id_of(request)
-        self.adapter = ""
-        self.num_read = 0
+        super().__init__(request)
         self.options: AnswerOptions | None = None
-        self._request = request
         self._endpoint = endpoint
         self._facts = facts
-        self._is_read = asyncio.Event()
-
-    def accept(self, caller: Principal) -> int:
-        check_request_id(self._request)
-        admit(self._request, caller)
-        return min(body_bytes(self._request), MAX_BODY_BYTES)
 
     async def read(self, parsers: Executor) -> GenerateCall:
-        self.num_read = body_bytes(self._request)  # a refused body is read too, and discarded
-        body: B = await read_body(
-            self._request,
-            self._endpoint.body,
-            parsers,
-            max_values=max(MAX_VALUES, 2 * self._facts.max_model_len),
-            on_read=self._note_read,
-        )
+        max_values = max(MAX_VALUES, 2 * self._facts.max_model_len)
+        body: B = await self.read_as(self._endpoint.body, parsers, max_values)
         adapter = adapter_of(body.model or self._facts.base_model, self._facts)
         self.adapter = adapter or sum_label(part.ref for part in body.adapters or ())
         self.options = body.answer
@@ -121,15 +99,6 @@ class IncomingRequest(Generic[B]):
             is_prompt_enough=body.is_echoed or wanted.has_scope(Scope.PROMPT),
         )
         return body.to_call(self.request_id, adapter, prompts, sampling, wanted)
-
-    def _note_read(self, num_bytes: int) -> None:
-        self.num_read = num_bytes
-        self._is_read.set()
-
-    async def receive_after_body(self) -> Message:
-        """Receives the message after the body: the client's disconnect."""
-        await self._is_read.wait()
-        return await self._request.receive()
 
 
 class GenerateRoute(Generic[B]):
@@ -183,20 +152,28 @@ class GenerateRoute(Generic[B]):
 
     def _head(self, stream: GenerateStream, object_type: str) -> dict[str, Any]:
         """Returns the first fields of every object of the response."""
-        binding = stream.binding
-        parts = binding.parts if binding is not None else ()
-        adapters = [
-            {"name": part.label, "digest": part.digest, "scale": scale} for part, scale in parts
-        ]
-        request_id = stream.call.request_id
-        identity = {
-            "object": object_type,
-            "id": f"{self._endpoint.id_prefix}-{request_id}",
-            "created": int(time.time()),
-        }
-        return {
-            **(identity if object_type else {"request_id": request_id}),
-            "model": label_of(binding, stream.principal, self._service.facts),
-            "system_fingerprint": None if binding is None or parts else binding.digest,
-            **({"adapters": adapters} if adapters else {}),
-        }
+        return head_of(stream, self._service.facts, object_type, self._endpoint.id_prefix)
+
+
+def head_of(
+    stream: GenerateStream, facts: ServerFacts, object_type: str, id_prefix: str
+) -> dict[str, Any]:
+    """Returns the first fields of an answer's objects; an `object_type` of "" names the request in
+    place of these."""
+    binding = stream.binding
+    parts = binding.parts if binding is not None else ()
+    adapters = [
+        {"name": part.label, "digest": part.digest, "scale": scale} for part, scale in parts
+    ]
+    request_id = stream.call.request_id
+    identity = {
+        "object": object_type,
+        "id": f"{id_prefix}-{request_id}",
+        "created": int(time.time()),
+    }
+    return {
+        **(identity if object_type else {"request_id": request_id}),
+        "model": label_of(binding, stream.principal, facts),
+        "system_fingerprint": None if binding is None or parts else binding.digest,
+        **({"adapters": adapters} if adapters else {}),
+    }

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.types import Message
 
 from inference_svc.api.access import Caller
 from inference_svc.api.generate_call import MAX_MESSAGES
@@ -54,6 +55,36 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
+
+
+class IncomingBody:
+    """A request whose body is to be read; see `service.IncomingCall`. Subclasses set `adapter`."""
+
+    def __init__(self, request: Request) -> None:
+        self.request_id = request_id_of(request)
+        self.adapter = ""
+        self.num_read = 0
+        self._request = request
+        self._is_read = asyncio.Event()
+
+    def accept(self, caller: Principal) -> int:
+        check_request_id(self._request)
+        admit(self._request, caller)
+        return min(body_bytes(self._request), MAX_BODY_BYTES)
+
+    async def read_as(self, kind: type[B], parsers: Executor, max_values: int) -> B:
+        """Returns the body. Raises like `read_body`."""
+        self.num_read = body_bytes(self._request)  # a refused body is read too, and discarded
+        return await read_body(self._request, kind, parsers, max_values, self._note_read)
+
+    def _note_read(self, num_bytes: int) -> None:
+        self.num_read = num_bytes
+        self._is_read.set()
+
+    async def receive_after_body(self) -> Message:
+        """Receives the message after the body: the client's disconnect."""
+        await self._is_read.wait()
+        return await self._request.receive()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.model.checkpoint.generation_config import read_generation_config
 from inference_svc.model.checkpoint.headers import is_same_content, tensor_names, tensors_named
-from inference_svc.model.checkpoint.wrapper import Wrapper
+from inference_svc.model.checkpoint.wrapper import BARE, HEADED, TEXT_ALONE, Wrapper
 from inference_svc.model.config.keys import check_keys
 from inference_svc.model.config.reader import ConfigReader
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
@@ -110,7 +110,7 @@ def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
     family = _family_of(values)
     _check_keys(values, family)
     config = ConfigReader(values, {**DEFAULTS, **family.defaults})
-    decoder = family.describe(config)
+    decoder = _without_head(family.describe(config), values, tensor_names(model_dir))
     is_said = "tie_word_embeddings" in values
     if decoder.head.is_tied and _has_own_head(model_dir, decoder.wrapper, is_said=is_said):
         decoder = replace(decoder, head=replace(decoder.head, is_tied=False))
@@ -122,11 +122,23 @@ def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
         eos_token_ids = config.get("eos_token_id")
     return replace(
         decoder,
-        architecture=family.architecture,
+        architecture=values["architectures"][0],
         config_sha256=_canonical_sha256(values),
         dtype=_dtype_of(values),
         eos_token_ids=_token_ids(config, eos_token_ids) or decoder.eos_token_ids,
     )
+
+
+def _without_head(decoder: Decoder, values: Mapping[str, Any], stored: list[str]) -> Decoder:
+    """Returns the decoder of a checkpoint that lacks the head, by its class or by the names of its
+    tensors. A model whose class has no head does not generate: its logits, which show whether a
+    row is sound, are the embedding's."""
+    if decoder.wrapper == TEXT_ALONE and EMBEDDING.removeprefix(HEADED) in stored:
+        decoder = replace(decoder, wrapper=BARE)
+    [name] = values["architectures"]
+    if name in families() or HEAD in stored:
+        return decoder
+    return replace(decoder, head=replace(decoder.head, is_tied=True), generates=False)
 
 
 def _has_own_head(model_dir: Path, wrapper: Wrapper, *, is_said: bool) -> bool:
@@ -159,7 +171,8 @@ def _dtype_of(values: Mapping[str, Any]) -> str:
 
 def _family_of(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
-    family = next((each for name, each in families().items() if names == [name]), None)
+    found = (each for name, each in families().items() if names in ([name], [_bare_class(name)]))
+    family = next(found, None)
     if family is not None:
         return family
     supported = sorted(families())
@@ -173,6 +186,11 @@ def _family_of(config: Mapping[str, Any]) -> Family:
     raise UnsupportedModel(
         f"{said}: supported is one of {', '.join(supported)}; docs/models.md lists the models"
     )
+
+
+def _bare_class(architecture: str) -> str:
+    """Returns the name of transformers' class of a family without the head."""
+    return architecture.replace("ForCausalLM", "Model")
 
 
 def _canonical_sha256(config: Mapping[str, Any]) -> str:

@@ -41,3 +41,8 @@ class Wrapper(NamedTuple):
 
 
 TEXT_ALONE = Wrapper()
+HEADED = "model."
+"""The first component of names in a model that has a head, but for the head's own."""
+BARE = Wrapper(prefixes=((HEADED, HEADED), ("lm_head.", "lm_head."), ("", HEADED)))
+"""A checkpoint of the class without a head, such as embedding models have: the names of its tensors
+lack the first component."""

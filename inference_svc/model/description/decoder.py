@@ -158,6 +158,7 @@ class Decoder:
     the last. `quantisation` says how the checkpoint has the weights that have a format. `rank` is
     the rank whose part this is, as `model.sharding` makes it, and `stage` the stage, of which
     operations, weights and states are; None: of the whole model. `blocks` are those of all stages.
+    It `generates` unless its class has no head.
     """
 
     architecture: str
@@ -177,6 +178,7 @@ class Decoder:
     quantisation: Scheme | None = field(default=None, compare=False)
     rank: Rank | None = None
     stage: Stage | None = None
+    generates: bool = True
 
     @property
     def num_layers(self) -> int:

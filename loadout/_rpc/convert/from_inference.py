@@ -57,10 +57,10 @@ def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
             if message.finish_reason
             else None
         ),
-        usage=_usage(message.usage) if message.HasField("usage") else None,
-        adapter=_identity(message.adapter) if message.HasField("adapter") else None,
-        timings=_timings(message.timings) if message.HasField("timings") else None,
-        adapters=tuple(_identity(each) for each in message.adapters),
+        usage=usage(message.usage) if message.HasField("usage") else None,
+        adapter=identity(message.adapter) if message.HasField("adapter") else None,
+        timings=timings(message.timings) if message.HasField("timings") else None,
+        adapters=tuple(identity(each) for each in message.adapters),
         kept_tokens=message.kept_tokens,
         index=message.index,
         echoed_tokens=message.echoed_tokens,
@@ -73,18 +73,18 @@ def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
     )
 
 
-def _usage(message: inference_pb.Usage) -> types.Usage:
+def usage(message: inference_pb.Usage) -> types.Usage:
     return types.Usage(
         message.prompt_tokens, message.cached_prompt_tokens, message.completion_tokens
     )
 
 
-def _identity(message: inference_pb.AdapterIdentity) -> types.AdapterIdentity:
+def identity(message: inference_pb.AdapterIdentity) -> types.AdapterIdentity:
     scale = message.scale if message.HasField("scale") else None
     return types.AdapterIdentity(message.name, message.digest, message.is_inactive, scale)
 
 
-def _timings(message: inference_pb.Timings) -> types.Timings:
+def timings(message: inference_pb.Timings) -> types.Timings:
     return types.Timings(
         message.queued_seconds, message.adapter_wait_seconds, message.first_token_seconds
     )

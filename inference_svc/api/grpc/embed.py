@@ -1,0 +1,120 @@
+"""Embed over gRPC: its message to a call, and vectors to responses."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from concurrent.futures import Executor
+
+from inference_svc.api.embed_call import (
+    MAX_DIMENSIONS,
+    MAX_INPUTS,
+    MAX_PROMPT_NAME_CHARS,
+    EmbedCall,
+    Embedded,
+)
+from inference_svc.api.generate_call import (
+    MAX_ID_CHARS,
+    GenerateCall,
+    checked_parts,
+    deadline_after,
+)
+from inference_svc.api.generate_stream import GenerateStream
+from inference_svc.api.grpc import convert
+from inference_svc.api.grpc.prompts import check
+from inference_svc.api.request_record import MAX_NAME_CHARS
+from inference_svc.api.service import ServerFacts
+from inference_svc.core import MAX_PARTS, Principal, sum_label
+from inference_svc.results.pooling import Pooling, PoolingOption
+from inference_svc.text.prompt import Prompt, Text
+from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.errors import InvalidArgument
+from servicekit.rpc.call import Call
+from servicekit.rpc.requests import INLINE_ENTRIES
+
+_POOLINGS = {
+    pb.POOLING_UNSPECIFIED: None,
+    pb.POOLING_LAST: Pooling.LAST,
+    pb.POOLING_MEAN: Pooling.MEAN,
+    pb.POOLING_FIRST: Pooling.FIRST,
+}
+
+
+def from_embed_request(
+    request: pb.EmbedRequest, facts: ServerFacts, deadline_s: float | None = None
+) -> GenerateCall:
+    """Converts a message within its bounds; `deadline_s` is the caller's, in monotonic time. Raises
+    InvalidArgument, naming the field."""
+    check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
+    check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
+    has_name = len(request.prompt_name) <= MAX_PROMPT_NAME_CHARS
+    check(has_name, "prompt_name", f"at most {MAX_PROMPT_NAME_CHARS} long")
+    check(not (request.adapters and request.adapter), "adapters", "empty where adapter is set")
+    check(request.dimensions <= MAX_DIMENSIONS, "dimensions", f"at most {MAX_DIMENSIONS}")
+    check(request.pooling in _POOLINGS, "pooling", f"LAST, MEAN or FIRST, not {request.pooling}")
+    parts = [(p.ref, p.scale if p.HasField("scale") else 1.0) for p in request.adapters]
+    call = EmbedCall(
+        request_id=request.request_id or uuid.uuid4().hex,
+        adapter=request.adapter,
+        # One more than may be shows that there are too many.
+        inputs=tuple(map(_from_input, request.inputs[: MAX_INPUTS + 1], range(MAX_INPUTS + 1))),
+        option=PoolingOption(
+            _POOLINGS[request.pooling],
+            request.normalize if request.HasField("normalize") else None,
+            request.dimensions,
+        ),
+        prompt_name=request.prompt_name,
+        parts=checked_parts(parts),
+        min_revision=request.min_revision,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        deadline_s=deadline_s,
+    )
+    return call.to_call(facts.embedding)
+
+
+def _from_input(given: pb.EmbedInput, index: int) -> Prompt:
+    kind = given.WhichOneof("input")
+    if kind is None:
+        field = f"inputs[{index}]"
+        raise InvalidArgument(f"{field} is missing: one of text, token_ids", subject=field)
+    return Text(given.text) if kind == "text" else tuple(given.token_ids.ids)
+
+
+class IncomingEmbed:
+    """A call whose message is here, until it is read; see `service.IncomingCall`."""
+
+    def __init__(self, request: pb.EmbedRequest, context: Call, facts: ServerFacts) -> None:
+        self.request_id: str = request.request_id[:MAX_ID_CHARS]
+        parts = sum_label(part.ref[:MAX_NAME_CHARS] for part in request.adapters[:MAX_PARTS])
+        self.adapter: str = request.adapter[:MAX_NAME_CHARS] or parts
+        self.num_read = 0  # the transport has read, and charged, it
+        self._request = request
+        self._context = context
+        self._facts = facts
+
+    def accept(self, caller: Principal) -> int:
+        return 0  # held by the transport since before it was read
+
+    async def read(self, parsers: Executor) -> GenerateCall:
+        request, self._request = self._request, pb.EmbedRequest()
+        deadline_s = deadline_after(self._context.time_remaining())
+        num_ids = sum(len(each.token_ids.ids) for each in request.inputs[:INLINE_ENTRIES])
+        if num_ids + len(request.inputs) <= INLINE_ENTRIES:
+            return from_embed_request(request, self._facts, deadline_s)
+        converting = parsers.submit(from_embed_request, request, self._facts, deadline_s)
+        del request  # the parser alone holds it
+        return await asyncio.wrap_future(converting)
+
+
+def to_embed_response(stream: GenerateStream, found: Embedded) -> pb.EmbedResponse:
+    """Returns the response of one input of a call."""
+    return pb.EmbedResponse(
+        request_id=stream.call.request_id,
+        index=found.index,
+        embedding=found.vector.astype("<f4").tobytes(),
+        adapter=convert.to_identity(stream.binding, stream.requests[found.index]),
+        adapters=convert.to_identities(stream.binding),
+        usage=convert.to_usage(found.usage),
+        timings=convert.to_timings(found.timings),
+    )

@@ -1,0 +1,137 @@
+"""How a model embeds, by the files that sentence-transformers saves in its folder.
+
+`modules.json` lists the steps behind the hidden states: a pooling, whose folder has its config, and
+perhaps a normalisation. `config_sentence_transformers.json` has the prompts. A folder without these
+is a language model: the last token has seen the others, so that its hidden state, normalised, is
+the vector.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.checkpoint.files import CONFIG, read_json
+from inference_svc.results.pooling import EmbeddingRule, Pooling
+
+MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+POOLING = "1_Pooling/config.json"
+"""Where sentence-transformers saves the pooling."""
+MAX_MODULES, MAX_PROMPTS, MAX_PROMPT_CHARS = 16, 64, 1 << 14
+
+_FLAG = "pooling_mode_"
+_POOLINGS = {
+    "cls_token": Pooling.FIRST,
+    "lasttoken": Pooling.LAST,
+    "mean_tokens": Pooling.MEAN,
+}
+_MODULE = re.compile(r"sentence_transformers\.(?:\w+\.)*(\w+)")
+_FOLDER = re.compile(r"[\w.-]*")
+
+
+def read_embedding_rule(model_dir: Path, hidden_size: int) -> EmbeddingRule:
+    """Returns how a model of this hidden size embeds. A rule that cannot be honoured has a
+    `refusal` that names the file: such a model may still generate."""
+    try:
+        return _read(model_dir, EmbeddingRule(hidden_size))
+    except UnsupportedModel as error:
+        return EmbeddingRule(hidden_size, refusal=str(error))
+
+
+def _read(model_dir: Path, rule: EmbeddingRule) -> EmbeddingRule:
+    path = model_dir / CONFIG
+    config = read_json(path) if path.exists() else {}
+    rule = replace(rule, dimensions=_dimensions(config, rule.size))
+    if (model_dir / MODULES).exists():
+        modules = _modules(model_dir)
+        folders = [folder for kind, folder in modules if kind == "Pooling"]
+        if len(folders) != 1:
+            raise UnsupportedModel(f"{MODULES}: lists {len(folders)} poolings, not one")
+        rule = replace(
+            rule,
+            pooling=_pooling(model_dir, folders[0], rule.size),
+            is_normalised=any(kind == "Normalize" for kind, _ in modules),
+        )
+    if (model_dir / PROMPTS).exists():
+        prompts, default = _prompts(read_json(model_dir / PROMPTS))
+        rule = replace(rule, prompts=prompts, default_prompt=default)
+    return rule
+
+
+def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...]:
+    """Returns the lengths that the model was trained for, if its config lists them."""
+    listed = config.get("matryoshka_dimensions") or []
+    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
+        raise UnsupportedModel(f"{CONFIG}: matryoshka_dimensions must be a list of integers")
+    if any(not 1 <= each <= size for each in listed):
+        raise UnsupportedModel(f"{CONFIG}: matryoshka_dimensions must be from 1 to {size}")
+    return tuple(sorted(set(listed)))
+
+
+def _modules(model_dir: Path) -> list[tuple[str, str]]:
+    """Returns the kind and the folder of each step."""
+    modules = []
+    for each in _read_list(model_dir / MODULES):
+        found = each if isinstance(each, dict) else {}
+        kind = _MODULE.fullmatch(str(found.get("type")))
+        folder = found.get("path")
+        if kind is None or not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
+            raise UnsupportedModel(f"{MODULES}: an entry is not as sentence-transformers saves it")
+        if kind[1] not in ("Transformer", "Pooling", "Normalize"):
+            raise UnsupportedModel(
+                f"{MODULES}: {kind[1]} is not supported: supported are Transformer, Pooling and "
+                "Normalize"
+            )
+        modules.append((kind[1], folder))
+    return modules
+
+
+def _read_list(path: Path) -> list[Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{path.name} cannot be read: {error}") from error
+    if not isinstance(content, list) or len(content) > MAX_MODULES:
+        raise UnsupportedModel(f"{path.name} must be a list of at most {MAX_MODULES} modules")
+    return content
+
+
+def _pooling(model_dir: Path, folder: str, size: int) -> Pooling:
+    config, where = read_json(model_dir / folder / CONFIG), f"{folder}/{CONFIG}"
+    width = config.get("word_embedding_dimension", size)
+    if width != size:
+        raise UnsupportedModel(f"{where}: word_embedding_dimension = {width!r}: must be {size}")
+    chosen = [
+        key.removeprefix(_FLAG)
+        for key, value in config.items()
+        if key.startswith(_FLAG) and value is True
+    ]
+    if len(chosen) != 1 or chosen[0] not in _POOLINGS:
+        raise UnsupportedModel(
+            f"{where}: pools {', '.join(chosen) or 'nothing'}: supported is one of "
+            f"{', '.join(_POOLINGS)}"
+        )
+    pooling = _POOLINGS[chosen[0]]
+    if config.get("include_prompt") is False and pooling is not Pooling.LAST:
+        raise UnsupportedModel(f"{where}: include_prompt = false is not supported")
+    return pooling
+
+
+def _prompts(config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """Returns the prompts by name, and the name of the default one; "" for none."""
+    found, default = config.get("prompts") or {}, config.get("default_prompt_name") or ""
+    if not isinstance(found, dict) or len(found) > MAX_PROMPTS:
+        raise UnsupportedModel(f"{PROMPTS}: prompts must be at most {MAX_PROMPTS}, by name")
+    for text in found.values():
+        if not isinstance(text, str) or len(text) > MAX_PROMPT_CHARS:
+            raise UnsupportedModel(
+                f"{PROMPTS}: prompts must be texts of at most {MAX_PROMPT_CHARS} characters"
+            )
+    if default and default not in found:
+        raise UnsupportedModel(f"{PROMPTS}: default_prompt_name = {default!r} is no prompt")
+    return found, default

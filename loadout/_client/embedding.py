@@ -1,0 +1,78 @@
+# Generated from loadout/_client/async_embedding.py by `make client`: change that file.
+"""Calls of the inference service that pool inputs to vectors."""
+
+from __future__ import annotations
+
+from loadout import types
+from loadout._rpc import calls
+from loadout._rpc.caller import Caller
+from loadout._rpc.calls import Adapters
+from loadout._rpc.convert.embedding import Inputs
+from loadout._rpc.stream import Stream
+from loadout.errors import StreamLost
+
+
+class EmbeddingCalls(Caller):
+    """The client's methods that embed."""
+
+    def embed(
+        self,
+        inputs: Inputs,
+        *,
+        adapter: str | None = "",
+        adapters: Adapters = (),
+        dimensions: int = 0,
+        pooling: types.Pooling | None = None,
+        normalize: bool | None = None,
+        prompt_name: str = "",
+        min_revision: int = 0,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> tuple[types.Embedding, ...]:
+        """Embeds inputs: each becomes one vector. A lost request is sent again only if nothing was
+        received.
+
+        Args:
+            inputs: A text, token ids, or up to 2,048 of these.
+            adapter: Reference of an adapter. "" or None: the base model.
+            adapters: Up to 8 references, or pairs of reference and scale, to sum.
+            dimensions: Return only this many of the first numbers of each vector. 0: all.
+            pooling: The tokens whose hidden states are averaged. None: the model's choice.
+            normalize: Scale vectors to length 1. None: the model's choice.
+            prompt_name: One of the model's prompts, such as "query", to put before each text. "":
+                the model's default prompt, if it has one.
+            min_revision: Use the adapter's version at this catalog revision or later.
+            request_id: Id, unique among your running requests. "": the server makes one.
+            priority: Requests with a higher value run earlier among your tenant's.
+            cache_salt: Only requests with equal salts share cached prefixes.
+            timeout_s: Deadline of the call in seconds. None: the client's.
+
+        Returns:
+            The vectors, in the order of the inputs.
+
+        Raises:
+            InvalidArgument: An argument does not fit into a request, or an input into the context.
+            StreamLost: The call ended without all vectors.
+        """
+        call = calls.embed(
+            inputs,
+            adapter,
+            adapters=adapters,
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            prompt_name=prompt_name,
+            min_revision=min_revision,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        found: dict[int, types.Embedding] = {}
+        stream = Stream(self._channels.route(call), call, self._attempts(timeout_s))
+        for each in stream:
+            found[each.index] = each
+        if len(found) != call.num_items:
+            raise StreamLost("the call ended without all vectors")
+        return tuple(found[index] for index in sorted(found))

@@ -1,0 +1,29 @@
+"""Types of the vectors of inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from loadout.types.generation import AdapterIdentity, Timings, Usage
+
+Pooling = Literal["last", "mean", "first"]
+"""The tokens of an input whose final hidden states become its vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The vector of an input. `adapter` is None for the base model, and for several adapters; those
+    are in `adapters`."""
+
+    request_id: str
+    index: int
+    """Which input this is, from 0."""
+    vector: memoryview[float]
+    """Its numbers, float32, a view without a copy, for `numpy.asarray`."""
+    adapter: AdapterIdentity | None
+    adapters: tuple[AdapterIdentity, ...]
+    usage: Usage | None
+    """Tokens of this input."""
+    timings: Timings | None
+    """Times of this input."""
