@@ -49,8 +49,8 @@ from inference_svc.model.quantised.chosen import weight_form
 from inference_svc.model.recurrent_states import slot_bytes
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.sharding.stages import of_stage
+from inference_svc.results.embedding_rule import EmbeddingRule
 from inference_svc.results.logprobs import LogprobsMode
-from inference_svc.results.pooling import EmbeddingRule
 from inference_svc.server import InferenceServer, announcement_of, installed_version
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
 from inference_svc.store.convert import from_registration

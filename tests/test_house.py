@@ -221,7 +221,6 @@ SMALL_ON_PURPOSE = {
     "adapter_store.service.reading": "a use case, as its neighbours",
     "adapter_store.service.watching": "a use case, as its neighbours",
     "inference_svc.api.life_cycle": "use cases, as its neighbours",
-    "inference_svc.engine.policy.states.prefix": "the format of keys, with tests of its own",
     "inference_svc.frontend.watchdog": "only checks that the engine still answers",
     "inference_svc.model.mixers.in_torch": "mixers; transformer has all other operations",
     "inference_svc.metrics.store": "metrics of the store's client; metrics.engine has the engine's",

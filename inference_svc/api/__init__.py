@@ -6,7 +6,6 @@ residents        operators' use cases of adapters: load, unload, pin, list, insp
 life_cycle       operators' calls that stop and start all generation
 generate_call    a call to generate: its fields, their checks, its engine requests
 embed_call       a call to embed: its fields, and the vectors of its inputs
-prompt_checks    checks of prompts once they are tokens, by the caller's names
 tools            tools of a request, and the readers of its answers
 thoughts         thoughts of answers: the form after them, and a bound on their tokens
 generate_stream  runs the requests of a call, and merges their deltas

@@ -16,7 +16,8 @@ from inference_svc.core import FinishReason, SamplingParams
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import Interrupted
 from inference_svc.results.base import Wanted, of_kind
-from inference_svc.results.pooling import EmbeddingRule, HiddenSum, PoolingOption, pooled
+from inference_svc.results.embedding_rule import EmbeddingRule
+from inference_svc.results.pooling import HiddenSum, PoolingOption, pooled
 from inference_svc.text.prompt import Prompt, Text
 from servicekit.errors import InvalidArgument
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
@@ -16,7 +16,6 @@ from inference_svc.api.followers import Followers, check_followed
 from inference_svc.api.generate_call import GenerateCall, check_grammar
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
-from inference_svc.api.prompt_checks import check_prompt_tokens, naming_prompt
 from inference_svc.api.request_record import RequestLog
 from inference_svc.api.residents import Residents
 from inference_svc.api.thoughts import Thoughts
@@ -30,7 +29,7 @@ from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.checks import GrammarChecks
 from inference_svc.host.cpus import Processor
 from inference_svc.host.memory import resident_bytes
-from inference_svc.results.pooling import NO_EMBEDDINGS, EmbeddingRule
+from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule
 from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
@@ -347,12 +346,12 @@ class Service:
         num_tokens = 0
         num_added_tokens = 0 if binding is None else binding.added_tokens
         for index, prompt in enumerate(call.prompts):
-            with child_span("tokenize"), naming_prompt(call, index):
+            with child_span("tokenize"), _naming_prompt(call, index):
                 token_ids = await self._prompts.encode(
                     prompt, principal.account, text, num_added_tokens, call.num_answer_tokens
                 )
             num_tokens += len(token_ids)
-            check_prompt_tokens(call, num_tokens)
+            _check_prompt_tokens(call, num_tokens)
             requests += call.to_requests(
                 index,
                 token_ids,
@@ -407,6 +406,28 @@ class Service:
         page = await self._registry.list_adapters(tenants, page_size, page_token)
         servable = [record for record in page.records if self._directory.is_servable(record)]
         return AdapterPage(servable, page.next_token)
+
+
+@contextmanager
+def _naming_prompt(call: GenerateCall, index: int) -> Iterator[None]:
+    """Has an error about one of several prompts name the caller's field of it."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if error.subject != "prompt" or not call.prompts_field:
+            raise
+        field = f"{call.prompts_field}[{index}]"
+        raise InvalidArgument(f"{field}: {error.message}", subject=field) from None
+
+
+def _check_prompt_tokens(call: GenerateCall, num_tokens: int) -> None:
+    """Raises InvalidArgument if the prompts have too many tokens in all."""
+    most, field = call.max_prompt_tokens, call.prompts_field
+    if most is not None and num_tokens > most:
+        raise InvalidArgument(
+            f"{field} has more than {most} tokens in all: send it in several requests",
+            subject=field,
+        )
 
 
 def _reading(call: GenerateCall, text: TextModel) -> ReadingOptions | None:

@@ -4,5 +4,6 @@ base            parts and options of any kind, and how they travel: nobody in be
 logprobs        log probabilities of generated tokens, and of the most likely ones
 scores          log probabilities of a prompt's tokens
 routed_experts  the experts that tokens have chosen
+embedding_rule  how a model embeds
 pooling         embeddings: hidden states of a prompt, pooled to one vector
 """

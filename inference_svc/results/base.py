@@ -9,10 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
-if TYPE_CHECKING:
-    from inference_svc.results.pooling import EmbeddingRule
+from inference_svc.results.embedding_rule import EmbeddingRule
 
 
 class Scope(enum.Enum):

@@ -13,17 +13,18 @@ import httpx2
 import numpy as np
 import pytest
 
-from inference_svc.results.pooling import Pooling
+from inference_svc.results.embedding_rule import Pooling
 from loadout import Client
 from loadout.aio import AsyncClient
 from loadout.errors import InvalidArgument, LoadoutError, NotFound
 from loadout.prometheus import scrape
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import Zoo
+from tests.system.embedded import SIZE, expected, option
 from tests.system.services import Services
-from tests.system.test_embeddings import SIZE, expected, option
 
 ADAPTER = "r16"
+QUEUE = 80
 MEAN = option(Pooling.MEAN)
 LAST = option(Pooling.LAST)
 
@@ -59,6 +60,7 @@ def serving(
     zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serving]:
     flags = ("--http", "127.0.0.1:0", "--max-batch-tokens", "40", "--max-sequences", "8")
+    flags += ("--max-queue", str(QUEUE))
     folder = tmp_path_factory.mktemp("embed")
     with ExitStack() as stack:
         services = stack.enter_context(Services(zoos("llama"), folder, inference_flags=flags))
@@ -161,6 +163,15 @@ def test_over_http(serving: Serving) -> None:
     each = option(Pooling.MEAN, is_normalised=False, dimensions=8)
     vector = expected(serving.zoo, "", ids[0], each)
     np.testing.assert_allclose(base["data"][0]["embedding"], vector, atol=1e-4)
+
+
+def test_one_call_does_not_fill_the_queue(serving: Serving) -> None:
+    """Its inputs start as others end."""
+    found = serving.client.embed([[3 + index % 100] for index in range(4 * QUEUE)])
+    assert len(found) == 4 * QUEUE
+    same = expected(serving.zoo, "", [5], LAST)
+    for index in (2, 102, 302):
+        np.testing.assert_allclose(np.asarray(found[index].vector), same, atol=1e-4)
 
 
 def test_bad_input_is_refused_by_name_over_grpc(serving: Serving) -> None:

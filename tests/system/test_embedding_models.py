@@ -14,12 +14,12 @@ import pytest
 import torch
 import transformers
 
-from inference_svc.results.pooling import Pooling
+from inference_svc.results.embedding_rule import Pooling
 from loadout.errors import InvalidArgument
 from tests.support.models.zoo import Zoo, make_model
 from tests.support.pairs import PATHS
+from tests.system.embedded import embedding, option
 from tests.system.services import Services
-from tests.system.test_embeddings import embedding, option
 
 NAMES = ("base", "wide")
 PROMPTS = {"query": "find: ", "document": ""}

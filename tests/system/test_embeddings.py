@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 
 from inference_svc.core import FinishReason
-from inference_svc.results.pooling import HiddenSum, Pooling, PoolingOption, pooled
-from tests.support.inference.results import parts_of
+from inference_svc.results.embedding_rule import Pooling
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import Zoo
 from tests.support.pairs import PATHS
-from tests.system.engines import Running
+from tests.system.embedded import SIZE, embedding, expected, option
 
-SIZE = 64
-"""The length of the hidden states of zoos."""
 ADAPTERS = ("", "r1", "r3", "r8", "r16", "r33", "r64", "embed")
 
 CASES: dict[str, dict[str, Any]] = {
@@ -30,30 +27,6 @@ CASES: dict[str, dict[str, Any]] = {
     "preemption": {"kv_bytes": 416 << 10, "max_prefill_chunk": 8},
     "two-slots": {"max_loras": 2},
 }
-
-
-def option(pooling: Pooling, *, is_normalised: bool = True, dimensions: int = SIZE) -> Any:
-    return PoolingOption(pooling, is_normalised, dimensions, SIZE)
-
-
-def embedding(running: Running, name: str, asked: PoolingOption) -> np.ndarray:
-    """Returns a request's vector, once it has ended."""
-    tokens, last = running.result(name)
-    assert last.error is None, last.error
-    assert tokens == []
-    assert last.finish_reason is FinishReason.STOP
-    return pooled(parts_of(running.outputs[name], HiddenSum), asked)
-
-
-def expected(zoo: Zoo, adapter: str, prompt: list[int], asked: PoolingOption) -> np.ndarray:
-    hidden = zoo.hidden(adapter, prompt).numpy()
-    chosen = {
-        Pooling.LAST: hidden[-1],
-        Pooling.FIRST: hidden[0],
-        Pooling.MEAN: hidden.mean(0),
-    }[asked.pooling or Pooling.LAST]
-    vector: np.ndarray = chosen[: asked.dimensions]
-    return vector / np.linalg.norm(vector) if asked.is_normalised else vector
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -8,7 +8,7 @@ from tools.bounds_texts.line import ACCOUNT, ANSWER, CALLER, NOTHING, QUEUED, SE
 
 INFERENCE_FIELDS: Sequence[Line] = (
     line(
-        "{Generate,Tokenize,Detokenize}.adapter "
+        "{Generate,Embed,Tokenize,Detokenize}.adapter "
         "{LoadAdapter,UnloadAdapter,PinAdapter,UnpinAdapter,InspectAdapter}.ref",
         "a name with a version, or a digest; the arena has the adapter that it loads or pins",
         "until the answer; a pin until an operator removes it",
@@ -17,7 +17,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_malformed_references_name_the_field test_pins_are_a_place_with_shares",
     ),
     line(
-        "Generate.adapters Generate.adapters.{ref,scale}",
+        "{Generate,Embed}.adapters {Generate,Embed}.adapters.{ref,scale}",
         "the adapters of a sum: a row of the table, and each of them in the arena",
         QUEUED,
         ACCOUNT,
@@ -31,6 +31,31 @@ INFERENCE_FIELDS: Sequence[Line] = (
         ACCOUNT,
         "4 MiB a message, `--request-memory`, share; `--max-model-len`",
         "test_too_many_entries_are_refused test_invalid_prompts_name_the_field",
+    ),
+    line(
+        "Embed.inputs Embed.inputs.{text,token_ids.ids}",
+        "inputs to embed, their tokens, and the vectors of those that are computed",
+        "the texts until they are tokenised; the tokens until the last vector is sent",
+        ACCOUNT,
+        "4 MiB a message, `--request-memory`, share; 2,048 inputs, 300,000 tokens in all, each "
+        "within `--max-model-len`; 64 inputs of a call run or wait in the queue at once",
+        "test_bad_input_is_refused_by_name_over_grpc test_one_call_does_not_fill_the_queue",
+    ),
+    line(
+        "Embed.{pooling,normalize,dimensions}",
+        NOTHING,
+        QUEUED,
+        ACCOUNT,
+        "lengths that the model's vectors have",
+        "test_bad_input_is_refused_by_name_over_grpc test_dimensions_that_a_model_lacks_are_refused",
+    ),
+    line(
+        "Embed.{request_id,cache_salt,prompt_name}",
+        "a text, in the log and in the keys of pages; the name of a prompt of the model",
+        QUEUED,
+        ACCOUNT,
+        "256 characters; 64 of a prompt's name",
+        "test_bad_input_is_refused_by_name_over_grpc",
     ),
     line(
         "{Generate,Tokenize}.chat.{messages,add_generation_prompt,continue_final_message} "
@@ -134,7 +159,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_versions_that_come_faster_than_they_load_are_followed",
     ),
     line(
-        "Generate.{min_revision,priority} LoadAdapter.min_revision",
+        "{Generate,Embed}.{min_revision,priority} LoadAdapter.min_revision",
         "only a number; a priority orders the requests of its own tenant",
         "until the revision is there, or the call's deadline",
         ACCOUNT,
@@ -263,6 +288,15 @@ HTTP_FIELDS: Sequence[Line] = (
         CALLER,
         "262,144 log probabilities of an answer; `--answer-memory`, share",
         "test_logprobs_of_a_response_are_bounded test_experts_are_one_text_and_many_events",
+    ),
+    line(
+        "encoding_format dimensions pooling normalize prompt_name",
+        "the form of vectors; the name of a prompt of the model",
+        QUEUED,
+        CALLER,
+        "2,048 inputs, 300,000 tokens in all; lengths that the model's vectors have; 64 characters "
+        "of a name; `--answer-memory`, share",
+        "test_bad_input_is_refused_by_name_over_http",
     ),
     line(
         "version_policy min_revision priority",

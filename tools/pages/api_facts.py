@@ -115,6 +115,7 @@ SERVICES = (
         "Inference service",
         {
             "Generate": _INFERENCE.GENERATE,
+            "Embed": _INFERENCE.GENERATE,
             "Tokenize": _INFERENCE.GENERATE,
             "Detokenize": _INFERENCE.GENERATE,
             "ListResidentAdapters": _INFERENCE.OPERATE,
@@ -146,6 +147,7 @@ SERVICES = (
             calls.wake(),
             calls.server_info(),
             Generate="yes, before its first response",
+            Embed="yes, before its first response",
             GetDebugInfo="yes",
             ProfileSteps="yes",
         ),

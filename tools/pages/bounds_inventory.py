@@ -16,6 +16,7 @@ from inference_svc.api.http.adapters import LoadBody, UnloadBody
 from inference_svc.api.http.chat.endpoint import ChatBody
 from inference_svc.api.http.completions import CompletionBody
 from inference_svc.api.http.messages.body import CountBody, MessagesBody
+from inference_svc.api.http.pooling.embeddings import EmbeddingsBody
 from inference_svc.api.http.responses.body import ResponsesBody
 from inference_svc.api.http.tokenizer import DetokenizeBody, TokenizeBody
 from inference_svc.api.http.tokens import TokensBody
@@ -31,6 +32,7 @@ PULLED = ("PullAdapterResponse", "GetTextResponse")
 BODIES: Sequence[type[BaseModel]] = (
     ChatBody,
     CompletionBody,
+    EmbeddingsBody,
     TokensBody,
     ResponsesBody,
     MessagesBody,

@@ -34,6 +34,19 @@ ADAPTER_BYTES = 4 << 20
 """An adapter of 18,000 targets, sent and copied."""
 
 
+EMBED = RequestBounds(
+    pb.EmbedRequest,
+    MAX_GENERATE_BYTES,
+    # The limits themselves are told by name.
+    max_items={
+        "inputs": 2 * MAX_INPUTS,
+        "inputs.token_ids.ids": 2 * MAX_INPUT_TOKENS,
+        "adapters": 2 * MAX_PARTS,
+    },
+    answer_bytes=VECTOR_BYTES,
+)
+
+
 def request_bounds(max_model_len: int) -> RequestTable:
     """`max_model_len` bounds the tokens of a prompt: a prompt that is a little too long is refused
     later, by its number of tokens."""
@@ -57,17 +70,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
     )
     return {
         "Generate": generate,
-        "Embed": RequestBounds(
-            pb.EmbedRequest,
-            MAX_GENERATE_BYTES,
-            max_items={
-                # The limits themselves are told by name.
-                "inputs": 2 * MAX_INPUTS,
-                "inputs.token_ids.ids": 2 * MAX_INPUT_TOKENS,
-                "adapters": 2 * MAX_PARTS,
-            },
-            answer_bytes=VECTOR_BYTES,
-        ),
+        "Embed": EMBED,
         "Tokenize": RequestBounds(
             pb.TokenizeRequest, MAX_GENERATE_BYTES, max_items=chat, answer_bytes=TOKENS_BYTES
         ),

@@ -25,7 +25,8 @@ from inference_svc.api.grpc.prompts import check
 from inference_svc.api.request_record import MAX_NAME_CHARS
 from inference_svc.api.service import ServerFacts
 from inference_svc.core import MAX_PARTS, Principal, sum_label
-from inference_svc.results.pooling import Pooling, PoolingOption
+from inference_svc.results.embedding_rule import Pooling
+from inference_svc.results.pooling import PoolingOption
 from inference_svc.text.prompt import Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument

@@ -111,7 +111,6 @@ def make_app(
     chat: GenerateRoute[ChatBody] = GenerateRoute(service, ChatCompletions(), answers)
     completions: GenerateRoute[CompletionBody] = GenerateRoute(service, Completions(), answers)
     tokens: GenerateRoute[TokensBody] = GenerateRoute(service, Tokens(), answers)
-    embeddings = EmbeddingsRoute(service, answers)
     responses, messages = ResponsesRoute(service, answers), MessagesRoute(service, answers)
     routes = [
         Route("/v1/chat/completions", chat.handle, methods=["POST"]),
@@ -119,7 +118,7 @@ def make_app(
         Route("/v1/responses", responses.handle, methods=["POST"]),
         Route("/v1/messages", messages.handle, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
-        Route("/v1/embeddings", embeddings.handle, methods=["POST"]),
+        Route("/v1/embeddings", EmbeddingsRoute(service, answers).handle, methods=["POST"]),
         Route("/inference/v1/generate", tokens.handle, methods=["POST"]),
         Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
         Route("/detokenize", tokenizer.detokenize, methods=["POST"]),

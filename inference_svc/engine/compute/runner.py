@@ -22,11 +22,10 @@ from inference_svc.core import (
     Sequence,
 )
 from inference_svc.engine.compute.losses import Loss
-from inference_svc.engine.compute.pooler import pool
 from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.routed_pages import RoutedPages
 from inference_svc.engine.compute.sampler import Sampler
-from inference_svc.engine.compute.scorer import score
+from inference_svc.engine.compute.scorer import pool, score
 from inference_svc.engine.policy.memory_backoff import Rows, StepLimit
 from inference_svc.errors import CannotWake, EngineFailed
 from inference_svc.grammars.masks import Masks

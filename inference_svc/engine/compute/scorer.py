@@ -1,5 +1,5 @@
-"""Turns the logits of a prompt's tokens into their log probabilities, of the model's own
-distribution."""
+"""Turns the outputs of a prompt's tokens into results: logits into log probabilities, of the
+model's own distribution, and hidden states into sums."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.backends.base import Scored
+from inference_svc.backends.base import Hidden, Scored
 from inference_svc.backends.prompt_runs import ScoredRun
 from inference_svc.core import Sequence
 from inference_svc.engine.compute.sampler import known_tokens
 from inference_svc.host.copies import to_device
+from inference_svc.results.pooling import HiddenSum
 from inference_svc.results.scores import Scores, ScoresOption
 
 
@@ -88,3 +89,24 @@ def _top_k(run: ScoredRun) -> int:
     option = run.sequence.request.wanted.get(ScoresOption)
     assert option is not None
     return option.top_k
+
+
+class SequenceSum(NamedTuple):
+    """The sum of a run of a sequence's tokens: no numbers unless it `is_sound`."""
+
+    sequence: Sequence
+    total: HiddenSum
+    is_sound: bool = True
+
+
+def pool(slices: Iterable[Hidden]) -> Iterator[SequenceSum]:
+    """Yields the sum of each run of each slice, in fp32, on the host."""
+    for runs, states in slices:
+        sizes = [run.num_tokens for run in runs]
+        # Summed on the device, and copied at once.
+        sums = torch.stack([each.sum(dim=0) for each in states.float().split(sizes)]).cpu()
+        sound = sums.isfinite().all(dim=1).tolist()
+        for run, total, is_sound in zip(runs, sums.numpy(), sound, strict=True):
+            first = run.position - 1
+            part = HiddenSum(first, run.num_tokens, total.tobytes())
+            yield SequenceSum(run.sequence, part, is_sound)

@@ -41,7 +41,7 @@ class RankedBackend:
         self, own: RankBackend[Any], group: RankGroup, decoder: Decoder, max_scored: int
     ) -> None:
         self._own, self._group, self._max_scored = own, group, max_scored
-        self.land = own.land
+        self.land, self.place_threads = own.land, own.place_threads
         self._decoder = decoder
         self._changes: list[ResidencyChange] = []
         self._state_copies: list[StateCopy] = []
@@ -110,9 +110,6 @@ class RankedBackend:
             return self._own.divide_magnitudes()
         except Exception as error:
             raise self._group.blame(error) from error
-
-    def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
-        self._own.place_threads(processors)
 
     def prepare(self, batch: Batch) -> RankedInputs:
         has_choices = returns_experts(batch, self._decoder)

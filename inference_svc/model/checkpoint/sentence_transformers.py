@@ -17,7 +17,7 @@ from typing import Any
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import CONFIG, read_json
-from inference_svc.results.pooling import EmbeddingRule, Pooling
+from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 POOLING = "1_Pooling/config.json"

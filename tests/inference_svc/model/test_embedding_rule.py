@@ -11,7 +11,7 @@ import pytest
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.sentence_transformers import read_embedding_rule
 from inference_svc.model.checkpoint.wrapper import BARE, TEXT_ALONE
-from inference_svc.results.pooling import EmbeddingRule, Pooling
+from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from tests.support.models.zoo import make_model
 
 TYPE = "sentence_transformers.models."

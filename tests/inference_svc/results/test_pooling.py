@@ -8,14 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference_svc.results.pooling import (
-    NO_EMBEDDINGS,
-    EmbeddingRule,
-    HiddenSum,
-    Pooling,
-    PoolingOption,
-    pooled,
-)
+from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule, Pooling
+from inference_svc.results.pooling import HiddenSum, PoolingOption, pooled
 from servicekit.errors import InvalidArgument
 
 

@@ -40,7 +40,8 @@ from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from inference_svc.api.http.sse import to_json
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import MAX_PARTS, sum_label
-from inference_svc.results.pooling import Pooling, PoolingOption
+from inference_svc.results.embedding_rule import Pooling
+from inference_svc.results.pooling import PoolingOption
 from inference_svc.text.prompt import Prompt, Text
 from servicekit.errors import InvalidArgument
 from servicekit.shares import Shares
