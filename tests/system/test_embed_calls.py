@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
@@ -16,10 +16,11 @@ import pytest
 from inference_svc.results.embedding_rule import Pooling
 from loadout import Client
 from loadout.aio import AsyncClient
-from loadout.errors import InvalidArgument, LoadoutError, NotFound
+from loadout.errors import FailedPrecondition, InvalidArgument, LoadoutError, NotFound
 from loadout.prometheus import scrape
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import Zoo
+from tests.support.wait import until
 from tests.system.embedded import SIZE, expected, option
 from tests.system.services import Services
 
@@ -253,7 +254,23 @@ def test_requests_are_counted_and_logged_by_kind(serving: Serving) -> None:
     assert ["kind=embed" in line for line in logged] == [True] * 3
 
 
-def test_no_page_is_held_afterwards(serving: Serving, tmp_path: Path) -> None:
+def test_inputs_that_an_operator_ends_are_interrupted(serving: Serving) -> None:
+    """A vector that is not there cannot be returned."""
+    client = serving.client
+    client.pause()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.embed, ["a", "b"], timeout_s=60.0)
+        name = "loadout_inference_requests_waiting"
+        until(lambda: scrape(serving.services.inference_metrics).one(name) == 2)
+        client.pause("abort")
+        with pytest.raises(FailedPrecondition) as caught:
+            waiting.result()
+    assert caught.value.reason == "INTERRUPTED"
+    client.resume()
+    assert len(client.embed(["a", "b"])) == 2
+
+
+def test_no_page_is_held_afterwards(serving: Serving) -> None:
     serving.client.embed(["a b c"] * 30)
     used = scrape(serving.services.inference_metrics).one("loadout_inference_kv_pages_used")
     assert used == 0

@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Room for about two sequences: others are preempted and recomputed.
     "preemption": {"kv_bytes": 416 << 10, "max_prefill_chunk": 8},
     "two-slots": {"max_loras": 2},
+    "two-ranks": {"tensor_parallel": 2, "max_prefill_chunk": 7},
 }
 
 
@@ -102,6 +103,24 @@ def test_the_prefix_cache_saves_tokens_that_are_not_pooled(
     np.testing.assert_allclose(found, expected(zoo, "r16", prompt[:289], each), atol=1e-4)
     assert running.result("one")[1].usage.cached_prompt_tokens == 288
     running.result("tokens")
+    running.check_idle()
+
+
+def test_a_tenant_that_floods_waits_for_no_other(start: Callable) -> None:
+    """Another tenant's inputs and answers come first, though its flood was there before."""
+    running = start("llama", max_sequences=4, max_batch_tokens=64, prefix_cache=False)
+    each, prompt = option(Pooling.MEAN), prompts(2)[1]
+    flood = [f"flood {index}" for index in range(300)]
+    for name in flood:
+        running.submit(name, prompt, "r16", max_tokens=0, tenant="loud", embedding=each)
+    running.submit("vector", prompt, "r3", max_tokens=0, tenant="quiet", embedding=each)
+    running.submit("tokens", prompt, "r3", max_tokens=8, tenant="quiet")
+    running.result("vector")
+    running.result("tokens")
+    assert sum(map(running.is_done, flood)) < 100
+    for name in flood:
+        running.cancel(name)
+    running.until(lambda: all(map(running.is_done, flood)))
     running.check_idle()
 
 

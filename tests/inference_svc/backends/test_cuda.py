@@ -36,6 +36,7 @@ from tests.support.gpu.models import (
     assert_close,
     make_decoder,
     run,
+    run_pooled,
     run_scored,
     steps,
 )
@@ -107,6 +108,19 @@ def test_scores_as_the_torch_backend_does(model, slots):
     inputs = fixed.prepare(decode)
     fixed.forward(inputs)
     assert not list(fixed.score(inputs))
+
+
+@pytest.mark.parametrize("slots", SLOTS, ids=str)
+def test_pools_as_the_torch_backend_does(model, slots):
+    """Also a prompt whose only token is its last one."""
+    wanted = run_pooled(model.plain(), steps(slots)[:2])
+    assert [len(each.values) for each in wanted] == [30 + 9 + 1 + 22 + 5, 20]
+    fixed = model.fixed(Eager)
+    assert_close(wanted, run_pooled(fixed, steps(slots)[:2]), 1e-4)
+    assert fixed.num_eager_steps == 2
+    inputs = fixed.prepare(steps(slots)[0])
+    fixed.forward(inputs)
+    assert not list(fixed.pool(inputs))
 
 
 def sizes_of(backend: CudaBackend) -> tuple[int, int, int]:

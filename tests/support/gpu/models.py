@@ -421,6 +421,24 @@ def run_scored(backend: CudaBackend | TorchBackend, batches: list[core.Batch]) -
     return found
 
 
+@torch.inference_mode()
+def run_pooled(backend: CudaBackend | TorchBackend, batches: list[core.Batch]) -> list[Logits]:
+    """Returns the final hidden states of all tokens of each batch, as if they were logits."""
+    found = []
+    for batch in batches:
+        for sequence, *_ in batch.rows:
+            sequence.end_pooled = sequence.num_prompt
+        rows = tuple(row._replace(samples=False) for row in batch.rows)
+        inputs = backend.prepare(core.Batch(rows))
+        backend.forward(inputs)
+        assert not list(backend.score(inputs))
+        slices = [made.states.clone() for made in backend.pool(inputs)]
+        settle(batch)
+        assert all(len(made) <= MAX_ROWS for made in slices)
+        found.append(Logits(torch.cat(slices)))
+    return found
+
+
 def assert_close(
     wanted: list[Logits], got: list[Logits], tolerance: float, *, is_bfloat16: bool = False
 ) -> None:
