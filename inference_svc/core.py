@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from inference_svc.grammars.budget import Thinking, ThoughtBudget
 from inference_svc.grammars.grammar import Grammar
-from inference_svc.results.base import NOTHING, PlacedPart, ResultPart, Scope, Wanted
+from inference_svc.results.base import NOTHING, Kind, PlacedPart, ResultPart, Scope, Wanted
 from inference_svc.results.logprobs import LogprobsMode
-from inference_svc.results.pooling import PoolingOption
 from servicekit.auth import principal
 from servicekit.auth.principal import Roles
 
@@ -104,18 +103,6 @@ class VersionPolicy(enum.Enum):
     FOLLOW_RECOMPUTE = "follow_recompute"
 
 
-class Kind(enum.Enum):
-    """The kind of a request: to generate tokens, or to pool its prompt to a vector."""
-
-    GENERATE = "generate"
-    EMBED = "embed"
-
-
-def kind_of(wanted: Wanted) -> Kind:
-    """Returns the kind of a request that asks for these results."""
-    return Kind.EMBED if wanted.has_scope(Scope.POOLED) else Kind.GENERATE
-
-
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
@@ -203,7 +190,7 @@ class Request:
 
     @property
     def kind(self) -> Kind:
-        return kind_of(self.wanted)
+        return self.wanted.kind
 
     @property
     def has_inactive_adapter(self) -> bool:
@@ -255,7 +242,7 @@ class Sequence:
     once its tenant was charged for it, `charged_per_token` to generate. `load_trace`: Timings.load.
     `num_returned` counts the positions whose parts of each kind were returned, also across
     preemptions, and `num_scored` the tokens of the prompt whose results need not be computed any
-    more. Of a prompt that is pooled the hidden states from `next_pooled` up to `end_pooled` are
+    more. Of a prompt that is pooled the results of tokens from `next_pooled` up to `end_pooled` are
     left to be returned; of others these are 0. `token_counts` belong to the sampler, as does
     `is_sorted`: the vocabulary had to be sorted to choose its last token. `masked` is its
     `grammars.lanes.Row` while it runs, None without a grammar, and `thinking` counts its thoughts.
@@ -309,9 +296,8 @@ class Sequence:
         self.num_prompt = len(self.token_ids)
         is_scored = self.request.wanted.has_scope(Scope.PROMPT)
         self.num_scored = 1 if is_scored else self.num_prompt
-        option = self.request.wanted.get(PoolingOption)
-        if option is not None:
-            self.next_pooled, self.end_pooled = option.positions(self.num_prompt)
+        if self.request.wanted.kind is not Kind.GENERATE:
+            self.next_pooled, self.end_pooled = self.request.wanted.pooled(self.num_prompt)
 
     def note_returned(self, part: PlacedPart) -> None:
         """Notes that a part is on its way to the caller."""

@@ -12,17 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.api.tools import ReadingOptions
-from inference_svc.core import (
-    MAX_PARTS,
-    AdapterKey,
-    Kind,
-    Request,
-    SamplingParams,
-    VersionPolicy,
-    kind_of,
-)
+from inference_svc.core import MAX_PARTS, AdapterKey, Request, SamplingParams, VersionPolicy
 from inference_svc.grammars.grammar import Grammar
-from inference_svc.results.base import NOTHING, Scope, Wanted
+from inference_svc.results.base import NOTHING, Kind, Scope, Wanted
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat, ChatMessage, Tool, Variable
 from inference_svc.text.prompt import Prompt
@@ -105,7 +97,7 @@ class GenerateCall:
 
     @property
     def kind(self) -> Kind:
-        return kind_of(self.wanted)
+        return self.wanted.kind
 
     @property
     def num_answer_tokens(self) -> int:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from inference_svc.api.request_trace import GenerationTrace, begin_generation
-from inference_svc.core import FinishReason, Kind, Principal, Request
+from inference_svc.core import FinishReason, Principal, Request
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import AdapterUnavailable
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.metrics.requests import CANCELLED, Metrics, RequestEnd
+from inference_svc.results.base import Kind
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat
 from inference_svc.text.prompt import Prompt, Text

@@ -6,12 +6,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from inference_svc.core import FinishReason, Kind, Request
+from inference_svc.core import FinishReason, Request
 from inference_svc.engine.transport.messages import Output, Timings
+from inference_svc.results.base import Kind
 from servicekit.telemetry import spans
 from servicekit.telemetry.spans import CANCELLED, Attribute, OpenSpan
 from servicekit.telemetry.tracing import DEADLINE_SLACK_S
 
+_OPERATIONS = {Kind.EMBED: "embeddings", Kind.SCORE: "score"}
 DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
 
 
@@ -21,8 +23,7 @@ def begin_generation(request: Request, model: str, *, is_chat: bool) -> Generati
     if parent is None:
         return None
     operation = "chat" if is_chat else "text_completion"
-    if request.kind is Kind.EMBED:
-        operation = "embeddings"
+    operation = _OPERATIONS.get(request.kind, operation)
     return GenerationTrace(parent, request, operation, model)
 
 

@@ -18,10 +18,11 @@ from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
 from inference_svc.api.request_record import RequestLog
 from inference_svc.api.residents import Residents
+from inference_svc.api.score_call import with_answer_tokens
 from inference_svc.api.thoughts import Thoughts
 from inference_svc.api.tools import ReadingOptions
 from inference_svc.backends.speed_notes import FormatKernels
-from inference_svc.core import NO_DEFAULTS, Action, Kind, Principal, Request, SamplingDefaults
+from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
 from inference_svc.engine.control.status_types import GRAMMARS, EngineStatus
 from inference_svc.engine.transport.messages import SetVocabulary
 from inference_svc.frontend.async_engine import AsyncEngine
@@ -29,6 +30,7 @@ from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.checks import GrammarChecks
 from inference_svc.host.cpus import Processor
 from inference_svc.host.memory import resident_bytes
+from inference_svc.results.base import Kind
 from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule
 from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
@@ -199,6 +201,7 @@ class Service:
                 check_followed(call, binding, principal.home_tenant)
                 text = await self._text_of(binding, principal)
                 reading = _reading(call, text)
+                call = with_answer_tokens(call, text)
                 made = await self._to_requests(call, binding, principal, text)
                 call.check_stops(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
@@ -471,7 +474,7 @@ def _readers(
 def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:
     """Returns the call with this server's facts. Raises InvalidArgument, naming it, for a field
     that this server cannot honour."""
-    if call.kind is Kind.GENERATE and not facts.generates:
+    if call.kind is not Kind.EMBED and not facts.generates:
         raise InvalidArgument(
             f"{facts.base_model} has no head, and does not generate: it embeds", subject="adapter"
         )

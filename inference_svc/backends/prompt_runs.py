@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from inference_svc.core import BatchRow, Sequence
+from inference_svc.results.pooling import PoolingOption
 
 
 class ScoredRun(NamedTuple):
@@ -51,12 +52,16 @@ def scored_slices(runs: Iterable[ScoredRun], max_tokens: int) -> Iterator[list[S
         yield part
 
 
+def _pools_hidden(sequence: Sequence) -> bool:
+    return sequence.request.wanted.get(PoolingOption) is not None
+
+
 def pooled_runs(rows: Iterable[BatchRow]) -> list[ScoredRun]:
     """Returns the tokens whose final hidden states a step returns, in batch order: of each prompt
     that is pooled, those that the step computes and that were not returned yet."""
     runs, index = [], 0
     for sequence, start, num_tokens, samples in rows:
-        if not samples and sequence.end_pooled:
+        if not samples and sequence.end_pooled and _pools_hidden(sequence):
             first = max(start, sequence.next_pooled)
             count = min(start + num_tokens, sequence.end_pooled) - first
             if count > 0:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from inference_svc.core import FinishReason, Kind
+from inference_svc.core import FinishReason
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import DeviceFault, QueueFull
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import Snapshot, engine_metrics, snapshot_gateway_metrics
 from inference_svc.metrics.fault_report import count_faults
 from inference_svc.metrics.top_adapters import AdapterCounts, TopAdapters
+from inference_svc.results.base import Kind
 from servicekit.telemetry.exposition import exposition
 from servicekit.telemetry.histogram import WAIT_BOUNDS_S, Histogram
 from servicekit.telemetry.metrics import MetricRegistry, ScrapeCollector
@@ -26,15 +27,15 @@ from servicekit.telemetry.metrics import MetricRegistry, ScrapeCollector
 MAX_ADAPTERS = 50
 """Default number of adapters with series of their own."""
 
-GENERATE, EMBED = "Generate", "Embed"
+GENERATE = "Generate"
 COMPLETION_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-EMBED_ROUTES = ("/v1/embeddings",)
 GENERATE_CODES = ("OK", "INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")
 COMPLETION_STATUSES = ("200", "500", "503")
 """Alerts use the rates of these. A series that begins with its first error has no increase that a
 rate could show: these begin at 0 with the process."""
 
 CANCELLED = "cancelled"
+POOLED = (Kind.EMBED, Kind.SCORE)
 OUTCOMES = (*(reason.value for reason in FinishReason), CANCELLED, "error")
 
 
@@ -99,16 +100,16 @@ class Metrics:
     def _start_at_zero(self) -> None:
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
-            self._pooled_requests.labels(Kind.EMBED.value, outcome)
+            for kind in POOLED:
+                self._pooled_requests.labels(kind.value, outcome)
         for arguments in ("valid", "invalid"):
             self._tool_calls.labels(arguments)
         for code in GENERATE_CODES:
-            for method in (GENERATE, EMBED):
-                self._rpcs.labels(method, code)
-        for route in (*COMPLETION_ROUTES, *EMBED_ROUTES):
+            self._rpcs.labels(GENERATE, code)
+        for route in COMPLETION_ROUTES:
             for status in COMPLETION_STATUSES:
                 self._http_requests.labels(route, status)
-        for method in (GENERATE, EMBED, *COMPLETION_ROUTES, *EMBED_ROUTES):
+        for method in (GENERATE, *COMPLETION_ROUTES):
             self._rejections.labels(method, QueueFull.reason)
 
     def describe_server(

@@ -5,5 +5,6 @@ logprobs        log probabilities of generated tokens, and of the most likely on
 scores          log probabilities of a prompt's tokens
 routed_experts  the experts that tokens have chosen
 embedding_rule  how a model embeds
+chosen_logits   logits of a few tokens behind a prompt, by which a model judges it
 pooling         embeddings: hidden states of a prompt, pooled to one vector
 """

@@ -27,6 +27,15 @@ class Scope(enum.Enum):
     """A prompt that has no answer but this result: nothing is generated."""
 
 
+class Kind(enum.Enum):
+    """The kind of a request: to generate tokens; or to pool its prompt, to a vector or to a
+    score."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    SCORE = "score"
+
+
 class ResultPart(Protocol):
     """A result of one token, or of neighbouring tokens. Parts are plain data that pickles."""
 
@@ -95,6 +104,8 @@ class Option:
     overrides whatever differs."""
 
     scope: ClassVar[Scope]
+    kind: ClassVar[Kind] = Kind.GENERATE
+    """The kind of requests with this option. Of another kind than GENERATE it is the only one."""
     cache_seed: ClassVar[str] = ""
     """Before the seed of the request's page keys, if it must not share the pages of requests
     without this option. No tenant, with which seeds begin, has a "\\0"."""
@@ -117,6 +128,10 @@ class Option:
         """Returns the memory of the parts that come at once for a prompt of so many tokens."""
         return 0
 
+    def positions(self, num_prompt: int) -> tuple[int, int]:
+        """Returns the range of a prompt's tokens that are pooled, of scope POOLED."""
+        raise NotImplementedError
+
 
 OptionT = TypeVar("OptionT", bound=Option)
 
@@ -132,12 +147,15 @@ class Wanted:
     token_work: Work = field(init=False, compare=False, repr=False)
     cut_token_work: Work = field(init=False, compare=False, repr=False)
     depends_on_cut: bool = field(init=False, compare=False, repr=False)
+    kind: Kind = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_work", self._work(Scope.PROMPT, is_cut=False))
         object.__setattr__(self, "token_work", self._work(Scope.TOKEN, is_cut=False))
         object.__setattr__(self, "cut_token_work", self._work(Scope.TOKEN, is_cut=True))
         object.__setattr__(self, "depends_on_cut", self.cut_token_work != self.token_work)
+        kinds = [option.kind for option in self.options if option.scope is Scope.POOLED]
+        object.__setattr__(self, "kind", kinds[0] if kinds else Kind.GENERATE)
 
     def __iter__(self) -> Iterator[Option]:
         return iter(self.options)
@@ -151,6 +169,11 @@ class Wanted:
 
     def has_scope(self, scope: Scope) -> bool:
         return any(option.scope is scope for option in self.options)
+
+    def pooled(self, num_prompt: int) -> tuple[int, int]:
+        """Returns the range of a prompt's tokens that are pooled, by a request that pools."""
+        [option] = self.options
+        return option.positions(num_prompt)
 
     def without(self, scope: Scope) -> Wanted:
         """Returns the options of other scopes."""

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_svc.results.base import Option, Scope, Server
+from inference_svc.results.base import Kind, Option, Scope, Server
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from servicekit.errors import InvalidArgument
 
@@ -33,6 +33,7 @@ class PoolingOption(Option):
     is the length of the model's vectors."""
 
     scope: ClassVar[Scope] = Scope.POOLED
+    kind: ClassVar[Kind] = Kind.EMBED
 
     pooling: Pooling | None = None
     is_normalised: bool | None = None
@@ -58,7 +59,6 @@ class PoolingOption(Option):
         )
 
     def positions(self, num_prompt: int) -> tuple[int, int]:
-        """Returns the range of the prompt's pooled tokens."""
         assert self.pooling is not None, "the option is the server's"
         return self.pooling.positions(num_prompt)
 

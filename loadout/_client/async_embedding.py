@@ -1,18 +1,23 @@
-"""Calls of the inference service that pool inputs to vectors."""
+"""Calls of the inference service that pool inputs to vectors and scores."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
 
 from loadout import types
 from loadout._rpc import calls
 from loadout._rpc.async_caller import AsyncCaller
 from loadout._rpc.async_stream import AsyncStream
-from loadout._rpc.calls import Adapters
+from loadout._rpc.calls import Adapters, StreamCall
 from loadout._rpc.convert.embedding import Inputs
 from loadout.errors import StreamLost
 
+R = TypeVar("R", types.Embedding, types.Score)
+
 
 class AsyncEmbeddingCalls(AsyncCaller):
-    """The client's methods that embed."""
+    """The client's methods that embed and score."""
 
     async def embed(
         self,
@@ -57,10 +62,10 @@ class AsyncEmbeddingCalls(AsyncCaller):
         """
         call = calls.embed(
             inputs,
-            adapter,
+            pooling,
+            adapter=adapter,
             adapters=adapters,
             dimensions=dimensions,
-            pooling=pooling,
             normalize=normalize,
             prompt_name=prompt_name,
             min_revision=min_revision,
@@ -68,10 +73,55 @@ class AsyncEmbeddingCalls(AsyncCaller):
             priority=priority,
             cache_salt=cache_salt,
         )
-        found: dict[int, types.Embedding] = {}
+        return await self._in_order(call, timeout_s)
+
+    async def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str = "",
+        adapter: str | None = "",
+        adapters: Adapters = (),
+        min_revision: int = 0,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> tuple[types.Score, ...]:
+        """Scores documents for a query: how probable it is that the model answers "yes", and not
+        "no". Other arguments are those of `embed`.
+
+        Args:
+            query: The query.
+            documents: Up to 2,048 texts.
+            instruction: What makes a document relevant. "": it answers a web search query.
+
+        Returns:
+            The scores, in the order of the documents.
+
+        Raises:
+            InvalidArgument: The model has no chat template, or a document does not fit.
+            StreamLost: The call ended without all scores.
+        """
+        call = calls.scores(
+            documents,
+            query=query,
+            instruction=instruction,
+            adapter=adapter,
+            adapters=adapters,
+            min_revision=min_revision,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return await self._in_order(call, timeout_s)
+
+    async def _in_order(self, call: StreamCall[R], timeout_s: float | None) -> tuple[R, ...]:
+        found: dict[int, R] = {}
         stream = AsyncStream(self._channels.route(call), call, self._attempts(timeout_s))
         async for each in stream:
             found[each.index] = each
         if len(found) != call.num_items:
-            raise StreamLost("the call ended without all vectors")
+            raise StreamLost("the call ended without all results")
         return tuple(found[index] for index in sorted(found))

@@ -1,19 +1,24 @@
 # Generated from loadout/_client/async_embedding.py by `make client`: change that file.
-"""Calls of the inference service that pool inputs to vectors."""
+"""Calls of the inference service that pool inputs to vectors and scores."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
 
 from loadout import types
 from loadout._rpc import calls
 from loadout._rpc.caller import Caller
-from loadout._rpc.calls import Adapters
+from loadout._rpc.calls import Adapters, StreamCall
 from loadout._rpc.convert.embedding import Inputs
 from loadout._rpc.stream import Stream
 from loadout.errors import StreamLost
 
+R = TypeVar("R", types.Embedding, types.Score)
+
 
 class EmbeddingCalls(Caller):
-    """The client's methods that embed."""
+    """The client's methods that embed and score."""
 
     def embed(
         self,
@@ -58,10 +63,10 @@ class EmbeddingCalls(Caller):
         """
         call = calls.embed(
             inputs,
-            adapter,
+            pooling,
+            adapter=adapter,
             adapters=adapters,
             dimensions=dimensions,
-            pooling=pooling,
             normalize=normalize,
             prompt_name=prompt_name,
             min_revision=min_revision,
@@ -69,10 +74,55 @@ class EmbeddingCalls(Caller):
             priority=priority,
             cache_salt=cache_salt,
         )
-        found: dict[int, types.Embedding] = {}
+        return self._in_order(call, timeout_s)
+
+    def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str = "",
+        adapter: str | None = "",
+        adapters: Adapters = (),
+        min_revision: int = 0,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> tuple[types.Score, ...]:
+        """Scores documents for a query: how probable it is that the model answers "yes", and not
+        "no". Other arguments are those of `embed`.
+
+        Args:
+            query: The query.
+            documents: Up to 2,048 texts.
+            instruction: What makes a document relevant. "": it answers a web search query.
+
+        Returns:
+            The scores, in the order of the documents.
+
+        Raises:
+            InvalidArgument: The model has no chat template, or a document does not fit.
+            StreamLost: The call ended without all scores.
+        """
+        call = calls.scores(
+            documents,
+            query=query,
+            instruction=instruction,
+            adapter=adapter,
+            adapters=adapters,
+            min_revision=min_revision,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return self._in_order(call, timeout_s)
+
+    def _in_order(self, call: StreamCall[R], timeout_s: float | None) -> tuple[R, ...]:
+        found: dict[int, R] = {}
         stream = Stream(self._channels.route(call), call, self._attempts(timeout_s))
         for each in stream:
             found[each.index] = each
         if len(found) != call.num_items:
-            raise StreamLost("the call ended without all vectors")
+            raise StreamLost("the call ended without all results")
         return tuple(found[index] for index in sorted(found))

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from loadout import types
 from loadout._rpc.convert import from_inference, from_store
-from loadout._rpc.convert.embedding import POOLINGS, Inputs, embedding, to_inputs
+from loadout._rpc.convert.embedding import POOLINGS, Inputs, embedding, score, to_inputs
 from loadout._rpc.convert.messages import build, invalid, named
 from loadout._rpc.convert.to_chat import CHAT_NAMES, Prompt, to_prompt
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
@@ -291,28 +291,31 @@ def generate(
     )
 
 
-def embed(
-    inputs: Inputs, adapter: str | None, adapters: Adapters, pooling: Any, **fields: Any
-) -> StreamCall[types.Embedding]:
-    parts = [part if isinstance(part, tuple) else (part, 1.0) for part in adapters]
+def embed(inputs: Inputs, pooling: Any, **fields: Any) -> StreamCall[types.Embedding]:
     given = to_inputs(inputs)
-    request = build(
-        inference_pb.EmbedRequest,
-        inputs=given,
-        adapter=adapter or "",
-        adapters=[build(inference_pb.AdapterPart, ref=ref, scale=scale) for ref, scale in parts],
-        pooling=0 if pooling is None else named(POOLINGS, pooling, "pooling"),
-        **fields,
-    )
-    return StreamCall(
-        Service.INFERENCE,
-        "Embed",
-        request,
-        embedding,
-        _only_unanswered(request),
-        adapter=adapter or next((ref for ref, _ in parts), ""),
-        num_items=len(given),
-    )
+    chosen = 0 if pooling is None else named(POOLINGS, pooling, "pooling")
+    request = _pool(inference_pb.EmbedRequest, inputs=given, pooling=chosen, **fields)
+    return _pooled("Embed", request, embedding, len(given))
+
+
+def scores(documents: Sequence[str], **fields: Any) -> StreamCall[types.Score]:
+    if isinstance(documents, str):  # a sequence of texts, too: its letters
+        raise invalid("documents", "must be a list of texts, not one text")
+    request = _pool(inference_pb.ScoreRequest, documents=documents, **fields)
+    return _pooled("Score", request, score, len(documents))
+
+
+def _pool(kind: type[Message], adapter: str | None, adapters: Adapters, **fields: Any) -> Any:
+    parts = [part if isinstance(part, tuple) else (part, 1.0) for part in adapters]
+    summed = [build(inference_pb.AdapterPart, ref=ref, scale=scale) for ref, scale in parts]
+    return build(kind, adapter=adapter or "", adapters=summed, **fields)
+
+
+def _pooled(rpc: str, request: Any, convert: Callable[[Any], T], num_items: int) -> StreamCall[T]:
+    resume = _only_unanswered(request)
+    # A sum goes where its first adapter does.
+    adapter = request.adapter or next((part.ref for part in request.adapters), "")
+    return StreamCall(Service.INFERENCE, rpc, request, convert, resume, adapter, num_items)
 
 
 def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:

@@ -3,7 +3,7 @@
 Sizes are bytes, durations seconds, times are aware UTC datetimes.
 
 generation  requests to generate, and their answers
-embedding   vectors of inputs
+embedding   vectors of inputs, scores of documents
 replicas    the inference service's replicas: resident adapters, debug bundles, traces
 store       adapters and their versions, layouts, events, tiers
 """
@@ -26,6 +26,7 @@ from loadout._rpc.server_info import ServerLimits as ServerLimits
 from loadout._rpc.server_info import WeightFormat as WeightFormat
 from loadout.types.embedding import Embedding as Embedding
 from loadout.types.embedding import Pooling as Pooling
+from loadout.types.embedding import Score as Score
 from loadout.types.generation import AdapterIdentity as AdapterIdentity
 from loadout.types.generation import AnsweredCall as AnsweredCall
 from loadout.types.generation import ChatMessage as ChatMessage

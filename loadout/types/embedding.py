@@ -1,4 +1,4 @@
-"""Types of the vectors of inputs."""
+"""Types of the vectors of inputs, and of the scores of documents."""
 
 from __future__ import annotations
 
@@ -27,3 +27,20 @@ class Embedding:
     """Tokens of this input."""
     timings: Timings | None
     """Times of this input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The score of a document; `adapter` and `adapters` are as in Embedding."""
+
+    request_id: str
+    index: int
+    """Which document this is, from 0."""
+    score: float
+    """How relevant it is, from 0 to 1."""
+    adapter: AdapterIdentity | None
+    adapters: tuple[AdapterIdentity, ...]
+    usage: Usage | None
+    """Tokens of its prompt."""
+    timings: Timings | None
+    """Times of this document."""

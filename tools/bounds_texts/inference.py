@@ -8,7 +8,7 @@ from tools.bounds_texts.line import ACCOUNT, ANSWER, CALLER, NOTHING, QUEUED, SE
 
 INFERENCE_FIELDS: Sequence[Line] = (
     line(
-        "{Generate,Embed,Tokenize,Detokenize}.adapter "
+        "{Generate,Embed,Score,Tokenize,Detokenize}.adapter "
         "{LoadAdapter,UnloadAdapter,PinAdapter,UnpinAdapter,InspectAdapter}.ref",
         "a name with a version, or a digest; the arena has the adapter that it loads or pins",
         "until the answer; a pin until an operator removes it",
@@ -17,7 +17,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_malformed_references_name_the_field test_pins_are_a_place_with_shares",
     ),
     line(
-        "{Generate,Embed}.adapters {Generate,Embed}.adapters.{ref,scale}",
+        "{Generate,Embed,Score}.adapters {Generate,Embed,Score}.adapters.{ref,scale}",
         "the adapters of a sum: a row of the table, and each of them in the arena",
         QUEUED,
         ACCOUNT,
@@ -42,15 +42,26 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_bad_input_is_refused_by_name_over_grpc test_one_call_does_not_fill_the_queue",
     ),
     line(
+        "Score.{query,documents,instruction}",
+        "documents to score, each in a prompt with the query, and its tokens",
+        "the texts until they are tokenised; the tokens until the last score is sent",
+        ACCOUNT,
+        "4 MiB a message, `--request-memory`, share; 2,048 documents, 300,000 tokens in all, each "
+        "prompt within `--max-model-len`; an instruction of 4,096 characters; 64 documents of a "
+        "call run or wait in the queue at once",
+        "test_bad_input_is_refused_by_name test_one_call_does_not_fill_the_queue",
+    ),
+    line(
         "Embed.{pooling,normalize,dimensions}",
         NOTHING,
         QUEUED,
         ACCOUNT,
         "lengths that the model's vectors have",
-        "test_bad_input_is_refused_by_name_over_grpc test_dimensions_that_a_model_lacks_are_refused",
+        "test_bad_input_is_refused_by_name_over_grpc "
+        "test_dimensions_that_a_model_lacks_are_refused",
     ),
     line(
-        "Embed.{request_id,cache_salt,prompt_name}",
+        "Embed.{request_id,cache_salt,prompt_name} Score.{request_id,cache_salt}",
         "a text, in the log and in the keys of pages; the name of a prompt of the model",
         QUEUED,
         ACCOUNT,
@@ -159,7 +170,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_versions_that_come_faster_than_they_load_are_followed",
     ),
     line(
-        "{Generate,Embed}.{min_revision,priority} LoadAdapter.min_revision",
+        "{Generate,Embed,Score}.{min_revision,priority} LoadAdapter.min_revision",
         "only a number; a priority orders the requests of its own tenant",
         "until the revision is there, or the call's deadline",
         ACCOUNT,
@@ -297,6 +308,16 @@ HTTP_FIELDS: Sequence[Line] = (
         "2,048 inputs, 300,000 tokens in all; lengths that the model's vectors have; 64 characters "
         "of a name; `--answer-memory`, share",
         "test_bad_input_is_refused_by_name_over_http",
+    ),
+    line(
+        "text_1 text_2 query documents instruction top_n return_documents",
+        "queries and documents, each pair in a prompt, and its tokens; the documents' texts for "
+        "the answer",
+        "the body until its prompts are tokenised; the texts until the answer is read",
+        CALLER,
+        "4 MiB a body, whose parts are counted before it is parsed; 2,048 documents, 300,000 "
+        "tokens in all; 4,096 characters of an instruction; `--answer-memory`, share",
+        "test_bad_input_is_refused_by_name",
     ),
     line(
         "version_policy min_revision priority",

@@ -116,6 +116,7 @@ SERVICES = (
         {
             "Generate": _INFERENCE.GENERATE,
             "Embed": _INFERENCE.GENERATE,
+            "Score": _INFERENCE.GENERATE,
             "Tokenize": _INFERENCE.GENERATE,
             "Detokenize": _INFERENCE.GENERATE,
             "ListResidentAdapters": _INFERENCE.OPERATE,
@@ -148,6 +149,7 @@ SERVICES = (
             calls.server_info(),
             Generate="yes, before its first response",
             Embed="yes, before its first response",
+            Score="yes, before its first response",
             GetDebugInfo="yes",
             ProfileSteps="yes",
         ),

@@ -17,6 +17,7 @@ from inference_svc.api.http.chat.endpoint import ChatBody
 from inference_svc.api.http.completions import CompletionBody
 from inference_svc.api.http.messages.body import CountBody, MessagesBody
 from inference_svc.api.http.pooling.embeddings import EmbeddingsBody
+from inference_svc.api.http.pooling.scores import RerankBody, ScoreBody
 from inference_svc.api.http.responses.body import ResponsesBody
 from inference_svc.api.http.tokenizer import DetokenizeBody, TokenizeBody
 from inference_svc.api.http.tokens import TokensBody
@@ -33,6 +34,8 @@ BODIES: Sequence[type[BaseModel]] = (
     ChatBody,
     CompletionBody,
     EmbeddingsBody,
+    ScoreBody,
+    RerankBody,
     TokensBody,
     ResponsesBody,
     MessagesBody,

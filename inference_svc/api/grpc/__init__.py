@@ -4,6 +4,6 @@ servicer  convert, call the service, convert
 bounds    limits of each RPC's request
 prompts   prompts of every form to our types
 convert   protobuf messages to our types and back
-embed     Embed: inputs to a call, vectors to responses
+pooling   Embed and Score: messages to calls, vectors and scores to responses
 results   the results that come beside tokens: options of a request, parts of an answer
 """

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from inference_svc.api.embed_call import MAX_INPUT_TOKENS, MAX_INPUTS
 from inference_svc.api.generate_call import (
     MAX_MESSAGES,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     MAX_VARIABLES,
 )
+from inference_svc.api.pool_call import MAX_INPUT_TOKENS, MAX_INPUTS
 from inference_svc.api.service import TRACE_CHUNK_BYTES
 from inference_svc.api.tools import MAX_TOOLS
 from inference_svc.core import MAX_PARTS
@@ -46,6 +46,12 @@ EMBED = RequestBounds(
     answer_bytes=VECTOR_BYTES,
 )
 
+SCORE = RequestBounds(
+    pb.ScoreRequest,
+    MAX_GENERATE_BYTES,
+    max_items={"documents": 2 * MAX_INPUTS, "adapters": 2 * MAX_PARTS},
+)
+
 
 def request_bounds(max_model_len: int) -> RequestTable:
     """`max_model_len` bounds the tokens of a prompt: a prompt that is a little too long is refused
@@ -71,6 +77,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
     return {
         "Generate": generate,
         "Embed": EMBED,
+        "Score": SCORE,
         "Tokenize": RequestBounds(
             pb.TokenizeRequest, MAX_GENERATE_BYTES, max_items=chat, answer_bytes=TOKENS_BYTES
         ),

@@ -14,10 +14,17 @@ from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall, deadline
 from inference_svc.api.generate_stream import INLINE_TOKENS
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import request_bounds
-from inference_svc.api.grpc.embed import IncomingEmbed, to_embed_response
+from inference_svc.api.grpc.pooling import (
+    IncomingPoolCall,
+    from_embed_request,
+    from_score_request,
+    to_embed_response,
+    to_score_response,
+)
 from inference_svc.api.grpc.prompts import check, from_tokenize_request
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.request_record import MAX_NAME_CHARS
+from inference_svc.api.score_call import scores
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import MAX_PARTS, Action, Principal, sum_label
 from inference_svc.debug import DebugInfo
@@ -49,7 +56,7 @@ def call_rules(load: Callable[[], str], max_model_len: int) -> CallRules:
         domain="inference.loadout",
         requests=request_bounds(max_model_len),
         polled=frozenset({"GetServerInfo", "ListResidentAdapters"}),
-        logged_elsewhere=frozenset({"Generate", "Embed"}),
+        logged_elsewhere=frozenset({"Generate", "Embed", "Score"}),
         private=PROMPT_SUBJECTS,
         refuse_when_draining=False,  # the engine refuses requests, with when to try again
         trailers=trailers,
@@ -80,13 +87,24 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                     await context.write(response)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> None:  # noqa: N802
-        incoming = IncomingEmbed(request, context, self._service.facts)
+        facts = self._service.facts
+        incoming = IncomingPoolCall(request, context, facts, from_embed_request)
         del request  # the call lets go of it once it is converted
         stream = await self._service.generate(_caller(context), incoming)
         context.release_request()  # its inputs are tokens now
         async with aclosing(embeddings(stream)) as found:
             async for each in found:
                 await context.write(to_embed_response(stream, each))
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> None:  # noqa: N802
+        facts = self._service.facts
+        incoming = IncomingPoolCall(request, context, facts, from_score_request)
+        del request  # the call lets go of it once it is converted
+        stream = await self._service.generate(_caller(context), incoming)
+        context.release_request()  # its documents are tokens now
+        async with aclosing(scores(stream)) as found:
+            async for each in found:
+                await context.write(to_score_response(stream, each))
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: Context

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +21,9 @@ from inference_svc.api.http.generate import GenerateRoute
 from inference_svc.api.http.life_cycle import LifeCycleRoutes
 from inference_svc.api.http.messages.route import MessagesRoute
 from inference_svc.api.http.models import Models
-from inference_svc.api.http.pooling.embeddings import EmbeddingsRoute
+from inference_svc.api.http.pooling.embeddings import Embeddings
+from inference_svc.api.http.pooling.route import Endpoint, PoolRoute
+from inference_svc.api.http.pooling.scores import Rerank, Scores
 from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.http.responses.route import ResponsesRoute
 from inference_svc.api.http.serving.middleware import RequestMiddleware
@@ -35,6 +38,12 @@ from servicekit.shares import Shares
 from servicekit.telemetry.recent_errors import CallEnd
 from servicekit.telemetry.tracing import Tracing
 
+POOLING: Mapping[str, Endpoint[Any]] = {
+    "/v1/embeddings": Embeddings(),
+    **dict.fromkeys(("/v1/score", "/score"), Scores()),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), Rerank()),
+}
+"""The routes that pool, with their names in vLLM."""
 CURRENT_SECONDS = 0.05
 """How long metrics are current: as often as gateways scrape them."""
 
@@ -91,6 +100,11 @@ class SharedExposition:
         return await asyncio.shield(rendering)
 
 
+def _pool_routes(service: Service, answers: Shares) -> Iterator[Route]:
+    for path, endpoint in POOLING.items():
+        yield Route(path, PoolRoute(service, endpoint, answers).handle, methods=["POST"])
+
+
 def make_app(
     service: Service,
     metrics: Metrics,
@@ -118,7 +132,7 @@ def make_app(
         Route("/v1/responses", responses.handle, methods=["POST"]),
         Route("/v1/messages", messages.handle, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
-        Route("/v1/embeddings", EmbeddingsRoute(service, answers).handle, methods=["POST"]),
+        *_pool_routes(service, answers),
         Route("/inference/v1/generate", tokens.handle, methods=["POST"]),
         Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
         Route("/detokenize", tokenizer.detokenize, methods=["POST"]),

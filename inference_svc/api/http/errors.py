@@ -110,6 +110,8 @@ API_PATHS = (
     "/v1/responses",
     "/v1/messages",
     "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
     "/v1/models",
     "/tokenize",
     "/detokenize",

@@ -25,7 +25,7 @@ from inference_svc.engine.compute.losses import Loss
 from inference_svc.engine.compute.profiler import Marks
 from inference_svc.engine.compute.routed_pages import RoutedPages
 from inference_svc.engine.compute.sampler import Sampler
-from inference_svc.engine.compute.scorer import pool, score
+from inference_svc.engine.compute.scorer import choose, pool, score
 from inference_svc.engine.policy.memory_backoff import Rows, StepLimit
 from inference_svc.errors import CannotWake, EngineFailed
 from inference_svc.grammars.masks import Masks
@@ -210,8 +210,11 @@ class Runner:
             choosing = [
                 row.sequence if row.samples and row.sequence not in late else None for row in rows
             ]
-            tokens = self.sampler.sample(logits, choosing, argmax)
             parts: dict[Sequence, list[PlacedPart]] = {}
+            if None in choosing:  # before the sampler changes logits
+                for sequence, chosen in choose(rows, logits):
+                    parts[sequence] = [chosen]
+            tokens = self.sampler.sample(logits, choosing, argmax)
             lost: dict[Sequence, Loss] = {}
             if experts is not None:
                 self._keep_experts(rows, experts)

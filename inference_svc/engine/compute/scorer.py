@@ -1,5 +1,5 @@
 """Turns the outputs of a prompt's tokens into results: logits into log probabilities, of the
-model's own distribution, and hidden states into sums."""
+model's own distribution, or into those of a few tokens; and hidden states into sums."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from inference_svc.backends.base import Hidden, Scored
 from inference_svc.backends.prompt_runs import ScoredRun
-from inference_svc.core import Sequence
+from inference_svc.core import BatchRow, Sequence
 from inference_svc.engine.compute.sampler import known_tokens
 from inference_svc.host.copies import to_device
+from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
 from inference_svc.results.pooling import HiddenSum
 from inference_svc.results.scores import Scores, ScoresOption
 
@@ -110,3 +111,25 @@ def pool(slices: Iterable[Hidden]) -> Iterator[SequenceSum]:
             first = run.position - 1
             part = HiddenSum(first, run.num_tokens, total.tobytes())
             yield SequenceSum(run.sequence, part, is_sound)
+
+
+def choose(rows: Iterable[BatchRow], logits: Tensor) -> Iterator[tuple[Sequence, ChosenLogits]]:
+    """Yields the logits of chosen tokens behind each prompt that asks for them and ends in this
+    step. `logits` [rows, vocabulary] are of each row's last token."""
+    asked: list[tuple[int, Sequence, ChosenLogitsOption]] = []
+    for place, (sequence, start, num_tokens, samples) in enumerate(rows):
+        if samples or start + num_tokens < sequence.num_prompt:
+            continue
+        option = sequence.request.wanted.get(ChosenLogitsOption)
+        if option is not None:
+            asked.append((place, sequence, option))
+    if not asked:
+        return
+    most = max(len(option.token_ids) for *_, option in asked)
+    # Rows of fewer tokens ask for their last one again.
+    ids = [[*option.token_ids, *option.token_ids[-1:] * most][:most] for *_, option in asked]
+    places = to_device([place for place, *_ in asked], logits.device)
+    found = logits.index_select(0, places).gather(1, to_device(ids, logits.device)).float()
+    for values, (_, sequence, option) in zip(found.cpu().numpy(), asked, strict=True):
+        chosen = values[: len(option.token_ids)]
+        yield sequence, ChosenLogits(sequence.num_prompt, chosen.tobytes())

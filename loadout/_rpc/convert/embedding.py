@@ -1,9 +1,9 @@
-"""Inputs to embed as messages, and vectors as the client's types."""
+"""Inputs to embed as messages, and vectors and scores as the client's types."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from loadout import types
 from loadout._rpc.convert.from_inference import identity, timings, usage
@@ -37,12 +37,19 @@ def _to_input(given: object, field: str) -> inference_pb.EmbedInput:
 
 
 def embedding(message: inference_pb.EmbedResponse) -> types.Embedding:
-    return types.Embedding(
-        request_id=message.request_id,
-        index=message.index,
-        vector=memoryview(message.embedding).cast("f"),
-        adapter=identity(message.adapter) if message.HasField("adapter") else None,
-        adapters=tuple(map(identity, message.adapters)),
-        usage=usage(message.usage) if message.HasField("usage") else None,
-        timings=timings(message.timings) if message.HasField("timings") else None,
-    )
+    return types.Embedding(vector=memoryview(message.embedding).cast("f"), **_common(message))
+
+
+def score(message: inference_pb.ScoreResponse) -> types.Score:
+    return types.Score(score=message.score, **_common(message))
+
+
+def _common(message: inference_pb.EmbedResponse | inference_pb.ScoreResponse) -> dict[str, Any]:
+    return {
+        "request_id": message.request_id,
+        "index": message.index,
+        "adapter": identity(message.adapter) if message.HasField("adapter") else None,
+        "adapters": tuple(map(identity, message.adapters)),
+        "usage": usage(message.usage) if message.HasField("usage") else None,
+        "timings": timings(message.timings) if message.HasField("timings") else None,
+    }

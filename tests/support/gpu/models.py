@@ -36,6 +36,8 @@ from inference_svc.model.layers import TorchProjections
 from inference_svc.model.operations import Scalar, Table, WeightSpec
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import Transformer
+from inference_svc.results.base import Wanted
+from inference_svc.results.pooling import PoolingOption
 from kernels.elementwise import NormWeight
 from kernels.lora import OutputVectors, ReplacedWeight, TableEntry, TableRow
 from kernels.lora.rows import ABSENT, GRANULE_BYTES
@@ -427,6 +429,7 @@ def run_pooled(backend: CudaBackend | TorchBackend, batches: list[core.Batch]) -
     found = []
     for batch in batches:
         for sequence, *_ in batch.rows:
+            sequence.request = replace(sequence.request, wanted=Wanted((PoolingOption(),)))
             sequence.end_pooled = sequence.num_prompt
         rows = tuple(row._replace(samples=False) for row in batch.rows)
         inputs = backend.prepare(core.Batch(rows))

@@ -1,14 +1,15 @@
-"""Embed over gRPC: its message to a call, and vectors to responses."""
+"""Embed and Score over gRPC: their messages to calls, vectors and scores to responses."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import Any, Generic, TypeVar
 
 from inference_svc.api.embed_call import (
     MAX_DIMENSIONS,
-    MAX_INPUTS,
     MAX_PROMPT_NAME_CHARS,
     EmbedCall,
     Embedded,
@@ -22,7 +23,9 @@ from inference_svc.api.generate_call import (
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.prompts import check
+from inference_svc.api.pool_call import MAX_INPUTS
 from inference_svc.api.request_record import MAX_NAME_CHARS
+from inference_svc.api.score_call import Score, ScoreCall
 from inference_svc.api.service import ServerFacts
 from inference_svc.core import MAX_PARTS, Principal, sum_label
 from inference_svc.results.embedding_rule import Pooling
@@ -40,23 +43,20 @@ _POOLINGS = {
     pb.POOLING_FIRST: Pooling.FIRST,
 }
 
+M = TypeVar("M", pb.EmbedRequest, pb.ScoreRequest)
+
 
 def from_embed_request(
     request: pb.EmbedRequest, facts: ServerFacts, deadline_s: float | None = None
 ) -> GenerateCall:
     """Converts a message within its bounds; `deadline_s` is the caller's, in monotonic time. Raises
     InvalidArgument, naming the field."""
-    check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
-    check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
     has_name = len(request.prompt_name) <= MAX_PROMPT_NAME_CHARS
     check(has_name, "prompt_name", f"at most {MAX_PROMPT_NAME_CHARS} long")
-    check(not (request.adapters and request.adapter), "adapters", "empty where adapter is set")
     check(request.dimensions <= MAX_DIMENSIONS, "dimensions", f"at most {MAX_DIMENSIONS}")
     check(request.pooling in _POOLINGS, "pooling", f"LAST, MEAN or FIRST, not {request.pooling}")
-    parts = [(p.ref, p.scale if p.HasField("scale") else 1.0) for p in request.adapters]
     call = EmbedCall(
-        request_id=request.request_id or uuid.uuid4().hex,
-        adapter=request.adapter,
+        **_common(request, deadline_s),
         # One more than may be shows that there are too many.
         inputs=tuple(map(_from_input, request.inputs[: MAX_INPUTS + 1], range(MAX_INPUTS + 1))),
         option=PoolingOption(
@@ -65,13 +65,39 @@ def from_embed_request(
             request.dimensions,
         ),
         prompt_name=request.prompt_name,
-        parts=checked_parts(parts),
-        min_revision=request.min_revision,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        deadline_s=deadline_s,
     )
     return call.to_call(facts.embedding)
+
+
+def from_score_request(
+    request: pb.ScoreRequest, facts: ServerFacts, deadline_s: float | None = None
+) -> GenerateCall:
+    """Converts as `from_embed_request`."""
+    documents = request.documents[: MAX_INPUTS + 1]
+    call = ScoreCall(
+        **_common(request, deadline_s),
+        pairs=tuple((request.query, document) for document in documents),
+        instruction=request.instruction,
+        inputs_field="documents",
+    )
+    return call.to_call()
+
+
+def _common(request: pb.EmbedRequest | pb.ScoreRequest, deadline_s: float | None) -> dict[str, Any]:
+    """Returns the fields of `PoolCall`."""
+    check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
+    check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
+    check(not (request.adapters and request.adapter), "adapters", "empty where adapter is set")
+    parts = [(p.ref, p.scale if p.HasField("scale") else 1.0) for p in request.adapters]
+    return {
+        "request_id": request.request_id or uuid.uuid4().hex,
+        "adapter": request.adapter,
+        "parts": checked_parts(parts),
+        "min_revision": request.min_revision,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+        "deadline_s": deadline_s,
+    }
 
 
 def _from_input(given: pb.EmbedInput, index: int) -> Prompt:
@@ -82,40 +108,63 @@ def _from_input(given: pb.EmbedInput, index: int) -> Prompt:
     return Text(given.text) if kind == "text" else tuple(given.token_ids.ids)
 
 
-class IncomingEmbed:
+class IncomingPoolCall(Generic[M]):
     """A call whose message is here, until it is read; see `service.IncomingCall`."""
 
-    def __init__(self, request: pb.EmbedRequest, context: Call, facts: ServerFacts) -> None:
+    def __init__(
+        self,
+        request: M,
+        context: Call,
+        facts: ServerFacts,
+        convert_request: Callable[[M, ServerFacts, float | None], GenerateCall],
+    ) -> None:
         self.request_id: str = request.request_id[:MAX_ID_CHARS]
         parts = sum_label(part.ref[:MAX_NAME_CHARS] for part in request.adapters[:MAX_PARTS])
         self.adapter: str = request.adapter[:MAX_NAME_CHARS] or parts
         self.num_read = 0  # the transport has read, and charged, it
-        self._request = request
+        self._request: M | None = request
         self._context = context
         self._facts = facts
+        self._convert = convert_request
 
     def accept(self, caller: Principal) -> int:
         return 0  # held by the transport since before it was read
 
     async def read(self, parsers: Executor) -> GenerateCall:
-        request, self._request = self._request, pb.EmbedRequest()
+        request, self._request = self._request, None
+        assert request is not None, "it is read once"
         deadline_s = deadline_after(self._context.time_remaining())
-        num_ids = sum(len(each.token_ids.ids) for each in request.inputs[:INLINE_ENTRIES])
-        if num_ids + len(request.inputs) <= INLINE_ENTRIES:
-            return from_embed_request(request, self._facts, deadline_s)
-        converting = parsers.submit(from_embed_request, request, self._facts, deadline_s)
+        if _num_entries(request) <= INLINE_ENTRIES:
+            return self._convert(request, self._facts, deadline_s)
+        converting = parsers.submit(self._convert, request, self._facts, deadline_s)
         del request  # the parser alone holds it
         return await asyncio.wrap_future(converting)
 
 
+def _num_entries(request: pb.EmbedRequest | pb.ScoreRequest) -> int:
+    if isinstance(request, pb.ScoreRequest):
+        return len(request.documents)
+    num_ids = sum(len(each.token_ids.ids) for each in request.inputs[:INLINE_ENTRIES])
+    return num_ids + len(request.inputs)
+
+
 def to_embed_response(stream: GenerateStream, found: Embedded) -> pb.EmbedResponse:
     """Returns the response of one input of a call."""
-    return pb.EmbedResponse(
-        request_id=stream.call.request_id,
-        index=found.index,
-        embedding=found.vector.astype("<f4").tobytes(),
-        adapter=convert.to_identity(stream.binding, stream.requests[found.index]),
-        adapters=convert.to_identities(stream.binding),
-        usage=convert.to_usage(found.usage),
-        timings=convert.to_timings(found.timings),
-    )
+    vector = found.vector.astype("<f4").tobytes()
+    return pb.EmbedResponse(embedding=vector, **_to_common(stream, found))
+
+
+def to_score_response(stream: GenerateStream, found: Score) -> pb.ScoreResponse:
+    """Returns the response of one document of a call."""
+    return pb.ScoreResponse(score=found.score, **_to_common(stream, found))
+
+
+def _to_common(stream: GenerateStream, found: Embedded | Score) -> dict[str, Any]:
+    return {
+        "request_id": stream.call.request_id,
+        "index": found.index,
+        "adapter": convert.to_identity(stream.binding, stream.requests[found.index]),
+        "adapters": convert.to_identities(stream.binding),
+        "usage": convert.to_usage(found.usage),
+        "timings": convert.to_timings(found.timings),
+    }

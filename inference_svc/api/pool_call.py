@@ -1,0 +1,101 @@
+"""A call that pools inputs instead of generating, whatever the result: its common fields, limits,
+and answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.generate_stream import GenerateStream
+from inference_svc.core import FinishReason, SamplingParams
+from inference_svc.engine.transport.messages import Timings, Usage
+from inference_svc.errors import Interrupted
+from inference_svc.results.base import Option, ResultPart, Wanted
+from inference_svc.text.prompt import Prompt
+from servicekit.errors import InvalidArgument
+
+MAX_INPUTS = 2048
+MAX_INPUT_TOKENS = 300_000
+"""Inputs of a call, and tokens of all of them: as many as OpenAI allows."""
+MAX_RUNNING = 64
+"""Inputs of a call that are in the engine at once: as many as fill its steps."""
+
+NOTHING_GENERATED = SamplingParams(max_tokens=0, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolCall:
+    """The common fields. `inputs_field` and `adapter_field` are the caller's names of these."""
+
+    request_id: str
+    adapter: str
+    parts: tuple[tuple[str, float], ...] = ()
+    min_revision: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+    deadline_s: float | None = None
+    inputs_field: str = "inputs"
+    adapter_field: str = "adapter"
+    is_id_unique: bool = True
+
+    def _to_call(self, prompts: tuple[Prompt, ...], option: Option) -> GenerateCall:
+        return GenerateCall(
+            request_id=self.request_id,
+            adapter=self.adapter,
+            prompts=prompts,
+            sampling=NOTHING_GENERATED,
+            min_revision=self.min_revision,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            deadline_s=self.deadline_s,
+            adapter_field=self.adapter_field,
+            is_id_unique=self.is_id_unique,
+            parts=self.parts,
+            wanted=Wanted((option,)),
+            prompts_field=self.inputs_field,
+            max_running=MAX_RUNNING,
+            max_prompt_tokens=MAX_INPUT_TOKENS,
+        )
+
+    def _check_count(self, count: int) -> None:
+        """Raises InvalidArgument."""
+        field = self.inputs_field
+        if not 1 <= count <= MAX_INPUTS:
+            raise InvalidArgument(
+                f"{field} must have 1 to {MAX_INPUTS} items, not {count}", subject=field
+            )
+
+    def _check_filled(self, index: int, is_filled: bool) -> None:
+        """Raises InvalidArgument naming the input."""
+        if not is_filled:
+            field = f"{self.inputs_field}[{index}]"
+            raise InvalidArgument(f"{field} must not be empty", subject=field)
+
+
+class PooledInput(NamedTuple):
+    """All results of an input."""
+
+    index: int
+    parts: list[ResultPart]
+    usage: Usage
+    timings: Timings
+
+
+async def pooled_inputs(stream: GenerateStream) -> AsyncGenerator[PooledInput, None]:
+    """Yields each input as it is done, in any order. Raises Interrupted for an input that was ended
+    before, and like `GenerateStream.deltas`."""
+    parts: list[list[ResultPart]] = [[] for _ in stream.requests]
+    async with stream.deltas() as deltas, aclosing(deltas):
+        async for index, delta in deltas:
+            parts[index] += delta.parts
+            if delta.finish_reason is None:
+                continue
+            if delta.finish_reason is FinishReason.ABORTED:
+                raise Interrupted("the request was ended before its inputs were computed")
+            assert delta.usage is not None
+            assert delta.timings is not None
+            found, parts[index] = parts[index], []
+            yield PooledInput(index, found, delta.usage, delta.timings)

@@ -1,0 +1,101 @@
+"""A call to score documents for queries, independent of its transport: its fields, the question
+that the model is asked about each pair, and the scores.
+
+The model judges each document in a chat, by the words of Qwen3-Reranker, and answers with one
+token: the score is the probability of "yes" against "no".
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.generate_stream import GenerateStream
+from inference_svc.api.pool_call import PoolCall, pooled_inputs
+from inference_svc.engine.transport.messages import Timings, Usage
+from inference_svc.results.base import Wanted, of_kind
+from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
+from inference_svc.text.chat import Chat, ChatMessage
+from inference_svc.text.prompt import Encoder
+from servicekit.errors import InvalidArgument
+
+MAX_INSTRUCTION_CHARS = 4096
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""Qwen3-Reranker's default."""
+_TASK = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+_ANSWERS = ("no", "yes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreCall(PoolCall):
+    """Each of the `pairs` has a query and a document; `queries_field` is the caller's name of the
+    first. `instruction` says what makes a document relevant; "": the default."""
+
+    pairs: tuple[tuple[str, str], ...]
+    instruction: str = ""
+    queries_field: str = "query"
+
+    def to_call(self) -> GenerateCall:
+        """Raises InvalidArgument naming the field."""
+        self._check_count(len(self.pairs))
+        if not all(query for query, _ in self.pairs):
+            field = self.queries_field
+            raise InvalidArgument(f"{field} must not be empty", subject=field)
+        if len(self.instruction) > MAX_INSTRUCTION_CHARS:
+            raise InvalidArgument(
+                f"instruction must be at most {MAX_INSTRUCTION_CHARS} long", subject="instruction"
+            )
+        for index, (_, document) in enumerate(self.pairs):
+            self._check_filled(index, bool(document))
+        instruction = self.instruction or INSTRUCTION
+        prompts = tuple(_question(instruction, *pair) for pair in self.pairs)
+        return self._to_call(prompts, ChosenLogitsOption(_ANSWERS))
+
+
+def _question(instruction: str, query: str, document: str) -> Chat:
+    """Returns the chat whose answer is "yes" or "no". Documents differ last, so that they share
+    the pages of all else."""
+    text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    messages = (ChatMessage("system", _TASK), ChatMessage("user", text))
+    return Chat(messages, reasoning_effort="none", may_lack_effort=True)
+
+
+def with_answer_tokens(call: GenerateCall, encoder: Encoder) -> GenerateCall:
+    """Returns the call with the tokens of its answers, if it scores. Raises InvalidArgument if the
+    tokenizer has no single tokens for them."""
+    option = call.wanted.get(ChosenLogitsOption)
+    if option is None:
+        return call
+    token_ids = []
+    for text in option.texts:
+        found = encoder.encode(text, add_special_tokens=False)
+        if len(found) != 1:
+            raise InvalidArgument(
+                f"the tokenizer has no single token for {text!a}, by which documents are scored",
+                subject="adapter",
+            )
+        token_ids += found
+    return replace(call, wanted=Wanted((replace(option, token_ids=tuple(token_ids)),)))
+
+
+class Score(NamedTuple):
+    """How relevant a document is, from 0 to 1."""
+
+    index: int
+    score: float
+    usage: Usage
+    timings: Timings
+
+
+async def scores(stream: GenerateStream) -> AsyncGenerator[Score, None]:
+    """Yields the score of each pair as it is there, in any order. Raises like `pooled_inputs`."""
+    async with aclosing(pooled_inputs(stream)) as found:
+        async for index, parts, usage, timings in found:
+            [logits] = of_kind(parts, ChosenLogits)
+            yield Score(index, logits.share_of_last(), usage, timings)
