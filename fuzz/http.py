@@ -14,9 +14,10 @@ from typing import Any
 from starlette.types import Message
 
 from fuzz.refusals import TALLY
-from fuzz.requests import BASE_MODEL, MODEL_LEN, VOCABULARY, requests_of
+from fuzz.requests import BASE_MODEL, MODEL_LEN, RULE, VOCABULARY, requests_of
 from inference_svc.api.http.app import make_app
 from inference_svc.api.http.errors import INTERNAL_MESSAGE
+from inference_svc.api.http.pooling.route import IncomingPool
 from inference_svc.api.http.serving.middleware import RequestMiddleware
 from inference_svc.api.service import ServerFacts
 from inference_svc.errors import QueueFull
@@ -117,6 +118,7 @@ class _Service:
         max_queue=8,
         eos_token_ids=(2,),
         experts=ExpertLayers((0,), 1, 4),
+        embedding=RULE,
     )
 
     def __init__(self) -> None:
@@ -134,7 +136,8 @@ class _Service:
     async def generate(self, caller: Any, incoming: Any) -> Any:
         incoming.accept(self._caller)
         call = await incoming.read(self._parsers)
-        assert incoming.options is not None
+        is_pooled = isinstance(incoming, IncomingPool)
+        assert (incoming.answer if is_pooled else incoming.options) is not None
         requests_of(call)
         raise self._full()
 

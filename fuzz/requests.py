@@ -23,8 +23,10 @@ from inference_svc.api.generate_call import (
 )
 from inference_svc.api.grpc import convert as inference_convert
 from inference_svc.api.grpc.bounds import request_bounds
+from inference_svc.api.grpc.pooling import from_embed_request, from_score_request
 from inference_svc.api.grpc.prompts import from_tokenize_request
 from inference_svc.core import MAX_PARTS, Request
+from inference_svc.results.embedding_rule import EmbeddingRule
 from inference_svc.results.logprobs import MAX_LOGPROBS, LogprobsOption
 from inference_svc.results.scores import ScoresOption
 from inference_svc.store.adapter_resolver import Binding
@@ -39,6 +41,7 @@ LAYOUT_ID = f"sha256:{'0' * 64}"
 DIGEST = f"sha256:{'1' * 64}"
 BASE_MODEL = "base"
 VOCABULARY, MODEL_LEN = 1000, 64
+RULE = EmbeddingRule(64, prompts={"query": "find: "})
 EOS_TOKEN_IDS = (2,)
 ADDED_TOKENS = 3
 INVOCATION_TOKENS = (7, 8)
@@ -122,6 +125,8 @@ _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "Generate": lambda request: requests_of(
         inference_convert.from_generate_request(request, VOCABULARY)
     ),
+    "Embed": lambda request: requests_of(from_embed_request(request, RULE)),
+    "Score": lambda request: requests_of(from_score_request(request, RULE)),
     "Tokenize": lambda request: from_tokenize_request(request),
     "Detokenize": lambda request: tuple(request.token_ids),
     "InspectAdapter": lambda request: parse_ref(request.ref),

@@ -350,10 +350,12 @@ class BatchColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work: rows of one slot are adjacent; `residency` takes effect before them."""
+    """One step's work: rows of one slot are adjacent; `residency` takes effect before them. Unless
+    it `pools`, no row is of a prompt that is pooled."""
 
     rows: tuple[BatchRow, ...]
     residency: tuple[Any, ...] = ()
+    pools: bool = False
 
     def columns(self) -> BatchColumns:
         """Returns the rows, of which there is at least one, field by field: quicker to work on."""

@@ -85,6 +85,20 @@ def unload(stub: Any, ref: str) -> None:
     stub.UnloadAdapter(pb.UnloadAdapterRequest(ref=ref), timeout=60)
 
 
+def embed(stub: Any, ref: str) -> None:
+    request = pb.EmbedRequest(adapter=ref, inputs=[pb.EmbedInput(text="a")])
+    assert list(stub.Embed(request, timeout=60))
+
+
+def score(stub: Any, ref: str) -> None:
+    """Whoever is let in learns that this tokenizer has no tokens to judge with."""
+    try:
+        list(stub.Score(pb.ScoreRequest(adapter=ref, query="a", documents=["b"]), timeout=60))
+    except grpc.RpcError as error:
+        if "no single token" not in str(error.details()):
+            raise
+
+
 def tokenize(stub: Any, ref: str) -> None:
     stub.Tokenize(pb.TokenizeRequest(adapter=ref, text="a"), timeout=60)
 
@@ -152,6 +166,8 @@ def wake(stub: Any, ref: str) -> None:
 
 ABOUT: dict[str, Callable[[Any, str], Any]] = {
     "Generate": generate,
+    "Embed": embed,
+    "Score": score,
     "Tokenize": tokenize,
     "Detokenize": detokenize,
     "InspectAdapter": inspect,
@@ -180,7 +196,8 @@ def expected(rpc: str, caller: str, subject: str) -> str:
     if rpc not in ABOUT:
         return "OK"
     if subject == "base":
-        return "OK" if rpc in ("Generate", "Tokenize", "Detokenize") else "INVALID_ARGUMENT"
+        of_base = ("Generate", "Embed", "Score", "Tokenize", "Detokenize")
+        return "OK" if rpc in of_base else "INVALID_ARGUMENT"
     whose = OWN if subject.startswith("own") else OTHER
     tenants = {"neighbour": {OTHER}, "root": {OWN, OTHER}}.get(caller, {OWN})
     return "OK" if whose in tenants else "NOT_FOUND"

@@ -26,9 +26,8 @@ from inference_svc.api.grpc.prompts import check
 from inference_svc.api.pool_call import MAX_INPUTS
 from inference_svc.api.request_record import MAX_NAME_CHARS
 from inference_svc.api.score_call import Score, ScoreCall
-from inference_svc.api.service import ServerFacts
 from inference_svc.core import MAX_PARTS, Principal, sum_label
-from inference_svc.results.embedding_rule import Pooling
+from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.pooling import PoolingOption
 from inference_svc.text.prompt import Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
@@ -47,10 +46,10 @@ M = TypeVar("M", pb.EmbedRequest, pb.ScoreRequest)
 
 
 def from_embed_request(
-    request: pb.EmbedRequest, facts: ServerFacts, deadline_s: float | None = None
+    request: pb.EmbedRequest, rule: EmbeddingRule, deadline_s: float | None = None
 ) -> GenerateCall:
-    """Converts a message within its bounds; `deadline_s` is the caller's, in monotonic time. Raises
-    InvalidArgument, naming the field."""
+    """Converts a message within its bounds; `rule` is the model's, and `deadline_s` the caller's,
+    in monotonic time. Raises InvalidArgument, naming the field."""
     has_name = len(request.prompt_name) <= MAX_PROMPT_NAME_CHARS
     check(has_name, "prompt_name", f"at most {MAX_PROMPT_NAME_CHARS} long")
     check(request.dimensions <= MAX_DIMENSIONS, "dimensions", f"at most {MAX_DIMENSIONS}")
@@ -66,11 +65,11 @@ def from_embed_request(
         ),
         prompt_name=request.prompt_name,
     )
-    return call.to_call(facts.embedding)
+    return call.to_call(rule)
 
 
 def from_score_request(
-    request: pb.ScoreRequest, facts: ServerFacts, deadline_s: float | None = None
+    request: pb.ScoreRequest, rule: EmbeddingRule, deadline_s: float | None = None
 ) -> GenerateCall:
     """Converts as `from_embed_request`."""
     documents = request.documents[: MAX_INPUTS + 1]
@@ -115,8 +114,8 @@ class IncomingPoolCall(Generic[M]):
         self,
         request: M,
         context: Call,
-        facts: ServerFacts,
-        convert_request: Callable[[M, ServerFacts, float | None], GenerateCall],
+        rule: EmbeddingRule,
+        convert_request: Callable[[M, EmbeddingRule, float | None], GenerateCall],
     ) -> None:
         self.request_id: str = request.request_id[:MAX_ID_CHARS]
         parts = sum_label(part.ref[:MAX_NAME_CHARS] for part in request.adapters[:MAX_PARTS])
@@ -124,7 +123,7 @@ class IncomingPoolCall(Generic[M]):
         self.num_read = 0  # the transport has read, and charged, it
         self._request: M | None = request
         self._context = context
-        self._facts = facts
+        self._rule = rule
         self._convert = convert_request
 
     def accept(self, caller: Principal) -> int:
@@ -135,8 +134,8 @@ class IncomingPoolCall(Generic[M]):
         assert request is not None, "it is read once"
         deadline_s = deadline_after(self._context.time_remaining())
         if _num_entries(request) <= INLINE_ENTRIES:
-            return self._convert(request, self._facts, deadline_s)
-        converting = parsers.submit(self._convert, request, self._facts, deadline_s)
+            return self._convert(request, self._rule, deadline_s)
+        converting = parsers.submit(self._convert, request, self._rule, deadline_s)
         del request  # the parser alone holds it
         return await asyncio.wrap_future(converting)
 

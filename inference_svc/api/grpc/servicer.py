@@ -87,8 +87,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                     await context.write(response)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> None:  # noqa: N802
-        facts = self._service.facts
-        incoming = IncomingPoolCall(request, context, facts, from_embed_request)
+        rule = self._service.facts.embedding
+        incoming = IncomingPoolCall(request, context, rule, from_embed_request)
         del request  # the call lets go of it once it is converted
         stream = await self._service.generate(_caller(context), incoming)
         context.release_request()  # its inputs are tokens now
@@ -97,8 +97,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 await context.write(to_embed_response(stream, each))
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> None:  # noqa: N802
-        facts = self._service.facts
-        incoming = IncomingPoolCall(request, context, facts, from_score_request)
+        rule = self._service.facts.embedding
+        incoming = IncomingPoolCall(request, context, rule, from_score_request)
         del request  # the call lets go of it once it is converted
         stream = await self._service.generate(_caller(context), incoming)
         context.release_request()  # its documents are tokens now

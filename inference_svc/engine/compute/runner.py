@@ -91,6 +91,7 @@ class Runner:
         self._masks = masks
         self.routed = routed
         self._has_logged = False  # why rows of this step fail
+        self._pools = False
 
     def restore(self) -> None:
         """Allocates the memory again that `free_memory` has freed; called in any thread, while
@@ -118,7 +119,7 @@ class Runner:
         before are written again. A row that cannot be computed alone is lost.
         """
         began_s = time.perf_counter()
-        self._has_logged = False
+        self._has_logged, self._pools = False, batch.pools
         with self._marks("change_residency"):
             self.backend.apply(batch.residency)
         result = StepResult([], RunTimings(time.perf_counter() - began_s), {}, {})
@@ -211,7 +212,7 @@ class Runner:
                 row.sequence if row.samples and row.sequence not in late else None for row in rows
             ]
             parts: dict[Sequence, list[PlacedPart]] = {}
-            if None in choosing:  # before the sampler changes logits
+            if self._pools:  # before the sampler changes logits
                 for sequence, chosen in choose(rows, logits):
                     parts[sequence] = [chosen]
             tokens = self.sampler.sample(logits, choosing, argmax)

@@ -226,7 +226,7 @@ class Scheduler:
         if not rows and not changes:
             return None
         rows.sort(key=_place)
-        return Batch(tuple(rows), changes)
+        return Batch(tuple(rows), changes, pools=self.num_pooling > 0)
 
     def _rows(self, now_s: float) -> list[BatchRow]:
         may_admit = self._start_claimed(now_s)

@@ -6,6 +6,8 @@ GENERATORS = {"caller", "both", "neighbour", "root"}
 OPERATORS = {"operator", "both", "neighbour", "root"}
 ALLOWED = {
     "Generate": GENERATORS,
+    "Embed": GENERATORS,
+    "Score": GENERATORS,
     "Tokenize": GENERATORS,
     "Detokenize": GENERATORS,
     "InspectAdapter": OPERATORS,

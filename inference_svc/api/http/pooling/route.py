@@ -95,7 +95,7 @@ class Endpoint(Protocol[B]):
     def answer(self, body: B) -> Answer: ...
 
 
-class _Incoming(IncomingBody, Generic[B]):
+class IncomingPool(IncomingBody, Generic[B]):
     """A request to pool, and its `answer` once its body is read."""
 
     def __init__(self, request: Request, endpoint: Endpoint[B], facts: ServerFacts) -> None:
@@ -122,7 +122,7 @@ class PoolRoute(Generic[B]):
 
     async def handle(self, request: Request) -> Response:
         set_names(request, NAMES)
-        incoming = _Incoming(request, self._endpoint, self._service.facts)
+        incoming = IncomingPool(request, self._endpoint, self._service.facts)
         with authenticated(request) as caller:
             stream = await cancel_on_disconnect(
                 incoming.receive_after_body, self._service.generate(caller, incoming)
