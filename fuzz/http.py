@@ -21,6 +21,7 @@ from inference_svc.api.http.pooling.route import IncomingPool
 from inference_svc.api.http.serving.middleware import RequestMiddleware
 from inference_svc.api.service import ServerFacts
 from inference_svc.errors import QueueFull
+from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.routed_experts import ExpertLayers
 from servicekit.shares import Shares
 
@@ -119,6 +120,7 @@ class _Service:
         eos_token_ids=(2,),
         experts=ExpertLayers((0,), 1, 4),
         embedding=RULE,
+        classifier=ClassifierRule(("a", "b")),
     )
 
     def __init__(self) -> None:

@@ -23,7 +23,11 @@ from inference_svc.api.generate_call import (
 )
 from inference_svc.api.grpc import convert as inference_convert
 from inference_svc.api.grpc.bounds import request_bounds
-from inference_svc.api.grpc.pooling import from_embed_request, from_score_request
+from inference_svc.api.grpc.pooling import (
+    from_classify_request,
+    from_embed_request,
+    from_score_request,
+)
 from inference_svc.api.grpc.prompts import from_tokenize_request
 from inference_svc.core import MAX_PARTS, Request
 from inference_svc.results.embedding_rule import EmbeddingRule
@@ -126,6 +130,7 @@ _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
         inference_convert.from_generate_request(request, VOCABULARY)
     ),
     "Embed": lambda request: requests_of(from_embed_request(request, RULE)),
+    "Classify": lambda request: requests_of(from_classify_request(request, RULE)),
     "Score": lambda request: requests_of(from_score_request(request, RULE)),
     "Tokenize": lambda request: from_tokenize_request(request),
     "Detokenize": lambda request: tuple(request.token_ids),

@@ -41,6 +41,7 @@ from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.fault_report import hold
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
+from inference_svc.model.checkpoint.classifier import read_activation
 from inference_svc.model.checkpoint.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.checkpoint.sentence_transformers import read_embedding_rule
@@ -49,6 +50,7 @@ from inference_svc.model.quantised.chosen import weight_form
 from inference_svc.model.recurrent_states import slot_bytes
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.sharding.stages import of_stage
+from inference_svc.results.classifier_rule import NO_CLASSIFIER, ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule
 from inference_svc.results.logprobs import LogprobsMode
 from inference_svc.server import InferenceServer, announcement_of, installed_version
@@ -67,6 +69,7 @@ from servicekit.settings.addresses import split_address
 from servicekit.telemetry.metrics import MetricRegistry
 from servicekit.telemetry.metrics_server import MetricsServer
 
+PIPELINE_REFUSAL = "with --pipeline-parallel another process has its hidden states"
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")
 
 
@@ -201,6 +204,7 @@ def describe_layout(config: InferenceSettings) -> str:
         getattr(torch, config.dtype),
         config.adapter_dtype,
         is_fully_sharded=config.fully_sharded_loras,
+        has_classifiers=config.classifiers,
     )
     with hashing_base(config.model, decoder, usable_cpus()) as base:
         layout = layout.with_base(base())
@@ -297,17 +301,23 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
         sampling=sampling_defaults(config, decoder.vocab_size),
         experts=decoder.expert_layers,
         embedding=_embedding_rule(config, decoder),
+        classifier=_classifier_rule(config, decoder),
         generates=decoder.generates,
     )
+
+
+def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierRule:
+    """Returns how the server classifies. Raises UnsupportedModel."""
+    if not (decoder.labels or config.classifiers):
+        return NO_CLASSIFIER
+    refusal = PIPELINE_REFUSAL if config.pipeline_parallel > 1 else ""
+    return ClassifierRule(decoder.labels, read_activation(config.model), refusal)
 
 
 def _embedding_rule(config: InferenceSettings, decoder: Decoder) -> EmbeddingRule:
     """Returns how the model embeds here."""
     rule = read_embedding_rule(config.model, decoder.hidden_size)
-    if config.pipeline_parallel > 1:
-        refusal = "with --pipeline-parallel another process has its hidden states"
-        rule = replace(rule, refusal=refusal)
-    return rule
+    return replace(rule, refusal=PIPELINE_REFUSAL) if config.pipeline_parallel > 1 else rule
 
 
 def sampling_defaults(config: InferenceSettings, vocab_size: int) -> SamplingDefaults:

@@ -349,6 +349,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         max_lora_rank=settings.max_rank,
         lora_targets=settings.lora_targets,
         max_added_tokens=settings.max_added_tokens,
+        classifiers=settings.classifiers,
         adapter_wait_s=settings.adapter_wait_seconds,
         pull_workers=settings.pull_workers,
         prefetch=settings.prefetch,

@@ -191,6 +191,10 @@ class InferenceSettings(ServiceSettings):
     """Maximum number of tokens that an adapter may add to the model's vocabulary, with rows of the
     embedding and the head. Adapters with more are refused. 0: none."""
 
+    classifiers: Annotated[bool, ADAPTERS] = False
+    """Accept adapters with a classification head of their own (`modules_to_save=["score"]`), and
+    apply it to requests that classify. A model that classifies accepts them without this."""
+
     lora_targets: Annotated[Names, ADAPTERS] = ()
     """Modules that adapters may change, by the last part of their names, such as q_proj,v_proj.
     Adapters that change other modules are refused, and no work is done for those modules. A fused
@@ -438,11 +442,9 @@ class InferenceSettings(ServiceSettings):
                 f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}: machines are "
                 "counted from 0"
             )
-        if self.nnodes == 1:
-            return self
-        if not self.rendezvous:
+        if self.nnodes > 1 and not self.rendezvous:
             raise ValueError("--rendezvous is required with --nnodes: machine 0's address")
-        if self.rendezvous_token is None:
+        if self.nnodes > 1 and self.rendezvous_token is None:
             raise ValueError(
                 "LOADOUT_INFERENCE_RENDEZVOUS_TOKEN is required with --nnodes: a secret that all "
                 f"machines have, of at least {MIN_TOKEN_CHARS} characters, such as "
@@ -470,8 +472,7 @@ class InferenceSettings(ServiceSettings):
 
     @property
     def share(self) -> float:
-        """One tenant's share of each limited resource. Without a policy all callers are one
-        tenant."""
+        """One tenant's share of each limited resource; all callers are one without a policy."""
         return 1.0 if self.policy_file is None else self.tenant_share
 
     @property
@@ -496,5 +497,4 @@ def _name_of(model: Path) -> str:
     if model.is_file():
         return without_form(model.name)
     folder = model.resolve()
-    is_cached = folder.parent.name == "snapshots"
-    return (is_cached and hub_name(folder.parent.parent.name)) or folder.name
+    return (folder.parent.name == "snapshots" and hub_name(folder.parents[1].name)) or folder.name

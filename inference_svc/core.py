@@ -398,7 +398,8 @@ class EngineConfig:
 
     `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only). `lora_targets`:
     the modules that adapters may change, by last components of targets' names; none: all.
-    `max_added_tokens`: how many tokens behind the vocabulary an adapter may have. `record_steps`:
+    `max_added_tokens`: how many tokens behind the vocabulary an adapter may have; with
+    `classifiers` it may have a classifier's head of its own. `record_steps`:
     steps are recorded and replayed where the device can. `num_threads` 0: one per core that this
     process may use, of which ranks have equal parts. `memory_limit_bytes` 0: on CPU the machine's
     free memory, else the device's memory; `host_limit_bytes`, of the host where the device has
@@ -440,6 +441,7 @@ class EngineConfig:
     max_lora_rank: int = 64
     lora_targets: tuple[str, ...] = ()
     max_added_tokens: int = 0
+    classifiers: bool = False
     adapter_wait_s: float = 10.0
     fair_quantum: int = 1024
     fair_ageing_s: float = 2.0

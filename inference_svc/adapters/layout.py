@@ -27,10 +27,7 @@ from inference_svc.adapters.memory.resident import Shape
 from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model.checkpoint.base_hashes import HashesByName
 from inference_svc.model.checkpoint.headers import TowerModule
-from inference_svc.model.description import (
-    EMBED_TOKENS,
-    LM_HEAD,
-)
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, SCORE
 from kernels.lora.plan import LoraContents
 
 IMAGE_FORMATS = (1, 2)
@@ -71,6 +68,8 @@ class ModelLayout:
     embedding, the head, norms; in the order in which the table of resident adapters counts them."""
     biases: Mapping[int, int] = field(init=False)
     """The target that adds each bias of the base, by the index of the bias into `all_targets`."""
+    score: int | None = field(init=False)
+    """The target of a classifier's head of the adapter's own, if adapters may have one."""
     order_of_use: tuple[int, ...] = field(init=False)
     """Indices into `all_targets` as a store is told of them, and as images from format 2 on count
     them: embedding, layers, head."""
@@ -117,6 +116,7 @@ class ModelLayout:
         tables = (columns[name] for name in (EMBED_TOKENS, LM_HEAD) if name in columns)
         weights = (*tables, *(index for index in vectors if index not in biases))
         object.__setattr__(self, "biases", biases)
+        object.__setattr__(self, "score", columns.get(SCORE))
         object.__setattr__(self, "weights", weights)
 
     @property
@@ -130,7 +130,7 @@ class ModelLayout:
         targets = (
             replace(target, other_names=(), space="", tied_to="", base_hashes=(), base_dtype=None)
             for target in self.targets
-            if target.kind is not TargetKind.EXPERTS
+            if target.kind is not TargetKind.EXPERTS and target.out_features
         )
         return replace(self, image_formats=(1,), targets=tuple(targets), vectors=(), unused=())
 
@@ -379,10 +379,18 @@ def _check_replaced(layout: ModelLayout, segments: Iterable[Segment]) -> None:
         if segment.kind in REPLACED_KINDS
         and segment.target not in layout.biases
         and segment.target not in layout.weights
+        and segment.target != layout.score
     ]
     if refused:
         what = refused_kinds((SegmentKind.FULL,), refused)
         raise AdapterUnusable(f"it has {what}", subject="adapter")
+    for segment in segments:
+        if segment.target == layout.score and segment.kind is not SegmentKind.FULL:
+            raise AdapterUnusable(
+                f"it changes {SCORE}, a head of its own: save the head whole, with "
+                'modules_to_save=["score"]',
+                subject="adapter",
+            )
 
 
 def _check_shared(layout: ModelLayout, segments: Iterable[Segment]) -> None:

@@ -27,6 +27,7 @@ from inference_svc.model.checkpoint.wrapper import BARE, HEADED
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
+    SCORE,
     Cut,
     Decoder,
     ExpertsProjection,
@@ -49,6 +50,7 @@ def layout_of(config: EngineConfig, decoder: Decoder) -> ModelLayout:
         dtype,
         config.adapter_dtype,
         is_fully_sharded=config.fully_sharded_loras,
+        has_classifiers=config.classifiers,
     )
 
 
@@ -60,10 +62,12 @@ def build_layout(
     adapter_dtype: str = "auto",
     *,
     is_fully_sharded: bool = False,
+    has_classifiers: bool = False,
 ) -> ModelLayout:
     """Returns the targets of a decoder, by the names of Hugging Face's modules. `adapter_dtype` is
     the type of A and B, "fp8"; "auto": `dtype`. If it `is_fully_sharded`, a rank's part of a
-    projection has a part of A's inputs and of B's outputs. A stage's layout has the targets of all
+    projection has a part of A's inputs and of B's outputs. Adapters may have a classifier's head of
+    their own if it `has_classifiers`, or the model is one. A stage's layout has the targets of all
     stages, and says of the others' that they are elsewhere. Raises UnsupportedModel for inputs or
     outputs that ranks cannot share."""
     stage, decoder = decoder, decoder.of_all_stages
@@ -81,6 +85,8 @@ def build_layout(
     targets.append(
         Target(LM_HEAD, None, HEAD, linear, hidden, vocab, space=SAMPLED, tied_to=tied_to)
     )
+    if has_classifiers or decoder.labels:
+        targets.append(Target(SCORE, None, SCORE, linear, hidden, 0, space=SAMPLED))
     more = tuple(_vector_targets(decoder))
     if decoder.wrapper == BARE:
         targets, more = list(map(_also_bare, targets)), tuple(map(_also_bare, more))
@@ -342,7 +348,7 @@ def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict
     """
     columns: dict[str, list[int]] = {}
     for column, target in enumerate(layout.targets):
-        if target.held is Held.HERE:
+        if target.held is Held.HERE and target.out_features:
             columns.setdefault(target.group, []).append(column)
     groups = {}
     for name, members in columns.items():

@@ -5,12 +5,10 @@ access           who may call: authorises callers, and audits their changes
 residents        operators' use cases of adapters: load, unload, pin, list, inspect
 life_cycle       operators' calls that stop and start all generation
 generate_call    a call to generate: its fields, their checks, its engine requests
-pool_call        a call that pools its inputs: common fields, limits, and answers
-embed_call       a call to embed: its fields, and the vectors of its inputs
-score_call       a call to score documents: the question about each, and the scores
 tools            tools of a request, and the readers of its answers
 thoughts         thoughts of answers: the form after them, and a bound on their tokens
 generate_stream  runs the requests of a call, and merges their deltas
+pooling          calls that pool inputs: embed, score, classify
 followers        requests that follow their adapter's name to newer versions
 request_record   one record per request: metrics, log line and trace
 request_trace    the spans of one request

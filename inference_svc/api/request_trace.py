@@ -13,7 +13,7 @@ from servicekit.telemetry import spans
 from servicekit.telemetry.spans import CANCELLED, Attribute, OpenSpan
 from servicekit.telemetry.tracing import DEADLINE_SLACK_S
 
-_OPERATIONS = {Kind.EMBED: "embeddings", Kind.SCORE: "score"}
+_OPERATIONS = {Kind.EMBED: "embeddings", Kind.SCORE: "score", Kind.CLASSIFY: "classify"}
 DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
 
 

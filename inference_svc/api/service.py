@@ -16,9 +16,9 @@ from inference_svc.api.followers import Followers, check_followed
 from inference_svc.api.generate_call import GenerateCall, check_grammar
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
+from inference_svc.api.pooling.score import with_answer_tokens
 from inference_svc.api.request_record import RequestLog
 from inference_svc.api.residents import Residents
-from inference_svc.api.score_call import with_answer_tokens
 from inference_svc.api.thoughts import Thoughts
 from inference_svc.api.tools import ReadingOptions
 from inference_svc.backends.speed_notes import FormatKernels
@@ -31,6 +31,7 @@ from inference_svc.grammars.checks import GrammarChecks
 from inference_svc.host.cpus import Processor
 from inference_svc.host.memory import resident_bytes
 from inference_svc.results.base import Kind
+from inference_svc.results.classifier_rule import NO_CLASSIFIER, ClassifierRule
 from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule
 from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
@@ -81,6 +82,7 @@ class ServerFacts:
     adapter_dtype: str = ""
     weight_form: str = ""
     embedding: EmbeddingRule = NO_EMBEDDINGS
+    classifier: ClassifierRule = NO_CLASSIFIER
     generates: bool = True
 
     @property
@@ -474,7 +476,7 @@ def _readers(
 def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:
     """Returns the call with this server's facts. Raises InvalidArgument, naming it, for a field
     that this server cannot honour."""
-    if call.kind is not Kind.EMBED and not facts.generates:
+    if call.kind in (Kind.GENERATE, Kind.SCORE) and not facts.generates:
         raise InvalidArgument(
             f"{facts.base_model} has no head, and does not generate: it embeds", subject="adapter"
         )

@@ -7,7 +7,7 @@ step that may see them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -93,6 +93,7 @@ class Arena:
         self.slab = allocate_slab(host_bytes) if host_bytes else None
         self.landing = allocate_slab(arena_bytes) if has_landing else None
         self._in_flight: deque[tuple[str, Event]] = deque()
+        self._heads: dict[int, torch.Tensor] = {}
 
     @property
     def memory(self) -> memoryview:
@@ -116,13 +117,17 @@ class Arena:
         for change in changes:
             if isinstance(change, TableClear):
                 self.table.clear_row(change.slot)
+                self._set_head(change.slot, None)
             elif isinstance(change, HostCopy):
                 self._start_copy(change)
             elif isinstance(change, MixWrite):
                 self.table.set_mix(change.slot, [MixPart(*part) for part in change.parts])
+                heads = [self._heads[slot] for slot, _ in change.parts if slot in self._heads]
+                self._set_head(change.slot, heads[0] if heads else None)
             else:
                 assert isinstance(change, TableWrite), "it is not the arena's"
                 self.table.set_row(change.resident.slot, self._row(change.resident))
+                self._set_head(change.resident.slot, self._own_head(change.resident))
 
     def land(self, extents: Sequence[Extent]) -> None:
         """Copies these from the landing, if there is one, after all steps so far, one of which may
@@ -175,6 +180,27 @@ class Arena:
                         self._bytes[there : there + num_bytes],
                         self.slab[here : here + num_bytes],
                     )
+
+    def _own_head(self, resident: Resident) -> torch.Tensor | None:
+        """Returns an adapter's own classifier, where it lies in the arena."""
+        score = self.layout.score
+        for segment in resident.header.segments if score is not None else ():
+            if segment.target == score:
+                [start] = locate(resident.extents, np.array([segment.offset], dtype=np.int64))
+                found = self._bytes[start : start + segment.length_bytes]
+                return found.view(self.layout.dtype).view(*segment.shape)
+        return None
+
+    def _set_head(self, slot: int, head: torch.Tensor | None) -> None:
+        if head is not None:
+            self._heads[slot] = head
+        elif self._heads:
+            self._heads.pop(slot, None)
+
+    def heads_of(self, slots: Iterable[int]) -> list[torch.Tensor | None]:
+        """Returns the classifier's head, [labels, hidden_size], of the adapter at each slot, or of
+        the part of a sum that has one; None if there is none."""
+        return [self._heads.get(slot) for slot in slots]
 
     def _row(self, resident: Resident) -> TableRow:
         """Makes a table row, vectorised as this delays a step. Each segment lies within one

@@ -236,10 +236,12 @@ class Scored(NamedTuple):
 
 class Hidden(NamedTuple):
     """Runs of tokens, and their final hidden states in the model's dtype: [N, hidden_size]. The
-    next ones may overwrite them. Positions of runs are those behind the tokens."""
+    next ones may overwrite them. Positions of runs are those behind the tokens. `heads` are of the
+    runs' adapters: a classifier's own, [labels, hidden_size] in the layout's dtype, or None."""
 
     runs: list[ScoredRun]
     states: Tensor
+    heads: Sequence[Tensor | None]
 
 
 class Logits(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from inference_svc.core import BatchRow, Sequence
-from inference_svc.results.pooling import PoolingOption
+from inference_svc.results.base import Kind
 
 
 class ScoredRun(NamedTuple):
@@ -53,7 +53,7 @@ def scored_slices(runs: Iterable[ScoredRun], max_tokens: int) -> Iterator[list[S
 
 
 def _pools_hidden(sequence: Sequence) -> bool:
-    return sequence.request.wanted.get(PoolingOption) is not None
+    return sequence.request.wanted.kind in (Kind.EMBED, Kind.CLASSIFY)
 
 
 def pooled_runs(rows: Iterable[BatchRow]) -> list[ScoredRun]:

@@ -73,12 +73,14 @@ def hidden_slices(
     lora: LoraStep | None,
     runs: Sequence[ScoredRun],
     max_tokens: int,
+    arena: Arena,
 ) -> Iterator[Hidden]:
     """See `Backend.pool`. `last` is the output of the step's layers."""
     for part in scored_slices(runs, max_tokens):
         rows = torch.tensor(scored_indices(part), dtype=torch.int64).to(last.device)
         of_part = None if lora is None else lora.with_head(part)
-        yield Hidden(part, transformer.hidden(last, rows, of_part))
+        heads = arena.heads_of(run.sequence.slot for run in part)
+        yield Hidden(part, transformer.hidden(last, rows, of_part), heads)
 
 
 class TorchInputs(NamedTuple):
@@ -217,7 +219,7 @@ class TorchBackend(AdapterMemory):
             assert last is not None, "the step is computed"
             assert self.transformer is not None
             yield from hidden_slices(
-                self.transformer, last, inputs.lora, inputs.pooled, self._max_scored
+                self.transformer, last, inputs.lora, inputs.pooled, self._max_scored, self.arena
             )
 
     def keep_part(self, row: BatchRow) -> None:

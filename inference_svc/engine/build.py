@@ -71,6 +71,7 @@ from inference_svc.host.cpus import (
 from inference_svc.host.device_info import device_of, machine_name
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
+from inference_svc.model.checkpoint.classifier import read_score_head
 from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.checkpoint.parameters import weight_formats
 from inference_svc.model.checkpoint.tensors import check_tensors
@@ -175,7 +176,8 @@ def _build(
     profiler = StepProfiler(factory.profiler_device)
     sampler = _make_sampler(config, decoder, factory)
     routed = _routed_pages(config, decoder, backend)
-    runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed, masks)
+    head = read_score_head(config.model_dir, decoder)
+    runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed, masks, head)
     settler = Settler(scheduler, frozenset(decoder.eos_token_ids), config.max_model_len, masks)
     times, losses = StepTimes(), Losses(config.dtype)
     engine = Engine(

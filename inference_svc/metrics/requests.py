@@ -35,7 +35,7 @@ COMPLETION_STATUSES = ("200", "500", "503")
 rate could show: these begin at 0 with the process."""
 
 CANCELLED = "cancelled"
-POOLED = (Kind.EMBED, Kind.SCORE)
+POOLED = (Kind.EMBED, Kind.SCORE, Kind.CLASSIFY)
 OUTCOMES = (*(reason.value for reason in FinishReason), CANCELLED, "error")
 
 

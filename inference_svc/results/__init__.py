@@ -6,5 +6,7 @@ scores          log probabilities of a prompt's tokens
 routed_experts  the experts that tokens have chosen
 embedding_rule  how a model embeds
 chosen_logits   logits of a few tokens behind a prompt, by which a model judges it
+classifier_rule  how a server classifies
+class_logits    outputs of a classifier for a prompt
 pooling         embeddings: hidden states of a prompt, pooled to one vector
 """

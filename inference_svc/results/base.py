@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
+from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule
 
 
@@ -28,12 +29,13 @@ class Scope(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """The kind of a request: to generate tokens; or to pool its prompt, to a vector or to a
-    score."""
+    """The kind of a request: to generate tokens; or to pool its prompt, to a vector, to a score, or
+    to the outputs of a classifier."""
 
     GENERATE = "generate"
     EMBED = "embed"
     SCORE = "score"
+    CLASSIFY = "classify"
 
 
 class ResultPart(Protocol):
@@ -95,6 +97,11 @@ class Server(Protocol):
     @property
     def embedding(self) -> EmbeddingRule:
         """How the model embeds."""
+        ...
+
+    @property
+    def classifier(self) -> ClassifierRule:
+        """How the server classifies."""
         ...
 
 

@@ -5,6 +5,6 @@ store            the same for the blocking client, generated
 export           receives the files of an adapter
 async_inference  calls of the inference service
 inference        the same for the blocking client, generated
-async_embedding  calls that pool inputs to vectors and scores
+async_embedding  calls that pool inputs to vectors, scores and labels
 embedding        the same for the blocking client, generated
 """

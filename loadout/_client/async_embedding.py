@@ -1,4 +1,4 @@
-"""Calls of the inference service that pool inputs to vectors and scores."""
+"""Calls of the inference service that pool inputs to vectors, scores and labels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from loadout._rpc.calls import Adapters, StreamCall
 from loadout._rpc.convert.embedding import Inputs
 from loadout.errors import StreamLost
 
-R = TypeVar("R", types.Embedding, types.Score)
+R = TypeVar("R", types.Embedding, types.Score, types.Classification)
 
 
 class AsyncEmbeddingCalls(AsyncCaller):
-    """The client's methods that embed and score."""
+    """The client's methods that embed, score and classify."""
 
     async def embed(
         self,
@@ -108,6 +108,45 @@ class AsyncEmbeddingCalls(AsyncCaller):
             documents,
             query=query,
             instruction=instruction,
+            adapter=adapter,
+            adapters=adapters,
+            min_revision=min_revision,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return await self._in_order(call, timeout_s)
+
+    async def classify(
+        self,
+        inputs: Inputs,
+        *,
+        raw: bool = False,
+        adapter: str | None = "",
+        adapters: Adapters = (),
+        min_revision: int = 0,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> tuple[types.Classification, ...]:
+        """Classifies inputs by the adapter's own head or else by the model's. Other arguments are
+        those of `embed`.
+
+        Args:
+            inputs: A text, token ids, or up to 2,048 of these.
+            raw: Return the head's outputs in place of probabilities.
+
+        Returns:
+            The labels, in the order of the inputs.
+
+        Raises:
+            InvalidArgument: Neither the adapter nor the model has a head.
+            StreamLost: The call ended without all labels.
+        """
+        call = calls.classify(
+            inputs,
+            raw=raw,
             adapter=adapter,
             adapters=adapters,
             min_revision=min_revision,

@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, get_type_hints
 from google.protobuf.message import Message
 
 from loadout import types
+from loadout._rpc.convert import embedding as pooling_types
 from loadout._rpc.convert import from_inference, from_store
-from loadout._rpc.convert.embedding import POOLINGS, Inputs, embedding, score, to_inputs
+from loadout._rpc.convert.embedding import POOLINGS, Inputs, to_inputs
 from loadout._rpc.convert.messages import build, invalid, named
 from loadout._rpc.convert.to_chat import CHAT_NAMES, Prompt, to_prompt
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
@@ -295,14 +296,20 @@ def embed(inputs: Inputs, pooling: Any, **fields: Any) -> StreamCall[types.Embed
     given = to_inputs(inputs)
     chosen = 0 if pooling is None else named(POOLINGS, pooling, "pooling")
     request = _pool(inference_pb.EmbedRequest, inputs=given, pooling=chosen, **fields)
-    return _pooled("Embed", request, embedding, len(given))
+    return _pooled("Embed", request, pooling_types.embedding, len(given))
 
 
 def scores(documents: Sequence[str], **fields: Any) -> StreamCall[types.Score]:
     if isinstance(documents, str):  # a sequence of texts, too: its letters
         raise invalid("documents", "must be a list of texts, not one text")
     request = _pool(inference_pb.ScoreRequest, documents=documents, **fields)
-    return _pooled("Score", request, score, len(documents))
+    return _pooled("Score", request, pooling_types.score, len(documents))
+
+
+def classify(inputs: Inputs, **fields: Any) -> StreamCall[types.Classification]:
+    given = to_inputs(inputs)
+    request = _pool(inference_pb.ClassifyRequest, inputs=given, **fields)
+    return _pooled("Classify", request, pooling_types.classification, len(given))
 
 
 def _pool(kind: type[Message], adapter: str | None, adapters: Adapters, **fields: Any) -> Any:

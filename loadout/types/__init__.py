@@ -3,7 +3,7 @@
 Sizes are bytes, durations seconds, times are aware UTC datetimes.
 
 generation  requests to generate, and their answers
-embedding   vectors of inputs, scores of documents
+embedding   vectors and labels of inputs, scores of documents
 replicas    the inference service's replicas: resident adapters, debug bundles, traces
 store       adapters and their versions, layouts, events, tiers
 """
@@ -24,6 +24,7 @@ from loadout._rpc.server_info import SamplingDefaults as SamplingDefaults
 from loadout._rpc.server_info import ServerInfo as ServerInfo
 from loadout._rpc.server_info import ServerLimits as ServerLimits
 from loadout._rpc.server_info import WeightFormat as WeightFormat
+from loadout.types.embedding import Classification as Classification
 from loadout.types.embedding import Embedding as Embedding
 from loadout.types.embedding import Pooling as Pooling
 from loadout.types.embedding import Score as Score

@@ -1,4 +1,4 @@
-"""Types of the vectors of inputs, and of the scores of documents."""
+"""Types of the vectors and labels of inputs, and of the scores of documents."""
 
 from __future__ import annotations
 
@@ -44,3 +44,24 @@ class Score:
     """Tokens of its prompt."""
     timings: Timings | None
     """Times of this document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The labels of an input; `adapter` and `adapters` are as in Embedding."""
+
+    request_id: str
+    index: int
+    """Which input this is, from 0."""
+    label: str
+    """The most probable label; "LABEL_0", "LABEL_1", ... of an adapter's own head."""
+    label_index: int
+    """Its number, from 0."""
+    probabilities: memoryview[float]
+    """The probability of each label, float32, a view without a copy."""
+    adapter: AdapterIdentity | None
+    adapters: tuple[AdapterIdentity, ...]
+    usage: Usage | None
+    """Tokens of this input."""
+    timings: Timings | None
+    """Times of this input."""

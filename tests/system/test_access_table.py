@@ -99,6 +99,16 @@ def score(stub: Any, ref: str) -> None:
             raise
 
 
+def classify(stub: Any, ref: str) -> None:
+    """Whoever is let in learns that this server has no head."""
+    request = pb.ClassifyRequest(adapter=ref, inputs=[pb.EmbedInput(text="a")])
+    try:
+        list(stub.Classify(request, timeout=60))
+    except grpc.RpcError as error:
+        if "does not classify" not in str(error.details()):
+            raise
+
+
 def tokenize(stub: Any, ref: str) -> None:
     stub.Tokenize(pb.TokenizeRequest(adapter=ref, text="a"), timeout=60)
 
@@ -168,6 +178,7 @@ ABOUT: dict[str, Callable[[Any, str], Any]] = {
     "Generate": generate,
     "Embed": embed,
     "Score": score,
+    "Classify": classify,
     "Tokenize": tokenize,
     "Detokenize": detokenize,
     "InspectAdapter": inspect,
@@ -196,7 +207,7 @@ def expected(rpc: str, caller: str, subject: str) -> str:
     if rpc not in ABOUT:
         return "OK"
     if subject == "base":
-        of_base = ("Generate", "Embed", "Score", "Tokenize", "Detokenize")
+        of_base = ("Generate", "Embed", "Score", "Classify", "Tokenize", "Detokenize")
         return "OK" if rpc in of_base else "INVALID_ARGUMENT"
     whose = OWN if subject.startswith("own") else OTHER
     tenants = {"neighbour": {OTHER}, "root": {OWN, OTHER}}.get(caller, {OWN})

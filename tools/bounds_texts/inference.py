@@ -8,7 +8,7 @@ from tools.bounds_texts.line import ACCOUNT, ANSWER, CALLER, NOTHING, QUEUED, SE
 
 INFERENCE_FIELDS: Sequence[Line] = (
     line(
-        "{Generate,Embed,Score,Tokenize,Detokenize}.adapter "
+        "{Generate,Embed,Score,Classify,Tokenize,Detokenize}.adapter "
         "{LoadAdapter,UnloadAdapter,PinAdapter,UnpinAdapter,InspectAdapter}.ref",
         "a name with a version, or a digest; the arena has the adapter that it loads or pins",
         "until the answer; a pin until an operator removes it",
@@ -17,7 +17,8 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_malformed_references_name_the_field test_pins_are_a_place_with_shares",
     ),
     line(
-        "{Generate,Embed,Score}.adapters {Generate,Embed,Score}.adapters.{ref,scale}",
+        "{Generate,Embed,Score,Classify}.adapters "
+        "{Generate,Embed,Score,Classify}.adapters.{ref,scale}",
         "the adapters of a sum: a row of the table, and each of them in the arena",
         QUEUED,
         ACCOUNT,
@@ -33,9 +34,9 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_too_many_entries_are_refused test_invalid_prompts_name_the_field",
     ),
     line(
-        "Embed.inputs Embed.inputs.{text,token_ids.ids}",
-        "inputs to embed, their tokens, and the vectors of those that are computed",
-        "the texts until they are tokenised; the tokens until the last vector is sent",
+        "{Embed,Classify}.inputs {Embed,Classify}.inputs.{text,token_ids.ids}",
+        "inputs to embed or classify, their tokens, and the results of those that are computed",
+        "the texts until they are tokenised; the tokens until the last result is sent",
         ACCOUNT,
         "4 MiB a message, `--request-memory`, share; 2,048 inputs, 300,000 tokens in all, each "
         "within `--max-model-len`; 64 inputs of a call run or wait in the queue at once",
@@ -52,7 +53,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_bad_input_is_refused_by_name test_one_call_does_not_fill_the_queue",
     ),
     line(
-        "Embed.{pooling,normalize,dimensions}",
+        "Embed.{pooling,normalize,dimensions} Classify.raw",
         NOTHING,
         QUEUED,
         ACCOUNT,
@@ -61,7 +62,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_dimensions_that_a_model_lacks_are_refused",
     ),
     line(
-        "Embed.{request_id,cache_salt,prompt_name} Score.{request_id,cache_salt}",
+        "Embed.{request_id,cache_salt,prompt_name} {Score,Classify}.{request_id,cache_salt}",
         "a text, in the log and in the keys of pages; the name of a prompt of the model",
         QUEUED,
         ACCOUNT,
@@ -170,7 +171,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_versions_that_come_faster_than_they_load_are_followed",
     ),
     line(
-        "{Generate,Embed,Score}.{min_revision,priority} LoadAdapter.min_revision",
+        "{Generate,Embed,Score,Classify}.{min_revision,priority} LoadAdapter.min_revision",
         "only a number; a priority orders the requests of its own tenant",
         "until the revision is there, or the call's deadline",
         ACCOUNT,
@@ -301,7 +302,7 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_logprobs_of_a_response_are_bounded test_experts_are_one_text_and_many_events",
     ),
     line(
-        "encoding_format dimensions pooling normalize prompt_name",
+        "encoding_format dimensions pooling normalize prompt_name use_activation",
         "the form of vectors; the name of a prompt of the model",
         QUEUED,
         CALLER,

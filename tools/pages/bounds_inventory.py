@@ -16,6 +16,7 @@ from inference_svc.api.http.adapters import LoadBody, UnloadBody
 from inference_svc.api.http.chat.endpoint import ChatBody
 from inference_svc.api.http.completions import CompletionBody
 from inference_svc.api.http.messages.body import CountBody, MessagesBody
+from inference_svc.api.http.pooling.classes import ClassifyBody
 from inference_svc.api.http.pooling.embeddings import EmbeddingsBody
 from inference_svc.api.http.pooling.scores import RerankBody, ScoreBody
 from inference_svc.api.http.responses.body import ResponsesBody
@@ -34,6 +35,7 @@ BODIES: Sequence[type[BaseModel]] = (
     ChatBody,
     CompletionBody,
     EmbeddingsBody,
+    ClassifyBody,
     ScoreBody,
     RerankBody,
     TokensBody,

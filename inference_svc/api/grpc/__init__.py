@@ -4,6 +4,6 @@ servicer  convert, call the service, convert
 bounds    limits of each RPC's request
 prompts   prompts of every form to our types
 convert   protobuf messages to our types and back
-pooling   Embed and Score: messages to calls, vectors and scores to responses
+pooling   Embed, Score and Classify: messages to calls, results to responses
 results   the results that come beside tokens: options of a request, parts of an answer
 """

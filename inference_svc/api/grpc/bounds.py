@@ -8,7 +8,7 @@ from inference_svc.api.generate_call import (
     MAX_STOPS,
     MAX_VARIABLES,
 )
-from inference_svc.api.pool_call import MAX_INPUT_TOKENS, MAX_INPUTS
+from inference_svc.api.pooling.call import MAX_INPUT_TOKENS, MAX_INPUTS
 from inference_svc.api.service import TRACE_CHUNK_BYTES
 from inference_svc.api.tools import MAX_TOOLS
 from inference_svc.core import MAX_PARTS
@@ -34,18 +34,16 @@ ADAPTER_BYTES = 4 << 20
 """An adapter of 18,000 targets, sent and copied."""
 
 
-EMBED = RequestBounds(
-    pb.EmbedRequest,
-    MAX_GENERATE_BYTES,
-    # The limits themselves are told by name.
-    max_items={
-        "inputs": 2 * MAX_INPUTS,
-        "inputs.token_ids.ids": 2 * MAX_INPUT_TOKENS,
-        "adapters": 2 * MAX_PARTS,
-    },
-    answer_bytes=VECTOR_BYTES,
+# The limits themselves are told by name.
+_INPUTS = {
+    "inputs": 2 * MAX_INPUTS,
+    "inputs.token_ids.ids": 2 * MAX_INPUT_TOKENS,
+    "adapters": 2 * MAX_PARTS,
+}
+EMBED, CLASSIFY = (
+    RequestBounds(message, MAX_GENERATE_BYTES, max_items=_INPUTS, answer_bytes=VECTOR_BYTES)
+    for message in (pb.EmbedRequest, pb.ClassifyRequest)
 )
-
 SCORE = RequestBounds(
     pb.ScoreRequest,
     MAX_GENERATE_BYTES,
@@ -78,6 +76,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
         "Generate": generate,
         "Embed": EMBED,
         "Score": SCORE,
+        "Classify": CLASSIFY,
         "Tokenize": RequestBounds(
             pb.TokenizeRequest, MAX_GENERATE_BYTES, max_items=chat, answer_bytes=TOKENS_BYTES
         ),

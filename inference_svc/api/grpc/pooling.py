@@ -1,19 +1,13 @@
-"""Embed and Score over gRPC: their messages to calls, vectors and scores to responses."""
+"""Embed, Score and Classify over gRPC: their messages to calls, results to responses."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from inference_svc.api.embed_call import (
-    MAX_DIMENSIONS,
-    MAX_PROMPT_NAME_CHARS,
-    EmbedCall,
-    Embedded,
-)
 from inference_svc.api.generate_call import (
     MAX_ID_CHARS,
     GenerateCall,
@@ -23,9 +17,16 @@ from inference_svc.api.generate_call import (
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.prompts import check
-from inference_svc.api.pool_call import MAX_INPUTS
+from inference_svc.api.pooling.call import MAX_INPUTS
+from inference_svc.api.pooling.classify import Classified, ClassifyCall
+from inference_svc.api.pooling.embed import (
+    MAX_DIMENSIONS,
+    MAX_PROMPT_NAME_CHARS,
+    EmbedCall,
+    Embedded,
+)
+from inference_svc.api.pooling.score import Score, ScoreCall
 from inference_svc.api.request_record import MAX_NAME_CHARS
-from inference_svc.api.score_call import Score, ScoreCall
 from inference_svc.core import MAX_PARTS, Principal, sum_label
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.pooling import PoolingOption
@@ -42,7 +43,8 @@ _POOLINGS = {
     pb.POOLING_FIRST: Pooling.FIRST,
 }
 
-M = TypeVar("M", pb.EmbedRequest, pb.ScoreRequest)
+PoolRequest: TypeAlias = pb.EmbedRequest | pb.ScoreRequest | pb.ClassifyRequest
+M = TypeVar("M", pb.EmbedRequest, pb.ScoreRequest, pb.ClassifyRequest)
 
 
 def from_embed_request(
@@ -56,8 +58,7 @@ def from_embed_request(
     check(request.pooling in _POOLINGS, "pooling", f"LAST, MEAN or FIRST, not {request.pooling}")
     call = EmbedCall(
         **_common(request, deadline_s),
-        # One more than may be shows that there are too many.
-        inputs=tuple(map(_from_input, request.inputs[: MAX_INPUTS + 1], range(MAX_INPUTS + 1))),
+        inputs=_from_inputs(request.inputs),
         option=PoolingOption(
             _POOLINGS[request.pooling],
             request.normalize if request.HasField("normalize") else None,
@@ -82,7 +83,15 @@ def from_score_request(
     return call.to_call()
 
 
-def _common(request: pb.EmbedRequest | pb.ScoreRequest, deadline_s: float | None) -> dict[str, Any]:
+def from_classify_request(
+    request: pb.ClassifyRequest, rule: EmbeddingRule, deadline_s: float | None = None
+) -> GenerateCall:
+    """Converts as `from_embed_request`."""
+    common = _common(request, deadline_s)
+    return ClassifyCall(**common, inputs=_from_inputs(request.inputs)).to_call()
+
+
+def _common(request: PoolRequest, deadline_s: float | None) -> dict[str, Any]:
     """Returns the fields of `PoolCall`."""
     check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
     check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
@@ -97,6 +106,11 @@ def _common(request: pb.EmbedRequest | pb.ScoreRequest, deadline_s: float | None
         "cache_salt": request.cache_salt,
         "deadline_s": deadline_s,
     }
+
+
+def _from_inputs(given: Sequence[pb.EmbedInput]) -> tuple[Prompt, ...]:
+    # One more than may be shows that there are too many.
+    return tuple(map(_from_input, given[: MAX_INPUTS + 1], range(MAX_INPUTS + 1)))
 
 
 def _from_input(given: pb.EmbedInput, index: int) -> Prompt:
@@ -140,7 +154,7 @@ class IncomingPoolCall(Generic[M]):
         return await asyncio.wrap_future(converting)
 
 
-def _num_entries(request: pb.EmbedRequest | pb.ScoreRequest) -> int:
+def _num_entries(request: PoolRequest) -> int:
     if isinstance(request, pb.ScoreRequest):
         return len(request.documents)
     num_ids = sum(len(each.token_ids.ids) for each in request.inputs[:INLINE_ENTRIES])
@@ -158,7 +172,17 @@ def to_score_response(stream: GenerateStream, found: Score) -> pb.ScoreResponse:
     return pb.ScoreResponse(score=found.score, **_to_common(stream, found))
 
 
-def _to_common(stream: GenerateStream, found: Embedded | Score) -> dict[str, Any]:
+def to_classify_response(stream: GenerateStream, found: Classified) -> pb.ClassifyResponse:
+    """Returns the response of one input of a call."""
+    return pb.ClassifyResponse(
+        label=found.label,
+        label_index=found.label_index,
+        probabilities=found.probabilities.astype("<f4").tobytes(),
+        **_to_common(stream, found),
+    )
+
+
+def _to_common(stream: GenerateStream, found: Embedded | Score | Classified) -> dict[str, Any]:
     return {
         "request_id": stream.call.request_id,
         "index": found.index,

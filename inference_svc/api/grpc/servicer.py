@@ -9,22 +9,25 @@ from contextlib import aclosing
 from typing import TypeAlias
 
 from inference_svc.api.access import Caller
-from inference_svc.api.embed_call import embeddings
 from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall, deadline_after
 from inference_svc.api.generate_stream import INLINE_TOKENS
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.grpc.pooling import (
     IncomingPoolCall,
+    from_classify_request,
     from_embed_request,
     from_score_request,
+    to_classify_response,
     to_embed_response,
     to_score_response,
 )
 from inference_svc.api.grpc.prompts import check, from_tokenize_request
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
+from inference_svc.api.pooling.classify import classes
+from inference_svc.api.pooling.embed import embeddings
+from inference_svc.api.pooling.score import scores
 from inference_svc.api.request_record import MAX_NAME_CHARS
-from inference_svc.api.score_call import scores
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import MAX_PARTS, Action, Principal, sum_label
 from inference_svc.debug import DebugInfo
@@ -56,7 +59,7 @@ def call_rules(load: Callable[[], str], max_model_len: int) -> CallRules:
         domain="inference.loadout",
         requests=request_bounds(max_model_len),
         polled=frozenset({"GetServerInfo", "ListResidentAdapters"}),
-        logged_elsewhere=frozenset({"Generate", "Embed", "Score"}),
+        logged_elsewhere=frozenset({"Generate", "Embed", "Score", "Classify"}),
         private=PROMPT_SUBJECTS,
         refuse_when_draining=False,  # the engine refuses requests, with when to try again
         trailers=trailers,
@@ -105,6 +108,16 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         async with aclosing(scores(stream)) as found:
             async for each in found:
                 await context.write(to_score_response(stream, each))
+
+    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> None:  # noqa: N802
+        facts, is_raw = self._service.facts, request.raw
+        incoming = IncomingPoolCall(request, context, facts.embedding, from_classify_request)
+        del request  # the call lets go of it once it is converted
+        stream = await self._service.generate(_caller(context), incoming)
+        context.release_request()  # its inputs are tokens now
+        async with aclosing(classes(stream, facts.classifier, is_raw=is_raw)) as found:
+            async for each in found:
+                await context.write(to_classify_response(stream, each))
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: Context

@@ -21,6 +21,7 @@ from inference_svc.api.http.generate import GenerateRoute
 from inference_svc.api.http.life_cycle import LifeCycleRoutes
 from inference_svc.api.http.messages.route import MessagesRoute
 from inference_svc.api.http.models import Models
+from inference_svc.api.http.pooling.classes import Classify
 from inference_svc.api.http.pooling.embeddings import Embeddings
 from inference_svc.api.http.pooling.route import Endpoint, PoolRoute
 from inference_svc.api.http.pooling.scores import Rerank, Scores
@@ -41,6 +42,7 @@ from servicekit.telemetry.tracing import Tracing
 POOLING: Mapping[str, Endpoint[Any]] = {
     "/v1/embeddings": Embeddings(),
     **dict.fromkeys(("/v1/score", "/score"), Scores()),
+    "/classify": Classify(),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), Rerank()),
 }
 """The routes that pool, with their names in vLLM."""

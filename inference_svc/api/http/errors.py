@@ -112,6 +112,7 @@ API_PATHS = (
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",
+    "/classify",
     "/v1/models",
     "/tokenize",
     "/detokenize",

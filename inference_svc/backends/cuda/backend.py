@@ -273,7 +273,9 @@ class CudaBackend(CudaMemory):
         assert last is not None, "the step is computed"
         assert self.transformer is not None
         lora = inputs.step.lora.step() if inputs.kind is not StepKind.BASE else None
-        yield from hidden_slices(self.transformer, last, lora, inputs.pooled, self._limits.max_rows)
+        yield from hidden_slices(
+            self.transformer, last, lora, inputs.pooled, self._limits.max_rows, self.arena
+        )
 
     def keep_part(self, row: BatchRow) -> None:
         if self.states is not None:

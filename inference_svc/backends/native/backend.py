@@ -180,7 +180,8 @@ class NativeBackend(AdapterMemory):
             self._step.choose(scored_indices(part))
             if inputs.groups:
                 self._lora.plan_head(scored_slot_runs(part))
-            yield Hidden(part, self._loaded.hidden(inputs.groups))
+            heads = self.arena.heads_of(run.sequence.slot for run in part)
+            yield Hidden(part, self._loaded.hidden(inputs.groups), heads)
 
     def follow(self, data: StepData) -> None:
         """Computes this rank's part of a step of the first rank, which has the logits."""

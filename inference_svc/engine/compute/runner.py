@@ -73,7 +73,7 @@ class StepResult(NamedTuple):
 
 class Runner:
     """Owns nothing but references. `marks` name its work in a trace; `routed` is there if the model
-    has experts."""
+    has experts, `base_head`, fp32 [labels, hidden_size], if it classifies."""
 
     def __init__(
         self,
@@ -83,12 +83,14 @@ class Runner:
         limit: StepLimit,
         routed: RoutedPages | None = None,
         masks: Masks | None = None,
+        base_head: torch.Tensor | None = None,
     ) -> None:
         self.backend = backend
         self.sampler = sampler
         self._marks = marks
         self._limit = limit
         self._masks = masks
+        self._base_head = base_head
         self.routed = routed
         self._has_logged = False  # why rows of this step fail
         self._pools = False
@@ -223,8 +225,9 @@ class Runner:
                 parts.setdefault(sequence, []).append(scores)
                 if not is_sound:
                     lost[sequence] = Loss.NOT_FINITE
-            for sequence, total, is_sound in pool(self.backend.pool(inputs)):
-                parts.setdefault(sequence, []).append(total)
+            pooled = pool(self.backend.pool(inputs), self._base_head)
+            for sequence, part, is_sound in pooled:
+                parts.setdefault(sequence, []).append(part)
                 if not is_sound:
                     lost[sequence] = Loss.NOT_FINITE
             if self.routed is not None:

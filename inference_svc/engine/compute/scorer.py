@@ -16,7 +16,9 @@ from inference_svc.backends.prompt_runs import ScoredRun
 from inference_svc.core import BatchRow, Sequence
 from inference_svc.engine.compute.sampler import known_tokens
 from inference_svc.host.copies import to_device
+from inference_svc.results.base import Kind
 from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
+from inference_svc.results.class_logits import ClassLogits
 from inference_svc.results.pooling import HiddenSum
 from inference_svc.results.scores import Scores, ScoresOption
 
@@ -92,25 +94,42 @@ def _top_k(run: ScoredRun) -> int:
     return option.top_k
 
 
-class SequenceSum(NamedTuple):
-    """The sum of a run of a sequence's tokens: no numbers unless it `is_sound`."""
+class Pooled(NamedTuple):
+    """A result of a run of a sequence's tokens: no numbers unless it `is_sound`."""
 
     sequence: Sequence
-    total: HiddenSum
+    part: HiddenSum | ClassLogits
     is_sound: bool = True
 
 
-def pool(slices: Iterable[Hidden]) -> Iterator[SequenceSum]:
-    """Yields the sum of each run of each slice, in fp32, on the host."""
-    for runs, states in slices:
+def pool(slices: Iterable[Hidden], base_head: Tensor | None) -> Iterator[Pooled]:
+    """Yields the sum of each run of each slice, in fp32, on the host; of a run that is classified
+    the outputs of its adapter's own head or, fp32 [labels, hidden_size], of the base's."""
+    for runs, states, heads in slices:
         sizes = [run.num_tokens for run in runs]
         # Summed on the device, and copied at once.
-        sums = torch.stack([each.sum(dim=0) for each in states.float().split(sizes)]).cpu()
-        sound = sums.isfinite().all(dim=1).tolist()
-        for run, total, is_sound in zip(runs, sums.numpy(), sound, strict=True):
-            first = run.position - 1
-            part = HiddenSum(first, run.num_tokens, total.tobytes())
-            yield SequenceSum(run.sequence, part, is_sound)
+        sums = torch.stack([each.sum(dim=0) for each in states.float().split(sizes)])
+        hosts = sums.cpu()
+        sound = hosts.isfinite().all(dim=1).tolist()
+        for place, (run, is_sound) in enumerate(zip(runs, sound, strict=True)):
+            part: HiddenSum | ClassLogits
+            if run.sequence.request.wanted.kind is Kind.CLASSIFY:
+                part = _classified(run, sums[place], heads[place], base_head)
+            else:
+                total = hosts[place].numpy().tobytes()
+                part = HiddenSum(run.position - 1, run.num_tokens, total)
+            yield Pooled(run.sequence, part, is_sound)
+
+
+def _classified(
+    run: ScoredRun, state: Tensor, own: Tensor | None, base_head: Tensor | None
+) -> ClassLogits:
+    """Returns the outputs for a hidden state, fp32 [hidden_size]."""
+    head = base_head if own is None else own
+    if head is None:
+        return ClassLogits(run.position, b"", is_own=False)
+    logits = (head.to(state.device, torch.float32) @ state).cpu().numpy()
+    return ClassLogits(run.position, logits.tobytes(), is_own=own is not None)
 
 
 def choose(rows: Iterable[BatchRow], logits: Tensor) -> Iterator[tuple[Sequence, ChosenLogits]]:

@@ -46,6 +46,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Values that transformers assumes for keys that config.json leaves out, unless a family's
 `defaults` differ. A bias that is left out is absent."""
+CLASSIFIER = "ForSequenceClassification"
 EMBEDDING, HEAD = f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight"
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,22 @@ def _without_head(decoder: Decoder, values: Mapping[str, Any], stored: list[str]
     [name] = values["architectures"]
     if name in families() or HEAD in stored:
         return decoder
-    return replace(decoder, head=replace(decoder.head, is_tied=True), generates=False)
+    head = replace(decoder.head, is_tied=True)
+    labels = _labels(values) if name.endswith(CLASSIFIER) else ()
+    return replace(decoder, head=head, generates=False, labels=labels)
+
+
+def _labels(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of a classifier's outputs, as transformers does. Raises UnsupportedModel
+    for names that are not of 0, 1, 2, ..."""
+    named = values.get("id2label")
+    if named is None:
+        count = values.get("num_labels", 2)
+        named = {index: f"LABEL_{index}" for index in range(count if type(count) is int else 0)}
+    found = {str(key): str(name) for key, name in named.items()} if isinstance(named, dict) else {}
+    if not found or found.keys() != set(map(str, range(len(found)))):
+        raise UnsupportedModel(f"{CONFIG}: id2label = {named!r}: must name the labels 0, 1, 2, ...")
+    return tuple(found[str(index)] for index in range(len(found)))
 
 
 def _has_own_head(model_dir: Path, wrapper: Wrapper, *, is_said: bool) -> bool:
@@ -171,7 +187,7 @@ def _dtype_of(values: Mapping[str, Any]) -> str:
 
 def _family_of(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
-    found = (each for name, each in families().items() if names in ([name], [_bare_class(name)]))
+    found = (each for name, each in families().items() if names in ([name], *_classes(name)))
     family = next(found, None)
     if family is not None:
         return family
@@ -188,9 +204,10 @@ def _family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
-def _bare_class(architecture: str) -> str:
-    """Returns the name of transformers' class of a family without the head."""
-    return architecture.replace("ForCausalLM", "Model")
+def _classes(architecture: str) -> tuple[list[str], ...]:
+    """Returns the names of transformers' classes of a family without the head of its language
+    model, as config.json has them: without any, and with a classifier's."""
+    return tuple([architecture.replace("ForCausalLM", end)] for end in ("Model", CLASSIFIER))
 
 
 def _canonical_sha256(config: Mapping[str, Any]) -> str:

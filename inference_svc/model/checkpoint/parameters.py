@@ -19,6 +19,7 @@ from inference_svc.model.checkpoint.parts import Part, part_of, part_of_linear, 
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
+    SCORE,
     Cut,
     Decoder,
     ExpertsProjection,
@@ -265,6 +266,7 @@ def unused(decoder: Decoder) -> tuple[str, ...]:
     own = decoder.layers
     paths += [f"model.layers.{layer}" for layer in range(decoder.num_layers) if layer not in own]
     paths += () if decoder.has_embedding else (EMBED_TOKENS,)
+    paths += (SCORE,) if decoder.labels else ()
     paths += () if decoder.has_head else (decoder.final_norm.module, LM_HEAD)
     return tuple(f"{path}." for path in paths)
 

@@ -158,7 +158,8 @@ class Decoder:
     the last. `quantisation` says how the checkpoint has the weights that have a format. `rank` is
     the rank whose part this is, as `model.sharding` makes it, and `stage` the stage, of which
     operations, weights and states are; None: of the whole model. `blocks` are those of all stages.
-    It `generates` unless its class has no head.
+    It `generates` unless its class has no head, or another one: a classifier has a head of its own,
+    whose outputs have the names `labels`.
     """
 
     architecture: str
@@ -179,6 +180,7 @@ class Decoder:
     rank: Rank | None = None
     stage: Stage | None = None
     generates: bool = True
+    labels: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:

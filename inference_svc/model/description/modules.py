@@ -12,6 +12,8 @@ from kernels.experts import padded_rows
 from kernels.quantised import WeightFormat
 
 EMBED_TOKENS, LM_HEAD, LAYER_INPUTS = "model.embed_tokens", "lm_head", "layer_inputs"
+SCORE = "score"
+"""A classifier's head."""
 """Modules, and the name of the projection of `LayerInputs`."""
 
 

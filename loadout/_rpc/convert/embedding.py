@@ -1,9 +1,9 @@
-"""Inputs to embed as messages, and vectors and scores as the client's types."""
+"""Inputs to embed as messages, and results as the client's types."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from loadout import types
 from loadout._rpc.convert.from_inference import identity, timings, usage
@@ -12,6 +12,10 @@ from loadout.inference.v1 import inference_pb2 as inference_pb
 
 Inputs = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """Inputs to embed: one text or list of token ids, or several."""
+
+_Response: TypeAlias = (
+    inference_pb.EmbedResponse | inference_pb.ScoreResponse | inference_pb.ClassifyResponse
+)
 
 POOLINGS: dict[int, str] = {
     inference_pb.POOLING_LAST: "last",
@@ -44,7 +48,20 @@ def score(message: inference_pb.ScoreResponse) -> types.Score:
     return types.Score(score=message.score, **_common(message))
 
 
-def _common(message: inference_pb.EmbedResponse | inference_pb.ScoreResponse) -> dict[str, Any]:
+def classification(message: inference_pb.ClassifyResponse) -> types.Classification:
+    return types.Classification(
+        label=message.label,
+        label_index=message.label_index,
+        probabilities=memoryview(message.probabilities).cast("f"),
+        **_common(message),
+    )
+
+
+def _common(
+    message: inference_pb.EmbedResponse
+    | inference_pb.ScoreResponse
+    | inference_pb.ClassifyResponse,
+) -> dict[str, Any]:
     return {
         "request_id": message.request_id,
         "index": message.index,

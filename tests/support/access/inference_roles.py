@@ -8,6 +8,7 @@ ALLOWED = {
     "Generate": GENERATORS,
     "Embed": GENERATORS,
     "Score": GENERATORS,
+    "Classify": GENERATORS,
     "Tokenize": GENERATORS,
     "Detokenize": GENERATORS,
     "InspectAdapter": OPERATORS,

@@ -13,7 +13,14 @@ from inference_svc.results.pooling import PoolingOption
 from inference_svc.results.routed_experts import ExpertsOption
 from inference_svc.results.scores import logprobs_options
 
-NAMES = ("logprobs", "prompt_logprobs", "logprobs_mode", "return_routed_experts", "embedding")
+NAMES = (
+    "logprobs",
+    "prompt_logprobs",
+    "logprobs_mode",
+    "return_routed_experts",
+    "embedding",
+    "options",
+)
 
 
 def wanted_of(
@@ -22,13 +29,14 @@ def wanted_of(
     logprobs_mode: LogprobsMode = LogprobsMode.RAW,
     return_routed_experts: bool = False,
     embedding: PoolingOption | None = None,
+    options: tuple[Option, ...] = (),
 ) -> Wanted:
-    options: list[Option] = [*logprobs_options(logprobs, prompt_logprobs, logprobs_mode, "")]
+    found = [*options, *logprobs_options(logprobs, prompt_logprobs, logprobs_mode, "")]
     if return_routed_experts:
-        options.append(ExpertsOption())
+        found.append(ExpertsOption())
     if embedding is not None:
-        options.append(embedding)
-    return Wanted(tuple(options))
+        found.append(embedding)
+    return Wanted(tuple(found))
 
 
 def asking(options: Mapping[str, Any]) -> dict[str, Any]:

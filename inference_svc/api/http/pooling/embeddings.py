@@ -10,20 +10,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
-from inference_svc.api.embed_call import (
-    MAX_DIMENSIONS,
-    MAX_PROMPT_NAME_CHARS,
-    EmbedCall,
-    Embedded,
-    embeddings,
-)
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.http.completions import are_ids
 from inference_svc.api.http.pooling.route import PoolBody, to_usage
 from inference_svc.api.http.response import AnswerMemory
 from inference_svc.api.http.sse import to_json
-from inference_svc.api.pool_call import MAX_INPUTS
+from inference_svc.api.pooling.call import MAX_INPUTS
+from inference_svc.api.pooling.embed import (
+    MAX_DIMENSIONS,
+    MAX_PROMPT_NAME_CHARS,
+    EmbedCall,
+    Embedded,
+    embeddings,
+)
 from inference_svc.api.service import ServerFacts
 from inference_svc.results.embedding_rule import Pooling
 from inference_svc.results.pooling import PoolingOption
@@ -32,7 +32,7 @@ from inference_svc.text.prompt import Prompt, Text
 Inputs = tuple[str | tuple[int, ...], ...]
 
 
-def _to_inputs(value: object) -> Inputs:
+def to_inputs(value: object) -> Inputs:
     """Accepts a text, token ids, or a list of one of these."""
     if isinstance(value, str):
         return (value,)
@@ -48,8 +48,12 @@ def _to_inputs(value: object) -> Inputs:
     raise ValueError("must be a text, a list of token ids, or a list of one of these")
 
 
+def to_prompt(given: str | tuple[int, ...], add_special_tokens: bool | None) -> Prompt:
+    return Text(given, add_special_tokens is not False) if isinstance(given, str) else given
+
+
 class EmbeddingsBody(PoolBody):
-    input: Annotated[Inputs, PlainValidator(_to_inputs)]
+    input: Annotated[Inputs, PlainValidator(to_inputs)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
 
@@ -67,17 +71,12 @@ class EmbeddingsBody(PoolBody):
         )
         call = EmbedCall(
             **self.common(request_id, adapter),
-            inputs=tuple(map(self._to_prompt, self.input)),
+            inputs=tuple(to_prompt(each, self.add_special_tokens) for each in self.input),
             option=option,
             prompt_name=self.prompt_name or "",
             inputs_field="input",
         )
         return call.to_call(facts.embedding)
-
-    def _to_prompt(self, given: str | tuple[int, ...]) -> Prompt:
-        if isinstance(given, str):
-            return Text(given, self.add_special_tokens is not False)
-        return given
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,5 +119,5 @@ class Embeddings:
     id_prefix: ClassVar = "embd"
     object: ClassVar = "list"
 
-    def answer(self, body: EmbeddingsBody) -> Vectors:
+    def answer(self, body: EmbeddingsBody, facts: ServerFacts) -> Vectors:
         return Vectors(body.encoding_format == "base64")

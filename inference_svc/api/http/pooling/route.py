@@ -25,7 +25,7 @@ from inference_svc.api.http.request import (
 )
 from inference_svc.api.http.response import AnswerMemory, FullResponse
 from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
-from inference_svc.api.pool_call import MAX_INPUT_TOKENS, MAX_INPUTS
+from inference_svc.api.pooling.call import MAX_INPUT_TOKENS, MAX_INPUTS
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import MAX_PARTS, sum_label
 from servicekit.errors import InvalidArgument
@@ -92,7 +92,7 @@ class Endpoint(Protocol[B]):
     id_prefix: ClassVar[str]
     object: ClassVar[str]
 
-    def answer(self, body: B) -> Answer: ...
+    def answer(self, body: B, facts: ServerFacts) -> Answer: ...
 
 
 class IncomingPool(IncomingBody, Generic[B]):
@@ -110,7 +110,7 @@ class IncomingPool(IncomingBody, Generic[B]):
         adapter = adapter_of(body.model, self._facts)
         self.adapter = adapter or sum_label(part.ref for part in body.adapters or ())
         call = body.to_call(self.request_id, adapter, self._facts)
-        self.answer = self._endpoint.answer(body)
+        self.answer = self._endpoint.answer(body, self._facts)
         return call
 
 

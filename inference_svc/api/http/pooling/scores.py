@@ -13,8 +13,8 @@ from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.http.pooling.route import PoolBody, to_usage
 from inference_svc.api.http.response import AnswerMemory
 from inference_svc.api.http.sse import to_json
-from inference_svc.api.pool_call import MAX_INPUTS
-from inference_svc.api.score_call import MAX_INSTRUCTION_CHARS, ScoreCall, scores
+from inference_svc.api.pooling.call import MAX_INPUTS
+from inference_svc.api.pooling.score import MAX_INSTRUCTION_CHARS, ScoreCall, scores
 from inference_svc.api.service import ServerFacts
 from servicekit.errors import InvalidArgument
 
@@ -109,7 +109,7 @@ class Scores:
     id_prefix: ClassVar = "score"
     object: ClassVar = "list"
 
-    def answer(self, body: ScoreBody) -> Scores:
+    def answer(self, body: ScoreBody, facts: ServerFacts) -> Scores:
         return self
 
     async def encode(
@@ -156,6 +156,6 @@ class Rerank:
     id_prefix: ClassVar = "rerank"
     object: ClassVar = "list"
 
-    def answer(self, body: RerankBody) -> Ranking:
+    def answer(self, body: RerankBody, facts: ServerFacts) -> Ranking:
         texts = () if body.return_documents is False else tuple(body.documents)
         return Ranking(body.top_n or len(body.documents), texts)

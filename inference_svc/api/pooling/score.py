@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
-from inference_svc.api.pool_call import PoolCall, pooled_inputs
+from inference_svc.api.pooling.call import PoolCall, pooled_inputs
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.results.base import Wanted, of_kind
 from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
-from inference_svc.api.pool_call import PoolCall, pooled_inputs
+from inference_svc.api.pooling.call import PoolCall, pooled_inputs
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.results.base import of_kind
 from inference_svc.results.embedding_rule import EmbeddingRule

@@ -1,0 +1,76 @@
+"""A call to classify, independent of its transport: its fields, and the labels of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.generate_stream import GenerateStream
+from inference_svc.api.pooling.call import PoolCall, pooled_inputs
+from inference_svc.engine.transport.messages import Timings, Usage
+from inference_svc.results.base import of_kind
+from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
+from inference_svc.results.classifier_rule import Activation, ClassifierRule
+from inference_svc.text.prompt import Prompt, Text
+from servicekit.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyCall(PoolCall):
+    inputs: tuple[Prompt, ...]
+
+    def to_call(self) -> GenerateCall:
+        """Raises InvalidArgument naming the field."""
+        self._check_count(len(self.inputs))
+        for index, each in enumerate(self.inputs):
+            self._check_filled(index, bool(each.text if isinstance(each, Text) else each))
+        return self._to_call(self.inputs, ClassLogitsOption())
+
+
+class Classified(NamedTuple):
+    """The probability of each label of an input, fp32 [labels], and the most probable one."""
+
+    index: int
+    label: str
+    probabilities: NDArray[np.float32]
+    usage: Usage
+    timings: Timings
+
+    @property
+    def label_index(self) -> int:
+        return int(self.probabilities.argmax())
+
+
+async def classes(
+    stream: GenerateStream, rule: ClassifierRule, *, is_raw: bool = False
+) -> AsyncGenerator[Classified, None]:
+    """Yields the labels of each input as they are there, in any order; if they are to be `raw`, the
+    head's outputs in place of probabilities. Raises InvalidArgument if neither the model nor the
+    adapter has a head, and like `pooled_inputs`."""
+    async with aclosing(pooled_inputs(stream)) as found:
+        async for index, parts, usage, timings in found:
+            [made] = of_kind(parts, ClassLogits)
+            logits = made.logits
+            if not len(logits):
+                name = stream.requests[index].adapter or stream.base_model
+                raise InvalidArgument(
+                    f"{name} has no classification head: save one with "
+                    'modules_to_save=["score"], or serve a model that has one',
+                    subject="adapter",
+                )
+            activation = Activation.NONE if is_raw else rule.activation_of(len(logits))
+            values = activation(logits)
+            best = int(values.argmax())
+            yield Classified(index, _label(made, rule, best), values, usage, timings)
+
+
+def _label(made: ClassLogits, rule: ClassifierRule, index: int) -> str:
+    """Returns the name of an output: the model's, or, of an adapter's own head, its number, as PEFT
+    saves no names."""
+    return f"LABEL_{index}" if made.is_own else rule.labels[index]

@@ -1,0 +1,60 @@
+"""Outputs of a classifier for a prompt: of the model's head, or of its adapter's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_svc.results.base import Kind, Option, Scope, Server
+from servicekit.errors import InvalidArgument
+
+OBJECT_BYTES = 192
+"""The approximate memory of a part, in addition to its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLogitsOption(Option):
+    """The outputs of a classifier, of the hidden state of the prompt's last token."""
+
+    scope: ClassVar[Scope] = Scope.POOLED
+    kind: ClassVar[Kind] = Kind.CLASSIFY
+
+    def served_by(self, server: Server) -> ClassLogitsOption:
+        """See `Option`. Raises InvalidArgument for a server that does not classify."""
+        if server.classifier.refusal:
+            raise InvalidArgument(
+                f"{server.base_model} does not classify: {server.classifier.refusal}",
+                subject="model",
+            )
+        return self
+
+    def positions(self, num_prompt: int) -> tuple[int, int]:
+        return num_prompt - 1, num_prompt
+
+    def prompt_bytes(self, num_tokens: int) -> int:
+        return OBJECT_BYTES
+
+
+class ClassLogits(NamedTuple):
+    """A classifier's outputs: fp32 [labels], as bytes; none if there is no head. `is_own`: the head
+    is the adapter's own."""
+
+    end: int
+    values: bytes
+    is_own: bool
+
+    @property
+    def scope(self) -> Scope:
+        return Scope.POOLED
+
+    @property
+    def num_bytes(self) -> int:
+        return OBJECT_BYTES + len(self.values)
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """[labels]"""
+        return np.frombuffer(self.values, np.float32)

@@ -1,0 +1,48 @@
+"""How a server classifies: the labels of the model's own head, and their probabilities."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Activation(enum.Enum):
+    """What makes probabilities of a classifier's outputs."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    NONE = "none"
+
+    def __call__(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Returns [labels] of [labels]."""
+        if self is Activation.NONE:
+            return logits
+        values = logits.astype(np.float64)
+        if self is Activation.SIGMOID:
+            return (1 / (1 + np.exp(-values))).astype(np.float32)
+        shares = np.exp(values - values.max())
+        return (shares / shares.sum()).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierRule:
+    """How a server classifies: the model's own head has these `labels`, none if it has no head.
+    `activation` None: softmax of several outputs, and the sigmoid of one. `refusal` says why the
+    server does not classify; "": it does."""
+
+    labels: tuple[str, ...] = ()
+    activation: Activation | None = None
+    refusal: str = ""
+
+    def activation_of(self, num_outputs: int) -> Activation:
+        if self.activation is not None:
+            return self.activation
+        return Activation.SIGMOID if num_outputs == 1 else Activation.SOFTMAX
+
+
+NO_CLASSIFIER = ClassifierRule(
+    refusal="it has no classification head, and the server was started without --classifiers"
+)

@@ -1,0 +1,245 @@
+"""Classifiers: the model's head, and adapters' own heads of any number of labels, as transformers
+and PEFT compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx2
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+from inference_svc.core import FinishReason, Part, Sum
+from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
+from loadout import Client
+from loadout.errors import FailedPrecondition, InvalidArgument
+from tests.support.inference.results import parts_of
+from tests.support.models.parity import prompts
+from tests.support.models.zoo import Zoo, copied_cards, make_model, save_tokenizer
+from tests.support.pairs import PATHS
+from tests.system.engines import Running
+from tests.system.services import Services
+
+LABELS = {0: "sad", 1: "calm", 2: "happy"}
+OWN = {"two": 2, "five": 5}
+"""Adapters with heads of their own, and their labels."""
+
+
+class Classifier(NamedTuple):
+    """A model and its adapters, on disk and as the oracles: PEFT makes one for each number of
+    labels."""
+
+    folder: Path
+    base: Any
+    adapted: dict[str, Any]
+    adapter_dirs: dict[str, Path]
+
+    def logits(self, adapter: str, ids: list[int]) -> np.ndarray:
+        model = self.adapted[adapter] if adapter else self.base
+        with torch.no_grad():
+            found: np.ndarray = model(torch.tensor([ids])).logits[0].float().numpy()
+        return found
+
+    @property
+    def zoo(self) -> Zoo:
+        return Zoo("classifier", self.folder, None, self.adapter_dirs)
+
+
+def lora(**options: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(
+        r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options
+    )
+
+
+def make_classifier(folder: Path, *, has_head: bool) -> Classifier:
+    """A model with a head, or a language model; adapters of both have heads of their own, and
+    "plain" has none."""
+    model_dir, adapter_dir = folder / "model", folder / "adapters"
+    make_model("llama", model_dir)
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    base, adapted, dirs = None, {}, {}
+    if has_head:
+        torch.manual_seed(1)
+        base = load(model_dir, id2label=LABELS, num_labels=3).eval()
+        base.score.weight.data.normal_()
+        base.save_pretrained(model_dir)
+        save_tokenizer(model_dir)
+    for seed, (name, count) in enumerate(OWN.items()):
+        torch.manual_seed(10 + seed)
+        model = load(model_dir, num_labels=count, ignore_mismatched_sizes=True)
+        adapted[name] = peft.get_peft_model(model, lora(task_type="SEQ_CLS"), name).eval()
+        adapted[name].base_model.model.score.modules_to_save[name].weight.data.normal_()
+        with copied_cards():
+            adapted[name].save_pretrained(adapter_dir)
+        dirs[name] = adapter_dir / name
+    torch.manual_seed(20)
+    model = load(model_dir) if has_head else load(model_dir, num_labels=3)
+    adapted["plain"] = peft.get_peft_model(model, lora(), "plain").eval()
+    with copied_cards():
+        adapted["plain"].save_pretrained(adapter_dir)
+    dirs["plain"] = adapter_dir / "plain"
+    return Classifier(model_dir, base, adapted, dirs)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Classifier:
+    return make_classifier(tmp_path_factory.mktemp("classifier"), has_head=True)
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Classifier:
+    return make_classifier(tmp_path_factory.mktemp("language_model"), has_head=False)
+
+
+def outputs(running: Running, name: str) -> ClassLogits:
+    tokens, last = running.result(name)
+    assert last.error is None, last.error
+    assert (tokens, last.finish_reason) == ([], FinishReason.STOP)
+    [found] = parts_of(running.outputs[name], ClassLogits)
+    return found
+
+
+def classify(running: Running, name: str, ids: list[int], adapter: Any) -> None:
+    running.submit(name, ids, adapter, max_tokens=0, options=(ClassLogitsOption(),))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_prefill_chunk": 7}, {"tensor_parallel": 2}, {"max_loras": 2}],
+    ids=["plain", "chunks-of-7", "two-ranks", "two-slots"],
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_any_mix_equals_transformers(
+    classifier: Classifier, start: Callable, path: str, settings: dict[str, Any]
+) -> None:
+    """Of the model's head, of adapters that leave it as it is, and of heads of their own."""
+    running = start(classifier.zoo, max_model_len=320, native_kernels=PATHS[path], **settings)
+    asked = prompts(16, seed=5)
+    adapters = ("", *classifier.adapter_dirs)
+    for index, ids in enumerate(asked):
+        classify(running, str(index), ids, adapters[index % len(adapters)])
+    for index, ids in enumerate(asked):
+        adapter = adapters[index % len(adapters)]
+        found = outputs(running, str(index))
+        assert found.is_own == (adapter in OWN)
+        np.testing.assert_allclose(found.logits, classifier.logits(adapter, ids), atol=1e-4)
+    running.check_idle()
+
+
+def test_a_sum_has_the_head_of_its_part(classifier: Classifier, start: Callable) -> None:
+    running, ids = start(classifier.zoo), list(range(5, 25))
+    digests = running.digests
+    key = Sum((Part(digests["plain"], 0.0), Part(digests["five"], 1.0)))
+    classify(running, "sum", ids, key)
+    found = outputs(running, "sum")
+    assert found.is_own
+    np.testing.assert_allclose(found.logits, classifier.logits("five", ids), atol=1e-4)
+    classify(running, "after", ids, "")
+    assert not outputs(running, "after").is_own
+    running.check_idle()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_heads_on_a_model_without_one(
+    language_model: Classifier, start: Callable, path: str
+) -> None:
+    """Such a model generates, too, with an adapter for classifying as with any."""
+    running = start(language_model.zoo, classifiers=True, native_kernels=PATHS[path])
+    ids = list(range(5, 40))
+    for name in OWN:
+        classify(running, name, ids, name)
+        found = outputs(running, name)
+        assert found.is_own
+        np.testing.assert_allclose(found.logits, language_model.logits(name, ids), atol=1e-4)
+    for name in ("", "plain"):
+        classify(running, f"none {name}", ids, name)
+        assert not outputs(running, f"none {name}").values
+    running.submit("tokens", ids, "two", max_tokens=4)
+    assert len(running.result("tokens")[0]) == 4
+    running.check_idle()
+
+
+class Serving(NamedTuple):
+    services: Services
+    http: httpx2.Client
+    digests: dict[str, str]
+
+    @property
+    def client(self) -> Client:
+        return self.services.client
+
+
+@pytest.fixture(scope="module")
+def serving(classifier: Classifier, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("serving")
+    flags = ("--http", "127.0.0.1:0")
+    with ExitStack() as stack:
+        services = stack.enter_context(Services(classifier.zoo, folder, inference_flags=flags))
+        digests = {
+            name: services.client.register(name, str(path)).adapter.digest
+            for name, path in classifier.adapter_dirs.items()
+        }
+        url = f"http://{services.http_address}"
+        http = stack.enter_context(httpx2.Client(base_url=url, timeout=60))
+        yield Serving(services, http, digests)
+        services.check_exit_codes()
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    shares = np.exp(logits - logits.max())
+    return np.asarray(shares / shares.sum())
+
+
+@pytest.mark.parametrize("adapter", ["", "plain", "two", "five"])
+def test_over_grpc_and_http(serving: Serving, classifier: Classifier, adapter: str) -> None:
+    texts = ["a", "a b c", "how nice"]
+    ids = [list(serving.client.tokenize(text)) for text in texts]
+    wanted = [classifier.logits(adapter, each) for each in ids]
+    found = serving.client.classify(texts, adapter=adapter)
+    raw = serving.client.classify(ids, adapter=adapter, raw=True)
+    body = {"model": adapter or "llama", "input": texts}
+    answer = serving.http.post("/classify", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["system_fingerprint"] == serving.digests.get(adapter)
+    for index, logits in enumerate(wanted):
+        best = int(logits.argmax())
+        label = f"LABEL_{best}" if adapter in OWN else LABELS[best]
+        each, data = found[index], answer.json()["data"][index]
+        np.testing.assert_allclose(np.asarray(each.probabilities), softmax(logits), atol=1e-4)
+        np.testing.assert_allclose(np.asarray(raw[index].probabilities), logits, atol=1e-4)
+        assert (each.label, each.label_index) == (label, best)
+        assert (each.adapter.digest if each.adapter else None) == serving.digests.get(adapter)
+        np.testing.assert_allclose(data["probs"], softmax(logits), atol=1e-4)
+        assert (data["index"], data["label"], data["num_classes"]) == (index, label, len(logits))
+
+
+def test_a_classifier_does_not_generate(serving: Serving) -> None:
+    with pytest.raises(InvalidArgument, match="does not generate"):
+        serving.client.complete("a", max_tokens=1)
+
+
+def test_bad_input_is_refused_by_name(serving: Serving) -> None:
+    refused: list[tuple[Any, str]] = [([], "inputs"), (["a", ""], "inputs[1]"), ("a" * 300, "")]
+    for inputs, subject in refused:
+        with pytest.raises(InvalidArgument) as caught:
+            serving.client.classify(inputs)
+        assert caught.value.subject == (subject or "inputs[0]")
+    answer = serving.http.post("/classify", json={"model": "two", "input": ["a", ""]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input[1]"
+
+
+def test_servers_without_classifiers_refuse_heads(services: Services, serving: Serving) -> None:
+    """The store's verdict names the module; a request to classify is refused by name."""
+    with pytest.raises(InvalidArgument, match="started without --classifiers"):
+        services.client.classify("a")
+    path = serving.services.zoo.adapter_dirs["two"]
+    services.client.register("with-a-head", str(path))
+    with pytest.raises(FailedPrecondition, match="score"):
+        services.client.complete("a", adapter="with-a-head", max_tokens=1)
