@@ -138,7 +138,7 @@ class IncomingPoolCall(Generic[M]):
         self._request: M | None = request
         self._context = context
         self._rule = rule
-        self._convert = convert_request
+        self._convert: Callable[[M, EmbeddingRule, float | None], GenerateCall] = convert_request
 
     def accept(self, caller: Principal) -> int:
         return 0  # held by the transport since before it was read

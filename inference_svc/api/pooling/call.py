@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
@@ -75,7 +74,8 @@ class PoolCall:
             raise InvalidArgument(f"{field} must not be empty", subject=field)
 
 
-class PooledInput(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PooledInput:
     """All results of an input."""
 
     index: int

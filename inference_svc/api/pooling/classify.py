@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +32,8 @@ class ClassifyCall(PoolCall):
         return self._to_call(self.inputs, ClassLogitsOption())
 
 
-class Classified(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Classified:
     """The probability of each label of an input, fp32 [labels], and the most probable one."""
 
     index: int
@@ -54,11 +54,11 @@ async def classes(
     head's outputs in place of probabilities. Raises InvalidArgument if neither the model nor the
     adapter has a head, and like `pooled_inputs`."""
     async with aclosing(pooled_inputs(stream)) as found:
-        async for index, parts, usage, timings in found:
-            [made] = of_kind(parts, ClassLogits)
+        async for each in found:
+            [made] = of_kind(each.parts, ClassLogits)
             logits = made.logits
             if not len(logits):
-                name = stream.requests[index].adapter or stream.base_model
+                name = stream.requests[each.index].adapter or stream.base_model
                 raise InvalidArgument(
                     f"{name} has no classification head: save one with "
                     'modules_to_save=["score"], or serve a model that has one',
@@ -67,7 +67,8 @@ async def classes(
             activation = Activation.NONE if is_raw else rule.activation_of(len(logits))
             values = activation(logits)
             best = int(values.argmax())
-            yield Classified(index, _label(made, rule, best), values, usage, timings)
+            label = _label(made, rule, best)
+            yield Classified(each.index, label, values, each.usage, each.timings)
 
 
 def _label(made: ClassLogits, rule: ClassifierRule, index: int) -> str:

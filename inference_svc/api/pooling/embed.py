@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +64,8 @@ def _with_prompt(given: Prompt, prompt: str) -> Prompt:
     return replace(given, text=prompt + given.text) if isinstance(given, Text) else given
 
 
-class Embedded(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Embedded:
     """The vector of an input, fp32 [dimensions]."""
 
     index: int
@@ -80,5 +80,6 @@ async def embeddings(stream: GenerateStream) -> AsyncGenerator[Embedded, None]:
     option = stream.call.wanted.get(PoolingOption)
     assert option is not None, "the call embeds"
     async with aclosing(pooled_inputs(stream)) as found:
-        async for index, parts, usage, timings in found:
-            yield Embedded(index, pooled(of_kind(parts, HiddenSum), option), usage, timings)
+        async for each in found:
+            vector = pooled(of_kind(each.parts, HiddenSum), option)
+            yield Embedded(each.index, vector, each.usage, each.timings)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
@@ -84,7 +83,8 @@ def with_answer_tokens(call: GenerateCall, encoder: Encoder) -> GenerateCall:
     return replace(call, wanted=Wanted((replace(option, token_ids=tuple(token_ids)),)))
 
 
-class Score(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Score:
     """How relevant a document is, from 0 to 1."""
 
     index: int
@@ -96,6 +96,6 @@ class Score(NamedTuple):
 async def scores(stream: GenerateStream) -> AsyncGenerator[Score, None]:
     """Yields the score of each pair as it is there, in any order. Raises like `pooled_inputs`."""
     async with aclosing(pooled_inputs(stream)) as found:
-        async for index, parts, usage, timings in found:
-            [logits] = of_kind(parts, ChosenLogits)
-            yield Score(index, logits.share_of_last(), usage, timings)
+        async for each in found:
+            [logits] = of_kind(each.parts, ChosenLogits)
+            yield Score(each.index, logits.share_of_last(), each.usage, each.timings)

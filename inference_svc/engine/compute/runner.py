@@ -225,8 +225,8 @@ class Runner:
                 parts.setdefault(sequence, []).append(scores)
                 if not is_sound:
                     lost[sequence] = Loss.NOT_FINITE
-            pooled = pool(self.backend.pool(inputs), self._base_head)
-            for sequence, part, is_sound in pooled:
+            hidden = self.backend.pool(inputs) if self._pools else ()
+            for sequence, part, is_sound in pool(hidden, self._base_head):
                 parts.setdefault(sequence, []).append(part)
                 if not is_sound:
                     lost[sequence] = Loss.NOT_FINITE

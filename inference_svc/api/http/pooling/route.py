@@ -72,6 +72,7 @@ class PoolBody(Body):
 
 
 B = TypeVar("B", bound=PoolBody)
+B_contra = TypeVar("B_contra", bound=PoolBody, contravariant=True)
 
 
 class Answer(Protocol):
@@ -85,14 +86,14 @@ class Answer(Protocol):
         ...
 
 
-class Endpoint(Protocol[B]):
+class Endpoint(Protocol[B_contra]):
     """The differences between the routes."""
 
     body: ClassVar[Any]
     id_prefix: ClassVar[str]
     object: ClassVar[str]
 
-    def answer(self, body: B, facts: ServerFacts) -> Answer: ...
+    def answer(self, body: B_contra, facts: ServerFacts) -> Answer: ...
 
 
 class IncomingPool(IncomingBody, Generic[B]):
