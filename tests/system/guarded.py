@@ -138,6 +138,7 @@ class House:
                 kv_memory=8 << 20,
                 adapter_memory=8 << 20,
                 max_model_len=256,
+                classifiers=True,
             )
         )
         self._channels: list[Any] = []

@@ -100,12 +100,12 @@ def score(stub: Any, ref: str) -> None:
 
 
 def classify(stub: Any, ref: str) -> None:
-    """Whoever is let in learns that this server has no head."""
+    """Whoever is let in learns that there is no head."""
     request = pb.ClassifyRequest(adapter=ref, inputs=[pb.EmbedInput(text="a")])
     try:
         list(stub.Classify(request, timeout=60))
     except grpc.RpcError as error:
-        if "does not classify" not in str(error.details()):
+        if "has no classification head" not in str(error.details()):
             raise
 
 
