@@ -62,6 +62,9 @@ class Recorded:
     def land(self, extents: Any) -> None:
         """Has nothing to copy."""
 
+    def place_threads(self, processors: Any) -> None:
+        """Has no threads."""
+
     def apply(self, changes: Any) -> None:
         self.is_dividing = True
 
