@@ -28,12 +28,15 @@ from inference_svc.core import Part, Sum
 from inference_svc.engine.transport.messages import Command, Output
 from inference_svc.errors import AdapterUnusable, NotFinite
 from inference_svc.results.base import of_kind
+from inference_svc.results.chosen_logits import ChosenLogitsOption
+from inference_svc.results.embedding_rule import Pooling
 from inference_svc.results.logprobs import LogprobsMode, TokenLogprobs
 from inference_svc.results.scores import Scores
 from loadout.errors import FailedPrecondition
 from loadout.prometheus import scrape
 from tests.support.models.trained import WEIGHTS
 from tests.support.models.zoo import PARAMETERS, AdapterSpec, Zoo, adapted, make_model
+from tests.system.embedded import option
 from tests.system.engines import Running
 from tests.system.kinds import ADDED, Kinds, make_kinds
 from tests.system.services import Services
@@ -57,6 +60,11 @@ CHOICES: list[dict[str, Any]] = [
     {"prompt_logprobs": 4, "logprobs": 1},
 ]
 """Every way of choosing and of scoring."""
+POOLED: list[dict[str, Any]] = [
+    {"max_tokens": 0, "embedding": option(Pooling.MEAN)},
+    {"max_tokens": 0, "options": (ChosenLogitsOption(("a", "b"), (5, 6)),)},
+]
+"""Ways of pooling, for requests with planted values alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +144,7 @@ def test_what_is_planted_ends_its_own_requests_alone(
     @given(
         name=st.sampled_from(names),
         changes=planted(),
-        choices=st.lists(st.sampled_from(CHOICES), min_size=1, max_size=3),
+        choices=st.lists(st.sampled_from(CHOICES + POOLED), min_size=1, max_size=3),
         scale=st.sampled_from([None, None, -1.0, 100.0, 0.0]),
     )
     def check(name: str, changes: list[Planted], choices: list[dict], scale: float | None) -> None:
@@ -147,7 +155,8 @@ def test_what_is_planted_ends_its_own_requests_alone(
             digest = Sum(parts)
         run_id = f"{len(running.outputs)}"
         for index, choice in enumerate(choices):
-            running.submit(f"{run_id} planted {index}", PROMPT, digest, max_tokens=6, **choice)
+            fields = {"max_tokens": 6} | choice
+            running.submit(f"{run_id} planted {index}", PROMPT, digest, **fields)
         found = beside(running, run_id)
         for index in range(len(choices)):
             _, last = running.result(f"{run_id} planted {index}")
