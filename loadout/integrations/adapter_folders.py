@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import shutil
 import time
 from collections import Counter
@@ -140,15 +141,12 @@ class AdapterFolders:
         Raises ResourceExhausted."""
         async with self._making_room:
             before_s = time.monotonic() - GRACE_SECONDS
-            free = [
-                (folder.released_s, unused)
-                for unused, folder in self._folders.items()
-                if not self._holders[unused] and folder.released_s <= before_s
-            ]
-            for _, unused in sorted(free):
+            longest_unused = sorted(self._folders, key=lambda each: self._folders[each].released_s)
+            for unused in longest_unused:
                 if self.used_bytes + num_bytes <= self._max_bytes:
                     break
-                if not self._holders[unused]:  # somebody may have taken it meanwhile
+                # Only now: somebody may have used it while others were removed.
+                if not self._holders[unused] and self._folders[unused].released_s <= before_s:
                     await self._remove(unused)
             if self.used_bytes + num_bytes > self._max_bytes:
                 raise ResourceExhausted(
@@ -156,14 +154,24 @@ class AdapterFolders:
                     f"of {self._max_bytes} bytes (LOADOUT_CACHE_BYTES) are taken",
                     subject="LOADOUT_CACHE_BYTES",
                 )
-            if digest in self._exports:  # it was not cancelled meanwhile
+            export = self._exports.get(digest)
+            if export is not None and not export.done():  # else nobody would give the bytes back
                 self._reserved[digest] = num_bytes
 
     async def _remove(self, digest: str) -> None:
-        """Removes a folder, whose bytes count until the disk has them back."""
-        folder = self._folders.pop(digest)
-        away = folder.path.with_name(f".{folder.path.name}.removed")
-        folder.path.rename(away)  # at once: the next export of this digest makes the folder anew
+        """Removes a folder, whose bytes count until the disk has them back. One that cannot be
+        removed stays, with a warning: another adapter's export does not fail for it."""
+        folder = self._folders[digest]
+        away = folder.path.with_name(f".{folder.path.name}.{secrets.token_hex(8)}.removed")
+        try:
+            folder.path.rename(away)  # at once: the next export of this digest makes it anew
+        except FileNotFoundError:  # somebody else has removed it
+            del self._folders[digest]
+            return
+        except OSError as error:
+            logger.warning("the folder of adapter %s stays: %s", digest, error)
+            return
+        del self._folders[digest]
         self._removing_bytes = folder.num_bytes
         try:
             await asyncio.to_thread(shutil.rmtree, away, ignore_errors=True)
