@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loadout_vllm.model_shapes import ModelShapes, read_shapes
 from loadout_vllm.resolver import Resolver
 from safetensors.torch import load_file
@@ -248,6 +249,42 @@ def test_modules_that_only_other_layers_have_are_refused(tmp_path: Path) -> None
     ModelShapes(2, {}).check("a", folder)
     with pytest.raises(errors.FailedPrecondition, match="layers 0 to 0"):
         ModelShapes(1, {}).check("a", folder)
+
+
+def test_files_that_are_no_plain_lora_are_refused(tmp_path: Path) -> None:
+    q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    a, b = torch.zeros(4, HIDDEN), torch.zeros(HIDDEN, 4)
+    refused = {
+        "a has 1 dimensions for .*magnitude": {
+            f"{q}A.weight": a,
+            f"{q}B.weight": b,
+            f"{q}magnitude_vector": torch.zeros(HIDDEN),
+        },
+        r"a has 4 dimensions for .*lora_B": {
+            f"{q}A.weight": a,
+            f"{q}B.weight": torch.zeros(HIDDEN, 4, 1, 1),
+        },
+        "a has .*lora_A.weight, but not .*lora_B.weight": {f"{q}A.weight": a},
+        "a changes no module": {"base_model.model.model.norm.weight": torch.zeros(1, HIDDEN)},
+    }
+    for index, (reason, tensors) in enumerate(refused.items()):
+        folder = save_adapter(tmp_path / str(index), tensors=tensors)
+        for shapes in (read_shapes(CONFIG), {}):
+            with pytest.raises(errors.FailedPrecondition, match=reason):
+                ModelShapes(LAYERS, shapes).check("a", folder)
+
+
+def test_the_log_counts_modules_that_are_not_checked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers' class may have other names than vLLM's."""
+    folder = save_adapter(tmp_path / "a", modules=("q_proj", "v_proj"))
+    known = read_shapes(CONFIG)
+    ModelShapes(LAYERS, known).check("a", folder)
+    assert "are not checked" not in caplog.text
+    fewer = {place: each for place, each in known.items() if not place[1].endswith("q_proj")}
+    ModelShapes(LAYERS, fewer).check("a", folder)
+    assert f"a: the shapes of {LAYERS} of {2 * LAYERS} modules are not checked" in caplog.text
 
 
 def test_a_new_version_that_cannot_be_applied_ends_the_old_one(

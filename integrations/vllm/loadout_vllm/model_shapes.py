@@ -48,8 +48,10 @@ class ModelShapes:
 
     def check(self, adapter: str, folder: Path) -> None:
         """Checks the folder of a plain LoRA. Raises FailedPrecondition, which names the layer or
-        the module that does not fit."""
-        shapes = dict(_plain_lora(folder))
+        the module that does not fit. The log has the number of modules that only vLLM knows."""
+        shapes = dict(_plain_lora(adapter, folder))
+        if not shapes:
+            raise FailedPrecondition(f"{adapter} changes no module", subject=WEIGHTS_FILE)
         highest = max(_place_of(module)[0] for module in shapes)
         if highest >= self._num_layers:
             raise FailedPrecondition(
@@ -57,9 +59,11 @@ class ModelShapes:
                 f"{self._num_layers - 1}",
                 subject="layer",
             )
+        num_unknown = 0
         for module, (num_in, num_out) in shapes.items():
             place = _place_of(module)
             own = self._shapes.get(place)
+            num_unknown += own is None
             if own is None and place[1] in self._names:  # other layers have it
                 raise FailedPrecondition(
                     f"{adapter} changes {module}, which this server's model does not have",
@@ -72,6 +76,14 @@ class ModelShapes:
                     f"server's model has {needed}",
                     subject=module,
                 )
+        if num_unknown:
+            logger.warning(
+                "%s: the shapes of %d of %d modules are not checked: transformers' model has none "
+                "of these names",
+                adapter,
+                num_unknown,
+                len(shapes),
+            )
 
 
 def read_shapes(config: Any) -> dict[Place, set[Shape]]:
@@ -105,15 +117,23 @@ def _shape_of(module: nn.Module) -> Shape | None:
     return None
 
 
-def _plain_lora(folder: Path) -> Iterator[tuple[str, Shape]]:
-    """Yields the modules of a plain LoRA, with their shapes."""
+def _plain_lora(adapter: str, folder: Path) -> Iterator[tuple[str, Shape]]:
+    """Yields the modules of a plain LoRA, with their shapes. Raises FailedPrecondition for other
+    tensors than pairs of matrices."""
     with safe_open(folder / WEIGHTS_FILE, framework="np") as file:
         sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    for name, (_, num_in) in sizes.items():
+    for name, size in sizes.items():
+        if len(size) != 2:
+            raise FailedPrecondition(
+                f"{adapter} has {len(size)} dimensions for {name}; a plain LoRA has matrices",
+                subject=name,
+            )
         module, found, rest = name.partition(".lora_")
         if found and rest in ("A.weight", "embedding_A"):
             b = f"{module}.lora_{rest.replace('A', 'B')}"
-            yield module.removeprefix("base_model.model."), (num_in, sizes[b][0])
+            if b not in sizes:
+                raise FailedPrecondition(f"{adapter} has {name}, but not {b}", subject=b)
+            yield module.removeprefix("base_model.model."), (size[1], sizes[b][0])
 
 
 def _place_of(module: str) -> Place:
