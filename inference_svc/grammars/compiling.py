@@ -38,6 +38,8 @@ TRIAL_TOKENS = 48
 """The tokens of a random text that a check tries a grammar with."""
 PLACING_SECONDS = 0.2
 """Processor time, with that of the compile, after which no place of an error is looked for."""
+PART_SECONDS = 0.5
+"""And after which no call is tried alone."""
 SLOW_COMPILE_SECONDS, COSTLY_STEP_SECONDS = 0.01, 5e-3
 """Processor time above which a grammar is slow: it is kept from the others."""
 SLOW_STEP_SECONDS, MAX_SLOW_STEPS = 1e-3, 8
@@ -49,6 +51,10 @@ class Refused(Exception):
     it is, of a grammar of calls."""
 
     part: int | None = None
+
+
+class NotApart(Refused):
+    """Calls may begin as a text of their form: a grammar whose parts are all valid."""
 
 
 class Tokens:
@@ -173,52 +179,75 @@ def _reason(error: str) -> str:
 def check(tokens: Tokens, request: dict[str, Any]) -> dict[str, Any]:
     """Compiles a grammar, and tries it with a random text."""
     signal.setitimer(signal.ITIMER_PROF, request["max_seconds"])
+    start_s = time.process_time()
     try:
-        start_s = time.process_time()
+        if _check_apart(tokens, request["kind"], request["source"]):
+            # A form that was compiled alone has its whole time once more, next to calls.
+            signal.setitimer(signal.ITIMER_PROF, request["max_seconds"])
+            start_s = time.process_time()
         matcher = compile_grammar(tokens, request["kind"], request["source"])
         compile_s = time.process_time() - start_s
-        _check_apart(tokens, request["kind"], request["source"])
         is_slow = _try(tokens, matcher) or compile_s > SLOW_COMPILE_SECONDS
+    except NotApart as error:
+        return {"error": str(error), "part": None}
     except Refused as error:
-        found = _placed(tokens, request, str(error), start_s + PLACING_SECONDS)
+        found = _placed(tokens, request, str(error), start_s)
         return {"error": str(found), "part": found.part}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return {"compile_s": compile_s, "is_slow": is_slow}
 
 
-def _check_apart(tokens: Tokens, kind: str, source: str) -> None:
-    """Raises Refused for calls that may begin as a text of their form does: the matcher would take
-    one of them for the other, unless both are JSON."""
+def _check_apart(tokens: Tokens, kind: str, source: str) -> bool:
+    """Returns whether it compiled the form, as it does if calls begin with a text. Raises NotApart
+    for calls that may begin as a text of their form does: the matcher would take one of them for
+    the other, unless both are JSON."""
     if kind == "thoughts":
-        _check_apart(tokens, *thoughts.form_of(source))
+        return _check_apart(tokens, *thoughts.form_of(source))
     if kind != "either":
-        return
+        return False
     found = CallsOrForm.of_source(source)
     begins = Calls.of_source(found.calls).first_chars
     if found.is_joined or not begins:
-        return
-    mask = compile_grammar(tokens, found.kind, found.source).compute_bitmask()
-    firsts = {each.encode()[:1] for each in begins}
+        return False
+    form = compile_grammar(tokens, found.kind, found.source)
+    if any(_may_continue(tokens, form, each.encode()) for each in begins):
+        raise NotApart(
+            f"a call of a tool may begin with {' or '.join(map(repr, begins))}, as its text "
+            'may: leave the tools out, or set tool_choice to "none"'
+        )
+    return True
+
+
+def _may_continue(tokens: Tokens, matcher: Any, char: bytes) -> bool:
+    """Returns whether a text may go on with a character, which tokens may cut."""
+    mask = matcher.compute_bitmask()
+    starts = {char[:end] for end in range(1, len(char) + 1)}
     for token, text in enumerate(tokens.tokens[: tokens.end]):
-        is_text = text[:1] in firsts and token not in tokens.special_token_ids
-        if is_text and has_token(mask, token):
-            raise Refused(
-                f"a call of a tool may begin with {' or '.join(map(repr, begins))}, as its text "
-                'may: leave the tools out, or set tool_choice to "none"'
-            )
+        if text[: len(char)] not in starts or token in tokens.special_token_ids:
+            continue
+        if not has_token(mask, token):
+            continue
+        if len(text) >= len(char):
+            return True
+        after = matcher.deep_copy()
+        if after.consume_token(token) and _may_continue(tokens, after, char[len(text) :]):
+            return True
+    return False
 
 
-def _placed(tokens: Tokens, request: dict[str, Any], error: str, end_s: float) -> Refused:
+def _placed(tokens: Tokens, request: dict[str, Any], error: str, start_s: float) -> Refused:
     """Returns the error of a schema with the place that it is about, as far as that is found in
     time."""
 
     def refusal(schema: dict[str, Any]) -> str:
-        if time.process_time() > end_s:
+        if time.process_time() > start_s + PLACING_SECONDS:
             return ""
         return _why_refused(tokens, "json_schema", json.dumps(schema))
 
     def of_call(call: Calls) -> str:
+        if time.process_time() > start_s + PART_SECONDS:
+            return ""
         return _why_refused(tokens, "calls", call.to_source())
 
     for kind, source in _forms(request["kind"], request["source"]):

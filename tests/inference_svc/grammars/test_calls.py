@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 import pytest
 
 from inference_svc.grammars import compiling
+from inference_svc.grammars.calls import Call, Calls, CallsOrForm
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.grammars.vocabulary import make_vocabulary
 from inference_svc.text.answers.families import PARSERS, THOUGHTS, AnswerReader, AnswerSyntax
@@ -301,6 +303,73 @@ def test_forms_whose_texts_may_begin_as_calls_are_refused(
         assert ("error" not in found) == (is_apart or bool(markers and family != "llama3")), found
         if "error" in found:
             assert "leave the tools out" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("form", "is_apart"), [("い+", True), ("[^「]+", True), ("[^い]+", False), ("「い", False)]
+)
+def test_a_character_of_several_tokens_is_compared_as_a_whole(form: str, is_apart: bool) -> None:
+    """Those of 「 and い begin with the same byte."""
+    calls = Calls([Call(["「"], {"type": "object"}, ["」"])])
+    either = CallsOrForm(calls.to_source(), [], "regex", form)
+    tokens = compiling.Tokens(make_vocabulary(Pieces(()), 256, ()).packed)
+    found = compiling.check(
+        tokens, {"kind": "either", "source": either.to_source(), "max_seconds": 60}
+    )
+    assert ("error" not in found) == is_apart, found
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of grammars that are compiled, and when their time begins and ends."""
+    found: list[str] = []
+    compiled, timed = compiling.compile_grammar, signal.setitimer
+
+    def compile_grammar(tokens: compiling.Tokens, kind: str, source: str) -> Any:
+        found.append(kind)
+        return compiled(tokens, kind, source)
+
+    def setitimer(which: int, seconds: float) -> tuple[float, float]:
+        found.append("time" if seconds else "end")
+        return timed(which, seconds)
+
+    monkeypatch.setattr(compiling, "compile_grammar", compile_grammar)
+    monkeypatch.setattr(signal, "setitimer", setitimer)
+    return found
+
+
+def test_a_form_next_to_calls_costs_no_more_than_is_needed(steps: list[str]) -> None:
+    """A refusal of both compiles no call, and the form alone takes nothing of the whole's time."""
+
+    def steps_of(family: str, form: Grammar, *markers: str) -> list[str]:
+        syntax, pieces = AnswerSyntax(PARSERS[family]), Pieces(markers)
+        whole = form.or_calls(Grammar.calls(calls_of(syntax, TOOLS, pieces.id_of)), [])
+        tokens = compiling.Tokens(make_vocabulary(pieces, 256 + len(markers), ()).packed)
+        steps.clear()
+        compiling.check(tokens, {"kind": "either", "source": whole.source, "max_seconds": 60})
+        return steps
+
+    assert steps_of("hermes", Grammar.regex(".+")) == ["time", "regex", "end"]
+    assert steps_of("hermes", Grammar.regex("a")) == ["time", "regex", "time", "either", "end"]
+    once = ["time", "either", "end"]
+    assert steps_of("hermes", Grammar.regex(".+"), "<tool_call>", "</tool_call>") == once
+    assert steps_of("llama3", Grammar.json_object()) == once
+
+
+def test_a_call_that_is_to_blame_is_looked_for_in_time(
+    monkeypatch: pytest.MonkeyPatch, steps: list[str]
+) -> None:
+    monkeypatch.setattr(compiling, "PART_SECONDS", 0.0)
+    syntax, pieces = AnswerSyntax(PARSERS[STYLED[0]]), Pieces(())
+    tokens = compiling.Tokens(make_vocabulary(pieces, 256, ()).packed)
+    tools = (Tool("g"), Tool("f", "", '{"patternProperties": {}}'))
+    calls = calls_of(syntax, tools, pieces.id_of)
+    found = compiling.check(
+        tokens, {"kind": "calls", "source": calls.to_source(), "max_seconds": 60}
+    )
+    assert "patternProperties" in found["error"]
+    assert found["part"] is None
+    assert steps.count("calls") == 1
 
 
 def test_an_end_of_answers_is_no_part_of_a_call() -> None:
