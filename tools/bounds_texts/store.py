@@ -50,7 +50,8 @@ STORE_FIELDS: Sequence[Line] = (
         "an id; the store compares it with its own, and offers the image's file",
         "until the call ends, or ten minutes after the image",
         ACCOUNT,
-        "the message's 64 KiB; 1,024 offered or mapped images, in shares of tenants",
+        "the message's 64 KiB; 1,024 offered or mapped images, and a quarter of the open files at "
+        "most, in shares of tenants",
         "test_one_account_has_its_share_of_files",
     ),
     line(
