@@ -218,7 +218,6 @@ SMALL_ON_PURPOSE = {
     "adapter_store.catalog.layout_usage": "has a thread of its own; its neighbours are queries",
     "adapter_store.registration.rate_limit": "one algorithm, with tests of its own",
     "adapter_store.replication.pin_refresh": "reacts to changes that other replicas make",
-    "adapter_store.service.reading": "a use case, as its neighbours",
     "adapter_store.service.watching": "a use case, as its neighbours",
     "inference_svc.api.life_cycle": "use cases, as its neighbours",
     "inference_svc.frontend.watchdog": "only checks that the engine still answers",

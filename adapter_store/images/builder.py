@@ -19,6 +19,7 @@ from adapter_store.blobs.local import Blobs
 from adapter_store.blobs.volume import Volume
 from adapter_store.catalog.images import ImageStates
 from adapter_store.catalog.layouts import Layouts
+from adapter_store.catalog.tables.image_states import ImageAccess
 from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.reading.memory_files import MemoryFolder
 from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
@@ -137,13 +138,8 @@ class ImageBuilder:
         IncompatibleAdapter (the recorded or new verdict, COMPILE_FAILED for a bug), CorruptData
         (the blob is damaged), and with `precompile` NotPrecompiled.
         """
-        start_s = time.monotonic()
         self.admit(key)
-        layout = self._layouts.get(key.layout_id)
-        with self._recording_verdict(key, start_s):
-            checkpoint = self._sources.open(key.digest, lambda: self.admit(key))
-            plan = plan_image(checkpoint, layout, identity=key.layout_id)
-        build = Build(key, layout, checkpoint, plan, precompile, start_s)
+        build = self._plan(key, precompile)
         if precompile:
             self._claim_precompile(build)
         return build
@@ -151,6 +147,20 @@ class ImageBuilder:
     def check(self, key: ImageKey) -> None:
         """Records whether the adapter fits the layout; builds nothing. Raises as `plan`."""
         self._record_fits(self.plan(key))
+
+    def plan_verdict(self, key: ImageKey) -> LayoutVerdict:
+        """Plans an image, and returns and records what the plan says. It does not look at recorded
+        verdicts: content that others have takes as long as new content, and looks like it.
+
+        Raises as `plan`, but IncompatibleAdapter only if no record is for the layout's base model.
+        """
+        self._check_record(key)
+        try:
+            build = self._plan(key)
+        except IncompatibleAdapter as error:
+            return LayoutVerdict(key.layout_id, ImageState.INCOMPATIBLE, str(error))
+        self._record_fits(build)
+        return LayoutVerdict(key.layout_id, ImageState.PENDING, fits=True, content=build.content)
 
     def fill(self, build: Build, image: PartialImage, yield_point: YieldPoint) -> None:
         """Fills the image part by part: from the disk tier, else from the shared tier, else from
@@ -205,6 +215,13 @@ class ImageBuilder:
 
         Raises NotFound, and IncompatibleAdapter if that is recorded and they need not wait.
         """
+        access = self._check_record(key, tenants)
+        if access.verdict.state is ImageState.INCOMPATIBLE and not access.hidden_s:
+            raise IncompatibleAdapter(access.verdict.reason, subject=key.digest)
+        return access.hidden_s
+
+    def _check_record(self, key: ImageKey, tenants: Tenants = None) -> ImageAccess:
+        """Raises as `admit`, whatever the verdict is."""
         digest, layout_id = key
         access = self._states.access(key, self._delete_grace, tenants)
         if not access.has_record:
@@ -218,9 +235,16 @@ class ImageBuilder:
                 subject="base_model",
                 reason="WRONG_BASE",
             )
-        if access.verdict.state is ImageState.INCOMPATIBLE and not access.hidden_s:
-            raise IncompatibleAdapter(access.verdict.reason, subject=digest)
-        return access.hidden_s
+        return access
+
+    def _plan(self, key: ImageKey, precompile: bool = False) -> Build:
+        """Plans an image whose record was checked."""
+        start_s = time.monotonic()
+        layout = self._layouts.get(key.layout_id)
+        with self._recording_verdict(key, start_s):
+            checkpoint = self._sources.open(key.digest, lambda: self._check_record(key))
+            plan = plan_image(checkpoint, layout, identity=key.layout_id)
+        return Build(key, layout, checkpoint, plan, precompile, start_s)
 
     def _claim_precompile(self, build: Build) -> None:
         """Claims the image for this replica. Raises NotPrecompiled."""
@@ -389,7 +413,10 @@ class ImageBuilder:
 
     def _record_fits(self, build: Build) -> None:
         build_micros = _micros(time.monotonic() - build.start_s)
-        self._states.set_fits(build.key, build_micros, build.content)
+        try:
+            self._states.set_fits(build.key, build_micros, build.content)
+        except DiskFull as error:  # what the plan says is known all the same
+            logger.error("a verdict is not recorded", extra={"why": error.message})
 
     def _report_damage(self, error: CorruptData) -> None:
         logger.warning("damaged image; it is built again", extra={"why": str(error)})

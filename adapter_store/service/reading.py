@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
+from contextlib import suppress
+from dataclasses import replace
 
 from adapter_store.catalog.names import Names
 from adapter_store.catalog.tables.lookup import VersionsPage
-from adapter_store.core import AdapterRecord, ImageKey, Principal
-from adapter_store.errors import BlobLost, CorruptData, IncompatibleAdapter
+from adapter_store.core import AdapterRecord, ImageKey, LayoutVerdict, Principal
 from adapter_store.images.tiers.cache import ImageCache
 from adapter_store.service.calls import Calls
-from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
 
-logger = logging.getLogger(__name__)
+PLAN_WAIT_SECONDS = 1.0
+"""How long a look-up waits for plans. They go on after that, for the next look-up."""
 
 
 class Reading:
@@ -24,17 +25,18 @@ class Reading:
 
     async def get(self, caller: Principal, ref: AdapterRef) -> tuple[AdapterRecord, int]:
         """Returns an adapter and the catalog's revision. One that may add tokens is planned first,
-        where it can be: servers take the number from the record. Raises also as pulls do, where
-        it cannot be now."""
-        found = await self._calls.read(caller, self._names.get, ref, caller.tenants)
-        record, _ = found
-        if layout_id := record.unplanned_layout:
-            try:
-                await self._images.plan(ImageKey(record.digest, layout_id), caller.account)
-            except (IncompatibleAdapter, CorruptData, BlobLost, NotFound) as error:
-                logger.info("not planned", extra={"digest": record.digest, "why": str(error)})
-            found = await self._calls.read(caller, self._names.get, ref, caller.tenants)
-        return found
+        where it can be in time: servers take the number from the record."""
+        record, revision = await self._calls.read(caller, self._names.get, ref, caller.tenants)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PLAN_WAIT_SECONDS):
+                while layout_id := record.unplanned_layout:
+                    key = ImageKey(record.digest, layout_id)
+                    verdict = await self._images.plan(key, record.name.tenant, caller.account)
+                    if verdict is None:
+                        break
+                    # Not read again: the catalog may hide it from this record for a while.
+                    record = _with_verdict(record, verdict)
+        return record, revision
 
     async def page(
         self, caller: Principal, page_size: int, page_token: str, filter_text: str
@@ -53,3 +55,12 @@ class Reading:
     async def text(self, caller: Principal, digest: str) -> bytes:
         """Returns a tokenizer's extract or a chat template; see Names.text."""
         return await self._calls.read(caller, self._names.text, digest, caller.tenants)
+
+
+def _with_verdict(record: AdapterRecord, verdict: LayoutVerdict) -> AdapterRecord:
+    """Returns the record with this verdict in place of the one under the same layout."""
+    verdicts = (
+        replace(verdict, servers=each.servers) if each.layout_id == verdict.layout_id else each
+        for each in record.verdicts
+    )
+    return replace(record, verdicts=tuple(verdicts))

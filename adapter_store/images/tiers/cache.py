@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from adapter_store.core import ImageKey, Tenants
+from adapter_store.core import ImageKey, LayoutVerdict, Tenants
 from adapter_store.errors import Overloaded
-from adapter_store.images.builder import Build, ImageBuilder, NotPrecompiled
+from adapter_store.images.builder import EXPECTED, Build, ImageBuilder, NotPrecompiled
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.tiers.buffers import resident_buffer
 from adapter_store.images.tiers.disk_tier import DiskTier, TierCounts
@@ -32,6 +33,8 @@ MEMORY_WAIT_SECONDS = 5.0
 MAX_WAITING = 64
 """How many images may wait for memory at the same time; each keeps its plan meanwhile."""
 RETRY_SECONDS = 1.0
+MAX_PLANNED = 1024
+"""How many plans' verdicts are kept for the accounts that asked for them."""
 
 
 class _Flight:
@@ -45,6 +48,14 @@ class _Flight:
         self.task: asyncio.Task[None]
         self.started: asyncio.Future[MemoryEntry] = asyncio.get_running_loop().create_future()
         self.reservation: Reservation | None = None
+
+
+class _Plan(NamedTuple):
+    """A plan for look-ups of a tenant's adapter by one account."""
+
+    tenant: str
+    account: str
+    key: ImageKey
 
 
 class ImageInProgress(NamedTuple):
@@ -84,7 +95,8 @@ class ImageCache:
         )
         self._flights: dict[ImageKey, _Flight] = {}
         self._checks: set[tuple[str, ImageKey]] = set()
-        self._plans: dict[ImageKey, asyncio.Future[None]] = {}
+        self._plans: dict[_Plan, asyncio.Task[LayoutVerdict | None]] = {}
+        self._planned: OrderedDict[_Plan, LayoutVerdict] = OrderedDict()
         self._waiting = Shares("images_waiting_for_memory", MAX_WAITING, tenant_share)
         self._spare_task: asyncio.Task[None] | None = None
 
@@ -179,24 +191,42 @@ class ImageCache:
         finally:
             self._checks.discard(job)
 
-    async def plan(self, key: ImageKey, account: str) -> None:
-        """Records whether the adapter fits the layout, before other work, for a caller who waits;
-        callers of one image share it. Raises as `ImageBuilder.check`, and Draining."""
-        planning = self._plans.get(key)
-        if planning is None:
-            planning = self._plans[key] = asyncio.create_task(self._plan(key, account))
-        await asyncio.shield(planning)
+    async def plan(self, key: ImageKey, tenant: str, account: str) -> LayoutVerdict | None:
+        """Plans a tenant's adapter for a layout before other work, for an account that waits. It
+        records and returns the verdict; None if it cannot plan now. The plan goes on if its callers
+        leave.
 
-    async def _plan(self, key: ImageKey, account: str) -> None:
-        job = ("plan", key)
+        Tenants share no plan, and no verdict that is kept here: the time of the call would tell
+        them that others have the content.
+        """
+        job = _Plan(tenant, account, key)
+        # A record hides verdicts that were known before it for as long as a build takes. Meanwhile
+        # its next look-up finds here what that of new content finds in the catalog.
+        if (known := self._planned.get(job)) is not None:
+            return known
+        planning = self._plans.get(job)
+        if planning is None:
+            planning = self._plans[job] = asyncio.create_task(self._plan(job))
+        await asyncio.wait([planning])
+        return None if planning.cancelled() else planning.result()
+
+    async def _plan(self, job: _Plan) -> LayoutVerdict | None:
+        found, extra = None, {"digest": job.key.digest}
         try:
-            await self._workers.run(
-                job, Priority.PULL, lambda _: self._builder.check(key), (account,)
+            found = await self._workers.run(
+                job, Priority.PULL, lambda _: self._builder.plan_verdict(job.key), (job.account,)
             )
-        except asyncio.CancelledError:
-            raise Draining("this store is shutting down") from None
+        except EXPECTED as error:
+            logger.info("not planned", extra=extra | {"why": str(error)})
+        except Exception:
+            logger.exception("planning failed", extra=extra)
         finally:
-            del self._plans[key]
+            del self._plans[job]
+        if found is not None and found.content is not None:
+            self._planned[job] = found
+            while len(self._planned) > MAX_PLANNED:
+                self._planned.popitem(last=False)
+        return found
 
     def set_pinned(self, pinned: Iterable[ImageKey]) -> list[ImageKey]:
         """Replaces the set of pinned keys; returns the keys that are not in memory."""
@@ -215,15 +245,17 @@ class ImageCache:
     async def close(self) -> None:
         """Finishes started builds and writes; starts nothing more."""
         self._workers.drain()
+        for planning in self._plans.values():
+            planning.cancel()
         for flight in self._flights.values():
             if not flight.started.done():
                 flight.task.cancel()
         await self.wait_idle()
 
     async def wait_idle(self) -> None:
-        """Returns when the builds and writes of this moment have ended."""
+        """Returns when the builds, writes and plans of this moment have ended."""
         tasks = [flight.task for flight in self._flights.values()]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._plans.values(), return_exceptions=True)
         if self._spare_task is not None:
             await self._spare_task
 

@@ -19,7 +19,7 @@ from adapter_store.catalog.tables.lookup import MIN_HIDDEN_MICROS
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
 from tests.support.servers.dripping import DrippingServer
-from tests.support.store.adapters import make_large
+from tests.support.store.adapters import HIDDEN, VOCAB, make_large, random_tensors
 from tests.support.wait import TIMEOUT_S, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -311,6 +311,28 @@ def test_incompatible_content_of_another_tenant_looks_as_new(
     if time.monotonic() - start_s < MIN_HIDDEN_MICROS / 1e6:
         assert states(of_b) == [pb.IMAGE_STATE_PENDING]
     check_refused(b, "same")
+
+
+@pytest.mark.parametrize("num_rows", [VOCAB + 2, 3])
+def test_a_look_up_tells_not_that_another_tenant_has_the_content(
+    start, tenants, make_adapter, make_layout, num_rows: int
+) -> None:
+    """Of content that adds tokens, and of a head that is none of the layout's: a look-up plans
+    both."""
+    a, b = tenants(start(LOADOUT_STORE_COMPILE_AHEAD="false"))
+    head = {"base_model.model.lm_head.weight": torch.ones(num_rows, HIDDEN)}
+    tensors = random_tensors({"model.layers.0.self_attn.q_proj": 4}) | head
+    folder = make_adapter(("q_proj",), tensors=tensors, modules_to_save=["lm_head"])
+    a.register_layout(dataclasses.replace(make_layout(), image_format=2))
+    answers = []
+    for client, name in ((a, "fresh"), (b, "known")):
+        client.register(name, folder)
+        for _ in range(2):
+            found = client.get(name)
+            answers.append((found.added_tokens, [*found.layout_states]))
+    assert answers == answers[:1] * 4
+    state = pb.IMAGE_STATE_INCOMPATIBLE if num_rows == 3 else pb.IMAGE_STATE_PENDING
+    assert (states(found), found.added_tokens) == ([state], 0 if num_rows == 3 else 2)
 
 
 def test_layouts_of_one_tenant_leave_others_theirs(start, tenants, make_layout) -> None:
