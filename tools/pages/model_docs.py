@@ -162,6 +162,12 @@ limits:
 | Qwen 3 Next | `in_proj_qkvz`, `in_proj_ba`, `out_proj` |
 | LFM 2 and its mixtures | `conv.in_proj`, `conv.out_proj` |
 
+## Classes without the head of a language model
+
+A checkpoint may have the class without a head, such as `Qwen3Model`, or with a classifier's, such
+as `LlamaForSequenceClassification`, of any architecture above. Such a server does not generate: it
+[embeds or classifies](embeddings.md).
+
 ## Models that are not served
 
 - Quantised checkpoints of other schemes than the ones in [base models in few
