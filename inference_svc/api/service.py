@@ -486,4 +486,6 @@ def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:
     if call.grammar is not None and not facts.has_tokenizer:
         field = call.grammar.field
         raise InvalidArgument(f"{field}: {NO_TOKENIZER}, and so no texts of tokens", subject=field)
-    return replace(call, wanted=call.wanted.served_by(facts))
+    # More than may run would wait in the queue, of which others have less then.
+    most = call.max_running and min(call.max_running, facts.max_sequences)
+    return replace(call, wanted=call.wanted.served_by(facts), max_running=most)

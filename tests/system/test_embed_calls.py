@@ -25,7 +25,7 @@ from tests.system.embedded import SIZE, expected, option
 from tests.system.services import Services
 
 ADAPTER = "r16"
-QUEUE = 80
+QUEUE = 12
 MEAN = option(Pooling.MEAN)
 LAST = option(Pooling.LAST)
 
@@ -168,8 +168,8 @@ def test_over_http(serving: Serving) -> None:
 
 def test_one_call_does_not_fill_the_queue(serving: Serving) -> None:
     """Its inputs start as others end."""
-    found = serving.client.embed([[3 + index % 100] for index in range(4 * QUEUE)])
-    assert len(found) == 4 * QUEUE
+    found = serving.client.embed([[3 + index % 100] for index in range(320)])
+    assert len(found) == 320
     same = expected(serving.zoo, "", [5], LAST)
     for index in (2, 102, 302):
         np.testing.assert_allclose(np.asarray(found[index].vector), same, atol=1e-4)

@@ -20,7 +20,7 @@ MAX_INPUTS = 2048
 MAX_INPUT_TOKENS = 300_000
 """Inputs of a call, and tokens of all of them: as many as OpenAI allows."""
 MAX_RUNNING = 64
-"""Inputs of a call that are in the engine at once: as many as fill its steps."""
+"""Inputs of a call that are in the engine at once, if as many may run: they fill its steps."""
 
 NOTHING_GENERATED = SamplingParams(max_tokens=0, temperature=0.0)
 
