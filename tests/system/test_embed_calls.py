@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import httpx2
 import numpy as np
+import openai
 import pytest
 
 from inference_svc.results.embedding_rule import Pooling
@@ -164,6 +165,21 @@ def test_over_http(serving: Serving) -> None:
     each = option(Pooling.MEAN, is_normalised=False, dimensions=8)
     vector = expected(serving.zoo, "", ids[0], each)
     np.testing.assert_allclose(base["data"][0]["embedding"], vector, atol=1e-4)
+
+
+def test_openais_client(serving: Serving) -> None:
+    """Asks for base64 by default, and sends token ids as they are."""
+    address = f"http://{serving.services.http_address}/v1"
+    ids = prompts(2, seed=4)[1]
+    with openai.OpenAI(base_url=address, api_key="any") as client:
+        for inputs in (["a b", "a b c"], ids, [ids]):
+            answer = client.embeddings.create(model=ADAPTER, input=inputs, dimensions=16)
+            texts = inputs if inputs[0] == "a b" else None
+            asked = [list(serving.client.tokenize(each)) for each in texts] if texts else [ids]
+            assert answer.usage.total_tokens == sum(map(len, asked))
+            for each, tokens in zip(answer.data, asked, strict=True):
+                vector = expected(serving.zoo, ADAPTER, tokens, option(Pooling.LAST, dimensions=16))
+                np.testing.assert_allclose(each.embedding, vector, atol=1e-4)
 
 
 def test_one_call_does_not_fill_the_queue(serving: Serving) -> None:
