@@ -182,7 +182,7 @@ def serving(classifier: Classifier, tmp_path_factory: pytest.TempPathFactory) ->
     with ExitStack() as stack:
         services = stack.enter_context(Services(classifier.zoo, folder, inference_flags=flags))
         digests = {
-            name: services.client.register(name, str(path)).adapter.digest
+            name: services.client.register(name, str(path), base_model="llama").adapter.digest
             for name, path in classifier.adapter_dirs.items()
         }
         url = f"http://{services.http_address}"
@@ -240,6 +240,6 @@ def test_servers_without_classifiers_refuse_heads(services: Services, serving: S
     with pytest.raises(InvalidArgument, match="started without --classifiers"):
         services.client.classify("a")
     path = serving.services.zoo.adapter_dirs["two"]
-    services.client.register("with-a-head", str(path))
+    services.client.register("with-a-head", str(path), base_model="llama")
     with pytest.raises(FailedPrecondition, match="score"):
         services.client.complete("a", adapter="with-a-head", max_tokens=1)

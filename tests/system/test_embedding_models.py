@@ -105,7 +105,7 @@ def test_adapters_of_models_without_a_head(bare: Bare, start: Callable, path: st
 @pytest.fixture(scope="module")
 def services(bare: Bare, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     with Services(as_zoo(bare), tmp_path_factory.mktemp("services")) as made:
-        made.client.register("wide", str(bare.adapter_dirs["wide"]))
+        made.client.register("wide", str(bare.adapter_dirs["wide"]), base_model="llama")
         yield made
         made.check_exit_codes()
 
