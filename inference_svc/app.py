@@ -51,7 +51,7 @@ from inference_svc.model.recurrent_states import slot_bytes
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.sharding.stages import of_stage
 from inference_svc.results.classifier_rule import NO_CLASSIFIER, ClassifierRule
-from inference_svc.results.embedding_rule import EmbeddingRule
+from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.logprobs import LogprobsMode
 from inference_svc.server import InferenceServer, announcement_of, installed_version
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
@@ -271,9 +271,10 @@ def _model_facts(decoder: Decoder) -> ModelFacts:
         kv_vectors_per_token=max(each.kv_vectors_per_token for each in stages),
         lora_targets=layout.modules,
         fused_targets=layout.fused_modules,
-        may_add_tokens=decoder.layer_inputs is None,
+        may_add_tokens=decoder.layer_inputs is None and decoder.encoder is None,
         expert_elements_per_rank=max(each.expert_elements_per_rank for each in layouts),
         state_bytes=max(map(slot_bytes, stages)),
+        is_encoder=decoder.encoder is not None,
     )
 
 
@@ -308,6 +309,8 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
 
 def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierRule:
     """Returns how the server classifies. Raises UnsupportedModel."""
+    if decoder.encoder is not None:
+        return ClassifierRule(refusal="encoders embed only")
     if not (decoder.labels or config.classifiers):
         return NO_CLASSIFIER
     refusal = PIPELINE_REFUSAL if config.pipeline_parallel > 1 else ""
@@ -316,7 +319,8 @@ def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierR
 
 def _embedding_rule(config: InferenceSettings, decoder: Decoder) -> EmbeddingRule:
     """Returns how the model embeds here."""
-    rule = read_embedding_rule(config.model, decoder.hidden_size)
+    pooling = Pooling.LAST if decoder.encoder is None else Pooling.MEAN
+    rule = read_embedding_rule(config.model, decoder.hidden_size, pooling)
     return replace(rule, refusal=PIPELINE_REFUSAL) if config.pipeline_parallel > 1 else rule
 
 

@@ -64,7 +64,8 @@ class ModelFacts:
     modules that adapters may change, `fused_targets` of modules that compute several of these.
     `expert_elements_per_rank` are values of A and B, of all experts. `state_bytes` has a sequence's
     recurrent state, 0 for a model without recurrent layers. Models with further tables of tokens
-    have no place for tokens that adapters add."""
+    have no place for tokens that adapters add. If it `is_encoder`, prompts are computed whole and
+    have no keys and values."""
 
     dtype: str
     max_position_embeddings: int
@@ -75,6 +76,7 @@ class ModelFacts:
     may_add_tokens: bool = True
     expert_elements_per_rank: int = 0
     state_bytes: int = 0
+    is_encoder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +125,6 @@ def resolve(
     else:
         assert fit_device is not None, "a device's sizes are to be chosen"
         sizes = fit_device(settings, machine)
-    page_bytes = settings.page_size * _kv_token_bytes(settings, model)
-    num_pages = max(0, sizes.kv_memory // page_bytes - padding_pages(device))
     return settings.model_copy(
         update={
             "adapter_memory": ByteSize(sizes.adapter_memory),
@@ -133,7 +133,7 @@ def resolve(
             "max_sequences": sizes.max_sequences,
             "max_batch_tokens": sizes.max_batch_tokens,
             "stored_states": sizes.stored_states,
-            "max_model_len": _max_model_len(settings, model, num_pages * settings.page_size),
+            "max_model_len": _max_model_len(settings, model, sizes, device),
         }
     )
 
@@ -238,7 +238,20 @@ def _state_interval(settings: InferenceSettings) -> int:
     return settings.state_interval_tokens or -(-STATE_INTERVAL_TOKENS // size) * size
 
 
-def _max_model_len(settings: InferenceSettings, model: ModelFacts, kv_tokens: int) -> int:
+def _max_model_len(
+    settings: InferenceSettings, model: ModelFacts, sizes: Sizes, device: str
+) -> int:
+    if model.is_encoder:
+        longest = settings.max_model_len or model.max_position_embeddings
+        if longest > sizes.max_batch_tokens:
+            raise InvalidSetting(
+                f"--max-batch-tokens {sizes.max_batch_tokens}: an encoder computes a prompt at "
+                f"once: give it at least --max-model-len, {longest}"
+            )
+        return longest
+    page_bytes = settings.page_size * _kv_token_bytes(settings, model)
+    num_pages = max(0, sizes.kv_memory // page_bytes - padding_pages(device))
+    kv_tokens = num_pages * settings.page_size
     needed = max(settings.max_model_len, 2)
     if needed > kv_tokens:
         raise InvalidSetting(f"--kv-memory holds {kv_tokens} tokens; at least {needed} are needed")
@@ -252,14 +265,17 @@ def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts)
     share_bytes //= settings.num_ranks
     fitting = running_within(share_bytes, model.state_bytes, most)
     max_sequences = settings.max_sequences or fitting
-    kv_memory = settings.kv_memory or CPU_KV_MEMORY
-    kv_tokens = kv_memory // _kv_token_bytes(settings, model)
+    kv_memory, kv_tokens, longest = settings.kv_memory or CPU_KV_MEMORY, 0, 0
+    if model.is_encoder:
+        kv_memory, longest = 0, settings.max_model_len or model.max_position_embeddings
+    else:
+        kv_tokens = kv_memory // _kv_token_bytes(settings, model)
     return Sizes(
         adapter_memory=settings.adapter_memory or _cpu_adapter_memory(settings, machine, model),
         host_memory=settings.host_memory or 0,
         kv_memory=kv_memory,
         max_sequences=max_sequences,
-        max_batch_tokens=settings.max_batch_tokens or max(CPU_BATCH_TOKENS, max_sequences),
+        max_batch_tokens=settings.max_batch_tokens or max(CPU_BATCH_TOKENS, max_sequences, longest),
         stored_states=stored_within(
             share_bytes,
             model.state_bytes,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from inference_svc.adapters.layout import (
 from inference_svc.core import EngineConfig
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.parameters import vectors
-from inference_svc.model.checkpoint.wrapper import BARE, HEADED
+from inference_svc.model.checkpoint.wrapper import BARE, HEADED, Wrapper
 from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
@@ -82,14 +82,15 @@ def build_layout(
         elif isinstance(spec, Projection) and spec.name != HEAD:
             targets += _targets_of(spec, layer)
     linear = TargetKind.LINEAR
-    targets.append(
-        Target(LM_HEAD, None, HEAD, linear, hidden, vocab, space=SAMPLED, tied_to=tied_to)
-    )
-    if has_classifiers or decoder.labels:
+    if decoder.encoder is None:
+        targets.append(
+            Target(LM_HEAD, None, HEAD, linear, hidden, vocab, space=SAMPLED, tied_to=tied_to)
+        )
+    if (has_classifiers or decoder.labels) and decoder.encoder is None:
         targets.append(Target(SCORE, None, SCORE, linear, hidden, 0, space=SAMPLED))
     more = tuple(_vector_targets(decoder))
-    if decoder.wrapper == BARE:
-        targets, more = list(map(_also_bare, targets)), tuple(map(_also_bare, more))
+    rename = _renaming(decoder)
+    targets, more = list(map(rename, targets)), tuple(map(rename, more))
     summed = frozenset(target.group for target in targets if target.in_slice is not None)
     if is_fully_sharded and decoder.rank is not None:
         targets = [_shared(target, decoder.rank) for target in targets]
@@ -112,6 +113,7 @@ def build_layout(
 
 def _vector_targets(decoder: Decoder) -> Iterator[Target]:
     """Yields the norms and biases of the base."""
+    last = None if decoder.final_norm is None else decoder.final_norm.module
     for vector in vectors(decoder):
         yield Target(
             name=vector.name,
@@ -121,7 +123,7 @@ def _vector_targets(decoder: Decoder) -> Iterator[Target]:
             in_features=0,
             out_features=vector.outputs.whole,
             out_slice=_slice(vector.outputs),
-            space=SAMPLED if vector.name == decoder.final_norm.module else TEXT,
+            space=SAMPLED if vector.name == last else TEXT,
         )
 
 
@@ -135,6 +137,24 @@ def _also_bare(target: Target) -> Target:
         if each.name.startswith(HEADED)
     )
     return replace(target, other_names=(*target.other_names, *bare))
+
+
+def _renaming(decoder: Decoder) -> Callable[[Target], Target]:
+    """Returns the function that gives targets the further names which adapters may have."""
+    if decoder.wrapper == BARE:
+        return _also_bare
+    if decoder.encoder is not None:
+        return partial(_also_stored, wrapper=decoder.wrapper)
+    return lambda target: target
+
+
+def _also_stored(target: Target, wrapper: Wrapper) -> Target:
+    """Returns a target that adapters may also call as checkpoints do."""
+    names = (OtherName(target.name), *target.other_names)
+    stored = tuple(
+        replace(each, name=name) for each in names for name in wrapper.stored_names(each.name)
+    )
+    return replace(target, other_names=(*target.other_names, *stored))
 
 
 def _placed(target: Target, stage: Decoder) -> Target:

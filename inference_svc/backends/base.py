@@ -370,7 +370,10 @@ def table_bytes(config: EngineConfig, decoder: Decoder, num_mixes: int) -> int:
 
 
 def num_kv_pages(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns how many pages `kv_bytes` hold."""
+    """Returns how many pages `kv_bytes` hold. Pages of an encoder hold nothing and only count the
+    tokens of a step: as many as all of its sequences may have."""
+    if decoder.encoder is not None:
+        return config.max_sequences * -(-config.max_model_len // config.page_size)
     return config.kv_bytes // _page_bytes(config, decoder)
 
 

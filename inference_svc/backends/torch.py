@@ -282,6 +282,8 @@ class TorchFactory:
         num_ranks = config.num_computing
         of_threads = thread_notes(num_threads, usable_cores(), usable_cpus(), num_ranks)
         faults = () if is_chosen or config.dtype == "float16" else choose(None).faults
+        if not (is_chosen or faults or config.dtype == "float16"):
+            return of_threads  # nothing else computes the model
         notes = torch_notes(config.dtype, is_chosen=is_chosen, faults=faults)
         return [*notes, *of_threads]
 

@@ -19,6 +19,7 @@ from inference_svc.model.description import (
     ExpertsProjection,
     Projection,
 )
+from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes, transformer_bytes
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.mixers.short_conv import GatedConvolve
@@ -30,6 +31,7 @@ from inference_svc.model.operations import (
     Embed,
     Gate,
     GateHeads,
+    Gather,
     Growth,
     HandOn,
     Logits,
@@ -61,6 +63,8 @@ WIDENED_BYTES, ROUNDED_BYTES = 9, 13
 that is written: in fp32, its magnitude, over the scale, its code."""
 SCORE_COPIES = 3
 """Copies of attention's scores in fp32, where they are bounded or have sinks."""
+SCORED_QUERIES = 512
+"""Queries whose scores torch's attention without a causal mask holds at once, at most."""
 CLAMPED_COPIES = 6
 """Copies in fp32 that a clamped activation takes."""
 SHARED_COPIES = 4
@@ -88,7 +92,7 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     layout = layout_of(config, decoder)
     targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
     own = _OwnBytes(config, sizes, targets)
-    logits_bytes = 4 * config.max_sequences * decoder.vocab_size
+    logits_bytes = 4 * config.max_sequences * decoder.num_outputs
 
     largest_bytes = transformer_bytes(decoder, sizes, own.of_op)
     sampler_bytes = (1 + SAMPLER_COPIES) * logits_bytes
@@ -165,6 +169,17 @@ def _of_rotation(op: RotateAndStore, own: _OwnBytes) -> int:
 def _of_attention(op: Attend, own: _OwnBytes) -> int:
     scores_bytes = _attention_bytes(op.attention, own.config, own.item_bytes)
     return scores_bytes + 2 * own.elements(op) * own.item_bytes
+
+
+def _of_both_ways(op: AttendBothWays, own: _OwnBytes) -> int:
+    """Copies of queries, keys and values, and of the outputs; the scores, where torch does not
+    compute them in blocks; and the mask, also as numbers."""
+    mixer, longest = op.mixer, own.config.max_model_len
+    copies = 5 if op.angles is None else 8
+    num_bytes = copies * own.elements(op) * own.item_bytes
+    if mixer.reach is not None:
+        num_bytes += longest * longest * (1 + own.item_bytes)
+    return num_bytes + 4 * mixer.num_heads * longest * min(longest, SCORED_QUERIES)
 
 
 def _of_norm(op: AddNorm | NormOf, own: _OwnBytes) -> int:
@@ -276,15 +291,19 @@ def _of_gated_norm(op: GatedNorm, own: _OwnBytes) -> int:
 
 
 OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
+    Activate: _nothing,
+    AddInputs: _of_copy,
     AddNorm: _of_norm,
     Angles: _nothing,  # see `transformer_bytes`
     Attend: _of_attention,
+    AttendBothWays: _of_both_ways,
     Combine: _of_combine,
     Convolve: _of_convolution,
     DeltaRule: _of_delta_rule,
     Embed: _of_embedding,
     Gate: _of_gate,
     GateHeads: _of_copy,
+    Gather: _nothing,
     GatedConvolve: _of_convolution,
     GatedNorm: _of_gated_norm,
     Growth: _of_embedding,

@@ -128,6 +128,8 @@ def build_engine(
     Raises UnsupportedModel; ValueError when the memory given does not suffice.
     """
     decoder = describe(config, 0)
+    if decoder.encoder is not None:
+        config = _of_encoder(config)
     factory = select_backend(config, decoder)
     if config.num_ranks == 1:
         return _build(config, decoder, factory, store, post, None)
@@ -144,6 +146,15 @@ def build_engine(
     except BaseException:
         ranks.close()
         raise
+
+
+def _of_encoder(config: EngineConfig) -> EngineConfig:
+    """Returns the settings of an encoder, which computes a prompt at once. Raises ValueError."""
+    if config.max_batch_tokens < config.max_model_len:
+        raise ValueError("--max-batch-tokens must be at least --max-model-len for an encoder")
+    return replace(
+        config, prefix_cache=False, kv_bytes=0, max_prefill_chunk=config.max_batch_tokens
+    )
 
 
 def _build(
@@ -170,7 +181,7 @@ def _build(
     puller, residency = _make_residency(config, store, post, stages, memory, host, pace, others)
     states = make_states(config, backend)
     masks = Masks(lambda: post(MaskReady()))
-    scheduler = Scheduler(_limits(config), states, residency, prices_of(decoder), masks)
+    scheduler = _make_scheduler(config, decoder, states, residency, masks)
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
     profiler = StepProfiler(factory.profiler_device)
@@ -429,14 +440,18 @@ def _make_residency(
     return puller, residency
 
 
-def _limits(config: EngineConfig) -> Limits:
-    return Limits(
+def _make_scheduler(
+    config: EngineConfig, decoder: Decoder, states: States, residency: Residency, masks: Masks
+) -> Scheduler:
+    limits = Limits(
         config.max_sequences,
         config.max_batch_tokens,
         config.max_prefill_chunk,
         config.fair_quantum,
         config.fair_ageing_s,
+        computes_whole=decoder.encoder is not None,
     )
+    return Scheduler(limits, states, residency, prices_of(decoder), masks)
 
 
 def _host_tier(config: EngineConfig, *, has_device_memory: bool) -> HostTier | None:

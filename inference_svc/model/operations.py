@@ -203,7 +203,8 @@ class AddNorm(Op):
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
-        return (self.sum_scale if isinstance(self.sum_scale, Scalar) else None, self.norm)
+        scale = self.sum_scale if isinstance(self.sum_scale, Scalar) else None
+        return scale, self.norm, norm_bias(self.norm, self.layer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,7 +215,7 @@ class NormOf(Op):
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
-        return (self.norm,)
+        return self.norm, norm_bias(self.norm, self.layer)
 
 
 P_co = TypeVar("P_co", bound=Projection | ExpertsProjection, covariant=True)
@@ -419,9 +420,10 @@ class Operations(NamedTuple):
 
     @property
     def norm(self) -> tuple[Op, ...]:
-        """The operations of the head up to the last norm; none where another stage has it."""
-        ends = [index for index, op in enumerate(self.head) if isinstance(op, Logits)]
-        return self.head[: ends[0]] if ends else ()
+        """The operations of the head up to the last norm, of an encoder all; none where another
+        stage has it."""
+        ends = [index for index, op in enumerate(self.head) if isinstance(op, Logits | Receive)]
+        return self.head[: ends[0]] if ends else self.head
 
     @property
     def kept(self) -> tuple[Value, ...]:
@@ -431,9 +433,11 @@ class Operations(NamedTuple):
 
 
 class Listing(Protocol):
-    """The walk, as mixers add their operations to it."""
+    """The walk, as mixers add their operations to it. `angles` are of rotations of heads of a
+    size."""
 
     ops: list[Op]
+    angles: dict[tuple[Rope, int], Value]
 
     def value(
         self, name: str, width: int, rows: Rows | None = None, *, is_wide: bool = False
@@ -453,6 +457,13 @@ def numbers_of(
 ) -> Numbers | None:
     assert layer is not None
     return Numbers(layer_path(layer, name), size, shape, cuts) if name else None
+
+
+def norm_bias(norm: Norm | None, layer: int | None) -> Numbers | None:
+    """Returns the bias of a norm of a layer or, None, of the whole model; None if it has none."""
+    if norm is None or not norm.has_bias:
+        return None
+    return Numbers(f"{norm.path(layer)}.bias", norm.size)
 
 
 def conv_kernels(

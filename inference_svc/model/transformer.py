@@ -19,6 +19,7 @@ from torch import Tensor
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.config.keys import names
 from inference_svc.model.description import Activation, ClampedSwiglu, Decoder
+from inference_svc.model.encoder import in_torch as encoder_in_torch
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import RotaryEmbedding, Rotation, TorchLinear
@@ -59,6 +60,7 @@ from kernels.elementwise import (
     add_rms_norm,
     bound_logits,
     clamped_swiglu,
+    exact_geglu,
     geglu,
     rms_norm,
     swiglu,
@@ -68,7 +70,10 @@ from kernels.recurrence import gate_heads
 
 COMPUTED = names(
     """
-    decoder decoder.embedding_scale decoder.layer_inputs layer_inputs
+    decoder decoder.encoder decoder.final_norm=none encoder_inputs encoder_inputs.positions
+    encoder_inputs.num_token_types both_ways both_ways.rope both_ways.reach
+    block.attention_sum_norm block.feed_forward_sum_norm norm.has_bias
+    decoder.embedding_scale decoder.layer_inputs layer_inputs
     block block.attention_norm=none block.attention_post_norm block.feed_forward_norm=none
     block.feed_forward_post_norm block.is_parallel block.residual_scale block.scalar
     block.layer_input block.layer_input_post_norm layer_input
@@ -79,7 +84,8 @@ COMPUTED = names(
     attention.norms_of_all_heads attention.head_dim>256 attention.head_dim>512
     decoder.kv_shapes decoder.ropes decoder.windows
     attention.has_gate gated_delta gated_delta.is_by_key_head short_conv attention.sinks
-    dense dense.activation=silu dense.activation=gelu_pytorch_tanh
+    dense dense.activation=silu dense.activation=gelu_pytorch_tanh dense.activation=gelu
+    dense.is_gated
     experts experts.activation=silu experts.activation=gelu_pytorch_tanh clamped_swiglu
     experts.shared experts.shared_gate experts.norm experts.post_norm experts.shared_post_norm
     experts_projection experts_projection.has_bias router router.norm router.bias
@@ -107,7 +113,7 @@ OF_RANKS = names(
 OF_STAGES = names("decoder.stage stage")
 """The features of a stage's part of a decoder, which it computes as well."""
 
-_GATED = {Activation.SILU: swiglu, Activation.GELU_TANH: geglu}
+_GATED = {Activation.SILU: swiglu, Activation.GELU_TANH: geglu, Activation.GELU: exact_geglu}
 _NO_ROTATION = Rotation(None, None)
 
 
@@ -484,6 +490,7 @@ COMPUTE: dict[type[Op], Callable[[Any, Step], object]] = {
     Route: _route,
     Scale: _scale,
     Spread: _spread,
+    **encoder_in_torch.COMPUTE,
     **mixers_in_torch.COMPUTE,
     **ranks_in_torch.COMPUTE,
 }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from inference_svc.model.description import (
     LM_HEAD,
     Attention,
     Block,
+    BothWays,
     Cut,
     Decoder,
     Dense,
@@ -27,9 +27,9 @@ from inference_svc.model.description import (
     Norm,
     Projection,
     QueryGrowth,
-    Rank,
     layer_path,
 )
+from inference_svc.model.encoder.operations import list_activation, list_attention, list_inputs
 from inference_svc.model.mixers import gated_delta, short_conv
 from inference_svc.model.operations import (
     EMBEDDING_KEY,
@@ -45,8 +45,6 @@ from inference_svc.model.operations import (
     Growth,
     HandOn,
     Logits,
-    NormBySums,
-    NormedColumns,
     NormOf,
     Op,
     Operations,
@@ -62,13 +60,13 @@ from inference_svc.model.operations import (
     Scale,
     Spread,
     SumRanks,
-    SumSquares,
     Table,
     Value,
     Weight,
     weight_key,
 )
 from inference_svc.model.rope import Rope
+from inference_svc.model.sharding.norms import norm_all_heads
 
 
 class Narrowing(enum.Enum):
@@ -118,7 +116,7 @@ class Walk:
         self._delta: Value | None = None
         self._delta_scale = 1.0
         self._sum_scale: float | Scalar = 1.0
-        self._angles: dict[tuple[Rope, int], Value] = {}
+        self.angles: dict[tuple[Rope, int], Value] = {}
         self._growths: dict[QueryGrowth, Value] = {}
         self._layer_inputs: Value | None = None
         self.ops: list[Op] = []
@@ -156,6 +154,8 @@ class Walk:
             _scale(self, self._hidden, decoder.embedding_scale, is_rounded=True)
         if decoder.layer_inputs is not None:
             self._of_all_layers(decoder.layer_inputs)
+        if decoder.encoder is not None:
+            list_inputs(self, self._hidden, decoder.encoder)
 
     def head(self) -> list[Op]:
         """Walks the last norm and the head. Of several stages the first rank of the last one hands
@@ -172,13 +172,19 @@ class Walk:
         return self.ops
 
     def _logits(self) -> Value:
+        """The logits; of an encoder the hidden states that are its outputs."""
         decoder = self._decoder
         if self._narrowing is Narrowing.BEFORE_HEAD:
             self._rows = Rows.LOGITS
             self._hidden = self._gathered(self._hidden)
             self._delta = None if self._delta is None else self._gathered(self._delta)
+        if decoder.final_norm is None:
+            self._rows = Rows.LOGITS
+            return self._gathered(self._hidden)
         normed = self.value("last_normed", decoder.hidden_size, Rows.LOGITS)
         self._add_norm(decoder.final_norm, normed, None)
+        if decoder.encoder is not None:
+            return normed
         cut = _vocab_cut(decoder)
         num_rows = decoder.vocab_size if cut is None else cut.size
         projection = Projection(
@@ -210,7 +216,7 @@ class Walk:
         """The values that follow from positions alone."""
         for index, (rope, head_dim) in enumerate(self._decoder.ropes):
             out = self.value(f"angles_{index}", rope.rotary_size(head_dim))
-            self._angles[rope, head_dim] = out
+            self.angles[rope, head_dim] = out
             self.ops.append(Angles((), out, None, rope, head_dim))
         for index, growth in enumerate(self._decoder.query_growths):
             out = self._growths[growth] = self.value(f"growth_{index}", 1)
@@ -229,13 +235,14 @@ class Walk:
         is_whole = out.in_cut is None
         self.ops.append(Project((mixed,), delta, layer, out, reader_adds=adds and is_whole))
         _sum_ranks(self, delta, layer, is_whole=is_whole)
-        self._leave(delta, block.attention_post_norm, block.residual_scale, layer)
+        scale = block.residual_scale
+        self._leave(delta, block.attention_post_norm, scale, layer, block.attention_sum_norm)
         if block.is_parallel:
             self._add()
         else:
             x = self._normed(block.feed_forward_norm, layer)
         self._feed_forward(layer, block, x)
-        self._leave(delta, block.feed_forward_post_norm, block.residual_scale, layer)
+        self._leave(delta, block.feed_forward_post_norm, scale, layer, block.feed_forward_sum_norm)
         if block.layer_input is not None:
             self._add()
             self._layer_input(layer, block.layer_input)
@@ -253,7 +260,7 @@ class Walk:
         adds = not (attention.norms_all_heads or attention.has_gate)
         self.ops.append(Project((x,), qkv, layer, attention.qkv, reader_adds=adds))
         rope, growth = attention.rope, attention.query_growth
-        angles = None if rope is None else self._angles[rope, attention.head_dim]
+        angles = None if rope is None else self.angles[rope, attention.head_dim]
         grown = None if growth is None else self._growths[growth]
         gate = None
         if attention.has_gate:
@@ -266,7 +273,7 @@ class Walk:
             gate = self.regroup(layer, qkv, "head_gates", gates)
             qkv = self.regroup(layer, qkv, "heads", (*queries, tail))
         inputs = tuple(each for each in (qkv, angles, grown) if each is not None)
-        of_heads = _norm_all_heads(self, self._decoder.rank, layer, attention, qkv)
+        of_heads = norm_all_heads(self, self._decoder.rank, layer, attention, qkv)
         self.ops.append(RotateAndStore(inputs, qkv, layer, of_heads, angles, grown))
         mixed = self.value("mixed", attention.q_size)
         self.ops.append(Attend((qkv,), mixed, layer, attention))
@@ -305,10 +312,13 @@ class Walk:
         self, layer: int, dense: Dense, x: Value, *, reader_adds: bool
     ) -> tuple[Value, bool]:
         """Returns the half's output, and whether it is whole, and not one rank's term."""
-        both = self.value("gate_up", dense.gate_up.out_features)
-        self.ops.append(Project((x,), both, layer, dense.gate_up, reader_adds=True))
-        gated = self.value("gated", dense.size)
-        self.ops.append(Gate((both,), gated, layer, dense.activation))
+        if dense.is_gated:
+            both = self.value("gate_up", dense.gate_up.out_features)
+            self.ops.append(Project((x,), both, layer, dense.gate_up, reader_adds=True))
+            gated = self.value("gated", dense.size)
+            self.ops.append(Gate((both,), gated, layer, dense.activation))
+        else:
+            gated = list_activation(self, layer, dense, x)
         delta = self.value("delta", dense.down.out_features)
         is_whole = dense.down.in_cut is None
         adds = reader_adds and is_whole
@@ -384,12 +394,22 @@ class Walk:
         delta = self.value("delta", self._decoder.hidden_size)
         self.ops.append(Project((gated,), delta, layer, layer_input.out))
 
-    def _leave(self, delta: Value, norm: Norm | None, scale: float, layer: int) -> None:
-        """Leaves a delta, normed or not, to be added by the next norm of the stream."""
+    def _leave(
+        self,
+        delta: Value,
+        norm: Norm | None,
+        scale: float,
+        layer: int,
+        sum_norm: Norm | None = None,
+    ) -> None:
+        """Leaves a delta, normed or not, to be added by the next norm of the stream; or, with a
+        norm of the sum, adds it, and goes on with that norm."""
         if norm is not None:
             self._norm_of(delta, norm, layer)
         assert self._delta is None
         self._delta, self._delta_scale, self._sum_scale = delta, scale, 1.0
+        if sum_norm is not None:
+            self._add_norm(sum_norm, self._hidden, layer)
 
     def _normed(self, norm: Norm | None, layer: int) -> Value:
         """Returns the norm of the stream, or the stream itself, when the delta is added."""
@@ -452,32 +472,9 @@ def _sum_ranks(walk: Walk, value: Value, layer: int, *, is_whole: bool) -> None:
         walk.ops.append(SumRanks((value,), value, layer))
 
 
-def _norm_all_heads(
-    walk: Walk, rank: Rank | None, layer: int, attention: Attention, qkv: Value
-) -> Attention:
-    """Norms the queries and keys whose norms are over the heads of all ranks; returns the
-    attention without these norms."""
-    q_norm, k_norm = attention.q_norm, attention.k_norm
-    normed: list[NormedColumns] = []
-    if q_norm is not None and q_norm.cut is not None:
-        normed.append(NormedColumns(q_norm, 0))
-        q_norm = None
-    if k_norm is not None and k_norm.cut is not None:
-        normed.append(NormedColumns(k_norm, attention.q_size))
-        k_norm = None
-    if not normed:
-        return attention
-    assert rank is not None
-    columns = tuple(normed)
-    sums = walk.value("square_sums", len(columns), is_wide=True)
-    walk.ops.append(SumSquares((qkv,), sums, layer, columns))
-    walk.ops.append(SumRanks((sums,), sums, layer))
-    walk.ops.append(NormBySums((qkv, sums), qkv, layer, columns, rank.count))
-    return replace(attention, q_norm=q_norm, k_norm=k_norm)
-
-
 MIXERS: dict[type, Callable[[Walk, int, Any, Value], Value]] = {
     Attention: Walk.attend,
+    BothWays: list_attention,
     gated_delta.GatedDelta: gated_delta.list_operations,
     short_conv.ShortConv: short_conv.list_operations,
 }

@@ -36,6 +36,7 @@ __all__ = [
     "bound_logits",
     "clamped_swiglu",
     "clamped_swiglu_op",
+    "exact_geglu",
     "gather_op",
     "geglu",
     "geglu_op",
@@ -52,12 +53,13 @@ __all__ = [
 
 class NormWeight(NamedTuple):
     """A norm over the last dimension; see `reference.rms_norm`. `offset` is added to the
-    checkpoint's values in `weight`, [size]."""
+    checkpoint's values in `weight`, [size]. `bias`, fp32 [size], is for CPUs alone."""
 
     weight: Tensor
     eps: float
     is_centred: bool = False
     offset: float = 0.0
+    bias: Tensor | None = None
 
 
 def rms_norm(x: Tensor, norm: NormWeight, addend: Addend | None = None) -> Tensor:
@@ -80,7 +82,8 @@ def rms_norm(x: Tensor, norm: NormWeight, addend: Addend | None = None) -> Tenso
         )
         return normed.view_as(x)
     x = x if addend is None else addend.added_to(x)
-    return reference.rms_norm(x, norm.weight, norm.eps, is_centred=norm.is_centred)
+    weight, eps, is_centred, _, bias = norm
+    return reference.rms_norm(x, weight, eps, is_centred=is_centred, bias=bias)
 
 
 def add_rms_norm(
@@ -106,13 +109,23 @@ def add_rms_norm(
     Returns:
         [T, size], or [N, size] with `rows`, of hidden's dtype.
     """
-    weight, eps, is_centred, _ = norm or (None, 0.0, False, 0.0)
-    compute = reference.add_rms_norm
+    weight, eps, is_centred, _, bias = norm or (None, 0.0, False, 0.0, None)
     if uses_triton(hidden):
         from kernels.elementwise import triton_ops  # Triton is an extra that the CPU does without
 
-        compute = triton_ops.add_rms_norm
-    return compute(
+        assert bias is None, "backends with a device refuse models with such norms"
+        return triton_ops.add_rms_norm(
+            hidden,
+            delta,
+            weight,
+            eps,
+            rows,
+            delta_scale=delta_scale,
+            sum_scale=sum_scale,
+            is_centred=is_centred,
+            addend=addend,
+        )
+    return reference.add_rms_norm(
         hidden,
         delta,
         weight,
@@ -121,6 +134,7 @@ def add_rms_norm(
         delta_scale=delta_scale,
         sum_scale=sum_scale,
         is_centred=is_centred,
+        bias=bias,
         addend=addend,
     )
 
@@ -159,6 +173,21 @@ def geglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
 
         return triton_ops.geglu(gate, up, addend)
     return reference.geglu(gate, up, addend)
+
+
+def exact_geglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
+    """Returns gelu(gate) * up, without an approximation; see `reference.exact_geglu`.
+
+    Args:
+        gate: [T, size]. Rows have unit stride and may be apart.
+        up: As gate.
+        addend: Adapters' addition to both, [T, 2 * size], the gate's first. None: none.
+
+    Returns:
+        [T, size] of gate's dtype.
+    """
+    assert not uses_triton(gate), "backends with a device refuse models with this activation"
+    return reference.exact_geglu(gate, up, addend)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

@@ -9,7 +9,9 @@ from torch import Tensor
 from kernels.elementwise.addend import Addend
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centred: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, is_centred: bool = False, bias: Tensor | None = None
+) -> Tensor:
     """Returns weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich,
     2019).
 
@@ -20,7 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centred: bool = False)
         weight: [size], or [N, size] for each row of x or each of its first dimension, [N, K, size].
             Of x's dtype or float32.
         eps: Added to the mean square.
-        is_centred: Norm x - mean(x), a LayerNorm (Ba et al., 2016) without bias.
+        is_centred: Norm x - mean(x), a LayerNorm (Ba et al., 2016).
+        bias: Added to the product, float32 [size]; the weight is float32, too. None: none.
 
     Returns:
         [..., size] of x's dtype.
@@ -33,7 +36,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centred: bool = False)
         wide -= wide.mean(-1, keepdim=True)
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     wide *= norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return wide.to(weight.dtype).mul_(weight).to(x.dtype)
+    wide = wide.to(weight.dtype).mul_(weight)
+    return (wide if bias is None else wide.add_(bias)).to(x.dtype)
 
 
 def norm_by_sum(x: Tensor, weight: Tensor, eps: float, sums: Tensor, count: int) -> Tensor:
@@ -64,6 +68,7 @@ def add_rms_norm(
     delta_scale: float = 1.0,
     sum_scale: float = 1.0,
     is_centred: bool = False,
+    bias: Tensor | None = None,
     addend: Addend | None = None,
 ) -> Tensor:
     """hidden = sum_scale * round(hidden + round(delta_scale * delta)), rounded to their dtype.
@@ -77,6 +82,7 @@ def add_rms_norm(
         delta_scale: Factor of `delta`.
         sum_scale: Factor of the sum.
         is_centred: As in `rms_norm`.
+        bias: As in `rms_norm`.
         addend: Adapters' addition to `delta` before anything else, [T, size]; without `delta`, to
             what is normed, and `hidden` stays. None: none.
 
@@ -99,7 +105,7 @@ def add_rms_norm(
             hidden *= sum_scale
     if weight is None:
         return hidden
-    return rms_norm(hidden, weight, eps, is_centred=is_centred)
+    return rms_norm(hidden, weight, eps, is_centred=is_centred, bias=bias)
 
 
 def swiglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
@@ -116,6 +122,14 @@ def geglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
     """
     gate, up = _with_addend(gate, up, addend)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def exact_geglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
+    """Returns gelu(gate), without an approximation and rounded, * up. gate, up: [T, size] -> [T,
+    size], of one dtype; addend as in `swiglu`.
+    """
+    gate, up = _with_addend(gate, up, addend)
+    return F.gelu(gate).mul_(up)
 
 
 def _with_addend(gate: Tensor, up: Tensor, addend: Addend | None) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,13 @@ python -m tools.pages.model_docs
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from inference_svc.backends.select import BACKENDS
-from inference_svc.model.architectures import families
+from inference_svc.model.architectures import Family, encoder_families, families
+from inference_svc.model.architectures.encoders import MODEL
 from inference_svc.model.gguf.blocks import FORMATS as TYPES_OF_GGUF
 from inference_svc.model.quantised import read_scheme
 from inference_svc.model.quantised.gguf import GgufScheme
@@ -168,6 +169,17 @@ A checkpoint may have the class without a head, such as `Qwen3Model`, or with a 
 as `LlamaForSequenceClassification`, of any architecture above. Such a server does not generate: it
 [embeds or classifies](embeddings.md).
 
+## Encoders
+
+You can embed with these models and their adapters on CPUs, over
+[`Embed` and `/v1/embeddings`](embeddings.md#encoders):
+
+| class | family and features |
+|---|---|
+{encoders}
+
+A checkpoint may also have the class `...ForMaskedLM`, whose head is left out.
+
 ## Models that are not served
 
 - Quantised checkpoints of other schemes than the ones in [base models in few
@@ -181,15 +193,23 @@ as `LlamaForSequenceClassification`, of any architecture above. Such a server do
 
 def render() -> str:
     """Returns the page, with a row for each module from its own text."""
-    names: dict[str, list[str]] = {}
-    for name, family in families().items():
-        names.setdefault(family.describe.__module__, []).append(f"`{name}`")
-    rows = [
-        f"| {', '.join(found)} | {' '.join((sys.modules[module].__doc__ or '').split())} |"
-        for module, found in sorted(names.items())
-    ]
     published = "\n".join(f"- `{path.stem}`" for path in sorted(PUBLISHED.iterdir()))
-    return PAGE.format(rows="\n".join(rows), published=published, formats="\n".join(_formats()))
+    encoders = {name: each for name, each in encoder_families().items() if name.endswith(MODEL)}
+    return PAGE.format(
+        rows="\n".join(_rows(families())),
+        encoders="\n".join(_rows(encoders)),
+        published=published,
+        formats="\n".join(_formats()),
+    )
+
+
+def _rows(families: Mapping[str, Family]) -> Iterator[str]:
+    """Yields a row for each module, from its own text."""
+    names: dict[str, list[str]] = {}
+    for name, family in families.items():
+        names.setdefault(family.module, []).append(f"`{name}`")
+    for module, found in sorted(names.items()):
+        yield f"| {', '.join(found)} | {' '.join((sys.modules[module].__doc__ or '').split())} |"
 
 
 def _formats() -> Iterator[str]:

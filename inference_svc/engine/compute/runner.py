@@ -134,7 +134,8 @@ class Runner:
                 if rest and rest[0].sequence is part[-1].sequence:
                     self.backend.keep_part(part[-1])
             else:
-                if ran_out and part[0].num_tokens == len(part) == 1:
+                is_least = part[0].num_tokens == 1 or self._limit.computes_whole
+                if ran_out and is_least and len(part) == 1:
                     result.lost[part[0].sequence] = Loss.MEMORY
                 self._reduce(part)
                 ran_out = True

@@ -16,10 +16,12 @@ Rows = tuple[BatchRow, ...]
 class StepLimit:
     """At most `max_tokens`, as steps are planned; `num_out_of_memory` counts how often the memory
     did not suffice. It is `max_rows` at least, a step of which all rows decode, which takes little
-    and costs much to cut; unless that is too much itself."""
+    and costs much to cut; unless that is too much itself. Rows that it `computes_whole` are not
+    cut, but computed fewer at once."""
 
     max_tokens: int
     max_rows: int = 1
+    computes_whole: bool = False
     tokens: int = field(init=False)
     num_out_of_memory: int = 0
     _num_good: int = 0
@@ -39,6 +41,9 @@ class StepLimit:
                 left -= row.num_tokens
                 continue
             before, after = rows[:index], rows[index + 1 :]
+            if self.computes_whole:
+                first_rows = max(1, index)
+                return rows[:first_rows], rows[first_rows:]
             if not left:
                 return before, (row, *after)
             first = row._replace(num_tokens=left, samples=False)

@@ -38,13 +38,15 @@ class Limits:
     """`max_batch_tokens` per step, at least `max_sequences`; `max_prefill_chunk` per sequence and
     step; `fair_quantum` tokens per round of a tenant or an adapter; `fair_ageing_s`: how long later
     requests may overtake one without bound, by priority, by their adapter's round or because their
-    adapter is resident."""
+    adapter is resident. If it `computes_whole` prompts, none is cut: it starts in a step that has
+    room for all of it, which is its only one."""
 
     max_sequences: int
     max_batch_tokens: int
     max_prefill_chunk: int
     fair_quantum: int = 1024
     fair_ageing_s: float = 2.0
+    computes_whole: bool = False
 
     def __post_init__(self) -> None:
         assert 0 < self.max_sequences <= self.max_batch_tokens
@@ -118,7 +120,8 @@ class Scheduler:
         limits = self.limits
         self.queue = FairQueue(limits.fair_quantum, limits.fair_ageing_s, self.prices)
         self.places = Places(limits.max_sequences, self.states)
-        self.step_limit = StepLimit(limits.max_batch_tokens, limits.max_sequences)
+        whole = limits.computes_whole
+        self.step_limit = StepLimit(limits.max_batch_tokens, limits.max_sequences, whole)
 
     # Adding and removing sequences.
 
@@ -235,6 +238,7 @@ class Scheduler:
         waiting = self.queue.ready_tokens if can_start else 0
         chunk = self.limits.max_prefill_chunk
         grants = share_step(self.running, self._max_tokens, chunk, waiting, self.prices)
+        grants.computes_whole = self.limits.computes_whole
         rows: list[BatchRow] = []
         for sequence in list(self.running):
             num_tokens = grants.of(sequence)
@@ -347,7 +351,7 @@ class Scheduler:
         self.is_short = False
         while self.num_free > 0 and grants.left >= 1:
             sequence = self._next(now_s)
-            if sequence is None:
+            if sequence is None or (rows and _must_wait(sequence, grants)):
                 return
             key = sequence.request.key
             if not self.is_schedulable(key):  # it has begun to drain
@@ -428,6 +432,12 @@ class Scheduler:
 def _note_ready(sequence: Sequence, now_s: float) -> None:
     if sequence.adapter_ready_s is None:
         sequence.adapter_ready_s = now_s
+
+
+def _must_wait(sequence: Sequence, grants: Grants) -> bool:
+    """Returns whether a prompt that may not be cut is to wait for a later step. It is asked of
+    steps with others: a prompt that is too long for any, since memory has run out, is alone."""
+    return grants.computes_whole and sequence.num_uncomputed > grants.left
 
 
 def _computable(masks: MaskView | None, sequence: Sequence, num_tokens: int) -> int:

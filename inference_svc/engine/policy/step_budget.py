@@ -28,13 +28,15 @@ CPU, and next to nothing on a GPU."""
 @dataclass(slots=True)
 class Grants:
     """`tokens` of sequences, by their id(); `left` is the rest of the budget, `anew_left` of the
-    part for recomputation while other tenants are `generating`."""
+    part for recomputation while other tenants are `generating`. A sequence that starts gets all of
+    its prompt if it `computes_whole` prompts."""
 
     left: float
     max_chunk: int
     prices: Prices
     anew_left: float = 0.0
     generating: set[str] = field(default_factory=set)
+    computes_whole: bool = False
     tokens: dict[int, int] = field(default_factory=dict)
 
     def of(self, sequence: Sequence) -> int:
@@ -51,7 +53,10 @@ class Grants:
 
     def start(self, sequence: Sequence) -> int:
         """Grants the rest to a sequence that starts; returns how many tokens, at least one."""
-        count = max(1, self._affordable(sequence, self.left, 0))
+        if self.computes_whole:
+            count = sequence.num_uncomputed
+        else:
+            count = max(1, self._affordable(sequence, self.left, 0))
         self._pay(sequence, count)
         return count
 

@@ -12,13 +12,14 @@ import importlib
 import json
 import logging
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.architectures import encoders
 from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.model.checkpoint.generation_config import read_generation_config
 from inference_svc.model.checkpoint.headers import is_same_content, tensor_names, tensors_named
@@ -69,6 +70,12 @@ class Family:
     accepts: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def module(self) -> str:
+        """The name of the module that describes it."""
+        describe = self.describe
+        return (describe.func if isinstance(describe, partial) else describe).__module__
+
 
 def describe_text_part(config: ConfigReader, parts: Mapping[str, str], wrapper: Wrapper) -> Decoder:
     """Returns the decoder that `text_config` describes; `parts` has the architecture of each
@@ -93,10 +100,23 @@ def describe_text_part(config: ConfigReader, parts: Mapping[str, str], wrapper: 
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Returns all families by the name of their architecture."""
-    names = sorted(each.name for each in pkgutil.iter_modules(__path__))
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
-    return {each.architecture: each for module in modules for each in module.FAMILIES}
+    """Returns all families of decoders by the name of their architecture."""
+    return {each.architecture: each for each in _families_of(__name__, __path__)}
+
+
+@cache
+def encoder_families() -> Mapping[str, Family]:
+    """Returns all families of encoders, by the name of each of their classes."""
+    found = tuple(_families_of(encoders.__name__, encoders.__path__))
+    stems = [each.architecture.removesuffix(encoders.MODEL) for each in found]
+    pairs = zip(stems, found, strict=True)
+    return {f"{stem}{end}": each for stem, each in pairs for end in encoders.CLASSES}
+
+
+def _families_of(package: str, path: Iterable[str]) -> Iterator[Family]:
+    names = sorted(each.name for each in pkgutil.iter_modules(path) if not each.ispkg)
+    for name in names:
+        yield from importlib.import_module(f"{package}.{name}").FAMILIES
 
 
 def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
@@ -111,9 +131,15 @@ def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
     family = _family_of(values)
     _check_keys(values, family)
     config = ConfigReader(values, {**DEFAULTS, **family.defaults})
-    decoder = _without_head(family.describe(config), values, tensor_names(model_dir))
+    decoder = family.describe(config)
+    if decoder.encoder is None:
+        decoder = _without_head(decoder, values, tensor_names(model_dir))
+    elif scheme is not None or quantize != "none":
+        what = f"--quantize {quantize}" if scheme is None else "quantization_config"
+        raise UnsupportedModel(f"{what}: encoders are served in plain weights only")
     is_said = "tie_word_embeddings" in values
-    if decoder.head.is_tied and _has_own_head(model_dir, decoder.wrapper, is_said=is_said):
+    has_tied = decoder.head.is_tied and decoder.encoder is None
+    if has_tied and _has_own_head(model_dir, decoder.wrapper, is_said=is_said):
         decoder = replace(decoder, head=replace(decoder.head, is_tied=False))
     if scheme is not None:
         decoder = with_stored_formats(decoder, scheme, tensor_names(model_dir))
@@ -189,9 +215,12 @@ def _family_of(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
     found = (each for name, each in families().items() if names in ([name], *_classes(name)))
     family = next(found, None)
+    if family is None and isinstance(names, list) and len(names) == 1:
+        family = encoder_families().get(str(names[0]))
     if family is not None:
         return family
-    supported = sorted(families())
+    every = {each.architecture for each in encoder_families().values()}
+    supported = [*sorted(families()), *sorted(every)]
     if not names:
         said = "config.json has no architectures, which name the model's class"
     else:

@@ -267,8 +267,10 @@ def unused(decoder: Decoder) -> tuple[str, ...]:
     paths += [f"model.layers.{layer}" for layer in range(decoder.num_layers) if layer not in own]
     paths += () if decoder.has_embedding else (EMBED_TOKENS,)
     paths += (SCORE,) if decoder.labels else ()
-    paths += () if decoder.has_head else (decoder.final_norm.module, LM_HEAD)
-    return tuple(f"{path}." for path in paths)
+    last = () if decoder.final_norm is None else (decoder.final_norm.module,)
+    paths += () if decoder.has_head else (*last, LM_HEAD)
+    others = () if decoder.encoder is None else decoder.encoder.unused
+    return (*(f"{path}." for path in paths), *others)
 
 
 def _norm_parameter(norm: Norm, layer: int | None) -> Parameter:

@@ -3,7 +3,7 @@
 `modules.json` lists the steps behind the hidden states: a pooling, whose folder has its config, and
 perhaps a normalisation. `config_sentence_transformers.json` has the prompts. A folder without these
 is a language model: the last token has seen the others, so that its hidden state, normalised, is
-the vector.
+the vector. Of an encoder it is the mean of all tokens.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ _MODULE = re.compile(r"sentence_transformers\.(?:\w+\.)*(\w+)")
 _FOLDER = re.compile(r"[\w.-]*")
 
 
-def read_embedding_rule(model_dir: Path, hidden_size: int) -> EmbeddingRule:
-    """Returns how a model of this hidden size embeds. A rule that cannot be honoured has a
-    `refusal` that names the file: such a model may still generate."""
+def read_embedding_rule(
+    model_dir: Path, hidden_size: int, pooling: Pooling = Pooling.LAST
+) -> EmbeddingRule:
+    """Returns how a model of this hidden size embeds, which has this pooling unless its files name
+    one. A rule that cannot be honoured has a `refusal` that names the file: such a model may still
+    generate."""
     try:
-        return _read(model_dir, EmbeddingRule(hidden_size))
+        return _read(model_dir, EmbeddingRule(hidden_size, pooling))
     except UnsupportedModel as error:
         return EmbeddingRule(hidden_size, refusal=str(error))
 

@@ -37,6 +37,7 @@ from inference_svc.model.operations import (
     Scalar,
     Weight,
     WeightSpec,
+    norm_bias,
     norm_key,
     weight_key,
 )
@@ -257,8 +258,13 @@ class _Assembly(Generic[P]):
             tables[EMBEDDING_KEY] = torch.empty(size, dtype=self._dtype, device=self._device)
         norms = made[Role.NORM]
         for spec, layer in weights_of(self._decoder):
-            if isinstance(spec, Norm) and not has_values(spec):
-                norms[norm_key(spec, layer)] = ones(spec, self._dtype, self._device)
+            if not isinstance(spec, Norm):
+                continue
+            key, bias = norm_key(spec, layer), norm_bias(spec, layer)
+            if not has_values(spec):
+                norms[key] = ones(spec, self._dtype, self._device)
+            if bias is not None:
+                norms[key] = norms[key]._replace(bias=made[Role.NUMBERS][bias.name])
         return ModelWeights.of_roles(made, self._num_bytes)
 
 

@@ -22,6 +22,18 @@ class Wrapper(NamedTuple):
                 return meant + stored.removeprefix(prefix)
         return None if self.tower_of(stored) in self.others else stored
 
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Returns the names that a module of the text part may have in the whole."""
+        path = f"{name}."
+        found = (each for each in self.prefixes if path.startswith(each[1]))
+        longest = sorted(found, key=lambda each: len(each[1]), reverse=True)
+        names = (
+            (prefix + path.removeprefix(meant)).removesuffix(".")
+            for prefix, meant in longest
+            if len(meant) == len(longest[0][1])
+        )
+        return tuple(each for each in names if each != name)
+
     def tower_of(self, stored: str) -> str:
         """Returns the first component of a name below the whole, which of another tower is the
         tower's."""

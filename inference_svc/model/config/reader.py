@@ -80,8 +80,9 @@ class ConfigReader:
             raise self.unsupported(key, "must be a small number")
         return float(value)
 
-    def activation(self, key: str = "hidden_act") -> Activation:
-        names = {each.value: each for each in Activation}
+    def activation(self, key: str = "hidden_act", also: tuple[Activation, ...] = ()) -> Activation:
+        """Returns an activation that every family may have, or one of `also`."""
+        names = {each.value: each for each in (*COMMON, *also)}
         value = self.get(key)
         if not isinstance(value, str) or value not in names:
             raise self.unsupported(key, f"supported are {', '.join(names)}")
@@ -174,6 +175,7 @@ def every_full(count: int) -> Callable[[int], str]:
     return lambda layer: SLIDING if (layer + 1) % count else FULL
 
 
+COMMON = (Activation.SILU, Activation.GELU_TANH)
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
 MAX_HEADS = 1024
 """More heads than any model has: descriptions list them before a tensor is compared."""

@@ -8,6 +8,7 @@ layer ("self_attn.q_proj"), the others below the whole ("model.norm").
 modules       norms and linear layers
 mixers        attention and recurrences
 feed_forward  dense halves and mixtures of experts
+encoder       attention in both directions, and the inputs of encoders
 decoder       layers, and the whole
 """
 
@@ -19,6 +20,7 @@ from inference_svc.model.description.decoder import (
     Rank,
     Stage,
 )
+from inference_svc.model.description.encoder import BothWays, EncoderInputs, Positions
 from inference_svc.model.description.feed_forward import (
     Activation,
     ClampedSwiglu,
@@ -57,10 +59,12 @@ __all__ = [
     "Activation",
     "Attention",
     "Block",
+    "BothWays",
     "ClampedSwiglu",
     "Cut",
     "Decoder",
     "Dense",
+    "EncoderInputs",
     "Experts",
     "ExpertsProjection",
     "Head",
@@ -71,6 +75,7 @@ __all__ = [
     "Member",
     "Norm",
     "NormKind",
+    "Positions",
     "Projection",
     "QueryGrowth",
     "Rank",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from inference_svc.model.checkpoint.wrapper import TEXT_ALONE, Wrapper
+from inference_svc.model.description.encoder import BothWays, EncoderInputs
 from inference_svc.model.description.feed_forward import Dense, Experts, LayerInput
 from inference_svc.model.description.mixers import (
     Attention,
@@ -28,12 +29,13 @@ class Block:
     stream, or the stream itself, and adds to it, normed or not, times `residual_scale`. A
     `layer_input`, if there is one, reads the stream itself, and adds to it last.
 
-    `is_parallel`: both halves read the output of `attention_norm`. `scalar` is the module whose
-    number the stream is multiplied by at the end. The checkpoint may have modules that are
-    `unused`.
+    With an `attention_sum_norm` or a `feed_forward_sum_norm` the stream goes on with the norm of
+    what that half makes of it (Vaswani et al., 2017). `is_parallel`: both halves read the output of
+    `attention_norm`. `scalar` is the module whose number the stream is multiplied by at the end.
+    The checkpoint may have modules that are `unused`.
     """
 
-    mixer: Attention | Recurrence
+    mixer: Attention | Recurrence | BothWays
     feed_forward: Dense | Experts
     attention_norm: Norm | None
     feed_forward_norm: Norm | None
@@ -45,6 +47,8 @@ class Block:
     residual_scale: float = 1.0
     scalar: str = ""
     unused: tuple[str, ...] = ()
+    attention_sum_norm: Norm | None = None
+    feed_forward_sum_norm: Norm | None = None
 
     def __post_init__(self) -> None:
         if self.is_parallel:
@@ -160,6 +164,10 @@ class Decoder:
     operations, weights and states are; None: of the whole model. `blocks` are those of all stages.
     It `generates` unless its class has no head, or another one: a classifier has a head of its own,
     whose outputs have the names `labels`.
+
+    With an `encoder` it is no decoder: its tokens see each other in both directions, so that it
+    never generates and has no state. It has no logits; the outputs of a step are hidden states, of
+    the last norm if there is one.
     """
 
     architecture: str
@@ -169,7 +177,7 @@ class Decoder:
     hidden_size: int
     max_position_embeddings: int
     blocks: tuple[Block, ...]
-    final_norm: Norm
+    final_norm: Norm | None
     head: Head
     embedding_scale: float = 1.0
     layer_inputs: LayerInputs | None = None
@@ -181,6 +189,12 @@ class Decoder:
     stage: Stage | None = None
     generates: bool = True
     labels: tuple[str, ...] = ()
+    encoder: EncoderInputs | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """The numbers of a step's outputs for each row: logits, or hidden states."""
+        return self.vocab_size if self.encoder is None else self.hidden_size
 
     @property
     def num_layers(self) -> int:
@@ -245,7 +259,9 @@ class Decoder:
     @property
     def ropes(self) -> tuple[tuple[Rope, int], ...]:
         """The distinct rotations, with the size of the heads that they turn."""
-        found = ((each.rope, each.head_dim) for each in self.attentions if each.rope is not None)
+        mixers = (self.blocks[layer].mixer for layer in self.layers)
+        turned = (each for each in mixers if isinstance(each, Attention | BothWays))
+        found = ((each.rope, each.head_dim) for each in turned if each.rope is not None)
         return tuple(dict.fromkeys(found))
 
     @property

@@ -14,15 +14,18 @@ class Activation(enum.Enum):
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
+    GELU = "gelu"
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """down(activation(gate) * up)."""
+    """down(activation(gate) * up); or, unless it `is_gated`, down(activation(up)), and then
+    `gate_up` makes up alone."""
 
     activation: Activation
     gate_up: Projection
     down: Projection
+    is_gated: bool = True
 
     @property
     def size(self) -> int:

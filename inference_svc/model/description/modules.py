@@ -58,7 +58,8 @@ class Norm:
     to the model's dtype before the product. `tensor` is the name of its weight in the checkpoint
     where that is not "weight" of the module; then adapters do not have it. The weight is multiplied
     by `weight_scale`. `cut` is the range of elements that this rank has, of a norm over the
-    elements of all ranks; None: all.
+    elements of all ranks; None: all. If it `has_bias`, the tensor "bias" of the module is added to
+    the product, in fp32.
     """
 
     module: str
@@ -70,6 +71,10 @@ class Norm:
     tensor: str = ""
     weight_scale: float = 1.0
     cut: Cut | None = None
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.is_wide or not self.has_bias
 
     def path(self, layer: int | None) -> str:
         """Returns the path of its module, of a layer or, None, of the whole."""

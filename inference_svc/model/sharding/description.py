@@ -58,6 +58,9 @@ def of_rank(decoder: Decoder, rank: Rank, expert_parallel: int = 1) -> Decoder:
     assert decoder.rank is None, "it is a rank's part already"
     if rank.count == 1:
         return decoder
+    if decoder.encoder is not None:
+        reason = f"{decoder.architecture} is an encoder, which one process computes"
+        raise UnsupportedModel(f"{SETTING} {rank.count}: {reason}")
     cutter = _Cutter(rank, expert_parallel, is_stored=decoder.quantisation is not None)
     if expert_parallel > 1 and not decoder.mixtures:
         raise UnsupportedModel(

@@ -39,6 +39,9 @@ def of_stage(decoder: Decoder, index: int, count: int) -> Decoder:
     assert decoder.rank is None, "stages are cut before their ranks are"
     if count == 1:
         return decoder
+    if decoder.encoder is not None:
+        reason = f"{decoder.architecture} is an encoder, which one process computes"
+        raise UnsupportedModel(f"{SETTING} {count}: {reason}")
     if count > decoder.num_layers:
         raise UnsupportedModel(
             f"{SETTING} {count}: num_hidden_layers = {decoder.num_layers}, and each stage needs a "

@@ -1,0 +1,53 @@
+"""The parts that encoders have and decoders have not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from inference_svc.model.description.modules import Norm, Projection
+from inference_svc.model.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class BothWays:
+    """Attention of every token of a prompt to all tokens of it, before and after.
+
+    `scale` multiplies scores. `reach` is how many positions away a query sees, to either side;
+    None: all. `rope` None: positions do not enter.
+    """
+
+    num_heads: int
+    head_dim: int
+    scale: float
+    qkv: Projection
+    out: Projection
+    rope: Rope | None = None
+    reach: int | None = None
+
+    @property
+    def size(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+class Positions(NamedTuple):
+    """An embedding of positions: its module, its rows, and the row of the first position."""
+
+    module: str
+    num_rows: int
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInputs:
+    """What becomes of the tokens' embeddings before the first layer: `positions` add theirs, and a
+    table of `num_token_types` rows, the module `token_types`, its first row; the sum is normed.
+    Without `positions`, or with 0 types, nothing is added. The checkpoint may have tensors whose
+    names begin with one of `unused`.
+    """
+
+    norm: Norm
+    positions: Positions | None = None
+    token_types: str = ""
+    num_token_types: int = 0
+    unused: tuple[str, ...] = ()

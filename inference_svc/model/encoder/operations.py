@@ -1,0 +1,81 @@
+"""The operations of encoders: inputs with positions and types, attention in both directions, and
+feed-forward halves without a gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inference_svc.model.description import (
+    Activation,
+    BothWays,
+    Dense,
+    EncoderInputs,
+)
+from inference_svc.model.operations import Listing, NormOf, Op, Project, Table, Value, WeightSpec
+
+POSITIONS_KEY, TOKEN_TYPES_KEY = "positions", "token_types"
+"""The keys of the tables of positions and of token types."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddInputs(Op):
+    """Adds to the tokens' embeddings, in place: the first row of the table of token types, and then
+    each position's row, counted from `first_row` on."""
+
+    types: Table | None
+    positions: Table | None
+    first_row: int
+
+    @property
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
+        return self.types, self.positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendBothWays(Op):
+    """Attends from each query to the keys and values of its row. `inputs` are qkv, and the angles
+    if it has these, by which queries and keys are turned first."""
+
+    mixer: BothWays
+    angles: Value | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activate(Op):
+    """Applies an activation."""
+
+    activation: Activation
+
+
+def list_inputs(walk: Listing, hidden: Value, inputs: EncoderInputs) -> None:
+    """Lists the operations between the tokens' embeddings and the first layer."""
+    types = positions = None
+    first_row, size = 0, hidden.width
+    if inputs.num_token_types:
+        types = Table(TOKEN_TYPES_KEY, inputs.token_types, inputs.num_token_types, size)
+    if inputs.positions is not None:
+        module, num_rows, first_row = inputs.positions
+        positions = Table(POSITIONS_KEY, module, num_rows, size)
+    if types is not None or positions is not None:
+        walk.ops.append(AddInputs((hidden,), hidden, None, types, positions, first_row))
+    walk.ops.append(NormOf((hidden,), hidden, None, inputs.norm))
+
+
+def list_attention(walk: Listing, layer: int, mixer: BothWays, x: Value) -> Value:
+    """Lists the operations up to the last projection; see `walk.MIXERS`."""
+    qkv = walk.value("qkv", mixer.qkv.out_features)
+    walk.ops.append(Project((x,), qkv, layer, mixer.qkv))
+    angles = None if mixer.rope is None else walk.angles[mixer.rope, mixer.head_dim]
+    inputs = (qkv,) if angles is None else (qkv, angles)
+    mixed = walk.value("mixed", mixer.size)
+    walk.ops.append(AttendBothWays(inputs, mixed, layer, mixer, angles))
+    return mixed
+
+
+def list_activation(walk: Listing, layer: int, dense: Dense, x: Value) -> Value:
+    """Lists the first two operations of a half without a gate."""
+    made = walk.value("gate_up", dense.gate_up.out_features)
+    walk.ops.append(Project((x,), made, layer, dense.gate_up))
+    active = walk.value("gated", dense.size)
+    walk.ops.append(Activate((made,), active, layer, dense.activation))
+    return active

@@ -1,0 +1,110 @@
+"""Encoders embed as transformers and PEFT do, base and adapters mixed in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from inference_svc.results.embedding_rule import Pooling
+from loadout.errors import InvalidArgument
+from tests.support.models.encoders import (
+    ADAPTERS,
+    FAMILIES,
+    MAX_TOKENS,
+    Encoder,
+    make_encoder,
+    save_modules,
+)
+from tests.system.embedded import embedding, option
+from tests.system.services import Services
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Encoder]:
+    """Encoders by family, each made once."""
+    made: dict[str, Encoder] = {}
+
+    def encoder(family: str) -> Encoder:
+        if family not in made:
+            made[family] = make_encoder(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return encoder
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_batch_tokens": 150, "max_loras": 2}], ids=["plain", "narrow-steps"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_mix_equals_transformers(
+    encoders: Callable[[str], Encoder],
+    start: Callable[..., Any],
+    family: str,
+    settings: dict[str, int],
+) -> None:
+    """Of the base and adapters, poolings and lengths, also the longest, in one flood."""
+    made = encoders(family)
+    running = start(made.zoo, max_model_len=MAX_TOKENS, max_sequences=16, **settings)
+    rng = np.random.default_rng(3)
+    lengths = [1, 2, 9, 9, 9, 64, MAX_TOKENS, 33, 33, 17, 100, 5]
+    inputs = [rng.integers(5, 120, length).tolist() for length in lengths]
+    names, poolings = ("", *ADAPTERS), list(Pooling)
+    asked = {
+        f"{index} {adapter}": (ids, adapter, poolings[(index + place) % len(poolings)])
+        for index, ids in enumerate(inputs)
+        for place, adapter in enumerate(names)
+    }
+    for name, (ids, adapter, pooling) in asked.items():
+        running.submit(name, ids, adapter, max_tokens=0, embedding=option(pooling))
+    for name, (ids, adapter, pooling) in asked.items():
+        found = embedding(running, name, option(pooling))
+        np.testing.assert_allclose(found, made.vector(adapter, ids, pooling), atol=1e-4)
+    running.check_idle()
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    folder = tmp_path_factory.mktemp("services")
+    made = make_encoder("bert", folder)
+    save_modules(made.folder, pooling="cls_token", normalises=True, query="find: ")
+    flags = ("--base-model", "bert", "--max-model-len", str(MAX_TOKENS), "--http", "127.0.0.1:0")
+    with Services(made.zoo, folder, inference_flags=flags) as running:
+        for name in ADAPTERS:
+            running.client.register(name, str(made.adapter_dirs[name]))
+        yield running
+        running.check_exit_codes()
+
+
+def test_a_folder_of_sentence_transformers_is_served(services: Services) -> None:
+    """Over gRPC and HTTP, as its files say: the first token, normalised, behind a prompt."""
+    client, zoo = services.client, services.zoo
+    made = Encoder(zoo.model_dir, zoo.reference, zoo.adapter_dirs)
+    for prompt_name, prompt in (("", ""), ("query", "find: ")):
+        ids = list(client.tokenize(f"{prompt}a b c"))
+        for adapter in ("", *ADAPTERS):
+            [found] = client.embed("a b c", adapter=adapter, prompt_name=prompt_name)
+            vector = made.vector(adapter, ids, Pooling.FIRST)
+            np.testing.assert_allclose(np.asarray(found.vector), vector, atol=1e-4)
+    body: dict[str, Any] = {"model": "wide", "input": ["a b c", "d e f g"]}
+    answer = httpx2.post(f"http://{services.http_address}/v1/embeddings", json=body)
+    assert answer.status_code == 200, answer.text
+    for found, text in zip(answer.json()["data"], body["input"], strict=True):
+        vector = made.vector("wide", list(client.tokenize(text)), Pooling.FIRST)
+        np.testing.assert_allclose(np.asarray(found["embedding"]), vector, atol=1e-4)
+
+
+def test_an_encoder_does_not_generate(services: Services) -> None:
+    with pytest.raises(InvalidArgument, match="has no head, and does not generate: it embeds"):
+        services.client.complete("a", max_tokens=1)
+    with pytest.raises(InvalidArgument, match="does not generate"):
+        services.client.score("a", ["b"])
+
+
+def test_an_input_that_is_too_long_is_refused(services: Services) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        services.client.embed([[5], [5] * (MAX_TOKENS + 1)])
+    assert caught.value.subject == "inputs[1]"
