@@ -309,12 +309,11 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
 
 def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierRule:
     """Returns how the server classifies. Raises UnsupportedModel."""
-    if decoder.encoder is not None:
-        return ClassifierRule(refusal="encoders embed only")
     if not (decoder.labels or config.classifiers):
         return NO_CLASSIFIER
     refusal = PIPELINE_REFUSAL if config.pipeline_parallel > 1 else ""
-    return ClassifierRule(decoder.labels, read_activation(config.model), refusal)
+    reads_first = decoder.encoder is not None
+    return ClassifierRule(decoder.labels, read_activation(config.model), refusal, reads_first)
 
 
 def _embedding_rule(config: InferenceSettings, decoder: Decoder) -> EmbeddingRule:

@@ -91,8 +91,8 @@ def _validate_sizes(target: Target, field: str) -> None:
     least_in = most_in = 0
     if not is_vector:
         least_in, most_in = 1, MAX_FEATURES
-    # Without outputs of its own: the adapter's, such as a classifier's.
-    least_out = 0 if target.kind is TargetKind.LINEAR else 1
+    # Without outputs of its own: the adapter's, such as a classifier's, and its bias's.
+    least_out = 0 if target.kind in (TargetKind.LINEAR, TargetKind.VECTOR) else 1
     for side, size, part, least, most in (
         ("in", target.in_features, target.in_slice, least_in, most_in),
         ("out", target.out_features, target.out_slice, least_out, MAX_FEATURES),

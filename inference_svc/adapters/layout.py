@@ -30,6 +30,13 @@ from inference_svc.model.checkpoint.headers import TowerModule
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, SCORE
 from kernels.lora.plan import LoraContents
 
+HEAD_PARTS: Mapping[str, str] = {
+    SCORE: "out",
+    f"{SCORE}.bias": "bias",
+    f"{SCORE}_dense": "dense",
+    f"{SCORE}_dense.bias": "dense_bias",
+}
+"""The targets of a classifier's head of an adapter's own, and the part that each is."""
 IMAGE_FORMATS = (1, 2)
 """Image formats that this service reads."""
 FLOAT8_FORMATS = (FLOAT8_FORMAT,)
@@ -68,8 +75,9 @@ class ModelLayout:
     embedding, the head, norms; in the order in which the table of resident adapters counts them."""
     biases: Mapping[int, int] = field(init=False)
     """The target that adds each bias of the base, by the index of the bias into `all_targets`."""
-    score: int | None = field(init=False)
-    """The target of a classifier's head of the adapter's own, if adapters may have one."""
+    head_parts: Mapping[int, str] = field(init=False)
+    """The targets of a classifier's head of the adapter's own, if adapters may have one, by their
+    index into `all_targets`: each a part of `ClassifierHead`."""
     order_of_use: tuple[int, ...] = field(init=False)
     """Indices into `all_targets` as a store is told of them, and as images from format 2 on count
     them: embedding, layers, head."""
@@ -111,12 +119,18 @@ class ModelLayout:
         biases = {
             index: columns[found[index].name.removesuffix(".bias")]
             for index in vectors
-            if found[index].name.endswith(".bias")
+            if found[index].name.endswith(".bias") and found[index].name not in HEAD_PARTS
+        }
+        parts = {
+            index: HEAD_PARTS[target.name]
+            for index, target in enumerate(found)
+            if target.name in HEAD_PARTS
         }
         tables = (columns[name] for name in (EMBED_TOKENS, LM_HEAD) if name in columns)
-        weights = (*tables, *(index for index in vectors if index not in biases))
+        others = (index for index in vectors if index not in biases and index not in parts)
+        weights = (*tables, *others)
         object.__setattr__(self, "biases", biases)
-        object.__setattr__(self, "score", columns.get(SCORE))
+        object.__setattr__(self, "head_parts", parts)
         object.__setattr__(self, "weights", weights)
 
     @property
@@ -341,6 +355,8 @@ class ModelLayout:
     def computed_with(self, target: int, kind: SegmentKind) -> str:
         """Returns the group that a segment of this kind is computed with; of weights that are
         replaced their name."""
+        if target in self.head_parts:
+            return SCORE
         column = self.biases.get(target, target)
         is_replaced = kind in REPLACED_KINDS and column == target
         return self.all_targets[column].name if is_replaced else self.targets[column].group
@@ -353,7 +369,7 @@ class ModelLayout:
         for segment in header.segments:
             if segment.kind in REPLACED_KINDS and segment.target in places:
                 weights.add(places[segment.target])
-            else:
+            elif segment.target not in self.head_parts:
                 targets.add(self.biases.get(segment.target, segment.target))
         has_biases = any(segment.target in self.biases for segment in header.segments)
         return LoraContents(
@@ -379,18 +395,38 @@ def _check_replaced(layout: ModelLayout, segments: Iterable[Segment]) -> None:
         if segment.kind in REPLACED_KINDS
         and segment.target not in layout.biases
         and segment.target not in layout.weights
-        and segment.target != layout.score
+        and segment.target not in layout.head_parts
     ]
     if refused:
         what = refused_kinds((SegmentKind.FULL,), refused)
         raise AdapterUnusable(f"it has {what}", subject="adapter")
-    for segment in segments:
-        if segment.target == layout.score and segment.kind is not SegmentKind.FULL:
-            raise AdapterUnusable(
-                f"it changes {SCORE}, a head of its own: save the head whole, with "
-                'modules_to_save=["score"]',
-                subject="adapter",
-            )
+    own = {
+        layout.head_parts[segment.target]: segment
+        for segment in segments
+        if segment.target in layout.head_parts
+    }
+    if any(segment.kind is not SegmentKind.FULL for segment in own.values()):
+        raise AdapterUnusable(
+            f"it changes {SCORE}, a head of its own: save the head whole, with "
+            'modules_to_save=["score"]',
+            subject="adapter",
+        )
+    _check_head({part: tuple(segment.shape) for part, segment in own.items()}, layout)
+
+
+def _check_head(shapes: Mapping[str, tuple[int, ...]], layout: ModelLayout) -> None:
+    """Raises AdapterUnusable for a head that is not whole, or whose parts do not fit each other."""
+    if not shapes:
+        return
+    dense, size = shapes.get("dense"), shapes.get("out", (0, 0))[-1]
+    fits = dense is None or (dense[0] == size and shapes.get("dense_bias") == (size,))
+    fits &= "bias" not in shapes or shapes["bias"] == shapes.get("out", ())[:1]
+    if shapes.keys() != {*layout.head_parts.values()} or not fits:
+        raise AdapterUnusable(
+            f"its classification head has {listed(sorted(shapes))}, which is not a whole head of "
+            "this model",
+            subject="adapter",
+        )
 
 
 def _check_shared(layout: ModelLayout, segments: Iterable[Segment]) -> None:

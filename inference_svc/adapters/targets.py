@@ -86,9 +86,10 @@ def build_layout(
         targets.append(
             Target(LM_HEAD, None, HEAD, linear, hidden, vocab, space=SAMPLED, tied_to=tied_to)
         )
-    if (has_classifiers or decoder.labels) and decoder.encoder is None:
-        targets.append(Target(SCORE, None, SCORE, linear, hidden, 0, space=SAMPLED))
     more = tuple(_vector_targets(decoder))
+    if has_classifiers or decoder.labels:
+        targets += _head_targets(decoder)
+        more += _head_vectors(decoder)
     rename = _renaming(decoder)
     targets, more = list(map(rename, targets)), tuple(map(rename, more))
     summed = frozenset(target.group for target in targets if target.in_slice is not None)
@@ -108,6 +109,36 @@ def build_layout(
         more,
         adapter_dtype=FLOAT8 if is_float8 else None,
         summed_groups=summed,
+    )
+
+
+def _head_targets(decoder: Decoder) -> Iterator[Target]:
+    """Yields the matrices of a classifier's head of the adapter's own, of any number of labels."""
+    hidden, linear = decoder.hidden_size, TargetKind.LINEAR
+    head = None if decoder.encoder is None else decoder.encoder.head
+    if head is None:
+        yield Target(SCORE, None, SCORE, linear, hidden, 0, space=SAMPLED)
+        return
+    modules = {SCORE: head.out} | ({f"{SCORE}_dense": head.dense} if head.is_adapters else {})
+    for name, module in modules.items():
+        others = (OtherName(module),)
+        yield Target(name, None, SCORE, linear, hidden, 0, other_names=others, space=SAMPLED)
+
+
+def _head_vectors(decoder: Decoder) -> tuple[Target, ...]:
+    """Returns the biases of the head's matrices, which only encoders have."""
+    if decoder.encoder is None:
+        return ()
+    return tuple(
+        replace(
+            each,
+            name=f"{each.name}.bias",
+            group=f"{each.name}.bias",
+            kind=TargetKind.VECTOR,
+            in_features=0,
+            other_names=tuple(OtherName(f"{other.name}.bias") for other in each.other_names),
+        )
+        for each in _head_targets(decoder)
     )
 
 

@@ -25,6 +25,7 @@ from inference_svc.adapters.memory.tiers import (
     TableClear,
     TableWrite,
 )
+from inference_svc.model.checkpoint.classifier import ClassifierHead
 from kernels.host_memory import allocate_host, allocate_pinned
 from kernels.lora import LoraTable, OutputVectors, ReplacedWeight, TableRow
 from kernels.lora.rows import ABSENT, NO_VECTORS
@@ -93,7 +94,7 @@ class Arena:
         self.slab = allocate_slab(host_bytes) if host_bytes else None
         self.landing = allocate_slab(arena_bytes) if has_landing else None
         self._in_flight: deque[tuple[str, Event]] = deque()
-        self._heads: dict[int, torch.Tensor] = {}
+        self._heads: dict[int, ClassifierHead] = {}
 
     @property
     def memory(self) -> memoryview:
@@ -181,25 +182,26 @@ class Arena:
                         self.slab[here : here + num_bytes],
                     )
 
-    def _own_head(self, resident: Resident) -> torch.Tensor | None:
+    def _own_head(self, resident: Resident) -> ClassifierHead | None:
         """Returns an adapter's own classifier, where it lies in the arena."""
-        score = self.layout.score
-        for segment in resident.header.segments if score is not None else ():
-            if segment.target == score:
+        parts, found = self.layout.head_parts, dict[str, torch.Tensor]()
+        for segment in resident.header.segments if parts else ():
+            if segment.target in parts:
                 [start] = locate(resident.extents, np.array([segment.offset], dtype=np.int64))
-                found = self._bytes[start : start + segment.length_bytes]
-                return found.view(self.layout.dtype).view(*segment.shape)
-        return None
+                values = self._bytes[start : start + segment.length_bytes]
+                own = values.view(self.layout.dtype).view(*segment.shape)
+                found[parts[segment.target]] = own
+        return ClassifierHead(**found) if found else None
 
-    def _set_head(self, slot: int, head: torch.Tensor | None) -> None:
+    def _set_head(self, slot: int, head: ClassifierHead | None) -> None:
         if head is not None:
             self._heads[slot] = head
         elif self._heads:
             self._heads.pop(slot, None)
 
-    def heads_of(self, slots: Iterable[int]) -> list[torch.Tensor | None]:
-        """Returns the classifier's head, [labels, hidden_size], of the adapter at each slot, or of
-        the part of a sum that has one; None if there is none."""
+    def heads_of(self, slots: Iterable[int]) -> list[ClassifierHead | None]:
+        """Returns the classifier's head of the adapter at each slot, or of the part of a sum that
+        has one; None if there is none."""
         return [self._heads.get(slot) for slot in slots]
 
     def _row(self, resident: Resident) -> TableRow:

@@ -20,6 +20,7 @@ from inference_svc.backends.prompt_runs import ScoredRun
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow, EngineConfig, padding_pages
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.checkpoint.classifier import ClassifierHead
 from inference_svc.model.checkpoint.files import weight_stamps
 from inference_svc.model.checkpoint.weights import ModelWeights, Projections, load_weights
 from inference_svc.model.description import Decoder
@@ -237,11 +238,11 @@ class Scored(NamedTuple):
 class Hidden(NamedTuple):
     """Runs of tokens, and their final hidden states in the model's dtype: [N, hidden_size]. The
     next ones may overwrite them. Positions of runs are those behind the tokens. `heads` are of the
-    runs' adapters: a classifier's own, [labels, hidden_size] in the layout's dtype, or None."""
+    runs' adapters: a classifier's own, in the layout's dtype, or None."""
 
     runs: list[ScoredRun]
     states: Tensor
-    heads: Sequence[Tensor | None]
+    heads: Sequence[ClassifierHead | None]
 
 
 class Logits(NamedTuple):

@@ -40,6 +40,7 @@ from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
+from inference_svc.model.encoder.in_torch import OF_ENCODERS
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchLinear, TorchProjections
@@ -269,7 +270,7 @@ class TorchFactory:
     """A `BackendFactory` for any CPU and every dtype."""
 
     name = "torch"
-    features = COMPUTED | OF_RANKS | OF_STAGES
+    features = COMPUTED | OF_ENCODERS | OF_RANKS | OF_STAGES
     disabled_by = ""
     has_device_memory = False
     profiler_device = None

@@ -187,7 +187,7 @@ def _build(
     profiler = StepProfiler(factory.profiler_device)
     sampler = _make_sampler(config, decoder, factory)
     routed = _routed_pages(config, decoder, backend)
-    head = read_score_head(config.model_dir, decoder)
+    head = read_score_head(config.model_dir, decoder, has_classifiers=config.classifiers)
     runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit, routed, masks, head)
     settler = Settler(scheduler, frozenset(decoder.eos_token_ids), config.max_model_len, masks)
     times, losses = StepTimes(), Losses(config.dtype)

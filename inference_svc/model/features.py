@@ -24,7 +24,7 @@ NOT_COMPUTED = frozenset(
         *("experts_projection.is_interleaved", "decoder.wrapper"),
         *("decoder.num_unused_layers", "decoder.quantisation", "weight_format.scales"),
         # When a sequence ends, and whether it may begin.
-        *("encoder_inputs.token_types", "encoder_inputs.unused"),
+        *("encoder_inputs.token_types", "encoder_inputs.unused", "encoder_inputs.head"),
         *("decoder.eos_token_ids", "decoder.generates", "decoder.labels"),
         # The fields from which `Rope` itself makes frequencies and a scale.
         *("rope.rope_type", "rope.rope_theta", "rope.factor", "rope.attention_factor"),

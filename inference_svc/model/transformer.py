@@ -70,10 +70,7 @@ from kernels.recurrence import gate_heads
 
 COMPUTED = names(
     """
-    decoder decoder.encoder decoder.final_norm=none encoder_inputs encoder_inputs.positions
-    encoder_inputs.num_token_types both_ways both_ways.rope both_ways.reach
-    block.attention_sum_norm block.feed_forward_sum_norm norm.has_bias
-    decoder.embedding_scale decoder.layer_inputs layer_inputs
+    decoder decoder.embedding_scale decoder.layer_inputs layer_inputs
     block block.attention_norm=none block.attention_post_norm block.feed_forward_norm=none
     block.feed_forward_post_norm block.is_parallel block.residual_scale block.scalar
     block.layer_input block.layer_input_post_norm layer_input
@@ -84,8 +81,7 @@ COMPUTED = names(
     attention.norms_of_all_heads attention.head_dim>256 attention.head_dim>512
     decoder.kv_shapes decoder.ropes decoder.windows
     attention.has_gate gated_delta gated_delta.is_by_key_head short_conv attention.sinks
-    dense dense.activation=silu dense.activation=gelu_pytorch_tanh dense.activation=gelu
-    dense.is_gated
+    dense dense.activation=silu dense.activation=gelu_pytorch_tanh
     experts experts.activation=silu experts.activation=gelu_pytorch_tanh clamped_swiglu
     experts.shared experts.shared_gate experts.norm experts.post_norm experts.shared_post_norm
     experts_projection experts_projection.has_bias router router.norm router.bias

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -17,10 +17,13 @@ OBJECT_BYTES = 192
 
 @dataclass(frozen=True, slots=True)
 class ClassLogitsOption(Option):
-    """The outputs of a classifier, of the hidden state of the prompt's last token."""
+    """The outputs of a classifier, of the hidden state of the prompt's last token, or of its first
+    if the head `reads_first`: the server knows."""
 
     scope: ClassVar[Scope] = Scope.POOLED
     kind: ClassVar[Kind] = Kind.CLASSIFY
+
+    reads_first: bool = False
 
     def served_by(self, server: Server) -> ClassLogitsOption:
         """See `Option`. Raises InvalidArgument for a server that does not classify."""
@@ -29,10 +32,10 @@ class ClassLogitsOption(Option):
                 f"{server.base_model} does not classify: {server.classifier.refusal}",
                 subject="model",
             )
-        return self
+        return replace(self, reads_first=server.classifier.reads_first)
 
     def positions(self, num_prompt: int) -> tuple[int, int]:
-        return num_prompt - 1, num_prompt
+        return (0, 1) if self.reads_first else (num_prompt - 1, num_prompt)
 
     def prompt_bytes(self, num_tokens: int) -> int:
         return OBJECT_BYTES

@@ -31,11 +31,13 @@ class Activation(enum.Enum):
 class ClassifierRule:
     """How a server classifies: the model's own head has these `labels`, none if it has no head.
     `activation` None: softmax of several outputs, and the sigmoid of one. `refusal` says why the
-    server does not classify; "": it does."""
+    server does not classify; "": it does. The head of an encoder `reads_first`: the prompt's first
+    token, and not the last."""
 
     labels: tuple[str, ...] = ()
     activation: Activation | None = None
     refusal: str = ""
+    reads_first: bool = False
 
     def activation_of(self, num_outputs: int) -> Activation:
         if self.activation is not None:

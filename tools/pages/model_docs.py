@@ -171,14 +171,14 @@ as `LlamaForSequenceClassification`, of any architecture above. Such a server do
 
 ## Encoders
 
-You can embed with these models and their adapters on CPUs, over
-[`Embed` and `/v1/embeddings`](embeddings.md#encoders):
+You can [embed and classify](embeddings.md#encoders) with these models and their adapters, on CPUs:
 
 | class | family and features |
 |---|---|
 {encoders}
 
-A checkpoint may also have the class `...ForMaskedLM`, whose head is left out.
+A checkpoint may also have the class `...ForMaskedLM`, whose head is left out, or, except for
+ModernBERT, `...ForSequenceClassification`.
 
 ## Models that are not served
 

@@ -284,7 +284,7 @@ def _check_replacement(use: Use, replacement: Replacement) -> None:
     if replacement.row_ids is None:
         expected = target.in_features if is_embedding else target.out_features
         if target.kind is TargetKind.VECTOR:
-            _check_size(use, record.key, record.shape, "out", columns, expected)
+            _check_size(use, record.key, record.shape, "out", columns, expected or columns)
             return
         expected = expected or rows  # its own: of any size
         # Rows behind the base's are of added tokens.

@@ -206,9 +206,11 @@ def _replacement(
     matrix = Matrix.of(replacement.record)
     if target.kind is TargetKind.VECTOR:
         if kept.is_whole:
-            piece = Piece(matrix.transposed, range(*target.outputs), range(1), True)
-            length = target.num_out * dtype.itemsize
-            yield SegmentSource(SegmentKind.FULL, 0, dtype, (target.num_out,), length, (piece,))
+            size = replacement.record.shape[-1]  # its own, of any size, if the base has none
+            outputs = range(*target.outputs) if target.out_features else range(size)
+            piece = Piece(matrix.transposed, outputs, range(1), True)
+            length = len(outputs) * dtype.itemsize
+            yield SegmentSource(SegmentKind.FULL, 0, dtype, (len(outputs),), length, (piece,))
         return
     is_embedding = target.kind is TargetKind.EMBEDDING
     held = range(*(target.inputs if is_embedding else target.outputs))

@@ -30,6 +30,7 @@ from inference_svc.engine.policy.memory_backoff import Rows, StepLimit
 from inference_svc.errors import CannotWake, EngineFailed
 from inference_svc.grammars.masks import Masks
 from inference_svc.host.device_faults import find_fault, is_out_of_memory
+from inference_svc.model.checkpoint.classifier import ClassifierHead
 from inference_svc.results.base import PlacedPart
 from kernels.sampling.reference import NOT_FINITE
 
@@ -73,7 +74,7 @@ class StepResult(NamedTuple):
 
 class Runner:
     """Owns nothing but references. `marks` name its work in a trace; `routed` is there if the model
-    has experts, `base_head`, fp32 [labels, hidden_size], if it classifies."""
+    has experts, `base_head` if it classifies."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Runner:
         limit: StepLimit,
         routed: RoutedPages | None = None,
         masks: Masks | None = None,
-        base_head: torch.Tensor | None = None,
+        base_head: ClassifierHead | None = None,
     ) -> None:
         self.backend = backend
         self.sampler = sampler

@@ -16,6 +16,7 @@ from inference_svc.backends.prompt_runs import ScoredRun
 from inference_svc.core import BatchRow, Sequence
 from inference_svc.engine.compute.sampler import known_tokens
 from inference_svc.host.copies import to_device
+from inference_svc.model.checkpoint.classifier import ClassifierHead
 from inference_svc.results.base import Kind
 from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
 from inference_svc.results.class_logits import ClassLogits
@@ -102,9 +103,9 @@ class Pooled(NamedTuple):
     is_sound: bool = True
 
 
-def pool(slices: Iterable[Hidden], base_head: Tensor | None) -> Iterator[Pooled]:
+def pool(slices: Iterable[Hidden], base_head: ClassifierHead | None) -> Iterator[Pooled]:
     """Yields the sum of each run of each slice, in fp32, on the host; of a run that is classified
-    the outputs of its adapter's own head or, fp32 [labels, hidden_size], of the base's."""
+    the outputs of its adapter's own head, or of the base's."""
     for runs, states, heads in slices:
         sizes = [run.num_tokens for run in runs]
         # Summed on the device, and copied at once.
@@ -122,14 +123,15 @@ def pool(slices: Iterable[Hidden], base_head: Tensor | None) -> Iterator[Pooled]
 
 
 def _classified(
-    run: ScoredRun, state: Tensor, own: Tensor | None, base_head: Tensor | None
+    run: ScoredRun, state: Tensor, own: ClassifierHead | None, base_head: ClassifierHead | None
 ) -> ClassLogits:
     """Returns the outputs for a hidden state, fp32 [hidden_size]."""
-    head = base_head if own is None else own
-    if head is None:
-        return ClassLogits(run.position, b"", is_own=False)
-    logits = (head.to(state.device, torch.float32) @ state).cpu().numpy()
-    return ClassLogits(run.position, logits.tobytes(), is_own=own is not None)
+    head = base_head
+    if own is not None:
+        head = own if base_head is None else base_head.with_own(own)
+    logits = None if head is None else head(state)
+    values = b"" if logits is None else logits.cpu().numpy().tobytes()
+    return ClassLogits(run.position, values, is_own=own is not None)
 
 
 def choose(rows: Iterable[BatchRow], logits: Tensor) -> Iterator[tuple[Sequence, ChosenLogits]]:

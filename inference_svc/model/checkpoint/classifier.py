@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +22,74 @@ _BY_PROBLEM = {
 }
 
 
-def read_score_head(model_dir: Path, decoder: Decoder) -> Tensor | None:
-    """Returns the head, fp32 [labels, hidden_size] in the host's memory; None for a model that has
-    none. Raises UnsupportedModel for a head that is missing, or has another shape."""
-    if not decoder.labels:
+class ClassifierHead(NamedTuple):
+    """A classifier's head: out(x), or out(tanh(dense(x))), each a weight [out, in] and perhaps a
+    bias [out], of a float dtype. Without an `out` it has no outputs, and waits for an adapter's."""
+
+    out: Tensor | None = None
+    bias: Tensor | None = None
+    dense: Tensor | None = None
+    dense_bias: Tensor | None = None
+
+    def with_own(self, own: ClassifierHead) -> ClassifierHead:
+        """Returns the head of an adapter that has its own `out`, and perhaps its own `dense`."""
+        if own.dense is None:
+            return own._replace(dense=self.dense, dense_bias=self.dense_bias)
+        return own
+
+    def __call__(self, state: Tensor) -> Tensor | None:
+        """Returns the outputs, fp32 [labels], for a hidden state, fp32 [hidden_size]; None if there
+        are none."""
+        if self.out is None:
+            return None
+        if self.dense is not None:
+            state = torch.tanh(_linear(state, self.dense, self.dense_bias))
+        return _linear(state, self.out, self.bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    made = weight.to(x.device, torch.float32) @ x
+    return made if bias is None else made + bias.to(x.device, torch.float32)
+
+
+def read_score_head(
+    model_dir: Path, decoder: Decoder, *, has_classifiers: bool = False
+) -> ClassifierHead | None:
+    """Returns the head, fp32 in the host's memory; None for a model that has none, unless adapters
+    need a part of it. Raises UnsupportedModel for a head that is missing, or has another shape."""
+    encoder, num_labels, size = decoder.encoder, len(decoder.labels), decoder.hidden_size
+    if not (decoder.labels or (encoder is not None and has_classifiers)):
         return None
-    name, shape = f"{SCORE}.weight", (len(decoder.labels), decoder.hidden_size)
     found = {each.name: each for each in text_tensors(model_dir, decoder.wrapper)}
-    if name not in found or f"{SCORE}.bias" in found:
-        raise UnsupportedModel(f"{model_dir}: a classifier needs {name}, and no bias")
-    if found[name].shape != shape:
-        raise UnsupportedModel(
-            f"{model_dir}: {name} has shape {list(found[name].shape)}, but config.json says "
-            f"{list(shape)}"
+
+    def read(name: str, *shape: int) -> Tensor:
+        if name not in found:
+            raise UnsupportedModel(f"{model_dir}: a classifier needs {name}")
+        if found[name].shape != shape:
+            raise UnsupportedModel(
+                f"{model_dir}: {name} has shape {list(found[name].shape)}, but config.json says "
+                f"{list(shape)}"
+            )
+        with opened(found[name], reads_parts=False) as stored:
+            return stored[...].to(torch.float32)
+
+    if encoder is None:
+        if f"{SCORE}.bias" in found:
+            raise UnsupportedModel(f"{model_dir}: a classifier needs {SCORE}.weight, and no bias")
+        return ClassifierHead(read(f"{SCORE}.weight", num_labels, size))
+    if encoder.head is None:
+        reason = f"{decoder.architecture} has no head that adapters may have, too"
+        raise UnsupportedModel(f"--classifiers: {reason}")
+    head, (dense, out, is_adapters) = ClassifierHead(), encoder.head
+    if decoder.labels or not is_adapters:
+        head = head._replace(
+            dense=read(f"{dense}.weight", size, size), dense_bias=read(f"{dense}.bias", size)
         )
-    with opened(found[name], reads_parts=False) as stored:
-        return stored[...].to(torch.float32)
+    if decoder.labels:
+        head = head._replace(
+            out=read(f"{out}.weight", num_labels, size), bias=read(f"{out}.bias", num_labels)
+        )
+    return head
 
 
 def read_activation(model_dir: Path) -> Activation | None:

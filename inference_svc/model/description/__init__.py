@@ -20,7 +20,7 @@ from inference_svc.model.description.decoder import (
     Rank,
     Stage,
 )
-from inference_svc.model.description.encoder import BothWays, EncoderInputs, Positions
+from inference_svc.model.description.encoder import BothWays, EncoderHead, EncoderInputs, Positions
 from inference_svc.model.description.feed_forward import (
     Activation,
     ClampedSwiglu,
@@ -64,6 +64,7 @@ __all__ = [
     "Cut",
     "Decoder",
     "Dense",
+    "EncoderHead",
     "EncoderInputs",
     "Experts",
     "ExpertsProjection",

@@ -38,12 +38,21 @@ class Positions(NamedTuple):
     first: int = 0
 
 
+class EncoderHead(NamedTuple):
+    """The modules of a classifier head that reads the first token: out(tanh(dense(x))). Adapters
+    with a head of their own have both modules, if the dense one `is_adapters`; else only `out`."""
+
+    dense: str
+    out: str
+    is_adapters: bool
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderInputs:
     """What becomes of the tokens' embeddings before the first layer: `positions` add theirs, and a
     table of `num_token_types` rows, the module `token_types`, its first row; the sum is normed.
     Without `positions`, or with 0 types, nothing is added. The checkpoint may have tensors whose
-    names begin with one of `unused`.
+    names begin with one of `unused`. `head` is the head that a classifier of this kind has.
     """
 
     norm: Norm
@@ -51,3 +60,4 @@ class EncoderInputs:
     token_types: str = ""
     num_token_types: int = 0
     unused: tuple[str, ...] = ()
+    head: EncoderHead | None = None

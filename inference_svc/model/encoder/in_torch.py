@@ -9,12 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference_svc.model.config.keys import names
 from inference_svc.model.description import Activation
 from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
 from inference_svc.model.operations import Gather, Op
 from inference_svc.model.step import Step
 from kernels.attention import both_ways
 from kernels.attention.reference import rotate
+
+OF_ENCODERS = names(
+    """
+    decoder.encoder decoder.final_norm=none encoder_inputs encoder_inputs.positions
+    encoder_inputs.num_token_types both_ways both_ways.rope both_ways.reach dense.is_gated
+    dense.activation=gelu block.attention_sum_norm block.feed_forward_sum_norm norm.has_bias
+    """
+)
+"""The features of encoders alone, which torch computes."""
 
 
 def _add_inputs(op: AddInputs, step: Step) -> Tensor:

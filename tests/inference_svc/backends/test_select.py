@@ -19,6 +19,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model import description
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder, Rank
+from inference_svc.model.encoder.in_torch import OF_ENCODERS
 from inference_svc.model.features import NOT_COMPUTED, features, kind_of
 from inference_svc.model.rope import Rope
 from inference_svc.model.sharding.description import of_rank
@@ -26,6 +27,7 @@ from inference_svc.model.sharding.stages import of_stage
 from inference_svc.model.transformer import OF_STAGES
 from inference_svc.store.client import NoStore
 from kernels.quantised import WeightFormat
+from tests.support.models.encoders import FAMILIES, config_of
 from tests.support.models.families import MODELS, TEXT_PARTS
 from tests.support.models.quantised import FORMATS, with_format
 from tests.support.models.whole_models import SHAPE
@@ -46,7 +48,16 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
     ranks = {f"{name}-ranks": of_rank(plain[name], Rank(1, 2)) for name in ("qwen3-moe", "olmo2")}
     ranks["qwen3-moe-experts"] = of_rank(plain["qwen3-moe"], Rank(1, 2), expert_parallel=2)
     stages = {"llama-stages": of_stage(plain["llama"], 0, 2)}
-    return plain | in_few_bits | ranks | stages
+    encoders = {name: load_description(write_encoder(folder / name, name)) for name in FAMILIES}
+    return plain | in_few_bits | ranks | stages | encoders
+
+
+def write_encoder(folder: Path, name: str) -> Path:
+    folder.mkdir()
+    config = config_of(name)
+    values = config.to_dict() | {"architectures": [f"{FAMILIES[name][0]}Model"]}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
 
 
 def write_config(folder: Path, name: str) -> Path:
@@ -65,7 +76,9 @@ LACKING = {
         "experts_projection.cut",
         "weight_format.odd_groups",
         *OF_STAGES,
-    }
+        *OF_ENCODERS,
+    },
+    "native": OF_ENCODERS,
 }
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))
 

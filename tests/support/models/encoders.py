@@ -33,16 +33,33 @@ _SHAPE = {
     "initializer_range": 0.1,
     "pad_token_id": 1,
 }
+_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 2)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {"pad_token_id": 0}),
     "roberta": ("Roberta", {"max_position_embeddings": MAX_TOKENS + 2, "type_vocab_size": 1}),
     "xlm-roberta": ("XLMRoberta", {"max_position_embeddings": MAX_TOKENS + 2}),
+    "modernbert": (
+        "ModernBert",
+        {
+            "global_attn_every_n_layers": 2,
+            "local_attention": 16,
+            "norm_bias": True,
+            "mlp_bias": True,
+            "attention_bias": True,
+        }
+        | _TOKENS,
+    ),
+    "modernbert-plain": ("ModernBert", {"local_attention": 24} | _TOKENS),
 }
 ALL = ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]
 ADAPTERS = {"heads": (8, ["query", "value"]), "every": (16, ALL), "wide": (4, ["dense"])}
+NAMES = {"query": "Wqkv", "value": "attn.Wo", "dense": "Wo"}
+"""Targets of ModernBERT in the place of these; it has `ALL_MODERN` in the place of all."""
+ALL_MODERN = ["Wqkv", "Wi", "Wo"]
 """Ranks and targets: "dense" names three modules of a layer. PEFT takes parts of a module's name
 for an adapter's, so that none of these is such a part."""
 LAYERS_ALONE = {"layers_to_transform": [0, 2]}
+"""PEFT finds no layers in names that begin with them, as ModernBERT's do."""
 
 
 class Encoder(NamedTuple):
@@ -82,10 +99,10 @@ def make_encoder(family: str, folder: Path, **changes: Any) -> Encoder:
         config = peft.LoraConfig(
             task_type="FEATURE_EXTRACTION",
             r=rank,
-            target_modules=targets,
+            target_modules=_targets(family, targets),
             init_lora_weights=False,
             use_rslora=name == "every",
-            **(LAYERS_ALONE if name == "heads" else {}),
+            **(LAYERS_ALONE if name == "heads" and "modern" not in family else {}),
         )
         with quiet():
             if reference is model:
@@ -98,11 +115,22 @@ def make_encoder(family: str, folder: Path, **changes: Any) -> Encoder:
     return Encoder(folder / "model", reference.eval(), dirs)
 
 
+def _targets(family: str, targets: list[str]) -> list[str]:
+    if not family.startswith("modernbert"):
+        return targets
+    return ALL_MODERN if targets is ALL else [NAMES[each] for each in targets]
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    prefix, options = FAMILIES[family]
+    return getattr(transformers, f"{prefix}Config")(**(_SHAPE | options | changes))
+
+
 def save_encoder(family: str, folder: Path, end: str, **changes: Any) -> Any:
     """Returns a random model of the class with this end, which is saved with a tokenizer."""
-    prefix, options = FAMILIES[family]
+    prefix, _ = FAMILIES[family]
     torch.manual_seed(11)
-    config = getattr(transformers, f"{prefix}Config")(**(_SHAPE | options | changes))
+    config = config_of(family, **changes)
     has_pooler = end == "Model" and prefix != "ModernBert"
     extra = {"add_pooling_layer": False} if has_pooler else {}
     model = getattr(transformers, f"{prefix}{end}")(config, **extra).eval()

@@ -16,6 +16,7 @@ from inference_svc.model.description import (
     BothWays,
     Decoder,
     Dense,
+    EncoderHead,
     EncoderInputs,
     Head,
     Member,
@@ -37,6 +38,10 @@ def wrapper(tower: str) -> Wrapper:
     return Wrapper(prefixes=(*below, *inner[:2]))
 
 
+BERTS_HEAD = EncoderHead("pooler.dense", "classifier", is_adapters=False)
+ROBERTAS_HEAD = EncoderHead("classifier.dense", "classifier.out_proj", is_adapters=True)
+
+
 def describe(config: ConfigReader, tower: str, *, counts_from_padding: bool) -> Decoder:
     """Returns an encoder. Its first position is the row behind the padding token's, if it
     `counts_from_padding`. Raises UnsupportedModel."""
@@ -51,7 +56,8 @@ def describe(config: ConfigReader, tower: str, *, counts_from_padding: bool) -> 
         positions=Positions("embeddings.position_embeddings", num_rows, first),
         token_types="embeddings.token_type_embeddings",
         num_token_types=config.positive("type_vocab_size"),
-        unused=("pooler.", "cls.", "lm_head.", "embeddings.position_ids"),
+        unused=("pooler.", "cls.", "lm_head.", "classifier.", "embeddings.position_ids"),
+        head=ROBERTAS_HEAD if counts_from_padding else BERTS_HEAD,
     )
     block = Block(
         _attention(config),
