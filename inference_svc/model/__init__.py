@@ -6,6 +6,7 @@ architectures  The families of models: one module each.
 description    A decoder as data: its maths and its shapes.
 quantised      The formats in which checkpoints have weights in few bits, a module each.
 mixers         Mixers with a recurrent state, a module each.
+encoder        The operations of encoders, and torch's definition of them.
 sharding       A model over several ranks.
 features       The features of a decoder that a backend must compute, by name.
 config         config.json: its keys, and its values.

@@ -2,6 +2,7 @@
 
 The functions below run `cpu` or `reference` on CPUs and `triton_ops` on CUDA.
 
+both_ways       attention without a causal mask, of whole prompts, without pages
 cpu             paged attention in plain torch, shaped for few large operations
 kv_cache        the memory of keys and values
 native          attention in C++, as operations of a program

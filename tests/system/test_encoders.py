@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
+import peft
 import pytest
+import torch
+import transformers
 
+from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.errors import IncompatibleAdapter
+from adapter_store.images.compile import compile_image
+from inference_svc.adapters.targets import build_layout
+from inference_svc.model.architectures import load_description
 from inference_svc.results.embedding_rule import Pooling
 from loadout.errors import InvalidArgument
+from tests.support.models.cards import copied_cards
 from tests.support.models.encoders import (
     ADAPTERS,
     FAMILIES,
     MAX_TOKENS,
     Encoder,
+    config_of,
     make_encoder,
+    save_encoder,
     save_modules,
 )
+from tests.support.models.zoo import quiet
 from tests.system.embedded import embedding, option
 from tests.system.services import Services
 
@@ -108,3 +121,57 @@ def test_an_input_that_is_too_long_is_refused(services: Services) -> None:
     with pytest.raises(InvalidArgument) as caught:
         services.client.embed([[5], [5] * (MAX_TOKENS + 1)])
     assert caught.value.subject == "inputs[1]"
+
+
+def test_where_memory_is_short_fewer_prompts_are_computed_at_once(
+    encoders: Callable[[str], Encoder], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is cut; one that never fits ends alone."""
+    made = encoders("bert")
+    running = start(made.zoo, max_model_len=MAX_TOKENS)
+    transformer = running.engine.built.engine.runner.backend.transformer
+    layers, sizes = transformer.layers, list[int]()
+
+    def scarce(inputs: Any, *others: Any) -> Any:
+        if len(inputs.token_ids) > 50:
+            raise torch.OutOfMemoryError("out of memory")
+        sizes.append(len(inputs.token_ids))
+        return layers(inputs, *others)
+
+    monkeypatch.setattr(transformer, "layers", scarce)
+    inputs = {str(length): list(range(5, 5 + length)) for length in (30, 20, 31, 60, 7, 40)}
+    asked = option(Pooling.MEAN)
+    for name, ids in inputs.items():
+        running.submit(name, ids, "every", max_tokens=0, embedding=asked)
+    for name, ids in inputs.items():
+        if name == "60":
+            assert running.result(name)[1].error is not None
+            continue
+        found = embedding(running, name, asked)
+        np.testing.assert_allclose(found, made.vector("every", ids, Pooling.MEAN), atol=1e-4)
+    assert sum(sizes) == sum(len(ids) for ids in inputs.values()) - 60
+    running.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"target_modules": ["dense"]}, "pooler"),
+        ({"target_modules": ["query", "position_embeddings"]}, "position_embeddings"),
+        ({"target_modules": ["query"], "bias": "all"}, "LayerNorm.bias"),
+    ],
+)
+def test_other_modules_are_refused_by_name(
+    options: dict[str, Any], culprit: str, tmp_path: Path
+) -> None:
+    """By the store, which plans no image."""
+    model = transformers.BertModel(config_of("bert"))
+    save_encoder("bert", tmp_path / "model", "Model")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **options))
+    with quiet(), copied_cards():
+        adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    layout = build_layout(load_description(tmp_path / "model"), "", torch.float32)
+    announced, _ = layout.announced(2)
+    checkpoint = open_checkpoint(tmp_path / "adapter")
+    with pytest.raises(IncompatibleAdapter, match=culprit):
+        compile_image(checkpoint, announced)

@@ -1,7 +1,8 @@
 """The families of models: one module each, which turns config.json into a description.
 
 A family is added by a module with FAMILIES (and a row of test_parity.py, which compares its logits
-with transformers' logits): it is found by being here, and nothing else knows its name.
+with transformers' logits): it is found by being here, and nothing else knows its name. Encoders are
+in `encoders`.
 """
 
 from __future__ import annotations
