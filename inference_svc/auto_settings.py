@@ -111,6 +111,8 @@ def resolve(
         device = "cuda" if machine.has_cuda else "cpu"
     elif device == "cuda" and not machine.has_cuda:
         raise InvalidSetting(f"--device cuda: {machine.why_no_device or 'there is no CUDA device'}")
+    if device == "cuda" and model.is_encoder:
+        raise InvalidSetting(f"--device {settings.device}: encoders are for CPUs: set --device cpu")
     if device == "cpu" and settings.host_memory_limit is not None:
         raise InvalidSetting("host-memory-limit: on a CPU, set memory-limit: it covers all memory")
     check_sharded_loras(settings)

@@ -27,6 +27,9 @@ MODEL = ModelFacts(
 )
 HYBRID = dataclasses.replace(MODEL, state_bytes=16 * MIB)
 """A model with recurrent layers."""
+ENCODER = dataclasses.replace(
+    MODEL, kv_elements_per_token=0, kv_vectors_per_token=0, is_encoder=True
+)
 CPU, GPU = Machine(has_cuda=False), Machine(True, 1000 * MIB, 1200 * MIB)
 
 
@@ -316,3 +319,27 @@ def test_magnitudes_are_announced_unless_adapters_are_fully_sharded(model: Path)
     assert set(kinds) == set(FURTHER_KINDS)
     fully_sharded = announcement_of(parse(model, *ranks, "--fully-sharded-loras"), "").segment_kinds
     assert set(kinds) - set(fully_sharded) == {SegmentKind.MAGNITUDE}
+
+
+def test_encoders_have_no_keys_and_values(model: Path) -> None:
+    """A step has room for the longest prompt, which is computed at once."""
+    found = resolve(parse(model, "--kv-memory", "1GiB"), CPU, ENCODER)
+    assert (found.kv_memory, found.max_model_len, found.max_batch_tokens) == (0, 4096, 4096)
+    found = resolve(parse(model, "--max-model-len", "512"), CPU, ENCODER)
+    assert (found.max_model_len, found.max_batch_tokens) == (512, 512)
+
+
+@pytest.mark.parametrize(
+    ("args", "machine", "message"),
+    [
+        (["--max-batch-tokens", "300"], CPU, "--max-batch-tokens 300: .* at least --max-model-len"),
+        (["--max-model-len", "5000"], CPU, "--max-model-len 5000 exceeds the model's 4096"),
+        ([], GPU, "--device auto: encoders are for CPUs: set --device cpu"),
+        (["--device", "cuda"], GPU, "--device cuda: encoders are for CPUs"),
+    ],
+)
+def test_refused_settings_of_encoders(
+    model: Path, args: list[str], machine: Machine, message: str
+) -> None:
+    with pytest.raises(InvalidSetting, match=message):
+        resolve(parse(model, *args), machine, ENCODER, fit)

@@ -110,6 +110,18 @@ def test_a_folder_of_sentence_transformers_is_served(services: Services) -> None
         np.testing.assert_allclose(np.asarray(found["embedding"]), vector, atol=1e-4)
 
 
+def test_a_server_of_an_encoder_sleeps_and_reports(services: Services) -> None:
+    """Its state has no bytes; the memory of its weights goes and comes back."""
+    client, ids = services.client, [[7, 8, 9]]
+    before = np.asarray(client.embed(ids, adapter="every")[0].vector)
+    lines = {each.name: each.capacity_bytes for each in client.server_info().memory}
+    assert lines["kv_pages"] == 0, lines
+    assert client.sleep(weights=True) > 0
+    client.wake()
+    after = np.asarray(client.embed(ids, adapter="every")[0].vector)
+    np.testing.assert_allclose(after, before, atol=1e-6)
+
+
 def test_an_encoder_does_not_generate(services: Services) -> None:
     with pytest.raises(InvalidArgument, match="has no head, and does not generate: it embeds"):
         services.client.complete("a", max_tokens=1)
