@@ -67,12 +67,13 @@ class Numbers:
     """A tensor of the checkpoint, by its whole name, that is held in fp32, [size]. The checkpoint
     has it in a `shape` of its own, if it says one. `cuts` are the ranges of its first dimension
     that this rank has, each of one kind of numbers, which lie one kind behind the other; none:
-    all."""
+    all. Older files have another name for it if it `is_norms_bias`."""
 
     name: str
     size: int
     shape: tuple[int, ...] = ()
     cuts: tuple[Cut, ...] = ()
+    is_norms_bias: bool = False
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -433,8 +434,7 @@ class Operations(NamedTuple):
 
 
 class Listing(Protocol):
-    """The walk, as mixers add their operations to it. `angles` are of rotations of heads of a
-    size."""
+    """The walk, as mixers add operations to it. `angles` are by rotation and by size of heads."""
 
     ops: list[Op]
     angles: dict[tuple[Rope, int], Value]
@@ -463,7 +463,7 @@ def norm_bias(norm: Norm | None, layer: int | None) -> Numbers | None:
     """Returns the bias of a norm of a layer or, None, of the whole model; None if it has none."""
     if norm is None or not norm.has_bias:
         return None
-    return Numbers(f"{norm.path(layer)}.bias", norm.size)
+    return Numbers(f"{norm.path(layer)}.bias", norm.size, is_norms_bias=True)
 
 
 def conv_kernels(

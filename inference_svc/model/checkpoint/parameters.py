@@ -106,6 +106,8 @@ class Piece:
         return (second, first) if self.is_transposed else (first, second)
 
 
+OLD_WEIGHT, OLD_BIAS = "gamma", "beta"
+"""The names that the first checkpoints of BERT have for a norm's weight and bias."""
 Form: TypeAlias = Mapping[str, Piece]
 """One way in which a checkpoint may have a parameter: its tensors by name."""
 
@@ -222,8 +224,10 @@ def _parameter(weight: Weight) -> Parameter:
     else:
         size = spec.size
         piece = Piece(spec.whole_shape, part=part_of(spec.cuts))
-    form = {spec.name: piece}
-    return Parameter(spec.name, role_of(spec), size, lambda: [form], layer=layer)
+    forms: list[Form] = [{spec.name: piece}]
+    if isinstance(spec, Numbers) and spec.is_norms_bias:
+        forms.append({f"{spec.name.removesuffix('bias')}{OLD_BIAS}": piece})
+    return Parameter(spec.name, role_of(spec), size, lambda: forms, layer=layer)
 
 
 def _all(size: int) -> Cut:
@@ -280,8 +284,11 @@ def _norm_parameter(norm: Norm, layer: int | None) -> Parameter:
     part = None if norm.cut is None else part_of([cut])
     form = {tensor or f"{path}.weight": Piece((cut.whole,), part=part)}
     members = {} if tensor else {path: (cut,)}
+    forms: list[Form] = [form]
+    if norm.has_bias:
+        forms.append({f"{path}.{OLD_WEIGHT}": Piece((norm.size,))})
     key = norm_key(norm, layer)
-    return Parameter(key, Role.NORM, norm.size, lambda: [form], members, layer=layer, norm=norm)
+    return Parameter(key, Role.NORM, norm.size, lambda: forms, members, layer=layer, norm=norm)
 
 
 def _projection_parameter(projection: Projection, layer: int | None) -> Parameter:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from inference_svc.adapters.targets import build_layout
 from inference_svc.backends.cuda.factory import CudaFactory
@@ -19,11 +21,15 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.classifier import read_score_head
 from inference_svc.model.checkpoint.sentence_transformers import read_embedding_rule
 from inference_svc.model.checkpoint.tensors import check_tensors
+from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.description import Rank
+from inference_svc.model.layers import TorchProjections
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.sharding.stages import of_stage
 from inference_svc.results.embedding_rule import Pooling
 from tests.support.models.encoders import FAMILIES, MAX_TOKENS, save_encoder
+
+OLD = {"weight": "gamma", "bias": "beta"}
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +125,23 @@ def test_names_of_targets(family: str, tower: str, name: str, tmp_path: Path) ->
     names |= {other.name for target in layout.targets for other in target.other_names}
     assert names >= {name, tower + name}
     assert "lm_head" not in names
+
+
+def test_norms_of_the_first_checkpoints(tmp_path: Path) -> None:
+    """They call a norm's weight "gamma" and its bias "beta"."""
+    save_encoder("bert", tmp_path, "ForMaskedLM")
+    path = tmp_path / "model.safetensors"
+    decoder = load_description(tmp_path)
+    wanted = load_weights(tmp_path, decoder, torch.float32, "cpu", TorchProjections())
+    renamed = {
+        re.sub(r"LayerNorm\.(weight|bias)$", lambda found: f"LayerNorm.{OLD[found[1]]}", name): each
+        for name, each in load_file(path).items()
+    }
+    assert any(name.endswith("gamma") for name in renamed)
+    save_file(renamed, path)
+    found = load_weights(tmp_path, decoder, torch.float32, "cpu", TorchProjections())
+    assert found.norms.keys() == wanted.norms.keys()
+    for key, norm in wanted.norms.items():
+        assert norm.bias is not None
+        torch.testing.assert_close(found.norms[key].weight, norm.weight)
+        torch.testing.assert_close(found.norms[key].bias, norm.bias)
