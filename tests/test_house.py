@@ -222,6 +222,7 @@ SMALL_ON_PURPOSE = {
     "inference_svc.api.life_cycle": "use cases, as its neighbours",
     "inference_svc.frontend.watchdog": "only checks that the engine still answers",
     "inference_svc.model.mixers.in_torch": "mixers; transformer has all other operations",
+    "inference_svc.model.sharding.norms": "of ranks alone; the walk has all other operations",
     "inference_svc.metrics.store": "metrics of the store's client; metrics.engine has the engine's",
 }
 """Modules of less than 60 lines that one module imports, and why they are not merged into it."""

@@ -15,9 +15,9 @@ import transformers
 from inference_svc.core import FinishReason
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from tests.support.inference.results import parts_of
-from tests.support.models.cards import copied_cards
 from tests.support.models.encoders import FAMILIES, MAX_TOKENS, save_encoder
 from tests.support.models.zoo import Zoo, quiet
+from tests.support.store.cards import copied_cards
 from tests.system.services import Services
 
 LABELS = {0: "sad", 1: "calm", 2: "happy"}

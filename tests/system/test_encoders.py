@@ -20,7 +20,6 @@ from inference_svc.adapters.targets import build_layout
 from inference_svc.model.architectures import load_description
 from inference_svc.results.embedding_rule import Pooling
 from loadout.errors import InvalidArgument
-from tests.support.models.cards import copied_cards
 from tests.support.models.encoders import (
     ADAPTERS,
     FAMILIES,
@@ -32,6 +31,7 @@ from tests.support.models.encoders import (
     save_modules,
 )
 from tests.support.models.zoo import quiet
+from tests.support.store.cards import copied_cards
 from tests.system.embedded import embedding, option
 from tests.system.services import Services
 

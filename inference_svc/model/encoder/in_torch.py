@@ -67,4 +67,4 @@ COMPUTE: Mapping[type[Op], Callable[[Any, Step], Tensor]] = {
     AttendBothWays: _attend,
     Gather: _gather,
 }
-"""As `transformer.COMPUTE`."""
+"""Computes each operation that encoders alone have; `transformer.COMPUTE` has the others."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,68 +14,7 @@ from inference_svc.engine.policy.settle import Settler
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from tests.support.examples import examples
-
-
-@dataclass
-class TwoAdapterRows:
-    """An adapter view with room for two adapters; a load takes one step, eviction is first come.
-
-    Counts waiters and users like residency does, and asserts that none goes below zero.
-    """
-
-    resident: list[str] = field(default_factory=list)
-    users: dict[str, int] = field(default_factory=dict)
-    waiters: dict[str, int] = field(default_factory=dict)
-    ready: list[str] = field(default_factory=list)
-    loading: set[str] = field(default_factory=set)
-    drains: set[str] = field(default_factory=set)
-
-    def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None:
-        self.waiters[digest] = self.waiters.get(digest, 0) + 1
-        self.ensure_loading(digest, now_s)
-
-    def ensure_loading(self, digest: str, now_s: float) -> None:
-        if digest not in self.resident:
-            self.loading.add(digest)
-
-    def remove_waiter(self, digest: str, *, expired: bool = False) -> None:
-        self.waiters[digest] -= 1
-        assert self.waiters[digest] >= 0
-
-    def is_schedulable(self, digest: str) -> bool:
-        return digest in self.resident and digest not in self.drains
-
-    def acquire(self, digest: str) -> int:
-        assert digest in self.resident
-        self.remove_waiter(digest)
-        self.users[digest] = self.users.get(digest, 0) + 1
-        return self.resident.index(digest)
-
-    def release(self, digest: str) -> None:
-        self.users[digest] -= 1
-        assert self.users[digest] >= 0
-
-    def pop_ready(self) -> list[str]:
-        ready, self.ready = self.ready, []
-        return ready
-
-    def pop_changes(self) -> tuple[str, ...]:
-        return ()
-
-    def load_one(self, order: Iterable[str]) -> None:
-        """Loads the first in order of service, if there is a row for it."""
-        for digest in order:
-            if digest in self.loading:
-                return self._place(digest)
-        return None
-
-    def _place(self, digest: str) -> None:
-        free = [row for row in range(2) if row >= len(self.resident)]
-        idle = [row for row, held in enumerate(self.resident) if not self.users.get(held)]
-        for row in (free + idle)[:1]:
-            self.resident[row : row + 1] = [digest]
-            self.loading.discard(digest)
-            self.ready.append(digest)
+from tests.support.inference.loop import TwoAdapterRows
 
 
 def make(request_id: str, prompt: list[int], max_tokens: int, digest: str = "") -> Sequence:

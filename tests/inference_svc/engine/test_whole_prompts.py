@@ -14,8 +14,8 @@ from inference_svc.engine.policy.states.states import States
 from inference_svc.results.base import Wanted
 from inference_svc.results.embedding_rule import Pooling
 from inference_svc.results.pooling import PoolingOption
-from tests.inference_svc.engine.test_scheduler import TwoAdapterRows
 from tests.support.examples import examples
+from tests.support.inference.loop import TwoAdapterRows
 
 MOST, BUDGET = 20, 32
 

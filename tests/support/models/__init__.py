@@ -1,8 +1,8 @@
 """Small models, adapters and tokenizers, and the oracle's logits.
 
-cards            the README that PEFT writes beside an adapter, made once
 decoders         our decoders, run over sequences in any chunks
 decayed_sum      a toy of a mixer with a recurrent state, and a model that has it
+encoders         models that embed and classify, of every family of encoders
 families         the configuration of every family, with its special features switched on
 parity           records an engine's logits, and compares them with an oracle's
 templates        chat templates that never end, or do more than templates may

@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from inference_svc.results.embedding_rule import Pooling
-from tests.support.models.cards import copied_cards
 from tests.support.models.zoo import (
     VOCAB,
     Zoo,
@@ -21,6 +20,7 @@ from tests.support.models.zoo import (
     save_tokenizer,
     shake_norms_and_biases,
 )
+from tests.support.store.cards import copied_cards
 
 MAX_TOKENS = 140
 _SHAPE = {

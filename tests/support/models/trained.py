@@ -17,8 +17,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.support.models.cards import copied_cards
 from tests.support.models.zoo import VOCAB
+from tests.support.store.cards import copied_cards
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -15,7 +15,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.support.models.cards import copied_cards
+from tests.support.store.cards import copied_cards
 
 VOCAB = 128
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

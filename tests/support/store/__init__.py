@@ -3,6 +3,7 @@
 access_calls     every RPC of the store as a caller of some role would call it
 adapters         a tiny base model's layout, and PEFT adapters for it
 buckets          a bucket that replicas of a store share
+cards            the README that PEFT writes beside an adapter, made once
 catalogs         short forms for calls of a catalog, and its events
 checkpoints      the files of an adapter, changed, and how the store refuses them
 client           a client of the store, which shows the contract as a caller sees it

@@ -1,5 +1,9 @@
 """The families of encoders: one module each, as those of decoders. A family is named by the class
-of transformers without a head."""
+of transformers without a head.
+
+bert        BERT, RoBERTa and XLM-RoBERTa
+modernbert  ModernBERT
+"""
 
 MODEL = "Model"
 CLASSES = (MODEL, "ForMaskedLM", "ForSequenceClassification")
