@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -66,10 +67,12 @@ class GenerateStream:
                 raise
 
     async def _merged(self, failure: _Failure) -> Deltas:
-        # No longer than this, so that a slow reader's deltas grow instead of their number.
-        arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(len(self.requests))
-        # One call does not fill the queue with its many requests: they start as others end.
-        places = asyncio.Semaphore(self.call.max_running or len(self.requests))
+        # One call does not fill the engine with its many requests: they start as others end.
+        num_places = min(self.call.max_running or len(self.requests), len(self.requests))
+        places = asyncio.Semaphore(num_places)
+        # No longer than this, so that a slow reader's deltas grow instead of their number, and
+        # requests that have ended keep their places until it has read some.
+        arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(num_places)
 
         async def feed(index: int) -> None:
             try:
@@ -103,6 +106,8 @@ class GenerateStream:
             failure.replaces_cancellation(),
         ):
             record.prompt = self.prompts[index // self.call.num_choices]
+            if self.call.max_running:  # it has waited for its own call's requests until now
+                request = replace(request, arrival_s=time.monotonic())
             trace = record.start(request, self.base_model)
             if not self.call.is_id_unique:
                 request = replace(

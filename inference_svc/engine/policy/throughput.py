@@ -25,6 +25,7 @@ class Throughput:
         self._seconds = 0.0
         self._tokens = 0.0
         self._ended = 0.0
+        self._answered = 0.0
         self._generated = 0.0
         self._last_s = math.inf
 
@@ -39,11 +40,16 @@ class Throughput:
             self._seconds = self._seconds * decay + elapsed_s
             self._tokens *= decay
             self._ended *= decay
+            self._answered *= decay
             self._generated *= decay
         self._tokens += sum(row.num_tokens for row in batch.rows)
-        ended = [output.usage for output in outputs if output.usage is not None]
+        ended = [output for output in outputs if output.usage is not None]
         self._ended += len(ended)
-        self._generated += sum(usage.completion_tokens for usage in ended)
+        if batch.pools:  # prompts that are pooled tell nothing of the length of answers
+            pooled = {row.sequence.request.request_id for row in batch.rows if row.is_pooled}
+            ended = [output for output in ended if output.request_id not in pooled]
+        self._answered += len(ended)
+        self._generated += sum(output.usage.completion_tokens for output in ended if output.usage)
 
     @property
     def is_known(self) -> bool:
@@ -61,8 +67,8 @@ class Throughput:
 
     @property
     def generated_per_request(self) -> float:
-        """Tokens; only if `is_known`."""
-        return self._generated / self._ended
+        """Tokens of a request that generates; only if `is_known`."""
+        return self._generated / self._answered if self._answered else 0.0
 
 
 START_WINDOW = 32.0

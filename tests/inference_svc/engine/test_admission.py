@@ -37,6 +37,9 @@ from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.policy.throughput import Throughput
 from inference_svc.engine.transport.messages import Cancel, Output, Submit, Usage
 from inference_svc.grammars.masks import Masks
+from inference_svc.results.base import Wanted
+from inference_svc.results.embedding_rule import Pooling
+from inference_svc.results.pooling import PoolingOption
 from tests.inference_svc.engine.server import Server
 from tests.support.examples import examples
 from tests.support.inference.world import World
@@ -259,6 +262,19 @@ def test_idle_time_does_not_lower_throughput() -> None:
     now_s = work(throughput, requests_per_s=16.0, num_tokens=10, now_s=now_s + 3600)
     work(throughput, requests_per_s=16.0, num_tokens=10, now_s=now_s)
     assert throughput.requests_per_s > 12, "old measurements count little"
+
+
+def test_pooled_prompts_tell_nothing_of_the_length_of_answers() -> None:
+    throughput = Throughput()
+    wanted = Wanted((PoolingOption(Pooling.LAST, True, 4, 4),))
+    pooled = Sequence(Request("p", (1, 2), SamplingParams(max_tokens=0), wanted=wanted))
+    answered = Sequence(Request("g", (1,), SamplingParams()))
+    outputs = [Output("p", usage=Usage(2, 0, 0)), Output("g", usage=Usage(1, 0, 30))]
+    for step in range(9):
+        rows = (BatchRow(pooled, 0, 2, True), BatchRow(answered, 0, 1, True))
+        throughput.observe(Batch(rows, pools=True), outputs, float(step), is_busy=True)
+    assert throughput.generated_per_request == pytest.approx(30)
+    assert throughput.requests_per_s > 1.5
 
 
 def test_engine_updates_rates_every_step() -> None:
