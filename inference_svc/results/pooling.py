@@ -103,6 +103,12 @@ class HiddenSum(NamedTuple):
     def num_bytes(self) -> int:
         return OBJECT_BYTES + len(self.total)
 
+    def plus(self, following: HiddenSum) -> HiddenSum:
+        """Returns the sum together with that of the tokens behind it."""
+        total = np.frombuffer(self.total, np.float32) + np.frombuffer(following.total, np.float32)
+        num_tokens = self.num_tokens + following.num_tokens
+        return HiddenSum(self.first_position, num_tokens, total.tobytes())
+
 
 def pooled(parts: Iterable[HiddenSum], option: PoolingOption) -> NDArray[np.float32]:
     """Returns the vector of a prompt, [dimensions], from all of its parts: the mean of its pooled

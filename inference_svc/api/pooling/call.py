@@ -13,6 +13,7 @@ from inference_svc.core import FinishReason, SamplingParams
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import Interrupted
 from inference_svc.results.base import Option, ResultPart, Wanted
+from inference_svc.results.pooling import HiddenSum
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
@@ -76,7 +77,7 @@ class PoolCall:
 
 @dataclass(frozen=True, slots=True)
 class PooledInput:
-    """All results of an input."""
+    """All results of an input; sums are added up."""
 
     index: int
     parts: list[ResultPart]
@@ -90,7 +91,8 @@ async def pooled_inputs(stream: GenerateStream) -> AsyncGenerator[PooledInput, N
     parts: list[list[ResultPart]] = [[] for _ in stream.requests]
     async with stream.deltas() as deltas, aclosing(deltas):
         async for index, delta in deltas:
-            parts[index] += delta.parts
+            for part in delta.parts:
+                _add(parts[index], part)
             if delta.finish_reason is None:
                 continue
             if delta.finish_reason is FinishReason.ABORTED:
@@ -99,3 +101,12 @@ async def pooled_inputs(stream: GenerateStream) -> AsyncGenerator[PooledInput, N
             assert delta.timings is not None
             found, parts[index] = parts[index], []
             yield PooledInput(index, found, delta.usage, delta.timings)
+
+
+def _add(parts: list[ResultPart], part: ResultPart) -> None:
+    """Adds a part. A long input has a sum of each step: one vector is kept of all."""
+    last = parts[-1] if parts else None
+    if isinstance(part, HiddenSum) and isinstance(last, HiddenSum):
+        parts[-1] = last.plus(part)
+    else:
+        parts.append(part)

@@ -103,23 +103,46 @@ class Pooled(NamedTuple):
     is_sound: bool = True
 
 
+class _Sum(NamedTuple):
+    """The sum of the hidden states of a run's tokens, fp32 [hidden_size] on the device, and the
+    classifier's head of the run's adapter."""
+
+    run: ScoredRun
+    total: Tensor
+    head: ClassifierHead | None
+
+
 def pool(slices: Iterable[Hidden], base_head: ClassifierHead | None) -> Iterator[Pooled]:
-    """Yields the sum of each run of each slice, in fp32, on the host; of a run that is classified
+    """Yields the sum of each sequence's tokens, in fp32, on the host; of one that is classified
     the outputs of its adapter's own head, or of the base's."""
+    sums = _sums(slices)
+    if not sums:
+        return
+    hosts = torch.stack([each.total for each in sums]).cpu()  # copied at once
+    sound = hosts.isfinite().all(dim=1).tolist()
+    for (run, total, head), host, is_sound in zip(sums, hosts, sound, strict=True):
+        part: HiddenSum | ClassLogits
+        if run.sequence.request.wanted.kind is Kind.CLASSIFY:
+            part = _classified(run, total, head, base_head)
+        else:
+            part = HiddenSum(run.position - 1, run.num_tokens, host.numpy().tobytes())
+        yield Pooled(run.sequence, part, is_sound)
+
+
+def _sums(slices: Iterable[Hidden]) -> list[_Sum]:
+    """Returns one sum for each sequence: the ends of slices may cut its run."""
+    made: list[_Sum] = []
     for runs, states, heads in slices:
-        sizes = [run.num_tokens for run in runs]
-        # Summed on the device, and copied at once.
-        sums = torch.stack([each.sum(dim=0) for each in states.float().split(sizes)])
-        hosts = sums.cpu()
-        sound = hosts.isfinite().all(dim=1).tolist()
-        for place, (run, is_sound) in enumerate(zip(runs, sound, strict=True)):
-            part: HiddenSum | ClassLogits
-            if run.sequence.request.wanted.kind is Kind.CLASSIFY:
-                part = _classified(run, sums[place], heads[place], base_head)
-            else:
-                total = hosts[place].numpy().tobytes()
-                part = HiddenSum(run.position - 1, run.num_tokens, total)
-            yield Pooled(run.sequence, part, is_sound)
+        split = states.float().split([run.num_tokens for run in runs])
+        for run, own, head in zip(runs, split, heads, strict=True):
+            total = own.sum(dim=0)
+            if made and made[-1].run.sequence is run.sequence:
+                before = made.pop()
+                total += before.total
+                num_tokens = before.run.num_tokens + run.num_tokens
+                run = before.run._replace(num_tokens=num_tokens)
+            made.append(_Sum(run, total, head))
+    return made
 
 
 def _classified(

@@ -84,3 +84,10 @@ def test_a_mean_of_parts_is_the_mean_of_all(is_normalised: bool) -> None:
 def test_a_vector_of_zeros_stays() -> None:
     part = HiddenSum(0, 1, bytes(4 * 8))
     assert not pooled([part], PoolingOption(Pooling.LAST, True, 8, 8)).any()
+
+
+def test_neighbouring_sums_are_one() -> None:
+    first, second = np.arange(8, dtype=np.float32), np.ones(8, np.float32)
+    found = HiddenSum(2, 3, first.tobytes()).plus(HiddenSum(5, 1, second.tobytes()))
+    assert found == HiddenSum(2, 4, (first + second).tobytes())
+    assert found.end == 6
