@@ -28,6 +28,7 @@ from inference_svc.errors import AdapterUnusable, CorruptImage
 from inference_svc.model.checkpoint.base_hashes import HashesByName
 from inference_svc.model.checkpoint.headers import TowerModule
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, SCORE
+from inference_svc.results.classifier_rule import MAX_LABELS
 from kernels.lora.plan import LoraContents
 
 HEAD_PARTS: Mapping[str, str] = {
@@ -415,7 +416,8 @@ def _check_replaced(layout: ModelLayout, segments: Iterable[Segment]) -> None:
 
 
 def _check_head(shapes: Mapping[str, tuple[int, ...]], layout: ModelLayout) -> None:
-    """Raises AdapterUnusable for a head that is not whole, or whose parts do not fit each other."""
+    """Raises AdapterUnusable for a head that is not whole, whose parts do not fit each other, or
+    that has too many labels."""
     if not shapes:
         return
     dense, size = shapes.get("dense"), shapes.get("out", (0, 0))[-1]
@@ -425,6 +427,12 @@ def _check_head(shapes: Mapping[str, tuple[int, ...]], layout: ModelLayout) -> N
         raise AdapterUnusable(
             f"its classification head has {listed(sorted(shapes))}, which is not a whole head of "
             "this model",
+            subject="adapter",
+        )
+    if (num_labels := shapes["out"][0]) > MAX_LABELS:
+        raise AdapterUnusable(
+            f"its classification head has {num_labels} labels, and this server accepts at most "
+            f"{MAX_LABELS}",
             subject="adapter",
         )
 

@@ -9,10 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_svc.results.base import Kind, Option, Scope, Server
+from inference_svc.results.classifier_rule import MAX_LABELS
 from servicekit.errors import InvalidArgument
 
 OBJECT_BYTES = 192
 """The approximate memory of a part, in addition to its numbers."""
+ITEM_BYTES = 4
+"""Outputs are fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class ClassLogitsOption(Option):
         return (0, 1) if self.reads_first else (num_prompt - 1, num_prompt)
 
     def prompt_bytes(self, num_tokens: int) -> int:
-        return OBJECT_BYTES
+        return OBJECT_BYTES + ITEM_BYTES * MAX_LABELS
 
 
 class ClassLogits(NamedTuple):

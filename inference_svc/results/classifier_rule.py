@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_LABELS = 1024
+"""Labels of a head, the model's or an adapter's: all requests wait for its product in a step, and
+each answer has all outputs."""
+
 
 class Activation(enum.Enum):
     """What makes probabilities of a classifier's outputs."""

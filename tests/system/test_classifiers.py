@@ -3,6 +3,7 @@ and PEFT compute them."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,13 +15,16 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from inference_svc.core import FinishReason, Part, Sum
+from inference_svc.errors import AdapterUnusable
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from loadout import Client
 from loadout.errors import FailedPrecondition, InvalidArgument
 from tests.support.inference.results import parts_of
 from tests.support.models.parity import prompts
+from tests.support.models.trained import WEIGHTS
 from tests.support.models.zoo import Zoo, copied_cards, make_model, save_tokenizer
 from tests.support.pairs import PATHS
 from tests.system.engines import Running
@@ -162,6 +166,27 @@ def test_heads_on_a_model_without_one(
         assert not outputs(running, f"none {name}").values
     running.submit("tokens", ids, "two", max_tokens=4)
     assert len(running.result("tokens")[0]) == 4
+    running.check_idle()
+
+
+@pytest.mark.parametrize("count", [1024, 1025])
+def test_heads_of_too_many_labels_are_refused(
+    language_model: Classifier, start: Callable, tmp_path: Path, count: int
+) -> None:
+    shutil.copytree(language_model.adapter_dirs["two"], tmp_path / "many")
+    tensors = load_file(tmp_path / "many" / WEIGHTS)
+    [name] = [each for each in tensors if "score" in each]
+    tensors[name] = tensors[name][:1].repeat(count, 1)
+    save_file(tensors, tmp_path / "many" / WEIGHTS)
+    zoo = Zoo("classifier", language_model.folder, None, {"many": tmp_path / "many"})
+    running = start(zoo, classifiers=True)
+    classify(running, "many", [5, 6], "many")
+    if count == 1024:
+        assert len(outputs(running, "many").logits) == count
+    else:
+        error = running.result("many")[1].error
+        assert isinstance(error, AdapterUnusable)
+        assert "has 1025 labels, and this server accepts at most 1024" in str(error)
     running.check_idle()
 
 

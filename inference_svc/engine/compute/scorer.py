@@ -120,11 +120,11 @@ def pool(slices: Iterable[Hidden], base_head: ClassifierHead | None) -> Iterator
         return
     hosts = torch.stack([each.total for each in sums]).cpu()  # copied at once
     sound = hosts.isfinite().all(dim=1).tolist()
-    for (run, total, head), host, is_sound in zip(sums, hosts, sound, strict=True):
-        part: HiddenSum | ClassLogits
-        if run.sequence.request.wanted.kind is Kind.CLASSIFY:
-            part = _classified(run, total, head, base_head)
-        else:
+    classified = _classified(sums, base_head)
+    for each, host, is_sound in zip(sums, hosts, sound, strict=True):
+        run = each.run
+        part: HiddenSum | ClassLogits | None = classified.get(run.sequence)
+        if part is None:
             part = HiddenSum(run.position - 1, run.num_tokens, host.numpy().tobytes())
         yield Pooled(run.sequence, part, is_sound)
 
@@ -145,16 +145,23 @@ def _sums(slices: Iterable[Hidden]) -> list[_Sum]:
     return made
 
 
-def _classified(
-    run: ScoredRun, state: Tensor, own: ClassifierHead | None, base_head: ClassifierHead | None
-) -> ClassLogits:
-    """Returns the outputs for a hidden state, fp32 [hidden_size]."""
-    head = base_head
-    if own is not None:
-        head = own if base_head is None else base_head.with_own(own)
-    logits = None if head is None else head(state)
-    values = b"" if logits is None else logits.cpu().numpy().tobytes()
-    return ClassLogits(run.position, values, is_own=own is not None)
+def _classified(sums: list[_Sum], base_head: ClassifierHead | None) -> dict[Sequence, ClassLogits]:
+    """Returns the outputs for the sequences that are classified: all of a head at once."""
+    of_heads: dict[int, list[_Sum]] = {}
+    for each in sums:
+        if each.run.sequence.request.wanted.kind is Kind.CLASSIFY:
+            of_heads.setdefault(id(each.head), []).append(each)
+    made = {}
+    for group in of_heads.values():
+        own, head = group[0].head, base_head
+        if own is not None:
+            head = own if base_head is None else base_head.with_own(own)
+        logits = None if head is None else head(torch.stack([each.total for each in group]))
+        rows = None if logits is None else logits.cpu().numpy()
+        for place, (run, *_) in enumerate(group):
+            values = b"" if rows is None else rows[place].tobytes()
+            made[run.sequence] = ClassLogits(run.position, values, is_own=own is not None)
+    return made
 
 
 def choose(rows: Iterable[BatchRow], logits: Tensor) -> Iterator[tuple[Sequence, ChosenLogits]]:

@@ -13,7 +13,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.model.checkpoint.tensors import opened, text_tensors
 from inference_svc.model.description import SCORE, Decoder
-from inference_svc.results.classifier_rule import Activation
+from inference_svc.results.classifier_rule import MAX_LABELS, Activation
 
 _BY_PROBLEM = {
     "regression": Activation.NONE,
@@ -37,18 +37,18 @@ class ClassifierHead(NamedTuple):
             return own._replace(dense=self.dense, dense_bias=self.dense_bias)
         return own
 
-    def __call__(self, state: Tensor) -> Tensor | None:
-        """Returns the outputs, fp32 [labels], for a hidden state, fp32 [hidden_size]; None if there
-        are none."""
+    def __call__(self, states: Tensor) -> Tensor | None:
+        """Returns the outputs, fp32 [N, labels], for hidden states, fp32 [N, hidden_size]; None if
+        there are none."""
         if self.out is None:
             return None
         if self.dense is not None:
-            state = torch.tanh(_linear(state, self.dense, self.dense_bias))
-        return _linear(state, self.out, self.bias)
+            states = torch.tanh(_linear(states, self.dense, self.dense_bias))
+        return _linear(states, self.out, self.bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    made = weight.to(x.device, torch.float32) @ x
+    made = x @ weight.to(x.device, torch.float32).T
     return made if bias is None else made + bias.to(x.device, torch.float32)
 
 
@@ -56,10 +56,15 @@ def read_score_head(
     model_dir: Path, decoder: Decoder, *, has_classifiers: bool = False
 ) -> ClassifierHead | None:
     """Returns the head, fp32 in the host's memory; None for a model that has none, unless adapters
-    need a part of it. Raises UnsupportedModel for a head that is missing, or has another shape."""
+    need a part of it. Raises UnsupportedModel for a head that is missing, has another shape, or has
+    too many labels."""
     encoder, num_labels, size = decoder.encoder, len(decoder.labels), decoder.hidden_size
     if not (decoder.labels or (encoder is not None and has_classifiers)):
         return None
+    if num_labels > MAX_LABELS:
+        raise UnsupportedModel(
+            f"{model_dir}: a classifier of {num_labels} labels: at most {MAX_LABELS} are served"
+        )
     found = {each.name: each for each in text_tensors(model_dir, decoder.wrapper)}
 
     def read(name: str, *shape: int) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from inference_svc.backends.base import Hidden
 from inference_svc.backends.prompt_runs import ScoredRun
 from inference_svc.core import Request, SamplingParams, Sequence
 from inference_svc.engine.compute.scorer import pool
+from inference_svc.model.checkpoint.classifier import ClassifierHead
 from inference_svc.results.base import Option, Wanted
+from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from inference_svc.results.embedding_rule import Pooling
 from inference_svc.results.pooling import HiddenSum, PoolingOption
 
@@ -46,3 +49,32 @@ def test_a_sequence_has_one_sum_of_all_slices() -> None:
         total = np.frombuffer(each.part.total, np.float32)
         np.testing.assert_allclose(total, hidden[start:end].sum(0), atol=1e-5)
     assert not list(pool([], None))
+
+
+def test_a_head_has_one_product_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However its rows are mixed with those of other heads, and with vectors."""
+    heads = [ClassifierHead(torch.randn(count, SIZE)) for count in (3, 2, 5)]
+    own = [None, heads[1], None, heads[2], heads[1], None]
+    rows = [sequence(2, ClassLogitsOption()) for _ in own]
+    rows[2] = sequence(2, PoolingOption(Pooling.LAST, True, SIZE, SIZE))
+    hidden, sizes = states(len(rows)), []
+    apply = ClassifierHead.__call__
+
+    def counted(head: ClassifierHead, given: torch.Tensor) -> torch.Tensor | None:
+        sizes.append(len(given))
+        return apply(head, given)
+
+    monkeypatch.setattr(ClassifierHead, "__call__", counted)
+    runs = [ScoredRun(each, 2, index, 1) for index, each in enumerate(rows)]
+    slices = [Hidden(runs[i : i + 3], hidden[i : i + 3], own[i : i + 3]) for i in (0, 3)]
+    found = list(pool(slices, heads[0]))
+    assert [each.sequence for each in found] == rows
+    assert sizes == [2, 2, 1]
+    assert isinstance(found.pop(2).part, HiddenSum)
+    for each, index in zip(found, (0, 1, 3, 4, 5), strict=True):
+        assert isinstance(each.part, ClassLogits)
+        head = own[index]
+        weight = (heads[0] if head is None else head).out
+        assert weight is not None
+        np.testing.assert_allclose(each.part.logits, weight @ hidden[index], atol=1e-5)
+        assert (each.part.end, each.part.is_own) == (2, head is not None)

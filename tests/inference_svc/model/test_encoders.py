@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,9 @@ def test_what_encoders_are_not_served_with(bert: Path, tmp_path: Path) -> None:
             check_features(factory, decoder)
     with pytest.raises(UnsupportedModel, match=r"a classifier needs pooler\.dense\.weight"):
         read_score_head(bert, decoder, has_classifiers=True)
+    many = replace(decoder, labels=tuple(map(str, range(1025))))
+    with pytest.raises(UnsupportedModel, match="a classifier of 1025 labels: at most 1024 are"):
+        read_score_head(bert, many)
     save_encoder("modernbert", tmp_path, "ForSequenceClassification")
     with pytest.raises(UnsupportedModel, match="ModernBertForSequenceClassification"):
         load_description(tmp_path)
