@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from inference_svc.core import FinishReason, Part, Sum
-from inference_svc.errors import AdapterUnusable
+from inference_svc.errors import AdapterUnusable, NotFinite
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from loadout import Client
 from loadout.errors import FailedPrecondition, InvalidArgument
@@ -187,6 +187,24 @@ def test_heads_of_too_many_labels_are_refused(
         error = running.result("many")[1].error
         assert isinstance(error, AdapterUnusable)
         assert "has 1025 labels, and this server accepts at most 1024" in str(error)
+    running.check_idle()
+
+
+def test_outputs_that_overflow_end_their_own_request(
+    classifier: Classifier, start: Callable, tmp_path: Path
+) -> None:
+    shutil.copytree(classifier.adapter_dirs["two"], tmp_path / "huge")
+    tensors = load_file(tmp_path / "huge" / WEIGHTS)
+    [name] = [each for each in tensors if "score" in each]
+    tensors[name] = tensors[name].sign() * 3e38
+    save_file(tensors, tmp_path / "huge" / WEIGHTS)
+    dirs = {**classifier.adapter_dirs, "huge": tmp_path / "huge"}
+    running, ids = start(Zoo("classifier", classifier.folder, None, dirs)), list(range(5, 25))
+    for adapter in ("huge", "two"):
+        classify(running, adapter, ids, adapter)
+    assert isinstance(running.result("huge")[1].error, NotFinite)
+    found = outputs(running, "two").logits
+    np.testing.assert_allclose(found, classifier.logits("two", ids), atol=1e-4)
     running.check_idle()
 
 

@@ -216,9 +216,8 @@ class Runner:
                 row.sequence if row.samples and row.sequence not in late else None for row in rows
             ]
             parts: dict[Sequence, list[PlacedPart]] = {}
-            if self._pools:  # before the sampler changes logits
-                for sequence, chosen in choose(rows, logits):
-                    parts[sequence] = [chosen]
+            # Before the sampler changes logits.
+            judged = list(choose(rows, logits)) if self._pools else []
             tokens = self.sampler.sample(logits, choosing, argmax)
             lost: dict[Sequence, Loss] = {}
             if experts is not None:
@@ -228,7 +227,7 @@ class Runner:
                 if not is_sound:
                     lost[sequence] = Loss.NOT_FINITE
             hidden = self.backend.pool(inputs) if self._pools else ()
-            for sequence, part, is_sound in pool(hidden, self._base_head):
+            for sequence, part, is_sound in (*judged, *pool(hidden, self._base_head)):
                 parts.setdefault(sequence, []).append(part)
                 if not is_sound:
                     lost[sequence] = Loss.NOT_FINITE

@@ -99,7 +99,7 @@ class Pooled(NamedTuple):
     """A result of a run of a sequence's tokens: no numbers unless it `is_sound`."""
 
     sequence: Sequence
-    part: HiddenSum | ClassLogits
+    part: HiddenSum | ClassLogits | ChosenLogits
     is_sound: bool = True
 
 
@@ -122,11 +122,13 @@ def pool(slices: Iterable[Hidden], base_head: ClassifierHead | None) -> Iterator
     sound = hosts.isfinite().all(dim=1).tolist()
     classified = _classified(sums, base_head)
     for each, host, is_sound in zip(sums, hosts, sound, strict=True):
-        run = each.run
-        part: HiddenSum | ClassLogits | None = classified.get(run.sequence)
-        if part is None:
+        run, made = each.run, classified.get(each.run.sequence)
+        if made is None:
             part = HiddenSum(run.position - 1, run.num_tokens, host.numpy().tobytes())
-        yield Pooled(run.sequence, part, is_sound)
+            yield Pooled(run.sequence, part, is_sound)
+        else:
+            # A finite hidden state may have outputs that are not.
+            yield Pooled(run.sequence, made, is_sound and bool(np.isfinite(made.logits).all()))
 
 
 def _sums(slices: Iterable[Hidden]) -> list[_Sum]:
@@ -164,9 +166,10 @@ def _classified(sums: list[_Sum], base_head: ClassifierHead | None) -> dict[Sequ
     return made
 
 
-def choose(rows: Iterable[BatchRow], logits: Tensor) -> Iterator[tuple[Sequence, ChosenLogits]]:
+def choose(rows: Iterable[BatchRow], logits: Tensor) -> Iterator[Pooled]:
     """Yields the logits of chosen tokens behind each prompt that asks for them and ends in this
-    step. `logits` [rows, vocabulary] are of each row's last token."""
+    step: sound if the largest is finite, as others have no share then. `logits` [rows, vocabulary]
+    are of each row's last token."""
     asked: list[tuple[int, Sequence, ChosenLogitsOption]] = []
     for place, (sequence, start, num_tokens, samples) in enumerate(rows):
         if samples or start + num_tokens < sequence.num_prompt:
@@ -183,4 +186,5 @@ def choose(rows: Iterable[BatchRow], logits: Tensor) -> Iterator[tuple[Sequence,
     found = logits.index_select(0, places).gather(1, to_device(ids, logits.device)).float()
     for values, (_, sequence, option) in zip(found.cpu().numpy(), asked, strict=True):
         chosen = values[: len(option.token_ids)]
-        yield sequence, ChosenLogits(sequence.num_prompt, chosen.tobytes())
+        part = ChosenLogits(sequence.num_prompt, chosen.tobytes())
+        yield Pooled(sequence, part, bool(np.isfinite(chosen.max())))

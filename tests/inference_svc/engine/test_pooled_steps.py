@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from inference_svc.backends.base import Hidden
 from inference_svc.backends.prompt_runs import ScoredRun
-from inference_svc.core import Request, SamplingParams, Sequence
-from inference_svc.engine.compute.scorer import pool
+from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
+from inference_svc.engine.compute.scorer import choose, pool
 from inference_svc.model.checkpoint.classifier import ClassifierHead
 from inference_svc.results.base import Option, Wanted
+from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from inference_svc.results.embedding_rule import Pooling
 from inference_svc.results.pooling import HiddenSum, PoolingOption
@@ -78,3 +81,34 @@ def test_a_head_has_one_product_in_a_step(monkeypatch: pytest.MonkeyPatch) -> No
         assert weight is not None
         np.testing.assert_allclose(each.part.logits, weight @ hidden[index], atol=1e-5)
         assert (each.part.end, each.part.is_own) == (2, head is not None)
+
+
+@pytest.mark.parametrize(("scale", "is_sound"), [(1.0, True), (3e38, False), (math.nan, False)])
+def test_outputs_that_are_not_finite_are_not_sound(scale: float, is_sound: bool) -> None:
+    """Of one head: the hidden states are finite, and rows of other heads stay sound."""
+    base, own = ClassifierHead(torch.ones(2, SIZE)), ClassifierHead(torch.ones(2, SIZE) * scale)
+    rows = [sequence(1, ClassLogitsOption()) for _ in range(2)]
+    runs = [ScoredRun(each, 1, index, 1) for index, each in enumerate(rows)]
+    found = list(pool([Hidden(runs, torch.ones(2, SIZE), [None, own])], base))
+    assert [each.is_sound for each in found] == [True, is_sound]
+
+
+@pytest.mark.parametrize(
+    ("values", "is_sound"),
+    [
+        ((1.0, 2.0), True),
+        ((-math.inf, 2.0), True),
+        ((-math.inf, -math.inf), False),
+        ((math.inf, 2.0), False),
+        ((math.nan, 2.0), False),
+    ],
+)
+def test_chosen_logits_without_shares_are_not_sound(
+    values: tuple[float, float], is_sound: bool
+) -> None:
+    row = sequence(1, ChosenLogitsOption(("no", "yes"), (0, 1)))
+    logits = torch.tensor([[*values, 3.0]])
+    [found] = choose([BatchRow(row, 0, 1, samples=False)], logits)
+    assert found.is_sound == is_sound
+    assert isinstance(found.part, ChosenLogits)
+    assert not is_sound or 0 < found.part.share_of_last() <= 1
