@@ -72,7 +72,7 @@ class GenerateCall:
 
     request_id: str
     adapter: str
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]
     sampling: SamplingParams
     min_revision: int = 0
     priority: int = 0

@@ -17,7 +17,7 @@ from inference_svc.api.generate_call import GenerateCall, check_grammar
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
 from inference_svc.api.pooling.score import with_answer_tokens
-from inference_svc.api.request_record import RequestLog
+from inference_svc.api.request_record import PromptNote, RequestLog
 from inference_svc.api.residents import Residents
 from inference_svc.api.thoughts import Thoughts
 from inference_svc.api.tools import ReadingOptions
@@ -196,15 +196,15 @@ class Service:
                     record.adapter = incoming.adapter
                     self._work.charge(principal.account, incoming.num_read / READ_BYTES_PER_SECOND)
                 call = _served(call, self.facts)
-                prompts = tuple(map(self._request_log.note_of, call.prompts))
-                record.request_id, record.prompt = call.request_id, prompts[0]
+                record.request_id = call.request_id
+                record.prompt = self._request_log.note_of(call.prompts[0])
                 binding = await self._resolve_call(principal, call)
                 record.bind(binding)
                 check_followed(call, binding, principal.home_tenant)
                 text = await self._text_of(binding, principal)
                 reading = _reading(call, text)
-                call = with_answer_tokens(call, text)
-                made = await self._to_requests(call, binding, principal, text)
+                call = with_answer_tokens(call, text, self._prompts.max_chars(text))
+                made, prompts = await self._to_requests(call, binding, principal, text)
                 call.check_stops(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
                 decoder, ends = _ends(call, reading, requests, text)
@@ -345,9 +345,11 @@ class Service:
 
     async def _to_requests(
         self, call: GenerateCall, binding: Binding | None, principal: Principal, text: TextModel
-    ) -> list[Request]:
-        """Raises InvalidArgument for an invalid prompt."""
+    ) -> tuple[list[Request], tuple[PromptNote, ...]]:
+        """Returns the requests, and a note of each prompt. Raises InvalidArgument for an invalid
+        prompt."""
         requests: list[Request] = []
+        notes: list[PromptNote] = []
         num_tokens = 0
         num_added_tokens = 0 if binding is None else binding.added_tokens
         for index, prompt in enumerate(call.prompts):
@@ -355,6 +357,7 @@ class Service:
                 token_ids = await self._prompts.encode(
                     prompt, principal.account, text, num_added_tokens, call.num_answer_tokens
                 )
+            notes.append(self._request_log.note_of(prompt))
             num_tokens += len(token_ids)
             _check_prompt_tokens(call, num_tokens)
             requests += call.to_requests(
@@ -366,7 +369,7 @@ class Service:
                 end_ids=text.end_ids,
                 vocab_size=self.facts.vocab_size,
             )
-        return requests
+        return requests, tuple(notes)
 
     # --- describing -----------------------------------------------------------------------------
 

@@ -115,8 +115,9 @@ class PromptEncoder:
         self._check(prompt, text)
         return prompt
 
-    def _max_chars(self, text: TextLimits) -> int:
-        return self._max_model_len * text.encoder.max_chars_per_token
+    def max_chars(self, encoder: Encoder) -> int:
+        """Returns the length of the longest text that fits into the context, however it is cut."""
+        return self._max_model_len * encoder.max_chars_per_token
 
     def _check(self, token_ids: tuple[int, ...], text: TextLimits) -> None:
         if not token_ids:
@@ -167,10 +168,10 @@ class PromptEncoder:
                 subject="prompt",
             )
         num_chars = sum(map(len, texts))
-        if num_chars > self._max_chars(text):
+        if num_chars > self.max_chars(text.encoder):
             raise InvalidArgument(
                 f"prompt has {num_chars} characters; this model's context of "
-                f"{self._max_model_len} tokens holds at most {self._max_chars(text)}",
+                f"{self._max_model_len} tokens holds at most {self.max_chars(text.encoder)}",
                 subject="prompt",
             )
 
@@ -191,8 +192,8 @@ class PromptEncoder:
                 )
             else:
                 # An adapter's tokens may be long, which is no reason for a longer template.
-                of_base = self._max_chars(self._base) + _num_chars(prompt)
-                max_chars = min(self._max_chars(text), of_base) + INLINE_CHARS
+                of_base = self.max_chars(self._base.encoder) + _num_chars(prompt)
+                max_chars = min(self.max_chars(text.encoder), of_base) + INLINE_CHARS
                 token_ids = text.encoder.encode_chat(prompt, max_chars, max_seconds)
             found = tuple(token_ids)
             self._check(found, text)

@@ -21,6 +21,8 @@ from tests.support.models.zoo import VOCAB, Zoo
 from tests.system.services import Services
 
 ADAPTER = "r16"
+LONG = 100_000
+"""Characters that no context of the model can hold."""
 QUERY = "Where is it?"
 DOCUMENTS = ["It stands in Paris.", "No.", "yes", "a b c " * 10, "In Rome, I think."]
 TASK = (
@@ -151,6 +153,8 @@ def test_bad_input_is_refused_by_name(judge: Judge) -> None:
         ("a", ["a", ""], {}, "documents[1]"),
         ("a", ["a", "b" * 600], {}, "documents[1]"),
         ("a", ["a"] * 2049, {}, "documents"),
+        ("q" * LONG, ["a", "b"], {}, "query"),
+        ("a", ["a", "b" * LONG], {}, "documents[1]"),
         ("a", "abc", {}, "documents"),
         ("a", ["a"], {"instruction": "i" * 4097}, "instruction"),
     ]
@@ -166,6 +170,8 @@ def test_bad_input_is_refused_by_name(judge: Judge) -> None:
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": ["b" * 600]}, "documents[0]"),
+        ("/v1/rerank", {"query": "q" * LONG, "documents": ["a", "b"]}, "query"),
+        ("/v1/score", {"text_1": "q" * LONG, "text_2": ["a", "b"]}, "text_1"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents"),
     ):

@@ -74,9 +74,10 @@ def from_score_request(
 ) -> GenerateCall:
     """Converts as `from_embed_request`."""
     documents = request.documents[: MAX_INPUTS + 1]
+    query = request.query  # each access makes another copy
     call = ScoreCall(
         **_common(request, deadline_s),
-        pairs=tuple((request.query, document) for document in documents),
+        pairs=tuple((query, document) for document in documents),
         instruction=request.instruction,
         inputs_field="documents",
     )
@@ -156,7 +157,8 @@ class IncomingPoolCall(Generic[M]):
 
 def _num_entries(request: PoolRequest) -> int:
     if isinstance(request, pb.ScoreRequest):
-        return len(request.documents)
+        num_chars = sum(map(len, request.documents[:INLINE_ENTRIES]))
+        return len(request.query) + num_chars + len(request.documents)
     num_ids = sum(len(each.token_ids.ids) for each in request.inputs[:INLINE_ENTRIES])
     return num_ids + len(request.inputs)
 

@@ -3,7 +3,7 @@ and answers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class PoolCall:
     adapter_field: str = "adapter"
     is_id_unique: bool = True
 
-    def _to_call(self, prompts: tuple[Prompt, ...], option: Option) -> GenerateCall:
+    def _to_call(self, prompts: Sequence[Prompt], option: Option) -> GenerateCall:
         return GenerateCall(
             request_id=self.request_id,
             adapter=self.adapter,

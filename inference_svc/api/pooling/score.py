@@ -7,9 +7,10 @@ token: the score is the probability of "yes" against "no".
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
@@ -52,9 +53,37 @@ class ScoreCall(PoolCall):
             )
         for index, (_, document) in enumerate(self.pairs):
             self._check_filled(index, bool(document))
-        instruction = self.instruction or INSTRUCTION
-        prompts = tuple(_question(instruction, *pair) for pair in self.pairs)
-        return self._to_call(prompts, ChosenLogitsOption(_ANSWERS))
+        fields = self.queries_field, self.inputs_field
+        questions = Questions(self.instruction or INSTRUCTION, self.pairs, fields)
+        return self._to_call(questions, ChosenLogitsOption(_ANSWERS))
+
+
+@dataclass(frozen=True, slots=True)
+class Questions(Sequence[Chat]):
+    """The prompts about `pairs`, each made as it is read: a query that all share is copied into
+    every one. `fields` are the caller's names of queries and documents."""
+
+    instruction: str
+    pairs: tuple[tuple[str, str], ...]
+    fields: tuple[str, str]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _question(self.instruction, *self.pairs[index])
+
+    def check_lengths(self, max_chars: int) -> None:
+        """Raises InvalidArgument, naming it, for a text longer than the context can hold."""
+        queries_field, documents_field = self.fields
+        for index, (query, document) in enumerate(self.pairs):
+            for text, field in ((query, queries_field), (document, f"{documents_field}[{index}]")):
+                if len(text) > max_chars:
+                    raise InvalidArgument(
+                        f"{field} has {len(text)} characters; this model's context holds at most "
+                        f"{max_chars}",
+                        subject=field,
+                    )
 
 
 def _question(instruction: str, query: str, document: str) -> Chat:
@@ -65,12 +94,14 @@ def _question(instruction: str, query: str, document: str) -> Chat:
     return Chat(messages, reasoning_effort="none", may_lack_effort=True)
 
 
-def with_answer_tokens(call: GenerateCall, encoder: Encoder) -> GenerateCall:
+def with_answer_tokens(call: GenerateCall, encoder: Encoder, max_chars: int) -> GenerateCall:
     """Returns the call with the tokens of its answers, if it scores. Raises InvalidArgument if the
-    tokenizer has no single tokens for them."""
+    tokenizer has no single tokens for them, and for a text longer than `max_chars`."""
     option = call.wanted.get(ChosenLogitsOption)
     if option is None:
         return call
+    assert isinstance(call.prompts, Questions)
+    call.prompts.check_lengths(max_chars)
     token_ids = []
     for text in option.texts:
         found = encoder.encode(text, add_special_tokens=False)

@@ -1,0 +1,66 @@
+"""The prompts of a call to score: made one by one, of texts that can fit."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.grpc.pooling import IncomingPoolCall, from_score_request
+from inference_svc.api.pooling.score import Questions
+from inference_svc.results.embedding_rule import NO_EMBEDDINGS
+from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.errors import InvalidArgument
+from servicekit.rpc.requests import INLINE_ENTRIES
+
+
+def test_the_query_is_not_copied_for_each_document() -> None:
+    request = pb.ScoreRequest(query="q" * 1_000_000, documents=["d"] * 2048)
+    tracemalloc.start()
+    try:
+        call = from_score_request(request, NO_EMBEDDINGS)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4_000_000
+    assert len(call.prompts) == 2048
+    assert "<Query>: qqq" in call.prompts[2047].messages[1].content
+
+
+@pytest.mark.parametrize(
+    ("query", "document", "subject"),
+    [("q" * 11, "d", "query"), ("q", "d" * 11, "documents[1]")],
+)
+def test_a_text_longer_than_the_context_is_refused(query: str, document: str, subject: str) -> None:
+    questions = Questions("", ((query, "d"), (query, document)), ("query", "documents"))
+    questions.check_lengths(11)
+    with pytest.raises(InvalidArgument, match="11 characters") as caught:
+        questions.check_lengths(10)
+    assert caught.value.subject == subject
+
+
+@pytest.mark.parametrize("num_entries", [INLINE_ENTRIES, INLINE_ENTRIES + 1])
+def test_many_characters_are_converted_by_a_parser(num_entries: int) -> None:
+    """A document counts as one more than it has."""
+    threads: list[str] = []
+
+    def watched(*args: Any) -> GenerateCall:
+        threads.append(threading.current_thread().name)
+        return from_score_request(*args)
+
+    request = pb.ScoreRequest(query="q" * (num_entries - 3), documents=["dd"])
+    context: Any = SimpleNamespace(time_remaining=lambda: None)
+
+    async def main() -> GenerateCall:
+        with ThreadPoolExecutor(1, thread_name_prefix="parser") as parsers:
+            incoming = IncomingPoolCall(request, context, NO_EMBEDDINGS, watched)
+            return await incoming.read(parsers)
+
+    assert len(asyncio.run(main()).prompts) == 1
+    assert threads[0].startswith("parser") == (num_entries > INLINE_ENTRIES)
