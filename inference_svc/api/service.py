@@ -41,7 +41,7 @@ from inference_svc.text.answers.families import AnswerReader
 from inference_svc.text.chat import Chat
 from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.no_tokenizer import NO_TOKENIZER
-from inference_svc.text.prompt import Prompt, PromptEncoder
+from inference_svc.text.prompt import MIN_CHARS, Prompt, PromptEncoder, num_chars_of
 from inference_svc.text.text_model import TextModel
 from servicekit.errors import InvalidArgument
 from servicekit.shares import Shares
@@ -350,13 +350,19 @@ class Service:
         prompt."""
         requests: list[Request] = []
         notes: list[PromptNote] = []
-        num_tokens = 0
+        num_tokens = num_chars = 0
         num_added_tokens = 0 if binding is None else binding.added_tokens
         for index, prompt in enumerate(call.prompts):
             with child_span("tokenize"), _naming_prompt(call, index):
                 token_ids = await self._prompts.encode(
-                    prompt, principal.account, text, num_added_tokens, call.num_answer_tokens
+                    prompt,
+                    principal.account,
+                    text,
+                    num_added_tokens,
+                    call.num_answer_tokens,
+                    num_chars,
                 )
+            num_chars += max(num_chars_of(prompt), MIN_CHARS)
             notes.append(self._request_log.note_of(prompt))
             num_tokens += len(token_ids)
             _check_prompt_tokens(call, num_tokens)

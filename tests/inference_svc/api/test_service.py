@@ -1,0 +1,75 @@
+"""The prompts of one call hold up the event loop no longer than one prompt may."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inference_svc.api.pooling.embed import EmbedCall
+from inference_svc.api.request_record import NO_PROMPT
+from inference_svc.api.service import Service
+from inference_svc.results.embedding_rule import NO_EMBEDDINGS
+from inference_svc.results.pooling import PoolingOption
+from inference_svc.text.prompt import INLINE_CHARS, MIN_CHARS, PromptEncoder, Text
+from servicekit.work_budget import WorkBudget
+
+
+class Watched:
+    """Tokens are characters; counts the texts that are tokenised on the event loop, and
+    how many are in a row."""
+
+    max_chars_per_token = 1
+    renders_in_child = False
+    end_ids = ()
+    num_inline = in_a_row = most_in_a_row = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if threading.current_thread() is threading.main_thread():
+            self.num_inline += 1
+            self.in_a_row += 1
+            self.most_in_a_row = max(self.most_in_a_row, self.in_a_row)
+        return [ord(char) for char in text]
+
+
+@pytest.mark.parametrize(
+    ("num_chars", "num_inline", "most_in_a_row"),
+    [(585, INLINE_CHARS // 585, INLINE_CHARS // 585), (1, 200, INLINE_CHARS // MIN_CHARS + 1)],
+    ids=["in a thread", "in turns"],
+)
+def test_many_texts_of_a_call_leave_the_event_loop(
+    num_chars: int, num_inline: int, most_in_a_row: int
+) -> None:
+    inputs = tuple(Text("x" * num_chars) for _ in range(200))
+    call = EmbedCall(
+        request_id="a", adapter="", inputs=inputs, option=PoolingOption(None, None, 0)
+    ).to_call(NO_EMBEDDINGS)
+    encoder: Any = Watched()
+    principal: Any = SimpleNamespace(account="a", home_tenant="")
+
+    async def watch() -> None:
+        while True:
+            encoder.in_a_row = 0
+            await asyncio.sleep(0)
+
+    async def main() -> int:
+        service: Any = SimpleNamespace(
+            _prompts=PromptEncoder(encoder, 1000, 128, WorkBudget("work", 1.0)),
+            _request_log=SimpleNamespace(note_of=lambda prompt: NO_PROMPT),
+            facts=SimpleNamespace(max_model_len=1000, vocab_size=128),
+        )
+        others = asyncio.create_task(watch())
+        try:
+            made, notes = await Service._to_requests(service, call, None, principal, encoder)
+        finally:
+            others.cancel()
+            service._prompts.close()
+        assert len(notes) == len(inputs)
+        return len(made)
+
+    assert asyncio.run(main()) == len(inputs)
+    assert encoder.num_inline == num_inline
+    assert encoder.most_in_a_row <= most_in_a_row
