@@ -203,7 +203,7 @@ class Service:
                 check_followed(call, binding, principal.home_tenant)
                 text = await self._text_of(binding, principal)
                 reading = _reading(call, text)
-                call = with_answer_tokens(call, text, self._prompts.max_chars(text))
+                call = with_answer_tokens(call, text, self._prompts, binding)
                 made, prompts = await self._to_requests(call, binding, principal, text)
                 call.check_stops(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)

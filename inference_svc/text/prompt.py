@@ -120,6 +120,10 @@ class PromptEncoder:
         self._check(prompt, text)
         return prompt
 
+    @property
+    def vocab_size(self) -> int:
+        return self._base.vocab_size
+
     def max_chars(self, encoder: Encoder) -> int:
         """Returns the length of the longest text that fits into the context, however it is cut."""
         return self._max_model_len * encoder.max_chars_per_token

@@ -18,8 +18,9 @@ from inference_svc.api.pooling.call import PoolCall, pooled_inputs
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.results.base import Wanted, of_kind
 from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
+from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat, ChatMessage
-from inference_svc.text.prompt import Encoder
+from inference_svc.text.prompt import Encoder, PromptEncoder
 from servicekit.errors import InvalidArgument
 
 MAX_INSTRUCTION_CHARS = 4096
@@ -94,21 +95,32 @@ def _question(instruction: str, query: str, document: str) -> Chat:
     return Chat(messages, reasoning_effort="none", may_lack_effort=True)
 
 
-def with_answer_tokens(call: GenerateCall, encoder: Encoder, max_chars: int) -> GenerateCall:
-    """Returns the call with the tokens of its answers, if it scores. Raises InvalidArgument if the
-    tokenizer has no single tokens for them, and for a text longer than `max_chars`."""
+def with_answer_tokens(
+    call: GenerateCall, encoder: Encoder, prompts: PromptEncoder, binding: Binding | None
+) -> GenerateCall:
+    """Returns the call with the tokens of its answers, if it scores. Raises InvalidArgument for a
+    text that is too long for `prompts`, and if the `encoder` of the model or adapter has no single
+    tokens for the answers, or such that the model has no logits of."""
     option = call.wanted.get(ChosenLogitsOption)
     if option is None:
         return call
     assert isinstance(call.prompts, Questions)
-    call.prompts.check_lengths(max_chars)
+    call.prompts.check_lengths(prompts.max_chars(encoder))
+    subject = "model" if binding is None else "adapter"
+    vocab_size = prompts.vocab_size + (0 if binding is None else binding.added_tokens)
     token_ids = []
     for text in option.texts:
         found = encoder.encode(text, add_special_tokens=False)
         if len(found) != 1:
             raise InvalidArgument(
                 f"the tokenizer has no single token for {text!a}, by which documents are scored",
-                subject="adapter",
+                subject=subject,
+            )
+        if found[0] >= vocab_size:
+            raise InvalidArgument(
+                f"the tokenizer's token {found[0]} for {text!a}, by which documents are scored, is "
+                f"none of the {vocab_size} tokens that this model knows",
+                subject=subject,
             )
         token_ids += found
     return replace(call, wanted=Wanted((replace(option, token_ids=tuple(token_ids)),)))

@@ -13,11 +13,14 @@ import pytest
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc.pooling import IncomingPoolCall, from_score_request
-from inference_svc.api.pooling.score import Questions
+from inference_svc.api.pooling.score import Questions, with_answer_tokens
+from inference_svc.results.chosen_logits import ChosenLogitsOption
 from inference_svc.results.embedding_rule import NO_EMBEDDINGS
+from inference_svc.text.prompt import PromptEncoder
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
 from servicekit.rpc.requests import INLINE_ENTRIES
+from servicekit.work_budget import WorkBudget
 
 
 def test_the_query_is_not_copied_for_each_document() -> None:
@@ -64,3 +67,31 @@ def test_many_characters_are_converted_by_a_parser(num_entries: int) -> None:
 
     assert len(asyncio.run(main()).prompts) == 1
     assert threads[0].startswith("parser") == (num_entries > INLINE_ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("yes_id", "num_added", "subject"),
+    [(9, None, ""), (10, None, "model"), (10, 0, "adapter"), (11, 2, ""), (12, 2, "adapter")],
+)
+def test_answers_have_logits(yes_id: int, num_added: int | None, subject: str) -> None:
+    """Their tokens are the model's, which has 10, or added by the adapter."""
+    encoder: Any = SimpleNamespace(
+        max_chars_per_token=4,
+        encode=lambda text, add_special_tokens: [yes_id if text == "yes" else 3],
+    )
+    binding: Any = None if num_added is None else SimpleNamespace(added_tokens=num_added)
+    call = from_score_request(pb.ScoreRequest(query="q", documents=["d"]), NO_EMBEDDINGS)
+    prompts = PromptEncoder(encoder, 100, 10, WorkBudget("work", 1.0))
+    try:
+        if subject:
+            with pytest.raises(InvalidArgument, match=f"token {yes_id} for 'yes'") as caught:
+                with_answer_tokens(call, encoder, prompts, binding)
+            assert caught.value.subject == subject
+        else:
+            option = with_answer_tokens(call, encoder, prompts, binding).wanted.get(
+                ChosenLogitsOption
+            )
+            assert option is not None
+            assert option.token_ids == (3, yes_id)
+    finally:
+        prompts.close()
