@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import sys
@@ -177,6 +178,7 @@ def _child(
     receiver: Connection,
     sender: Connection,
 ) -> None:
+    gc.freeze()  # garbage of the parent may join threads that a fork has not
     receiver.close()
     [stage] = [stage for stage in STAGES if stage.name == name]
     try:
