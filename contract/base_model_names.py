@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 _LOCAL_PATH = re.compile(r"[/~\\]|\.{1,2}([/\\]|$)|[A-Za-z]:[/\\]|file:|.*\\")
@@ -55,6 +56,16 @@ def names_local_path(base_model: str) -> bool:
     """Returns whether a base model's name is a path on some trainer's machine: no hub and no
     operator names a model like this, and elsewhere it has no meaning."""
     return _LOCAL_PATH.match(base_model) is not None or base_model.count("/") > 1
+
+
+def name_of_files(model: Path) -> str:
+    """Returns the name of a model's folder, on the hub if it is one of the hub's cache, or of its
+    file, without the type of its weights."""
+    if model.is_file():
+        return without_form(model.name)
+    folder = model.resolve()
+    is_cached = folder.parent.name == "snapshots"
+    return (is_cached and hub_name(folder.parent.parent.name)) or folder.name
 
 
 def hub_name(path: str) -> str:

@@ -129,9 +129,9 @@ _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "Generate": lambda request: requests_of(
         inference_convert.from_generate_request(request, VOCABULARY)
     ),
-    "Embed": lambda request: requests_of(from_embed_request(request, RULE)),
-    "Classify": lambda request: requests_of(from_classify_request(request, RULE)),
-    "Score": lambda request: requests_of(from_score_request(request, RULE)),
+    "Embed": lambda request: requests_of(from_embed_request(request, rule=RULE)),
+    "Classify": lambda request: requests_of(from_classify_request(request)),
+    "Score": lambda request: requests_of(from_score_request(request)),
     "Tokenize": lambda request: from_tokenize_request(request),
     "Detokenize": lambda request: tuple(request.token_ids),
     "InspectAdapter": lambda request: parse_ref(request.ref),

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, ByteSize, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from contract.base_model_names import hub_name, without_form
+from contract.base_model_names import name_of_files
 from servicekit.settings.addresses import split_address
 from servicekit.settings.service import (
     BASICS,
@@ -396,7 +396,7 @@ class InferenceSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_base_model(self) -> Self:
-        if not self.base_model and not _name_of(self.model):
+        if not self.base_model and not name_of_files(self.model):
             raise ValueError("--base-model is required: the model's folder has no name")
         return self
 
@@ -442,9 +442,11 @@ class InferenceSettings(ServiceSettings):
                 f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}: machines are "
                 "counted from 0"
             )
-        if self.nnodes > 1 and not self.rendezvous:
+        if self.nnodes == 1:
+            return self
+        if not self.rendezvous:
             raise ValueError("--rendezvous is required with --nnodes: machine 0's address")
-        if self.nnodes > 1 and self.rendezvous_token is None:
+        if self.rendezvous_token is None:
             raise ValueError(
                 "LOADOUT_INFERENCE_RENDEZVOUS_TOKEN is required with --nnodes: a secret that all "
                 f"machines have, of at least {MIN_TOKEN_CHARS} characters, such as "
@@ -472,13 +474,14 @@ class InferenceSettings(ServiceSettings):
 
     @property
     def share(self) -> float:
-        """One tenant's share of each limited resource; all callers are one without a policy."""
+        """One tenant's share of each limited resource. Without a policy all callers are one
+        tenant."""
         return 1.0 if self.policy_file is None else self.tenant_share
 
     @property
     def base_model_names(self) -> tuple[str, ...]:
         """The base model's name, then its aliases, each once."""
-        name = self.base_model or _name_of(self.model)
+        name = self.base_model or name_of_files(self.model)
         return tuple(dict.fromkeys((name, *self.aliases)))
 
 
@@ -489,12 +492,3 @@ def split_hub_name(model: str) -> tuple[str, str | None]:
     if found is None:
         raise ValueError(NO_MODEL.format(redact(model)))
     return found[1], found[2]
-
-
-def _name_of(model: Path) -> str:
-    """Returns the name of a model's folder, on the hub if it is one of the hub's cache, or of its
-    file, without the type of its weights."""
-    if model.is_file():
-        return without_form(model.name)
-    folder = model.resolve()
-    return (folder.parent.name == "snapshots" and hub_name(folder.parents[1].name)) or folder.name

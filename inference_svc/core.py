@@ -334,10 +334,6 @@ class BatchRow(NamedTuple):
     samples: bool
 
     @property
-    def is_pooled(self) -> bool:
-        return self.sequence.request.kind is not Kind.GENERATE
-
-    @property
     def slot(self) -> int:
         return self.sequence.slot
 

@@ -14,6 +14,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule
 
+OBJECT_BYTES = 192
+"""The approximate memory of a part with one array, in addition to its numbers."""
+FP32_BYTES = 4
+
 
 class Scope(enum.Enum):
     """The tokens that a kind of result is about."""

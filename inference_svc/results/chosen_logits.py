@@ -7,12 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from inference_svc.results.base import Kind, Option, Scope
-
-OBJECT_BYTES = 192
-"""The approximate memory of a part, in addition to its numbers."""
-ITEM_BYTES = 4
-"""Logits are fp32."""
+from inference_svc.results.base import FP32_BYTES, OBJECT_BYTES, Kind, Option, Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,7 @@ class ChosenLogitsOption(Option):
         return num_prompt - 1, num_prompt
 
     def prompt_bytes(self, num_tokens: int) -> int:
-        return OBJECT_BYTES + ITEM_BYTES * len(self.texts)
+        return OBJECT_BYTES + FP32_BYTES * len(self.texts)
 
 
 class ChosenLogits(NamedTuple):

@@ -8,14 +8,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_svc.results.base import Kind, Option, Scope, Server
+from inference_svc.results.base import FP32_BYTES, OBJECT_BYTES, Kind, Option, Scope, Server
 from inference_svc.results.classifier_rule import MAX_LABELS
 from servicekit.errors import InvalidArgument
-
-OBJECT_BYTES = 192
-"""The approximate memory of a part, in addition to its numbers."""
-ITEM_BYTES = 4
-"""Outputs are fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class ClassLogitsOption(Option):
         return (0, 1) if self.reads_first else (num_prompt - 1, num_prompt)
 
     def prompt_bytes(self, num_tokens: int) -> int:
-        return OBJECT_BYTES + ITEM_BYTES * MAX_LABELS
+        return OBJECT_BYTES + FP32_BYTES * MAX_LABELS
 
 
 class ClassLogits(NamedTuple):

@@ -14,14 +14,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_svc.results.base import Kind, Option, Scope, Server
+from inference_svc.results.base import FP32_BYTES, OBJECT_BYTES, Kind, Option, Scope, Server
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from servicekit.errors import InvalidArgument
 
-OBJECT_BYTES = 192
-"""The approximate memory of a part, in addition to its numbers."""
-ITEM_BYTES = 4
-"""Sums are fp32."""
 TINY = 1e-12
 """Shorter vectors are divided by this instead of their length, as by torch's `normalize`."""
 
@@ -63,7 +59,7 @@ class PoolingOption(Option):
         return self.pooling.positions(num_prompt)
 
     def prompt_bytes(self, num_tokens: int) -> int:
-        return OBJECT_BYTES + ITEM_BYTES * self.size
+        return OBJECT_BYTES + FP32_BYTES * self.size
 
 
 def _checked_dimensions(dimensions: int, rule: EmbeddingRule, model: str) -> int:

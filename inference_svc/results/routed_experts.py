@@ -6,11 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from inference_svc.results.base import Option, Scope, Server
+from inference_svc.results.base import OBJECT_BYTES, Option, Scope, Server
 from servicekit.errors import InvalidArgument
-
-OBJECT_BYTES = 192
-"""The approximate memory of a part, in addition to its experts."""
 
 
 class ExpertLayers(NamedTuple):

@@ -48,7 +48,7 @@ M = TypeVar("M", pb.EmbedRequest, pb.ScoreRequest, pb.ClassifyRequest)
 
 
 def from_embed_request(
-    request: pb.EmbedRequest, rule: EmbeddingRule, deadline_s: float | None = None
+    request: pb.EmbedRequest, deadline_s: float | None = None, *, rule: EmbeddingRule
 ) -> GenerateCall:
     """Converts a message within its bounds; `rule` is the model's, and `deadline_s` the caller's,
     in monotonic time. Raises InvalidArgument, naming the field."""
@@ -69,9 +69,7 @@ def from_embed_request(
     return call.to_call(rule)
 
 
-def from_score_request(
-    request: pb.ScoreRequest, rule: EmbeddingRule, deadline_s: float | None = None
-) -> GenerateCall:
+def from_score_request(request: pb.ScoreRequest, deadline_s: float | None = None) -> GenerateCall:
     """Converts as `from_embed_request`."""
     documents = request.documents[: MAX_INPUTS + 1]
     query = request.query  # each access makes another copy
@@ -85,7 +83,7 @@ def from_score_request(
 
 
 def from_classify_request(
-    request: pb.ClassifyRequest, rule: EmbeddingRule, deadline_s: float | None = None
+    request: pb.ClassifyRequest, deadline_s: float | None = None
 ) -> GenerateCall:
     """Converts as `from_embed_request`."""
     common = _common(request, deadline_s)
@@ -129,8 +127,7 @@ class IncomingPoolCall(Generic[M]):
         self,
         request: M,
         context: Call,
-        rule: EmbeddingRule,
-        convert_request: Callable[[M, EmbeddingRule, float | None], GenerateCall],
+        convert_request: Callable[[M, float | None], GenerateCall],
     ) -> None:
         self.request_id: str = request.request_id[:MAX_ID_CHARS]
         parts = sum_label(part.ref[:MAX_NAME_CHARS] for part in request.adapters[:MAX_PARTS])
@@ -138,8 +135,7 @@ class IncomingPoolCall(Generic[M]):
         self.num_read = 0  # the transport has read, and charged, it
         self._request: M | None = request
         self._context = context
-        self._rule = rule
-        self._convert: Callable[[M, EmbeddingRule, float | None], GenerateCall] = convert_request
+        self._convert: Callable[[M, float | None], GenerateCall] = convert_request
 
     def accept(self, caller: Principal) -> int:
         return 0  # held by the transport since before it was read
@@ -149,8 +145,8 @@ class IncomingPoolCall(Generic[M]):
         assert request is not None, "it is read once"
         deadline_s = deadline_after(self._context.time_remaining())
         if _num_entries(request) <= INLINE_ENTRIES:
-            return self._convert(request, self._rule, deadline_s)
-        converting = parsers.submit(self._convert, request, self._rule, deadline_s)
+            return self._convert(request, deadline_s)
+        converting = parsers.submit(self._convert, request, deadline_s)
         del request  # the parser alone holds it
         return await asyncio.wrap_future(converting)
 

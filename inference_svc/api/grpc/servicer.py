@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 from contextlib import aclosing
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
 
 from inference_svc.api.access import Caller
 from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall, deadline_after
-from inference_svc.api.generate_stream import INLINE_TOKENS
+from inference_svc.api.generate_stream import INLINE_TOKENS, GenerateStream
 from inference_svc.api.grpc import convert, results
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.grpc.pooling import (
@@ -40,6 +43,7 @@ from servicekit.rpc.interceptor import CallRules
 from servicekit.rpc.requests import INLINE_ENTRIES
 
 Context: TypeAlias = Call
+R = TypeVar("R")
 
 TOOL_ENTRIES = 64
 """How many entries the schema of a tool has, at a guess."""
@@ -90,34 +94,35 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                     await context.write(response)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> None:  # noqa: N802
-        rule = self._service.facts.embedding
-        incoming = IncomingPoolCall(request, context, rule, from_embed_request)
+        convert_request = partial(from_embed_request, rule=self._service.facts.embedding)
+        incoming = IncomingPoolCall(request, context, convert_request)
         del request  # the call lets go of it once it is converted
-        stream = await self._service.generate(_caller(context), incoming)
-        context.release_request()  # its inputs are tokens now
-        async with aclosing(embeddings(stream)) as found:
-            async for each in found:
-                await context.write(to_embed_response(stream, each))
+        await self._answer(incoming, context, embeddings, to_embed_response)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> None:  # noqa: N802
-        rule = self._service.facts.embedding
-        incoming = IncomingPoolCall(request, context, rule, from_score_request)
+        incoming = IncomingPoolCall(request, context, from_score_request)
         del request  # the call lets go of it once it is converted
-        stream = await self._service.generate(_caller(context), incoming)
-        context.release_request()  # its documents are tokens now
-        async with aclosing(scores(stream)) as found:
-            async for each in found:
-                await context.write(to_score_response(stream, each))
+        await self._answer(incoming, context, scores, to_score_response)
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> None:  # noqa: N802
-        facts, is_raw = self._service.facts, request.raw
-        incoming = IncomingPoolCall(request, context, facts.embedding, from_classify_request)
+        labels = partial(classes, rule=self._service.facts.classifier, is_raw=request.raw)
+        incoming = IncomingPoolCall(request, context, from_classify_request)
         del request  # the call lets go of it once it is converted
+        await self._answer(incoming, context, labels, to_classify_response)
+
+    async def _answer(
+        self,
+        incoming: IncomingPoolCall[Any],
+        context: Context,
+        results: Callable[[GenerateStream], AsyncGenerator[R, None]],
+        to_response: Callable[[GenerateStream, R], Message],
+    ) -> None:
+        """Runs a call that pools, and writes each of its results as it comes."""
         stream = await self._service.generate(_caller(context), incoming)
         context.release_request()  # its inputs are tokens now
-        async with aclosing(classes(stream, facts.classifier, is_raw=is_raw)) as found:
+        async with aclosing(results(stream)) as found:
             async for each in found:
-                await context.write(to_classify_response(stream, each))
+                await context.write(to_response(stream, each))
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: Context

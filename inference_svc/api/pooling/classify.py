@@ -34,17 +34,15 @@ class ClassifyCall(PoolCall):
 
 @dataclass(frozen=True, slots=True)
 class Classified:
-    """The probability of each label of an input, fp32 [labels], and the most probable one."""
+    """The probability of each label of an input, fp32 [labels], and the most probable one, whose
+    number is `label_index`."""
 
     index: int
     label: str
+    label_index: int
     probabilities: NDArray[np.float32]
     usage: Usage
     timings: Timings
-
-    @property
-    def label_index(self) -> int:
-        return int(self.probabilities.argmax())
 
 
 async def classes(
@@ -68,7 +66,7 @@ async def classes(
             values = activation(logits)
             best = int(values.argmax())
             label = _label(made, rule, best)
-            yield Classified(each.index, label, values, each.usage, each.timings)
+            yield Classified(each.index, label, best, values, each.usage, each.timings)
 
 
 def _label(made: ClassLogits, rule: ClassifierRule, index: int) -> str:

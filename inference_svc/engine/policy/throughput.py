@@ -46,7 +46,8 @@ class Throughput:
         ended = [output for output in outputs if output.usage is not None]
         self._ended += len(ended)
         if batch.pools:  # prompts that are pooled tell nothing of the length of answers
-            pooled = {row.sequence.request.request_id for row in batch.rows if row.is_pooled}
+            sequences = (row.sequence for row in batch.rows)
+            pooled = {each.request.request_id for each in sequences if each.end_pooled}
             ended = [output for output in ended if output.request_id not in pooled]
         self._answered += len(ended)
         self._generated += sum(output.usage.completion_tokens for output in ended if output.usage)

@@ -141,23 +141,27 @@ def read_thoughts(scanner: Scanner, thoughts: Thoughts, *, starts_thinking: bool
     """
     scanner.keep("")
     yield from scanner.skip_space()
-    has_begun = (yield from scanner.accept(thoughts.begin)) or starts_thinking
-    if not has_begun or not scanner.apart:
+    if not (yield from scanner.accept(thoughts.begin)) and not starts_thinking:
         scanner.say_kept()
-    if not has_begun:
         return
     if not scanner.apart:
-        yield from scanner.until_stop((thoughts.end,), scanner.say)
-        scanner.keep("")
-        yield from scanner.accept(thoughts.end)
-        yield from scanner.skip_space()
         scanner.say_kept()
+        yield from _say_thoughts(scanner, thoughts.end)
         return
     scanner.forget()
     yield from scanner.skip_space()
     yield from scanner.until((thoughts.end,), scanner.think)
     scanner.drop_space()
     yield from scanner.skip_space()
+
+
+def _say_thoughts(scanner: Scanner, end: str) -> Reading[None]:
+    """Says thoughts up to the marker after them, and that with the space behind it."""
+    yield from scanner.until_stop((end,), scanner.say)
+    scanner.keep("")
+    yield from scanner.accept(end)
+    yield from scanner.skip_space()
+    scanner.say_kept()
 
 
 def say_all(scanner: Scanner) -> Reading[None]:

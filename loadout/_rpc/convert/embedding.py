@@ -57,11 +57,7 @@ def classification(message: inference_pb.ClassifyResponse) -> types.Classificati
     )
 
 
-def _common(
-    message: inference_pb.EmbedResponse
-    | inference_pb.ScoreResponse
-    | inference_pb.ClassifyResponse,
-) -> dict[str, Any]:
+def _common(message: _Response) -> dict[str, Any]:
     return {
         "request_id": message.request_id,
         "index": message.index,

@@ -15,7 +15,6 @@ from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc.pooling import IncomingPoolCall, from_score_request
 from inference_svc.api.pooling.score import Questions, with_answer_tokens
 from inference_svc.results.chosen_logits import ChosenLogitsOption
-from inference_svc.results.embedding_rule import NO_EMBEDDINGS
 from inference_svc.text.prompt import PromptEncoder
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
@@ -27,7 +26,7 @@ def test_the_query_is_not_copied_for_each_document() -> None:
     request = pb.ScoreRequest(query="q" * 1_000_000, documents=["d"] * 2048)
     tracemalloc.start()
     try:
-        call = from_score_request(request, NO_EMBEDDINGS)
+        call = from_score_request(request)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -62,7 +61,7 @@ def test_many_characters_are_converted_by_a_parser(num_entries: int) -> None:
 
     async def main() -> GenerateCall:
         with ThreadPoolExecutor(1, thread_name_prefix="parser") as parsers:
-            incoming = IncomingPoolCall(request, context, NO_EMBEDDINGS, watched)
+            incoming = IncomingPoolCall(request, context, watched)
             return await incoming.read(parsers)
 
     assert len(asyncio.run(main()).prompts) == 1
@@ -80,7 +79,7 @@ def test_answers_have_logits(yes_id: int, num_added: int | None, subject: str) -
         encode=lambda text, add_special_tokens: [yes_id if text == "yes" else 3],
     )
     binding: Any = None if num_added is None else SimpleNamespace(added_tokens=num_added)
-    call = from_score_request(pb.ScoreRequest(query="q", documents=["d"]), NO_EMBEDDINGS)
+    call = from_score_request(pb.ScoreRequest(query="q", documents=["d"]))
     prompts = PromptEncoder(encoder, 100, 10, WorkBudget("work", 1.0))
     try:
         if subject:
