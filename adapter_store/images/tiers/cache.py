@@ -34,7 +34,8 @@ MAX_WAITING = 64
 """How many images may wait for memory at the same time; each keeps its plan meanwhile."""
 RETRY_SECONDS = 1.0
 MAX_PLANNED = 1024
-"""How many plans' verdicts are kept for the accounts that asked for them."""
+"""How many plans' verdicts are kept for the accounts that asked for them: if there are more, the
+oldest of the tenant that has most of them goes."""
 
 
 class _Flight:
@@ -56,6 +57,29 @@ class _Plan(NamedTuple):
     tenant: str
     account: str
     key: ImageKey
+
+
+class _Verdicts:
+    """The verdicts of the last plans, at most MAX_PLANNED: a tenant with many displaces its own."""
+
+    def __init__(self) -> None:
+        self._by_tenant: dict[str, OrderedDict[_Plan, LayoutVerdict]] = {}
+        self._num_kept = 0
+
+    def get(self, plan: _Plan) -> LayoutVerdict | None:
+        kept = self._by_tenant.get(plan.tenant)
+        return None if kept is None else kept.get(plan)
+
+    def keep(self, plan: _Plan, verdict: LayoutVerdict) -> None:
+        kept = self._by_tenant.setdefault(plan.tenant, OrderedDict())
+        self._num_kept += plan not in kept
+        kept[plan] = verdict
+        if self._num_kept > MAX_PLANNED:
+            tenant, largest = max(self._by_tenant.items(), key=lambda item: len(item[1]))
+            largest.popitem(last=False)
+            self._num_kept -= 1
+            if not largest:
+                del self._by_tenant[tenant]
 
 
 class ImageInProgress(NamedTuple):
@@ -96,7 +120,7 @@ class ImageCache:
         self._flights: dict[ImageKey, _Flight] = {}
         self._checks: set[tuple[str, ImageKey]] = set()
         self._plans: dict[_Plan, asyncio.Task[LayoutVerdict | None]] = {}
-        self._planned: OrderedDict[_Plan, LayoutVerdict] = OrderedDict()
+        self._planned = _Verdicts()
         self._waiting = Shares("images_waiting_for_memory", MAX_WAITING, tenant_share)
         self._spare_task: asyncio.Task[None] | None = None
 
@@ -223,9 +247,7 @@ class ImageCache:
         finally:
             del self._plans[job]
         if found is not None and found.content is not None:
-            self._planned[job] = found
-            while len(self._planned) > MAX_PLANNED:
-                self._planned.popitem(last=False)
+            self._planned.keep(job, found)
         return found
 
     def set_pinned(self, pinned: Iterable[ImageKey]) -> list[ImageKey]:

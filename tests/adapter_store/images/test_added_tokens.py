@@ -20,6 +20,7 @@ from adapter_store.core import ANYONE, AdapterRecord, ImageKey, LayoutVerdict, P
 from adapter_store.errors import CatalogUnavailable, SourceUnavailable, disk_full
 from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.precompile import Precompiler
+from adapter_store.images.tiers import cache
 from adapter_store.images.worker_pool import WorkerPool
 from adapter_store.registration.registrar import Registration
 from adapter_store.service import reading
@@ -245,6 +246,38 @@ def test_a_slow_plan_is_for_the_next_look_up(start, make_adapter, make_layout, p
             await store.images.wait_idle()
             assert (await get(store)).added_tokens == 2
             assert len(plans.digests) == 1
+
+    asyncio.run(main())
+
+
+def test_a_tenant_with_many_plans_displaces_its_own(
+    start, make_adapter, make_layout, plans, monkeypatch
+):
+    """The other's is still known, though the catalog hides it."""
+    monkeypatch.setattr(lookup, "MIN_HIDDEN_MICROS", 600_000_000)
+    monkeypatch.setattr(cache, "MAX_PLANNED", 3)
+    folders = [with_head(make_adapter, folder="x" * length) for length in range(1, 6)]
+
+    async def main() -> None:
+        async with start() as store:
+            await store.use_cases.layouts.register(make_layout(), [1, 2])
+
+            async def plan(tenant: str, folder: Path, name: str) -> None:
+                caller = replace(ANYONE, name=tenant, tenants=frozenset({tenant}))
+                request = Registration(AdapterName(tenant, name))
+                registering = store.use_cases.registering
+                change = await registering.register(caller, request, f"file://{folder}")
+                await change.wait()
+                assert (await get(store, name, caller)).added_tokens == 2
+
+            await plan("many", folders[0], "a0")
+            await plan("one", folders[0], "mine")
+            for number, folder in enumerate(folders[1:], 1):
+                await plan("many", folder, f"a{number}")
+            num_plans = len(plans.digests)
+            caller = replace(ANYONE, name="one", tenants=frozenset({"one"}))
+            assert (await get(store, "mine", caller)).added_tokens == 2
+            assert len(plans.digests) == num_plans
 
     asyncio.run(main())
 
