@@ -87,7 +87,7 @@ SERVED = _served_layout()
 class _Stream:
     """A pull that receives the given messages."""
 
-    source = "fuzz"
+    source, mapped = "fuzz", None
 
     def __init__(self, messages: Iterable[bytes]) -> None:
         self._messages = messages

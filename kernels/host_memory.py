@@ -4,10 +4,14 @@ that step a fault, and a start that succeeds must not run out of memory later.""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +50,50 @@ def allocate_pinned(num_bytes: int) -> Tensor:
         message = f"{num_bytes} bytes of host memory cannot be pinned: CUDA error {status}"
         raise OSError(errno.ENOMEM, message)
     return memory
+
+
+_FOR_ALL_CONTEXTS, _READ_ONLY = 1, 8
+"""CUDA's cudaHostRegisterPortable and cudaHostRegisterReadOnly."""
+
+
+class HostRegistrar:
+    """Registers read-only memory of others with a CUDA device, which then copies from it while it
+    computes. Thread-safe; both calls take a while, in which other threads run. `on_device` makes
+    the device the current one of a thread, or the call would begin to use the first."""
+
+    def __init__(self, on_device: Callable[[], AbstractContextManager[object]]) -> None:
+        self._on_device = on_device
+
+    def register(self, data: memoryview) -> None:
+        """Registers these bytes, which must stay where they are until `unregister`. Raises OSError
+        if the device refuses them."""
+        # CUDA keeps the error of a call for the thread that has made it: do not call this in a
+        # thread that launches kernels, which would find it there.
+        with self._on_device():
+            flags = _FOR_ALL_CONTEXTS | _READ_ONLY
+            status = int(_cuda_runtime().cudaHostRegister(_address(data), len(data), flags))
+        if status:
+            message = f"{len(data)} bytes of shared memory cannot be registered"
+            raise OSError(errno.ENOMEM, f"{message}: CUDA error {status}")
+
+    def unregister(self, data: memoryview) -> None:
+        """Ends it, once no copy is under way. Raises OSError."""
+        with self._on_device():
+            status = int(_cuda_runtime().cudaHostUnregister(_address(data)))
+        if status:
+            raise OSError(errno.EINVAL, f"CUDA error {status}")
+
+
+def view_of(data: memoryview) -> Tensor:
+    """Returns bytes as uint8 [num_bytes], to be read only, and as long as they are there: unlike
+    torch's own view, it is one of memory that cannot be written to, and does not keep it."""
+    return torch.frombuffer(
+        (ctypes.c_uint8 * len(data)).from_address(_address(data)), dtype=torch.uint8
+    )
+
+
+def _address(data: memoryview) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 class _PinnedMemory(mmap.mmap):

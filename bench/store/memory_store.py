@@ -56,7 +56,7 @@ class StoredImage:
 class MemoryStream:
     """One pull."""
 
-    source = "memory"
+    source, mapped = "memory", None
 
     def __init__(self, stored: StoredImage, offset: int) -> None:
         self._stored = stored

@@ -33,6 +33,7 @@ from inference_svc.adapters.pulls.pull import (
     ImageSink,
     PullDone,
     PullEvent,
+    PullFailed,
     PullJob,
     PullOpened,
 )
@@ -127,7 +128,7 @@ class Receiver:
                 self._free.append(used.pop(event.job))
                 num_bytes += len(self._free[-1])
                 number -= 1
-            else:
+            elif isinstance(event, PullFailed):
                 raise RuntimeError(f"a pull failed: {event.error}")
         return num_bytes
 

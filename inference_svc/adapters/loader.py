@@ -25,6 +25,7 @@ from inference_svc.adapters.pulls.pull import (
     PullDone,
     PullEvent,
     PullFailed,
+    PullFilled,
     PullJob,
     PullOpened,
     SilentSources,
@@ -263,6 +264,9 @@ class Loader:
     # Events.
 
     def on_pull_event(self, event: PullEvent, now_s: float) -> None:
+        if isinstance(event, PullFilled):
+            self.tiers.end_filling(event.job.digest)
+            return
         load = self.loads[event.job.digest]
         assert load.job is event.job
         if isinstance(event, PullOpened):
@@ -270,7 +274,7 @@ class Loader:
             return
         self.counters.pulls_corrupt += event.job.progress.num_corrupt
         if isinstance(event, PullDone):
-            self._on_done(event.job, load, now_s)
+            self._on_done(event, load, now_s)
         else:
             self._on_failed(event, now_s)
 
@@ -289,8 +293,8 @@ class Loader:
         ):
             self.puller.cancel(event.job)
 
-    def _on_done(self, job: PullJob, load: Load, now_s: float) -> None:
-        digest = job.digest
+    def _on_done(self, event: PullDone, load: Load, now_s: float) -> None:
+        digest = event.job.digest
         resident = self.tiers.pull_tier.get(digest)
         assert resident is not None
         assert load.granted_s is not None
@@ -306,6 +310,8 @@ class Loader:
                 self.times.observe_pulled_load(load_seconds, load.waited_s)
         else:
             resident.ready, resident.load_seconds = True, load_seconds
+            if event.registered is not None:
+                self.tiers.begin_filling(digest, event.registered)
             if self.waiters[digest]:
                 self._wait_for_device_room(digest, load, now_s)
                 return

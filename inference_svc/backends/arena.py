@@ -26,7 +26,7 @@ from inference_svc.adapters.memory.tiers import (
     TableWrite,
 )
 from inference_svc.model.checkpoint.classifier import ClassifierHead
-from kernels.host_memory import allocate_host, allocate_pinned
+from kernels.host_memory import allocate_host, allocate_pinned, view_of
 from kernels.lora import LoraTable, OutputVectors, ReplacedWeight, TableRow
 from kernels.lora.rows import ABSENT, NO_VECTORS
 from kernels.lora.table import MixPart
@@ -93,7 +93,7 @@ class Arena:
         allocate_slab = allocate_host if device.type == "cpu" else allocate_pinned
         self.slab = allocate_slab(host_bytes) if host_bytes else None
         self.landing = allocate_slab(arena_bytes) if has_landing else None
-        self._in_flight: deque[tuple[str, Event]] = deque()
+        self._in_flight: deque[tuple[HostCopy, Event]] = deque()
         self._heads: dict[int, ClassifierHead] = {}
 
     @property
@@ -147,26 +147,32 @@ class Arena:
         """Returns the digests whose copies have completed since the last call, without blocking."""
         done = []
         while self._in_flight:
-            digest, copied = self._in_flight[0]
+            change, copied = self._in_flight[0]
             if not copied.query():
                 break
-            done.append(digest)
+            done.append(change.resident.digest)
+            if change.mapped is not None:
+                change.mapped.release()
             self._in_flight.popleft()
         return done
 
     def _start_copy(self, change: HostCopy) -> None:
         copies = self.streams.copies
         copies.wait_stream(self.streams.compute)
-        copies.copy(self._pieces(change.host.extents, change.resident.extents))
+        source, sources = self.slab, change.host.extents
+        if change.mapped is not None:
+            source = view_of(change.mapped.data)
+            sources = (Extent(0, 0, len(source)),)
+        assert source is not None
+        copies.copy(self._pieces(source, sources, change.resident.extents))
         copied = copies.event()
         copied.record()
-        self._in_flight.append((change.resident.digest, copied))
+        self._in_flight.append((change, copied))
 
     def _pieces(
-        self, sources: Sequence[Extent], destinations: Sequence[Extent]
+        self, host: torch.Tensor, sources: Sequence[Extent], destinations: Sequence[Extent]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields pieces of an image, in the arena and in the slab."""
-        assert self.slab is not None
+        """Yields pieces of an image, in the arena and in the host's memory."""
         for source in sources:
             for target in destinations:
                 start = max(source.image_offset, target.image_offset)
@@ -179,7 +185,7 @@ class Arena:
                     there = target.start + first - target.image_offset
                     yield (
                         self._bytes[there : there + num_bytes],
-                        self.slab[here : here + num_bytes],
+                        host[here : here + num_bytes],
                     )
 
     def _own_head(self, resident: Resident) -> ClassifierHead | None:

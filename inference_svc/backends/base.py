@@ -13,6 +13,7 @@ from torch import Tensor
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.tiers import ResidencyChange
+from inference_svc.adapters.pulls.registration import HostRegistrar
 from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.exchange import Meeting
 from inference_svc.backends.magnitudes import Divided
@@ -306,6 +307,11 @@ class BackendFactory(Protocol):
     def has_device_memory(self) -> bool:
         """Whether the device's memory is not the host's: then images are pulled into a pinned host
         tier first."""
+
+    def host_registrar(self, config: EngineConfig) -> HostRegistrar | None:
+        """Returns the part that registers memory of others, from which a backend's `apply` then
+        copies beside steps, as it does from the host tier; None, if copies delay steps in any
+        case."""
 
     @property
     def profiler_device(self) -> str | None:

@@ -275,6 +275,9 @@ class TorchFactory:
     has_device_memory = False
     profiler_device = None
 
+    def host_registrar(self, config: EngineConfig) -> None:
+        """Returns None: a copy on the host delays a step, wherever its source lies."""
+
     def supports(self, config: EngineConfig) -> bool:
         return torch.device(config.device).type == "cpu"
 

@@ -18,6 +18,7 @@ from inference_svc.adapters.prefetch import PrefetchPolicy
 from inference_svc.adapters.pulls.image_source import AdapterStore
 from inference_svc.adapters.pulls.pace import PullPace
 from inference_svc.adapters.pulls.pull import PullEvent
+from inference_svc.adapters.pulls.registration import Registrations
 from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.sums import SumChecks
@@ -175,10 +176,9 @@ def _build(
     host = _host_tier(config, has_device_memory=factory.has_device_memory)
     backend, layout = _load_model(config, decoder, factory, layout, num_threads, ranks)
     pace = pull_pace(config, factory, num_threads)
-    memory, other_layouts = backend.pull_memory, _other_layouts(config, layout)
+    other_layouts = _other_layouts(config, layout)
     stages = (layout, *other_layouts)[:: config.tensor_parallel]
-    others = None if ranks is None else _rank_pulls(config, ranks, backend, pace)
-    puller, residency = _make_residency(config, store, post, stages, memory, host, pace, others)
+    puller, residency = _residency(config, factory, store, post, stages, backend, host, pace, ranks)
     states = make_states(config, backend)
     masks = Masks(lambda: post(MaskReady()))
     scheduler = _make_scheduler(config, decoder, states, residency, masks)
@@ -400,15 +400,16 @@ def _speed(
     return Speed(num_threads, notes, processor, formats)
 
 
-def _make_residency(
+def _residency(
     config: EngineConfig,
+    factory: BackendFactory,
     store: AdapterStore,
     post: Callable[[PullEvent], None],
     stages: Sequence[ModelLayout],
-    pull_memory: memoryview,
+    backend: Backend[Any],
     host: HostTier | None,
     pace: PullPace | None,
-    others: RankPulls | None,
+    ranks: RankGroup | None,
 ) -> tuple[Puller, Residency]:
     """`stages` are the layouts of the first ranks of all stages."""
     layout = stages[0]
@@ -425,11 +426,16 @@ def _make_residency(
     # One more, so that prefetching takes no thread from loads that requests wait for.
     check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
     num_threads = config.pull_workers + config.prefetch
-    puller = Puller(store, num_threads, post, layout.read_header, check, pace, others)
+    others = None if ranks is None else _rank_pulls(config, ranks, backend, pace)
+    registrar = None if ranks is not None or host is None else factory.host_registrar(config)
+    registrations = None if registrar is None else Registrations(registrar)
+    puller = Puller(
+        store, num_threads, post, layout.read_header, check, pace, others, registrations
+    )
     residency = build_residency(
         slots,
         host,
-        pull_memory,
+        backend.pull_memory,
         puller,
         max_rank=config.max_lora_rank,
         stall_s=config.adapter_wait_s,

@@ -9,7 +9,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from inference_svc.adapters.pulls.pull import PullDone, PullEvent, PullFailed, PullOpened
+from inference_svc.adapters.pulls.pull import (
+    PullDone,
+    PullEvent,
+    PullFailed,
+    PullFilled,
+    PullOpened,
+)
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.sums import SumChecks
 from inference_svc.core import FinishReason, Request, Sequence, SequenceState, Sum
@@ -201,7 +207,7 @@ class Engine:
             self.residency.prefetcher.on_repointed(message.old_digest, message.new_digest, now_s)
         elif isinstance(message, Superseded):
             self.residency.set_superseded(message.digest, message.is_superseded)
-        elif isinstance(message, PullOpened | PullDone | PullFailed):
+        elif isinstance(message, PullOpened | PullDone | PullFilled | PullFailed):
             with self.times.loading():
                 self.residency.loader.on_pull_event(message, now_s)
             if isinstance(message, PullOpened):

@@ -235,6 +235,18 @@ LOADS = (
         "ticket, or its file was unsealed or had the wrong_size, or for a reason of the store's.",
         "result",
     ),
+    _OWN.counter(
+        "registered_images",
+        "Images mapped from the store's memory by a server on a GPU, by what became of them: "
+        "registered, so that the GPU copies them from there; else they were copied through the "
+        "host tier, because they are small, others have all places (too_many), they take more "
+        "than all may (too_large), or the GPU has refused one in the last minute (failed).",
+        "result",
+    ),
+    _OWN.gauge(
+        "registered_bytes",
+        "Bytes of images that are registered with a GPU where the store has them.",
+    ),
     _OWN.counter("store_pulled_bytes", "Bytes of images pulled from a replica.", "replica"),
     _OWN.counter("store_failovers", "Pulls and lookups that continued at another replica."),
 )

@@ -145,6 +145,7 @@ def engine_metrics(
         figures = {(str(rank.index), str(rank.stage)): read(rank) for rank in status.ranks}
         yield DEFINITIONS.samples(key, figures)
     yield _by_label("loads_in_progress", status.loads)
+    yield _by_label("registered_images", status.registrations)
     for key, place in (("memory_used_bytes", 0), ("memory_capacity_bytes", 1)):
         yield _by_label(key, {area: sizes[place] for area, sizes in status.memory.items()})
     if snapshot.store_connected is not None:

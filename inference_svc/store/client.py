@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, PullMessage
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.pulls.image_source import PullStream
+from inference_svc.adapters.pulls.image_source import MappedImage, PullStream
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import (
     AdapterNotFound,
@@ -393,6 +393,10 @@ class _ImageStream:
         self._call = call
         self._layout_id = layout_id
         self._is_last = is_last
+
+    @property
+    def mapped(self) -> MappedImage | None:
+        return self._call.mapped
 
     def __iter__(self) -> Generator[PullMessage]:
         num_bytes, result = 0, "cancelled"

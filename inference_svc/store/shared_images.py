@@ -52,32 +52,49 @@ class NotShared(Exception):
 
 
 class SharedImage:
-    """An image's file, mapped until `close`; the connection tells the store that it is."""
+    """An image's file, mapped as long as anybody holds it, first the stream, until `close`. The
+    connection tells the store that it is. See `MappedImage`."""
 
-    def __init__(self, connection: socket.socket, mapping: mmap.mmap | None) -> None:
+    def __init__(self, connection: socket.socket, mapping: mmap.mmap) -> None:
         self._connection = connection
         self._mapping = mapping
+        self.data = memoryview(mapping)
         self._position = 0
+        self._lock = threading.Lock()
+        self._num_holders, self._is_closed = 1, False
 
     def chunks(self, end: int) -> Iterator[ImageChunk]:
         """Yields the bytes up to `end` from where the last call ended. Each is valid until the next
         one is asked for. Raises CorruptImage if the file ends before."""
-        size = 0 if self._mapping is None else len(self._mapping)
-        if not self._position <= end <= size:
-            raise CorruptImage(f"a part of the image ends at {end} of its {size} bytes")
+        if not self._position <= end <= len(self.data):
+            raise CorruptImage(f"a part of the image ends at {end} of its {len(self.data)} bytes")
         while self._position < end:
             begin = self._position
             self._position = min(end, begin + CHUNK_BYTES)
-            assert self._mapping is not None
-            with memoryview(self._mapping)[begin : self._position] as data:
+            with self.data[begin : self._position] as data:
                 yield ImageChunk(begin, data)
 
     def close(self) -> None:
-        """Unmaps the file, then closes the connection. Idempotent."""
-        if self._mapping is not None:
+        """Ends what the stream holds. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.release()
+
+    def hold(self) -> None:
+        with self._lock:
+            assert self._num_holders, "the image is unmapped"
+            self._num_holders += 1
+
+    def release(self) -> None:
+        """Ends what one holder holds. The last one unmaps the file, and closes the connection."""
+        with self._lock:
+            self._num_holders -= 1
+            is_last = not self._num_holders
+        if is_last:
             with contextlib.suppress(BufferError):  # else it goes with the last who reads it
+                self.data.release()
                 self._mapping.close()
-        self._connection.close()
+            self._connection.close()
 
 
 class ShareSocket:
@@ -178,6 +195,8 @@ class PullCall:
         self._lock = threading.Lock()
         self._is_cancelled = self._is_whole = False
         self._share_id = b""
+        self.mapped: SharedImage | None = None
+        """The image, once the header is here, if it is mapped."""
         if sharing is not None:
             self._share_id = sharing.share_id() if can_share else b""
             if not self._share_id:
@@ -208,6 +227,7 @@ class PullCall:
                     yield from self._streamed()
                     return
                 self._sharing.report("shared")
+                self.mapped = image
                 with contextlib.closing(image):
                     yield message
                     yield from self._mapped(image, messages)
@@ -276,8 +296,11 @@ def _map(file: int, num_bytes: int) -> mmap.mmap:
             raise NotShared("unsealed")
         if found.st_size != num_bytes or not num_bytes:
             raise NotShared("wrong_size")
-        with contextlib.suppress(OSError, OverflowError, ValueError):
-            return mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        # Linux before 6.7 maps no sealed file as a shared one. Later it copies each page of a
+        # private mapping that a device is to read.
+        for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
+            with contextlib.suppress(OSError, OverflowError, ValueError):
+                return mmap.mmap(file, num_bytes, kind, mmap.PROT_READ)
         raise NotShared("no_file")
     finally:
         os.close(file)

@@ -180,6 +180,13 @@ def test_a_plan_is_read_as_written(tmp_path):
     assert Plan.read(tmp_path / "plan.json") == plan
 
 
+def test_the_stage_fails_if_the_device_registers_no_image():
+    services.check_registered({"registered": 1.0, "failed": 0.0})
+    for results in ({}, {"registered": 0.0, "failed": 1.0}):
+        with pytest.raises(AssertionError, match="no shared image was registered"):
+            services.check_registered(results)
+
+
 BASE, ADAPTED = (Round(2, adapters, 5, 3) for adapters in (0, 16))
 
 

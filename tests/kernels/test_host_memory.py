@@ -1,4 +1,7 @@
 import gc
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from hypothesis import given
@@ -6,7 +9,14 @@ from hypothesis import strategies as st
 
 from inference_svc.host.memory import resident_bytes
 from kernels import host_memory
-from kernels.host_memory import Slab, allocate_host, allocate_pinned, row_stride
+from kernels.host_memory import (
+    HostRegistrar,
+    Slab,
+    allocate_host,
+    allocate_pinned,
+    row_stride,
+    view_of,
+)
 
 MIB = 1 << 20
 
@@ -16,15 +26,17 @@ class CudaRuntime:
 
     def __init__(self, status: int = 0) -> None:
         self.registered: dict[int, int] = {}
+        self.flags: list[int] = []
         self._status = status
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.flags.append(flags)
         if not self._status:
             self.registered[address] = num_bytes
         return self._status
 
-    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
-        del self.registered[address]
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return self._status if self.registered.pop(address, None) else 1
 
 
 def test_large_memory_is_resident_from_the_start_and_freed_with_its_last_view() -> None:
@@ -80,6 +92,43 @@ def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: CudaRuntime(status=2))
     with pytest.raises(OSError, match="4096 bytes of host memory cannot be pinned"):
         allocate_pinned(4096)
+
+
+def test_memory_of_others_is_registered_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping without write access, as it is."""
+    runtime, entered = CudaRuntime(), []
+
+    @contextmanager
+    def on_device() -> Iterator[None]:
+        entered.append(len(runtime.registered))
+        yield
+
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
+    registrar = HostRegistrar(on_device)
+    with mmap.mmap(-1, 3 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ) as mapping:
+        with memoryview(mapping) as data:
+            registrar.register(data)
+            assert runtime.registered == {view_of(data).data_ptr(): 3 * MIB}
+            assert runtime.flags == [1 | 8], "for all contexts, and read-only"
+            registrar.unregister(data)
+            assert entered == [0, 1]
+            with pytest.raises(OSError, match="CUDA error 1"):
+                registrar.unregister(data)
+        assert not runtime.registered
+
+
+def test_memory_of_others_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: CudaRuntime(status=801))
+    refusal = "4096 bytes of shared memory cannot be registered: CUDA error 801"
+    with pytest.raises(OSError, match=refusal):
+        HostRegistrar(nullcontext).register(memoryview(bytes(4096)))
+
+
+def test_a_view_is_of_the_memory_itself() -> None:
+    data = bytearray(b"abc")
+    view = view_of(memoryview(data))
+    data[1] = 0
+    assert view.tolist() == [97, 0, 99]
 
 
 @given(st.integers(1, 1 << 15), st.sampled_from([1, 2, 4]))

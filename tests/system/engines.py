@@ -46,6 +46,7 @@ class Stream:
     image_id: str
     cancelled: threading.Event = field(default_factory=threading.Event)
     source: str = "memory"
+    mapped: None = None
 
     def cancel(self) -> None:
         self.cancelled.set()

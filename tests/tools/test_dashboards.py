@@ -48,6 +48,8 @@ NOT_SHOWN = {
     "loadout_store_swap_bytes": "a fact of the machine, for the alert on unlocked memory",
     "loadout_store_shared_pulls_total": "for who sets --share-socket; the log has the reasons",
     "loadout_inference_store_shared_pulls_total": "the same, of the receiver",
+    "loadout_inference_registered_images_total": "the same, of a server on a GPU",
+    "loadout_inference_registered_bytes": "at most a GiB, for milliseconds",
     "loadout_inference_pooled_requests_total": "for who embeds; see docs/embeddings.md",
     "loadout_inference_pooled_request_seconds": "for who embeds; see docs/embeddings.md",
     **{

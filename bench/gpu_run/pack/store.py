@@ -121,7 +121,7 @@ def make_store(pack: Path) -> PackStore:
 class PackStream:
     """One pull, from the beginning."""
 
-    source = "pack"
+    source, mapped = "pack", None
 
     def __init__(self, folder: Path, digest: str) -> None:
         self._facts = json.loads((folder / f"{digest}.json").read_text())

@@ -32,6 +32,7 @@ from bench.gpu_run.timing import Deadline
 from loadout import AsyncClient, Client
 from loadout.demo.system import System, SystemSettings
 from loadout.errors import NotFound, Unavailable
+from loadout.prometheus import scrape
 from loadout.types import ImageState
 
 IN_MEMORY = Path("/dev/shm")
@@ -95,6 +96,7 @@ def measure(plan: Plan, made: Checkpoints, folder: Path) -> None:
             found["kernels"] = client.server_info().kernels
             say(found)
             revision = register(client, folder / "adapters", names, found)
+            found["registered_images"] = registered_images(at.inference_metrics)
             say(found)
         asyncio.run(run_rounds(plan, system, names, revision, found, deadline))
         if made.device.type == "cuda":
@@ -133,6 +135,12 @@ def register(client: Client, folder: Path, names: list[str], found: Found) -> in
     next(chunk for chunk in chunks if chunk.token_ids)
     found["cold_first_token_s"] = time.monotonic() - began_s
     return revision
+
+
+def registered_images(metrics_address: str) -> dict[str, float]:
+    """Returns what became of the images that the store has shared with the device's server."""
+    samples = scrape(metrics_address).select("loadout_inference_registered_images_total")
+    return {sample.labels["result"]: sample.value for sample in samples}
 
 
 def is_compiled(client: Client, name: str) -> bool:

@@ -35,7 +35,7 @@ CPUs, would take minutes."""
 
 def run(context: Context) -> Found:
     """Runs the stage. Raises Missing for packages that the services lack, and AssertionError if the
-    program fails or leaves rounds out."""
+    program fails, leaves rounds out, or registers no shared image with the device."""
     with tempfile.TemporaryDirectory() as name:
         home = Path(name, "home")
         wheels = folder.make(context.pack, home)
@@ -46,7 +46,15 @@ def run(context: Context) -> Found:
     assert status == 0, f"the program ended with {status}: {output}"
     assert "rounds" in found, f"the program was not in time: {output}"
     assert not found["left_out"], f"no time was left for {found['left_out']}"
+    if not context.is_emulated:
+        check_registered(found["registered_images"])
     return found
+
+
+def check_registered(results: dict[str, float]) -> None:
+    """Checks that the device has copied images from where the store has them. Raises
+    AssertionError."""
+    assert results.get("registered"), f"no shared image was registered with the device: {results}"
 
 
 def make_plan(context: Context, end_s: float) -> Plan:

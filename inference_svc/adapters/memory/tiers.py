@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.memory.eviction import EvictionReason
 from inference_svc.adapters.memory.image_slots import Reservation, Slots
 from inference_svc.adapters.memory.resident import Resident
+from inference_svc.adapters.pulls.registration import RegisteredImage
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +46,11 @@ class TableClear:
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """Starts to copy an image from the host tier into the arena; a TableWrite is due once it is
-    complete."""
+    complete. The bytes come from `mapped`, if there is one, which is then released."""
 
     host: Resident
     resident: Resident
+    mapped: RegisteredImage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,8 @@ class MemoryTiers:
 
     Pulls write to the `pull_tier`: the host tier, or the arena where there is none. `copies` are
     those in flight by digest, from the decision to the last byte; each pins its host image.
+    `filling` are registered images whose bytes are still being copied to the host tier; each pins
+    its host image, too.
     `dividing` are images that are complete in the arena but for their magnitudes.
     """
 
@@ -137,7 +142,9 @@ class MemoryTiers:
         self.host = host
         self.pull_tier = device if host is None else host.slots
         self.copies: dict[str, InFlightCopy] = {}
+        self.filling: dict[str, RegisteredImage] = {}
         self.dividing: dict[str, Resident] = {}
+        self._leaving: set[str] = set()
         self._times = times
         self.changes = PendingChanges(None if host is None else host.step_copy_bytes)
         self._moved: list[str] = []
@@ -150,6 +157,7 @@ class MemoryTiers:
     def pin_on_host(self, digest: str) -> Resident:
         """Protects its host image from eviction until `unpin_on_host`."""
         assert self.host is not None
+        self._leaving.discard(digest)
         return self.host.slots.acquire(digest, time.time())
 
     def unpin_on_host(self, digest: str) -> None:
@@ -193,9 +201,26 @@ class MemoryTiers:
         """Copies a pinned host image to the arena with the next batch that has capacity for it; see
         `InFlightCopy` for `load`."""
         assert host.users > 0, "a copy's source may be evicted"
-        change = HostCopy(host, target)
+        mapped = self.filling.get(host.digest)
+        if mapped is not None and not mapped.hold():
+            mapped = None  # the host tier has all of it by now
+        change = HostCopy(host, target, mapped)
         self.copies[host.digest] = InFlightCopy(change, now_s, load)
         self.changes.append(change)
+
+    def begin_filling(self, digest: str, mapped: RegisteredImage) -> None:
+        """Copies of a ready host image come from `mapped` until `end_filling`."""
+        self.pin_on_host(digest)
+        self.filling[digest] = mapped
+
+    def end_filling(self, digest: str) -> None:
+        """The host tier has all bytes of an image, which goes now if it was freed meanwhile and is
+        not used again."""
+        del self.filling[digest]
+        self.unpin_on_host(digest)
+        if digest in self._leaving:
+            self._leaving.discard(digest)
+            self._evict_from_host(digest)
 
     def end_copy(self, digest: str) -> InFlightCopy:
         """Publishes an image whose copy is complete, and returns the copy."""
@@ -237,7 +262,14 @@ class MemoryTiers:
         if digest in self.device:
             self.changes.append(TableClear(self.device.remove(digest).slot))
             self.device.evictions[EvictionReason.UNLOAD] += 1
-        if self.host_resident(digest) is not None:
+        if digest in self.filling:
+            self._leaving.add(digest)
+        else:
+            self._evict_from_host(digest)
+
+    def _evict_from_host(self, digest: str) -> None:
+        hosted = self.host_resident(digest)
+        if hosted is not None and not hosted.users:
             assert self.host is not None
             self.host.slots.remove(digest)
             self.host.slots.evictions[EvictionReason.UNLOAD] += 1
@@ -263,14 +295,14 @@ class MemoryTiers:
             is_loading = resident.digest in loads or resident.digest in self.copies
             is_loading |= resident.digest in self.dividing
             assert resident.ready != is_loading, "a half-loaded image"
-        pins = dict.fromkeys(self.copies, 1)
+        pins = Counter([*self.copies, *self.filling])
         for digest, load in loads.by_digest.items():
             if load.state is LoadState.NEEDS_DEVICE_ROOM:
-                pins[digest] = pins.get(digest, 0) + 1
+                pins[digest] += 1
         if self.host is None:
             assert not pins
             return
         self.host.slots.check_integrity()
         for resident in self.host.slots.residents():
-            assert resident.users == pins.get(resident.digest, 0), "a host image pinned for nothing"
+            assert resident.users == pins[resident.digest], "a host image pinned for nothing"
             assert resident.ready or resident.digest in loads, "a half-pulled image"

@@ -11,12 +11,31 @@ from typing import Protocol
 from contract.images.header import PullMessage
 
 
+class MappedImage(Protocol):
+    """An image that the store shares, mapped as long as anybody holds it, and longer if somebody
+    has a view of `data`: all of its bytes, which nobody can change. Thread-safe."""
+
+    @property
+    def data(self) -> memoryview: ...
+
+    def hold(self) -> None:
+        """Adds a holder; the stream that has brought the image is one."""
+
+    def release(self) -> None:
+        """Ends what one holder holds."""
+
+
 class PullStream(Protocol):
     """One pull in progress: an iterator over its messages. `source` names the replica of the store
     that sends them."""
 
     @property
     def source(self) -> str: ...
+
+    @property
+    def mapped(self) -> MappedImage | None:
+        """The image that the chunks are views of, as soon as the header is here; None if their
+        bytes are sent. The stream holds it until the trailer, or its end."""
 
     def __iter__(self) -> Generator[PullMessage]: ...
 

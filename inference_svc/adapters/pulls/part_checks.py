@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 from contract.images.header import LayerEnd
 from inference_svc.adapters.pulls.pull import Progress
 from inference_svc.errors import CorruptImage
+
+T = TypeVar("T")
 
 INLINE_BYTES = 256 << 10
 """Smaller parts are hashed at once: handing one to another thread takes as long."""
@@ -35,6 +37,10 @@ class PartHashers:
         done.set_result(_hash(views))
         return done
 
+    def run(self, work: Callable[[], T]) -> Future[T]:
+        """Does other work of a pull beside the hashes."""
+        return self._pool.submit(work)
+
     def close(self) -> None:
         self._pool.shutdown()
 
@@ -45,12 +51,19 @@ class _Pending(NamedTuple):
 
 
 class PartChecks:
-    """The parts of one attempt that are written and not verified yet. In its context `progress` has
-    only verified ones, and at its end nothing is read any more."""
+    """The parts of one attempt that are in their place and not verified yet. In its context
+    `progress` has only verified ones, and at its end nothing is read any more. `views` returns the
+    memory of the image's bytes from one offset to another."""
 
-    def __init__(self, progress: Progress, hashers: PartHashers) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        hashers: PartHashers,
+        views: Callable[[int, int], Sequence[memoryview]],
+    ) -> None:
         self._progress = progress
         self._hashers = hashers
+        self._views = views
         self._pending: deque[_Pending] = deque()
         self._start = progress.offset
 
@@ -59,13 +72,12 @@ class PartChecks:
         for an earlier part."""
         progress = self._progress
         assert progress.header is not None
-        assert progress.sink is not None
         if end.end_offset != position:
             raise _corrupt(end)
         num_parts = len(progress.part_hashes) + len(self._pending)
         if position == self._start or num_parts >= len(progress.header.segments):
             raise CorruptImage(f"part {end.part} of the image has no segment")
-        views = progress.sink.views(self._start, position)
+        views = self._views(self._start, position)
         self._pending.append(_Pending(end, self._hashers.submit(views)))
         self._start = position
         while self._pending and (

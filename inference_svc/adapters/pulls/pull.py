@@ -15,6 +15,7 @@ import numpy as np
 from contract.images.header import ImageHeader
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.pulls.image_source import PullStream
+from inference_svc.adapters.pulls.registration import RegisteredImage
 from inference_svc.errors import StoreUnavailable, notes_of
 from servicekit.errors import ServiceError
 from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, use_span
@@ -63,6 +64,22 @@ class ImageSink:
             if start >= 0 and start + num_bytes <= extent.num_bytes:
                 return bytes(self._memory[extent.start + start :][:num_bytes])
         raise AssertionError("bytes outside the image's extents")
+
+
+class MappedPlace:
+    """The place of a mapped image, whose bytes need not be written. See `ImageSink`."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Returns: chunks are views of the image."""
+
+    def views(self, start: int, end: int) -> list[memoryview]:
+        return [self._data[start:end]]
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        return bytes(self._data[offset : offset + num_bytes])
 
 
 @dataclass
@@ -263,7 +280,16 @@ class PullOpened:
 
 @dataclass(frozen=True, slots=True)
 class PullDone:
-    """Reports that every byte is in the granted memory and verified."""
+    """Reports that every byte is verified and in the granted memory; or, if the image is
+    `registered`, on its way there, until PullFilled."""
+
+    job: PullJob
+    registered: RegisteredImage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PullFilled:
+    """Reports that every byte of a registered image is in the granted memory, too."""
 
     job: PullJob
 
@@ -276,7 +302,7 @@ class PullFailed:
     error: ServiceError | None
 
 
-PullEvent = PullOpened | PullDone | PullFailed
+PullEvent = PullOpened | PullDone | PullFilled | PullFailed
 
 
 AVOID_S = 300.0

@@ -15,7 +15,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 from contract.images.header import (
@@ -27,19 +28,22 @@ from contract.images.header import (
     trailer_sha256,
 )
 from inference_svc.adapters.memory.extents import Extent
-from inference_svc.adapters.pulls.image_source import AdapterStore
+from inference_svc.adapters.pulls.image_source import AdapterStore, MappedImage
 from inference_svc.adapters.pulls.pace import PullPace
 from inference_svc.adapters.pulls.part_checks import PartChecks, PartHashers
 from inference_svc.adapters.pulls.pull import (
     ImageSink,
+    MappedPlace,
     Parked,
     Progress,
     PullDone,
     PullEvent,
     PullFailed,
+    PullFilled,
     PullJob,
     PullOpened,
 )
+from inference_svc.adapters.pulls.registration import RegisteredImage, Registrations
 from inference_svc.errors import CorruptImage, StoreUnavailable
 from inference_svc.host.cpus import usable_cpus
 from servicekit.errors import ServiceError
@@ -96,7 +100,9 @@ class OtherRanks(Protocol):
 
 
 class Puller:
-    """Pulls with a fixed number of threads. `others` are the other ranks', if there are any.
+    """Pulls with a fixed number of threads. `others` are the other ranks', if there are any. With
+    `registrations` a device copies large images that the store shares from where they are mapped,
+    before they are in the granted memory.
 
     `post` is called from them with PullEvents and must be thread-safe. `read_header` raises
     CorruptImage for a header that does not fit the layout.
@@ -111,9 +117,12 @@ class Puller:
         check_contents: CheckContents,
         pace: PullPace | None = None,
         others: OtherRanks | None = None,
+        registrations: Registrations | None = None,
     ) -> None:
+        assert others is None or registrations is None, "ranks land images themselves"
         self.num_workers = num_workers
         self.others = others
+        self.registrations = registrations
         self._store = store
         self._post = post
         self._read_header = read_header
@@ -153,6 +162,8 @@ class Puller:
         for thread in self._threads:
             thread.join()
         self._hashers.close()
+        if self.registrations is not None:
+            self.registrations.close()
 
     def _work(self) -> None:
         _lower_priority()
@@ -164,6 +175,8 @@ class Puller:
             self._active.remove(job)
             if event is not None:
                 self._post(event)
+            if isinstance(event, PullDone) and event.registered is not None:
+                self._fill(job, event.registered)
 
     def _watch(self) -> None:
         """Ends silent streams; their own threads only wait for the next message."""
@@ -180,8 +193,8 @@ class Puller:
             verified = job.progress.offset
             try:
                 with job.traced_attempt():
-                    self.pull_once(job)
-                return PullDone(job)
+                    registered = self.pull_once(job)
+                return PullDone(job, registered)
             except Parked:
                 return None
             except Cancelled:
@@ -207,8 +220,9 @@ class Puller:
                 return PullFailed(job, ServiceError(f"pull failed: {error!r}"))
         return PullFailed(job, None)
 
-    def pull_once(self, job: PullJob) -> None:
-        """Pulls until the trailer, in the calling thread; raises the error that ended it before."""
+    def pull_once(self, job: PullJob) -> RegisteredImage | None:
+        """Pulls until the trailer, in the calling thread; raises the error that ended it before.
+        Returns the image if it is registered: the granted memory has nothing of it yet."""
         progress = job.progress
         if progress.header is not None and progress.sink is None:
             progress.sink = self._wait_for_room(job, progress.header)  # granted while parked
@@ -221,28 +235,76 @@ class Puller:
         messages = iter(stream)
         try:
             self._open(job, next(messages, None))
-            with PartChecks(progress, self._hashers) as checks:
-                position = progress.offset
-                for message in messages:
-                    job.on_message()
-                    if isinstance(message, ImageChunk):
-                        position = _write(progress, message, position)
-                        if self._pace is not None:
-                            job.pause(self._pace.delay_s(position, len(message.data)))
-                    elif isinstance(message, LayerEnd):
-                        checks.add(message, position)
-                    else:
-                        checks.finish()
-                        _check_trailer(progress, message, position)
-                        assert progress.header is not None
-                        assert progress.sink is not None
-                        self._check_contents(progress.header, progress.sink.read)
-                        return
+            registrations = self.registrations
+            image = None if registrations is None else stream.mapped
+            if registrations is None or image is None or not registrations.admit(len(image.data)):
+                assert progress.sink is not None
+                self._receive(job, messages, progress.sink)
+                return None
+            return self._verify_mapped(job, messages, image, registrations)
         finally:
             job.detach()
             stream.cancel()
             messages.close()  # not later: an error keeps it, and it may keep the store's memory
+
+    def _receive(
+        self, job: PullJob, messages: Iterator[PullMessage], place: ImageSink | MappedPlace
+    ) -> None:
+        """Takes the messages after the header, and verifies the bytes in their place."""
+        progress = job.progress
+        with PartChecks(progress, self._hashers, place.views) as checks:
+            position = progress.offset
+            for message in messages:
+                job.on_message()
+                if isinstance(message, ImageChunk):
+                    position = _write(progress, place, message, position)
+                    if self._pace is not None:
+                        job.pause(self._pace.delay_s(position, len(message.data)))
+                elif isinstance(message, LayerEnd):
+                    checks.add(message, position)
+                else:
+                    checks.finish()
+                    _check_trailer(progress, message, position)
+                    assert progress.header is not None
+                    self._check_contents(progress.header, place.read)
+                    return
         raise StoreUnavailable("the adapter store breaks off before it has sent all of it")
+
+    def _verify_mapped(
+        self,
+        job: PullJob,
+        messages: Iterator[PullMessage],
+        image: MappedImage,
+        registrations: Registrations,
+    ) -> RegisteredImage | None:
+        """Verifies an image where it is mapped, and registers it meanwhile. If the device refuses
+        it, its bytes are in the granted memory as ever."""
+        progress, is_verified = job.progress, False
+        image.hold()
+        registering = self._hashers.run(partial(registrations.register, image))
+        try:
+            try:
+                self._receive(job, messages, MappedPlace(image.data))
+                is_verified = True
+            finally:
+                registered = registering.result()
+                if not is_verified:
+                    progress.restart()  # the granted memory has none of it
+                    if registered is not None:
+                        registered.release()
+            if registered is None:
+                assert progress.sink is not None
+                progress.sink.write(0, image.data)
+            return registered
+        finally:
+            image.release()
+
+    def _fill(self, job: PullJob, registered: RegisteredImage) -> None:
+        """Copies a registered image to the granted memory, for the time when it is unmapped."""
+        assert job.progress.sink is not None
+        job.progress.sink.write(0, registered.data)
+        registered.release()
+        self._post(PullFilled(job))
 
     def _open(self, job: PullJob, header: PullMessage | None) -> None:
         """Checks that the stream resumes at the requested offset; restarts the image if not."""
@@ -281,13 +343,14 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PULL_NICENESS)
 
 
-def _write(progress: Progress, chunk: ImageChunk, position: int) -> int:
+def _write(
+    progress: Progress, place: ImageSink | MappedPlace, chunk: ImageChunk, position: int
+) -> int:
     assert progress.header is not None
-    assert progress.sink is not None
     end = position + len(chunk.data)
     if chunk.offset != position or end > progress.header.total_bytes:
         raise CorruptImage(f"image bytes [{chunk.offset}, {end}) where {position} was due")
-    progress.sink.write(position, chunk.data)
+    place.write(position, chunk.data)
     return end
 
 

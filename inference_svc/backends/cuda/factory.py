@@ -36,6 +36,7 @@ from inference_svc.model.layers import TorchProjections
 from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.model.transformer import COMPUTED, OF_RANKS, Transformer
 from kernels import tuning
+from kernels.host_memory import HostRegistrar
 from kernels.quantised import WeightFormat, implementation
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,12 @@ class CudaFactory:
                 torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
             )
         return is_ours
+
+    def host_registrar(self, config: EngineConfig) -> HostRegistrar | None:
+        device = torch.device(config.device)
+        if device.type != "cuda":  # emulated
+            return None
+        return HostRegistrar(partial(torch.cuda.device, device))
 
     def speed_notes(self, config: EngineConfig, num_threads: int) -> list[str]:
         name = torch.cuda.get_device_name(config.device)

@@ -256,6 +256,9 @@ class NativeFactory:
     has_device_memory = False
     profiler_device = None
 
+    def host_registrar(self, config: EngineConfig) -> None:
+        """Returns None: a copy on the host delays a step, wherever its source lies."""
+
     def supports(self, config: EngineConfig) -> bool:
         if not config.native_kernels or torch.device(config.device).type != "cpu":
             return False

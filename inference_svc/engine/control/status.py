@@ -52,7 +52,7 @@ class Describe:
     describe_ranks: Callable[[int, int], tuple[RankStatus, ...]] | None
 
     def __call__(self) -> EngineStatus:
-        scheduler = self.scheduler
+        scheduler, registrations = self.scheduler, self.residency.loader.puller.registrations
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.queue) + scheduler.siblings.num_held,
@@ -71,6 +71,7 @@ class Describe:
             loads={
                 state.value: count for state, count in self.residency.loads.num_by_state.items()
             },
+            registrations={} if registrations is None else registrations.results(),
             generation=self.life_cycle.state,
             recurrent=self._recurrent(),
             ranks=self._ranks(),
@@ -199,8 +200,13 @@ class Describe:
             "kv_pages_known": pages.num_known,
             "kv_pages_capacity": pages.num_units,
             **self._grammar_gauges(),
+            **self._registered(),
             **recurrent,
         }
+
+    def _registered(self) -> dict[str, float]:
+        registrations = self.residency.loader.puller.registrations
+        return {} if registrations is None else {"registered_bytes": registrations.num_bytes}
 
     def _tiers(self) -> dict[str, TierStatus]:
         """Counts a lookup in the host tier only for requests that missed on the device."""

@@ -122,7 +122,8 @@ class EngineStatus:
     engine's. `kernels` names the code that computes, such as "native avx512_bf16" or "torch", and
     `machine` the hardware. `counters`, `histograms` and `phases` are monotonic; `phases` are
     histograms by name and then by their label. `tiers` are "device" and perhaps "host"; `loads`
-    counts adapters by state. `generation` is "running", "paused" or "asleep". `ranks` are all, or
+    counts adapters by state, and `registrations`, monotonic, mapped images by what became of them,
+    where there is a device. `generation` is "running", "paused" or "asleep". `ranks` are all, or
     empty if there is one; the other figures are rank 0's.
     """
 
@@ -141,6 +142,7 @@ class EngineStatus:
     gauges: dict[str, float] = field(default_factory=dict)
     tiers: dict[str, TierStatus] = field(default_factory=dict)
     loads: dict[str, int] = field(default_factory=dict)
+    registrations: dict[str, int] = field(default_factory=dict)
     generation: str = "running"
     recurrent: RecurrentStatus | None = None
     """None: the model has no recurrent layers."""

@@ -29,7 +29,15 @@ from contract.images.sharing import (
     TICKET_BYTES,
 )
 from inference_svc.adapters.memory.extents import Extent
-from inference_svc.adapters.pulls.pull import ImageSink, PullDone, PullFailed, PullJob, PullOpened
+from inference_svc.adapters.pulls.pull import (
+    ImageSink,
+    PullDone,
+    PullFailed,
+    PullFilled,
+    PullJob,
+    PullOpened,
+)
+from inference_svc.adapters.pulls.registration import Registrations
 from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.errors import CorruptImage
 from inference_svc.store import shared_images
@@ -38,6 +46,7 @@ from inference_svc.store.replicas import Replicas
 from inference_svc.store.shared_images import PullCall, ShareSocket
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import ShareExceeded
+from tests.support.inference.memory_store import MemoryRegistrar
 from tests.support.store.adapters import make_large
 from tests.support.wait import TIMEOUT_S, until
 
@@ -49,13 +58,20 @@ DATA = bytes(range(256)) * 256
 class Receiver:
     """An inference service's pulls, each into memory of its own."""
 
-    def __init__(self, address: str, path: Path | None) -> None:
+    def __init__(
+        self, address: str, path: Path | None, registrations: Registrations | None = None
+    ) -> None:
         self.replicas = Replicas.at(address)
         self.client = ImageClient(self.replicas, share_socket=path)
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self._known: dict[str, int] = {}
         self.puller = Puller(
-            self.client, 2, self.events.put, lambda header: header, lambda header, read: None
+            self.client,
+            2,
+            self.events.put,
+            lambda header: header,
+            lambda header, read: None,
+            registrations=registrations,
         )
 
     def pull(self, digest: str, layout_id: str) -> bytes:
@@ -71,6 +87,8 @@ class Receiver:
             assert event.error is not None
             raise event.error
         assert isinstance(event, PullDone)
+        if event.registered is not None:
+            assert self.events.get(timeout=TIMEOUT_S) == PullFilled(job)
         return bytes(memory)
 
     def ways(self) -> set[str]:
@@ -89,8 +107,10 @@ class Receiver:
 def receive():
     with ExitStack() as stack:
 
-        def make(address: str, path: Path | None) -> Receiver:
-            receiver = Receiver(address, path)
+        def make(
+            address: str, path: Path | None, registrations: Registrations | None = None
+        ) -> Receiver:
+            receiver = Receiver(address, path, registrations)
             stack.callback(receiver.close)
             return receiver
 
@@ -149,6 +169,41 @@ def test_an_image_is_shared_again_and_again(ready, receive, path):
     until(lambda: num_open(path) <= before)
     assert store.client.pull(*key).data == data  # for others it is a stream as ever
     assert oct(path.stat().st_mode & 0o777) == "0o600"
+
+
+@pytest.mark.parametrize("error", ["", "CUDA error 801"])
+def test_an_image_is_registered_where_it_is_mapped(ready, receive, path, error):
+    """And unmapped once it is copied, or at once if the device refuses it."""
+    store, key, data = ready()
+    registrar = MemoryRegistrar(error)
+    registrations = Registrations(registrar, min_bytes=0)
+    receiver = receive(store.running.grpc_address, path, registrations)
+    before = num_open(path)
+    for _ in range(5):
+        assert receiver.pull(*key) == data
+    assert receiver.ways() == {"shared"}
+    until_released(store)
+    until(lambda: not registrations.num_images)
+    assert not registrar.registered
+    assert (registrar.num_registered, registrations.results()["failed"]) == (
+        (0, 5) if error else (5, 0)
+    )
+    until(lambda: num_open(path) <= before)
+
+
+def test_a_lie_is_not_registered_for_long(ready, receive, path):
+    store, key, data = ready()
+    connection, share_id = greeted(path)
+    connection.close()
+    registrar = MemoryRegistrar()
+    registrations = Registrations(registrar, min_bytes=0)
+    receiver = receive(store.running.grpc_address, path, registrations)
+    lie = sealed(data[:-1] + bytes([data[-1] ^ 1]), SEALS | SEAL_SEAL)
+    with impostor(path, share_id, lie), pytest.raises(CorruptImage, match="sha256"):
+        receiver.pull(*key)
+    until(lambda: not registrations.num_images)
+    assert registrar.num_registered == 2, "once for each attempt"
+    assert not registrar.registered
 
 
 def test_what_cannot_be_shared_is_streamed(ready, receive, path, make_adapter, make_layout, serve):
@@ -220,7 +275,9 @@ def take(connection: socket.socket, ticket: bytes) -> list[int]:
     return files
 
 
-def test_a_ticket_is_for_one_file_that_nobody_can_change(ready, path):
+def test_a_ticket_is_for_one_file_that_nobody_can_change(ready, path, monkeypatch):
+    monkeypatch.setattr(share, "STRANGER_SECONDS", 600)  # else they may end before their turn
+    monkeypatch.setattr(pull, "TAKE_SECONDS", 600)
     store, key, data = ready()
     connection, share_id = greeted(path)
     call, header = ask(store, key, share_id)

@@ -345,7 +345,7 @@ def test_misfit_headers_are_corrupt(
 class Silent:
     """An open stream that sends these messages and then nothing."""
 
-    source = "silent"
+    source, mapped = "silent", None
 
     def __init__(self, messages: list[PullMessage]) -> None:
         self.messages = messages

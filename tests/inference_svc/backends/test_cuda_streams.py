@@ -24,6 +24,7 @@ from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.memory.eviction import EvictionReason
 from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import HostTier, MemoryTiers
+from inference_svc.adapters.pulls.registration import RegisteredImage
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends import arena as arena_module
 from inference_svc.backends.arena import Arena
@@ -35,6 +36,7 @@ from kernels.attention import KVCache
 from kernels.lora.rows import GRANULE_BYTES
 from tests.support.gpu.late_streams import LateDevice
 from tests.support.gpu.models import Eager, make_decoder
+from tests.support.inference.memory_store import MemoryMapping
 
 PAGE_SIZE, MAX_PAGES, NUM_PAGES, MAX_ROWS, MAX_TOKENS = 2, 8, 40, 3, 40
 NUM_IMAGES, NUM_SLOTS, RANK = 5, 3, 1
@@ -200,7 +202,17 @@ class World:
         reservation = self.tiers.reserve_on_device(header, (), (), EvictionReason.REQUEST)
         if reservation is not None:
             self.tiers.pin_on_host(header.digest)
+            if self.random.random() < 0.5:
+                self.tiers.start_copy(hosted, reservation.resident, 0.0, None)
+                return
+            # It is mapped: its source is gone once its copies are done.
+            mapping = MemoryMapping(self.images[header.digest])
+            mapped = RegisteredImage(mapping, lambda each: each.image.release())
+            mapping.release()
+            self.tiers.begin_filling(header.digest, mapped)
             self.tiers.start_copy(hosted, reservation.resident, 0.0, None)
+            mapped.release()
+            self.tiers.end_filling(header.digest)
 
     def _write(self, extents: Any, image: bytes) -> None:
         for e in extents:

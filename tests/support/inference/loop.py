@@ -14,7 +14,9 @@ from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import HostTier
-from inference_svc.adapters.pulls.threads import Puller, PullEvent
+from inference_svc.adapters.pulls.pull import PullEvent
+from inference_svc.adapters.pulls.registration import Registrations
+from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.adapters.residency import build_residency
 from inference_svc.backends.arena import Arena
 from tests.support.wait import TIMEOUT_S
@@ -32,9 +34,17 @@ class Loop:
         arena_bytes: int,
         host_bytes: int,
         layout_id: str = LAYOUT_ID,
+        registrations: Registrations | None = None,
     ) -> None:
         self.events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
-        self.puller = Puller(store, 2, self.events.put, layout.read_header, layout.check_rows)
+        self.puller = Puller(
+            store,
+            2,
+            self.events.put,
+            layout.read_header,
+            layout.check_rows,
+            registrations=registrations,
+        )
         host = HostTier(host_bytes) if host_bytes else None
         self.arena = Arena(layout, arena_bytes, 4, 64, torch.device("cpu"), host_bytes)
         self.residency = build_residency(

@@ -69,6 +69,45 @@ def reserve(slots: Slots, header: ImageHeader) -> Resident:
     return reservation.resident
 
 
+class MemoryMapping:
+    """A mapped image, whose bytes are gone once nobody holds it."""
+
+    def __init__(self, data: bytes) -> None:
+        self._bytes = bytearray(data)
+        self.data = memoryview(self._bytes)
+        self.num_holders = 1
+
+    def hold(self) -> None:
+        assert self.num_holders
+        self.num_holders += 1
+
+    def release(self) -> None:
+        assert self.num_holders
+        self.num_holders -= 1
+        if not self.num_holders:
+            self._bytes[:] = b"?" * len(self._bytes)
+
+
+@dataclass
+class MemoryRegistrar:
+    """Registers memory with no device: notes what is registered, by address, and refuses it while
+    `error` is set."""
+
+    error: str = ""
+    registered: set[int] = field(default_factory=set)
+    num_registered: int = 0
+
+    def register(self, data: memoryview) -> None:
+        if self.error:
+            raise OSError(self.error)
+        self.registered.add(id(data.obj))
+        self.num_registered += 1
+
+    def unregister(self, data: memoryview) -> None:
+        assert bytes(data[:1]) != b"?", "it is unmapped"
+        self.registered.remove(id(data.obj))
+
+
 @dataclass
 class MemoryStream:
     """One pull; `cancel` ends any wait of it."""
@@ -76,12 +115,17 @@ class MemoryStream:
     messages: Callable[[MemoryStream], Iterator[PullMessage]]
     cancelled: threading.Event = field(default_factory=threading.Event)
     source: str = "memory"
+    mapped: MemoryMapping | None = None
 
     def __iter__(self) -> Generator[PullMessage]:
-        for message in self.messages(self):
-            if self.cancelled.is_set():
-                raise StoreUnavailable("cancelled")
-            yield message
+        try:
+            for message in self.messages(self):
+                if self.cancelled.is_set():
+                    raise StoreUnavailable("cancelled")
+                yield message
+        finally:
+            if self.mapped is not None:
+                self.mapped.release()
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -91,6 +135,7 @@ class MemoryStream:
 class MemoryStore:
     """Implements AdapterStore in memory. `lose_after` streams end early, once each, after so many
     chunks; `corrupt` streams are damaged; while `gate` is clear, streams wait after the header.
+    With `maps` images are mapped, in `mappings`, and not sent.
     """
 
     images: dict[str, TestImage] = field(default_factory=dict)
@@ -98,6 +143,8 @@ class MemoryStore:
     corrupt: int = 0
     gate: threading.Event = field(default_factory=threading.Event)
     pulls: list[tuple[str, int]] = field(default_factory=list)
+    maps: bool = False
+    mappings: list[MemoryMapping] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -120,6 +167,11 @@ class MemoryStore:
             raise AdapterNotFound(f"no adapter {digest}")
         start = offset if image_id == image.header.image_id else 0
         header = image.header
+        if self.maps and not start:
+            data = bytearray(image.data)
+            data[0] ^= self.corrupt > 0
+            stream.mapped = MemoryMapping(data)
+            self.mappings.append(stream.mapped)
         yield ImageHeader(
             header.image_id, digest, LAYOUT_ID, 1, header.total_bytes, header.segments, start
         )
@@ -127,7 +179,11 @@ class MemoryStore:
             if stream.cancelled.is_set():
                 raise StoreUnavailable("cancelled")
         lose = self.lose_after.pop(0) if self.lose_after else -1
-        yield from self._body(image, start, lose)
+        for message in self._body(image, start, lose):
+            if stream.mapped is not None and isinstance(message, ImageChunk):
+                view = stream.mapped.data[message.offset : message.offset + len(message.data)]
+                message = ImageChunk(message.offset, view)
+            yield message
 
     def _body(self, image: TestImage, start: int, lose: int) -> Iterator[PullMessage]:
         hashes = []

@@ -21,7 +21,7 @@ class Scripted:
     def __init__(self, messages: list[PullMessage]) -> None:
         self.messages = messages
         self.num_pulls = 0
-        self.source = "script"
+        self.source, self.mapped = "script", None
 
     def pull(self, *_asked: object) -> Scripted:
         self.num_pulls += 1
