@@ -31,6 +31,7 @@ from inference_svc.engine.transport.messages import (
 from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.convert import from_layout, to_pull_message
+from tests.support.inference.memory_store import MemoryMapping
 from tests.support.inference.results import asking
 from tests.support.wait import until
 
@@ -46,12 +47,19 @@ class Stream:
     image_id: str
     cancelled: threading.Event = field(default_factory=threading.Event)
     source: str = "memory"
-    mapped: None = None
+    mapped: MemoryMapping | None = None
 
     def cancel(self) -> None:
         self.cancelled.set()
 
     def __iter__(self) -> Iterator[PullMessage]:
+        try:
+            yield from self._gated_messages()
+        finally:
+            if self.mapped is not None:
+                self.mapped.release()
+
+    def _gated_messages(self) -> Iterator[PullMessage]:
         for message in self._messages():
             while not self.store.gate.wait(0.005):
                 if self.cancelled.is_set():
@@ -66,8 +74,11 @@ class Stream:
     def _messages(self) -> Iterator[PullMessage]:
         image = self.store.image(self.digest, self.layout_id)
         start = self.offset if self.image_id == image.plan.image_id else 0
-        data = image.buffer.numpy().tobytes()
+        data: bytes | memoryview = image.buffer.numpy().tobytes()
         plan = image.plan
+        if self.store.maps and not start:
+            self.mapped = MemoryMapping(data)
+            data = self.mapped.data
         header = replace(plan.header(), layout_id=self.layout_id, offset=start)
         yield to_pull_message(to_pull_response(header))
         for part in image.parts:
@@ -81,12 +92,13 @@ class Stream:
 class CompilingStore:
     """The adapter store without a wire: real checkpoints, real images. Test double of transport
     only. While `gate` is clear, pulls wait; while `is_down`, they fail, and `num_failed` counts
-    them."""
+    them. With `maps` images are mapped, and not sent."""
 
     folders: dict[str, Path] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
     is_down: bool = False
+    maps: bool = False
     num_failed: int = 0
     _images: dict[tuple[str, str], Image] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inference_svc.adapters.layout import EMBEDDING, HEAD
+from inference_svc.adapters.pulls.registration import Registrations
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.api.grpc.convert import to_inspected
+from inference_svc.backends.select import BACKENDS
+from inference_svc.engine import build
 from inference_svc.engine.control.status_types import AdapterDetails
 from inference_svc.engine.transport.messages import Call, Command
 from inference_svc.errors import AdapterNotFound
 from kernels.native.library import Program
 from loadout.inference.v1 import inference_pb2 as pb
+from tests.support.inference.memory_store import MemoryRegistrar
 from tests.support.models.zoo import SPECS
+from tests.support.wait import until
 from tests.system.engines import Running
 from tests.system.kinds import ADDED, make_kinds
 
@@ -90,6 +96,37 @@ def test_an_image_in_pieces(start: Callable[..., Running]) -> None:
     assert len(details.extents) == 2
     assert inspect(running, "r1").adapter.tier == "device"
     check_bytes(running, "r16", details, running.engine.built.engine.runner.backend.arena.memory)
+
+
+def test_images_are_in_both_tiers_once_they_are_registered(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come to the device from where they are mapped. Here it is a CPU."""
+    registrar = MemoryRegistrar()
+    for factory in BACKENDS:
+        monkeypatch.setattr(type(factory), "host_registrar", lambda self, config: registrar)
+    monkeypatch.setattr(build, "Registrations", partial(Registrations, min_bytes=0))
+    running = start(host_bytes=2 << 20, max_loras=len(NAMES))
+    running.store.maps = True
+    for name in NAMES:
+        load(running, name)
+    built = running.engine.built
+    registrations = built.puller.registrations
+    assert registrations is not None
+    until(lambda: not registrations.num_images and not built.residency.tiers.filling)
+    assert registrations.results()["registered"] == registrar.num_registered == len(NAMES)
+    assert not registrar.registered
+    backend = built.engine.runner.backend
+    for name in NAMES:
+        details = inspect(running, name)
+        assert details.adapter.tier == "device"
+        check_bytes(running, name, details, backend.arena.memory)
+        data = running.store.image(running.digests[name]).buffer.numpy().tobytes()
+        hosted = built.residency.tiers.host_resident(running.digests[name])
+        assert hosted is not None
+        for extent in hosted.extents:
+            part = data[extent.image_offset :][: extent.num_bytes]
+            assert bytes(backend.pull_memory[extent.start : extent.start + len(part)]) == part
 
 
 def test_what_left_the_device_is_in_the_host_tier(start: Callable[..., Running]) -> None:
