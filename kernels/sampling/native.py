@@ -20,6 +20,7 @@ MIN_SHARED_ELEMENTS = 1 << 17
 class _ChooseArgs(ctypes.Structure):
     _fields_ = (
         ("logits", ctypes.c_void_p),
+        ("masks", ctypes.c_void_p),
         ("temperatures", ctypes.c_void_p),
         ("numbers", ctypes.c_void_p),
         ("top_k", ctypes.c_void_p),
@@ -32,18 +33,6 @@ class _ChooseArgs(ctypes.Structure):
         ("vocab_size", ctypes.c_int64),
         ("stride", ctypes.c_int64),
         ("num_spaces", ctypes.c_int64),
-    )
-
-
-class _KeepAllowedArgs(ctypes.Structure):
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("masks", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("mask_bytes", ctypes.c_int64),
     )
 
 
@@ -74,12 +63,14 @@ class NativeChoice:
         self._min_p = np.array([each.min_p for each in params], np.float32)
         self.numbers = np.zeros(num_rows, np.float64)
         """The number of each row, of [0, 1); of ones whose temperature is 0 it is not used."""
+        self._masks = np.zeros(num_rows, np.uintp)
         self._tokens = np.zeros(num_rows, np.int64)
         self._num_sorted = np.zeros(num_rows, np.int64)
         self._num_threads = _num_threads(num_rows, vocab_size)
         num_spaces = min(self._num_threads, num_rows, MAX_SPACES)
         self._spaces = np.empty((num_spaces, vocab_size), np.int64)
         self._args = _ChooseArgs(
+            masks=self._masks.ctypes.data,
             temperatures=self._temperatures.ctypes.data,
             numbers=self.numbers.ctypes.data,
             top_k=self._top_k.ctypes.data,
@@ -94,45 +85,33 @@ class NativeChoice:
         )
         self._program = library.program([NativeOp("choose", self._args)])
 
-    def choose(self, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def choose(
+        self, logits: Tensor, rows: list[int] | None = None, masks: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the rows' tokens, or NOT_FINITE, and how many tokens had to be sorted for each:
         int64 [R] both, valid until the next call.
 
         Args:
             logits: fp32 [R, vocab_size]. Rows have unit stride and may be apart.
+            rows: N rows of the logits that have masks.
+            masks: A bit for each token that such a row may choose, the least bit first: uint8 [N,
+                vocab_size / 8, rounded up]. Not used without such rows.
         """
         assert logits.shape == (len(self._tokens), self._args.vocab_size)
         assert logits.dtype == torch.float32
         assert logits.stride(1) == 1
+        if rows:
+            assert masks is not None
+            assert masks.shape == (len(rows), -(-logits.shape[1] // 8))
+            assert masks.dtype == np.uint8
+            assert masks.flags.c_contiguous
+            size = masks.shape[1]
+            self._masks[rows] = masks.ctypes.data + size * np.arange(len(rows), dtype=np.uintp)
         self._args.logits, self._args.stride = logits.data_ptr(), logits.stride(0)
         self._program.run(self._num_threads)
+        if rows:
+            self._masks[:] = 0
         return self._tokens, self._num_sorted
-
-
-def keep_allowed(library: Library, logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
-    """Sets logits to -inf whose tokens' bits are 0.
-
-    Args:
-        library: The compiled library.
-        logits: fp32 [R, vocab_size], changed in place. Rows have unit stride and may be apart.
-        rows: Rows that have masks, int64 [N].
-        masks: A bit for each token, uint8 [N, vocab_size / 8, rounded up]: the least bit first.
-    """
-    assert logits.dtype == torch.float32
-    assert logits.stride(1) == 1
-    assert masks.shape == (len(rows), -(-logits.shape[1] // 8))
-    assert masks.dtype == np.uint8
-    args = _KeepAllowedArgs(
-        logits=logits.data_ptr(),
-        rows=rows.ctypes.data,
-        masks=masks.ctypes.data,
-        num_rows=len(rows),
-        vocab_size=logits.shape[1],
-        stride=logits.stride(0),
-        mask_bytes=masks.shape[1],
-    )
-    program = library.program([NativeOp("keep_allowed", args, (rows, masks))])
-    program.run(_num_threads(len(rows), logits.shape[1]))
 
 
 def _num_threads(num_rows: int, vocab_size: int) -> int:

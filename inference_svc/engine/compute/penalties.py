@@ -98,13 +98,13 @@ def ban_ends(
 
 
 def allowed_bits(
-    rows: SequenceOf[tuple[int, Sequence]], width: int, eos_token_ids: Collection[int]
+    sequences: SequenceOf[Sequence], width: int, eos_token_ids: Collection[int]
 ) -> np.ndarray:
-    """Returns a bit for each of `width` tokens that the grammar of a (row, sequence) allows, uint8
-    [N, width / 8, rounded up], the least bit first. Where an answer may end, so may it with any of
-    the sequence's stop tokens, and of the model's own."""
-    packed = np.zeros((len(rows), -(-width // 8)), np.uint8)
-    for bits, (_, sequence) in zip(packed, rows, strict=True):
+    """Returns a bit for each of `width` tokens that a sequence's grammar allows, uint8 [N, width /
+    8, rounded up], the least bit first. Where an answer may end, so may it with any of the
+    sequence's stop tokens, and of the model's own."""
+    packed = np.zeros((len(sequences), -(-width // 8)), np.uint8)
+    for bits, sequence in zip(packed, sequences, strict=True):
         mask = np.frombuffer(sequence.masked.mask, np.uint8)[: len(bits)]
         bits[: len(mask)] = mask
         if sequence.masked.may_end:

@@ -25,7 +25,7 @@ from inference_svc.engine.compute.penalties import (
 from inference_svc.host.copies import to_device
 from inference_svc.results.logprobs import LogprobsMode, LogprobsOption, TokenLogprobs
 from kernels.native.library import Library
-from kernels.sampling import NativeChoice, RowParams, native, reference
+from kernels.sampling import NativeChoice, RowParams, reference
 from kernels.sampling.reference import (
     NOT_FINITE,
     NUM_CANDIDATES,
@@ -113,6 +113,21 @@ class _Drawn:
         return to_device(self._numbers.next()[:, None], self._device)
 
 
+class _Masks(NamedTuple):
+    """Rows of the logits, and bits of the tokens that each may choose, as of `allowed_bits`."""
+
+    rows: list[int]
+    bits: np.ndarray
+
+    def of(self, rows: set[int]) -> _Masks:
+        """Returns the masks of some of the rows."""
+        places = [place for place, row in enumerate(self.rows) if row in rows]
+        return _Masks([self.rows[place] for place in places], self.bits[places])
+
+
+_NO_MASKS = _Masks([], np.zeros((0, 0), np.uint8))
+
+
 class _Native:
     """All rows of a batch, whose tokens the library chooses."""
 
@@ -128,10 +143,10 @@ class _Native:
             params[row] = RowParams(found.temperature, found.top_k, found.top_p, found.min_p)
         self._choice = NativeChoice(library, params, width)
 
-    def choose(self, logits: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, masks: _Masks) -> Tensor:
         """Returns the rows' tokens or NOT_FINITE, int64 [N], valid until the next call."""
         self._choice.numbers[self._rows] = self._numbers.next()
-        tokens, num_sorted = self._choice.choose(logits)
+        tokens, num_sorted = self._choice.choose(logits, masks.rows, masks.bits)
         for row, sequence in self._cut:
             sequence.is_sorted = bool(num_sorted[row] > NUM_CANDIDATES)
         return torch.from_numpy(tokens)
@@ -246,7 +261,8 @@ class Sampler:
             argmax = self._argmax(logits)
         peaks = logits.gather(1, argmax.unsqueeze(1))
         is_sound = peaks.isfinite()
-        if self._change(logits, rows, rows.forced()):
+        forced = rows.forced()
+        if self._change(logits, rows, forced, self._masks(rows, forced)):
             argmax = self._argmax(logits)
             peaks = logits.gather(1, argmax.unsqueeze(1))
             is_sound &= peaks.isfinite()
@@ -269,16 +285,29 @@ class Sampler:
     def _sample_natively(
         self, logits: Tensor, logprobs: Tensor | None, rows: _Rows, chosen_by: _Native
     ) -> list[SampledToken]:
-        forced, is_sound = rows.forced(), None
-        if rows.limited or rows.masked or forced:  # they may overwrite one that is not finite
-            is_sound = logits.amax(dim=-1).isfinite()
-        self._change(logits, rows, forced)
+        forced = rows.forced()
+        masks = self._masks(rows, forced)
+        early = masks.of({each.row for each in rows.processed})
+        # The library looks at all logits of a row, but these may be overwritten before it does.
+        changed = {row for row, _ in (*rows.limited, *forced)}.union(early.rows)
+        values = logits.numpy()
+        unsound = [row for row in changed if not np.isfinite(values[row].max())]
+        self._change(logits, rows, forced, early)
         if logprobs is not None and rows.processed:
             _process(logits, logits.amax(dim=-1, keepdim=True), logprobs, rows.processed)
-        token_ids = chosen_by.choose(logits)
-        if is_sound is not None:
-            token_ids = token_ids.masked_fill(~is_sound, NOT_FINITE)
+        token_ids = chosen_by.choose(logits, masks)
+        if unsound:
+            token_ids[unsound] = NOT_FINITE
         return _read(token_ids, logprobs, rows)
+
+    def _masks(self, rows: _Rows, forced: list[tuple[int, int]]) -> _Masks:
+        """Returns the masks of rows whose token is not forced."""
+        if not rows.masked:
+            return _NO_MASKS
+        without = {row for row, _ in forced}
+        found = [each for each in rows.masked if each[0] not in without]
+        bits = allowed_bits([s for _, s in found], rows.width, self._eos_token_ids)
+        return _Masks([row for row, _ in found], bits)
 
     def _argmax(self, logits: Tensor) -> Tensor:
         """Returns the places of the rows' largest logits, int64 [N]; of the first NaN, if any."""
@@ -287,23 +316,21 @@ class Sampler:
         # NumPy's takes a third of the time of torch's on two threads.
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
-    def _change(self, logits: Tensor, rows: _Rows, forced: list[tuple[int, int]]) -> bool:
-        """Applies bans, penalties, masks and forced tokens; returns whether there are any."""
+    def _change(
+        self, logits: Tensor, rows: _Rows, forced: list[tuple[int, int]], masks: _Masks
+    ) -> bool:
+        """Applies bans, penalties, forced tokens and these masks; returns whether there are any."""
         if rows.limited:
             ban_ends(logits, rows.limited, self._eos_token_ids)
         if rows.penalised:
             penalise(logits, rows.penalised)
-        if rows.masked:
-            bits = allowed_bits(rows.masked, logits.shape[1], self._eos_token_ids)
-            numbers = np.array([row for row, _ in rows.masked], np.int64)
-            if self._library is not None:
-                native.keep_allowed(self._library, logits, numbers, bits)
-            else:
-                found = (to_device(each, logits.device) for each in (numbers, bits))
-                reference.keep_allowed(logits, *found)
+        if masks.rows:
+            numbers = np.array(masks.rows, np.int64)
+            found = (to_device(each, logits.device) for each in (numbers, masks.bits))
+            reference.keep_allowed(logits, *found)
         if forced:
             force(logits, forced)
-        return bool(rows.limited or rows.penalised or rows.masked or forced)
+        return bool(rows.limited or rows.penalised or masks.rows or forced)
 
     def _choose(self, logits: Tensor, peaks: Tensor, token_ids: Tensor, rows: _Rows) -> Tensor:
         """Writes the tokens of rows that are drawn; OPEN where more must be sorted for it."""

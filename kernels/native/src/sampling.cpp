@@ -6,6 +6,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "simd.h"
 #include "slice.h"
@@ -51,12 +52,8 @@ struct DoubleSum {
   double total() const { return _mm512_reduce_add_pd(sum); }
 };
 
-// Writes -inf where the bits of two bytes are 0.
-inline void keep_lanes_of(float* p, const uint8_t* bits) {
-  uint16_t kept;
-  std::memcpy(&kept, bits, sizeof kept);
-  _mm512_mask_storeu_ps(p, static_cast<__mmask16>(~kept), vset1(-INFINITY));
-}
+// x where the bits of `kept` are 1, -inf elsewhere.
+inline VF keep_bits(VF x, Lanes kept) { return _mm512_mask_mov_ps(vset1(-INFINITY), kept, x); }
 
 #else
 
@@ -79,57 +76,93 @@ struct DoubleSum {
   }
 };
 
-// Writes -inf where the bits of a byte are 0.
-inline void keep_lanes_of(float* p, const uint8_t* bits) {
+// x where the bits of `kept` are 1, -inf elsewhere.
+inline VF keep_bits(VF x, Lanes kept) {
   const VI lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-  const VI kept = _mm256_and_si256(_mm256_set1_epi32(*bits), lane);
-  _mm256_maskstore_ps(p, _mm256_cmpeq_epi32(kept, _mm256_setzero_si256()), vset1(-INFINITY));
+  const VI bits = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(kept)), lane);
+  return _mm256_blendv_ps(vset1(-INFINITY), x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(bits, lane)));
 }
 
 #endif
 
-// Calls visit(lanes, first token, how many) for all vectors of tokens [begin, end): those of a last
-// vector that have no token are -inf.
-template <typename Visit>
-inline void for_tokens(const float* logits, int64_t begin, int64_t end, const Visit& visit) {
+// A row's tokens that may be chosen: all of them.
+struct All {
+  Lanes kept(int64_t, int count) const { return static_cast<Lanes>((1u << count) - 1); }
+};
+
+// Those whose bits are 1, the least bit of a byte first.
+struct Allowed {
+  const uint8_t* bits;
+
+  Lanes kept(int64_t at, int count) const {
+    uint32_t found = bits[at / 8];
+    if (count > 8) found |= static_cast<uint32_t>(bits[at / 8 + 1]) << 8;
+    return static_cast<Lanes>(found & ((1u << count) - 1));
+  }
+};
+
+// Calls visit(logits, first token) for the vectors of tokens [begin, end) that have one that may be
+// chosen; the others of a vector are -inf.
+template <typename Tokens, typename Visit>
+inline void for_tokens(const float* logits, const Tokens& tokens, int64_t begin, int64_t end,
+                       const Visit& visit) {
   int64_t at = begin;
-  for (; at + VF_WIDTH <= end; at += VF_WIDTH) visit(vload(logits + at), at, VF_WIDTH);
+  for (; at + VF_WIDTH <= end; at += VF_WIDTH) {
+    if constexpr (std::is_same_v<Tokens, All>) {
+      visit(vload(logits + at), at);
+    } else if (const Lanes kept = tokens.kept(at, VF_WIDTH)) {
+      visit(keep_bits(vload(logits + at), kept), at);
+    }
+  }
   if (at == end) return;
   const int count = static_cast<int>(end - at);
-  visit(keep_lanes(vload(logits + at, count), 0, count, vset1(-INFINITY)), at, count);
+  visit(keep_bits(vload(logits + at, count), tokens.kept(at, count)), at);
 }
 
-// The largest logit; NaN if any is not a number.
-float largest(const float* logits, int64_t size) {
-  VF most = vset1(-INFINITY);
+struct Largest {
+  float of_all;  // NaN if any logit is not a number
+  float allowed;
+};
+
+template <typename Tokens>
+Largest largest(const float* logits, const Tokens& tokens, int64_t size) {
+  VF most = vset1(-INFINITY), most_allowed = most;
   Lanes lost = 0;
-  for_tokens(logits, 0, size, [&](VF x, int64_t, int) {
+  for_tokens(logits, All{}, 0, size, [&](VF x, int64_t at) {
     most = vmax(most, x);
     lost |= where_nan(x);
+    if constexpr (!std::is_same_v<Tokens, All>) {
+      const int count = static_cast<int>(std::min<int64_t>(VF_WIDTH, size - at));
+      most_allowed = vmax(most_allowed, keep_bits(x, tokens.kept(at, count)));
+    }
   });
-  return lost ? NAN : reduce_max(most);
+  const float of_all = lost ? NAN : reduce_max(most);
+  return {of_all, std::is_same_v<Tokens, All> ? of_all : reduce_max(most_allowed)};
 }
 
-int64_t find(const float* logits, int64_t size, float value) {
+template <typename Tokens>
+int64_t find(const float* logits, const Tokens& tokens, int64_t size, float value) {
   const VF wanted = vset1(value);
   for (int64_t at = 0; at < size; at += VF_WIDTH) {
     const int count = static_cast<int>(std::min<int64_t>(VF_WIDTH, size - at));
-    Lanes lanes = where_equal(count == VF_WIDTH ? vload(logits + at) : vload(logits + at, count),
-                              wanted);
-    lanes &= (1u << count) - 1;
+    const VF found = count == VF_WIDTH ? vload(logits + at) : vload(logits + at, count);
+    const Lanes lanes = where_equal(found, wanted) & tokens.kept(at, count);
     if (lanes) return at + __builtin_ctz(lanes);
   }
   return 0;
 }
 
-// A row's weights.
+// The weights of a row's tokens; 0 of those that may not be chosen.
+template <typename Tokens>
 struct Weights {
   const float* logits;
+  Tokens tokens;
   int64_t size;
   VF most, factor;
 
-  Weights(const float* logits, int64_t size, float most, float temperature)
+  Weights(const float* logits, const Tokens& tokens, int64_t size, float most, float temperature)
       : logits(logits),
+        tokens(tokens),
         size(size),
         most(vset1(most)),
         // Where it were infinite, the largest logit's product would be no number.
@@ -139,13 +172,14 @@ struct Weights {
 
   double sum(int64_t begin, int64_t end) const {
     DoubleSum sum;
-    for_tokens(logits, begin, end, [&](VF x, int64_t, int) { sum.add(of(x)); });
+    for_tokens(logits, tokens, begin, end, [&](VF x, int64_t) { sum.add(of(x)); });
     return sum.total();
   }
 };
 
 // The first token whose cumulative weight exceeds `number` of their total, of all tokens.
-int64_t draw(const Weights& weights, double number, double* sums) {
+template <typename Tokens>
+int64_t draw(const Weights<Tokens>& weights, double number, double* sums) {
   const int64_t blocks = (weights.size + BLOCK - 1) / BLOCK;
   double total = 0;
   for (int64_t i = 0; i < blocks; ++i) {
@@ -163,9 +197,9 @@ int64_t draw(const Weights& weights, double number, double* sums) {
     if (before + sums[i] > wanted) break;
   }
   const int64_t begin = block * BLOCK, end = std::min(begin + BLOCK, weights.size);
-  alignas(64) float found[BLOCK];
-  for_tokens(weights.logits, begin, end, [&](VF x, int64_t at, int count) {
-    vstore(found + at - begin, weights.of(x), count);
+  alignas(64) float found[BLOCK] = {};
+  for_tokens(weights.logits, weights.tokens, begin, end, [&](VF x, int64_t at) {
+    vstore(found + at - begin, weights.of(x));  // 0 behind the last token
   });
   int64_t token = begin;
   for (int64_t i = begin; i < end; ++i) {
@@ -183,12 +217,14 @@ constexpr float FIRST_LEAST = 1.0f / 1024, NEXT_LEAST = 1.0f / 256, LAST_LEAST =
 
 // Writes the tokens whose weight is `least` or more, and returns how many, with the sum of all
 // weights, and the sum of theirs.
-int64_t collect(const Weights& weights, float least, Candidate* out, double& total, double& mass) {
+template <typename Tokens>
+int64_t collect(const Weights<Tokens>& weights, float least, Candidate* out, double& total,
+                double& mass) {
   const VF bound = vset1(least);
   DoubleSum sum;
   int64_t count = 0;
   mass = 0;
-  for_tokens(weights.logits, 0, weights.size, [&](VF x, int64_t at, int) {
+  for_tokens(weights.logits, weights.tokens, 0, weights.size, [&](VF x, int64_t at) {
     const VF found = weights.of(x);
     sum.add(found);
     Lanes lanes = where_least(found, bound);
@@ -213,7 +249,8 @@ struct Cut {
 // As `draw`, of the tokens that a cut leaves: the top_k most likely; of these the first ones whose
 // share of their sum reaches top_p; of these the ones with min_p of the largest weight. Returns the
 // number of tokens that were sorted, too.
-int64_t draw_cut(const Weights& weights, const Cut& cut, double number, Candidate* found,
+template <typename Tokens>
+int64_t draw_cut(const Weights<Tokens>& weights, const Cut& cut, double number, Candidate* found,
                  int64_t& num_sorted) {
   const bool has_k = cut.top_k > 0;
   float least = has_k ? FIRST_LEAST : std::max(FIRST_LEAST, cut.min_p);
@@ -259,72 +296,52 @@ int64_t draw_cut(const Weights& weights, const Cut& cut, double number, Candidat
 }  // namespace
 
 // tokens[i] = the token of row i, or NOT_FINITE where its largest logit is infinite or any is not a
-// number.
+// number, of a token that may be chosen or another, or where none may be chosen.
 struct ChooseArgs {
-  const float* logits;        // [num_rows, vocab_size], rows stride apart
-  const float* temperatures;  // [num_rows]; 0: the largest logit's token, the first of equal ones
-  const double* numbers;      // [num_rows], of [0, 1)
-  const int64_t* top_k;       // [num_rows]; 0: all tokens
-  const float* top_p;         // [num_rows]; 1: all tokens
-  const float* min_p;         // [num_rows]; 0: all tokens
-  int64_t* tokens;            // [num_rows]
-  int64_t* num_sorted;        // [num_rows]: tokens that were sorted
-  void* spaces;               // [num_spaces, vocab_size] of 8 bytes: one for each thread that works
+  const float* logits;          // [num_rows, vocab_size], rows stride apart
+  const uint8_t* const* masks;  // [num_rows]: the bits of tokens that may be chosen; null: all may
+  const float* temperatures;    // [num_rows]; 0: the largest logit's token, the first of equal ones
+  const double* numbers;        // [num_rows], of [0, 1)
+  const int64_t* top_k;         // [num_rows]; 0: all tokens
+  const float* top_p;           // [num_rows]; 1: all tokens
+  const float* min_p;           // [num_rows]; 0: all tokens
+  int64_t* tokens;              // [num_rows]
+  int64_t* num_sorted;          // [num_rows]: tokens that were sorted
+  void* spaces;                 // [num_spaces, vocab_size] of 8 bytes: one for each thread
   int64_t num_rows;
   int64_t vocab_size;
   int64_t stride;
   int64_t num_spaces;
 };
 
+template <typename Tokens>
+int64_t choose_row(const ChooseArgs& args, int64_t row, const Tokens& tokens, char* space) {
+  const int64_t size = args.vocab_size;
+  const float* logits = args.logits + row * args.stride;
+  const Largest most = largest(logits, tokens, size);
+  const float temperature = args.temperatures[row];
+  args.num_sorted[row] = 0;
+  if (!std::isfinite(most.of_all) || !std::isfinite(most.allowed)) return NOT_FINITE;
+  if (temperature == 0) return find(logits, tokens, size, most.allowed);
+  const Weights<Tokens> weights(logits, tokens, size, most.allowed, temperature);
+  const Cut cut{args.top_k[row], args.top_p[row], args.min_p[row]};
+  if (cut.top_k > 0 || cut.top_p < 1 || cut.min_p > 0)
+    return draw_cut(weights, cut, args.numbers[row], reinterpret_cast<Candidate*>(space),
+                    args.num_sorted[row]);
+  return draw(weights, args.numbers[row], reinterpret_cast<double*>(space));
+}
+
 void choose(const ChooseArgs& args, const Slice& slice) {
   static_assert(sizeof(Candidate) == 8 && sizeof(double) == 8, "as spaces have");
   if (slice.thread >= args.num_spaces) return;
-  const int64_t size = args.vocab_size;
-  char* space = static_cast<char*>(args.spaces) + slice.thread * size * 8;
+  char* space = static_cast<char*>(args.spaces) + slice.thread * args.vocab_size * 8;
   for (int64_t row = slice.take(); row < args.num_rows; row = slice.take()) {
-    const float* logits = args.logits + row * args.stride;
-    const float most = largest(logits, size), temperature = args.temperatures[row];
-    args.num_sorted[row] = 0;
-    if (!std::isfinite(most)) {
-      args.tokens[row] = NOT_FINITE;
-      continue;
-    }
-    if (temperature == 0) {
-      args.tokens[row] = find(logits, size, most);
-      continue;
-    }
-    const Weights weights(logits, size, most, temperature);
-    const Cut cut{args.top_k[row], args.top_p[row], args.min_p[row]};
-    const bool is_cut = cut.top_k > 0 || cut.top_p < 1 || cut.min_p > 0;
-    args.tokens[row] = is_cut ? draw_cut(weights, cut, args.numbers[row],
-                                         reinterpret_cast<Candidate*>(space), args.num_sorted[row])
-                              : draw(weights, args.numbers[row], reinterpret_cast<double*>(space));
-  }
-}
-
-// Sets logits to -inf whose tokens' bits are 0.
-struct KeepAllowedArgs {
-  float* logits;         // [N, vocab_size], rows stride apart
-  const int64_t* rows;   // [num_rows]: rows of the logits
-  const uint8_t* masks;  // [num_rows, mask_bytes]: the bits of tokens, the least first
-  int64_t num_rows;
-  int64_t vocab_size;
-  int64_t stride;
-  int64_t mask_bytes;
-};
-
-void keep_allowed(const KeepAllowedArgs& args, const Slice& slice) {
-  for (int64_t i = slice.take(); i < args.num_rows; i = slice.take()) {
-    float* logits = args.logits + args.rows[i] * args.stride;
-    const uint8_t* bits = args.masks + i * args.mask_bytes;
-    int64_t at = 0;
-    for (; at + VF_WIDTH <= args.vocab_size; at += VF_WIDTH) keep_lanes_of(logits + at, bits + at / 8);
-    for (; at < args.vocab_size; ++at)
-      if (!(bits[at / 8] >> (at % 8) & 1)) logits[at] = -INFINITY;
+    const uint8_t* bits = args.masks[row];
+    args.tokens[row] = bits ? choose_row(args, row, Allowed{bits}, space)
+                            : choose_row(args, row, All{}, space);
   }
 }
 
 }  // namespace loadout
 
 LOADOUT_EXPORT(choose, loadout::ChooseArgs, loadout::choose)
-LOADOUT_EXPORT(keep_allowed, loadout::KeepAllowedArgs, loadout::keep_allowed)

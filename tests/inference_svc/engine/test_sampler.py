@@ -442,6 +442,28 @@ def test_a_mask_hides_no_logit_that_is_not_finite(value: float) -> None:
     assert sample(values, row) == [NOT_FINITE]
 
 
+@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"temperature": 0.0}])
+def test_a_mask_chooses_as_logits_without_the_other_tokens(params: dict[str, float]) -> None:
+    """Alone and next to rows without a mask; processed log probabilities are of its tokens."""
+    asked = {"temperature": 1.0, "logprobs": 4, "logprobs_mode": LogprobsMode.PROCESSED, **params}
+    kept, values = [2, 9, 17, 30], logits(3)
+    bits = np.zeros(VOCAB, np.uint8)
+    bits[kept] = 1
+    cut = torch.full_like(values, -math.inf)
+    cut[:, kept] = values[:, kept]
+    for seed in range(20):
+        rows = [sequence(seed=seed, **asked) for _ in range(3)]
+        want = make_sampler().sample(cut.clone(), list(rows))[1]
+        rows[1].masked = Row("r", Grammar.regex("a"), "", [])
+        rows[1].masked.mask = np.packbits(bits, bitorder="little").tobytes()
+        got = make_sampler().sample(values.clone(), list(rows))
+        assert got[1] == want
+        assert got[0] == make_sampler().sample(values[:1].clone(), [rows[0]])[0]
+        rows[1].request = replace(rows[1].request, wanted={})
+        got = make_sampler().sample(values.clone(), list(rows))
+        assert got[1].token_id == want.token_id
+
+
 def test_tokens_of_others_are_not_named() -> None:
     """An adapter of the batch adds tokens: others have as many log probabilities as without it."""
     values = torch.randn(3, VOCAB + 5, generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.native.library import Library
-from kernels.sampling import NativeChoice, RowParams, native, reference
+from kernels.sampling import NativeChoice, RowParams, reference
 from kernels.sampling.reference import NOT_FINITE, OPEN, Draws, Limits
 
 NEAR = 1e-5
@@ -136,13 +136,42 @@ def test_sorted_tokens_are_counted(library: Library) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_masks(library: Library, width: int) -> None:
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.99])
+def test_masked_tokens_are_the_ones_of_logits_without_the_others(
+    library: Library, width: int, share: float
+) -> None:
+    """Rows with masks choose as if the logits of other tokens were -inf; logits stay."""
     generator = np.random.default_rng(width)
-    logits = torch.from_numpy(generator.normal(size=(4, width + 9))).float()
-    rows = np.array([3, 1], np.int64)
-    masks = generator.integers(0, 256, (2, -(-width // 8)), np.uint8)
-    wanted = logits.clone()
-    reference.keep_allowed(wanted[:, :width], torch.from_numpy(rows), torch.from_numpy(masks))
-    assert wanted.isneginf().any() or width < 8
-    native.keep_allowed(library, logits[:, :width], rows, masks)
-    assert torch.equal(logits, wanted)
+    num_rows = 2 * len(PARAMS)
+    logits = torch.from_numpy(3 * generator.normal(size=(num_rows, width + 9))).float()
+    before = logits.clone()
+    rows = [row for row in range(num_rows) if row % 3]
+    is_allowed = generator.random((len(rows), width)) < share
+    is_allowed[:, generator.integers(width)] = True
+    is_allowed[0] = False
+    masks = np.packbits(is_allowed, axis=1, bitorder="little")
+    masks[:, -1] |= 0xFF << (1 + (width - 1) % 8) & 0xFF  # no tokens
+    cut = logits.clone()[:, :width]
+    reference.keep_allowed(cut, torch.tensor(rows), torch.from_numpy(masks))
+    choice = NativeChoice(library, PARAMS * 2, width)
+    choice.numbers[:] = generator.random(num_rows)
+    wanted = choice.choose(cut)[0].tolist()
+    found = choice.choose(logits[:, :width], rows, masks)[0].tolist()
+    assert found == wanted
+    assert found[rows[0]] == NOT_FINITE, "it may choose no token"
+    assert torch.equal(logits, before)
+    assert choice.choose(logits[:, :width])[0][rows[0]] != NOT_FINITE, "masks are of one call"
+
+
+@pytest.mark.parametrize("params", [RowParams(), RowParams(1.0), RowParams(1.0, top_p=0.9)])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_mask_hides_no_logit_that_is_not_finite(
+    library: Library, params: RowParams, value: float
+) -> None:
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(1))
+    logits[:, 7] = value
+    logits[1, 7] = -math.inf
+    masks = np.zeros((2, 38), np.uint8)
+    masks[:, 30] = 1
+    tokens, _ = NativeChoice(library, [params] * 2, 300).choose(logits, [0, 1], masks)
+    assert tokens.tolist() == [NOT_FINITE, 240]
