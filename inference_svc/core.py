@@ -245,9 +245,9 @@ class Sequence:
     more. Of a prompt that is pooled the results of tokens from `next_pooled` up to `end_pooled` are
     left to be returned; of others these are 0. `token_counts` belong to the sampler, as does
     `is_sorted`: the vocabulary had to be sorted to choose its last token. `masked` is its
-    `grammars.lanes.Row` while it runs, None without a grammar, and `thinking` counts its thoughts.
-    `num_output_at_start` is the number of its output tokens when it last started, and `may_move_at`
-    the number that it needs before it is computed anew for a newer version.
+    `grammars.lanes.lane.Row` while it runs, None without a grammar, and `thinking` counts its
+    thoughts. `num_output_at_start` is the number of its output tokens when it last started, and
+    `may_move_at` the number that it needs before it is computed anew for a newer version.
     """
 
     request: Request

@@ -180,7 +180,7 @@ def _build(
     stages = (layout, *other_layouts)[:: config.tensor_parallel]
     puller, residency = _residency(config, factory, store, post, stages, backend, host, pace, ranks)
     states = make_states(config, backend)
-    masks = Masks(lambda: post(MaskReady()))
+    masks = Masks(lambda: post(MaskReady()), config.max_sequences)
     scheduler = _make_scheduler(config, decoder, states, residency, masks)
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued

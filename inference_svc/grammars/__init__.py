@@ -12,9 +12,8 @@ budget      a bound on the tokens of thoughts
 vocabulary  the bytes of a model's tokens, which a grammar is matched with
 schema_places  finds the part of a schema that is refused
 compiling   turns a grammar into Lark, compiles and tries it
-rows        the sequences of one such process: their grammars, and the masks that are due
 task        the program of these processes, which uses both
 checks      compiles a request's grammar once before it runs, and remembers the verdict
-lanes       the processes that compute masks for running sequences
+lanes       processes that compute masks for running sequences
 masks       the masks of running sequences, on the engine's side
 """

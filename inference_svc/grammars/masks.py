@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from inference_svc.grammars.grammar import Grammar
-from inference_svc.grammars.lanes import Board, Lane, LaneCounts, Row
+from inference_svc.grammars.lanes.lane import Board, Lane, LaneCounts, Row
 from inference_svc.grammars.vocabulary import Vocabulary
 
 MAX_WAIT_SECONDS = 3e-3
@@ -30,8 +30,10 @@ class Masks:
     """Used by the engine's thread. `notify` is called in another thread when something that nothing
     else would wake the engine for has changed."""
 
-    def __init__(self, notify: Callable[[], None]) -> None:
+    def __init__(self, notify: Callable[[], None], max_rows: int) -> None:
+        """`max_rows` sequences have a grammar at once."""
         self._board = Board(notify)
+        self._max_rows = max_rows
         self._vocabulary: Vocabulary | None = None
         self._lanes: tuple[Lane, Lane] | None = None
         self._has_accepted = False
@@ -61,8 +63,9 @@ class Masks:
     def _start(self) -> tuple[Lane, Lane]:
         assert self._vocabulary is not None, "the vocabulary comes before the first grammar"
         ids = itertools.count(1)
-        slow = Lane(self._board, self._vocabulary, ids, "slow-masks")
-        self._lanes = Lane(self._board, self._vocabulary, ids, "masks", slower=slow), slow
+        shared = self._board, self._vocabulary, self._max_rows, ids
+        slow = Lane(*shared, "slow-masks")
+        self._lanes = Lane(*shared, "masks", slower=slow), slow
         return self._lanes
 
     def accept(self, row: Row, token: int) -> None:
@@ -106,31 +109,41 @@ class Masks:
             if row.is_ready:
                 return num_tokens
             row.is_awaited = True
+            if row.lane is not None:
+                row.lane.hand_over()
         return num_tokens - 1
 
     def wait(self, rows: Iterable[Row]) -> set[int]:
         """Waits for the masks of these rows, and returns the `id()` of those that are late."""
         rows = list(rows)
-        end_s = time.monotonic() + MAX_WAIT_SECONDS
         with self._board.lock:
-            while any(not row.is_ready for row in rows):
-                left_s = end_s - time.monotonic()
-                if left_s <= 0:
-                    break
-                self._board.ready.wait(left_s)
+            self._wait([row for row in rows if row.mask is None and not row.error])
             late = set()
             for row in rows:
-                was_late, row.was_late = row.was_late, row.mask is None
-                if row.was_late:
-                    row.num_late += not was_late
-                    self._board.counts.num_late += 1
-                    row.is_awaited = True
-                    late.add(id(row))
-                else:
+                if row.mask is not None:
                     row.is_awaited = False
-                    if not was_late and row.num_late < MAX_LATE:
+                    if row.was_late:
+                        row.was_late = False
+                    elif row.num_late < MAX_LATE:
                         row.num_late = 0
+                    continue
+                row.num_late += not row.was_late
+                self._board.counts.num_late += 1
+                row.was_late = row.is_awaited = True
+                late.add(id(row))
             return late
+
+    def _wait(self, missing: list[Row]) -> None:
+        """Waits a moment for the masks of rows that have none."""
+        end_s = time.monotonic() + MAX_WAIT_SECONDS
+        while missing and (left_s := end_s - time.monotonic()) > 0:
+            asked = (row.lane for row in missing if row.lane is not None)
+            lane = next((each for each in asked if each.has_sent), None)
+            if lane is None:
+                self._board.ready.wait(left_s)
+            else:
+                lane.take_answer(left_s)
+            missing = [row for row in missing if not row.is_ready]
 
     def pop_failed(self) -> list[Row]:
         """Returns the rows that have failed since the last call."""

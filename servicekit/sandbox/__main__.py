@@ -2,8 +2,9 @@
 
 Run as `python -I .../__main__.py PROGRAM LIMITS [ROOT]`, by its path: it imports nothing of ours
 but PROGRAM, the task, which finds our packages in ROOT. LIMITS is a JSON object, the fields of
-servicekit.sandbox.process.Limits and `ends_with_starter`. A request on stdin is its length, four
-bytes, and JSON; an answer on stdout is its kind, one byte, its length and its content.
+servicekit.sandbox.process.Limits and `ends_with_starter`. A request on stdin is its kind, one byte,
+its length, four bytes, and its content: JSON, or bytes as they are. An answer on stdout has the
+same form; its kind has the meaning that the task gives it.
 
 The limits are set once the task is loaded, and before the first request is read.
 """
@@ -22,9 +23,12 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 LENGTH_BYTES = 4
+HEADER_BYTES = 1 + LENGTH_BYTES
+JSON, RAW = b"J", b"R"
+"""The kinds of requests."""
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 
-Answer = Callable[[dict[str, Any]], tuple[bytes, bytes | str]]
+Answer = Callable[[Any], tuple[bytes, bytes | str]]
 
 
 def load(program: str) -> Answer:
@@ -62,9 +66,9 @@ def set_limits(limits: dict[str, Any]) -> None:
 
 def serve(answer: Answer, requests: BinaryIO, answers: BinaryIO) -> None:
     """Answers requests until there are no more."""
-    while header := requests.read(LENGTH_BYTES):
-        request = json.loads(requests.read(int.from_bytes(header, "big")))
-        kind, content = answer(request)
+    while header := requests.read(HEADER_BYTES):
+        request = requests.read(int.from_bytes(header[1:], "big"))
+        kind, content = answer(json.loads(request) if header[:1] == JSON else request)
         data = content.encode(errors="replace") if isinstance(content, str) else content
         answers.write(kind + len(data).to_bytes(LENGTH_BYTES, "big") + data)
         answers.flush()

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from servicekit.sandbox.__main__ import LENGTH_BYTES
+from servicekit.sandbox.__main__ import HEADER_BYTES, JSON, LENGTH_BYTES, RAW
 
 PROGRAM = Path(__file__).with_name("__main__.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +26,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF
 PIPE_BYTES = 1 << 18
 """The size of its pipe, so that it need not wait in the middle of a usual answer."""
 POLL_SECONDS = 0.1
+READ_BYTES = 1 << 16
 END_SECONDS = 5.0
 """How long a process that has closed its pipes may take to end."""
 
@@ -55,16 +56,20 @@ class Limits:
 class Task:
     """A module that answers requests in a process of its own.
 
-    program: the module's file. Its function `answer` takes a request, a JSON object, and returns
-        the kind of the answer, one byte, and the content, bytes or text. The module is loaded
-        before the limits are set, with all that it imports. An error that `answer` raises ends the
-        process.
+    program: the module's file. Its function `answer` takes a request, a JSON object or bytes, and
+        returns the kind of the answer, one byte, and the content, bytes or text. The module is
+        loaded before the limits are set, with all that it imports. An error that `answer` raises
+        ends the process.
     imports_ours: whether it finds our packages. If not, nothing of ours is in its memory.
     """
 
     program: Path
     limits: Limits
     imports_ours: bool = True
+
+
+Request = Mapping[str, Any] | bytes
+"""The content of a request: a JSON object, or bytes."""
 
 
 class SandboxFailure(Exception):
@@ -90,7 +95,7 @@ class Answer(NamedTuple):
 
 def ask_once(
     task: Task,
-    request: Mapping[str, Any],
+    request: Request,
     max_bytes: int,
     check_cancelled: Callable[[], None] = lambda: None,
 ) -> Answer:
@@ -106,9 +111,12 @@ class SandboxProcess:
     """A process that runs a task, for one thread at a time. It ends with this service at the
     latest."""
 
-    def __init__(self, task: Task, *, ends_with_starter: bool = False) -> None:
+    def __init__(
+        self, task: Task, *, ends_with_starter: bool = False, files: tuple[int, ...] = ()
+    ) -> None:
         """Starts it. With `ends_with_starter` the system ends it at once, even while it answers,
-        when the thread that starts it ends; otherwise it ends after its last answer."""
+        when the thread that starts it ends; otherwise it ends after its last answer. It inherits
+        `files`, by their numbers."""
         self._limits = task.limits
         limits = {**asdict(task.limits), "ends_with_starter": ends_with_starter}
         arguments = [str(task.program), json.dumps(limits), *([str(ROOT)] * task.imports_ours)]
@@ -121,11 +129,16 @@ class SandboxProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=files,
         )
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
         self._stdin, self._stdout = self._popen.stdin, self._popen.stdout
         os.set_blocking(self._stdin.fileno(), False)
+        os.set_blocking(self._stdout.fileno(), False)
+        self._received = bytearray()
+        self._answers = select.poll()  # not select, which takes descriptors below 1024 only
+        self._answers.register(self._stdout.fileno(), select.POLLIN)
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             with contextlib.suppress(OSError):  # too many pipes of this size
                 fcntl.fcntl(self._stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -140,7 +153,7 @@ class SandboxProcess:
 
     def ask(
         self,
-        request: Mapping[str, Any],
+        request: Request,
         max_bytes: int,
         check_cancelled: Callable[[], None] = lambda: None,
     ) -> Answer:
@@ -149,13 +162,38 @@ class SandboxProcess:
 
         Raises SandboxFailure."""
         clock = _Clock(self._limits.wall_seconds, check_cancelled)
-        data = json.dumps(request).encode()
-        self._write(len(data).to_bytes(LENGTH_BYTES, "big") + data, clock)
-        header = self._read(1 + LENGTH_BYTES, clock)
-        num_bytes = int.from_bytes(header[1:], "big")
-        if num_bytes > max_bytes:
-            raise SandboxFailure("its answer is too long")
-        return Answer(header[:1], self._read(num_bytes, clock))
+        self._write(_frame(request), clock)
+        return self._receive(max_bytes, clock)
+
+    def send_at_once(self, request: Request) -> bool:
+        """Sends a request without waiting, if it is short enough that all of it or nothing is sent.
+        Its answer comes by `take_answer` or `receive`. Returns whether it was sent: a process that
+        has ended shows at the next `ask`."""
+        data = _frame(request)
+        try:
+            return len(data) <= select.PIPE_BUF and bool(os.write(self._stdin.fileno(), data))
+        except OSError:
+            return False
+
+    def take_answer(self, max_bytes: int, wait_seconds: float) -> Answer | None:
+        """Returns the answer to a request that was sent, of at most `max_bytes`, if it comes in
+        time; None also for a process that has failed, which `receive` raises."""
+        end_s = time.monotonic() + wait_seconds
+        try:
+            while (answer := self._next_answer(max_bytes)) is None:
+                # An answer is usually there: one look at the pipe less.
+                if (found := self._read()) is False:
+                    return None
+                left_s = max(0.0, end_s - time.monotonic())
+                if found is None and not self._answers.poll(1000 * left_s):
+                    return None
+        except SandboxFailure:
+            return None
+        return answer
+
+    def receive(self, max_bytes: int, check_cancelled: Callable[[], None] = lambda: None) -> Answer:
+        """Waits for the answer to a request that was sent. Parameters and errors as of `ask`."""
+        return self._receive(max_bytes, _Clock(self._limits.wall_seconds, check_cancelled))
 
     def end(self) -> None:
         """Ends it at once, with the processes that it has started."""
@@ -166,26 +204,45 @@ class SandboxProcess:
         self._stdout.close()
 
     def _write(self, data: bytes, clock: _Clock) -> None:
+        room = select.poll()
+        room.register(self._stdin.fileno(), select.POLLOUT)
         left = memoryview(data)
         while left:
-            clock.wait(self._stdin.fileno(), select.POLLOUT)
+            clock.wait(room)
             try:
                 left = left[os.write(self._stdin.fileno(), left) :]
             except BrokenPipeError:
                 raise self._failure() from None
 
-    def _read(self, num_bytes: int, clock: _Clock) -> bytes:
-        """Returns exactly so many bytes."""
-        data = bytearray(num_bytes)
-        left = memoryview(data)
-        while left:
-            clock.wait(self._stdout.fileno(), select.POLLIN)
-            # Into one piece of memory: one for each part would take longer than the rest.
-            num_read = os.readv(self._stdout.fileno(), [left])
-            if not num_read:
+    def _receive(self, max_bytes: int, clock: _Clock) -> Answer:
+        while (answer := self._next_answer(max_bytes)) is None:
+            clock.wait(self._answers)
+            if self._read() is False:
                 raise self._failure()
-            left = left[num_read:]
-        return bytes(data)
+        return answer
+
+    def _read(self) -> bool | None:
+        """Reads a part of an answer; returns None if there is none yet, and False if there will be
+        none."""
+        try:
+            found = os.read(self._stdout.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return None
+        self._received += found
+        return bool(found)
+
+    def _next_answer(self, max_bytes: int) -> Answer | None:
+        """Returns an answer once all of it was read."""
+        if len(self._received) < HEADER_BYTES:
+            return None
+        end = HEADER_BYTES + int.from_bytes(self._received[1:HEADER_BYTES], "big")
+        if end > HEADER_BYTES + max_bytes:
+            raise SandboxFailure("its answer is too long")
+        if len(self._received) < end:
+            return None
+        kind, content = bytes(self._received[:1]), bytes(self._received[HEADER_BYTES:end])
+        del self._received[:end]
+        return Answer(kind, content)
 
     def _failure(self) -> SandboxFailure:
         """Returns why it has closed its pipes."""
@@ -209,11 +266,8 @@ class _Clock:
         self._end_s = time.monotonic() + wall_seconds
         self._check_cancelled = check_cancelled
 
-    def wait(self, descriptor: int, event: int) -> None:
+    def wait(self, poll: select.poll) -> None:
         """Waits until a pipe is ready or closed. Raises SandboxFailure."""
-        # Not select, which takes descriptors below 1024 only.
-        poll = select.poll()
-        poll.register(descriptor, event)
         while True:
             left_seconds = self._end_s - time.monotonic()
             if left_seconds <= 0:
@@ -221,3 +275,11 @@ class _Clock:
             if poll.poll(1000 * min(left_seconds, POLL_SECONDS)):
                 return
             self._check_cancelled()
+
+
+def _frame(request: Request) -> bytes:
+    if isinstance(request, bytes):
+        kind, data = RAW, request
+    else:
+        kind, data = JSON, json.dumps(request).encode()
+    return kind + len(data).to_bytes(LENGTH_BYTES, "big") + data

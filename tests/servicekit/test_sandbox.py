@@ -54,7 +54,7 @@ def make(tmp_path: Path) -> Callable[..., Task]:
 def start() -> Iterator[Callable[..., SandboxProcess]]:
     started: list[SandboxProcess] = []
 
-    def start(task: Task, **options: bool) -> SandboxProcess:
+    def start(task: Task, **options: Any) -> SandboxProcess:
         started.append(SandboxProcess(task, **options))
         return started[-1]
 
@@ -89,6 +89,54 @@ def test_a_process_answers_one_request_after_the_other(make: Make, start: Start)
     assert not process.is_running
     assert not psutil.pid_exists(process.pid)
     process.end()
+
+
+def test_bytes_are_requests_as_they_are(make: Make) -> None:
+    data = bytes(range(256)) * 1000
+    answer = ask_once(make("request == bytes(range(256)) * 1000"), data, MAX_BYTES)
+    assert answer.text == "True"
+
+
+def test_an_answer_can_be_taken_later(make: Make, start: Start) -> None:
+    """In parts, by whoever waits for it first; requests of more than a page are not sent so."""
+    task = make("time.sleep(0.3) or 'x' * request['size']", before="import time")
+    process = start(task)
+    assert process.send_at_once({"size": 1 << 19})
+    assert process.take_answer(1 << 20, 0.0) is None
+    assert process.receive(1 << 20).text == "x" * (1 << 19)
+    assert process.send_at_once({"size": 3})
+    found: list[sandbox.Answer | None] = []
+    until(lambda: found.append(process.take_answer(100, 0.01)) or found[-1], 60)
+    assert found[-1] == sandbox.Answer(b"A", b"xxx")
+    assert len(found) > 1
+    assert not process.send_at_once(bytes(1 << 16))
+
+
+@pytest.mark.parametrize("answer", ["os._exit(3)", "'x' * 101"])
+def test_an_answer_that_fails_is_none_and_is_raised_to_who_waits(
+    make: Make, start: Start, answer: str
+) -> None:
+    process = start(make(answer))
+    assert process.send_at_once({})
+    assert process.take_answer(100, 30.0) is None
+    with pytest.raises(SandboxFailure, match=r"exit code 3|too long"):
+        process.receive(100)
+    if process.is_running:
+        os.kill(process.pid, signal.SIGKILL)
+        until(lambda: not process.is_running)
+    assert not process.send_at_once({})
+
+
+def test_it_inherits_the_files_that_it_is_given_and_no_other(
+    make: Make, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("content")
+    with open(tmp_path / "file", "rb") as given, open(tmp_path / "file", "rb") as other:
+        task = make("os.read(request['file'], 100).decode()")
+        process = start(task, files=(given.fileno(),))
+        assert process.ask({"file": given.fileno()}, 100).text == "content"
+        with pytest.raises(SandboxFailure):
+            process.ask({"file": other.fileno()}, 100)
 
 
 def test_messages_may_be_longer_than_a_pipe(make: Make) -> None:

@@ -126,11 +126,12 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "the tenant, whose grammars others never share",
         "256 KiB, 4,096 choices; a second of a processor and 512 MiB to check it, in the account's "
         "turn; 16 grammars and 512 KiB of a tenant's are kept compiled, 64 and 1 MiB of all; 10 ms "
-        "and 20,000 states for a mask, 1 GiB for all masks; one compile for each running row, and "
-        "tenants compile and compute in turn",
+        "and 20,000 states for a mask, 1 GiB for all masks, which lie in memory for "
+        "--max-sequences of them; one compile for each running row, and tenants compile and "
+        "compute in turn",
         "test_hostile_grammars_are_refused test_sources_are_bounded test_templates_are_bounded "
         "test_as_many_choices_as_the_limit_says test_tenants_compile_in_turn "
-        "test_an_answer_takes_a_moment",
+        "test_an_answer_takes_a_moment test_rows_that_open_take_the_memory_of_ended_ones",
     ),
     line(
         "Generate.{n,sampling.max_tokens}",

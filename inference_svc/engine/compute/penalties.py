@@ -103,14 +103,16 @@ def allowed_bits(
     """Returns a bit for each of `width` tokens that a sequence's grammar allows, uint8 [N, width /
     8, rounded up], the least bit first. Where an answer may end, so may it with any of the
     sequence's stop tokens, and of the model's own."""
-    packed = np.zeros((len(sequences), -(-width // 8)), np.uint8)
-    for bits, sequence in zip(packed, sequences, strict=True):
-        mask = np.frombuffer(sequence.masked.mask, np.uint8)[: len(bits)]
-        bits[: len(mask)] = mask
+    size = -(-width // 8)
+    packed = bytearray(len(sequences) * size)  # copies: the process that writes masks goes on
+    view = memoryview(packed)
+    for start, sequence in zip(range(0, len(packed), size), sequences, strict=True):
+        mask = memoryview(sequence.masked.mask)[:size]
+        view[start : start + len(mask)] = mask
         if sequence.masked.may_end:
             for token in (*eos_token_ids, *sequence.request.sampling.stop_token_ids):
-                bits[token >> 3] |= 1 << (token & 7)
-    return packed
+                packed[start + (token >> 3)] |= 1 << (token & 7)
+    return np.frombuffer(packed, np.uint8).reshape(len(sequences), size)
 
 
 def force(logits: torch.Tensor, rows: SequenceOf[tuple[int, int]]) -> None:

@@ -28,7 +28,7 @@ from inference_svc.engine.policy.settle import Settler
 from inference_svc.engine.policy.states.kind import StateKind
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.recurrent import Recurrent
-from inference_svc.grammars.lanes import Lane, LaneCounts
+from inference_svc.grammars.lanes.lane import Lane, LaneCounts
 from inference_svc.host.memory import resident_bytes
 from servicekit.telemetry.histogram import HistogramState
 

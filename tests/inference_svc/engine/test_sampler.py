@@ -18,7 +18,7 @@ from inference_svc.core import Request, SampledToken, SamplingParams, Sequence
 from inference_svc.engine.compute import sampler as sampler_module
 from inference_svc.engine.compute.sampler import Sampler, uniform, uniforms
 from inference_svc.grammars.grammar import Grammar
-from inference_svc.grammars.lanes import Row
+from inference_svc.grammars.lanes.lane import Row
 from inference_svc.results.logprobs import LogprobsMode, LogprobsOption
 from kernels.native.library import Library, load
 from kernels.sampling.reference import NOT_FINITE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from inference_svc.grammars.lanes import Row
+from inference_svc.grammars.lanes.lane import Row
 from inference_svc.grammars.vocabulary import Vocabulary, make_vocabulary
 
 WORDS = ('{"', '":', '", "', "true", "null", "12", "  ", "\n", 'a"', "é", "日")

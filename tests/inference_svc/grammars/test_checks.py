@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from inference_svc.errors import GrammarRefused
-from inference_svc.grammars import checks, compiling, rows
+from inference_svc.grammars import checks, compiling
 from inference_svc.grammars.checks import CheckProcesses, GrammarChecks
 from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar
+from inference_svc.grammars.lanes import rows
 from servicekit.errors import InvalidArgument, Unavailable
 from servicekit.work_budget import WorkBudget
 from tests.inference_svc.grammars.alphabet import END, SPECIAL, vocabulary

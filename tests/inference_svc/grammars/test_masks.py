@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import re
 import signal
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from inference_svc.grammars import lanes
 from inference_svc.grammars.grammar import Grammar
-from inference_svc.grammars.lanes import SLOW_NICENESS, Row
+from inference_svc.grammars.lanes import lane, process
+from inference_svc.grammars.lanes.lane import Row
+from inference_svc.grammars.lanes.messages import Written
+from inference_svc.grammars.lanes.process import SLOW_NICENESS
 from inference_svc.grammars.masks import MAX_LATE, PATIENT_MASKS, PATIENT_TOKENS, Masks
 from tests.inference_svc.grammars.alphabet import (
     END,
@@ -33,12 +38,15 @@ pytestmark = pytest.mark.processes
 LIST = Grammar.json_schema({"type": "array", "items": {"enum": ["é", 1, None]}, "maxItems": 4})
 
 
+MAX_ROWS = 8
+
+
 class House:
     """Masks, and how often the engine would have been woken."""
 
     def __init__(self) -> None:
         self.woken = threading.Semaphore(0)
-        self.masks = Masks(self.woken.release)
+        self.masks = Masks(self.woken.release, MAX_ROWS)
         self.masks.set_vocabulary(vocabulary())
 
     def open(self, grammar: Grammar, tokens: list[int] | None = None, tenant: str = "t") -> Row:
@@ -47,6 +55,9 @@ class House:
     def ready(self, *rows: Row) -> None:
         """Returns once all masks are there, or failed."""
         self.masks.flush()
+        for row in rows:
+            if row.lane is not None:  # as for an engine that has nothing to compute
+                row.lane.hand_over()
         until(lambda: not {id(row) for row in rows if not row.is_ready}, 60)
         assert not self.masks.wait([row for row in rows if not row.error])
 
@@ -135,6 +146,115 @@ def test_rows_go_on_when_their_process_ends(house: House) -> None:
     assert house.masks.counts.num_restarts == 1
 
 
+def test_steps_need_no_thread_of_the_lane(house: House) -> None:
+    """The engine's sends the tokens of a step, and takes the answer."""
+    rows = [house.open(Grammar.regex("[ab]{9}")) for _ in range(5)]
+    house.ready(*rows)
+    fast = rows[0].lane
+    assert fast is not None
+    for _ in range(9):
+        for row in rows:
+            house.masks.accept(row, ord("a"))
+        house.masks.flush()
+        assert fast.has_sent
+        while house.masks.wait(rows):  # a busy machine
+            house.ready(*rows)
+    assert all(row.may_end and not allowed(row) for row in rows)
+    assert house.masks.counts.num_restarts == 0
+
+
+def test_rows_go_on_when_their_process_ends_with_their_tokens(house: House) -> None:
+    """Neither the answer to sent tokens nor a mask that nobody has used is lost."""
+    waits, goes = house.open(Grammar.regex("[xy]z")), house.open(Grammar.regex("[ab]{3}"))
+    house.ready(waits, goes)
+    os.kill(house.pid_of(goes), signal.SIGSTOP)
+    house.masks.accept(goes, ord("a"))
+    house.masks.flush()
+    assert house.masks.wait([waits, goes]) == {id(goes)}
+    os.kill(house.pid_of(goes), signal.SIGKILL)
+    until(lambda: house.masks.counts.num_restarts == 1, 60)
+    assert allowed(waits) == list(b"xy")
+    house.ready(goes, waits)
+    assert allowed(waits) == list(b"xy")
+    assert allowed(goes) == list(b"ab")
+    house.masks.accept(waits, ord("x"))
+    house.ready(waits)
+    assert allowed(waits) == list(b"z")
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_process_that_hangs_is_waited_for_or_ended(
+    house: House, monkeypatch: pytest.MonkeyPatch, is_ended: bool
+) -> None:
+    """Steps go on without its rows meanwhile, and the engine is woken for them."""
+    if is_ended:
+        task = process.TASK
+        limits = replace(task.limits, wall_seconds=5.0)
+        monkeypatch.setattr(process, "TASK", replace(task, limits=limits))
+    row = house.open(Grammar.regex("[ab]{3}"))
+    house.ready(row)
+    os.kill(house.pid_of(row), signal.SIGSTOP)
+    house.masks.accept(row, ord("a"))
+    house.masks.flush()
+    assert house.masks.wait([row]) == {id(row)}
+    assert house.masks.num_computable(row, 1, 1) == 0
+    if not is_ended:
+        os.kill(house.pid_of(row), signal.SIGCONT)
+    assert house.woken.acquire(timeout=60)
+    assert allowed(row) == list(b"ab")
+    assert house.masks.counts.num_restarts == is_ended
+
+
+def test_an_answer_that_is_none_ends_its_process(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = house.open(Grammar.regex("[ab]{3}"))
+    house.ready(row)
+    with monkeypatch.context() as once:
+        once.setattr(Written, "unpack", lambda _: struct.unpack("<I", b""))
+        house.masks.accept(row, ord("a"))
+        house.masks.flush()
+        assert house.masks.wait([row]) == {id(row)}
+        until(lambda: house.masks.counts.num_restarts > 0, 60)
+    house.ready(row)
+    assert allowed(row) == list(b"ab")
+
+
+def test_rows_that_open_take_the_memory_of_ended_ones(house: House) -> None:
+    stays = house.open(Grammar.regex("[xy]{2}"))
+    for index in range(3 * MAX_ROWS):
+        row = house.open(Grammar.choice([chr(ord("a") + index)]))
+        house.ready(stays, row)
+        assert allowed(row) == [ord("a") + index]
+        house.masks.close_row(row)
+    assert allowed(stays) == list(b"xy")
+    full = [house.open(Grammar.regex("[ab]")) for _ in range(MAX_ROWS - 1)]
+    house.ready(stays, *full)
+    assert all(allowed(row) == list(b"ab") for row in full)
+    assert house.masks.counts.num_restarts == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_closing_frees_the_memory_of_masks() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:loadout-masks")
+
+    gc.collect()
+    before, house = mapped(), House()
+    row = house.open(Grammar.regex("ab"))
+    house.ready(row)
+    assert mapped() == before + 1
+    os.kill(house.pid_of(row), signal.SIGKILL)
+    house.masks.accept(row, ord("a"))
+    house.ready(row)
+    assert house.masks.counts.num_restarts == 1
+    house.masks.close()
+    assert allowed(row) == [ord("b")], "it is used"
+    del row, house
+    gc.collect()
+    assert mapped() == before
+
+
 def test_a_row_that_ends_processes_fails_alone(house: House) -> None:
     """It is computed again in the slow lane first; others go on."""
     good = house.open(LIST)
@@ -185,7 +305,7 @@ def test_a_machine_that_starts_no_process_fails_rows_for_now(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lanes go on: they begin again once they can."""
-    monkeypatch.setattr(lanes, "FAULT_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(lane, "FAULT_PAUSE_SECONDS", 0.01)
     with monkeypatch.context() as without:
         without.setattr(sys, "executable", "/no/python")
         row = house.open(LIST)

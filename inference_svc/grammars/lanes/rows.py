@@ -17,8 +17,9 @@ from inference_svc.grammars.compiling import (
     Tokens,
     check_matcher,
     compile_grammar,
-    has_token,
 )
+from inference_svc.grammars.lanes.memory import WrittenMasks
+from inference_svc.grammars.lanes.messages import Work, Written
 
 ANSWER_SECONDS = 2e-3
 """Processor time after which a lane answers with the masks that it has."""
@@ -67,11 +68,12 @@ class Templates:
 
 
 class Row:
-    """A running sequence: its matcher once it is compiled, and tokens that came before. `cost_s` is
-    the time of its last mask."""
+    """A running sequence: the slot that its masks are written to, its matcher once it is compiled,
+    and tokens that came before. `cost_s` is the time of its last mask."""
 
-    def __init__(self, tenant: str, tokens: list[int]) -> None:
+    def __init__(self, tenant: str, slot: int, tokens: list[int]) -> None:
         self.tenant = tenant
+        self.slot = slot
         self.backlog = tokens
         self.matcher: Any = None
         self.num_tokens = 0
@@ -177,70 +179,76 @@ class Compiler:
 class Rows:
     """The running sequences of a lane."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, memory: WrittenMasks) -> None:
         self._tokens = tokens
+        self._memory = memory
         self._rows: dict[int, Row] = {}
         self._compiler = Compiler(tokens)
         self._due: set[int] = set()
         self._spent_s: dict[str, float] = {}
 
-    def take(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[bytearray]]:
-        """Takes sequences that open, tokens of others, and the ids of ended ones. Returns a header
-        and masks: as many as it computes in a moment. The next answers have the others."""
+    def take(self, work: Work) -> Written:
+        """Takes sequences that open, tokens of others, and the ids of ended ones. Writes masks: as
+        many as it computes in a moment. The next answers have the others."""
         start_s = time.process_time()
-        header: dict[str, Any] = {"masks": [], "errors": [], "slow": []}
-        self._accept(request)
+        written = Written()
+        self._accept(work)
         for row_id, found in self._compiler.pop_done().items():
             row = self._rows.get(row_id)
             if row is None:
                 continue
             if isinstance(found, Refused):
-                self._end(row_id, header, found)
+                self._end(row_id, written, found)
             else:
                 row.matcher = found
-        masks: list[bytearray] = []
-        end_s = time.thread_time() + ANSWER_SECONDS
+        now_s = time.thread_time()
+        end_s = now_s + ANSWER_SECONDS
         ready = self._in_order()
         for row_id in ready:
-            self._advance(row_id, header, masks, end_s)
-            if time.thread_time() >= end_s:
+            now_s = self._advance(row_id, written, now_s, end_s)
+            if now_s >= end_s:
                 break
-        header["has_more"] = any(row_id in self._due for row_id in ready)
-        header["is_busy"] = self._compiler.is_busy
-        header["stuck"] = self._compiler.stuck
-        header["num_hits"], self._compiler.num_hits = self._compiler.num_hits, 0
-        header["compile_s"], self._compiler.compile_s = self._compiler.compile_s, 0.0
-        header["seconds"] = time.process_time() - start_s
-        return header, masks
+        written.has_more = not self._due.isdisjoint(ready)
+        written.is_busy = self._compiler.is_busy
+        written.stuck = self._compiler.stuck
+        written.num_hits, self._compiler.num_hits = self._compiler.num_hits, 0
+        written.compile_s, self._compiler.compile_s = self._compiler.compile_s, 0.0
+        written.seconds = time.process_time() - start_s
+        return written
 
-    def _accept(self, request: dict[str, Any]) -> None:
-        for each in request["open"]:
-            self._rows[each["id"]] = Row(each["tenant"], each["tokens"])
+    def _accept(self, work: Work) -> None:
+        now_s = time.monotonic()
+        for each in work.opens:
+            self._rows[each["id"]] = Row(each["tenant"], each["slot"], each["tokens"])
             self._due.add(each["id"])
-        for row_id, token in request["step"]:
+        for row_id, token in work.steps:
             row = self._rows.get(row_id)
             if row is not None:
                 row.backlog.append(token)
-                row.due_s = time.monotonic()
+                row.due_s = now_s
                 self._due.add(row_id)
         # The last, since a row may open and end in one request.
-        for row_id in request["close"]:
+        for row_id in work.closes:
             row = self._rows.pop(row_id, None)
             if row is not None:
                 self._due.discard(row_id)
                 self._compiler.discard(row_id, row.tenant)
-        for each in request["open"]:
+        for each in work.opens:
             if each["id"] in self._rows:
                 self._compiler.add(each)
 
     def _in_order(self) -> list[int]:
         """Returns the rows whose mask can be computed: tenants in turn, by the time that they take,
-        so that none waits for all rows of another."""
+        so that none waits for all rows of another. In any order if one answer has time for all."""
+        due = [(row_id, self._rows[row_id]) for row_id in self._due]
+        ready = [(row_id, row) for row_id, row in due if row.matcher is not None]
+        expected_s = [row.cost_s + TOKEN_SECONDS * len(row.backlog) for _, row in ready]
+        if sum(expected_s) < ANSWER_SECONDS:
+            self._spent_s.clear()
+            return [row_id for row_id, _ in ready]
         of_tenant: dict[str, list[tuple[float, int]]] = {}
-        for row_id in self._due:
-            row = self._rows[row_id]
-            if row.matcher is not None:
-                of_tenant.setdefault(row.tenant, []).append((row.patience_s, row_id))
+        for row_id, row in ready:
+            of_tenant.setdefault(row.tenant, []).append((row.patience_s, row_id))
         # A tenant whose rows were all computed begins again with the one that spent the least.
         known = {tenant: self._spent_s[tenant] for tenant in of_tenant if tenant in self._spent_s}
         least_s = min(known.values(), default=0.0)
@@ -253,47 +261,46 @@ class Rows:
                 before_s += self._rows[row_id].cost_s
         return [row_id for _, _, row_id in sorted(places)]
 
-    def _advance(
-        self, row_id: int, header: dict[str, Any], masks: list[bytearray], end_s: float
-    ) -> None:
-        """Computes a row's mask, or takes as many of its tokens as there is time for."""
+    def _advance(self, row_id: int, written: Written, start_s: float, end_s: float) -> float:
+        """Computes a row's mask, or takes as many of its tokens as there is time for. Returns the
+        time afterwards."""
         row = self._rows[row_id]
-        start_s = time.thread_time()
         try:
-            if not self._take_backlog(row, end_s):
-                self._spent_s[row.tenant] += time.thread_time() - start_s
-                return
-            mask = bytearray(row.matcher.compute_bitmask())
-            check_matcher(row.matcher)
+            is_done = self._take_backlog(row, end_s)
+            if is_done:
+                self._memory.write(row.matcher, row.slot)
+                check_matcher(row.matcher)
         except Refused as error:
-            self._end(row_id, header, error)
-            return
-        end = self._tokens.end
-        may_end = has_token(mask, end)
-        mask[end >> 3] &= ~(1 << (end & 7))
-        header["masks"].append([row_id, row.num_tokens, may_end])
-        masks.append(mask)
+            self._end(row_id, written, error)
+            return time.thread_time()
+        now_s = time.thread_time()
+        cost_s = now_s - start_s
+        self._spent_s[row.tenant] = self._spent_s.get(row.tenant, 0.0) + cost_s
+        if not is_done:
+            return now_s
+        may_end = self._memory.pop_bit(row.slot, self._tokens.end)
+        written.masks.append((row_id, row.num_tokens, may_end))
         self._due.discard(row_id)
-        row.cost_s = time.thread_time() - start_s
-        self._spent_s[row.tenant] += row.cost_s
+        row.cost_s = cost_s
         if row.num_tokens:
-            row.num_slow += row.cost_s > SLOW_STEP_SECONDS
-            if row.cost_s > COSTLY_STEP_SECONDS or row.num_slow >= MAX_SLOW_STEPS:
-                header["slow"].append(row_id)
+            row.num_slow += cost_s > SLOW_STEP_SECONDS
+            if cost_s > COSTLY_STEP_SECONDS or row.num_slow >= MAX_SLOW_STEPS:
+                written.slow.append(row_id)
+        return now_s
 
     def _take_backlog(self, row: Row, end_s: float) -> bool:
         """Returns whether all of a row's tokens were taken in time: some are in any case."""
         while row.backlog:
             some = row.backlog[:SLICE_TOKENS]
-            row.matcher.consume_tokens(some)
-            check_matcher(row.matcher)
+            if not row.matcher.consume_tokens(some):
+                check_matcher(row.matcher)
             del row.backlog[: len(some)]
             row.num_tokens += len(some)
             if row.backlog and time.thread_time() >= end_s:
                 return False
         return True
 
-    def _end(self, row_id: int, header: dict[str, Any], error: Refused) -> None:
-        header["errors"].append([row_id, str(error)])
+    def _end(self, row_id: int, written: Written, error: Refused) -> None:
+        written.errors.append((row_id, str(error)))
         del self._rows[row_id]
         self._due.discard(row_id)
