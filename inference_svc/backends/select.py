@@ -18,11 +18,7 @@ BACKENDS: tuple[BackendFactory, ...] = (CudaFactory(), NativeFactory(), TorchFac
 def select_backend(config: EngineConfig, decoder: Decoder) -> BackendFactory:
     """Returns the first backend that supports these settings. Raises ValueError if none does, and
     UnsupportedModel if it does not compute all that the decoder has: a slower one in its place
-    would be a surprise. Encoders have only the definition on CPUs."""
-    definition = BACKENDS[-1]
-    if decoder.encoder is not None and definition.supports(config):
-        check_features(definition, decoder)
-        return definition
+    would be a surprise."""
     for factory in BACKENDS:
         if factory.supports(config):
             check_features(factory, decoder)

@@ -14,6 +14,7 @@ from inference_svc.backends.base import table_bytes
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import (
     Attention,
+    BothWays,
     ClampedSwiglu,
     Decoder,
     ExpertsProjection,
@@ -94,9 +95,18 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     own = _OwnBytes(config, sizes, targets)
     logits_bytes = 4 * config.max_sequences * decoder.num_outputs
 
-    largest_bytes = transformer_bytes(decoder, sizes, own.of_op)
+    largest_bytes = _masks_bytes(config, decoder) + transformer_bytes(decoder, sizes, own.of_op)
     sampler_bytes = (1 + SAMPLER_COPIES) * logits_bytes
     return table_bytes(config, decoder, config.max_sequences) + max(largest_bytes, sampler_bytes)
+
+
+def _masks_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the memory of the masks of windows, which an encoder's step keeps to its end: one for
+    each window and each length of a row. The squares of lengths that have a sum are the largest
+    where one row is as long as it may be, and all others are, too."""
+    mixers = (block.mixer for block in decoder.blocks)
+    reaches = {each.reach for each in mixers if isinstance(each, BothWays)} - {None}
+    return len(reaches) * config.max_model_len * config.max_batch_tokens
 
 
 class _OwnBytes(NamedTuple):
@@ -173,12 +183,12 @@ def _of_attention(op: Attend, own: _OwnBytes) -> int:
 
 def _of_both_ways(op: AttendBothWays, own: _OwnBytes) -> int:
     """Copies of queries, keys and values, and of the outputs; the scores, where torch does not
-    compute them in blocks; and the mask, also as numbers."""
+    compute them in blocks; and the mask as numbers."""
     mixer, longest = op.mixer, own.config.max_model_len
     copies = 5 if op.angles is None else 8
     num_bytes = copies * own.elements(op) * own.item_bytes
     if mixer.reach is not None:
-        num_bytes += longest * longest * (1 + own.item_bytes)
+        num_bytes += longest * longest * own.item_bytes
     return num_bytes + 4 * mixer.num_heads * longest * min(longest, SCORED_QUERIES)
 
 

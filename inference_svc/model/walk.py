@@ -179,8 +179,8 @@ class Walk:
             self._hidden = self._gathered(self._hidden)
             self._delta = None if self._delta is None else self._gathered(self._delta)
         if decoder.final_norm is None:
-            self._rows = Rows.LOGITS
-            return self._gathered(self._hidden)
+            is_narrow, self._rows = self._rows is Rows.LOGITS, Rows.LOGITS
+            return self._hidden if is_narrow else self._gathered(self._hidden)
         normed = self.value("last_normed", decoder.hidden_size, Rows.LOGITS)
         self._add_norm(decoder.final_norm, normed, None)
         if decoder.encoder is not None:

@@ -2,16 +2,17 @@
 
 The functions below run `cpu` or `reference` on CPUs and `triton_ops` on CUDA.
 
-both_ways       attention without a causal mask, of whole prompts, without pages
-cpu             paged attention in plain torch, shaped for few large operations
-kv_cache        the memory of keys and values
-native          attention in C++, as operations of a program
-native_memory   the workspace of attention in C++, whose size is known before it runs
-plan            one step's attention: which queries see which cells
-reference       the definitions: one query at a time, in fp32, after norms and rotation
-triton_heads    parts of the Triton kernels that prepare heads: norms, rotation, store
-triton_kernels  the Triton kernels: angles, store, decode, combine, prefill
-triton_ops      their launches; grids follow from the plan's sizes alone
+both_ways         attention without a causal mask, of whole prompts, without pages
+cpu               paged attention in plain torch, shaped for few large operations
+kv_cache          the memory of keys and values
+native            attention in C++, as operations of a program
+native_both_ways  attention without a causal mask in C++
+native_memory     the workspace of attention in C++, whose size is known before it runs
+plan              one step's attention: which queries see which cells
+reference         the definitions: one query at a time, in fp32, after norms and rotation
+triton_heads      parts of the Triton kernels that prepare heads: norms, rotation, store
+triton_kernels    the Triton kernels: angles, store, decode, combine, prefill
+triton_ops        their launches; grids follow from the plan's sizes alone
 """
 
 from __future__ import annotations

@@ -275,6 +275,46 @@ def rope_and_store_op(
     return NativeOp("rope_and_store_" + _types_name(cache), args, keep)
 
 
+def rotate_op(
+    qk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_tokens: Tensor,
+    *,
+    head_dim: int,
+    is_interleaved: bool = False,
+) -> NativeOp:
+    """Builds qk = `reference.rotate` of each of its heads, in place, for the first tokens.
+
+    Args:
+        qk: [T, heads * head_dim]: queries and keys, with rows of unit stride that may be apart.
+        cos: [T, <= head_dim / 2] of qk's dtype, as `rotary_angles_op` writes it.
+        sin: As cos.
+        num_tokens: Number of tokens, int32 [1], read when the program runs.
+        head_dim: Size of a head.
+        is_interleaved: As in `reference.rotate`.
+    """
+    assert qk.dtype == cos.dtype == sin.dtype
+    assert qk.stride(1) == 1
+    none = _HeadNorm(None, 0, 0, 0)
+    args = _RopeAndStoreArgs(
+        cache=_KvLayer(head_dim=head_dim),
+        qkv=qk.data_ptr(),
+        row_stride=qk.stride(0),
+        num_heads=qk.shape[1] // head_dim,
+        half=cos.shape[1],
+        cos=pointer(cos),
+        sin=pointer(sin),
+        is_interleaved=is_interleaved,
+        has_values=True,
+        q_norm=none,
+        k_norm=none,
+        v_norm=none,
+        num_tokens=num_tokens.data_ptr(),
+    )
+    return NativeOp("rope_and_store_" + dtype_name(qk.dtype), args, (qk, cos, sin, num_tokens))
+
+
 def _head_norm(
     weight: Tensor | None, dtype: torch.dtype, num_heads: int, head_dim: int
 ) -> _HeadNorm:

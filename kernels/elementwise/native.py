@@ -33,6 +33,7 @@ class _RmsNormArgs(ctypes.Structure):
         ("hidden", ctypes.c_void_p),
         ("delta", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("count", ctypes.c_void_p),
         ("rows_per_count", ctypes.c_int64),
@@ -40,6 +41,7 @@ class _RmsNormArgs(ctypes.Structure):
         ("delta_stride", ctypes.c_int64),
         ("out_stride", ctypes.c_int64),
         ("weight_stride", ctypes.c_int64),
+        ("bias_stride", ctypes.c_int64),
         ("is_wide", ctypes.c_int64),
         ("is_centred", ctypes.c_int64),
         ("eps", ctypes.c_float),
@@ -92,6 +94,29 @@ class _ClampedSwigluArgs(ctypes.Structure):
     _fields_ = (("gated", _GatedArgs), ("alpha", ctypes.c_float), ("limit", ctypes.c_float))
 
 
+class _ActivateArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+    )
+
+
+class _AddRowsArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("row", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("first_row", ctypes.c_int64),
+    )
+
+
 class _ScaleArgs(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -140,6 +165,7 @@ def rms_norm_op(
     delta_scale: float = 1.0,
     sum_scale: float = 1.0,
     is_centred: bool = False,
+    bias: Tensor | None = None,
     rows_per_count: int = 1,
 ) -> NativeOp:
     """hidden = sum_scale * (hidden + delta_scale * delta); out = RMSNorm(hidden) * weight, for the
@@ -147,8 +173,9 @@ def rms_norm_op(
 
     weight: [size], in the others' dtype or in float32, or [N, size], of each count; None: nothing
     but the addition. `out` may be `hidden` itself; rows of it and of `delta` may
-    be apart. Centred norms have weights in float32.
+    be apart. Centred norms have weights in float32, and perhaps a `bias`, shaped as weights are.
     """
+    assert bias is None or (is_centred and bias.dtype == torch.float32)
     assert delta is not None or sum_scale == 1.0
     _check(count, hidden)
     _check_rows(hidden.shape[1], hidden.dtype, out, *(() if delta is None else (delta,)))
@@ -159,21 +186,28 @@ def rms_norm_op(
         hidden.data_ptr(),
         None if delta is None else delta.data_ptr(),
         pointer(weight),
+        pointer(bias),
         out.data_ptr(),
         count.data_ptr(),
         rows_per_count,
         hidden.shape[1],
         0 if delta is None else delta.stride(0),
         out.stride(0),
-        0 if weight is None or weight.dim() == 1 else weight.stride(0),
+        _row_stride(weight),
+        _row_stride(bias),
         is_wide,
         is_centred,
         eps,
         delta_scale,
         sum_scale,
     )
-    keep = (hidden, delta, weight, out, count)
+    keep = (hidden, delta, weight, bias, out, count)
     return NativeOp("rms_norm_" + dtype_name(hidden.dtype), args, keep)
+
+
+def _row_stride(weight: Tensor | None) -> int:
+    """Returns how far apart the weights of rows are; 0: all rows have one."""
+    return 0 if weight is None or weight.dim() == 1 else weight.stride(0)
 
 
 def sum_squares_op(x: Tensor, out: Tensor, count: Tensor) -> NativeOp:
@@ -248,6 +282,82 @@ def geglu_op(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> Nativ
     """Builds out = gelu(gate) * up, approximated by tanh. gate, up, out: [T, size], num_tokens:
     int32 [1], as in `swiglu_op`."""
     return _gated_op("geglu", gate, up, out, num_tokens)
+
+
+def exact_geglu_op(gate: Tensor, up: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+    """Builds out = gelu(gate) * up. gate, up, out: [T, size], num_tokens: int32 [1], as in
+    `swiglu_op`."""
+    return _gated_op("exact_geglu", gate, up, out, num_tokens)
+
+
+def silu_op(x: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+    """Builds out = silu(x) for the first `num_tokens` rows.
+
+    Args:
+        x: [T, size] of out's dtype, with rows of unit stride that may be apart.
+        out: [T, size]; rows as of x.
+        num_tokens: int32 [1], read when the program runs.
+    """
+    return _activate_op("silu", x, out, num_tokens)
+
+
+def gelu_op(x: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+    """Builds out = gelu(x), as `silu_op`."""
+    return _activate_op("gelu", x, out, num_tokens)
+
+
+def gelu_tanh_op(x: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+    """Builds out = gelu(x), approximated by tanh, as `silu_op`."""
+    return _activate_op("gelu_tanh", x, out, num_tokens)
+
+
+def _activate_op(name: str, x: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+    _check(num_tokens)
+    _check_rows(out.shape[1], out.dtype, x, out)
+    args = _ActivateArgs(
+        x.data_ptr(),
+        out.data_ptr(),
+        num_tokens.data_ptr(),
+        out.shape[1],
+        x.stride(0),
+        out.stride(0),
+    )
+    return NativeOp(f"{name}_{dtype_name(out.dtype)}", args, (x, out, num_tokens))
+
+
+def add_rows_op(
+    x: Tensor,
+    row: Tensor | None,
+    table: Tensor | None,
+    positions: Tensor,
+    num_tokens: Tensor,
+    *,
+    first_row: int = 0,
+) -> NativeOp:
+    """Builds x[t] = round(x[t] + row) + table[first_row + positions[t]], in place, for the first
+    `num_tokens` rows.
+
+    Args:
+        x: [T, size], contiguous.
+        row: [size] of x's dtype. None: not added.
+        table: [S, size] of x's dtype, contiguous. None: nothing of it is added.
+        positions: int64 [T]; all rows that they name are in the table.
+        num_tokens: int32 [1], read when the program runs.
+        first_row: The row of position 0.
+    """
+    _check(num_tokens, x, *(each for each in (row, table) if each is not None))
+    assert positions.dtype == torch.int64
+    args = _AddRowsArgs(
+        x.data_ptr(),
+        pointer(row),
+        pointer(table),
+        positions.data_ptr(),
+        num_tokens.data_ptr(),
+        x.shape[1],
+        first_row,
+    )
+    keep = (x, row, table, positions, num_tokens)
+    return NativeOp(f"add_rows_{dtype_name(x.dtype)}", args, keep)
 
 
 def clamped_swiglu_op(

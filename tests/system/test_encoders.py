@@ -50,7 +50,9 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Encode
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"max_batch_tokens": 150, "max_loras": 2}], ids=["plain", "narrow-steps"]
+    "settings",
+    [{}, {"max_batch_tokens": 150, "max_loras": 2}, {"native_kernels": False}],
+    ids=["native", "narrow-steps", "torch"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_mix_equals_transformers(
@@ -140,7 +142,7 @@ def test_where_memory_is_short_fewer_prompts_are_computed_at_once(
 ) -> None:
     """None is cut; one that never fits ends alone."""
     made = encoders("bert")
-    running = start(made.zoo, max_model_len=MAX_TOKENS)
+    running = start(made.zoo, max_model_len=MAX_TOKENS, native_kernels=False)
     transformer = running.engine.built.engine.runner.backend.transformer
     layers, sizes = transformer.layers, list[int]()
 

@@ -23,6 +23,7 @@ from inference_svc.backends.base import (
     Scored,
     gather_choices,
     make_reload,
+    max_outputs,
     max_pages,
     returns_experts,
 )
@@ -48,6 +49,7 @@ from inference_svc.core import Batch, BatchRow, EngineConfig
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
+from inference_svc.model.encoder.in_torch import OF_ENCODERS
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.sharding.exchange import Exchange, StagedExchange
@@ -251,7 +253,7 @@ class NativeFactory:
 
     name = "native"
     # The program follows the definition, operation by operation.
-    features = COMPUTED | OF_RANKS | OF_STAGES
+    features = COMPUTED | OF_RANKS | OF_STAGES | OF_ENCODERS
     disabled_by = "native-kernels = false"
     has_device_memory = False
     profiler_device = None
@@ -322,12 +324,13 @@ class NativeFactory:
         arena = allocate_arena(config, layout)
         weights = reload.weights()
         pages = BatchPages(max_rows, max_pages(config))
-        step = StepArrays(max_tokens, max_rows, config.page_size, pages)
+        num_outputs = max_outputs(config, decoder)
+        step = StepArrays(max_tokens, max_rows, config.page_size, pages, max_outputs=num_outputs)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
         num_chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
-        lora = NativeLoraOps(arena, targets, max_tokens, max_rows, num_chosen, exchange)
+        lora = NativeLoraOps(arena, targets, max_tokens, num_outputs, num_chosen, exchange)
         workspace = Workspace.allocate(
-            decoder, max_tokens, max_rows, dtype, config.max_added_tokens
+            decoder, max_tokens, num_outputs, dtype, config.max_added_tokens
         )
 
         def make(

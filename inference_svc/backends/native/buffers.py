@@ -74,15 +74,17 @@ class StepArrays:
         page_size: int,
         pages: PageRows,
         zeros: Callable[..., Tensor] = torch.zeros,
+        max_outputs: int | None = None,
     ) -> None:
-        """`zeros` allocates, as torch's does, on the CPU."""
+        """`zeros` allocates, as torch's does, on the CPU. At most `max_outputs` tokens have outputs
+        at once, by default one of each row."""
         self.page_size = page_size
         self.token_ids = zeros(max_tokens, dtype=torch.int64)
         self.positions = zeros(max_tokens, dtype=torch.int64)
         self.cells = zeros(max_tokens, dtype=torch.int64)
         self.query_starts = zeros(max_rows + 1, dtype=torch.int32)
         self.context_lengths = zeros(max_rows, dtype=torch.int32)
-        self.logit_rows = zeros(max_rows, dtype=torch.int64)
+        self.logit_rows = zeros(max_outputs or max_rows, dtype=torch.int64)
         self.num_tokens = zeros(1, dtype=torch.int32)
         self.num_rows = zeros(1, dtype=torch.int32)
         self.num_logits = zeros(1, dtype=torch.int32)
@@ -149,8 +151,8 @@ class StepArrays:
         self._set_counts(total, num_rows, num_rows)
 
     def choose(self, tokens: list[int]) -> None:
-        """Has logits computed of these tokens of the step, at most `max_rows`, instead of the last
-        one of each row."""
+        """Has outputs computed of these tokens of the step, at most `max_outputs`, instead of the
+        last one of each row."""
         self._logit_rows[: len(tokens)] = tokens
         self._set_counts(self.size.tokens, self.size.rows, len(tokens))
 

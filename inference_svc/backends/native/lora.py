@@ -32,15 +32,15 @@ MAX_KNOWN = 16
 
 class NativeLoraOps:
     """Operations for steps of up to `max_tokens` tokens, each of which has up to `max_chosen`
-    experts, and `max_rows` rows; see `adapter_ops.AdapterOps`, also for shapes. There are none for
-    groups that are not among the targets'. `exchange` is there for groups that ranks share."""
+    experts, and `max_outputs` outputs; see `adapter_ops.AdapterOps`, also for shapes. Groups that
+    are not among the targets' have none. `exchange` is there for groups that ranks share."""
 
     def __init__(
         self,
         arena: Arena,
         targets: AppliedTargets,
         max_tokens: int,
-        max_rows: int,
+        max_outputs: int,
         max_chosen: int = 0,
         exchange: ProgramExchange | None = None,
     ) -> None:
@@ -49,7 +49,7 @@ class NativeLoraOps:
         self._table = arena.table
         self._rows, self._weight_rows = arena.table.rows.numpy(), arena.table.weight_rows.numpy()
         self._plan = NativeLoraPlan(max_tokens, table=arena.table)
-        self._logits_plan = NativeLoraPlan(max_rows, table=arena.table)
+        self._logits_plan = NativeLoraPlan(max_outputs, table=arena.table)
         most = max((len(group.targets) for group in groups.values()), default=1)
         self._lora = NativeLora.create(arena.table, self._plan, most)
         self._logits_lora = NativeLora.create(arena.table, self._logits_plan, most)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 
 from inference_svc.adapters.targets import computed_groups
-from inference_svc.backends.base import MemoryNeeds, states_bytes, table_bytes
+from inference_svc.backends.base import MemoryNeeds, max_outputs, states_bytes, table_bytes
+from inference_svc.backends.native import encoder
 from inference_svc.backends.native.exchange import shared_bytes
 from inference_svc.backends.native.lora import MAX_EXPERTS_TARGETS, norm_role
 from inference_svc.backends.native.program import routings_bytes
@@ -31,7 +32,7 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     if decoder.head.is_shared and decoder.has_head:
         needed_bytes += decoder.vocab_size * decoder.hidden_size * dtype.itemsize
     needed_bytes += _padding_bytes(decoder)
-    sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * decoder.vocab_size
+    sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * decoder.num_outputs
     others_bytes = sampler_bytes + table_bytes(config, decoder, config.max_sequences)
     others_bytes += _exchange_bytes(config)
     return MemoryNeeds(
@@ -79,7 +80,7 @@ def _attention_bytes(config: EngineConfig, decoder: Decoder) -> int:
     for each in decoder.attentions:
         shape = AttentionShape(each.num_heads, each.num_kv_heads, each.head_dim, item_bytes)
         windows.setdefault(shape, set()).add(each.window)
-    return sum(
+    return encoder.attention_bytes(config, decoder, num_threads) + sum(
         shape.num_bytes(config.max_batch_tokens, config.max_sequences, num_threads, len(found))
         for shape, found in windows.items()
     )
@@ -93,7 +94,7 @@ def _adapters_bytes(config: EngineConfig, decoder: Decoder) -> int:
     most = max((len(group.targets) for group in groups), default=1)
     plans = (
         (config.max_batch_tokens, most, False),
-        (config.max_sequences, most, False),
+        (max_outputs(config, decoder), most, False),
         (config.max_batch_tokens * chosen, MAX_EXPERTS_TARGETS, True),
     )
     num_bytes = _token_weights_bytes(config, decoder)
@@ -115,4 +116,6 @@ def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> int:
     }
     of_rows = (size for role, size in sizes if role == "norm")
     of_tokens = (size for _, size in sizes)
-    return config.max_batch_tokens * sum(of_tokens) + config.max_sequences * sum(of_rows)
+    # Of an encoder the outputs are as many, and share the memory.
+    num_outputs = config.max_sequences if decoder.encoder is None else 0
+    return config.max_batch_tokens * sum(of_tokens) + num_outputs * sum(of_rows)

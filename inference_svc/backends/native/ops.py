@@ -21,11 +21,13 @@ from inference_svc.backends.native.adapter_ops import (
 )
 from inference_svc.backends.native.attention import NativeAttentions
 from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.backends.native.encoder import NativeEncoder
 from inference_svc.backends.native.exchange import ProgramExchange
 from inference_svc.backends.native.projections import PackedProjection, experts_ops, project_ops
 from inference_svc.backends.native.states import NativeStates
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Activation, ClampedSwiglu
+from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.mixers.short_conv import GatedConvolve
 from inference_svc.model.operations import (
@@ -63,6 +65,7 @@ from kernels.attention.native import query_growth_op, rope_and_store_op, rotary_
 from kernels.elementwise import (
     NormWeight,
     clamped_swiglu_op,
+    exact_geglu_op,
     gather_op,
     geglu_op,
     norm_by_sum_op,
@@ -90,7 +93,11 @@ from kernels.recurrence.native import (
 )
 
 Tensors: TypeAlias = Mapping[Value, Tensor]
-_GATED = {Activation.SILU: swiglu_op, Activation.GELU_TANH: geglu_op}
+_GATED = {
+    Activation.SILU: swiglu_op,
+    Activation.GELU_TANH: geglu_op,
+    Activation.GELU: exact_geglu_op,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,7 @@ class NativeOps:
     states: NativeStates | None
     routings: Mapping[int, PairsBuffer]
     adapters: AdapterOps
+    encoder: NativeEncoder
     exchange: ProgramExchange | None = None
 
     def make(self, ops: Sequence[Op], tensors: Iterable[Tensors]) -> Iterator[GroupedOp]:
@@ -141,17 +149,9 @@ class NativeOps:
     def angles(self, op: Angles, at: Tensors) -> Iterator[GroupedOp]:
         frequencies = op.rope.inverse_frequencies(op.head_dim)
         cos, sin = _angles_of(at[op.out])
-        yield (
-            "",
-            rotary_angles_op(
-                self.step.positions,
-                frequencies,
-                cos,
-                sin,
-                self.count(op.out),
-                scaling=op.rope.attention_scaling,
-            ),
-        )
+        positions, count = self.step.positions, self.count(op.out)
+        scaling = op.rope.attention_scaling
+        yield "", rotary_angles_op(positions, frequencies, cos, sin, count, scaling=scaling)
 
     def growth(self, op: Growth, at: Tensors) -> Iterator[GroupedOp]:
         scale = at[op.out].view(-1)
@@ -177,6 +177,7 @@ class NativeOps:
                 delta_scale=op.delta_scale,
                 sum_scale=self.weights.scale(op.sum_scale),
                 is_centred=made is not None and made.is_centred,
+                bias=None if made is None else made.bias,
             )
 
         weight = self.weights.norm(op.norm, op.layer)
@@ -198,6 +199,7 @@ class NativeOps:
                 self.count(op.out),
                 eps=made.eps,
                 is_centred=made.is_centred,
+                bias=made.bias,
                 rows_per_count=op.out.width // size,
             )
 
@@ -224,7 +226,7 @@ class NativeOps:
 
     def project(self, op: Project, at: Tensors) -> Iterator[GroupedOp]:
         x, out, linear = at[op.inputs[0]], at[op.out], self.weights.projections[op.group]
-        yield from _base(project_ops(x, linear, out, self.count(op.out), self.int8_inputs))
+        yield from _of_group("", project_ops(x, linear, out, self.count(op.out), self.int8_inputs))
         logits_only = op.out.rows is Rows.LOGITS
         ops = self.adapters.add(op.group, x, out, linear.bias, logits_only=logits_only)
         yield from _of_group(op.group, ops)
@@ -304,7 +306,7 @@ class NativeOps:
     def project_experts(self, op: ProjectExperts, at: Tensors) -> Iterator[GroupedOp]:
         routing, linear = self._routing(op), self.weights.projections[op.group]
         x, out = at[op.inputs[0]], at[op.out]
-        yield from _base(experts_ops(x, linear, out, routing, self.int8_inputs))
+        yield from _of_group("", experts_ops(x, linear, out, routing, self.int8_inputs))
         logits_only = op.inputs[1].rows is Rows.LOGITS
         ops = self.adapters.add_experts(op.group, x, out, routing.pairs, logits_only=logits_only)
         yield from _of_group(op.group, ops)
@@ -329,7 +331,7 @@ class NativeOps:
         linear, cut = self.weights.projections[HEAD_KEY], op.cut
         whole = logits[:, : op.out.width]
         own = whole if cut is None else whole[:, cut.start : cut.end]
-        yield from _base(project_ops(normed, linear, own, count, self.int8_inputs))
+        yield from _of_group("", project_ops(normed, linear, own, count, self.int8_inputs))
         if cut is not None:
             yield "", self.program_exchange.columns_op(whole, count, op.part_size)
             if cut.start:
@@ -460,6 +462,9 @@ _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]
     Route: NativeOps.route,
     Scale: NativeOps.scale,
     Spread: NativeOps.spread,
+    Activate: lambda ops, op, at: ops.encoder.activate(op, at),
+    AddInputs: lambda ops, op, at: ops.encoder.add_inputs(op, at),
+    AttendBothWays: lambda ops, op, at: ops.encoder.attend(op, at),
     Convolve: _convolve,
     DeltaRule: _delta_rule,
     GatedConvolve: _gated_convolve,
@@ -486,10 +491,6 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _part(x: Tensor, part: int | None, width: int) -> Tensor:
     return x if part is None else x.unflatten(1, (-1, width))[:, part]
-
-
-def _base(ops: Iterable[NativeOp]) -> Iterator[GroupedOp]:
-    return _of_group("", ops)
 
 
 def _of_group(group: str, ops: Iterable[NativeOp]) -> Iterator[GroupedOp]:

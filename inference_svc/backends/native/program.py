@@ -25,6 +25,7 @@ from inference_svc.backends.native.adapter_ops import (
 )
 from inference_svc.backends.native.attention import NativeAttentions
 from inference_svc.backends.native.buffers import StepArrays
+from inference_svc.backends.native.encoder import NativeEncoder
 from inference_svc.backends.native.exchange import ProgramExchange
 from inference_svc.backends.native.ops import NativeOps
 from inference_svc.backends.native.projections import PackedProjection
@@ -99,13 +100,16 @@ class NativeTransformer:
             self.states,
             _routings(description, self._choices),
             adapters,
+            NativeEncoder(description, weights.tables, step, weights.embedding.dtype),
             exchange,
         )
-        self._program_ops = self._ops_of(_Part.STEP)
-        self._apart: dict[_Part, tuple[GroupedOp, ...]] = {}  # made when first needed
+        self._made: dict[_Part, tuple[GroupedOp, ...]] = {}  # when first needed
         self._normed: Tensor | None = None
         self.every_group = adapters.every_group
-        always_there = (_ProgramKey(frozenset()), _ProgramKey(self.every_group))
+        # An encoder has no head that a step could end with.
+        self._first_part = _Part.STEP if description.encoder is None else _Part.LAYERS
+        groups = (frozenset[str](), self.every_group)
+        always_there = [_ProgramKey(each, self._first_part) for each in groups]
         self._programs = {key: self._build(key) for key in always_there}
 
     def forward(
@@ -119,7 +123,10 @@ class NativeTransformer:
         [num_logits, vocab_size], or more by the tokens that adapters may add, overwritten by the
         next run; [0, ...] where other ranks have them. With `returns_experts`, `choices` are of all
         tokens afterwards; else the last layer's are of the rows' last tokens. If it `is_scored`,
-        `logits` may follow."""
+        `logits` may follow. An encoder has final hidden states in the place of logits."""
+        if self._description.encoder is not None:
+            self.program(groups, _Part.LAYERS).run()
+            return self.hidden(groups).float()
         if is_scored or (returns_experts and self._routes_fewer):
             self.program(groups, _Part.LAYERS).run()
             return self.logits(groups)
@@ -180,22 +187,23 @@ class NativeTransformer:
     def num_ops(self, groups: frozenset[str]) -> Counter[str]:
         """Counts the operations, by group, that the program with adapters in `groups` has more than
         the base's."""
-        computed = self._computed(groups)
-        counts = Counter(group for group, _ in self._program_ops if group in computed)
+        computed, ops = self._computed(groups, self._first_part), self._part_ops(self._first_part)
+        counts = Counter(group for group, _ in ops if group in computed)
         counts.subtract(
             name
-            for group, _ in self._program_ops
+            for group, _ in ops
             if group.startswith(WITHOUT) and (name := group.removeprefix(WITHOUT)) in computed
         )
         return counts
 
     def _build(self, key: _ProgramKey) -> Program:
-        ops = self._program_ops
-        if key.part is not _Part.STEP:
-            if key.part not in self._apart:
-                self._apart[key.part] = self._ops_of(key.part)
-            ops = self._apart[key.part]
+        ops = self._part_ops(key.part)
         return self._library.program([op for group, op in ops if is_in(group, key.groups)])
+
+    def _part_ops(self, part: _Part) -> tuple[GroupedOp, ...]:
+        if part not in self._made:
+            self._made[part] = self._ops_of(part)
+        return self._made[part]
 
     def _ops_of(self, part: _Part) -> tuple[GroupedOp, ...]:
         """Returns each operation of a part with the group of adapters that it is part of ("":
@@ -220,7 +228,8 @@ class NativeTransformer:
     def num_bytes(self) -> int:
         """The memory that steps are computed in."""
         routings = routings_bytes(self._description, len(self._step.positions))
-        return self._workspace.num_bytes + routings + self._ops.attention.num_bytes
+        attention_bytes = self._ops.attention.num_bytes + self._ops.encoder.num_bytes
+        return self._workspace.num_bytes + routings + attention_bytes
 
 
 def _routings(decoder: Decoder, choices: Tensor | None) -> Mapping[int, PairsBuffer]:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inference_svc.backends.base import max_outputs
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import Decoder
+from inference_svc.model.encoder.operations import Activate, AttendBothWays
 from inference_svc.model.lifetimes import ValueSizes, last_uses
 from inference_svc.model.operations import (
     AddNorm,
@@ -86,11 +88,11 @@ def _spaced(ops: Sequence[Op]) -> frozenset[Value]:
 def _strided(op: Op) -> tuple[Value | None, ...]:
     """Returns the values that an operation takes with a stride."""
     match op:
-        case Project() | Gate():
+        case Project() | Gate() | Activate():
             return (*op.inputs, op.out)
         case AddNorm():
             return (op.delta, None if op.out == op.hidden else op.out)
-        case Attend():
+        case Attend() | AttendBothWays():
             return (op.inputs[0], op.out)
         case RotateAndStore() | SumRanks() | NormBySums() | Receive() | HandOn():
             return (op.out,)
@@ -163,7 +165,7 @@ class Workspace:
 
 def workspace_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the bytes of the workspace of an engine with this config."""
-    dtype, max_logits = getattr(torch, config.dtype), config.max_sequences
+    dtype, max_logits = getattr(torch, config.dtype), max_outputs(config, decoder)
     sizes = ValueSizes.of(decoder, config.max_batch_tokens, max_logits, dtype)
     vocab_size = decoder.vocab_size + config.max_added_tokens
     values_bytes = _values_bytes(decoder, sizes) + _int8_bytes(decoder, sizes)
@@ -171,8 +173,8 @@ def workspace_bytes(config: EngineConfig, decoder: Decoder) -> int:
 
 
 def _logits_bytes(decoder: Decoder, max_logits: int, vocab_size: int) -> int:
-    has_logits = bool(operations(decoder, Narrowing.BEFORE_HEAD).head)
-    return 4 * max_logits * vocab_size if has_logits else 0
+    head = operations(decoder, Narrowing.BEFORE_HEAD).head
+    return 4 * max_logits * vocab_size if head and decoder.encoder is None else 0
 
 
 def _int8_bytes(decoder: Decoder, sizes: ValueSizes) -> int:
@@ -191,12 +193,15 @@ def _int8_bytes(decoder: Decoder, sizes: ValueSizes) -> int:
 
 
 def _values_bytes(decoder: Decoder, sizes: ValueSizes) -> int:
-    whole = _placed(operations(decoder, Narrowing.IN_LAST_LAYER), sizes, is_apart=False)
     apart = _placed(operations(decoder, Narrowing.BEFORE_HEAD), sizes, is_apart=True)
+    if decoder.encoder is not None:
+        return apart.num_bytes
+    whole = _placed(operations(decoder, Narrowing.IN_LAST_LAYER), sizes, is_apart=False)
     return max(whole.num_bytes, apart.num_bytes)
 
 
 def _placed(found: Operations, sizes: ValueSizes, *, is_apart: bool) -> Placed:
     ops = (*found.layers, *found.head)
-    apart = {op.out for op in found.head[-1:]}
+    ends = found.head[-1:]
+    apart = {op.out for op in ends if isinstance(op, Logits | HandOn | Receive)}
     return place(ops, sizes, found.kept if is_apart else (), apart)

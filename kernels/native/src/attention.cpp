@@ -45,8 +45,6 @@ struct AttendArgs {
 
 namespace {
 
-constexpr float LOG2_E = 1.44269504f;
-
 // One item, block by block. The cache holds C: T, or FP8.
 template <typename T, typename C>
 struct Attention {

@@ -18,6 +18,7 @@ constexpr int64_t SPAN = LONG_PARTS * PART;  // a context has PART cells in a pa
 constexpr int MAX_PARTS = LONG_PARTS + 2;
 constexpr int LEAST_SHARES = 8;  // of its work that a thread takes, where it can be cut so small
 constexpr float NOTHING_SEEN = -1e30f;
+constexpr float LOG2_E = 1.44269504f;
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 

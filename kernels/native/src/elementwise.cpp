@@ -39,11 +39,12 @@ void gather(const GatherArgs& args, const Slice& slice) {
 // hidden[i] = round(hidden[i] + round(delta_scale * delta[i])), times sum_scale, rounded (delta
 // null: as it is); out[i] = hidden[i] / sqrt(mean(hidden[i]^2) + eps) * weight, rounded before the
 // product, too, unless the weight is wide; nothing without a weight. Centred: of hidden[i] -
-// mean(hidden[i]).
+// mean(hidden[i]), and then plus the bias.
 struct RmsNormArgs {
   void* hidden;        // [count, size]
   const void* delta;   // [count, size], rows delta_stride apart, or null
   const void* weight;  // [size], of floats if it is wide, or null; or one of each count
+  const float* bias;   // [size], of a centred norm, or null; or one of each count
   void* out;           // [count, size], rows out_stride apart; may be `hidden`
   const int32_t* count;
   int64_t rows_per_count;
@@ -51,6 +52,7 @@ struct RmsNormArgs {
   int64_t delta_stride;
   int64_t out_stride;
   int64_t weight_stride;  // 0: all rows have one weight
+  int64_t bias_stride;    // as of weights
   int64_t is_wide;
   int64_t is_centred;
   float eps;
@@ -97,7 +99,8 @@ void scale_by_weight(const Args& args, const T* x, int64_t first, VF scale, T* o
 }
 
 template <typename T>
-void centred_norm(const RmsNormArgs& args, const T* hidden, const float* weight, T* out) {
+void centred_norm(const RmsNormArgs& args, const T* hidden, const float* weight, const float* bias,
+                  T* out) {
   const int64_t size = args.size;
   VF sum = vzero();
   for_vectors(size, [&](int64_t at, auto lanes) { sum = vadd(sum, vload(hidden + at, lanes)); });
@@ -117,7 +120,8 @@ void centred_norm(const RmsNormArgs& args, const T* hidden, const float* weight,
   const VF scale = vset1(1.0f / std::sqrt(squares / size + args.eps));
   for_vectors(size, [&](int64_t at, auto lanes) {
     const VF normed = vmul(vsub(vload(hidden + at, lanes), middle), scale);
-    vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
+    const VF made = vmul(normed, vload(weight + at, lanes));
+    vstore(out + at, bias ? vadd(made, vload(bias + at, lanes)) : made, lanes);
   });
 }
 
@@ -136,7 +140,8 @@ void rms_norm(const RmsNormArgs& args, const Slice& slice) {
     if (!args.weight) continue;
     const int64_t first = i / args.rows_per_count * args.weight_stride;
     if (args.is_centred) {
-      centred_norm(args, hidden, static_cast<const float*>(args.weight) + first, out);
+      const float* bias = args.bias ? args.bias + i / args.rows_per_count * args.bias_stride : nullptr;
+      centred_norm(args, hidden, static_cast<const float*>(args.weight) + first, bias, out);
       continue;
     }
     const VF scale = vset1(1.0f / std::sqrt(reduce_add(squares) / size + args.eps));
@@ -194,7 +199,7 @@ void norm_by_sum(const NormBySumArgs& args, const Slice& slice) {
   }
 }
 
-// out[t] = round(silu(gate[t])) * up[t], or of gelu(gate[t]), approximated by tanh.
+// out[t] = round(activation(gate[t])) * up[t].
 struct GatedArgs {
   const void* gate;  // [T, size], rows gate_stride apart
   const void* up;    // [T, size], rows up_stride apart
@@ -206,33 +211,102 @@ struct GatedArgs {
   int64_t out_stride;
 };
 
-// silu(x) = x * sigmoid(x).
+// x * sigmoid(logit).
+inline VF times_sigmoid(VF x, VF logit) {
+  return vdiv(x, vadd(vset1(1.0f), vexp(vsub(vzero(), logit))));
+}
+
 struct Silu {
-  static VF logit(VF x) { return x; }
+  static VF apply(VF x) { return times_sigmoid(x, x); }
 };
 
 // 0.5 x (1 + tanh(u)) = x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 struct GeluTanh {
-  static VF logit(VF x) {
+  static VF apply(VF x) {
     const VF cubic = vmul(vmul(x, x), vset1(2 * 0.7978845608f * 0.044715f));
-    return vmul(x, vadd(cubic, vset1(2 * 0.7978845608f)));
+    return times_sigmoid(x, vmul(x, vadd(cubic, vset1(2 * 0.7978845608f))));
+  }
+};
+
+// x times the share of the normal distribution below x. The share above |x| is by formula 7.1.26 of
+// Abramowitz and Stegun, within 8e-8.
+struct Gelu {
+  static VF apply(VF x) {
+    const VF one = vset1(1.0f);
+    const VF z = vmul(vmax(vsub(vzero(), x), x), vset1(0.7071067812f));
+    const VF t = vdiv(one, vfma(z, vset1(0.3275911f), one));
+    VF above = vset1(0.5f * 1.061405429f);
+    above = vfma(above, t, vset1(0.5f * -1.453152027f));
+    above = vfma(above, t, vset1(0.5f * 1.421413741f));
+    above = vfma(above, t, vset1(0.5f * -0.284496736f));
+    above = vfma(above, t, vset1(0.5f * 0.254829592f));
+    above = vmul(vmul(above, t), vexp(vsub(vzero(), vmul(z, z))));
+    return vmul(x, vselect_below(x, vzero(), above, vsub(one, above)));
   }
 };
 
 template <typename T, typename Activation>
 void gated(const GatedArgs& args, const Slice& slice) {
   const int64_t size = args.size;
-  const VF one = vset1(1.0f);
   const auto mine = slice.range(*args.num_tokens);
   for (int64_t t = mine.begin; t < mine.end; ++t) {
     const T* gate = static_cast<const T*>(args.gate) + t * args.gate_stride;
     const T* up = static_cast<const T*>(args.up) + t * args.up_stride;
     T* out = static_cast<T*>(args.out) + t * args.out_stride;
     for_vectors(size, [&](int64_t at, auto lanes) {
-      const VF g = vload(gate + at, lanes);
-      const VF logit = Activation::logit(g);
-      const VF active = rounded<T>(vdiv(g, vadd(one, vexp(vsub(vzero(), logit)))));
+      const VF active = rounded<T>(Activation::apply(vload(gate + at, lanes)));
       vstore(out + at, vmul(active, vload(up + at, lanes)), lanes);
+    });
+  }
+}
+
+// out[t] = activation(x[t]).
+struct ActivateArgs {
+  const void* x;  // [T, size], rows x_stride apart
+  void* out;      // [T, size], rows out_stride apart
+  const int32_t* num_tokens;
+  int64_t size;
+  int64_t x_stride;
+  int64_t out_stride;
+};
+
+template <typename T, typename Activation>
+void activate(const ActivateArgs& args, const Slice& slice) {
+  const auto mine = slice.range(*args.num_tokens);
+  for (int64_t t = mine.begin; t < mine.end; ++t) {
+    const T* x = static_cast<const T*>(args.x) + t * args.x_stride;
+    T* out = static_cast<T*>(args.out) + t * args.out_stride;
+    for_vectors(args.size, [&](int64_t at, auto lanes) {
+      vstore(out + at, Activation::apply(vload(x + at, lanes)), lanes);
+    });
+  }
+}
+
+// x[t] = round(x[t] + row) + table[first_row + positions[t]], in place; a part that is null is left
+// out.
+struct AddRowsArgs {
+  void* x;            // [T, size]
+  const void* row;    // [size], or null
+  const void* table;  // [S, size], or null
+  const int64_t* positions;
+  const int32_t* num_tokens;
+  int64_t size;
+  int64_t first_row;
+};
+
+template <typename T>
+void add_rows(const AddRowsArgs& args, const Slice& slice) {
+  const auto mine = slice.range(*args.num_tokens);
+  const T* row = static_cast<const T*>(args.row);
+  for (int64_t t = mine.begin; t < mine.end; ++t) {
+    T* x = static_cast<T*>(args.x) + t * args.size;
+    const T* own = static_cast<const T*>(args.table);
+    if (own) own += (args.first_row + args.positions[t]) * args.size;
+    for_vectors(args.size, [&](int64_t at, auto lanes) {
+      VF sum = vload(x + at, lanes);
+      if (row) sum = rounded<T>(vadd(sum, vload(row + at, lanes)));
+      if (own) sum = vadd(sum, vload(own + at, lanes));
+      vstore(x + at, sum, lanes);
     });
   }
 }
@@ -303,6 +377,17 @@ LOADOUT_EXPORT(swiglu_float, loadout::GatedArgs, (loadout::gated<float, loadout:
 LOADOUT_EXPORT(swiglu_bf16, loadout::GatedArgs, (loadout::gated<loadout::bf16, loadout::Silu>))
 LOADOUT_EXPORT(geglu_float, loadout::GatedArgs, (loadout::gated<float, loadout::GeluTanh>))
 LOADOUT_EXPORT(geglu_bf16, loadout::GatedArgs, (loadout::gated<loadout::bf16, loadout::GeluTanh>))
+LOADOUT_EXPORT(exact_geglu_float, loadout::GatedArgs, (loadout::gated<float, loadout::Gelu>))
+LOADOUT_EXPORT(exact_geglu_bf16, loadout::GatedArgs, (loadout::gated<loadout::bf16, loadout::Gelu>))
+LOADOUT_EXPORT(silu_float, loadout::ActivateArgs, (loadout::activate<float, loadout::Silu>))
+LOADOUT_EXPORT(silu_bf16, loadout::ActivateArgs, (loadout::activate<loadout::bf16, loadout::Silu>))
+LOADOUT_EXPORT(gelu_tanh_float, loadout::ActivateArgs, (loadout::activate<float, loadout::GeluTanh>))
+LOADOUT_EXPORT(gelu_tanh_bf16, loadout::ActivateArgs,
+               (loadout::activate<loadout::bf16, loadout::GeluTanh>))
+LOADOUT_EXPORT(gelu_float, loadout::ActivateArgs, (loadout::activate<float, loadout::Gelu>))
+LOADOUT_EXPORT(gelu_bf16, loadout::ActivateArgs, (loadout::activate<loadout::bf16, loadout::Gelu>))
+LOADOUT_EXPORT(add_rows_float, loadout::AddRowsArgs, loadout::add_rows<float>)
+LOADOUT_EXPORT(add_rows_bf16, loadout::AddRowsArgs, loadout::add_rows<loadout::bf16>)
 LOADOUT_EXPORT(clamped_swiglu_float, loadout::ClampedSwigluArgs, loadout::clamped_swiglu<float>)
 LOADOUT_EXPORT(clamped_swiglu_bf16, loadout::ClampedSwigluArgs,
                loadout::clamped_swiglu<loadout::bf16>)

@@ -78,7 +78,6 @@ LACKING = {
         *OF_STAGES,
         *OF_ENCODERS,
     },
-    "native": OF_ENCODERS,
 }
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))
 

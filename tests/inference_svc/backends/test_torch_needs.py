@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference_svc.adapters.targets import applied_targets
+from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.base import table_bytes
-from inference_svc.backends.torch import TorchBackend
+from inference_svc.backends.torch import TorchBackend, TorchFactory
 from inference_svc.backends.torch_needs import OWN_BYTES, step_bytes
 from inference_svc.core import (
     Batch,
@@ -40,6 +40,8 @@ from tests.support.gpu.models import (
     make_decoder,
     steps,
 )
+from tests.support.models.encoders import FAMILIES as ENCODERS
+from tests.support.models.encoders import MAX_TOKENS, save_encoder
 
 pytestmark = pytest.mark.matrix
 
@@ -165,6 +167,37 @@ def test_steps_take_no_more(
             max_added_tokens=num_added,
         )
         inputs = backend.prepare(batch)
+        with live_bytes() as live:
+            backend.forward(inputs)
+        assert live.peak <= step_bytes(config, decoder)
+
+
+LENGTHS = {
+    "one": (MAX_TOKENS,),
+    "short": (3,) * 40,
+    "each once": tuple(range(60, MAX_TOKENS + 1, 2)),
+}
+"""Lengths of an encoder's rows: a step keeps a mask for each length and window."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_steps_of_encoders_take_no_more(tmp_path: Path, family: str, dtype: str) -> None:
+    save_encoder(family, tmp_path, "Model")
+    decoder = load_description(tmp_path)
+    for lengths in LENGTHS.values():
+        config = EngineConfig(
+            tmp_path,
+            "model",
+            dtype=dtype,
+            max_model_len=max(lengths),
+            max_sequences=len(lengths),
+            max_batch_tokens=sum(lengths),
+            arena_bytes=1 << 20,
+        )
+        layout = build_layout(decoder, "", getattr(torch, dtype))
+        backend = TorchFactory().build(config, decoder, layout)
+        inputs = backend.prepare(batch_of(lengths))
         with live_bytes() as live:
             backend.forward(inputs)
         assert live.peak <= step_bytes(config, decoder)

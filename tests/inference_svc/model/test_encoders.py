@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from inference_svc.adapters.targets import build_layout
 from inference_svc.backends.cuda.factory import CudaFactory
-from inference_svc.backends.native.backend import NativeFactory
 from inference_svc.backends.select import check_features
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
@@ -95,9 +94,8 @@ def test_what_encoders_are_not_served_with(bert: Path, tmp_path: Path) -> None:
         of_stage(decoder, 0, 2)
     with pytest.raises(UnsupportedModel, match="--quantize int8: encoders are served in plain"):
         load_description(bert, "int8")
-    for factory in (CudaFactory(), NativeFactory()):
-        with pytest.raises(UnsupportedModel, match=r"does not compute .*both_ways, decoder\.enc"):
-            check_features(factory, decoder)
+    with pytest.raises(UnsupportedModel, match=r"does not compute .*both_ways, decoder\.enc"):
+        check_features(CudaFactory(), decoder)
     with pytest.raises(UnsupportedModel, match=r"a classifier needs pooler\.dense\.weight"):
         read_score_head(bert, decoder, has_classifiers=True)
     many = replace(decoder, labels=tuple(map(str, range(1025))))

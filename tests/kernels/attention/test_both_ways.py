@@ -1,40 +1,129 @@
-"""Attention without a causal mask equals softmax over the tokens of a row, written out."""
+"""Attention without a causal mask equals softmax over the tokens of a row, written out: in torch,
+and in C++ in every variant."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 import torch
 
-from kernels.attention import both_ways
+from inference_svc.model.rope import Rope
+from kernels.attention import both_ways, native_both_ways, reference
+from kernels.attention.native import rotary_angles_op, rotate_op
 from kernels.attention.plan import AttentionPlan
+from kernels.native.library import Library
+
+pytestmark = pytest.mark.matrix
 
 LENGTHS = {
     "one": [1],
     "equal": [7, 7, 7],
     "mixed": [1, 1, 30, 30, 2, 30, 65],
 }
+REACHES = [None, 0, 3, 29, 1000]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("reach", [None, 0, 3, 29, 1000])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_attend(lengths: list[int], reach: int | None, dtype: torch.dtype) -> None:
-    num_tokens, heads, size = sum(lengths), 3, 10
-    torch.manual_seed(0)
-    qkv = torch.randn(num_tokens, 3, heads, size).to(dtype)
-    q, k, v = qkv.unbind(1)
-    plan = AttentionPlan.build([0] * len(lengths), lengths, [range(9)] * len(lengths), 8)
-    found = both_ways.attend(q, k, v, plan, 0.3, reach)
-    start = 0
+def plan_of(lengths: list[int]) -> AttentionPlan:
+    return AttentionPlan.build([0] * len(lengths), lengths, [range(99)] * len(lengths), 16)
+
+
+def written_out(
+    qkv: torch.Tensor, lengths: list[int], scale: float, reach: int | None
+) -> torch.Tensor:
+    """qkv: [T, 3, heads, head_dim] -> float32 [T, heads, head_dim]."""
+    made, start = [], 0
     for length in lengths:
-        rows = slice(start, start + length)
-        own_q, own_k, own_v = (each[rows].float().transpose(0, 1) for each in (q, k, v))
-        scores = 0.3 * own_q @ own_k.transpose(1, 2)
+        q, k, v = qkv[start : start + length].float().permute(1, 2, 0, 3)
+        scores = scale * q @ k.transpose(1, 2)
         if reach is not None:
             places = torch.arange(length)
             scores[:, (places[:, None] - places).abs() > reach] = float("-inf")
-        wanted = (scores.softmax(-1) @ own_v).transpose(0, 1)
-        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(found[rows].float(), wanted, atol=tolerance, rtol=tolerance)
+        made.append((scores.softmax(-1) @ v).transpose(0, 1))
         start += length
+    return torch.cat(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_attend(lengths: list[int], reach: int | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(sum(lengths), 3, 3, 10).to(dtype)
+    found = both_ways.attend(*qkv.unbind(1), plan_of(lengths), 0.3, reach)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        found.float(), written_out(qkv, lengths, 0.3, reach), atol=tolerance, rtol=tolerance
+    )
     assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [1, 10, 16, 32, 72])
+def test_attend_in_native_code(library: Library, head_dim: int, dtype: torch.dtype) -> None:
+    """Spans of 512 queries, blocks of 64 cells, and tiles of 16 end where they must."""
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for lengths, reach in product((*LENGTHS.values(), [63, 64, 530, 1, 129, 1025]), REACHES):
+        torch.manual_seed(1)
+        qkv = torch.randn(sum(lengths), 3, 2, head_dim).to(dtype)
+        found = native_both_ways.attend(qkv.flatten(1), 2, plan_of(lengths), 0.3, reach, library)
+        wanted = written_out(qkv, lengths, 0.3, reach).flatten(1)
+        torch.testing.assert_close(
+            found.float(),
+            wanted,
+            atol=tolerance,
+            rtol=tolerance,
+            msg=lambda said, case=(lengths, reach): f"{case}: {said}",
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reach", [None, 20])
+def test_a_row_depends_on_itself_alone(
+    library: Library, reach: int | None, dtype: torch.dtype
+) -> None:
+    """Bit for bit, whatever its neighbours are, also NaN, and however many threads there are."""
+    torch.manual_seed(2)
+    own = torch.randn(70, 3 * 2 * 24).to(dtype)
+    alone = native_both_ways.attend(own, 2, plan_of([70]), 0.2, reach, library)
+    around = torch.full((90, own.shape[1]), torch.nan, dtype=dtype)
+    both = torch.cat((around[:1], own, around[1:]))
+    num_threads = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found = native_both_ways.attend(both, 2, plan_of([1, 70, 89]), 0.2, reach, library)
+        torch.set_num_threads(num_threads)
+        assert torch.equal(found[1:71], alone), threads
+        assert found[:1].isnan().all()
+        assert found[71:].isnan().all()
+
+
+def test_large_scores_overflow_nothing(library: Library) -> None:
+    """The largest score is subtracted before powers are taken."""
+    qkv = torch.randn(130, 3, 1, 16)
+    qkv[:, :2] *= 200
+    found = native_both_ways.attend(qkv.flatten(1), 1, plan_of([130]), 1.0, None, library)
+    wanted = written_out(qkv, [130], 1.0, None).flatten(1)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_heads_are_rotated_in_place(
+    library: Library, is_interleaved: bool, dtype: torch.dtype
+) -> None:
+    """Queries and keys of the first tokens; nothing beside them."""
+    torch.manual_seed(3)
+    qkv, count = torch.randn(9, 3, 2, 20).to(dtype), torch.tensor([8], dtype=torch.int32)
+    positions, frequencies = torch.arange(9), Rope().inverse_frequencies(20)
+    cos, sin = torch.zeros(9, 10, dtype=dtype), torch.zeros(9, 10, dtype=dtype)
+    library.run(rotary_angles_op(positions, frequencies, cos, sin, count, scaling=1.0))
+    angles = reference.rotary_angles(positions, frequencies, 1.0, dtype)
+    wanted = qkv.clone()
+    for part in (0, 1):
+        turned = reference.rotate(qkv[:, part], *angles, is_interleaved=is_interleaved)
+        wanted[:8, part] = turned[:8]
+    qk = qkv.flatten(1)[:, :80]
+    library.run(rotate_op(qk, cos, sin, count, head_dim=20, is_interleaved=is_interleaved))
+    torch.testing.assert_close(qkv, wanted)
+    assert torch.equal(qkv[:, 2], wanted[:, 2])

@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels.elementwise import (
+    add_rows_op,
     clamped_swiglu_op,
+    exact_geglu_op,
     gather_op,
     geglu_op,
+    gelu_op,
+    gelu_tanh_op,
     norm_by_sum_op,
     rms_norm_op,
     scale_rows_op,
+    silu_op,
     sum_squares_op,
     swiglu_op,
 )
@@ -22,6 +28,7 @@ from kernels.elementwise.reference import (
     add_rms_norm,
     bound_logits,
     clamped_swiglu,
+    exact_geglu,
     geglu,
     norm_by_sum,
     rms_norm,
@@ -46,13 +53,67 @@ def rows(number: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> torc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("op", "definition"), [(swiglu_op, swiglu), (geglu_op, geglu)])
+@pytest.mark.parametrize(
+    ("op", "definition"),
+    [(swiglu_op, swiglu), (geglu_op, geglu), (exact_geglu_op, exact_geglu)],
+)
 def test_gated(library: Library, dtype: torch.dtype, size: int, op: Any, definition: Any) -> None:
     gate_up, out = rows(17, 2 * size, dtype, 20), torch.full((17, size), torch.nan, dtype=dtype)
     gate, up = gate_up.chunk(2, dim=1)
     library.run(op(gate, up, out, count(16)))
     torch.testing.assert_close(out[:16], definition(gate, up)[:16])
     assert out[16].isnan().all(), "a row beyond the count was written"
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("op", "definition"), [(silu_op, F.silu), (gelu_op, F.gelu), (gelu_tanh_op, gelu_tanh)]
+)
+def test_activations(
+    library: Library, dtype: torch.dtype, size: int, op: Any, definition: Any
+) -> None:
+    """Rows may be apart, and the output in place of the input."""
+    x, out = rows(17, size, dtype, 5), torch.full((17, size), torch.nan, dtype=dtype)
+    library.run(op(x, out, count(16)))
+    torch.testing.assert_close(out[:16], definition(x)[:16])
+    assert out[16].isnan().all(), "a row beyond the count was written"
+    apart, other = spaced(torch.zeros_like(x), GAP), x.clone()
+    library.run(op(spaced(x), apart, count(17)), op(other, other, count(16)))
+    check_rows(op.__name__, apart, apart)
+    assert torch.equal(apart[:16], out[:16])
+    assert torch.equal(other[:16], out[:16])
+
+
+@pytest.mark.parametrize("op", [gelu_op, silu_op])
+def test_activations_of_what_is_no_number(library: Library, op: Any) -> None:
+    x = torch.tensor([[torch.nan, torch.inf, 0.0, -80.0]])
+    library.run(op(x, x, count(1)))
+    assert x[0, 0].isnan()
+    assert x[0, 1:].tolist() == pytest.approx([torch.inf, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_are_added(library: Library, dtype: torch.dtype, size: int) -> None:
+    """One of all tokens, and one by position; each sum is rounded."""
+    x, row, table = rows(9, size, dtype), rows(1, size, dtype)[0], rows(12, size, dtype, 3)
+    positions, ones = torch.tensor([4, 0, 1, 9, 2, 2, 7, 9, 9]), torch.ones(9, size)
+    for row_or_none, table_or_none in product((row, None), (table, None)):
+        expected = x.clone()
+        if row_or_none is not None:
+            expected += row
+        if table_or_none is not None:
+            expected += table[positions + 2]
+        found = torch.cat((x, ones.to(dtype)))
+        options = {"first_row": 2}
+        library.run(add_rows_op(found, row_or_none, table_or_none, positions, count(8), **options))
+        assert torch.equal(found[:8], expected[:8])
+        assert torch.equal(found[8], x[8]), "a row beyond the count was written"
 
 
 GAP = 77.0
@@ -119,15 +180,16 @@ def test_rms_norm_adds_first(library: Library, dtype: torch.dtype, size: int) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("is_centred", [False, True])
+@pytest.mark.parametrize(("is_centred", "has_bias"), [(False, False), (True, False), (True, True)])
 def test_weights_in_float32(
-    library: Library, dtype: torch.dtype, size: int, is_centred: bool
+    library: Library, dtype: torch.dtype, size: int, is_centred: bool, has_bias: bool
 ) -> None:
     """What is added is scaled, and rounded, first; the product is rounded, not the norm."""
     hidden, delta = rows(17, size, dtype, 3) + 1, rows(18, size, dtype, 3)[:17]
     weight, out = rows(1, size, torch.float32)[0], torch.zeros(17, size, dtype=dtype)
     expected = hidden.clone()
-    options = {"is_centred": is_centred}
+    bias = rows(2, size, torch.float32)[1] if has_bias else None
+    options = {"is_centred": is_centred, "bias": bias}
     scales = {"delta_scale": 0.3, "sum_scale": 0.7}
     normed = add_rms_norm(expected, delta.clone(), weight, 1e-5, **scales, **options)
     library.run(rms_norm_op(hidden, delta, weight, out, count(17), eps=1e-5, **scales, **options))

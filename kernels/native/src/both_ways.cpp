@@ -1,0 +1,270 @@
+// Attention without a causal mask: each token of a row of the step sees the tokens of its row before
+// and behind it, all of them or those within reach. Nothing is stored, and nothing is padded.
+//
+// A work item is one head of a span of a row's queries. Its keys and values are copied once, as the
+// products read them, and then each few queries pass over all of them, block by block, with the
+// softmax carried along in fp32. Blocks begin at fixed positions of the row, so that a query's bits
+// depend on its own row alone.
+#include <algorithm>
+
+#include "attention_products.h"
+#include "attention_state.h"
+#include "attention_tiles.h"
+#include "slice.h"
+
+namespace loadout {
+
+struct BothWaysArgs {
+  const void* qkv;  // [T, qkv_stride]: q, then k, then v, of all heads
+  void* out;        // [T, out_stride]
+  const int32_t* num_rows;
+  const int32_t* query_starts;  // [R + 1]
+  int64_t qkv_stride;
+  int64_t out_stride;
+  int64_t num_heads;
+  int64_t head_dim;
+  int64_t reach;      // positions that a query sees to either side; negative: all
+  int64_t max_cells;  // of a row, in whole blocks: a thread's memory holds as many
+  char* scratch;      // [max_threads, scratch_bytes], on 64 bytes
+  int64_t scratch_bytes;
+  int64_t max_threads;
+  float scale;
+};
+
+namespace {
+
+constexpr int64_t MAX_SPAN = 512;  // queries of an item: more share its copies, fewer more threads
+
+// Queries [first, last) of a row of `length` tokens, which begins with token `start` of the step.
+struct SpanItem {
+  int64_t start = 0, length = -1;  // -1: no work is left
+  int64_t first = 0, last = 0, head = 0;
+};
+
+// Finds items by their numbers, which ascend from call to call.
+class SpanItems {
+ public:
+  explicit SpanItems(const BothWaysArgs& args) : args_(args) {}
+
+  SpanItem find(int64_t number) {
+    for (; row_ < *args_.num_rows; ++row_) {
+      const int64_t start = args_.query_starts[row_];
+      const int64_t length = args_.query_starts[row_ + 1] - start;
+      const int64_t spans = (length + MAX_SPAN - 1) / MAX_SPAN, count = spans * args_.num_heads;
+      if (number - before_ < count) {
+        const int64_t span = (number - before_) / args_.num_heads;
+        const int64_t head = (number - before_) % args_.num_heads;
+        return {start, length, length * span / spans, length * (span + 1) / spans, head};
+      }
+      before_ += count;
+    }
+    return {};
+  }
+
+ private:
+  const BothWaysArgs& args_;
+  int64_t row_ = 0, before_ = 0;
+};
+
+// One thread's memory.
+template <typename T, int ROWS>
+struct BothWaysScratch {
+  T* keys;    // [blocks, width / P, BLOCK, P]
+  T* values;  // [max_cells / P, width, P]
+  T* q;       // [ROWS, width]
+  T* p;       // [ROWS, BLOCK]
+  T* zeros;   // [width]
+  float* s;   // [ROWS, BLOCK]
+  State state;
+
+  BothWaysScratch(char* memory, int64_t max_cells, int64_t width)
+      : keys(carve<T>(memory, max_cells * width)),
+        values(carve<T>(memory, max_cells * width)),
+        q(carve<T>(memory, ROWS * width)),
+        p(carve<T>(memory, ROWS * BLOCK)),
+        zeros(carve<T>(memory, width)),
+        s(carve<float>(memory, ROWS * BLOCK)),
+        state(carve<float>(memory, State::size(ROWS, width)), ROWS, width) {
+    std::fill_n(zeros, width, T{});
+    std::fill_n(q, ROWS * width, T{});
+  }
+
+  template <typename U>
+  static U* carve(char*& memory, int64_t count) {
+    return Scratch<T, ROWS>::template carve<U>(memory, count);
+  }
+};
+
+// One pair of cells: elements of both in turn.
+inline void copy_pair(float* to, const float* first, const float*, int64_t size) {
+  std::memcpy(to, first, size * sizeof(float));
+}
+inline void copy_pair(bf16* to, const bf16* first, const bf16* second, int64_t size) {
+  for (int64_t d = 0; d < size; ++d) {
+    to[2 * d] = first[d];
+    to[2 * d + 1] = second[d];
+  }
+}
+
+template <typename T>
+class BothWays {
+ public:
+  using Products = typename ProductsOf<T>::Type;
+  static constexpr int ROWS = Products::ROWS, P = Pair<T>::SIZE;
+
+  BothWays(const BothWaysArgs& args, char* memory)
+      : args_(args),
+        width_(round_up(args.head_dim, TILE)),
+        scratch_(memory, args.max_cells, width_) {}
+
+  void run(const SpanItem& item) {
+    begin_ = first_seen(item.first) / BLOCK * BLOCK;
+    pack(item, end_seen(item, item.last - 1));
+    for (int64_t first = item.first; first < item.last; first += ROWS) {
+      compute_rows(item, first, static_cast<int>(std::min<int64_t>(item.last - first, ROWS)));
+    }
+  }
+
+ private:
+  int64_t first_seen(int64_t position) const {
+    return args_.reach < 0 ? 0 : std::max<int64_t>(position - args_.reach, 0);
+  }
+  int64_t end_seen(const SpanItem& item, int64_t position) const {
+    return args_.reach < 0 ? item.length : std::min(item.length, position + args_.reach + 1);
+  }
+
+  // Part 0, 1 or 2, which are q, k and v, of the head of a token of the row.
+  const T* part(const SpanItem& item, int64_t position, int64_t index) const {
+    const T* token = static_cast<const T*>(args_.qkv) + (item.start + position) * args_.qkv_stride;
+    return token + (index * args_.num_heads + item.head) * args_.head_dim;
+  }
+
+  // Keys and values of cells [begin_, end). Those behind the end, whose weights are 0, have values
+  // of 0; their keys may be anything.
+  void pack(const SpanItem& item, int64_t end) {
+    const int64_t size = args_.head_dim;
+    for (int64_t cell = begin_; cell < end; ++cell) {
+      const int64_t at = cell - begin_;
+      T* to = scratch_.keys + at / BLOCK * BLOCK * width_ + at % BLOCK * P;
+      const T* key = part(item, cell, 1);
+      int64_t d = 0;
+      for (; d + P <= size; d += P) std::memcpy(to + d * BLOCK, key + d, P * sizeof(T));
+      for (; d < width_; d += P) {
+        for (int i = 0; i < P; ++i) to[d * BLOCK + i] = d + i < size ? key[d + i] : T{};
+      }
+    }
+    const int64_t filled = begin_ + round_up(end - begin_, TILE);
+    for (int64_t cell = begin_; cell < filled; cell += P) {
+      const T* first = cell < end ? part(item, cell, 2) : scratch_.zeros;
+      const T* second = cell + 1 < end ? part(item, cell + 1, 2) : scratch_.zeros;
+      copy_pair(scratch_.values + (cell - begin_) * width_, first, second, size);
+    }
+  }
+
+  void locate(Cells<T>& cells) const {
+    const int64_t first = (cells.begin - begin_) * width_;
+    cells.key_stride = BLOCK * P;
+    cells.value_stride = width_ * P;
+    cells.key_size = round_up(args_.head_dim, P);
+    for (int j = 0; j < BLOCK_VECTORS; ++j) cells.keys[j] = scratch_.keys + first + j * VF_WIDTH * P;
+    for (int tile = 0; tile < BLOCK_TILES; ++tile) {
+      cells.values[tile] = scratch_.values + first + tile * TILE * width_;
+    }
+  }
+
+  // `count` queries from `first` on.
+  void compute_rows(const SpanItem& item, int64_t first, int count) {
+    for (int i = 0; i < count; ++i) {
+      std::memcpy(scratch_.q + i * width_, part(item, first + i, 0), args_.head_dim * sizeof(T));
+    }
+    State& state = scratch_.state;
+    state.clear(count);
+    const int64_t end = end_seen(item, first + count - 1);
+    Cells<T> cells;
+    for (cells.begin = first_seen(first) / BLOCK * BLOCK; cells.begin < end; cells.begin += BLOCK) {
+      cells.end = std::min<int64_t>(cells.begin + BLOCK, end);
+      const int64_t num_tiles = (cells.end - cells.begin + TILE - 1) / TILE;
+      locate(cells);
+      products_.score(scratch_.s, scratch_.q, width_, count, cells, num_tiles);
+      float factor[ROWS];
+      with_constant<1, BLOCK_TILES>(static_cast<int>(num_tiles), [&](auto n) {
+        constexpr int N = decltype(n)::value * TILE_VECTORS;
+        for (int i = 0; i < count; ++i) factor[i] = soften<N>(item, first + i, i, cells.begin);
+      });
+      products_.weigh(state.out, width_, count, factor, scratch_.p, cells, num_tiles);
+    }
+    write(item, first, count);
+  }
+
+  // Scores to weights, of row `i`. Returns by what the earlier sums shrink.
+  template <int N>
+  float soften(const SpanItem& item, int64_t position, int i, int64_t first_cell) {
+    State& state = scratch_.state;
+    const int64_t begin = first_seen(position) - first_cell;
+    const int64_t end = end_seen(item, position) - first_cell;
+    const VF scale = vset1(args_.scale * LOG2_E);
+    const float* s = scratch_.s + i * BLOCK;
+    T* p = scratch_.p + i * BLOCK;
+    VF x[N];
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) x[j] = vmul(vload(s + j * VF_WIDTH), scale);
+    if (begin > 0 || end < N * VF_WIDTH) {
+      LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
+        const int64_t at = j * VF_WIDTH;
+        x[j] = keep_lanes(x[j], begin - at, end - at, vset1(-INFINITY));
+      }
+    }
+    const float before = state.largest[i];
+    VF top = vset1(before);
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) top = vmax(top, x[j]);
+    const VF largest = vset1(reduce_max(top));
+    float shrink = 1.0f;
+    VF sum = vload(state.weights + i * VF_WIDTH);
+    if (!(first_lane(largest) == before)) {
+      const VF factor = vexp2(vsub(vset1(before), largest));
+      shrink = first_lane(factor);
+      state.largest[i] = first_lane(largest);
+      sum = vmul(sum, factor);
+    }
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
+      x[j] = vexp2_for<T>(vsub(x[j], largest));
+      sum = vadd(sum, x[j]);
+      vstore(p + j * VF_WIDTH, x[j]);
+    }
+    vstore(state.weights + i * VF_WIDTH, sum);
+    return shrink;
+  }
+
+  void write(const SpanItem& item, int64_t first, int count) const {
+    const State& state = scratch_.state;
+    for (int i = 0; i < count; ++i) {
+      T* token = static_cast<T*>(args_.out) + (item.start + first + i) * args_.out_stride;
+      T* out = token + item.head * args_.head_dim;
+      const VF scale = vset1(1.0f / reduce_add(vload(state.weights + i * VF_WIDTH)));
+      for_vectors(args_.head_dim, [&](int64_t d, auto lanes) {
+        vstore(out + d, vmul(vload(state.out + i * width_ + d), scale), lanes);
+      });
+    }
+  }
+
+  const BothWaysArgs& args_;
+  const int64_t width_;
+  BothWaysScratch<T, ROWS> scratch_;
+  Products products_;
+  int64_t begin_ = 0;  // the first cell that is packed
+};
+
+}  // namespace
+
+template <typename T>
+void attend_both_ways(const BothWaysArgs& args, const Slice& slice) {
+  if (slice.thread >= args.max_threads) return;
+  BothWays<T> attention(args, args.scratch + slice.thread * args.scratch_bytes);
+  SpanItems items(args);
+  for (SpanItem item; (item = items.find(slice.take())).length >= 0;) attention.run(item);
+}
+
+}  // namespace loadout
+
+LOADOUT_EXPORT(attend_both_ways_float, loadout::BothWaysArgs, loadout::attend_both_ways<float>)
+LOADOUT_EXPORT(attend_both_ways_bf16, loadout::BothWaysArgs,
+               loadout::attend_both_ways<loadout::bf16>)
