@@ -312,8 +312,9 @@ def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierR
     if not (decoder.labels or config.classifiers):
         return NO_CLASSIFIER
     refusal = PIPELINE_REFUSAL if config.pipeline_parallel > 1 else ""
-    reads_first = decoder.encoder is not None
-    return ClassifierRule(decoder.labels, read_activation(config.model), refusal, reads_first)
+    head = None if decoder.encoder is None else decoder.encoder.head
+    pooling = Pooling.LAST if head is None else head.pooling
+    return ClassifierRule(decoder.labels, read_activation(config.model), refusal, pooling)
 
 
 def _embedding_rule(config: InferenceSettings, decoder: Decoder) -> EmbeddingRule:

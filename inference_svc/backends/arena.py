@@ -197,7 +197,10 @@ class Arena:
                 values = self._bytes[start : start + segment.length_bytes]
                 own = values.view(self.layout.dtype).view(*segment.shape)
                 found[parts[segment.target]] = own
-        return ClassifierHead(**found) if found else None
+        if not found:
+            return None
+        out, bias = found.get("out"), found.get("bias")
+        return ClassifierHead(out, bias, found.get("dense"), found.get("dense_bias"))
 
     def _set_head(self, slot: int, head: ClassifierHead | None) -> None:
         if head is not None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_svc.model.description import WeightPart
+from inference_svc.model.description import Activation, WeightPart
 from inference_svc.model.quantised.scheme import Rows
 from inference_svc.model.rope import Rope
 from kernels import quantised
@@ -259,3 +259,10 @@ class RotaryEmbedding:
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """positions: int64 [T]."""
         return Rotation(*rotary_angles(positions, self.inverse_frequencies, self._scaling, dtype))
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Returns an activation of x, of any shape and float dtype."""
+    if activation is Activation.SILU:
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation is Activation.GELU_TANH else "none")

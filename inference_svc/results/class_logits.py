@@ -10,18 +10,19 @@ from numpy.typing import NDArray
 
 from inference_svc.results.base import FP32_BYTES, OBJECT_BYTES, Kind, Option, Scope, Server
 from inference_svc.results.classifier_rule import MAX_LABELS
+from inference_svc.results.embedding_rule import Pooling
 from servicekit.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
 class ClassLogitsOption(Option):
-    """The outputs of a classifier, of the hidden state of the prompt's last token, or of its first
-    if the head `reads_first`: the server knows."""
+    """The outputs of a classifier, of the hidden states of the prompt's tokens that `pooling` says:
+    the server knows."""
 
     scope: ClassVar[Scope] = Scope.POOLED
     kind: ClassVar[Kind] = Kind.CLASSIFY
 
-    reads_first: bool = False
+    pooling: Pooling = Pooling.LAST
 
     def served_by(self, server: Server) -> ClassLogitsOption:
         """See `Option`. Raises InvalidArgument for a server that does not classify."""
@@ -30,10 +31,10 @@ class ClassLogitsOption(Option):
                 f"{server.base_model} does not classify: {server.classifier.refusal}",
                 subject="model",
             )
-        return replace(self, reads_first=server.classifier.reads_first)
+        return replace(self, pooling=server.classifier.pooling)
 
     def positions(self, num_prompt: int) -> tuple[int, int]:
-        return (0, 1) if self.reads_first else (num_prompt - 1, num_prompt)
+        return self.pooling.positions(num_prompt)
 
     def prompt_bytes(self, num_tokens: int) -> int:
         return OBJECT_BYTES + FP32_BYTES * MAX_LABELS

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_svc.results.embedding_rule import Pooling
+
 MAX_LABELS = 1024
 """Labels of a head, the model's or an adapter's: all requests wait for its product in a step, and
 each answer has all outputs."""
@@ -35,13 +37,13 @@ class Activation(enum.Enum):
 class ClassifierRule:
     """How a server classifies: the model's own head has these `labels`, none if it has no head.
     `activation` None: softmax of several outputs, and the sigmoid of one. `refusal` says why the
-    server does not classify; "": it does. The head of an encoder `reads_first`: the prompt's first
-    token, and not the last."""
+    server does not classify; "": it does. The head reads the mean of the tokens that `pooling`
+    says."""
 
     labels: tuple[str, ...] = ()
     activation: Activation | None = None
     refusal: str = ""
-    reads_first: bool = False
+    pooling: Pooling = Pooling.LAST
 
     def activation_of(self, num_outputs: int) -> Activation:
         if self.activation is not None:

@@ -18,6 +18,7 @@ from kernels.attention.plan import AttentionPlan
 from kernels.native.library import Library, NativeOp, dtype_name, load
 
 _BLOCK_CELLS = 64
+_SEGMENT_CELLS = 256
 _MAX_PRODUCT_ROWS = 16
 _LINE_BYTES = 64
 
@@ -59,9 +60,9 @@ class BothWaysShape:
     def thread_bytes(self) -> int:
         """The memory of a thread, as both_ways.cpp carves it up, for the widest vectors."""
         width, rows = -(-self.head_dim // TILE_CELLS) * TILE_CELLS, _MAX_PRODUCT_ROWS
-        elements = 2 * self.max_cells * width + rows * (width + _BLOCK_CELLS) + width
+        elements = 2 * self.max_cells * width + rows * (width + _SEGMENT_CELLS) + width
         state_floats = rows * (width + 16) + rows
-        num_bytes = elements * self.item_bytes + 4 * (rows * _BLOCK_CELLS + state_floats)
+        num_bytes = elements * self.item_bytes + 4 * (rows * _SEGMENT_CELLS + state_floats)
         return -(-(num_bytes + 8 * _LINE_BYTES) // _LINE_BYTES) * _LINE_BYTES
 
     def num_bytes(self, max_threads: int) -> int:
@@ -107,9 +108,10 @@ def both_ways_op(
         num_rows: Rows of the step, int32 [1].
         query_starts: The first token of each row, and the end of the last: int32 [R + 1].
         scratch: Memory of this head_dim and dtype; no row is longer than it says.
-        scale: Factor of the scores.
+        scale: Factor of the scores, above 0.
         reach: Positions that a query sees to either side. None: all.
     """
+    assert scale > 0
     shape, size = scratch.shape, out.shape[1]
     assert qkv.dtype == out.dtype
     assert qkv.element_size() == shape.item_bytes

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from inference_svc.core import FinishReason
+from inference_svc.model.architectures import load_description
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from tests.support.inference.results import parts_of
 from tests.support.models.encoders import FAMILIES, MAX_TOKENS, save_encoder
@@ -24,6 +25,7 @@ LABELS = {0: "sad", 1: "calm", 2: "happy"}
 OWN = {"two": 2, "five": 5}
 """Adapters with heads of their own, and their labels."""
 TARGETS = ["query", "value", "intermediate.dense"]
+MODERN_TARGETS = ["Wqkv", "Wi"]
 
 
 class Classifier(NamedTuple):
@@ -45,11 +47,14 @@ class Classifier(NamedTuple):
         return Zoo("classifier", self.folder, None, self.adapter_dirs)
 
 
-def make_classifier(family: str, folder: Path, *, has_head: bool = True) -> Classifier:
+def make_classifier(
+    family: str, folder: Path, *, has_head: bool = True, **changes: Any
+) -> Classifier:
     """A model with a head, or without; "plain" has no head of its own, if the model has one."""
     model_dir, adapter_dir = folder / "model", folder / "adapters"
     end = "ForSequenceClassification"
-    base = save_encoder(family, model_dir, end, id2label=LABELS, num_labels=3)
+    base = save_encoder(family, model_dir, end, id2label=LABELS, num_labels=3, **changes)
+    targets = MODERN_TARGETS if family.startswith("modernbert") else TARGETS
     if not has_head:
         base.base_model.save_pretrained(model_dir)
     adapted, dirs = {}, {}
@@ -59,7 +64,7 @@ def make_classifier(family: str, folder: Path, *, has_head: bool = True) -> Clas
         torch.manual_seed(10 + seed)
         model = load(model_dir, num_labels=count, ignore_mismatched_sizes=True)
         task = {} if name == "plain" else {"task_type": "SEQ_CLS"}
-        lora = peft.LoraConfig(r=8, target_modules=TARGETS, init_lora_weights=False, **task)
+        lora = peft.LoraConfig(r=8, target_modules=targets, init_lora_weights=False, **task)
         with quiet(), copied_cards():
             adapted[name] = peft.get_peft_model(model, lora, name).eval()
             for key, parameter in adapted[name].named_parameters():
@@ -88,7 +93,8 @@ def check_all(made: Classifier, running: Any, adapters: tuple[str, ...]) -> None
     lengths = (1, 2, 17, 17, 64, MAX_TOKENS, 9, 30)
     inputs = [rng.integers(5, 120, length).tolist() for length in lengths]
     asked = {f"{i} {name}": (ids, name) for i, ids in enumerate(inputs) for name in adapters}
-    option = ClassLogitsOption(reads_first=True)
+    head = load_description(made.folder).encoder.head
+    option = ClassLogitsOption(head.pooling)
     for name, (ids, adapter) in asked.items():
         running.submit(name, ids, adapter, max_tokens=0, options=(option,))
     for name, (ids, adapter) in asked.items():
@@ -106,6 +112,22 @@ def test_any_mix_equals_transformers(
     classifiers: Callable[[str], Classifier], start: Callable[..., Any], family: str
 ) -> None:
     made = classifiers(family)
+    running = start(made.zoo, max_model_len=MAX_TOKENS)
+    check_all(made, running, ("", *made.adapter_dirs))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("modernbert", {"classifier_pooling": "mean", "classifier_bias": True}),
+        ("modernbert-plain", {"classifier_activation": "silu"}),
+    ],
+)
+def test_modernbert_norms_what_it_classifies(
+    start: Callable[..., Any], family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """The mean of all tokens or the first one, with a bias and without."""
+    made = make_classifier(family, tmp_path, **changes)
     running = start(made.zoo, max_model_len=MAX_TOKENS)
     check_all(made, running, ("", *made.adapter_dirs))
 

@@ -158,11 +158,13 @@ def _classified(sums: list[_Sum], base_head: ClassifierHead | None) -> dict[Sequ
         own, head = group[0].head, base_head
         if own is not None:
             head = own if base_head is None else base_head.with_own(own)
-        logits = None if head is None else head(torch.stack([each.total for each in group]))
+        means = [total / run.num_tokens for run, total, _ in group]
+        logits = None if head is None else head(torch.stack(means))
         rows = None if logits is None else logits.cpu().numpy()
         for place, (run, *_) in enumerate(group):
             values = b"" if rows is None else rows[place].tobytes()
-            made[run.sequence] = ClassLogits(run.position, values, is_own=own is not None)
+            end = run.position + run.num_tokens - 1
+            made[run.sequence] = ClassLogits(end, values, is_own=own is not None)
     return made
 
 

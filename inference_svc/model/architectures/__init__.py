@@ -134,9 +134,6 @@ def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
     config = ConfigReader(values, {**DEFAULTS, **family.defaults})
     decoder = family.describe(config)
     if decoder.encoder is not None and values["architectures"][0].endswith(CLASSIFIER):
-        if decoder.encoder.head is None:
-            name = values["architectures"][0]
-            raise UnsupportedModel(f"architectures = {[name]!r}: this class's head is not computed")
         decoder = replace(decoder, labels=_labels(values))
     if decoder.encoder is None:
         decoder = _without_head(decoder, values, tensor_names(model_dir))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,29 +12,35 @@ from torch import Tensor
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.model.checkpoint.tensors import opened, text_tensors
-from inference_svc.model.description import SCORE, Decoder
-from inference_svc.results.classifier_rule import MAX_LABELS, Activation
+from inference_svc.model.description import SCORE, Activation, Decoder, Norm, NormKind
+from inference_svc.model.layers import activate
+from inference_svc.results import classifier_rule
+from inference_svc.results.classifier_rule import MAX_LABELS
+from kernels.elementwise import NormWeight, rms_norm
 
 _BY_PROBLEM = {
-    "regression": Activation.NONE,
+    "regression": classifier_rule.Activation.NONE,
     "single_label_classification": None,
-    "multi_label_classification": Activation.SIGMOID,
+    "multi_label_classification": classifier_rule.Activation.SIGMOID,
 }
 
 
 class ClassifierHead(NamedTuple):
     """A classifier's head: out(x), or out(tanh(dense(x))), each a weight [out, in] and perhaps a
-    bias [out], of a float dtype. Without an `out` it has no outputs, and waits for an adapter's."""
+    bias [out], of a float dtype. An `activation` stands in for tanh, and a `norm` follows it.
+    Without an `out` it has no outputs, and waits for an adapter's."""
 
     out: Tensor | None = None
     bias: Tensor | None = None
     dense: Tensor | None = None
     dense_bias: Tensor | None = None
+    activation: Activation | None = None
+    norm: NormWeight | None = None
 
     def with_own(self, own: ClassifierHead) -> ClassifierHead:
         """Returns the head of an adapter that has its own `out`, and perhaps its own `dense`."""
         if own.dense is None:
-            return own._replace(dense=self.dense, dense_bias=self.dense_bias)
+            return self._replace(out=own.out, bias=own.bias)
         return own
 
     def __call__(self, states: Tensor) -> Tensor | None:
@@ -43,7 +49,12 @@ class ClassifierHead(NamedTuple):
         if self.out is None:
             return None
         if self.dense is not None:
-            states = torch.tanh(_linear(states, self.dense, self.dense_bias))
+            made = _linear(states, self.dense, self.dense_bias)
+            states = (
+                torch.tanh(made) if self.activation is None else activate(made, self.activation)
+            )
+        if self.norm is not None:
+            states = rms_norm(states, self.norm)
         return _linear(states, self.out, self.bias)
 
 
@@ -85,19 +96,30 @@ def read_score_head(
     if encoder.head is None:
         reason = f"{decoder.architecture} has no head that adapters may have, too"
         raise UnsupportedModel(f"--classifiers: {reason}")
-    head, (dense, out, is_adapters) = ClassifierHead(), encoder.head
-    if decoder.labels or not is_adapters:
-        head = head._replace(
-            dense=read(f"{dense}.weight", size, size), dense_bias=read(f"{dense}.bias", size)
+    own, head = encoder.head, ClassifierHead()
+    if decoder.labels or not own.is_adapters:
+        head = ClassifierHead(
+            dense=read(f"{own.dense}.weight", size, size),
+            dense_bias=read(f"{own.dense}.bias", size) if own.has_dense_bias else None,
+            activation=own.activation,
+            norm=None if own.norm is None else _read_norm(own.norm, read),
         )
     if decoder.labels:
-        head = head._replace(
-            out=read(f"{out}.weight", num_labels, size), bias=read(f"{out}.bias", num_labels)
+        weight, bias = (
+            read(f"{own.out}.weight", num_labels, size),
+            read(f"{own.out}.bias", num_labels),
         )
+        head = head._replace(out=weight, bias=bias)
     return head
 
 
-def read_activation(model_dir: Path) -> Activation | None:
+def _read_norm(norm: Norm, read: Callable[..., Tensor]) -> NormWeight:
+    bias = read(f"{norm.module}.bias", norm.size) if norm.has_bias else None
+    weight = read(f"{norm.module}.weight", norm.size)
+    return NormWeight(weight, norm.eps, norm.kind is NormKind.LAYER, bias=bias)
+
+
+def read_activation(model_dir: Path) -> classifier_rule.Activation | None:
     """Returns what the config says makes probabilities; None: the number of outputs decides. Raises
     UnsupportedModel."""
     path = model_dir / CONFIG

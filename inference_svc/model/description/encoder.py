@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from inference_svc.model.description.feed_forward import Activation
 from inference_svc.model.description.modules import Norm, Projection
 from inference_svc.model.rope import Rope
+from inference_svc.results.embedding_rule import Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,17 @@ class Positions(NamedTuple):
 
 
 class EncoderHead(NamedTuple):
-    """The modules of a classifier head that reads the first token: out(tanh(dense(x))). Adapters
-    with a head of their own have both modules, if the dense one `is_adapters`; else only `out`."""
+    """The modules of a classifier head of the first token, or of the tokens that `pooling` says:
+    out(tanh(dense(x))), or out(norm(activation(dense(x)))). Adapters with a head of their own have
+    both modules, if the dense one `is_adapters`; else only `out`."""
 
     dense: str
     out: str
     is_adapters: bool
+    has_dense_bias: bool = True
+    activation: Activation | None = None
+    norm: Norm | None = None
+    pooling: Pooling = Pooling.FIRST
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc.model.config.keys import names
-from inference_svc.model.description import Activation
 from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
+from inference_svc.model.layers import activate
 from inference_svc.model.operations import Gather, Op
 from inference_svc.model.step import Step
 from kernels.attention import both_ways
@@ -50,10 +49,7 @@ def _attend(op: AttendBothWays, step: Step) -> Tensor:
 
 
 def _activate(op: Activate, step: Step) -> Tensor:
-    x: Tensor = step.values[op.inputs[0]]
-    if op.activation is Activation.SILU:
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if op.activation is Activation.GELU_TANH else "none")
+    return activate(step.values[op.inputs[0]], op.activation)
 
 
 def _gather(op: Gather, step: Step) -> Tensor:

@@ -2,9 +2,9 @@
 // and behind it, all of them or those within reach. Nothing is stored, and nothing is padded.
 //
 // A work item is one head of a span of a row's queries. Its keys and values are copied once, as the
-// products read them, and then each few queries pass over all of them, block by block, with the
-// softmax carried along in fp32. Blocks begin at fixed positions of the row, so that a query's bits
-// depend on its own row alone.
+// products read them, and then each few queries pass over all of them, segment by segment: first
+// their scores, then the softmax, carried along in fp32, then the weighted values. Segments begin at
+// fixed positions of the row, so that a query's bits depend on its own row alone.
 #include <algorithm>
 
 #include "attention_products.h"
@@ -28,12 +28,13 @@ struct BothWaysArgs {
   char* scratch;      // [max_threads, scratch_bytes], on 64 bytes
   int64_t scratch_bytes;
   int64_t max_threads;
-  float scale;
+  float scale;  // above 0
 };
 
 namespace {
 
-constexpr int64_t MAX_SPAN = 512;  // queries of an item: more share its copies, fewer more threads
+constexpr int64_t SEGMENT = 4 * BLOCK;  // whose scores and weights stay in the first cache
+constexpr int64_t MAX_SPAN = 512;       // queries of an item: more share its copies, fewer more threads
 
 // Queries [first, last) of a row of `length` tokens, which begins with token `start` of the step.
 struct SpanItem {
@@ -72,18 +73,18 @@ struct BothWaysScratch {
   T* keys;    // [blocks, width / P, BLOCK, P]
   T* values;  // [max_cells / P, width, P]
   T* q;       // [ROWS, width]
-  T* p;       // [ROWS, BLOCK]
+  T* p;       // [blocks of a segment, ROWS, BLOCK]
   T* zeros;   // [width]
-  float* s;   // [ROWS, BLOCK]
+  float* s;   // as p
   State state;
 
   BothWaysScratch(char* memory, int64_t max_cells, int64_t width)
       : keys(carve<T>(memory, max_cells * width)),
         values(carve<T>(memory, max_cells * width)),
         q(carve<T>(memory, ROWS * width)),
-        p(carve<T>(memory, ROWS * BLOCK)),
+        p(carve<T>(memory, ROWS * SEGMENT)),
         zeros(carve<T>(memory, width)),
-        s(carve<float>(memory, ROWS * BLOCK)),
+        s(carve<float>(memory, ROWS * SEGMENT)),
         state(carve<float>(memory, State::size(ROWS, width)), ROWS, width) {
     std::fill_n(zeros, width, T{});
     std::fill_n(q, ROWS * width, T{});
@@ -172,7 +173,7 @@ class BothWays {
     }
   }
 
-  // `count` queries from `first` on.
+  // `count` queries from `first` on, over one segment of cells after the other.
   void compute_rows(const SpanItem& item, int64_t first, int count) {
     for (int i = 0; i < count; ++i) {
       std::memcpy(scratch_.q + i * width_, part(item, first + i, 0), args_.head_dim * sizeof(T));
@@ -180,56 +181,86 @@ class BothWays {
     State& state = scratch_.state;
     state.clear(count);
     const int64_t end = end_seen(item, first + count - 1);
-    Cells<T> cells;
-    for (cells.begin = first_seen(first) / BLOCK * BLOCK; cells.begin < end; cells.begin += BLOCK) {
-      cells.end = std::min<int64_t>(cells.begin + BLOCK, end);
-      const int64_t num_tiles = (cells.end - cells.begin + TILE - 1) / TILE;
-      locate(cells);
-      products_.score(scratch_.s, scratch_.q, width_, count, cells, num_tiles);
-      float factor[ROWS];
-      with_constant<1, BLOCK_TILES>(static_cast<int>(num_tiles), [&](auto n) {
-        constexpr int N = decltype(n)::value * TILE_VECTORS;
-        for (int i = 0; i < count; ++i) factor[i] = soften<N>(item, first + i, i, cells.begin);
-      });
-      products_.weigh(state.out, width_, count, factor, scratch_.p, cells, num_tiles);
+    int64_t begin = first_seen(first) / BLOCK * BLOCK;
+    for (; begin < end; begin += SEGMENT) {
+      compute_segment(item, first, count, begin, std::min<int64_t>(begin + SEGMENT, end));
     }
     write(item, first, count);
   }
 
-  // Scores to weights, of row `i`. Returns by what the earlier sums shrink.
-  template <int N>
-  float soften(const SpanItem& item, int64_t position, int i, int64_t first_cell) {
-    State& state = scratch_.state;
-    const int64_t begin = first_seen(position) - first_cell;
-    const int64_t end = end_seen(item, position) - first_cell;
-    const VF scale = vset1(args_.scale * LOG2_E);
-    const float* s = scratch_.s + i * BLOCK;
-    T* p = scratch_.p + i * BLOCK;
-    VF x[N];
-    LOADOUT_UNROLL for (int j = 0; j < N; ++j) x[j] = vmul(vload(s + j * VF_WIDTH), scale);
-    if (begin > 0 || end < N * VF_WIDTH) {
-      LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
-        const int64_t at = j * VF_WIDTH;
-        x[j] = keep_lanes(x[j], begin - at, end - at, vset1(-INFINITY));
+  void compute_segment(const SpanItem& item, int64_t first, int count, int64_t begin, int64_t end) {
+    Cells<T> cells;
+    const auto each_block = [&](auto body) {
+      for (int64_t at = begin, block = 0; at < end; at += BLOCK, ++block) {
+        cells.begin = at;
+        cells.end = std::min<int64_t>(at + BLOCK, end);
+        locate(cells);
+        body(block * ROWS * BLOCK, (cells.end - at + TILE - 1) / TILE);
       }
+    };
+    each_block([&](int64_t at, int64_t num_tiles) {
+      products_.score(scratch_.s + at, scratch_.q, width_, count, cells, num_tiles);
+    });
+    float factor[ROWS], ones[ROWS];
+    for (int i = 0; i < count; ++i) {
+      factor[i] = soften(item, first + i, i, begin, end);
+      ones[i] = 1.0f;
     }
-    const float before = state.largest[i];
-    VF top = vset1(before);
-    LOADOUT_UNROLL for (int j = 0; j < N; ++j) top = vmax(top, x[j]);
-    const VF largest = vset1(reduce_max(top));
-    float shrink = 1.0f;
-    VF sum = vload(state.weights + i * VF_WIDTH);
-    if (!(first_lane(largest) == before)) {
-      const VF factor = vexp2(vsub(vset1(before), largest));
-      shrink = first_lane(factor);
-      state.largest[i] = first_lane(largest);
-      sum = vmul(sum, factor);
-    }
-    LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
-      x[j] = vexp2_for<T>(vsub(x[j], largest));
-      sum = vadd(sum, x[j]);
-      vstore(p + j * VF_WIDTH, x[j]);
-    }
+    each_block([&](int64_t at, int64_t num_tiles) {
+      products_.weigh(scratch_.state.out, width_, count, at ? ones : factor, scratch_.p + at, cells,
+                      num_tiles);
+    });
+  }
+
+  // Scores of cells [begin, end) to weights, of row `i`. Returns by what the earlier sums shrink.
+  float soften(const SpanItem& item, int64_t position, int i, int64_t begin, int64_t end) {
+    State& state = scratch_.state;
+    const int64_t own_begin = first_seen(position), own_end = end_seen(item, position);
+    float* s = scratch_.s + i * BLOCK;
+    T* p = scratch_.p + i * BLOCK;
+    // body(block's place, its first cell, Constant<vectors>)
+    const auto each_block = [&](auto body) {
+      for (int64_t cell = begin, at = 0; cell < end; cell += BLOCK, at += ROWS * BLOCK) {
+        const int64_t num_tiles = (std::min<int64_t>(end - cell, BLOCK) + TILE - 1) / TILE;
+        with_constant<1, BLOCK_TILES>(static_cast<int>(num_tiles), [&](auto n) {
+          body(at, cell, Constant<decltype(n)::value * TILE_VECTORS>{});
+        });
+      }
+    };
+    VF tops[BLOCK_VECTORS];
+    for (VF& top : tops) top = vset1(-INFINITY);
+    each_block([&](int64_t at, int64_t cell, auto n) {
+      constexpr int N = decltype(n)::value;
+      if (cell < own_begin || cell + N * VF_WIDTH > own_end) {
+        for (int j = 0; j < N; ++j) {
+          const int64_t lane = cell + j * VF_WIDTH;
+          float* each = s + at + j * VF_WIDTH;
+          vstore(each, keep_lanes(vload(each), own_begin - lane, own_end - lane, vset1(-INFINITY)));
+        }
+      }
+      LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
+        tops[j] = vmax(tops[j], vload(s + at + j * VF_WIDTH));
+      }
+    });
+    VF top = tops[0];
+    for (int j = 1; j < BLOCK_VECTORS; ++j) top = vmax(top, tops[j]);
+    const float scale = args_.scale * LOG2_E, before = state.largest[i];
+    const float largest = std::max(before, reduce_max(top) * scale);
+    const float shrink = first_lane(vexp2(vset1(before - largest)));
+    state.largest[i] = largest;
+    VF sums[BLOCK_VECTORS];
+    for (VF& sum : sums) sum = vzero();
+    sums[0] = vmul(vload(state.weights + i * VF_WIDTH), vset1(shrink));
+    const VF factor = vset1(scale), least = vset1(-largest);
+    each_block([&](int64_t at, int64_t, auto n) {
+      LOADOUT_UNROLL for (int j = 0; j < decltype(n)::value; ++j) {
+        const VF weight = vexp2_for<T>(vfma(vload(s + at + j * VF_WIDTH), factor, least));
+        sums[j] = vadd(sums[j], weight);
+        vstore(p + at + j * VF_WIDTH, weight);
+      }
+    });
+    VF sum = sums[0];
+    for (int j = 1; j < BLOCK_VECTORS; ++j) sum = vadd(sum, sums[j]);
     vstore(state.weights + i * VF_WIDTH, sum);
     return shrink;
   }

@@ -352,6 +352,20 @@ inline VF vexp2_for<bf16>(VF x) {
 }
 #endif
 
+// 1 / x of a result that is rounded to a T: exact to rounding, or in bf16 within 2^-11 of itself.
+template <typename T>
+inline VF vreciprocal_for(VF x) {
+  return vdiv(vset1(1.0f), x);
+}
+template <>
+inline VF vreciprocal_for<bf16>(VF x) {
+#if defined(__AVX512F__)
+  return _mm512_rcp14_ps(x);
+#else
+  return _mm256_rcp_ps(x);
+#endif
+}
+
 // 1 - 2 / (1 + e^(2x)); near 0 it is x - x^3 / 3, which the difference would lose.
 inline VF vtanh(VF x) {
   x = vmax(vset1(-20.0f), vmin(vset1(20.0f), x));

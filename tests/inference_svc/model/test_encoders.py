@@ -86,7 +86,7 @@ def test_refused_by_name(bert: Path, tmp_path: Path, change: dict[str, Any], cul
         load_description(tmp_path)
 
 
-def test_what_encoders_are_not_served_with(bert: Path, tmp_path: Path) -> None:
+def test_what_encoders_are_not_served_with(bert: Path) -> None:
     decoder = load_description(bert)
     with pytest.raises(UnsupportedModel, match="--tensor-parallel 2: BertModel is an encoder"):
         of_rank(decoder, Rank(0, 2))
@@ -101,9 +101,18 @@ def test_what_encoders_are_not_served_with(bert: Path, tmp_path: Path) -> None:
     many = replace(decoder, labels=tuple(map(str, range(1025))))
     with pytest.raises(UnsupportedModel, match="a classifier of 1025 labels: at most 1024 are"):
         read_score_head(bert, many)
+
+
+def test_heads_of_modernbert_that_are_refused(tmp_path: Path) -> None:
     save_encoder("modernbert", tmp_path, "ForSequenceClassification")
-    with pytest.raises(UnsupportedModel, match="ModernBertForSequenceClassification"):
-        load_description(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    for key, value, culprit in (
+        ("classifier_pooling", "max", "classifier_pooling = 'max': supported are cls, mean"),
+        ("classifier_activation", "relu", "classifier_activation = 'relu': supported are silu"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(values | {key: value}))
+        with pytest.raises(UnsupportedModel, match=culprit):
+            load_description(tmp_path)
 
 
 def test_a_folder_without_poolings_averages_all_tokens(bert: Path) -> None:

@@ -17,6 +17,7 @@ from inference_svc.model.description import (
     BothWays,
     Decoder,
     Dense,
+    EncoderHead,
     EncoderInputs,
     Head,
     Member,
@@ -25,6 +26,7 @@ from inference_svc.model.description import (
     Projection,
 )
 from inference_svc.model.rope import Rope
+from inference_svc.results.embedding_rule import Pooling
 
 WRAPPER = Wrapper(
     prefixes=(
@@ -36,6 +38,8 @@ WRAPPER = Wrapper(
     )
 )
 """The names of checkpoints, with and without a head."""
+POOLINGS = {"cls": Pooling.FIRST, "mean": Pooling.MEAN}
+"""The tokens that a classifier's head reads, by their names in config.json."""
 THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 """The keys of older files, and the base that transformers assumes, by the kind of a layer."""
 
@@ -65,8 +69,25 @@ def describe(config: ConfigReader) -> Decoder:
         wrapper=WRAPPER,
         generates=False,
         encoder=EncoderInputs(
-            norm=norm("embeddings.norm"), unused=("head.", "decoder.", "classifier.")
+            norm=norm("embeddings.norm"),
+            unused=("head.", "decoder.", "classifier."),
+            head=_head(config),
         ),
+    )
+
+
+def _head(config: ConfigReader) -> EncoderHead:
+    pooling = config.get("classifier_pooling")
+    if pooling not in POOLINGS:
+        raise config.unsupported("classifier_pooling", f"supported are {', '.join(POOLINGS)}")
+    return EncoderHead(
+        "head.dense",
+        "classifier",
+        is_adapters=False,
+        has_dense_bias=config.flag("classifier_bias"),
+        activation=config.activation("classifier_activation", also=(Activation.GELU,)),
+        norm=_norm(config, "head.norm"),
+        pooling=POOLINGS[pooling],
     )
 
 
@@ -123,14 +144,14 @@ FAMILIES = (
             """
             hidden_activation norm_eps norm_bias attention_bias mlp_bias local_attention
             global_attn_every_n_layers global_rope_theta local_rope_theta
+            classifier_pooling classifier_bias classifier_activation
             """
         ),
         ignores=names(
             """
             initializer_cutoff_factor embedding_dropout mlp_dropout decoder_bias layer_norm_eps
-            classifier_pooling classifier_dropout classifier_bias classifier_activation
-            deterministic_flash_attn sparse_prediction sparse_pred_ignore_index reference_compile
-            repad_logits_with_grad
+            classifier_dropout deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
+            reference_compile repad_logits_with_grad
             """
         ),
         accepts={"position_embedding_type": "absolute"},
@@ -147,6 +168,8 @@ FAMILIES = (
             "global_attn_every_n_layers": 3,
             "global_rope_theta": THETAS[FULL][1],
             "local_rope_theta": THETAS[SLIDING][1],
+            "classifier_pooling": "cls",
+            "classifier_activation": "gelu",
             "tie_word_embeddings": True,
             "eos_token_id": None,
         },
