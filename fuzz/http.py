@@ -19,7 +19,7 @@ from inference_svc.api.http.app import make_app
 from inference_svc.api.http.errors import INTERNAL_MESSAGE
 from inference_svc.api.http.pooling.route import IncomingPool
 from inference_svc.api.http.serving.middleware import RequestMiddleware
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.errors import QueueFull
 from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.routed_experts import ExpertLayers

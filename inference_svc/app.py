@@ -15,7 +15,7 @@ from google.protobuf.json_format import MessageToJson
 
 from inference_svc.adapters.targets import build_layout
 from inference_svc.api.generate_call import checked_sampling
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.auto_settings import (
     Machine,
     ModelFacts,

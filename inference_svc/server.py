@@ -11,12 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol
 
 from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
-from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.layout import ModelLayout, head_modules
 from inference_svc.api.access import AUDITED, Access
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
 from inference_svc.api.request_record import RequestLog
-from inference_svc.api.service import ServerFacts, Service
+from inference_svc.api.server_facts import ServerFacts
+from inference_svc.api.service import Service
 from inference_svc.config import InferenceSettings
 from inference_svc.core import ANYONE, ROLES, Action
 from inference_svc.debug import DebugInfo
@@ -419,6 +420,7 @@ def _servable(config: InferenceSettings, layout: ModelLayout) -> Servable:
         config.lora_targets,
         layout.modules,
         layout.fused_modules,
+        head_modules(layout),
     )
 
 

@@ -478,3 +478,12 @@ def refused_kinds(kinds: Iterable[SegmentKind | int], targets: Iterable[str] = (
         return None
     names = listed(sorted(set(targets)))
     return f"{listed(list(words))}, which this server does not apply" + (names and f": {names}")
+
+
+def head_modules(layout: ModelLayout) -> frozenset[str]:
+    """Returns the last components of the names that adapters give to the last layer of a
+    classifier's head of their own; none if they may have no head."""
+    found = [layout.all_targets[at] for at, part in layout.head_parts.items() if part == "out"]
+    names = [each.name for each in found]
+    names += [other.name for each in found for other in each.other_names]
+    return frozenset(name.rpartition(".")[2] for name in names)

@@ -1,6 +1,7 @@
 """The API: use cases, and the transports that call them.
 
 service          the use cases, the same for every transport
+server_facts     the facts of a server that never change
 access           who may call: authorises callers, and audits their changes
 residents        operators' use cases of adapters: load, unload, pin, list, inspect
 life_cycle       operators' calls that stop and start all generation

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -16,24 +16,21 @@ from inference_svc.api.followers import Followers, check_followed
 from inference_svc.api.generate_call import GenerateCall, check_grammar
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
+from inference_svc.api.pooling.classify import check_head
 from inference_svc.api.pooling.score import with_answer_tokens
 from inference_svc.api.request_record import PromptNote, RequestLog
 from inference_svc.api.residents import Residents
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.api.thoughts import Thoughts
 from inference_svc.api.tools import ReadingOptions
-from inference_svc.backends.speed_notes import FormatKernels
-from inference_svc.core import NO_DEFAULTS, Action, Principal, Request, SamplingDefaults
+from inference_svc.core import Action, Principal, Request
 from inference_svc.engine.control.status_types import GRAMMARS, EngineStatus
 from inference_svc.engine.transport.messages import SetVocabulary
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.checks import GrammarChecks
-from inference_svc.host.cpus import Processor
 from inference_svc.host.memory import resident_bytes
 from inference_svc.results.base import Kind
-from inference_svc.results.classifier_rule import NO_CLASSIFIER, ClassifierRule
-from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule
-from inference_svc.results.routed_experts import ExpertLayers
 from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
 from inference_svc.store.types import AdapterPage, Registry
@@ -49,46 +46,6 @@ from servicekit.telemetry.spans import child_span
 from servicekit.work_budget import WorkBudget
 
 TRACE_CHUNK_BYTES = 256 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """Facts that never change while a server runs."""
-
-    base_model: str
-    architecture: str
-    dtype: str
-    kv_dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int
-    max_loras: int
-    max_lora_rank: int
-    max_sequences: int
-    max_batch_tokens: int
-    max_queue: int
-    lora_targets: tuple[str, ...] = ()
-    versions: dict[str, str] = field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
-    sampling: SamplingDefaults = NO_DEFAULTS
-    metrics_port: int = 0
-    has_tokenizer: bool = True
-    eos_token_ids: tuple[int, ...] = ()
-    experts: ExpertLayers | None = None
-    num_threads: int = 0
-    processor: Processor | None = None
-    speed_notes: tuple[str, ...] = ()
-    weight_formats: tuple[FormatKernels, ...] = ()
-    adapter_dtype: str = ""
-    weight_form: str = ""
-    embedding: EmbeddingRule = NO_EMBEDDINGS
-    classifier: ClassifierRule = NO_CLASSIFIER
-    generates: bool = True
-
-    @property
-    def expert_token_bytes(self) -> int:
-        """The bytes of a token's experts; 0 for a model without experts."""
-        return 0 if self.experts is None else self.experts.token_bytes
 
 
 class IncomingCall(Protocol):
@@ -201,6 +158,7 @@ class Service:
                 binding = await self._resolve_call(principal, call)
                 record.bind(binding)
                 check_followed(call, binding, principal.home_tenant)
+                check_head(call, binding, self.facts)
                 text = await self._text_of(binding, principal)
                 reading = _reading(call, text)
                 call = with_answer_tokens(call, text, self._prompts, binding)

@@ -45,6 +45,11 @@ class ClassifierRule:
     refusal: str = ""
     pooling: Pooling = Pooling.LAST
 
+    @property
+    def head_module(self) -> str:
+        """The name by which transformers knows the head, and PEFT saves an adapter's own."""
+        return "classifier" if self.reads_first else "score"
+
     def activation_of(self, num_outputs: int) -> Activation:
         if self.activation is not None:
             return self.activation

@@ -49,7 +49,8 @@ class Binding:
     reference. With `invocation_tokens` it is active from the first of them on, where all of them
     follow one another in the prompt for the last time. `parts` are the adapters of a sum, and their
     factors; its `digest` is the sum in text. Its tokens and text are as in AdapterRecord; a sum has
-    the ones of the adapter that adds tokens, and none if no adapter does."""
+    the ones of the adapter that adds tokens, and none if no adapter does. It `has_head`: it, or a
+    part of it, has a classifier's head of its own."""
 
     label: str
     tenant: str
@@ -61,6 +62,7 @@ class Binding:
     chat_template_digest: str = ""
     invocation_tokens: tuple[int, ...] = ()
     parts: tuple[tuple[Binding, float], ...] = ()
+    has_head: bool = False
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[Binding, float]]) -> Binding:
@@ -78,6 +80,7 @@ class Binding:
             tokenizer_digest="" if adding is None else adding.tokenizer_digest,
             chat_template_digest="" if adding is None else adding.chat_template_digest,
             parts=tuple(parts),
+            has_head=any(binding.has_head for binding in bindings),
         )
 
     @property
@@ -99,13 +102,20 @@ class Servable:
     """This server's limits: adapters of these base models up to this rank, and, if it is restricted
     to `lora_targets`, that change none of its other `modules`, by themselves or as parts of one of
     `fused_modules`. An adapter may name modules in other ways, or have whole weights that equal the
-    base's: then its image shows its changes."""
+    base's: then its image shows its changes. A whole weight of one of the `head_modules` is a
+    classifier's head of the adapter's own."""
 
     base_models: tuple[str, ...]
     max_lora_rank: int
     lora_targets: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     fused_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    head_modules: frozenset[str] = frozenset()
+
+    def has_head(self, record: AdapterRecord) -> bool:
+        """Returns whether an adapter has a classifier's head of its own."""
+        is_whole = SegmentKind.FULL in record.segment_kinds
+        return is_whole and not self.head_modules.isdisjoint(record.targets)
 
     def refusal(self, record: AdapterRecord) -> tuple[str, str] | None:
         """Returns the contents of an adapter that this server does not apply, in words that follow
@@ -213,6 +223,7 @@ class Directory:
             added_tokens=record.added_tokens,
             tokenizer_digest=record.tokenizer_digest,
             chat_template_digest=record.chat_template_digest,
+            has_head=self._servable.has_head(record),
         )
 
     def names_of(self, principal: Principal, digest: str, limit: int | None = None) -> list[str]:

@@ -3,9 +3,10 @@ and PEFT compute them."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from inference_svc.errors import AdapterUnusable, NotFinite
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from loadout import Client
 from loadout.errors import FailedPrecondition, InvalidArgument
+from loadout.prometheus import scrape
 from tests.support.inference.results import parts_of
 from tests.support.models.parity import prompts
 from tests.support.models.trained import WEIGHTS
@@ -218,20 +220,35 @@ class Serving(NamedTuple):
         return self.services.client
 
 
-@pytest.fixture(scope="module")
-def serving(classifier: Classifier, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("serving")
-    flags = ("--http", "127.0.0.1:0")
+@contextmanager
+def served(made: Classifier, folder: Path, *flags: str) -> Iterator[Serving]:
+    flags += ("--http", "127.0.0.1:0")
     with ExitStack() as stack:
-        services = stack.enter_context(Services(classifier.zoo, folder, inference_flags=flags))
+        services = stack.enter_context(Services(made.zoo, folder, inference_flags=flags))
         digests = {
             name: services.client.register(name, str(path), base_model="llama").adapter.digest
-            for name, path in classifier.adapter_dirs.items()
+            for name, path in made.adapter_dirs.items()
         }
         url = f"http://{services.http_address}"
         http = stack.enter_context(httpx2.Client(base_url=url, timeout=60))
         yield Serving(services, http, digests)
         services.check_exit_codes()
+
+
+@pytest.fixture(scope="module")
+def serving(classifier: Classifier, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with served(classifier, tmp_path_factory.mktemp("serving")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def headless(
+    language_model: Classifier, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
+    """A server of a language model, whose adapters may have heads."""
+    folder = tmp_path_factory.mktemp("headless")
+    with served(language_model, folder, "--classifiers") as running:
+        yield running
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -276,6 +293,26 @@ def test_bad_input_is_refused_by_name(serving: Serving) -> None:
     answer = serving.http.post("/classify", json={"model": "two", "input": ["a", ""]})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "input[1]"
+
+
+@pytest.mark.parametrize("adapter", ["", "plain"])
+def test_without_a_head_nothing_is_computed(headless: Serving, adapter: str) -> None:
+    def computed() -> float:
+        metrics = scrape(headless.services.inference_metrics)
+        return metrics.one("loadout_inference_prompt_tokens_total")
+
+    before, name = computed(), "default/plain@1" if adapter else "llama"
+    wanted = re.escape(
+        f'{name} has no classification head: save one with modules_to_save=["score"]'
+    )
+    with pytest.raises(InvalidArgument, match=wanted) as caught:
+        headless.client.classify(["a", "b"], adapter=adapter)
+    assert caught.value.subject == ("adapter" if adapter else "model")
+    answer = headless.http.post("/classify", json={"model": adapter or "llama", "input": "a"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert computed() == before
+    headless.client.classify("a", adapter="two")
+    assert computed() > before
 
 
 def test_servers_without_classifiers_refuse_heads(services: Services, serving: Serving) -> None:

@@ -31,7 +31,8 @@ from inference_svc.api.pooling.classify import classes
 from inference_svc.api.pooling.embed import embeddings
 from inference_svc.api.pooling.score import scores
 from inference_svc.api.request_record import MAX_NAME_CHARS
-from inference_svc.api.service import ServerFacts, Service
+from inference_svc.api.server_facts import ServerFacts
+from inference_svc.api.service import Service
 from inference_svc.core import MAX_PARTS, Action, Principal, sum_label
 from inference_svc.debug import DebugInfo
 from inference_svc.errors import PROMPT_SUBJECTS, Asleep, QueueFull

@@ -14,7 +14,7 @@ from inference_svc.api.http.chat.formatter import MIN_LOGPROB, prompt_logprobs
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.generation_body import GenerationBody
 from inference_svc.api.http.response import FINISH_REASONS, Choice
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.core import FinishReason, SamplingParams
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.results.base import of_kind

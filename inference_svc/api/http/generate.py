@@ -31,7 +31,8 @@ from inference_svc.api.http.response import (
 from inference_svc.api.http.results import to_wanted
 from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from inference_svc.api.http.sse import EventStream
-from inference_svc.api.service import ServerFacts, Service
+from inference_svc.api.server_facts import ServerFacts
+from inference_svc.api.service import Service
 from inference_svc.core import SamplingParams, sum_label
 from inference_svc.results.base import Scope
 from inference_svc.text.pieces import AnyPieces, IdPieces

@@ -16,7 +16,8 @@ from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.http.response import AnswerMemory, FullResponse
 from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from inference_svc.api.http.sse import to_json
-from inference_svc.api.service import ServerFacts, Service
+from inference_svc.api.server_facts import ServerFacts
+from inference_svc.api.service import Service
 from inference_svc.core import Action, Principal
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.adapter_resolver import Binding

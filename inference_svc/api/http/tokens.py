@@ -14,7 +14,7 @@ from inference_svc.api.http.errors import Names
 from inference_svc.api.http.generation_body import RequestBody, SamplingBody
 from inference_svc.api.http.request import MAX_REQUEST_ID_CHARS, is_request_id
 from inference_svc.api.http.response import FINISH_REASONS, Choice
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.core import FinishReason, SamplingParams
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.results.base import Wanted

@@ -13,9 +13,10 @@ from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.pooling.call import PoolCall, pooled_inputs
 from inference_svc.engine.transport.messages import Timings, Usage
-from inference_svc.results.base import of_kind
+from inference_svc.results.base import Kind, Server, of_kind
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from inference_svc.results.classifier_rule import Activation, ClassifierRule
+from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.prompt import Prompt, Text
 from servicekit.errors import InvalidArgument
 
@@ -45,23 +46,30 @@ class Classified:
     timings: Timings
 
 
+def check_head(call: GenerateCall, binding: Binding | None, server: Server) -> None:
+    """Raises InvalidArgument, naming it, for an adapter without a head of its own on a model that
+    has none, and for such a model alone: before anything is computed for the call."""
+    rule = server.classifier
+    if call.kind is not Kind.CLASSIFY or rule.labels or (binding is not None and binding.has_head):
+        return
+    subject = "model" if binding is None else "adapter"
+    name = server.base_model if binding is None else binding.label
+    raise InvalidArgument(
+        f"{name} has no classification head: save one with "
+        f'modules_to_save=["{rule.head_module}"], or serve a model that has one',
+        subject=subject,
+    )
+
+
 async def classes(
     stream: GenerateStream, rule: ClassifierRule, *, is_raw: bool = False
 ) -> AsyncGenerator[Classified, None]:
     """Yields the labels of each input as they are there, in any order; if they are to be `raw`, the
-    head's outputs in place of probabilities. Raises InvalidArgument if neither the model nor the
-    adapter has a head, and like `pooled_inputs`."""
+    head's outputs in place of probabilities. Raises like `pooled_inputs`."""
     async with aclosing(pooled_inputs(stream)) as found:
         async for each in found:
             [made] = of_kind(each.parts, ClassLogits)
             logits = made.logits
-            if not len(logits):
-                name = stream.requests[each.index].adapter or stream.base_model
-                raise InvalidArgument(
-                    f"{name} has no classification head: save one with "
-                    'modules_to_save=["score"], or serve a model that has one',
-                    subject="adapter",
-                )
             activation = Activation.NONE if is_raw else rule.activation_of(len(logits))
             values = activation(logits)
             best = int(values.argmax())

@@ -8,7 +8,7 @@ import pytest
 from contract.images.segment_kinds import SegmentKind
 from inference_svc.core import ANYONE
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
-from inference_svc.store.adapter_resolver import Directory, Servable
+from inference_svc.store.adapter_resolver import Binding, Directory, Servable
 from inference_svc.store.superseded import MAX_SUPERSEDED, SupersededVersions, Version
 from inference_svc.store.types import AdapterRecord, LayoutVerdict, NameEvent
 from servicekit.errors import InvalidArgument
@@ -390,6 +390,24 @@ def test_without_a_store_every_adapter_is_unknown() -> None:
     directory = Directory(None, Servable(("base",), 16), 300.0)
     with pytest.raises(AdapterNotFound, match="no adapter store"):
         run(lambda: directory.resolve(ANYONE, "upper"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "kinds", "has_head"),
+    [
+        (("q_proj", "score"), (SegmentKind.FULL,), True),
+        (("q_proj", "score"), (), False),
+        (("norm", "q_proj"), (SegmentKind.FULL,), False),
+    ],
+)
+def test_a_whole_weight_of_the_heads_module_is_a_head(
+    targets: tuple[str, ...], kinds: tuple[SegmentKind, ...], has_head: bool
+) -> None:
+    catalog, directory, _ = make(head_modules=frozenset({"score"}))
+    catalog.records["default/upper"] = replace(UPPER, targets=targets, segment_kinds=kinds)
+    binding = run(lambda: directory.resolve(ANYONE, "upper"))
+    assert binding.has_head == has_head
+    assert Binding.of_parts([(binding, 1.0)]).has_head == has_head
 
 
 def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from contract.images.targets import Target, TargetKind
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.app import sampling_defaults
 from inference_svc.core import FinishReason, Request, digests_of
 from inference_svc.engine.control.status_types import EngineStatus, ResidentAdapter

@@ -18,7 +18,7 @@ from inference_svc.api.http.chat.messages import Message, to_messages
 from inference_svc.api.http.chat.tools import Choice, Tools, to_choice, to_tools
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.generation_body import GenerationBody, ReadBody
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.api.tools import ReadingOptions, to_options
 from inference_svc.core import SamplingParams
 from inference_svc.results.logprobs import MAX_LOGPROBS

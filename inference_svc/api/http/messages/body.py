@@ -37,7 +37,7 @@ from inference_svc.api.http.messages.blocks import (
     to_messages,
 )
 from inference_svc.api.http.request import Body
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.api.tools import (
     AUTO,
     MAX_TOOL_NAME_CHARS,

@@ -16,7 +16,7 @@ from inference_svc.api.http.pooling.route import PoolBody, to_usage
 from inference_svc.api.http.response import AnswerMemory
 from inference_svc.api.http.sse import to_json
 from inference_svc.api.pooling.classify import Classified, ClassifyCall, classes
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.results.classifier_rule import ClassifierRule
 
 

@@ -24,7 +24,7 @@ from inference_svc.api.pooling.embed import (
     Embedded,
     embeddings,
 )
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.results.embedding_rule import Pooling
 from inference_svc.results.pooling import PoolingOption
 from inference_svc.text.prompt import Prompt, Text

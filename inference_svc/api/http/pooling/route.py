@@ -26,7 +26,8 @@ from inference_svc.api.http.request import (
 from inference_svc.api.http.response import AnswerMemory, FullResponse
 from inference_svc.api.http.serving.disconnect import cancel_on_disconnect
 from inference_svc.api.pooling.call import MAX_INPUT_TOKENS, MAX_INPUTS
-from inference_svc.api.service import ServerFacts, Service
+from inference_svc.api.server_facts import ServerFacts
+from inference_svc.api.service import Service
 from inference_svc.core import MAX_PARTS, sum_label
 from servicekit.errors import InvalidArgument
 from servicekit.shares import Shares

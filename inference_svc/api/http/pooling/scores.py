@@ -15,7 +15,7 @@ from inference_svc.api.http.response import AnswerMemory
 from inference_svc.api.http.sse import to_json
 from inference_svc.api.pooling.call import MAX_INPUTS
 from inference_svc.api.pooling.score import MAX_INSTRUCTION_CHARS, ScoreCall, scores
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from servicekit.errors import InvalidArgument
 
 RESULT_BYTES = 128

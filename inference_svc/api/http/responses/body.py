@@ -32,7 +32,7 @@ from inference_svc.api.http.generation_body import (
     StreamOptions,
 )
 from inference_svc.api.http.request import Body
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.api.tools import MAX_TOOLS, ReadingOptions, checked_tools, to_options
 from inference_svc.core import SamplingParams
 from inference_svc.results.base import Wanted

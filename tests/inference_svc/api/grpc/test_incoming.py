@@ -13,7 +13,7 @@ import pytest
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.servicer import _IncomingCall
-from inference_svc.api.service import ServerFacts
+from inference_svc.api.server_facts import ServerFacts
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.requests import INLINE_ENTRIES
 
