@@ -346,8 +346,9 @@ class AdapterRecord:
     After `delete_time` the version is no longer resolved, and only kept for the grace.
     `segment_kinds` are its contents beside A and B; of aLoRA, it is active from the first of its
     `invocation_tokens` on, where all of them follow one another in the prompt for the last time.
-    The digests of its tokenizer's extract and of its chat template are "" where it has none. The
-    content of an `ephemeral` one is gone with the store's process, unless replicas share it.
+    The digests of its tokenizer's extract and of its chat template are "" where it has none, and
+    `class_labels` the names of its own classifier's outputs. The content of an `ephemeral` one is
+    gone with the store's process, unless replicas share it.
     """
 
     name: AdapterName
@@ -375,6 +376,7 @@ class AdapterRecord:
     invocation_tokens: tuple[int, ...] = ()
     tokenizer_digest: str = ""
     chat_template_digest: str = ""
+    class_labels: tuple[str, ...] = ()
     ephemeral: bool = False
     expire_time: datetime | None = None
 
@@ -400,7 +402,7 @@ class AdapterRecord:
         """About the bytes of its message; never less."""
         texts = [str(self.name), self.digest, self.source_uri, self.base_model, self.description]
         texts += [self.created_by, self.source_revision, self.config_base_model, self.signed_by]
-        texts += [self.tokenizer_digest, self.chat_template_digest]
+        texts += [self.tokenizer_digest, self.chat_template_digest, *self.class_labels]
         texts += [*self.targets, *self.labels, *self.labels.values()]
         texts += [part for each in self.verdicts for part in (each.layout_id, each.reason)]
         texts += [space for each in self.verdicts for space in each.unused_spaces]

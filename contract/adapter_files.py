@@ -31,9 +31,13 @@ TEXT_FILES = {
     "tokenizer_config.json": 8 << 20,
     "special_tokens_map.json": 4 << 20,
     TEMPLATE_FILE: 1 << 20,
+    MODEL_CONFIG: 1 << 20,
 }
-"""Files of a tokenizer and a chat template, and the most bytes of each. A tokenizer with 260,000
-tokens has 34 MB; a configuration that lists 6,000 added tokens has 1.2 MB."""
+"""Files of a tokenizer, a chat template and the names of a classifier's labels, and the most bytes
+of each. A tokenizer with 260,000 tokens has 34 MB; a configuration that lists 6,000 added tokens
+has 1.2 MB."""
+MAX_CLASS_LABELS, MAX_CLASS_LABEL_BYTES = 1024, 16 << 10
+"""Most names of labels of an adapter's own classifier, and most bytes of them together."""
 
 MAX_FILES = 256
 """Most files of an adapter."""
@@ -73,8 +77,8 @@ def is_shard(name: str) -> bool:
 
 
 def is_text_file(name: str) -> bool:
-    """Returns whether a plain file name belongs to a tokenizer or a chat template. Such files are
-    not part of the blob."""
+    """Returns whether a plain file name belongs to a tokenizer or a chat template, or is the
+    model's configuration, which names labels. Such files are not part of the blob."""
     return name in TEXT_FILES
 
 
@@ -91,6 +95,8 @@ def check_size(name: str, size_bytes: int) -> None:
     most = "has more than {} bytes, the limit"
     if name in TEXT_FILES and size_bytes > TEXT_FILES[name]:
         advice = "without this file the adapter uses its model's tokenizer and chat template"
+        if name == MODEL_CONFIG:
+            advice = "without this file the adapter's own labels are LABEL_0, LABEL_1 and so on"
         raise TooLarge(name, f"{most.format(TEXT_FILES[name])}: {advice}")
     limit = {CONFIG_FILE: MAX_CONFIG_BYTES, INDEX_FILE: MAX_HEADER_BYTES}.get(name)
     if limit is not None and size_bytes > limit:

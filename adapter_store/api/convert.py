@@ -356,6 +356,7 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
         invocation_tokens=record.invocation_tokens,
         tokenizer_digest=record.tokenizer_digest,
         chat_template_digest=record.chat_template_digest,
+        class_labels=record.class_labels,
         ephemeral=record.ephemeral,
         expire_time=_to_timestamp(record.expire_time) if record.expire_time else None,
     )

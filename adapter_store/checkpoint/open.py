@@ -118,6 +118,11 @@ class Checkpoint:
         kinds = {kind for changes in self.changes for kind in changes.kinds}
         return tuple(kind for kind in FURTHER_KINDS if kind in kinds)
 
+    def has_rows(self, num_labels: int) -> bool:
+        """Returns whether it has a whole weight of so many rows, which may be a classifier's head:
+        only layouts know which weights are one."""
+        return any(each.record.shape[:1] == (num_labels,) for each in self.replacements)
+
     @contextmanager
     def open_files(self) -> Iterator[Mapping[str, OpenFile]]:
         """The weight files by name, open while the context lasts."""

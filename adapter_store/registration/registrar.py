@@ -240,6 +240,10 @@ class Registrar:
                 tokenizer_digest=text.tokenizer_digest,
                 chat_template_digest=text.chat_template_digest,
                 texts=text.contents,
+                # Names of another number of labels are of the model that it was trained on.
+                class_labels=(
+                    text.class_labels if checkpoint.has_rows(len(text.class_labels)) else ()
+                ),
             )
             if request.signature is not None:
                 signed_by = self._verify_signature(request, new.digest)
@@ -381,6 +385,7 @@ def _log_registered(
             "base_model_source": base.source.value,
             "tokenizer_digest": record.tokenizer_digest,
             "chat_template_digest": record.chat_template_digest,
+            "class_labels": len(record.class_labels),
             "deleted_versions": recorded.deleted_versions,
             "ignored_config_keys": recorded.ignored_config_keys,
             "warnings": recorded.warnings,

@@ -50,7 +50,7 @@ class Binding:
     follow one another in the prompt for the last time. `parts` are the adapters of a sum, and their
     factors; its `digest` is the sum in text. Its tokens and text are as in AdapterRecord; a sum has
     the ones of the adapter that adds tokens, and none if no adapter does. It `has_head`: it, or a
-    part of it, has a classifier's head of its own."""
+    part of it, has a classifier's head of its own, with these `class_labels` if they have names."""
 
     label: str
     tenant: str
@@ -63,6 +63,7 @@ class Binding:
     invocation_tokens: tuple[int, ...] = ()
     parts: tuple[tuple[Binding, float], ...] = ()
     has_head: bool = False
+    class_labels: tuple[str, ...] = ()
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[Binding, float]]) -> Binding:
@@ -81,6 +82,7 @@ class Binding:
             chat_template_digest="" if adding is None else adding.chat_template_digest,
             parts=tuple(parts),
             has_head=any(binding.has_head for binding in bindings),
+            class_labels=next((each.class_labels for each in bindings if each.has_head), ()),
         )
 
     @property
@@ -224,6 +226,7 @@ class Directory:
             tokenizer_digest=record.tokenizer_digest,
             chat_template_digest=record.chat_template_digest,
             has_head=self._servable.has_head(record),
+            class_labels=record.class_labels,
         )
 
     def names_of(self, principal: Principal, digest: str, limit: int | None = None) -> list[str]:

@@ -142,6 +142,7 @@ def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
         added_tokens=adapter.added_tokens,
         tokenizer_digest=adapter.tokenizer_digest,
         chat_template_digest=adapter.chat_template_digest,
+        class_labels=tuple(adapter.class_labels),
     )
 
 

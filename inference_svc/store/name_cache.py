@@ -12,6 +12,8 @@ from inference_svc.store.types import AdapterRecord
 from servicekit.refs import AdapterRef, tenant_of
 
 MAX_ENTRIES = 100_000
+MAX_LABELS = 1_000_000
+"""Names of labels of all entries together: each may have a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class NameCache:
         self._entries: OrderedDict[str, CachedName] = OrderedDict()
         self._refs_of_name: defaultdict[str, set[str]] = defaultdict(set)
         self._refs_of_digest: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._num_labels = 0
 
     def get(self, ref: str) -> CachedName | None:
         entry = self._entries.get(ref)
@@ -74,13 +77,15 @@ class NameCache:
         self._entries[ref] = entry
         self._refs_of_name[entry.record.name].add(ref)
         self._refs_of_digest[entry.record.digest][ref] = None
-        if len(self._entries) > MAX_ENTRIES:
+        self._num_labels += len(entry.record.class_labels)
+        while len(self._entries) > MAX_ENTRIES or self._num_labels > MAX_LABELS:
             self.remove(next(iter(self._entries)))
 
     def remove(self, ref: str) -> None:
         entry = self._entries.pop(ref, None)
         if entry is None:
             return
+        self._num_labels -= len(entry.record.class_labels)
         refs_of_name = self._refs_of_name[entry.record.name]
         refs_of_name.discard(ref)
         if not refs_of_name:
@@ -103,6 +108,7 @@ class NameCache:
 
     def clear(self) -> None:
         self._entries.clear()
+        self._num_labels = 0
         self._refs_of_name.clear()
         self._refs_of_digest.clear()
 

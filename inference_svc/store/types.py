@@ -26,7 +26,8 @@ class AdapterRecord:
     components of the names that it gives to modules, `segment_kinds` its contents beside A and B,
     numbers of kinds that this release does not know;
     of aLoRA it is active from its `invocation_tokens` on. It has rows for `added_tokens` behind the
-    model's vocabulary. Digests of its tokenizer and its chat template are "" for none."""
+    model's vocabulary. Digests of its tokenizer and its chat template are "" for none;
+    `class_labels` are names of the outputs of a classifier's head of its own."""
 
     name: str
     version: int
@@ -42,6 +43,7 @@ class AdapterRecord:
     added_tokens: int = 0
     tokenizer_digest: str = ""
     chat_template_digest: str = ""
+    class_labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

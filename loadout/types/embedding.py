@@ -54,7 +54,8 @@ class Classification:
     index: int
     """Which input this is, from 0."""
     label: str
-    """The most probable label; "LABEL_0", "LABEL_1", ... of an adapter's own head."""
+    """The most probable label: the name that the model or the adapter gives it, or else "LABEL_0",
+    "LABEL_1", ..."""
     label_index: int
     """Its number, from 0."""
     probabilities: memoryview[float]

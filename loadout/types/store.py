@@ -162,6 +162,8 @@ class Adapter:
     """Digest of its own tokenizer's extract; "": it uses the model's tokenizer."""
     chat_template_digest: str = ""
     """Digest of its own chat template; "": it uses the model's."""
+    class_labels: tuple[str, ...] = ()
+    """Names of its own classifier's outputs, from the `config.json` next to its weights."""
     ephemeral: bool = False
     """Whether the content is kept only in the store's memory."""
     expire_time: datetime | None = None

@@ -315,6 +315,28 @@ def test_without_a_head_nothing_is_computed(headless: Serving, adapter: str) -> 
     assert computed() > before
 
 
+def test_an_adapters_own_labels_have_the_names_of_its_config(
+    headless: Serving, language_model: Classifier, tmp_path: Path
+) -> None:
+    """As `model.config.save_pretrained` saves them next to the adapter."""
+    folder = tmp_path / "named"
+    shutil.copytree(language_model.adapter_dirs["two"], folder)
+    config = transformers.LlamaConfig(num_labels=2, id2label={0: "cold", 1: "warm"})
+    config.save_pretrained(folder)
+    made = headless.client.register("named", str(folder), base_model="llama").adapter
+    assert made.class_labels == ("cold", "warm")
+    assert made.digest == headless.digests["two"]
+    for text in ("a", "a b c", "how nice"):
+        [numbered] = headless.client.classify(text, adapter="two")
+        [named] = headless.client.classify(text, adapter="named")
+        assert named.label == made.class_labels[numbered.label_index]
+        answer = headless.http.post("/classify", json={"model": "named", "input": text})
+        assert answer.json()["data"][0]["label"] == named.label
+        parts = [("plain", 0.0), ("named", 1.0)]
+        [summed] = headless.client.classify(text, adapters=parts)
+        assert summed.label == named.label
+
+
 def test_servers_without_classifiers_refuse_heads(services: Services, serving: Serving) -> None:
     """The store's verdict names the module; a request to classify is refused by name."""
     with pytest.raises(InvalidArgument, match="started without --classifiers"):

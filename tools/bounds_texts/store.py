@@ -258,11 +258,14 @@ TABLES: Sequence[Line] = (
     ),
     line(
         "versions",
-        "a row of each version, with its labels, description and files",
+        "a row of each version, with its labels, description and files, and the names of its own "
+        "classifier's labels",
         "until it is deleted, pruned or expired, and the grace",
         TENANT,
-        "`max_versions` per name, `max_bytes` for their content; the limits of their fields",
-        "test_a_tenant_keeps_so_many_versions test_versions_are_dropped_in_batches",
+        "`max_versions` per name, `max_bytes` for their content; the limits of their fields; 1,024 "
+        "names of labels of 16 KiB together, from a file of 1 MiB",
+        "test_a_tenant_keeps_so_many_versions test_versions_are_dropped_in_batches "
+        "test_names_that_cannot_be_kept_are_a_warning",
     ),
     line(
         "blobs",

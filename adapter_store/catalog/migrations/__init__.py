@@ -16,7 +16,7 @@ from sqlalchemy import Connection, inspect, text
 from adapter_store.catalog.database import Database
 from adapter_store.errors import CorruptData
 
-HEAD = "0014"
+HEAD = "0015"
 """The newest file of `versions/`."""
 
 FIRST = "0001"

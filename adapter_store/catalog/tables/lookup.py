@@ -233,6 +233,7 @@ def _record_query() -> Select[Any]:
             versions.c.signature,
             versions.c.tokenizer_digest,
             versions.c.chat_template_digest,
+            versions.c.class_labels,
             versions.c.ephemeral,
             versions.c.expire_time,
             blobs.c.rank,
@@ -312,6 +313,7 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
             invocation_tokens=tuple(json.loads(row.invocation_tokens)),
             tokenizer_digest=row.tokenizer_digest,
             chat_template_digest=row.chat_template_digest,
+            class_labels=tuple(json.loads(row.class_labels)),
             ephemeral=row.ephemeral,
             expire_time=None if row.expire_time is None else from_micros(row.expire_time),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -267,7 +268,8 @@ def _repoint(
 
 def _is_of(current: Row[Any], new: NewVersion) -> bool:
     names = ("digest", "base_model", "tokenizer_digest", "chat_template_digest")
-    return all(current._mapping[name] == getattr(new, name) for name in names)
+    is_same = all(current._mapping[name] == getattr(new, name) for name in names)
+    return is_same and json.loads(current.class_labels) == list(new.class_labels)
 
 
 def _is_expired(version: Row[Any], deleted_after: datetime) -> bool:

@@ -101,6 +101,7 @@ versions = Table(
     # Digests of `texts`; "": it has none.
     Column("tokenizer_digest", Plain, nullable=False, server_default=""),
     Column("chat_template_digest", Plain, nullable=False, server_default=""),
+    Column("class_labels", Text, nullable=False, server_default="[]"),  # JSON list
     # Its content is in the store's memory alone, unless replicas share it.
     Column("ephemeral", Boolean, nullable=False, server_default=false()),
     Column("expire_time", Big),  # when it is deleted by itself; NULL: never

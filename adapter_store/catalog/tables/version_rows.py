@@ -61,6 +61,7 @@ class NewVersion:
     invocation_tokens: tuple[int, ...] = ()
     tokenizer_digest: str = ""
     chat_template_digest: str = ""
+    class_labels: tuple[str, ...] = ()
     ephemeral: bool = False
     ttl: timedelta = timedelta(0)
     texts: Mapping[str, bytes] = field(default_factory=dict)
@@ -108,6 +109,7 @@ def same_content(conn: Connection, adapter_id: int, new: NewVersion) -> Row[Any]
         versions.c.base_model == new.base_model,
         versions.c.tokenizer_digest == new.tokenizer_digest,
         versions.c.chat_template_digest == new.chat_template_digest,
+        versions.c.class_labels == json.dumps(new.class_labels),
         versions.c.delete_time.is_(None),
     )
     return conn.execute(query.order_by(versions.c.version.desc())).first()
@@ -258,6 +260,7 @@ def add_version(
             signature=new.signature or None,
             tokenizer_digest=new.tokenizer_digest,
             chat_template_digest=new.chat_template_digest,
+            class_labels=json.dumps(new.class_labels),
             ephemeral=new.ephemeral,
             expire_time=expire_micros(new, time),
         )

@@ -1,7 +1,8 @@
-"""The tokenizer and the chat template that lie beside an adapter, read in a sandboxed process.
+"""The tokenizer, the chat template and the names of labels that lie beside an adapter.
 
-A tokenizer's file may have tens of megabytes, and parsing it holds Python's lock: another process
-does it. It keeps the tokenizer's extract (contract/tokenizer_extract.py) and the template's text.
+A tokenizer's file may have tens of megabytes, and parsing it holds Python's lock: a sandboxed
+process does it. It keeps the tokenizer's extract (contract/tokenizer_extract.py) and the template's
+text.
 
 task  reads the files, in that process
 """
@@ -13,15 +14,25 @@ import queue
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from adapter_store.checkpoint.reading.files import check_text_file, open_file, read_capped
+from adapter_store.checkpoint.reading.json import parse_object
 from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter
-from contract.adapter_files import TEMPLATE_FILE, TEXT_FILES, TOKENIZER_FILE, is_text_file
+from contract.adapter_files import (
+    MAX_CLASS_LABEL_BYTES,
+    MAX_CLASS_LABELS,
+    MODEL_CONFIG,
+    TEMPLATE_FILE,
+    TEXT_FILES,
+    TOKENIZER_FILE,
+    is_text_file,
+)
 from contract.tokenizer_extract import MAX_EXTRACT_BYTES
 from servicekit.sandbox.process import Limits, SandboxFailure, Task, ask_once
 from servicekit.shares import Reservation, Shares
@@ -48,10 +59,13 @@ MAX_CACHED_BYTES, ENTRY_BYTES = 32 << 20, 1 << 10
 @dataclass(frozen=True, slots=True)
 class AdapterText:
     """The text files' contents of an adapter, empty where there are none: the extract of its
-    tokenizer, as contract.tokenizer_extract writes it, and its chat template in UTF-8."""
+    tokenizer, as contract.tokenizer_extract writes it, its chat template in UTF-8, and the names of
+    labels in its model's configuration; `label_warning` says why there are none of these."""
 
     tokenizer: bytes = b""
     chat_template: bytes = b""
+    class_labels: tuple[str, ...] = ()
+    label_warning: str = ""
 
     @property
     def tokenizer_digest(self) -> str:
@@ -71,9 +85,11 @@ class AdapterText:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for the adapter's trainer."""
+        found = (self.label_warning,) if self.label_warning else ()
         if not _lacks_generation_prompt(self.chat_template.decode()):
-            return ()
+            return found
         return (
+            *found,
             "its chat template does not use add_generation_prompt, and ends with the last message: "
             "models may continue this message in place of answering. Save the template that the "
             "adapter was trained with",
@@ -81,7 +97,8 @@ class AdapterText:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.tokenizer) + len(self.chat_template)
+        num_labels = ENTRY_BYTES // 8 * len(self.class_labels)
+        return len(self.tokenizer) + len(self.chat_template) + num_labels
 
 
 def _lacks_generation_prompt(template: str) -> bool:
@@ -172,7 +189,7 @@ def read_text(
     TEMPLATE_INVALID, TOKENIZER_TOO_LARGE (it takes too much time or memory to read).
     """
     extract = template = b""
-    parsed = [name for name in names if name != TEMPLATE_FILE]
+    parsed = [name for name in names if name not in (TEMPLATE_FILE, MODEL_CONFIG)]
     if parsed:
         extract, template = _parse(folder, parsed, check_cancelled)
     where = CONFIG_FILE
@@ -182,7 +199,36 @@ def read_text(
             TEMPLATE_FILE,
         )
     _check_template(template, where)
-    return AdapterText(extract, template)
+    labels: tuple[str, ...] = ()
+    warning = ""
+    if MODEL_CONFIG in names:
+        content = read_capped(folder, MODEL_CONFIG, TEXT_FILES[MODEL_CONFIG])
+        labels, warning = _labels_of(parse_object(content, MODEL_CONFIG))
+    return AdapterText(extract, template, labels, warning)
+
+
+def _labels_of(config: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+    """Returns the names of a classifier's labels in a model's configuration, and a warning in their
+    place if they cannot be kept: such a file may be of a model that does not classify. Names that
+    transformers makes of numbers are none."""
+    named = config.get("id2label")
+    if named is None:
+        return (), ""
+    found = named if isinstance(named, dict) else {}
+    listed = [found.get(str(index)) for index in range(min(len(found), MAX_CLASS_LABELS + 1))]
+    names = [each for each in listed if isinstance(each, str) and each.isprintable()]
+    why = ""
+    if not names or len(names) < len(listed):
+        why = "does not name the labels 0, 1, 2, ... in printable characters"
+    elif len(names) > MAX_CLASS_LABELS:
+        why = f"has more than {MAX_CLASS_LABELS} labels"
+    elif sum(len(each.encode()) for each in names) > MAX_CLASS_LABEL_BYTES:
+        why = f"has names of more than {MAX_CLASS_LABEL_BYTES} bytes together"
+    if why:
+        return (), f"{MODEL_CONFIG}: id2label {why}: its labels are LABEL_0, LABEL_1 and so on"
+    if names == [f"LABEL_{index}" for index in range(len(names))]:
+        return (), ""
+    return tuple(names), ""
 
 
 def _check_template(template: bytes, name: str) -> None:

@@ -73,11 +73,14 @@ async def classes(
             activation = Activation.NONE if is_raw else rule.activation_of(len(logits))
             values = activation(logits)
             best = int(values.argmax())
-            label = _label(made, rule, best)
+            label = _label(made, rule, stream.binding, best)
             yield Classified(each.index, label, best, values, each.usage, each.timings)
 
 
-def _label(made: ClassLogits, rule: ClassifierRule, index: int) -> str:
-    """Returns the name of an output: the model's, or, of an adapter's own head, its number, as PEFT
-    saves no names."""
-    return f"LABEL_{index}" if made.is_own else rule.labels[index]
+def _label(made: ClassLogits, rule: ClassifierRule, binding: Binding | None, index: int) -> str:
+    """Returns the name of an output: the model's, or, of an adapter's own head, the adapter's, or
+    its number if it was registered without names."""
+    if not made.is_own:
+        return rule.labels[index]
+    own = () if binding is None else binding.class_labels
+    return own[index] if len(own) == len(made.logits) else f"LABEL_{index}"

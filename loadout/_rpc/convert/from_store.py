@@ -69,6 +69,7 @@ def adapter(message: store_pb.Adapter) -> types.Adapter:
         invocation_tokens=tuple(message.invocation_tokens),
         tokenizer_digest=message.tokenizer_digest,
         chat_template_digest=message.chat_template_digest,
+        class_labels=tuple(message.class_labels),
         ephemeral=message.ephemeral,
         expire_time=time_of(message.expire_time),
     )

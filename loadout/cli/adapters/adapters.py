@@ -219,11 +219,13 @@ def _print_registration(result: Registration) -> None:
         typer.echo(f"older versions deleted: {number_ranges(result.deleted_versions)}")
     if result.base_model_reason:
         typer.echo(f"base model {adapter.base_model}: {result.base_model_reason}")
-    own = {"tokenizer": adapter.tokenizer_digest, "chat template": adapter.chat_template_digest}
+    own = {
+        "tokenizer": adapter.tokenizer_digest,
+        "chat template": adapter.chat_template_digest,
+        "labels": adapter.class_labels,
+    }
     if any(own.values()):
-        typer.echo(
-            f"the adapter's own: {', '.join(what for what, digest in own.items() if digest)}"
-        )
+        typer.echo(f"the adapter's own: {', '.join(what for what, has in own.items() if has)}")
     if result.ignored_config_keys:
         keys = ", ".join(result.ignored_config_keys)
         typer.echo(f"unknown config keys that the operator allows: {keys}")

@@ -61,6 +61,7 @@ def test_adapter_has_every_field():
         invocation_tokens=(7, 0),
         tokenizer_digest="sha256:" + "1" * 64,
         chat_template_digest="sha256:" + "2" * 64,
+        class_labels=("sad", "happy"),
         ephemeral=True,
         expire_time=NOW,
     )

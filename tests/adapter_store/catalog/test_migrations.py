@@ -120,7 +120,7 @@ def test_announcements_of_earlier_servers_are_marked(tmp_path):
         for table in ("blobs", "images"):
             for column in NEW_COLUMNS[table]:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        for statement in (*WITHOUT_LIFETIMES, *WITHOUT_TEXTS):
+        for statement in (*WITHOUT_LABELS, *WITHOUT_LIFETIMES, *WITHOUT_TEXTS):
             connection.execute(statement)
         connection.execute("UPDATE alembic_version SET version_num = '0006'")
         insert = "INSERT INTO announcements VALUES (?, ?, '[]', 0, ?)"
@@ -155,6 +155,8 @@ WITHOUT_LIFETIMES = (
     *(f"ALTER TABLE versions DROP COLUMN {column}" for column in ("ephemeral", "expire_time")),
 )
 """Takes back migration 0011."""
+WITHOUT_LABELS = ("ALTER TABLE versions DROP COLUMN class_labels",)
+"""Takes back migration 0015."""
 
 
 def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place, clock):
@@ -167,7 +169,7 @@ def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place
         for table, columns in NEW_COLUMNS.items():
             for column in columns:
                 conn.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
-        for statement in (*WITHOUT_LIFETIMES, *WITHOUT_TEXTS):
+        for statement in (*WITHOUT_LABELS, *WITHOUT_LIFETIMES, *WITHOUT_TEXTS):
             conn.exec_driver_sql(statement)
         conn.exec_driver_sql("UPDATE alembic_version SET version_num = '0007'")
     catalog.close()
@@ -177,7 +179,7 @@ def test_adapters_and_servers_of_the_release_before_have_and_apply_a_and_b(place
     record = names.get("a")
     assert (record.segment_kinds, record.added_tokens, record.invocation_tokens) == ((), 0, ())
     assert (record.tokenizer_digest, record.chat_template_digest) == ("", "")
-    assert (record.ephemeral, record.expire_time) == (False, None)
+    assert (record.ephemeral, record.expire_time, record.class_labels) == (False, None, ())
     assert names.register("a", "d1")[0].version == 1
     (server,) = record.verdicts[0].servers
     assert (server.announcement_id, server.max_rank, server.lora_targets) == ("A", 16, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Iterator
@@ -10,8 +11,16 @@ from pathlib import Path
 import pytest
 
 from adapter_store.checkpoint import text_files
-from adapter_store.checkpoint.text_files import CHILDREN, ENTRY_BYTES, AdapterText, TextReader
+from adapter_store.checkpoint.text_files import (
+    CHILDREN,
+    ENTRY_BYTES,
+    AdapterText,
+    TextReader,
+    read_text,
+)
 from adapter_store.core import SourceFile
+from adapter_store.errors import InvalidAdapter
+from contract.adapter_files import MODEL_CONFIG
 
 
 def test_folders_that_say_nothing_count_too(
@@ -100,3 +109,65 @@ def test_one_account_does_not_have_all_places(held: Held) -> None:
     for thread in threads:
         thread.join(30)
     assert reader.children.used == 0
+
+
+def read_labels(folder: Path, id2label: object) -> AdapterText:
+    (folder / MODEL_CONFIG).write_text(json.dumps({"model_type": "llama", "id2label": id2label}))
+    return read_text(folder, [MODEL_CONFIG])
+
+
+@pytest.mark.parametrize(
+    ("id2label", "labels"),
+    [
+        ({"1": "happy", "0": "sad"}, ("sad", "happy")),
+        ({"0": "LABEL_0", "1": "LABEL_1"}, ()),
+        (None, ()),
+        ({str(index): "x" * 16 for index in range(1024)}, ("x" * 16,) * 1024),
+    ],
+    ids=["names", "of-transformers", "none", "as-many-as-may-be"],
+)
+def test_labels_have_the_names_of_the_models_config(
+    tmp_path: Path, id2label: object, labels: tuple[str, ...]
+) -> None:
+    text = read_labels(tmp_path, id2label)
+    assert (text.class_labels, text.warnings) == (labels, ())
+
+
+@pytest.mark.parametrize(
+    ("id2label", "why"),
+    [
+        ([], "does not name the labels"),
+        ({}, "does not name the labels"),
+        ({"0": "a", "2": "b"}, "does not name the labels"),
+        ({"0": 1}, "does not name the labels"),
+        ({"0": "a\nb"}, "in printable characters"),
+        ({"0": "\ud800"}, "in printable characters"),
+        ({str(index): "x" for index in range(1025)}, "more than 1024 labels"),
+        ({"0": "é" * 8193}, "more than 16384 bytes"),
+    ],
+)
+def test_names_that_cannot_be_kept_are_a_warning(
+    tmp_path: Path, id2label: object, why: str
+) -> None:
+    text = read_labels(tmp_path, id2label)
+    [warning] = text.warnings
+    assert text.class_labels == ()
+    assert warning.startswith("config.json: id2label ")
+    assert why in warning
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{", "NOT_JSON"),
+        (b"[" * 100_000, "NESTED_TOO_DEEPLY"),
+        (b" " * ((1 << 20) + 1), "FILE_TOO_LARGE"),
+    ],
+)
+def test_a_models_config_that_cannot_be_read_is_refused(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    (tmp_path / MODEL_CONFIG).write_bytes(content)
+    with pytest.raises(InvalidAdapter) as caught:
+        read_text(tmp_path, [MODEL_CONFIG])
+    assert (caught.value.reason, caught.value.subject) == (reason, MODEL_CONFIG)

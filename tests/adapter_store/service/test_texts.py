@@ -10,12 +10,14 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from adapter_store.checkpoint import text_files
 from contract.tokenizer_extract import TokenizerExtract
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
 from tests.support.models import tokenizer_files as tokenizers
+from tests.support.store.adapters import all_targets, random_tensors
 from tests.support.store.catalogs import connected
 from tests.support.wait import until
 
@@ -86,6 +88,34 @@ def test_another_template_or_tokenizer_is_another_version_of_the_same_weights(se
     ]
     rolled = client.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="a", version=1))
     assert rolled.adapter.chat_template_digest == sha256(TEMPLATE)
+
+
+def test_labels_of_a_head_are_versions_and_no_part_of_the_content(serve, make_adapter):
+    """A config of another number of labels is of the model that the adapter was trained on."""
+    client = serve().client
+    names = [t.name for t in all_targets() if t.name.endswith("q_proj")]
+    head = {"base_model.model.score.weight": torch.ones(2, 64)}
+    tensors = random_tensors(dict.fromkeys(names, 4)) | head
+    folder = make_adapter(
+        ("q_proj",), tensors=tensors, modules_to_save=["score"], task_type="SEQ_CLS"
+    )
+
+    def register(id2label):
+        (folder / "config.json").write_text(json.dumps({"id2label": id2label}))
+        return client.register("a", folder).adapter
+
+    first = register({"0": "sad", "1": "happy"})
+    assert (first.version, list(first.class_labels)) == (1, ["sad", "happy"])
+    assert "config.json" not in [file.name for file in first.files]
+    assert register({"0": "sad", "1": "happy"}).version == 1
+    second = register({"0": "bad", "1": "good"})
+    assert (second.version, second.digest) == (2, first.digest)
+    assert list(client.get("a@1").class_labels) == ["sad", "happy"]
+    third = register({"0": "a", "1": "b", "2": "c"})
+    assert (third.version, list(third.class_labels)) == (3, [])
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files["config.json"] = json.dumps({"id2label": {"0": "x", "1": "y"}}).encode()
+    assert list(client.upload("sent", files).adapter.class_labels) == ["x", "y"]
 
 
 def test_uploads_bring_theirs_along(serve, folder):

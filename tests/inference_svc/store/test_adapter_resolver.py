@@ -410,6 +410,24 @@ def test_a_whole_weight_of_the_heads_module_is_a_head(
     assert Binding.of_parts([(binding, 1.0)]).has_head == has_head
 
 
+@pytest.mark.parametrize("num_labels", [1000, 1001])
+def test_names_of_labels_in_the_cache_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, num_labels: int
+) -> None:
+    monkeypatch.setattr("inference_svc.store.name_cache.MAX_LABELS", 2000)
+    catalog, directory, _ = make()
+    names = [f"default/n{i}" for i in range(3)]
+    few = replace(UPPER, class_labels=("x",) * num_labels)
+    catalog.records = {name: replace(few, name=name) for name in names}
+
+    async def body() -> None:
+        for name in (names[0], *names):
+            await directory.resolve(ANYONE, name)
+        assert directory.names_of(ANYONE, A) == (names[1:] if num_labels == 1000 else names[2:])
+
+    run(body)
+
+
 def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_svc.store.name_cache.MAX_ENTRIES", 3)
     catalog, directory, _ = make()
