@@ -30,6 +30,7 @@ from inference_svc.api.grpc.pooling import (
 )
 from inference_svc.api.grpc.prompts import from_tokenize_request
 from inference_svc.core import MAX_PARTS, Request
+from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule
 from inference_svc.results.logprobs import MAX_LOGPROBS, LogprobsOption
 from inference_svc.results.scores import ScoresOption
@@ -46,6 +47,7 @@ DIGEST = f"sha256:{'1' * 64}"
 BASE_MODEL = "base"
 VOCABULARY, MODEL_LEN = 1000, 64
 RULE = EmbeddingRule(64, prompts={"query": "find: "})
+LABELS = ClassifierRule(("sad", "happy"))
 EOS_TOKEN_IDS = (2,)
 ADDED_TOKENS = 3
 INVOCATION_TOKENS = (7, 8)
@@ -130,7 +132,7 @@ _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
         inference_convert.from_generate_request(request, VOCABULARY)
     ),
     "Embed": lambda request: requests_of(from_embed_request(request, rule=RULE)),
-    "Classify": lambda request: requests_of(from_classify_request(request)),
+    "Classify": lambda request: requests_of(from_classify_request(request, rule=LABELS)),
     "Score": lambda request: requests_of(from_score_request(request)),
     "Tokenize": lambda request: from_tokenize_request(request),
     "Detokenize": lambda request: tuple(request.token_ids),

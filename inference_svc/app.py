@@ -312,15 +312,19 @@ def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierR
     if not (decoder.labels or config.classifiers):
         return NO_CLASSIFIER
     refusal = PIPELINE_REFUSAL if config.pipeline_parallel > 1 else ""
-    head = None if decoder.encoder is None else decoder.encoder.head
-    pooling = Pooling.LAST if head is None else head.pooling
-    return ClassifierRule(decoder.labels, read_activation(config.model), refusal, pooling)
+    per_token, pooling = decoder.labels_tokens, Pooling.LAST
+    if decoder.encoder is not None and decoder.encoder.head is not None:
+        pooling = decoder.encoder.head.pooling
+    activation = read_activation(config.model)
+    return ClassifierRule(decoder.labels, activation, refusal, pooling, per_token)
 
 
 def _embedding_rule(config: InferenceSettings, decoder: Decoder) -> EmbeddingRule:
     """Returns how the model embeds here."""
     pooling = Pooling.LAST if decoder.encoder is None else Pooling.MEAN
     rule = read_embedding_rule(config.model, decoder.hidden_size, pooling)
+    if rule.max_tokens >= config.max_model_len:
+        rule = replace(rule, max_tokens=0)  # the context is the limit
     return replace(rule, refusal=PIPELINE_REFUSAL) if config.pipeline_parallel > 1 else rule
 
 

@@ -423,7 +423,9 @@ def _check_head(shapes: Mapping[str, tuple[int, ...]], layout: ModelLayout) -> N
     dense, size = shapes.get("dense"), shapes.get("out", (0, 0))[-1]
     fits = dense is None or (dense[0] == size and shapes.get("dense_bias") == (size,))
     fits &= "bias" not in shapes or shapes["bias"] == shapes.get("out", ())[:1]
-    if shapes.keys() != {*layout.head_parts.values()} or not fits:
+    # Heads of decoders for whole inputs have no bias.
+    needed = {*layout.head_parts.values()} - {"bias"}
+    if not needed <= shapes.keys() or not fits:
         raise AdapterUnusable(
             f"its classification head has {listed(sorted(shapes))}, which is not a whole head of "
             "this model",

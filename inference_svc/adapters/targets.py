@@ -126,9 +126,7 @@ def _head_targets(decoder: Decoder) -> Iterator[Target]:
 
 
 def _head_vectors(decoder: Decoder) -> tuple[Target, ...]:
-    """Returns the biases of the head's matrices, which only encoders have."""
-    if decoder.encoder is None:
-        return ()
+    """Returns the biases of the head's matrices; of a decoder only heads of tokens have one."""
     return tuple(
         replace(
             each,

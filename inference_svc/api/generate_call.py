@@ -17,7 +17,7 @@ from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.base import NOTHING, Kind, Scope, Wanted
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat, ChatMessage, Tool, Variable
-from inference_svc.text.prompt import Prompt
+from inference_svc.text.prompt import NO_LIMIT, Prompt, PromptLimit
 from servicekit.errors import InvalidArgument
 
 MAX_ID_CHARS = 256
@@ -67,7 +67,8 @@ class GenerateCall:
     with `withholds_parts` an answer has no results of a stop string's tokens. An id that is not
     unique, such as an id that a mesh sends with many calls, is none to the engine. An answer whose
     call has no `reading` is given as it is. With `max_running` at most so many of its requests are
-    in the engine at once; with `max_prompt_tokens` its prompts have no more tokens in all.
+    in the engine at once; with `max_prompt_tokens` its prompts have no more tokens in all, and each
+    keeps the `prompt_limit`.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class GenerateCall:
     prompts_field: str = ""
     max_running: int | None = None
     max_prompt_tokens: int | None = None
+    prompt_limit: PromptLimit = NO_LIMIT
 
     @property
     def kind(self) -> Kind:

@@ -319,6 +319,7 @@ class Service:
                     num_added_tokens,
                     call.num_answer_tokens,
                     num_chars,
+                    call.prompt_limit,
                 )
             num_chars += max(num_chars_of(prompt), MIN_CHARS)
             notes.append(self._request_log.note_of(prompt))

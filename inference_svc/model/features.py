@@ -26,6 +26,7 @@ NOT_COMPUTED = frozenset(
         # When a sequence ends, and whether it may begin.
         *("encoder_inputs.token_types", "encoder_inputs.unused", "encoder_inputs.head"),
         *("decoder.eos_token_ids", "decoder.generates", "decoder.labels"),
+        "decoder.labels_tokens",
         # The fields from which `Rope` itself makes frequencies and a scale.
         *("rope.rope_type", "rope.rope_theta", "rope.factor", "rope.attention_factor"),
         *("rope.original_max_position_embeddings", "rope.truncate", "rope.alpha", "rope.is_long"),

@@ -1,4 +1,5 @@
-"""Outputs of a classifier for a prompt: of the model's head, or of its adapter's own."""
+"""Outputs of a classifier for a prompt, or for each of its tokens: of the model's head, or of its
+adapter's own."""
 
 from __future__ import annotations
 
@@ -13,40 +14,65 @@ from inference_svc.results.classifier_rule import MAX_LABELS
 from inference_svc.results.embedding_rule import Pooling
 from servicekit.errors import InvalidArgument
 
+PER_TOKEN = "per_token"
+"""The subject of errors about labels of tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClassLogitsOption(Option):
-    """The outputs of a classifier, of the hidden states of the prompt's tokens that `pooling` says:
-    the server knows."""
+    """The outputs of a classifier, of the hidden states of the prompt's tokens that `pooling` says;
+    or of each token, if `per_token`, where None stands for the model's own choice. The server knows
+    these, and the model's `num_labels`."""
 
     scope: ClassVar[Scope] = Scope.POOLED
     kind: ClassVar[Kind] = Kind.CLASSIFY
 
     pooling: Pooling = Pooling.LAST
+    per_token: bool | None = None
+    num_labels: int = MAX_LABELS
 
     def served_by(self, server: Server) -> ClassLogitsOption:
-        """See `Option`. Raises InvalidArgument for a server that does not classify."""
+        """See `Option`. Raises InvalidArgument for a server that does not classify, and for one
+        that does not classify tokens, or prompts, where the request asks for these."""
         if server.classifier.refusal:
             raise InvalidArgument(
                 f"{server.base_model} does not classify: {server.classifier.refusal}",
                 subject="model",
             )
-        return replace(self, pooling=server.classifier.pooling)
+        rule = server.classifier
+        if self.per_token and not rule.per_token and rule.pooling is not Pooling.LAST:
+            raise InvalidArgument(
+                f"{server.base_model} classifies whole inputs: it has no labels of each token",
+                subject=PER_TOKEN,
+            )
+        if self.per_token is False and rule.per_token:
+            raise InvalidArgument(
+                f"{server.base_model} has labels of each token, and none of whole inputs: ask for "
+                "these (per_token; over HTTP /pooling with task token_classify)",
+                subject=PER_TOKEN,
+            )
+        per_token = rule.per_token if self.per_token is None else self.per_token
+        num_labels = len(rule.labels) or MAX_LABELS
+        return replace(self, pooling=rule.pooling, per_token=per_token, num_labels=num_labels)
 
     def positions(self, num_prompt: int) -> tuple[int, int]:
-        return self.pooling.positions(num_prompt)
+        return (0, num_prompt) if self.per_token else self.pooling.positions(num_prompt)
 
     def prompt_bytes(self, num_tokens: int) -> int:
-        return OBJECT_BYTES + FP32_BYTES * MAX_LABELS
+        if not self.per_token:
+            return OBJECT_BYTES + FP32_BYTES * MAX_LABELS
+        return OBJECT_BYTES + FP32_BYTES * self.num_labels * num_tokens
 
 
 class ClassLogits(NamedTuple):
-    """A classifier's outputs: fp32 [labels], as bytes; none if there is no head. `is_own`: the head
-    is the adapter's own."""
+    """A classifier's outputs for a prompt, or for neighbouring tokens of it, if there are several:
+    fp32 [num_tokens, labels], as bytes; none if there is no head. `is_own`: the head is the
+    adapter's own."""
 
     end: int
     values: bytes
     is_own: bool
+    num_tokens: int = 1
 
     @property
     def scope(self) -> Scope:
@@ -58,5 +84,11 @@ class ClassLogits(NamedTuple):
 
     @property
     def logits(self) -> NDArray[np.float32]:
-        """[labels]"""
+        """[labels], of the only token."""
         return np.frombuffer(self.values, np.float32)
+
+
+def token_logits(parts: list[ClassLogits]) -> NDArray[np.float32]:
+    """Returns the outputs for all tokens, [tokens, labels], of parts in order."""
+    values = np.frombuffer(b"".join(part.values for part in parts), np.float32)
+    return values.reshape(sum(part.num_tokens for part in parts), -1)

@@ -23,14 +23,14 @@ class Activation(enum.Enum):
     NONE = "none"
 
     def __call__(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Returns [labels] of [labels]."""
+        """Returns [..., labels] of [..., labels]."""
         if self is Activation.NONE:
             return logits
         values = logits.astype(np.float64)
         if self is Activation.SIGMOID:
             return (1 / (1 + np.exp(-values))).astype(np.float32)
-        shares = np.exp(values - values.max())
-        return (shares / shares.sum()).astype(np.float32)
+        shares = np.exp(values - values.max(axis=-1, keepdims=True))
+        return (shares / shares.sum(axis=-1, keepdims=True)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,18 @@ class ClassifierRule:
     """How a server classifies: the model's own head has these `labels`, none if it has no head.
     `activation` None: softmax of several outputs, and the sigmoid of one. `refusal` says why the
     server does not classify; "": it does. The head reads the mean of the tokens that `pooling`
-    says."""
+    says; the model's own is for each token, if `per_token`."""
 
     labels: tuple[str, ...] = ()
     activation: Activation | None = None
     refusal: str = ""
     pooling: Pooling = Pooling.LAST
+    per_token: bool = False
 
     @property
     def head_module(self) -> str:
         """The name by which transformers knows the head, and PEFT saves an adapter's own."""
-        return "classifier" if self.reads_first else "score"
+        return "score" if self.pooling is Pooling.LAST else "classifier"
 
     def activation_of(self, num_outputs: int) -> Activation:
         if self.activation is not None:

@@ -1,8 +1,8 @@
-"""Embeddings: the final hidden states of a prompt's tokens, pooled to one vector.
+"""Embeddings: the final hidden states of a prompt's tokens, pooled to one vector, or as they are.
 
-The engine returns sums of hidden states, a part for each step that has computed some of the pooled
-tokens; `pooled` makes a vector of these. So a step keeps nothing of a sequence, and a preempted one
-sums no token twice.
+The engine returns sums of hidden states, or the states of each token, a part for each step that has
+computed some of the tokens; `pooled` makes vectors of these. So a step keeps nothing of a sequence,
+and a preempted one sums no token twice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,12 @@ class PoolingOption(Option):
         return self.pooling.positions(num_prompt)
 
     def prompt_bytes(self, num_tokens: int) -> int:
-        return OBJECT_BYTES + FP32_BYTES * self.size
+        return OBJECT_BYTES + FP32_BYTES * self.size * (num_tokens if self.per_token else 1)
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each token has a vector of its own."""
+        return self.pooling is Pooling.NONE
 
 
 def _checked_dimensions(dimensions: int, rule: EmbeddingRule, model: str) -> int:
@@ -104,6 +109,38 @@ class HiddenSum(NamedTuple):
         total = np.frombuffer(self.total, np.float32) + np.frombuffer(following.total, np.float32)
         num_tokens = self.num_tokens + following.num_tokens
         return HiddenSum(self.first_position, num_tokens, total.tobytes())
+
+
+class TokenStates(NamedTuple):
+    """The final hidden states of neighbouring tokens of a prompt, each by itself: `states` is fp32
+    [num_tokens, size], as bytes."""
+
+    first_position: int
+    num_tokens: int
+    states: bytes
+
+    @property
+    def scope(self) -> Scope:
+        return Scope.POOLED
+
+    @property
+    def end(self) -> int:
+        return self.first_position + self.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return OBJECT_BYTES + len(self.states)
+
+
+def token_vectors(parts: Iterable[TokenStates], option: PoolingOption) -> NDArray[np.float32]:
+    """Returns the vectors of a prompt's tokens, [tokens, dimensions], from all of its parts in
+    order: each cut to the first `dimensions`, and then, if asked for, of length 1."""
+    states = np.frombuffer(b"".join(part.states for part in parts), np.float32)
+    vectors = states.reshape(-1, option.size)[:, : option.dimensions]
+    if option.is_normalised:
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors = vectors / np.maximum(lengths, np.float32(TINY))
+    return np.ascontiguousarray(vectors)
 
 
 def pooled(parts: Iterable[HiddenSum], option: PoolingOption) -> NDArray[np.float32]:

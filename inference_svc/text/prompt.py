@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from inference_svc.errors import AdapterUnusable, TemplateTimeout
@@ -20,6 +21,9 @@ INLINE_CHARS = 2000
 MIN_CHARS, SHORT_CHARS = 20, 200
 """The tokenising of any text takes at least about as long as of the first; up to the second, it is
 quicker than a change of threads however many texts a call has."""
+KEPT_TIMES = 2
+"""How often as many characters as fit are tokenised of a text that is cut: where it ends in the
+middle of a word, its last tokens are others."""
 NUM_THREADS = 2
 INLINE_SECONDS, TEMPLATE_SECONDS = 0.05, 2.0
 """How long a chat template may take on the event loop, and in a thread."""
@@ -37,6 +41,34 @@ class Text:
 
 
 Prompt = Text | tuple[int, ...] | Chat
+
+
+class Kept(enum.Enum):
+    """The tokens of a prompt that is too long which are kept, besides the tokenizer's own."""
+
+    FIRST = "first"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """The most tokens of each prompt of a call, in addition to the context's limit; 0: no more
+    limits. `kept` None: a longer prompt is refused, in words with `why`."""
+
+    max_tokens: int = 0
+    kept: Kept | None = None
+    why: str = "fit into the context"
+
+    def cut(self, token_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        """Returns so many of the tokens, of longer ones that may be cut."""
+        if self.kept is None or len(token_ids) <= num_tokens:
+            return token_ids
+        if self.kept is Kept.FIRST:
+            return token_ids[:num_tokens]
+        return token_ids[len(token_ids) - num_tokens :]
+
+
+NO_LIMIT = PromptLimit()
 
 
 class Encoder(Protocol):
@@ -58,12 +90,13 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """The encoder of a prompt, the ids below which a token has a row in the model's tables, and the
-    tokens of an answer that a prompt leaves room for."""
+    """The encoder of a prompt, the ids below which a token has a row in the model's tables, the
+    tokens of an answer that a prompt leaves room for, and the call's own limit."""
 
     encoder: Encoder
     vocab_size: int
     num_answer_tokens: int = 1
+    limit: PromptLimit = NO_LIMIT
 
 
 class PromptEncoder:
@@ -104,19 +137,24 @@ class PromptEncoder:
         num_added_tokens: int = 0,
         num_answer_tokens: int = 1,
         num_chars_before: int = 0,
+        limit: PromptLimit = NO_LIMIT,
     ) -> tuple[int, ...]:
         """Encodes with an adapter's own encoder if it has one; it has rows for so many tokens
-        behind the model's. A prompt leaves room for so many tokens of an answer. The earlier
-        prompts of its call have `num_chars_before`: many hold up the loop as a long one does.
+        behind the model's. A prompt leaves room for so many tokens of an answer, and may be cut if
+        its `limit` says so. The earlier prompts of its call have `num_chars_before`: many hold up
+        the loop as a long one does.
 
         Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
         template, ShareExceeded if too many prompts of the account wait, and errors of the
         encoder."""
         base = self._base
         vocab_size = base.vocab_size + num_added_tokens
-        text = TextLimits(encoder or base.encoder, vocab_size, num_answer_tokens)
+        text = TextLimits(encoder or base.encoder, vocab_size, num_answer_tokens, limit)
+        if isinstance(prompt, Text) and limit.kept is not None:
+            prompt = self._with_fewer_chars(prompt, text)
         if isinstance(prompt, (Text, Chat)):
             return await self._encode_in_time(prompt, account, text, num_chars_before)
+        prompt = limit.cut(prompt, self._most_tokens(text))
         self._check(prompt, text)
         return prompt
 
@@ -128,12 +166,42 @@ class PromptEncoder:
         """Returns the length of the longest text that fits into the context, however it is cut."""
         return self._max_model_len * encoder.max_chars_per_token
 
+    def _most_tokens(self, text: TextLimits) -> int:
+        """Returns how many tokens a prompt may have."""
+        most = self._max_model_len - text.num_answer_tokens
+        return min(most, text.limit.max_tokens or most)
+
+    def _with_fewer_chars(self, prompt: Text, text: TextLimits) -> Text:
+        """Returns a text that is to be cut, without characters that none of the tokens that are
+        kept can have."""
+        num_chars = KEPT_TIMES * self._most_tokens(text) * text.encoder.max_chars_per_token
+        if len(prompt.text) <= num_chars:
+            return prompt
+        is_first = text.limit.kept is Kept.FIRST
+        kept = prompt.text[:num_chars] if is_first else prompt.text[-num_chars:]
+        return replace(prompt, text=kept)
+
+    def _cut(self, prompt: Text, token_ids: list[int], text: TextLimits) -> list[int]:
+        """Returns a text's tokens, cut to as many as may be: the tokenizer's own stay where they
+        are, as tokenizers cut."""
+        most = self._most_tokens(text)
+        if text.limit.kept is None or len(token_ids) <= most:
+            return token_ids
+        own = text.encoder.encode(prompt.text, add_special_tokens=False)
+        num_added = len(token_ids) - len(own)
+        places = range(num_added + 1 if num_added > 0 else 0)
+        start = next((at for at in places if token_ids[at : at + len(own)] == own), None)
+        if start is None or num_added > most:
+            return list(text.limit.cut(tuple(token_ids), most))
+        kept = text.limit.cut(tuple(own), most - num_added)
+        return [*token_ids[:start], *kept, *token_ids[start + len(own) :]]
+
     def _check(self, token_ids: tuple[int, ...], text: TextLimits) -> None:
         if not token_ids:
             raise InvalidArgument("prompt must have at least one token", subject="prompt")
-        most = self._max_model_len - text.num_answer_tokens
+        most = self._most_tokens(text)
         if len(token_ids) > most:
-            why = "leave room for an answer" if text.num_answer_tokens else "fit into the context"
+            why = "leave room for an answer" if text.num_answer_tokens else text.limit.why
             raise InvalidArgument(
                 f"prompt has {len(token_ids)} tokens; at most {most} {why}", subject="prompt"
             )
@@ -153,7 +221,8 @@ class PromptEncoder:
         if num_chars_before > INLINE_CHARS:
             await asyncio.sleep(0)
         if num_chars > INLINE_CHARS:
-            self._check_fits(prompt, text)
+            if text.limit.kept is None:
+                self._check_fits(prompt, text)
         elif num_chars > SHORT_CHARS and num_chars_before + num_chars > INLINE_CHARS:
             pass  # one of many
         elif isinstance(prompt, Chat) and text.encoder.renders_in_child:
@@ -203,6 +272,7 @@ class PromptEncoder:
                 token_ids = text.encoder.encode(
                     prompt.text, add_special_tokens=prompt.add_special_tokens
                 )
+                token_ids = self._cut(prompt, token_ids, text)
             else:
                 # An adapter's tokens may be long, which is no reason for a longer template.
                 of_base = self.max_chars(self._base.encoder) + num_chars_of(prompt)

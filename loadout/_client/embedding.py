@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from loadout import types
-from loadout._rpc import calls
+from loadout._client import pooled_calls
 from loadout._rpc.caller import Caller
 from loadout._rpc.calls import Adapters, StreamCall
-from loadout._rpc.convert.embedding import Inputs
+from loadout._rpc.convert.embedding import Inputs, joined_embedding, joined_tokens
 from loadout._rpc.stream import Stream
 from loadout.errors import StreamLost
 
-R = TypeVar("R", types.Embedding, types.Score, types.Classification)
+R = TypeVar("R", types.Embedding, types.Score, types.Classification, types.TokenClassification)
 
 
 class EmbeddingCalls(Caller):
@@ -30,6 +30,8 @@ class EmbeddingCalls(Caller):
         pooling: types.Pooling | None = None,
         normalize: bool | None = None,
         prompt_name: str = "",
+        truncation: types.Truncation | None = None,
+        max_tokens: int = 0,
         min_revision: int = 0,
         request_id: str = "",
         priority: int = 0,
@@ -44,10 +46,13 @@ class EmbeddingCalls(Caller):
             adapter: Reference of an adapter. "" or None: the base model.
             adapters: Up to 8 references, or pairs of reference and scale, to sum.
             dimensions: Return only this many of the first numbers of each vector. 0: all.
-            pooling: The tokens whose hidden states are averaged. None: the model's choice.
+            pooling: The tokens whose hidden states are averaged; "none": each token has a vector.
+                None: the model's choice.
             normalize: Scale vectors to length 1. None: the model's choice.
             prompt_name: One of the model's prompts, such as "query", to put before each text. "":
                 the model's default prompt, if it has one.
+            truncation: The end at which inputs that are too long are cut. None: they are refused.
+            max_tokens: Most tokens of each input. 0: as many as the model embeds.
             min_revision: Use the adapter's version at this catalog revision or later.
             request_id: Id, unique among your running requests. "": the server makes one.
             priority: Requests with a higher value run earlier among your tenant's.
@@ -61,9 +66,11 @@ class EmbeddingCalls(Caller):
             InvalidArgument: An argument does not fit into a request, or an input into the context.
             StreamLost: The call ended without all vectors.
         """
-        call = calls.embed(
+        call = pooled_calls.embed(
             inputs,
             pooling,
+            truncation,
+            max_tokens=max_tokens,
             adapter=adapter,
             adapters=adapters,
             dimensions=dimensions,
@@ -74,7 +81,7 @@ class EmbeddingCalls(Caller):
             priority=priority,
             cache_salt=cache_salt,
         )
-        return self._in_order(call, timeout_s)
+        return self._in_order(call, timeout_s, joined_embedding)
 
     def score(
         self,
@@ -105,7 +112,7 @@ class EmbeddingCalls(Caller):
             InvalidArgument: The model has no chat template, or a document does not fit.
             StreamLost: The call ended without all scores.
         """
-        call = calls.scores(
+        call = pooled_calls.scores(
             documents,
             query=query,
             instruction=instruction,
@@ -123,6 +130,8 @@ class EmbeddingCalls(Caller):
         inputs: Inputs,
         *,
         raw: bool = False,
+        truncation: types.Truncation | None = None,
+        max_tokens: int = 0,
         adapter: str | None = "",
         adapters: Adapters = (),
         min_revision: int = 0,
@@ -145,9 +154,11 @@ class EmbeddingCalls(Caller):
             InvalidArgument: Neither the adapter nor the model has a head.
             StreamLost: The call ended without all labels.
         """
-        call = calls.classify(
+        call = pooled_calls.classify(
             inputs,
+            truncation,
             raw=raw,
+            max_tokens=max_tokens,
             adapter=adapter,
             adapters=adapters,
             min_revision=min_revision,
@@ -157,11 +168,61 @@ class EmbeddingCalls(Caller):
         )
         return self._in_order(call, timeout_s)
 
-    def _in_order(self, call: StreamCall[R], timeout_s: float | None) -> tuple[R, ...]:
-        found: dict[int, R] = {}
+    def classify_tokens(
+        self,
+        inputs: Inputs,
+        *,
+        raw: bool = False,
+        truncation: types.Truncation | None = None,
+        max_tokens: int = 0,
+        adapter: str | None = "",
+        adapters: Adapters = (),
+        min_revision: int = 0,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> tuple[types.TokenClassification, ...]:
+        """Classifies each token of inputs, as `classify` does inputs.
+
+        Args:
+            inputs: A text, token ids, or up to 2,048 of these.
+            raw: Return the head's outputs in place of probabilities.
+
+        Returns:
+            The labels of all tokens, in the order of the inputs.
+
+        Raises:
+            InvalidArgument: Neither the adapter nor the model has a head, or the model's head
+                reads the first token alone.
+            StreamLost: The call ended without all labels.
+        """
+        call = pooled_calls.classify_tokens(
+            inputs,
+            truncation,
+            raw=raw,
+            max_tokens=max_tokens,
+            adapter=adapter,
+            adapters=adapters,
+            min_revision=min_revision,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return self._in_order(call, timeout_s, joined_tokens)
+
+    def _in_order(
+        self,
+        call: StreamCall[R],
+        timeout_s: float | None,
+        joined: Callable[[Sequence[R]], R] = lambda parts: parts[-1],
+    ) -> tuple[R, ...]:
+        found: dict[int, list[R]] = {}
         stream = Stream(self._channels.route(call), call, self._attempts(timeout_s))
         for each in stream:
-            found[each.index] = each
-        if len(found) != call.num_items:
+            found.setdefault(each.index, []).append(each)
+        # The last response of an input has its times.
+        is_whole = all(parts[-1].timings is not None for parts in found.values())
+        if len(found) != call.num_items or not is_whole:
             raise StreamLost("the call ended without all results")
-        return tuple(found[index] for index in sorted(found))
+        return tuple(joined(found[index]) for index in sorted(found))

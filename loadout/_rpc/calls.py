@@ -16,9 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, get_type_hints
 from google.protobuf.message import Message
 
 from loadout import types
-from loadout._rpc.convert import embedding as pooling_types
 from loadout._rpc.convert import from_inference, from_store
-from loadout._rpc.convert.embedding import POOLINGS, Inputs, to_inputs
 from loadout._rpc.convert.messages import build, invalid, named
 from loadout._rpc.convert.to_chat import CHAT_NAMES, Prompt, to_prompt
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
@@ -292,39 +290,6 @@ def generate(
     )
 
 
-def embed(inputs: Inputs, pooling: Any, **fields: Any) -> StreamCall[types.Embedding]:
-    given = to_inputs(inputs)
-    chosen = 0 if pooling is None else named(POOLINGS, pooling, "pooling")
-    request = _pool(inference_pb.EmbedRequest, inputs=given, pooling=chosen, **fields)
-    return _pooled("Embed", request, pooling_types.embedding, len(given))
-
-
-def scores(documents: Sequence[str], **fields: Any) -> StreamCall[types.Score]:
-    if isinstance(documents, str):  # a sequence of texts, too: its letters
-        raise invalid("documents", "must be a list of texts, not one text")
-    request = _pool(inference_pb.ScoreRequest, documents=documents, **fields)
-    return _pooled("Score", request, pooling_types.score, len(documents))
-
-
-def classify(inputs: Inputs, **fields: Any) -> StreamCall[types.Classification]:
-    given = to_inputs(inputs)
-    request = _pool(inference_pb.ClassifyRequest, inputs=given, **fields)
-    return _pooled("Classify", request, pooling_types.classification, len(given))
-
-
-def _pool(kind: type[Message], adapter: str | None, adapters: Adapters, **fields: Any) -> Any:
-    parts = [part if isinstance(part, tuple) else (part, 1.0) for part in adapters]
-    summed = [build(inference_pb.AdapterPart, ref=ref, scale=scale) for ref, scale in parts]
-    return build(kind, adapter=adapter or "", adapters=summed, **fields)
-
-
-def _pooled(rpc: str, request: Any, convert: Callable[[Any], T], num_items: int) -> StreamCall[T]:
-    resume = _only_unanswered(request)
-    # A sum goes where its first adapter does.
-    adapter = request.adapter or next((part.ref for part in request.adapters), "")
-    return StreamCall(Service.INFERENCE, rpc, request, convert, resume, adapter, num_items)
-
-
 def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
     unknown = sorted(set(values) - set(SAMPLING_NAMES))
     if unknown:
@@ -462,26 +427,26 @@ def server_info() -> Call[types.ServerInfo]:
 # --- for operators of both ----------------------------------------------------------------------
 
 
-def _only_unanswered(request: Message) -> Callable[[Any | None], Message | None]:
+def only_unanswered(request: Message) -> Callable[[Any | None], Message | None]:
     """Repeats a request only while nothing was received: it cannot be continued."""
     return lambda last: request if last is None else None
 
 
 def export(ref: str) -> StreamCall[Any]:
     request = build(store_pb.ExportAdapterRequest, ref=ref)
-    resume = _only_unanswered(request)
+    resume = only_unanswered(request)
     return StreamCall(Service.STORE, "ExportAdapter", request, lambda message: message, resume)
 
 
 def store_debug_info() -> StreamCall[types.DebugPart]:
     request = store_pb.GetDebugInfoRequest()
-    resume = _only_unanswered(request)
+    resume = only_unanswered(request)
     return StreamCall(Service.STORE, "GetDebugInfo", request, from_inference.debug_part, resume)
 
 
 def server_debug_info() -> StreamCall[types.DebugPart]:
     request = inference_pb.GetDebugInfoRequest()
-    resume = _only_unanswered(request)
+    resume = only_unanswered(request)
     return StreamCall(Service.INFERENCE, "GetDebugInfo", request, from_inference.debug_part, resume)
 
 
@@ -489,7 +454,7 @@ def profile(num_steps: int, wait_s: float | None, rank: int = 0) -> StreamCall[t
     request = build(
         inference_pb.ProfileStepsRequest, num_steps=num_steps, timeout_seconds=wait_s, rank=rank
     )
-    resume = _only_unanswered(request)
+    resume = only_unanswered(request)
     return StreamCall(
         Service.INFERENCE, "ProfileSteps", request, from_inference.trace_piece, resume
     )

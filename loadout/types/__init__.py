@@ -28,6 +28,8 @@ from loadout.types.embedding import Classification as Classification
 from loadout.types.embedding import Embedding as Embedding
 from loadout.types.embedding import Pooling as Pooling
 from loadout.types.embedding import Score as Score
+from loadout.types.embedding import TokenClassification as TokenClassification
+from loadout.types.embedding import Truncation as Truncation
 from loadout.types.generation import AdapterIdentity as AdapterIdentity
 from loadout.types.generation import AnsweredCall as AnsweredCall
 from loadout.types.generation import ChatMessage as ChatMessage

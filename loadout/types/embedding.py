@@ -7,8 +7,11 @@ from typing import Literal
 
 from loadout.types.generation import AdapterIdentity, Timings, Usage
 
-Pooling = Literal["last", "mean", "first"]
-"""The tokens of an input whose final hidden states become its vector."""
+Pooling = Literal["last", "mean", "first", "none"]
+"""The tokens of an input whose final hidden states become its vector; "none": each token has a
+vector of its own."""
+Truncation = Literal["end", "start"]
+"""The end of an input at which tokens are dropped, if it is too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class Embedding:
     index: int
     """Which input this is, from 0."""
     vector: memoryview[float]
-    """Its numbers, float32, a view without a copy, for `numpy.asarray`."""
+    """Its numbers, float32, a view for `numpy.asarray`; with pooling "none" [tokens, numbers]."""
     adapter: AdapterIdentity | None
     adapters: tuple[AdapterIdentity, ...]
     usage: Usage | None
@@ -60,6 +63,25 @@ class Classification:
     """Its number, from 0."""
     probabilities: memoryview[float]
     """The probability of each label, float32, a view without a copy."""
+    adapter: AdapterIdentity | None
+    adapters: tuple[AdapterIdentity, ...]
+    usage: Usage | None
+    """Tokens of this input."""
+    timings: Timings | None
+    """Times of this input."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenClassification:
+    """The labels of each token of an input; `adapter` and `adapters` are as in Embedding."""
+
+    request_id: str
+    index: int
+    """Which input this is, from 0."""
+    labels: tuple[str, ...]
+    """The names of all labels."""
+    probabilities: memoryview[float]
+    """The probability of each label of each token, float32, [tokens, labels]."""
     adapter: AdapterIdentity | None
     adapters: tuple[AdapterIdentity, ...]
     usage: Usage | None

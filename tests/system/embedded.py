@@ -8,7 +8,13 @@ import numpy as np
 
 from inference_svc.core import FinishReason
 from inference_svc.results.embedding_rule import Pooling
-from inference_svc.results.pooling import HiddenSum, PoolingOption, pooled
+from inference_svc.results.pooling import (
+    HiddenSum,
+    PoolingOption,
+    TokenStates,
+    pooled,
+    token_vectors,
+)
 from tests.support.inference.results import parts_of
 from tests.support.models.zoo import Zoo
 from tests.system.engines import Running
@@ -22,20 +28,25 @@ def option(pooling: Pooling, *, is_normalised: bool = True, dimensions: int = SI
 
 
 def embedding(running: Running, name: str, asked: PoolingOption) -> np.ndarray:
-    """Returns a request's vector, once it has ended."""
+    """Returns a request's vector, or its tokens' vectors, once it has ended."""
     tokens, last = running.result(name)
     assert last.error is None, last.error
     assert tokens == []
     assert last.finish_reason is FinishReason.STOP
+    if asked.per_token:
+        return token_vectors(parts_of(running.outputs[name], TokenStates), asked)
     return pooled(parts_of(running.outputs[name], HiddenSum), asked)
 
 
 def expected(zoo: Zoo, adapter: str, prompt: list[int], asked: PoolingOption) -> np.ndarray:
     hidden = zoo.hidden(adapter, prompt).numpy()
-    chosen = {
+    chosen: np.ndarray = {
+        Pooling.NONE: hidden,
         Pooling.LAST: hidden[-1],
         Pooling.FIRST: hidden[0],
         Pooling.MEAN: hidden.mean(0),
     }[asked.pooling or Pooling.LAST]
-    vector: np.ndarray = chosen[: asked.dimensions]
-    return vector / np.linalg.norm(vector) if asked.is_normalised else vector
+    vector = chosen[..., : asked.dimensions]
+    if not asked.is_normalised:
+        return vector
+    return np.asarray(vector / np.linalg.norm(vector, axis=-1, keepdims=True))

@@ -279,6 +279,38 @@ def test_over_grpc_and_http(serving: Serving, classifier: Classifier, adapter: s
         assert (data["index"], data["label"], data["num_classes"]) == (index, label, len(logits))
 
 
+@pytest.mark.parametrize("adapter", ["", "five"])
+def test_over_the_bodies_of_vllm_and_tei(
+    serving: Serving, classifier: Classifier, adapter: str
+) -> None:
+    texts, model = ["a", "how nice"], adapter or "llama"
+    wanted = [classifier.logits(adapter, list(serving.client.tokenize(text))) for text in texts]
+    names = [f"LABEL_{i}" for i in range(5)] if adapter else list(LABELS.values())
+
+    def post(path: str, **fields: Any) -> Any:
+        answer = serving.http.post(path, json={"model": model, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    pooled = post("/pooling", input=texts)["data"]
+    rewards = post("/pooling", input=texts, task="reward")["data"]
+    predicted = post("/predict", inputs=[[text] for text in texts])
+    raw = post("/predict", inputs=texts[0], raw_scores=True)
+    for index, logits in enumerate(wanted):
+        np.testing.assert_allclose(pooled[index]["data"], softmax(logits), atol=1e-4)
+        np.testing.assert_allclose(rewards[index]["data"], logits, atol=1e-4)
+        order = np.argsort(-logits)
+        assert [each["label"] for each in predicted[index]] == [names[i] for i in order]
+        scores = [each["score"] for each in predicted[index]]
+        np.testing.assert_allclose(scores, softmax(logits)[order], atol=1e-4)
+    np.testing.assert_allclose([e["score"] for e in raw], np.sort(wanted[0])[::-1], atol=1e-4)
+    [kept] = serving.client.classify(
+        [list(range(5, 30))], adapter=adapter, max_tokens=9, truncation="start"
+    )
+    short = classifier.logits(adapter, list(range(21, 30)))
+    np.testing.assert_allclose(kept.probabilities, softmax(short), atol=1e-4)
+
+
 def test_a_classifier_does_not_generate(serving: Serving) -> None:
     with pytest.raises(InvalidArgument, match="does not generate"):
         serving.client.complete("a", max_tokens=1)

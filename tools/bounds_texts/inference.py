@@ -39,8 +39,10 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "the texts until they are tokenised; the tokens until the last result is sent",
         ACCOUNT,
         "4 MiB a message, `--request-memory`, share; 2,048 inputs, 300,000 tokens in all, each "
-        "within `--max-model-len`; 64 inputs of a call run or wait in the queue at once",
-        "test_bad_input_is_refused_by_name_over_grpc test_one_call_does_not_fill_the_queue",
+        "within `--max-model-len`; 128 MiB of results for each token; 64 inputs of a call run or "
+        "wait in the queue at once",
+        "test_bad_input_is_refused_by_name_over_grpc test_one_call_does_not_fill_the_queue "
+        "test_results_of_tokens_are_bounded_before_they_are_computed",
     ),
     line(
         "Score.{query,documents,instruction}",
@@ -53,12 +55,13 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_bad_input_is_refused_by_name test_one_call_does_not_fill_the_queue",
     ),
     line(
-        "Embed.{pooling,normalize,dimensions} Classify.raw",
+        "Embed.{pooling,normalize,dimensions} Classify.{raw,per_token} "
+        "{Embed,Classify}.{truncation,max_tokens}",
         NOTHING,
         QUEUED,
         ACCOUNT,
-        "lengths that the model's vectors have",
-        "test_bad_input_is_refused_by_name_over_grpc "
+        "lengths that the model's vectors have; 32 bits of a number of tokens",
+        "test_bad_input_is_refused_by_name_over_grpc test_inputs_are_cut_at_either_end "
         "test_dimensions_that_a_model_lacks_are_refused",
     ),
     line(
@@ -303,16 +306,20 @@ HTTP_FIELDS: Sequence[Line] = (
         "test_logprobs_of_a_response_are_bounded test_experts_are_one_text_and_many_events",
     ),
     line(
-        "encoding_format dimensions pooling normalize prompt_name use_activation",
-        "the form of vectors; the name of a prompt of the model",
+        "encoding_format dimensions pooling normalize prompt_name use_activation task "
+        "truncation_side truncate truncation_direction raw_scores "
+        "parameters parameters.{truncate,truncation_direction,prompt_name}",
+        "the form of vectors and labels; the name of a prompt of the model",
         QUEUED,
         CALLER,
-        "2,048 inputs, 300,000 tokens in all; lengths that the model's vectors have; 64 characters "
-        "of a name; `--answer-memory`, share",
-        "test_bad_input_is_refused_by_name_over_http",
+        "2,048 inputs, 300,000 tokens in all; 128 MiB of results for each token; lengths that the "
+        "model's vectors have; 64 characters of a name; `--answer-memory`, share",
+        "test_bad_input_is_refused_by_name_over_http "
+        "test_results_of_tokens_are_bounded_before_they_are_computed",
     ),
     line(
-        "text_1 text_2 query documents instruction top_n return_documents",
+        "text_1 text_2 query documents instruction top_n return_documents texts return_text "
+        "inputs inputs.{source_sentence,sentences}",
         "queries and documents, each pair in a prompt, and its tokens; the documents' texts for "
         "the answer",
         "the body until its prompts are tokenised; the texts until the answer is read",

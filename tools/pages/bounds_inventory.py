@@ -16,9 +16,15 @@ from inference_svc.api.http.adapters import LoadBody, UnloadBody
 from inference_svc.api.http.chat.endpoint import ChatBody
 from inference_svc.api.http.completions import CompletionBody
 from inference_svc.api.http.messages.body import CountBody, MessagesBody
-from inference_svc.api.http.pooling.classes import ClassifyBody
 from inference_svc.api.http.pooling.embeddings import EmbeddingsBody
+from inference_svc.api.http.pooling.pooling import ClassifyBody, PoolingBody
 from inference_svc.api.http.pooling.scores import RerankBody, ScoreBody
+from inference_svc.api.http.pooling.tei import (
+    EmbedAllBody,
+    EmbedBody,
+    PredictBody,
+    SimilarityBody,
+)
 from inference_svc.api.http.responses.body import ResponsesBody
 from inference_svc.api.http.tokenizer import DetokenizeBody, TokenizeBody
 from inference_svc.api.http.tokens import TokensBody
@@ -36,6 +42,11 @@ BODIES: Sequence[type[BaseModel]] = (
     CompletionBody,
     EmbeddingsBody,
     ClassifyBody,
+    PoolingBody,
+    EmbedBody,
+    EmbedAllBody,
+    PredictBody,
+    SimilarityBody,
     ScoreBody,
     RerankBody,
     TokensBody,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from inference_svc.api.generate_call import (
     MAX_ID_CHARS,
@@ -18,7 +21,7 @@ from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.prompts import check
 from inference_svc.api.pooling.call import MAX_INPUTS
-from inference_svc.api.pooling.classify import Classified, ClassifyCall
+from inference_svc.api.pooling.classify import Classified, ClassifiedTokens, ClassifyCall
 from inference_svc.api.pooling.embed import (
     MAX_DIMENSIONS,
     MAX_PROMPT_NAME_CHARS,
@@ -28,9 +31,10 @@ from inference_svc.api.pooling.embed import (
 from inference_svc.api.pooling.score import Score, ScoreCall
 from inference_svc.api.request_record import MAX_NAME_CHARS
 from inference_svc.core import MAX_PARTS, Principal, sum_label
+from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.pooling import PoolingOption
-from inference_svc.text.prompt import Prompt, Text
+from inference_svc.text.prompt import Kept, Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
 from servicekit.rpc.call import Call
@@ -41,7 +45,15 @@ _POOLINGS = {
     pb.POOLING_LAST: Pooling.LAST,
     pb.POOLING_MEAN: Pooling.MEAN,
     pb.POOLING_FIRST: Pooling.FIRST,
+    pb.POOLING_NONE: Pooling.NONE,
 }
+_KEPT = {
+    pb.TRUNCATION_UNSPECIFIED: None,
+    pb.TRUNCATION_END: Kept.FIRST,
+    pb.TRUNCATION_START: Kept.LAST,
+}
+PART_BYTES = 1 << 20
+"""Results of tokens in one response: messages of clients are limited."""
 
 PoolRequest: TypeAlias = pb.EmbedRequest | pb.ScoreRequest | pb.ClassifyRequest
 M = TypeVar("M", pb.EmbedRequest, pb.ScoreRequest, pb.ClassifyRequest)
@@ -55,9 +67,11 @@ def from_embed_request(
     has_name = len(request.prompt_name) <= MAX_PROMPT_NAME_CHARS
     check(has_name, "prompt_name", f"at most {MAX_PROMPT_NAME_CHARS} long")
     check(request.dimensions <= MAX_DIMENSIONS, "dimensions", f"at most {MAX_DIMENSIONS}")
-    check(request.pooling in _POOLINGS, "pooling", f"LAST, MEAN or FIRST, not {request.pooling}")
+    known = "LAST, MEAN, FIRST or NONE"
+    check(request.pooling in _POOLINGS, "pooling", f"{known}, not {request.pooling}")
     call = EmbedCall(
         **_common(request, deadline_s),
+        **_limit(request),
         inputs=_from_inputs(request.inputs),
         option=PoolingOption(
             _POOLINGS[request.pooling],
@@ -83,11 +97,23 @@ def from_score_request(request: pb.ScoreRequest, deadline_s: float | None = None
 
 
 def from_classify_request(
-    request: pb.ClassifyRequest, deadline_s: float | None = None
+    request: pb.ClassifyRequest, deadline_s: float | None = None, *, rule: ClassifierRule
 ) -> GenerateCall:
     """Converts as `from_embed_request`."""
-    common = _common(request, deadline_s)
-    return ClassifyCall(**common, inputs=_from_inputs(request.inputs)).to_call()
+    call = ClassifyCall(
+        **_common(request, deadline_s),
+        **_limit(request),
+        inputs=_from_inputs(request.inputs),
+        per_token=request.per_token if request.HasField("per_token") else None,
+    )
+    return call.to_call(rule)
+
+
+def _limit(request: pb.EmbedRequest | pb.ClassifyRequest) -> dict[str, Any]:
+    """Returns the fields of `PoolCall` about the lengths of inputs."""
+    given = request.truncation
+    check(given in _KEPT, "truncation", f"END or START, not {given}")
+    return {"kept": _KEPT[given], "max_tokens": request.max_tokens}
 
 
 def _common(request: PoolRequest, deadline_s: float | None) -> dict[str, Any]:
@@ -159,28 +185,55 @@ def _num_entries(request: PoolRequest) -> int:
     return num_ids + len(request.inputs)
 
 
-def to_embed_response(stream: GenerateStream, found: Embedded) -> pb.EmbedResponse:
-    """Returns the response of one input of a call."""
-    vector = found.vector.astype("<f4").tobytes()
-    return pb.EmbedResponse(embedding=vector, **_to_common(stream, found))
+def to_embed_responses(stream: GenerateStream, found: Embedded) -> Iterator[pb.EmbedResponse]:
+    """Yields the responses of one input of a call."""
+    common = _to_common(stream, found)
+    if found.vector.ndim == 1:
+        yield pb.EmbedResponse(embedding=found.vector.astype("<f4").tobytes(), **common)
+        return
+    for fields, values in _token_parts(found.vector, common):
+        yield pb.EmbedResponse(embedding=values, **fields)
 
 
-def to_score_response(stream: GenerateStream, found: Score) -> pb.ScoreResponse:
-    """Returns the response of one document of a call."""
-    return pb.ScoreResponse(score=found.score, **_to_common(stream, found))
+def _token_parts(
+    values: NDArray[np.float32], common: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yields the fields of each response, and its values, of results [tokens, numbers]: the last
+    one has the usage and the times."""
+    step = max(1, PART_BYTES // values[0].nbytes)
+    for first in range(0, len(values), step):
+        part = values[first : first + step]
+        fields = {**common, "num_tokens": len(part), "first_token": first}
+        if first + step < len(values):
+            del fields["usage"], fields["timings"]
+        yield fields, part.astype("<f4").tobytes()
 
 
-def to_classify_response(stream: GenerateStream, found: Classified) -> pb.ClassifyResponse:
-    """Returns the response of one input of a call."""
-    return pb.ClassifyResponse(
+def to_score_responses(stream: GenerateStream, found: Score) -> Iterator[pb.ScoreResponse]:
+    """Yields the response of one document of a call."""
+    yield pb.ScoreResponse(score=found.score, **_to_common(stream, found))
+
+
+def to_classify_responses(
+    stream: GenerateStream, found: Classified | ClassifiedTokens
+) -> Iterator[pb.ClassifyResponse]:
+    """Yields the responses of one input of a call."""
+    common = _to_common(stream, found)
+    if isinstance(found, ClassifiedTokens):
+        for fields, values in _token_parts(found.probabilities, common):
+            yield pb.ClassifyResponse(probabilities=values, labels=found.labels, **fields)
+        return
+    yield pb.ClassifyResponse(
         label=found.label,
         label_index=found.label_index,
         probabilities=found.probabilities.astype("<f4").tobytes(),
-        **_to_common(stream, found),
+        **common,
     )
 
 
-def _to_common(stream: GenerateStream, found: Embedded | Score | Classified) -> dict[str, Any]:
+def _to_common(
+    stream: GenerateStream, found: Embedded | Score | Classified | ClassifiedTokens
+) -> dict[str, Any]:
     return {
         "request_id": stream.call.request_id,
         "index": found.index,

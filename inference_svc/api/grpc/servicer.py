@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing
 from functools import partial
@@ -21,13 +21,19 @@ from inference_svc.api.grpc.pooling import (
     from_classify_request,
     from_embed_request,
     from_score_request,
-    to_classify_response,
-    to_embed_response,
-    to_score_response,
+    to_classify_responses,
+    to_embed_responses,
+    to_score_responses,
 )
 from inference_svc.api.grpc.prompts import check, from_tokenize_request
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
-from inference_svc.api.pooling.classify import classes
+from inference_svc.api.pooling.classify import (
+    Classified,
+    ClassifiedTokens,
+    classes,
+    labels_tokens,
+    token_classes,
+)
 from inference_svc.api.pooling.embed import embeddings
 from inference_svc.api.pooling.score import scores
 from inference_svc.api.request_record import MAX_NAME_CHARS
@@ -98,32 +104,38 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         convert_request = partial(from_embed_request, rule=self._service.facts.embedding)
         incoming = IncomingPoolCall(request, context, convert_request)
         del request  # the call lets go of it once it is converted
-        await self._answer(incoming, context, embeddings, to_embed_response)
+        await self._answer(incoming, context, embeddings, to_embed_responses)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> None:  # noqa: N802
         incoming = IncomingPoolCall(request, context, from_score_request)
         del request  # the call lets go of it once it is converted
-        await self._answer(incoming, context, scores, to_score_response)
+        await self._answer(incoming, context, scores, to_score_responses)
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> None:  # noqa: N802
-        labels = partial(classes, rule=self._service.facts.classifier, is_raw=request.raw)
-        incoming = IncomingPoolCall(request, context, from_classify_request)
+        rule, is_raw = self._service.facts.classifier, request.raw
+
+        def labels(stream: GenerateStream) -> AsyncGenerator[Classified | ClassifiedTokens, None]:
+            found = token_classes if labels_tokens(stream.call) else classes
+            return found(stream, rule, is_raw=is_raw)
+
+        incoming = IncomingPoolCall(request, context, partial(from_classify_request, rule=rule))
         del request  # the call lets go of it once it is converted
-        await self._answer(incoming, context, labels, to_classify_response)
+        await self._answer(incoming, context, labels, to_classify_responses)
 
     async def _answer(
         self,
         incoming: IncomingPoolCall[Any],
         context: Context,
         results: Callable[[GenerateStream], AsyncGenerator[R, None]],
-        to_response: Callable[[GenerateStream, R], Message],
+        to_responses: Callable[[GenerateStream, R], Iterator[Message]],
     ) -> None:
         """Runs a call that pools, and writes each of its results as it comes."""
         stream = await self._service.generate(_caller(context), incoming)
         context.release_request()  # its inputs are tokens now
         async with aclosing(results(stream)) as found:
             async for each in found:
-                await context.write(to_response(stream, each))
+                for response in to_responses(stream, each):
+                    await context.write(response)
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: Context

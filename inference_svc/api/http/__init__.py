@@ -11,7 +11,7 @@ chat             /v1/chat/completions: body and format
 responses        /v1/responses, from the body to the answer
 messages         /v1/messages, by Anthropic's names
 tokens           /inference/v1/generate: body and format
-pooling          /v1/embeddings, /v1/score, /v1/rerank and /classify
+pooling          /v1/embeddings, /v1/score, /v1/rerank and others, as vLLM and TEI have them
 tokenizer        /tokenize, /detokenize and /version
 response         their responses, full or as events: choices, usage, chunks
 results          the results that come beside tokens: fields of a body, parts of an answer

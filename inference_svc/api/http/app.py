@@ -21,10 +21,17 @@ from inference_svc.api.http.generate import GenerateRoute
 from inference_svc.api.http.life_cycle import LifeCycleRoutes
 from inference_svc.api.http.messages.route import MessagesRoute
 from inference_svc.api.http.models import Models
-from inference_svc.api.http.pooling.classes import Classify
 from inference_svc.api.http.pooling.embeddings import Embeddings
+from inference_svc.api.http.pooling.pooling import Classify, PoolingTasks
 from inference_svc.api.http.pooling.route import Endpoint, PoolRoute
 from inference_svc.api.http.pooling.scores import Rerank, Scores
+from inference_svc.api.http.pooling.tei import (
+    Embed,
+    EmbedAll,
+    Predict,
+    Similarity,
+    TeiRoutes,
+)
 from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.http.responses.route import ResponsesRoute
 from inference_svc.api.http.serving.middleware import RequestMiddleware
@@ -43,9 +50,14 @@ POOLING: Mapping[str, Endpoint[Any]] = {
     "/v1/embeddings": Embeddings(),
     **dict.fromkeys(("/v1/score", "/score"), Scores()),
     "/classify": Classify(),
+    "/pooling": PoolingTasks(),
+    "/embed": Embed(),
+    "/embed_all": EmbedAll(),
+    "/predict": Predict(),
+    "/similarity": Similarity(),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), Rerank()),
 }
-"""The routes that pool, with their names in vLLM."""
+"""The routes that pool, with their names in vLLM and text-embeddings-inference."""
 CURRENT_SECONDS = 0.05
 """How long metrics are current: as often as gateways scrape them."""
 
@@ -105,6 +117,9 @@ class SharedExposition:
 def _pool_routes(service: Service, answers: Shares) -> Iterator[Route]:
     for path, endpoint in POOLING.items():
         yield Route(path, PoolRoute(service, endpoint, answers).handle, methods=["POST"])
+    tei = TeiRoutes(service)
+    yield Route("/embed_sparse", tei.refuse_sparse, methods=["POST"])
+    yield Route("/info", tei.info)
 
 
 def make_app(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
@@ -14,12 +14,14 @@ from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import Interrupted
 from inference_svc.results.base import Option, ResultPart, Wanted
 from inference_svc.results.pooling import HiddenSum
-from inference_svc.text.prompt import Prompt
+from inference_svc.text.prompt import Kept, Prompt, PromptLimit
 from servicekit.errors import InvalidArgument
 
 MAX_INPUTS = 2048
 MAX_INPUT_TOKENS = 300_000
 """Inputs of a call, and tokens of all of them: as many as OpenAI allows."""
+MAX_TOKEN_BYTES = 128 << 20
+"""Results for each token of all inputs of a call, in fp32: no more are computed."""
 MAX_RUNNING = 64
 """Inputs of a call that are in the engine at once, if as many may run: they fill its steps."""
 
@@ -28,7 +30,9 @@ NOTHING_GENERATED = SamplingParams(max_tokens=0, temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCall:
-    """The common fields. `inputs_field` and `adapter_field` are the caller's names of these."""
+    """The common fields. `inputs_field`, `adapter_field` and `max_tokens_field` are the caller's
+    names of these. An input of more than `max_tokens`, 0 for as many as the model takes, is refused
+    unless some are `kept`."""
 
     request_id: str
     adapter: str
@@ -37,11 +41,27 @@ class PoolCall:
     priority: int = 0
     cache_salt: str = ""
     deadline_s: float | None = None
+    max_tokens: int = 0
+    kept: Kept | None = None
+    max_tokens_field: str = "max_tokens"
     inputs_field: str = "inputs"
     adapter_field: str = "adapter"
     is_id_unique: bool = True
 
-    def _to_call(self, prompts: Sequence[Prompt], option: Option) -> GenerateCall:
+    def _to_call(
+        self, prompts: Sequence[Prompt], option: Option, limit: PromptLimit, token_bytes: int = 0
+    ) -> GenerateCall:
+        """Returns the call, whose results have so many bytes for each token if they are of tokens,
+        and whose inputs keep the model's limit. Raises InvalidArgument for a higher one."""
+        if limit.max_tokens and self.max_tokens > limit.max_tokens:
+            field = self.max_tokens_field
+            raise InvalidArgument(
+                f"{field}: at most {limit.max_tokens} {limit.why}, not {self.max_tokens}",
+                subject=field,
+            )
+        most = MAX_TOKEN_BYTES // token_bytes if token_bytes else MAX_INPUT_TOKENS
+        if self.max_tokens:
+            limit = PromptLimit(self.max_tokens, why=f"are allowed by {self.max_tokens_field}")
         return GenerateCall(
             request_id=self.request_id,
             adapter=self.adapter,
@@ -57,7 +77,8 @@ class PoolCall:
             wanted=Wanted((option,)),
             prompts_field=self.inputs_field,
             max_running=MAX_RUNNING,
-            max_prompt_tokens=MAX_INPUT_TOKENS,
+            max_prompt_tokens=min(most, MAX_INPUT_TOKENS),
+            prompt_limit=replace(limit, kept=self.kept),
         )
 
     def _check_count(self, count: int) -> None:

@@ -13,34 +13,59 @@ from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.pooling.call import PoolCall, pooled_inputs
 from inference_svc.engine.transport.messages import Timings, Usage
-from inference_svc.results.base import Kind, Server, of_kind
-from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
-from inference_svc.results.classifier_rule import Activation, ClassifierRule
+from inference_svc.results.base import FP32_BYTES, Kind, Server, of_kind
+from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption, token_logits
+from inference_svc.results.classifier_rule import MAX_LABELS, Activation, ClassifierRule
 from inference_svc.store.adapter_resolver import Binding
-from inference_svc.text.prompt import Prompt, Text
+from inference_svc.text.prompt import NO_LIMIT, Prompt, Text
 from servicekit.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifyCall(PoolCall):
-    inputs: tuple[Prompt, ...]
+    """`per_token` None: whichever the model's class labels, inputs or each of their tokens."""
 
-    def to_call(self) -> GenerateCall:
-        """Raises InvalidArgument naming the field."""
+    inputs: tuple[Prompt, ...]
+    per_token: bool | None = None
+
+    def to_call(self, rule: ClassifierRule) -> GenerateCall:
+        """Returns the call of a server that classifies by this rule. Raises InvalidArgument naming
+        the field."""
         self._check_count(len(self.inputs))
         for index, each in enumerate(self.inputs):
             self._check_filled(index, bool(each.text if isinstance(each, Text) else each))
-        return self._to_call(self.inputs, ClassLogitsOption())
+        per_token = rule.per_token if self.per_token is None else self.per_token
+        # An adapter may have a head of its own.
+        num_labels = MAX_LABELS if self.adapter or self.parts else len(rule.labels) or MAX_LABELS
+        token_bytes = FP32_BYTES * num_labels if per_token else 0
+        option = ClassLogitsOption(per_token=self.per_token)
+        return self._to_call(self.inputs, option, NO_LIMIT, token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Classified:
-    """The probability of each label of an input, fp32 [labels], and the most probable one, whose
-    number is `label_index`."""
+    """The probability of each of the `labels` of an input, fp32 [labels], and the number of the
+    most probable one."""
 
     index: int
-    label: str
+    labels: tuple[str, ...]
     label_index: int
+    probabilities: NDArray[np.float32]
+    usage: Usage
+    timings: Timings
+
+    @property
+    def label(self) -> str:
+        return self.labels[self.label_index]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifiedTokens:
+    """The probability of each label of each token of an input, fp32 [tokens, labels], and the names
+    of the labels."""
+
+    index: int
+    labels: tuple[str, ...]
     probabilities: NDArray[np.float32]
     usage: Usage
     timings: Timings
@@ -72,15 +97,36 @@ async def classes(
             logits = made.logits
             activation = Activation.NONE if is_raw else rule.activation_of(len(logits))
             values = activation(logits)
+            labels = _labels(made.is_own, len(logits), rule, stream.binding)
             best = int(values.argmax())
-            label = _label(made, rule, stream.binding, best)
-            yield Classified(each.index, label, best, values, each.usage, each.timings)
+            yield Classified(each.index, labels, best, values, each.usage, each.timings)
 
 
-def _label(made: ClassLogits, rule: ClassifierRule, binding: Binding | None, index: int) -> str:
-    """Returns the name of an output: the model's, or, of an adapter's own head, the adapter's, or
-    its number if it was registered without names."""
-    if not made.is_own:
-        return rule.labels[index]
+async def token_classes(
+    stream: GenerateStream, rule: ClassifierRule, *, is_raw: bool = False
+) -> AsyncGenerator[ClassifiedTokens, None]:
+    """Yields the labels of all tokens of each input as they are there, as `classes` does."""
+    async with aclosing(pooled_inputs(stream)) as found:
+        async for each in found:
+            parts = of_kind(each.parts, ClassLogits)
+            logits = token_logits(parts)
+            activation = Activation.NONE if is_raw else rule.activation_of(logits.shape[1])
+            labels = _labels(parts[0].is_own, logits.shape[1], rule, stream.binding)
+            yield ClassifiedTokens(each.index, labels, activation(logits), each.usage, each.timings)
+
+
+def labels_tokens(call: GenerateCall) -> bool:
+    """Returns whether a call that classifies has labels of each token."""
+    option = call.wanted.get(ClassLogitsOption)
+    return option is not None and bool(option.per_token)
+
+
+def _labels(
+    is_own: bool, count: int, rule: ClassifierRule, binding: Binding | None
+) -> tuple[str, ...]:
+    """Returns the names of a head's outputs: the model's, or, of an adapter's own head, the
+    adapter's, or numbers if it was registered without names."""
+    if not is_own:
+        return rule.labels
     own = () if binding is None else binding.class_labels
-    return own[index] if len(own) == len(made.logits) else f"LABEL_{index}"
+    return own if len(own) == count else tuple(f"LABEL_{index}" for index in range(count))

@@ -13,14 +13,22 @@ from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.pooling.call import PoolCall, pooled_inputs
 from inference_svc.engine.transport.messages import Timings, Usage
-from inference_svc.results.base import of_kind
+from inference_svc.results.base import FP32_BYTES, of_kind
 from inference_svc.results.embedding_rule import EmbeddingRule
-from inference_svc.results.pooling import HiddenSum, PoolingOption, pooled
-from inference_svc.text.prompt import Prompt, Text
+from inference_svc.results.pooling import (
+    HiddenSum,
+    PoolingOption,
+    TokenStates,
+    pooled,
+    token_vectors,
+)
+from inference_svc.text.prompt import NO_LIMIT, Prompt, PromptLimit, Text
 from servicekit.errors import InvalidArgument
 
 MAX_DIMENSIONS = 1 << 20
 MAX_PROMPT_NAME_CHARS = 64
+MAX_TOKENS = "max_seq_length in sentence_bert_config.json"
+"""Where the model's folder says how many tokens an input may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +47,12 @@ class EmbedCall(PoolCall):
         for index, each in enumerate(self.inputs):
             self._check_filled(index, bool(each.text if isinstance(each, Text) else each))
         prompt = self._prompt(rule)
-        prompts = tuple(_with_prompt(each, prompt) for each in self.inputs)
-        return self._to_call(prompts, self.option)
+        prompts = tuple(_with_prompt(each, prompt, rule) for each in self.inputs)
+        limit = PromptLimit(rule.max_tokens, why=f"are embedded by this model ({MAX_TOKENS})")
+        token_bytes = FP32_BYTES * max(rule.size, 1) if self.option.per_token else 0
+        return self._to_call(
+            prompts, self.option, limit if rule.max_tokens else NO_LIMIT, token_bytes
+        )
 
     def _prompt(self, rule: EmbeddingRule) -> str:
         """Returns the text that goes before each text."""
@@ -60,13 +72,16 @@ class EmbedCall(PoolCall):
         return rule.prompts[self.prompt_name]
 
 
-def _with_prompt(given: Prompt, prompt: str) -> Prompt:
-    return replace(given, text=prompt + given.text) if isinstance(given, Text) else given
+def _with_prompt(given: Prompt, prompt: str, rule: EmbeddingRule) -> Prompt:
+    if not isinstance(given, Text):
+        return given
+    text = prompt + given.text
+    return replace(given, text=text.lower() if rule.lowercases else text)
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The vector of an input, fp32 [dimensions]."""
+    """The vector of an input, fp32 [dimensions], or of each of its tokens, [tokens, dimensions]."""
 
     index: int
     vector: NDArray[np.float32]
@@ -75,11 +90,14 @@ class Embedded:
 
 
 async def embeddings(stream: GenerateStream) -> AsyncGenerator[Embedded, None]:
-    """Yields the vector of each input as it is there, in any order. Raises like
+    """Yields the vectors of each input as they are there, in any order. Raises like
     `pooled_inputs`."""
     option = stream.call.wanted.get(PoolingOption)
     assert option is not None, "the call embeds"
     async with aclosing(pooled_inputs(stream)) as found:
         async for each in found:
-            vector = pooled(of_kind(each.parts, HiddenSum), option)
+            if option.per_token:
+                vector = token_vectors(of_kind(each.parts, TokenStates), option)
+            else:
+                vector = pooled(of_kind(each.parts, HiddenSum), option)
             yield Embedded(each.index, vector, each.usage, each.timings)

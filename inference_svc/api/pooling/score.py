@@ -20,7 +20,7 @@ from inference_svc.results.base import Wanted, of_kind
 from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat, ChatMessage
-from inference_svc.text.prompt import Encoder, PromptEncoder
+from inference_svc.text.prompt import NO_LIMIT, Encoder, PromptEncoder
 from servicekit.errors import InvalidArgument
 
 MAX_INSTRUCTION_CHARS = 4096
@@ -56,7 +56,7 @@ class ScoreCall(PoolCall):
             self._check_filled(index, bool(document))
         fields = self.queries_field, self.inputs_field
         questions = Questions(self.instruction or INSTRUCTION, self.pairs, fields)
-        return self._to_call(questions, ChosenLogitsOption(_ANSWERS))
+        return self._to_call(questions, ChosenLogitsOption(_ANSWERS), NO_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)

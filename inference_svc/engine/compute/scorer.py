@@ -1,5 +1,6 @@
 """Turns the outputs of a prompt's tokens into results: logits into log probabilities, of the
-model's own distribution, or into those of a few tokens; and hidden states into sums."""
+model's own distribution, or into those of a few tokens; and hidden states into sums, or into those
+of each token."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from inference_svc.host.copies import to_device
 from inference_svc.model.checkpoint.classifier import ClassifierHead
 from inference_svc.results.base import Kind
 from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
-from inference_svc.results.class_logits import ClassLogits
-from inference_svc.results.pooling import HiddenSum
+from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
+from inference_svc.results.pooling import HiddenSum, PoolingOption, TokenStates
 from inference_svc.results.scores import Scores, ScoresOption
 
 
@@ -99,73 +100,98 @@ class Pooled(NamedTuple):
     """A result of a run of a sequence's tokens: no numbers unless it `is_sound`."""
 
     sequence: Sequence
-    part: HiddenSum | ClassLogits | ChosenLogits
+    part: HiddenSum | TokenStates | ClassLogits | ChosenLogits
     is_sound: bool = True
 
 
 class _Sum(NamedTuple):
-    """The sum of the hidden states of a run's tokens, fp32 [hidden_size] on the device, and the
-    classifier's head of the run's adapter."""
+    """The hidden states of a run, fp32: their sum, [1, hidden_size], or all of a run whose tokens
+    are kept apart, [num_tokens, hidden_size]; and the classifier's head of the run's adapter."""
 
     run: ScoredRun
-    total: Tensor
+    states: Tensor
     head: ClassifierHead | None
 
 
 def pool(slices: Iterable[Hidden], base_head: ClassifierHead | None) -> Iterator[Pooled]:
-    """Yields the sum of each sequence's tokens, in fp32, on the host; of one that is classified
-    the outputs of its adapter's own head, or of the base's."""
+    """Yields the sum of each sequence's tokens, in fp32, on the host, or the state of each token;
+    of one that is classified the outputs of its adapter's own head, or of the base's."""
     sums = _sums(slices)
     if not sums:
         return
-    hosts = torch.stack([each.total for each in sums]).cpu()  # copied at once
-    sound = hosts.isfinite().all(dim=1).tolist()
+    # Copied at once.
+    rows = torch.cat([each.states for each in sums]).cpu()
+    hosts = rows.split([len(each.states) for each in sums])
     classified = _classified(sums, base_head)
-    for each, host, is_sound in zip(sums, hosts, sound, strict=True):
-        run, made = each.run, classified.get(each.run.sequence)
-        if made is None:
-            part = HiddenSum(run.position - 1, run.num_tokens, host.numpy().tobytes())
-            yield Pooled(run.sequence, part, is_sound)
-        else:
+    for place, (each, host) in enumerate(zip(sums, hosts, strict=True)):
+        run, made = each.run, classified.get(place)
+        is_sound = bool(host.isfinite().all())
+        first = run.position - 1
+        part: HiddenSum | TokenStates | ClassLogits
+        if made is not None:
             # A finite hidden state may have outputs that are not.
-            yield Pooled(run.sequence, made, is_sound and bool(np.isfinite(made.logits).all()))
+            part, is_sound = made, is_sound and bool(np.isfinite(made.logits).all())
+        elif _keeps_tokens(run):
+            part = TokenStates(first, run.num_tokens, host.numpy().tobytes())
+        else:
+            part = HiddenSum(first, run.num_tokens, host.numpy().tobytes())
+        yield Pooled(run.sequence, part, is_sound)
+
+
+def _keeps_tokens(run: ScoredRun) -> bool:
+    """Returns whether each token of a run has a result of its own."""
+    [option] = run.sequence.request.wanted
+    return isinstance(option, PoolingOption | ClassLogitsOption) and bool(option.per_token)
 
 
 def _sums(slices: Iterable[Hidden]) -> list[_Sum]:
-    """Returns one sum for each sequence: the ends of slices may cut its run."""
+    """Returns one sum for each sequence: the ends of slices may cut its run. Tokens that are kept
+    apart are not summed."""
     made: list[_Sum] = []
     for runs, states, heads in slices:
         split = states.float().split([run.num_tokens for run in runs])
         for run, own, head in zip(runs, split, heads, strict=True):
-            total = own.sum(dim=0)
+            if _keeps_tokens(run):
+                made.append(_Sum(run, own.clone(), head))
+                continue
+            total = own.sum(dim=0, keepdim=True)
             if made and made[-1].run.sequence is run.sequence:
                 before = made.pop()
-                total += before.total
+                total += before.states
                 num_tokens = before.run.num_tokens + run.num_tokens
                 run = before.run._replace(num_tokens=num_tokens)
             made.append(_Sum(run, total, head))
     return made
 
 
-def _classified(sums: list[_Sum], base_head: ClassifierHead | None) -> dict[Sequence, ClassLogits]:
-    """Returns the outputs for the sequences that are classified: all of a head at once."""
-    of_heads: dict[int, list[_Sum]] = {}
-    for each in sums:
+def _classified(sums: list[_Sum], base_head: ClassifierHead | None) -> dict[int, ClassLogits]:
+    """Returns the outputs for the sums that are classified, by their places: all of a head at
+    once."""
+    of_heads: dict[int, list[int]] = {}
+    for place, each in enumerate(sums):
         if each.run.sequence.request.wanted.kind is Kind.CLASSIFY:
-            of_heads.setdefault(id(each.head), []).append(each)
+            of_heads.setdefault(id(each.head), []).append(place)
     made = {}
-    for group in of_heads.values():
-        own, head = group[0].head, base_head
+    for places in of_heads.values():
+        own, head = sums[places[0]].head, base_head
         if own is not None:
             head = own if base_head is None else base_head.with_own(own)
-        means = [total / run.num_tokens for run, total, _ in group]
-        logits = None if head is None else head(torch.stack(means))
+        states = [_states(sums[place]) for place in places]
+        logits = None if head is None else head(torch.cat(states))
         rows = None if logits is None else logits.cpu().numpy()
-        for place, (run, *_) in enumerate(group):
-            values = b"" if rows is None else rows[place].tobytes()
+        start = 0
+        for place in places:
+            run, num_rows = sums[place].run, len(sums[place].states)
+            values = b"" if rows is None else rows[start : start + num_rows].tobytes()
             end = run.position + run.num_tokens - 1
-            made[run.sequence] = ClassLogits(end, values, is_own=own is not None)
+            made[place] = ClassLogits(end, values, own is not None, num_rows)
+            start += num_rows
     return made
+
+
+def _states(found: _Sum) -> Tensor:
+    """Returns the hidden states that a head reads: each of them, or their mean."""
+    return found.states if _keeps_tokens(found.run) else found.states / found.run.num_tokens
 
 
 def choose(rows: Iterable[BatchRow], logits: Tensor) -> Iterator[Pooled]:

@@ -27,10 +27,12 @@ from inference_svc.model.checkpoint.headers import is_same_content, tensor_names
 from inference_svc.model.checkpoint.wrapper import BARE, HEADED, TEXT_ALONE, Wrapper
 from inference_svc.model.config.keys import check_keys
 from inference_svc.model.config.reader import ConfigReader
-from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder, EncoderInputs
+from inference_svc.model.description.encoder import TOKENS_HEAD
 from inference_svc.model.quantised import plain_config, read_scheme
 from inference_svc.model.quantised.chosen import with_chosen_format
 from inference_svc.model.quantised.modules import with_stored_formats
+from inference_svc.results.embedding_rule import Pooling
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32000,
@@ -48,7 +50,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Values that transformers assumes for keys that config.json leaves out, unless a family's
 `defaults` differ. A bias that is left out is absent."""
-CLASSIFIER = "ForSequenceClassification"
+CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
 EMBEDDING, HEAD = f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight"
 
 logger = logging.getLogger(__name__)
@@ -133,8 +135,8 @@ def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
     _check_keys(values, family)
     config = ConfigReader(values, {**DEFAULTS, **family.defaults})
     decoder = family.describe(config)
-    if decoder.encoder is not None and values["architectures"][0].endswith(CLASSIFIER):
-        decoder = replace(decoder, labels=_labels(values))
+    if decoder.encoder is not None:
+        decoder = _with_encoders_head(decoder, decoder.encoder, values)
     if decoder.encoder is None:
         decoder = _without_head(decoder, values, tensor_names(model_dir))
     elif scheme is not None or quantize != "none":
@@ -168,9 +170,27 @@ def _without_head(decoder: Decoder, values: Mapping[str, Any], stored: list[str]
     [name] = values["architectures"]
     if name in families() or HEAD in stored:
         return decoder
-    head = replace(decoder.head, is_tied=True)
-    labels = _labels(values) if name.endswith(CLASSIFIER) else ()
-    return replace(decoder, head=head, generates=False, labels=labels)
+    head, is_of_tokens = replace(decoder.head, is_tied=True), name.endswith(TOKEN_CLASSIFIER)
+    labels = _labels(values) if is_of_tokens or name.endswith(CLASSIFIER) else ()
+    return replace(decoder, head=head, generates=False, labels=labels, labels_tokens=is_of_tokens)
+
+
+def _with_encoders_head(
+    decoder: Decoder, encoder: EncoderInputs, values: Mapping[str, Any]
+) -> Decoder:
+    """Returns an encoder with the classifier's head of its class, if the class has one. Raises
+    UnsupportedModel for a class whose head is not computed."""
+    [name] = values["architectures"]
+    is_of_tokens = name.endswith(TOKEN_CLASSIFIER)
+    if not (is_of_tokens or name.endswith(CLASSIFIER)):
+        return decoder
+    if encoder.head is None:
+        raise UnsupportedModel(f"architectures = {[name]!r}: this class's head is not computed")
+    if is_of_tokens:
+        has_norm = encoder.head.norm is not None
+        head = encoder.head._replace(pooling=Pooling.NONE) if has_norm else TOKENS_HEAD
+        encoder = replace(encoder, head=head)
+    return replace(decoder, encoder=encoder, labels=_labels(values), labels_tokens=is_of_tokens)
 
 
 def _labels(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -239,7 +259,8 @@ def _family_of(config: Mapping[str, Any]) -> Family:
 def _classes(architecture: str) -> tuple[list[str], ...]:
     """Returns the names of transformers' classes of a family without the head of its language
     model, as config.json has them: without any, and with a classifier's."""
-    return tuple([architecture.replace("ForCausalLM", end)] for end in ("Model", CLASSIFIER))
+    ends = "Model", CLASSIFIER, TOKEN_CLASSIFIER
+    return tuple([architecture.replace("ForCausalLM", end)] for end in ends)
 
 
 def _canonical_sha256(config: Mapping[str, Any]) -> str:

@@ -90,14 +90,17 @@ def read_score_head(
             return stored[...].to(torch.float32)
 
     if encoder is None:
-        if f"{SCORE}.bias" in found:
+        bias = None
+        if decoder.labels_tokens:
+            bias = read(f"{SCORE}.bias", num_labels)
+        elif f"{SCORE}.bias" in found:
             raise UnsupportedModel(f"{model_dir}: a classifier needs {SCORE}.weight, and no bias")
-        return ClassifierHead(read(f"{SCORE}.weight", num_labels, size))
+        return ClassifierHead(read(f"{SCORE}.weight", num_labels, size), bias)
     if encoder.head is None:
         reason = f"{decoder.architecture} has no head that adapters may have, too"
         raise UnsupportedModel(f"--classifiers: {reason}")
     own, head = encoder.head, ClassifierHead()
-    if decoder.labels or not own.is_adapters:
+    if own.dense and (decoder.labels or not own.is_adapters):
         head = ClassifierHead(
             dense=read(f"{own.dense}.weight", size, size),
             dense_bias=read(f"{own.dense}.bias", size) if own.has_dense_bias else None,

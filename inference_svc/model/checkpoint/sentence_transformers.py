@@ -1,9 +1,10 @@
 """How a model embeds, by the files that sentence-transformers saves in its folder.
 
 `modules.json` lists the steps behind the hidden states: a pooling, whose folder has its config, and
-perhaps a normalisation. `config_sentence_transformers.json` has the prompts. A folder without these
-is a language model: the last token has seen the others, so that its hidden state, normalised, is
-the vector. Of an encoder it is the mean of all tokens.
+perhaps a normalisation. `config_sentence_transformers.json` has the prompts, and
+`sentence_bert_config.json` how many tokens an input may have, and whether it is in lower case. A
+folder without these is a language model: the last token has seen the others, so that its hidden
+state, normalised, is the vector. Of an encoder it is the mean of all tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+INPUTS = "sentence_bert_config.json"
 POOLING = "1_Pooling/config.json"
 """Where sentence-transformers saves the pooling."""
 MAX_MODULES, MAX_PROMPTS, MAX_PROMPT_CHARS = 16, 64, 1 << 14
+MAX_SEQUENCE = 1 << 30
+"""More tokens than any context has."""
 
 _FLAG = "pooling_mode_"
 _POOLINGS = {
@@ -63,7 +67,23 @@ def _read(model_dir: Path, rule: EmbeddingRule) -> EmbeddingRule:
     if (model_dir / PROMPTS).exists():
         prompts, default = _prompts(read_json(model_dir / PROMPTS))
         rule = replace(rule, prompts=prompts, default_prompt=default)
+    if (model_dir / INPUTS).exists():
+        max_tokens, lowercases = _inputs(read_json(model_dir / INPUTS))
+        rule = replace(rule, max_tokens=max_tokens, lowercases=lowercases)
     return rule
+
+
+def _inputs(config: Mapping[str, Any]) -> tuple[int, bool]:
+    """Returns the most tokens of an input, 0 for no such limit, and whether it is in lower case.
+    Raises UnsupportedModel."""
+    most, lowercases = config.get("max_seq_length"), config.get("do_lower_case", False)
+    if most is not None and (type(most) is not int or not 1 <= most <= MAX_SEQUENCE):
+        raise UnsupportedModel(
+            f"{INPUTS}: max_seq_length = {most!r}: must be from 1 to {MAX_SEQUENCE}, or null"
+        )
+    if not isinstance(lowercases, bool):
+        raise UnsupportedModel(f"{INPUTS}: do_lower_case = {lowercases!r}: must be true or false")
+    return most or 0, lowercases
 
 
 def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...]:

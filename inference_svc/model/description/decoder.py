@@ -163,7 +163,7 @@ class Decoder:
     the rank whose part this is, as `model.sharding` makes it, and `stage` the stage, of which
     operations, weights and states are; None: of the whole model. `blocks` are those of all stages.
     It `generates` unless its class has no head, or another one: a classifier has a head of its own,
-    whose outputs have the names `labels`.
+    whose outputs have the names `labels`, for each token if it `labels_tokens`.
 
     With an `encoder` it is no decoder: its tokens see each other in both directions, so that it
     never generates and has no state. It has no logits; the outputs of a step are hidden states, of
@@ -189,6 +189,7 @@ class Decoder:
     stage: Stage | None = None
     generates: bool = True
     labels: tuple[str, ...] = ()
+    labels_tokens: bool = False
     encoder: EncoderInputs | None = None
 
     @property

@@ -41,9 +41,9 @@ class Positions(NamedTuple):
 
 
 class EncoderHead(NamedTuple):
-    """The modules of a classifier head of the first token, or of the tokens that `pooling` says:
-    out(tanh(dense(x))), or out(norm(activation(dense(x)))). Adapters with a head of their own have
-    both modules, if the dense one `is_adapters`; else only `out`."""
+    """The modules of a classifier head of the tokens that `pooling` says: out(tanh(dense(x))), or
+    out(norm(activation(dense(x)))), or without a `dense` (""): out(x). Adapters with a head of
+    their own have both modules, if the dense one `is_adapters`; else only `out`."""
 
     dense: str
     out: str
@@ -52,6 +52,10 @@ class EncoderHead(NamedTuple):
     activation: Activation | None = None
     norm: Norm | None = None
     pooling: Pooling = Pooling.FIRST
+
+
+TOKENS_HEAD = EncoderHead("", "classifier", is_adapters=False, pooling=Pooling.NONE)
+"""The head of transformers' classes that label each token; ModernBERT keeps its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -10,6 +11,7 @@ from loadout._rpc.convert.from_inference import identity, timings, usage
 from loadout._rpc.convert.messages import build, invalid
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
+FP32_BYTES = 4
 Inputs = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """Inputs to embed: one text or list of token ids, or several."""
 
@@ -21,6 +23,11 @@ POOLINGS: dict[int, str] = {
     inference_pb.POOLING_LAST: "last",
     inference_pb.POOLING_MEAN: "mean",
     inference_pb.POOLING_FIRST: "first",
+    inference_pb.POOLING_NONE: "none",
+}
+TRUNCATIONS: dict[int, str] = {
+    inference_pb.TRUNCATION_END: "end",
+    inference_pb.TRUNCATION_START: "start",
 }
 
 
@@ -41,7 +48,33 @@ def _to_input(given: object, field: str) -> inference_pb.EmbedInput:
 
 
 def embedding(message: inference_pb.EmbedResponse) -> types.Embedding:
-    return types.Embedding(vector=memoryview(message.embedding).cast("f"), **_common(message))
+    vector = _values(message.embedding, message.num_tokens)
+    return types.Embedding(vector=vector, **_common(message))
+
+
+def _values(content: bytes, num_tokens: int) -> memoryview[float]:
+    """Returns numbers; with tokens as [tokens, numbers]."""
+    if not num_tokens:
+        return memoryview(content).cast("f")
+    return memoryview(content).cast("f", [num_tokens, len(content) // FP32_BYTES // num_tokens])
+
+
+def joined_embedding(parts: Sequence[types.Embedding]) -> types.Embedding:
+    """Returns the vectors of all of an input's responses."""
+    vector = _joined([part.vector for part in parts])
+    return dataclasses.replace(parts[-1], vector=vector)
+
+
+def joined_tokens(parts: Sequence[types.TokenClassification]) -> types.TokenClassification:
+    """Returns the labels of all of an input's responses."""
+    probabilities = _joined([part.probabilities for part in parts])
+    return dataclasses.replace(parts[-1], probabilities=probabilities)
+
+
+def _joined(views: Sequence[memoryview[float]]) -> memoryview[float]:
+    if len(views) == 1:
+        return views[0]
+    return _values(b"".join(view.tobytes() for view in views), sum(map(len, views)))
 
 
 def score(message: inference_pb.ScoreResponse) -> types.Score:
@@ -53,6 +86,14 @@ def classification(message: inference_pb.ClassifyResponse) -> types.Classificati
         label=message.label,
         label_index=message.label_index,
         probabilities=memoryview(message.probabilities).cast("f"),
+        **_common(message),
+    )
+
+
+def token_classification(message: inference_pb.ClassifyResponse) -> types.TokenClassification:
+    return types.TokenClassification(
+        labels=tuple(message.labels),
+        probabilities=_values(message.probabilities, message.num_tokens),
         **_common(message),
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,9 @@ from inference_svc.engine.compute.scorer import choose, pool
 from inference_svc.model.checkpoint.classifier import ClassifierHead
 from inference_svc.results.base import Option, Wanted
 from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
-from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
+from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption, token_logits
 from inference_svc.results.embedding_rule import Pooling
-from inference_svc.results.pooling import HiddenSum, PoolingOption
+from inference_svc.results.pooling import HiddenSum, PoolingOption, TokenStates
 
 SIZE = 8
 MEAN = PoolingOption(Pooling.MEAN, True, SIZE, SIZE)
@@ -81,6 +83,44 @@ def test_a_head_has_one_product_in_a_step(monkeypatch: pytest.MonkeyPatch) -> No
         assert weight is not None
         np.testing.assert_allclose(each.part.logits, weight @ hidden[index], atol=1e-5)
         assert (each.part.end, each.part.is_own) == (2, head is not None)
+
+
+def test_tokens_are_kept_apart_beside_sums_and_other_heads() -> None:
+    """However slices cut their runs; a buffer that is written again changes nothing."""
+    each_token = PoolingOption(Pooling.NONE, False, SIZE, SIZE)
+    vectors, tags = sequence(5, each_token), sequence(3, ClassLogitsOption(per_token=True))
+    mean, label = sequence(2, MEAN), sequence(1, ClassLogitsOption())
+    base, hidden = ClassifierHead(torch.randn(4, SIZE), torch.randn(4)), states(11)
+    runs = [
+        [ScoredRun(vectors, 1, 0, 3)],
+        [ScoredRun(vectors, 4, 3, 2), ScoredRun(tags, 1, 5, 1)],
+        [ScoredRun(tags, 2, 6, 2), ScoredRun(mean, 1, 8, 2), ScoredRun(label, 1, 10, 1)],
+    ]
+    buffer = torch.empty(5, SIZE)
+
+    def slices() -> Iterator[Hidden]:
+        done = 0
+        for part in runs:
+            count = sum(run.num_tokens for run in part)
+            buffer[:count] = hidden[done : done + count]
+            yield Hidden(part, buffer[:count], [None] * len(part))
+            done += count
+
+    found: dict[Sequence, list[Any]] = {}
+    for each in pool(slices(), base):
+        assert each.is_sound
+        found.setdefault(each.sequence, []).append(each.part)
+    parts = found[vectors]
+    assert [(p.first_position, p.num_tokens) for p in parts] == [(0, 3), (3, 2)]
+    assert all(isinstance(part, TokenStates) for part in parts)
+    got = np.frombuffer(b"".join(part.states for part in parts), np.float32).reshape(5, SIZE)
+    np.testing.assert_array_equal(got, hidden[:5])
+    wanted = base(hidden)
+    assert wanted is not None
+    np.testing.assert_allclose(token_logits(found[tags]), wanted[5:8], atol=1e-5)
+    assert [(p.end, p.num_tokens) for p in found[tags]] == [(1, 1), (3, 2)]
+    assert isinstance(found[mean][0], HiddenSum)
+    np.testing.assert_allclose(found[label][0].logits, wanted[10], atol=1e-5)
 
 
 @pytest.mark.parametrize(("scale", "is_sound"), [(1.0, True), (3e38, False), (math.nan, False)])

@@ -36,6 +36,7 @@ def write(folder: Path, **files: Any) -> Path:
         "modules": "modules.json",
         "pooling": "1_Pooling/config.json",
         "prompts": "config_sentence_transformers.json",
+        "inputs": "sentence_bert_config.json",
     }
     for name, content in found.items():
         path = folder / places[name]
@@ -62,6 +63,28 @@ def test_each_pooling(tmp_path: Path, flag: str, pooling: Pooling) -> None:
     modules = [*MODULES[:2]]
     rule = read_embedding_rule(write(tmp_path, pooling={flag: True}, modules=modules), 8)
     assert (rule.pooling, rule.is_normalised, rule.refusal) == (pooling, False, "")
+
+
+def test_the_lengths_of_inputs_and_their_case(tmp_path: Path) -> None:
+    inputs = {"max_seq_length": 256, "do_lower_case": True}
+    rule = read_embedding_rule(write(tmp_path, inputs=inputs), 8)
+    assert (rule.max_tokens, rule.lowercases, rule.refusal) == (256, True, "")
+    rule = read_embedding_rule(write(tmp_path, inputs={"max_seq_length": None}), 8)
+    assert (rule.max_tokens, rule.lowercases, rule.refusal) == (0, False, "")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "why"),
+    [
+        ({"max_seq_length": 0}, "max_seq_length = 0: must be from 1"),
+        ({"max_seq_length": "256"}, "max_seq_length = '256'"),
+        ({"max_seq_length": True}, "max_seq_length = True"),
+        ({"do_lower_case": 1}, "do_lower_case = 1: must be true or false"),
+        ("[", "sentence_bert_config.json"),
+    ],
+)
+def test_inputs_that_cannot_be_honoured_are_refused(tmp_path: Path, inputs: Any, why: str) -> None:
+    assert why in read_embedding_rule(write(tmp_path, inputs=inputs), 8).refusal
 
 
 def test_types_of_newer_versions(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_defaults_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         ({"hidden_size": 63}, "hidden_size = 63: not a multiple of 4 heads"),
         ({"add_cross_attention": True}, "add_cross_attention = True"),
         ({"embedding_size": 32}, "embedding_size = 32: not known for BertModel"),
-        ({"architectures": ["BertForTokenClassification"]}, "architectures = "),
+        ({"architectures": ["BertForQuestionAnswering"]}, "architectures = "),
         ({"architectures": ["BertLMHeadModel"]}, "supported is one of .*, BertModel, "),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}, "plain"),
     ],

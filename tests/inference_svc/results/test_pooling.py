@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule, Pooling
-from inference_svc.results.pooling import HiddenSum, PoolingOption, pooled
+from inference_svc.results.pooling import (
+    HiddenSum,
+    PoolingOption,
+    TokenStates,
+    pooled,
+    token_vectors,
+)
 from servicekit.errors import InvalidArgument
 
 
@@ -91,3 +97,15 @@ def test_neighbouring_sums_are_one() -> None:
     found = HiddenSum(2, 3, first.tobytes()).plus(HiddenSum(5, 1, second.tobytes()))
     assert found == HiddenSum(2, 4, (first + second).tobytes())
     assert found.end == 6
+
+
+@pytest.mark.parametrize("is_normalised", [True, False])
+def test_vectors_of_tokens_come_in_parts(is_normalised: bool) -> None:
+    option = PoolingOption(Pooling.NONE, is_normalised, 3, 8)
+    states = np.arange(1, 41, dtype=np.float32).reshape(5, 8)
+    parts = [TokenStates(at, n, states[at : at + n].tobytes()) for at, n in ((0, 2), (2, 3))]
+    found, cut = token_vectors(parts, option), states[:, :3]
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True) if is_normalised else 1
+    np.testing.assert_allclose(found, cut / lengths, rtol=1e-6)
+    assert (parts[1].end, option.positions(5)) == (5, (0, 5))
+    assert option.prompt_bytes(5) - option.prompt_bytes(0) == states.nbytes

@@ -6,7 +6,14 @@ import pytest
 
 from inference_svc.errors import TemplateTimeout
 from inference_svc.text.chat import TEMPLATE_CHARS, Chat, ChatMessage
-from inference_svc.text.prompt import INLINE_CHARS, Prompt, PromptEncoder, Text
+from inference_svc.text.prompt import (
+    INLINE_CHARS,
+    Kept,
+    Prompt,
+    PromptEncoder,
+    PromptLimit,
+    Text,
+)
 from servicekit.errors import InvalidArgument
 from servicekit.work_budget import WorkBudget
 
@@ -235,3 +242,44 @@ def test_an_adapter_has_tokens_behind_the_models() -> None:
         prompts.close()
 
     asyncio.run(body())
+
+
+class Framed(Recording):
+    """Adds a token before and one behind."""
+
+    longest = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.longest = max(self.longest, len(text))
+        own = [ord(char) for char in text]
+        return [1, *own, 2] if add_special_tokens else own
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kept", "tokens"),
+    [
+        (Text("abcdef"), Kept.FIRST, (1, 97, 98, 2)),
+        (Text("abcdef"), Kept.LAST, (1, 101, 102, 2)),
+        (Text("ab"), Kept.FIRST, (1, 97, 98, 2)),
+        (Text("abcdef", add_special_tokens=False), Kept.LAST, (99, 100, 101, 102)),
+        ((1, 2, 3, 4, 5), Kept.FIRST, (1, 2, 3, 4)),
+        ((1, 2, 3, 4, 5), Kept.LAST, (2, 3, 4, 5)),
+        (Text("a" * 5000), Kept.FIRST, (1, 97, 97, 2)),
+    ],
+)
+def test_a_prompt_is_cut(prompt: Prompt, kept: Kept, tokens: tuple[int, ...]) -> None:
+    """The tokenizer's own tokens stay, and only characters that may be kept are tokenised."""
+
+    async def body(limit: PromptLimit) -> tuple[int, ...]:
+        prompts = PromptEncoder(encoder, 10, 128, WorkBudget("work", 1.0))
+        try:
+            return await prompts.encode(prompt, num_answer_tokens=0, limit=limit)
+        finally:
+            prompts.close()
+
+    encoder = Framed()
+    assert asyncio.run(body(PromptLimit(4, kept))) == tokens
+    assert encoder.longest <= 8
+    if len(tokens) < (len(prompt) if isinstance(prompt, tuple) else len(prompt.text)):
+        with pytest.raises(InvalidArgument, match=r"at most 4 are taken|context of 10 tokens"):
+            asyncio.run(body(PromptLimit(4, why="are taken")))

@@ -83,8 +83,9 @@ class Encoder(NamedTuple):
 
     def vector(self, adapter: str, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
         first, end = pooling.positions(len(ids))
-        vector = self.hidden(adapter, ids)[first:end].mean(0)
-        return np.asarray(vector / np.linalg.norm(vector))
+        chosen = self.hidden(adapter, ids)[first:end]
+        vector = chosen if pooling is Pooling.NONE else chosen.mean(0)
+        return np.asarray(vector / np.linalg.norm(vector, axis=-1, keepdims=True))
 
     @property
     def zoo(self) -> Zoo:

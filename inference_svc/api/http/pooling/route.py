@@ -36,9 +36,10 @@ NAMES: Names = {"adapter": "model", "chat": "model"}
 
 
 class PoolBody(Body):
-    """The fields that all bodies have; null means absent."""
+    """The fields that all bodies have; null means absent, and without a `model` the base model
+    answers."""
 
-    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     user: Ignored | None = None
 
     # Extensions, by vLLM's names.
@@ -109,7 +110,7 @@ class IncomingPool(IncomingBody, Generic[B]):
     async def read(self, parsers: Executor) -> GenerateCall:
         max_values = max(MAX_VALUES, MAX_INPUT_TOKENS + MAX_INPUTS)
         body: B = await self.read_as(self._endpoint.body, parsers, max_values)
-        adapter = adapter_of(body.model, self._facts)
+        adapter = "" if body.model is None else adapter_of(body.model, self._facts)
         self.adapter = adapter or sum_label(part.ref for part in body.adapters or ())
         call = body.to_call(self.request_id, adapter, self._facts)
         self.answer = self._endpoint.answer(body, self._facts)

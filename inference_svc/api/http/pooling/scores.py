@@ -1,4 +1,5 @@
-"""/v1/score and /v1/rerank, by vLLM's names: how relevant documents are for a query."""
+"""/v1/score and /v1/rerank, by vLLM's names: how relevant documents are for a query. Documents of
+/v1/rerank may also have the names of text-embeddings-inference."""
 
 from __future__ import annotations
 
@@ -65,19 +66,37 @@ class ScoreBody(PoolBody):
 
 class RerankBody(PoolBody):
     query: Annotated[str, Field(min_length=1)]
-    documents: Texts
+    documents: Texts | None = None
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
+
+    # Of text-embeddings-inference, which has `texts` in the place of documents.
+    texts: Texts | None = None
+    return_text: bool | None = None
+    raw_scores: bool | None = None
+    truncate: bool | None = None
 
     # Of our own.
     instruction: Annotated[str, Field(max_length=MAX_INSTRUCTION_CHARS)] | None = None
 
+    @property
+    def given(self) -> list[str]:
+        return self.documents or self.texts or []
+
     def to_call(self, request_id: str, adapter: str, facts: ServerFacts) -> GenerateCall:
+        if (self.documents is None) == (self.texts is None):
+            raise InvalidArgument("documents: give these, or texts", subject="documents")
+        for field, value in (("raw_scores", self.raw_scores), ("truncate", self.truncate)):
+            if value:
+                raise InvalidArgument(
+                    f"{field}: must be false: scores are probabilities, of whole documents",
+                    subject=field,
+                )
         call = ScoreCall(
             **self.common(request_id, adapter),
-            pairs=tuple((self.query, document) for document in self.documents),
+            pairs=tuple((self.query, document) for document in self.given),
             instruction=self.instruction or "",
-            inputs_field="documents",
+            inputs_field="documents" if self.texts is None else "texts",
         )
         return call.to_call()
 
@@ -149,6 +168,29 @@ class Ranking:
         return [to_json({**head, "results": results, "usage": found.usage}).encode()]
 
 
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """See `route.Answer`: the list of text-embeddings-inference, the most relevant texts first."""
+
+    texts: tuple[str, ...]
+
+    async def encode(
+        self, stream: GenerateStream, head: dict[str, Any], memory: AnswerMemory
+    ) -> list[bytes]:
+        memory.add(sum(map(len, self.texts)))
+        values = (await _scores(stream, memory)).values
+        order = sorted(range(len(values)), key=lambda index: -values[index])
+        ranks = [
+            {
+                "index": index,
+                **({"text": self.texts[index]} if self.texts else {}),
+                "score": values[index],
+            }
+            for index in order
+        ]
+        return [to_json(ranks).encode()]
+
+
 class Rerank:
     """See `route.Endpoint`."""
 
@@ -156,6 +198,8 @@ class Rerank:
     id_prefix: ClassVar = "rerank"
     object: ClassVar = "list"
 
-    def answer(self, body: RerankBody, facts: ServerFacts) -> Ranking:
-        texts = () if body.return_documents is False else tuple(body.documents)
-        return Ranking(body.top_n or len(body.documents), texts)
+    def answer(self, body: RerankBody, facts: ServerFacts) -> Ranking | Ranks:
+        if body.texts is not None:
+            return Ranks(tuple(body.texts) if body.return_text else ())
+        texts = () if body.return_documents is False else tuple(body.given)
+        return Ranking(body.top_n or len(body.given), texts)

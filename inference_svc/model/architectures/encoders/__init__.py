@@ -6,5 +6,5 @@ modernbert  ModernBERT
 """
 
 MODEL = "Model"
-CLASSES = (MODEL, "ForMaskedLM", "ForSequenceClassification")
+CLASSES = (MODEL, "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 """The ends of the names of classes that are served: their heads aside, they are one model."""

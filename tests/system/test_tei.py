@@ -1,0 +1,151 @@
+"""The bodies of text-embeddings-inference, and inputs that are cut, over real services."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import httpx2
+import numpy as np
+import pytest
+
+from inference_svc.results.embedding_rule import Pooling
+from loadout.errors import InvalidArgument
+from tests.support.models.encoders import MAX_TOKENS, Encoder, make_encoder, save_modules
+from tests.system.services import Services
+
+MOST = 40
+"""The most tokens of an input, as the model's folder says."""
+
+
+class Serving(NamedTuple):
+    services: Services
+    http: httpx2.Client
+    made: Encoder
+
+    def post(self, path: str, **fields: Any) -> Any:
+        answer = self.http.post(path, json=fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def refused(self, path: str, **fields: Any) -> tuple[str, str]:
+        """Returns the field and the message of the error."""
+        answer = self.http.post(path, json=fields)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        return error["param"], error["message"]
+
+    def vector(self, ids: list[int], adapter: str = "") -> np.ndarray:
+        return self.made.vector(adapter, ids, Pooling.MEAN)
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.services.client.tokenize(text))
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("tei")
+    made = make_encoder("bert", folder)
+    save_modules(made.folder, pooling="mean_tokens", normalises=True, query="a b ")
+    inputs = {"max_seq_length": MOST, "do_lower_case": True}
+    (made.folder / "sentence_bert_config.json").write_text(json.dumps(inputs))
+    flags = ("--http", "127.0.0.1:0", "--base-model", "bert", "--max-model-len", str(MAX_TOKENS))
+    with ExitStack() as stack:
+        services = stack.enter_context(Services(made.zoo, folder, inference_flags=flags))
+        services.client.register("every", str(made.adapter_dirs["every"]), base_model="bert")
+        url = f"http://{services.http_address}"
+        http = stack.enter_context(httpx2.Client(base_url=url, timeout=60))
+        yield Serving(services, http, made)
+        services.check_exit_codes()
+
+
+def test_embed_answers_with_vectors_alone(serving: Serving) -> None:
+    one, two = "a b c", "how nice"
+    found = serving.post("/embed", inputs=[one, two])
+    for vector, text in zip(found, (one, two), strict=True):
+        np.testing.assert_allclose(vector, serving.vector(serving.ids(text)), atol=1e-4)
+    assert serving.post("/embed", inputs=one) == [found[0]]
+    longer = serving.post("/embed", inputs=one, normalize=False)[0]
+    assert not np.isclose(np.linalg.norm(longer), 1.0)
+    np.testing.assert_allclose(longer / np.linalg.norm(longer), found[0], atol=1e-5)
+    own = serving.post("/embed", inputs=one, model="every")[0]
+    np.testing.assert_allclose(own, serving.vector(serving.ids(one), "every"), atol=1e-4)
+    query = serving.post("/embed", inputs=one, prompt_name="query")[0]
+    np.testing.assert_allclose(query, serving.vector(serving.ids("a b " + one)), atol=1e-4)
+
+
+def test_embed_all_answers_with_vectors_of_tokens(serving: Serving) -> None:
+    [found] = serving.post("/embed_all", inputs="a b c")
+    wanted = serving.made.hidden("", serving.ids("a b c"))
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_similarities_are_cosines(serving: Serving) -> None:
+    source, others = "a b c", ["a b c", "how nice", "c b a"]
+    found = serving.post("/similarity", inputs={"source_sentence": source, "sentences": others})
+    vectors = [serving.vector(serving.ids(text)) for text in (source, *others)]
+    np.testing.assert_allclose(found, [vectors[0] @ each for each in vectors[1:]], atol=1e-4)
+
+
+def test_info(serving: Serving) -> None:
+    found = serving.http.get("/info").json()
+    assert (found["model_id"], found["max_input_length"], found["auto_truncate"]) == (
+        *("bert", MOST),
+        False,
+    )
+    assert found["model_type"] == {"embedding": {"pooling": "mean"}}
+
+
+def test_what_is_not_served_is_refused_by_name(serving: Serving) -> None:
+    answer = serving.http.post("/embed_sparse", json={"inputs": "a"})
+    assert answer.status_code == 501
+    assert "no sparse vectors" in answer.json()["error"]["message"]
+    assert serving.refused("/predict", inputs="a")[0] == "model"
+    assert serving.refused("/predict", inputs=[["a", "b"]])[0] == "inputs"
+    assert serving.refused("/embed", inputs=["a", ""])[0] == "inputs[1]"
+    assert serving.refused("/embed", inputs="a", truncation_direction="up") is not None
+    assert serving.refused("/rerank", query="q", texts=["a"], raw_scores=True)[0] == "raw_scores"
+    assert serving.refused("/rerank", query="q", texts=["a"], truncate=True)[0] == "truncate"
+    assert serving.refused("/rerank", query="q")[0] == "documents"
+
+
+def test_inputs_longer_than_the_models_folder_says_are_refused(serving: Serving) -> None:
+    """Not at the context, which is longer."""
+    ids = list(range(5, 5 + MOST + 1))
+    assert len(ids) < MAX_TOKENS
+    param, message = serving.refused("/v1/embeddings", input=[[5], ids])
+    assert param == "input[1]"
+    assert f"at most {MOST} are embedded by this model (max_seq_length" in message
+    with pytest.raises(InvalidArgument, match="max_seq_length"):
+        serving.services.client.embed([ids])
+    with pytest.raises(InvalidArgument, match=f"max_tokens: at most {MOST}"):
+        serving.services.client.embed([ids], max_tokens=MOST + 1)
+    assert serving.services.client.embed([ids[:MOST]])
+
+
+def test_inputs_are_cut_at_either_end(serving: Serving) -> None:
+    """Ids as they are; of texts the tokenizer's own tokens stay."""
+    client, ids = serving.services.client, list(range(5, 5 + MOST + 9))
+    [end] = client.embed([ids], truncation="end")
+    np.testing.assert_allclose(end.vector, serving.vector(ids[:MOST]), atol=1e-4)
+    assert end.usage is not None
+    assert end.usage.prompt_tokens == MOST
+    [start] = client.embed([ids], truncation="start", max_tokens=7)
+    np.testing.assert_allclose(start.vector, serving.vector(ids[-7:]), atol=1e-4)
+    body = {"input": [ids], "truncate_prompt_tokens": 7}
+    for side, wanted in (("right", ids[:7]), ("left", ids[-7:])):
+        [found] = serving.post("/v1/embeddings", **body, truncation_side=side)["data"]
+        np.testing.assert_allclose(found["embedding"], serving.vector(wanted), atol=1e-4)
+    whole = {"input": [ids], "truncate_prompt_tokens": -1}
+    [found] = serving.post("/v1/embeddings", **whole)["data"]
+    np.testing.assert_allclose(found["embedding"], end.vector, atol=1e-5)
+    text = "a b c " * 200
+    [found] = serving.post("/embed", inputs=text, truncate=True)
+    np.testing.assert_allclose(found, serving.vector(serving.ids(text[:60])[:MOST]), atol=1e-4)
+
+
+def test_texts_are_in_lower_case(serving: Serving) -> None:
+    [upper] = serving.post("/embed", inputs="A B c")
+    np.testing.assert_allclose(upper, serving.vector(serving.ids("a b c")), atol=1e-4)
