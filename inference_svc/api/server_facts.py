@@ -47,6 +47,11 @@ class ServerFacts:
     generates: bool = True
 
     @property
+    def max_input_tokens(self) -> int:
+        """The most tokens of an input to embed."""
+        return self.embedding.max_tokens or self.max_model_len
+
+    @property
     def expert_token_bytes(self) -> int:
         """The bytes of a token's experts; 0 for a model without experts."""
         return 0 if self.experts is None else self.experts.token_bytes

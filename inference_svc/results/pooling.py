@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_svc.results.base import FP32_BYTES, OBJECT_BYTES, Kind, Option, Scope, Server
-from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
+from inference_svc.results.embedding_rule import DenseLayer, EmbeddingRule, Pooling
 from servicekit.errors import InvalidArgument
 
 TINY = 1e-12
@@ -50,8 +50,8 @@ class PoolingOption(Option):
             is_normalised=(
                 rule.is_normalised if self.is_normalised is None else self.is_normalised
             ),
-            dimensions=_checked_dimensions(self.dimensions or rule.size, rule, server.base_model),
-            size=rule.size,
+            dimensions=_checked_dimensions(self, rule, server.base_model),
+            size=rule.state_size,
         )
 
     def positions(self, num_prompt: int) -> tuple[int, int]:
@@ -67,17 +67,19 @@ class PoolingOption(Option):
         return self.pooling is Pooling.NONE
 
 
-def _checked_dimensions(dimensions: int, rule: EmbeddingRule, model: str) -> int:
-    allowed = (*rule.dimensions, rule.size)
+def _checked_dimensions(option: PoolingOption, rule: EmbeddingRule, model: str) -> int:
+    """Returns the length of the vectors. Raises InvalidArgument."""
+    size = rule.state_size if option.per_token else rule.size
+    dimensions, allowed = option.dimensions or size, (*rule.dimensions, size)
     if rule.dimensions and dimensions not in allowed:
         listed = ", ".join(map(str, sorted(set(allowed))))
         raise InvalidArgument(
             f"dimensions: {model} has vectors of {listed}, not of {dimensions}",
             subject="dimensions",
         )
-    if not 1 <= dimensions <= rule.size:
+    if not 1 <= dimensions <= size:
         raise InvalidArgument(
-            f"dimensions must be from 1 to {rule.size}, the length of {model}'s vectors, not "
+            f"dimensions must be from 1 to {size}, the length of {model}'s vectors, not "
             f"{dimensions}",
             subject="dimensions",
         )
@@ -143,15 +145,21 @@ def token_vectors(parts: Iterable[TokenStates], option: PoolingOption) -> NDArra
     return np.ascontiguousarray(vectors)
 
 
-def pooled(parts: Iterable[HiddenSum], option: PoolingOption) -> NDArray[np.float32]:
+def pooled(
+    parts: Iterable[HiddenSum], option: PoolingOption, dense: Iterable[DenseLayer] = ()
+) -> NDArray[np.float32]:
     """Returns the vector of a prompt, [dimensions], from all of its parts: the mean of its pooled
-    tokens, cut to the first `dimensions`, and then, if asked for, of length 1."""
+    tokens, behind the `dense` layers, cut to the first `dimensions`, and then, if asked for, of
+    length 1."""
     total, num_tokens = np.zeros(option.size, np.float32), 0
     for part in parts:
         total += np.frombuffer(part.total, np.float32)
         num_tokens += part.num_tokens
     assert num_tokens, "a prompt has tokens"
-    vector = total[: option.dimensions] / np.float32(num_tokens)
+    vector = total / np.float32(num_tokens)
+    for layer in dense:
+        vector = layer(vector)
+    vector = vector[: option.dimensions]
     if option.is_normalised:
-        vector /= np.float32(max(float(np.linalg.norm(vector)), TINY))
+        vector = vector / np.float32(max(float(np.linalg.norm(vector)), TINY))
     return vector

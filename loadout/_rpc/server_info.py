@@ -106,6 +106,36 @@ class WeightFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingInfo:
+    """How a server embeds, unless a request says otherwise."""
+
+    pooling: str
+    """Which tokens are pooled: "last", "mean" or "first"."""
+    normalized: bool
+    """Whether vectors have length 1."""
+    size: int
+    """Numbers of a vector."""
+    dimensions: tuple[int, ...]
+    """The other lengths that a vector may be cut to; empty: any."""
+    prompt_names: tuple[str, ...]
+    """The model's prompts, sorted."""
+    default_prompt_name: str
+    """The prompt that goes before each text; "": none."""
+    max_tokens: int
+    """Most tokens of an input."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierInfo:
+    """How a server classifies."""
+
+    labels: tuple[str, ...]
+    """The labels of the model's own head; empty: it has none, and adapters bring theirs."""
+    per_token: bool
+    """Whether the model's own head labels each token."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankStatus:
     """One of the processes that compute a model together, as of its last answer to rank 0, which
     asks every second."""
@@ -186,3 +216,9 @@ class ServerInfo:
     ranks: tuple[RankStatus, ...] = ()
     """The processes that compute the model together; empty: there is one, or the server is too old
     to report them."""
+    generates: bool | None = None
+    """Whether it generates and scores; None: the server is too old to report it."""
+    embedding: EmbeddingInfo | None = None
+    """None: it does not embed, or is too old to report it."""
+    classifier: ClassifierInfo | None = None
+    """None: it does not classify, or is too old to report it."""

@@ -21,7 +21,7 @@ from loadout.cli.adapters import (
 )
 from loadout.cli.help import HELP_ALL, HelpCommand
 from loadout.cli.local import demo, download, quantize, services, token
-from loadout.cli.server import bench, debug, generate, info, life_cycle, profile, top
+from loadout.cli.server import bench, debug, generate, info, life_cycle, pool, profile, top
 
 
 class Commands(typer.Typer):
@@ -83,6 +83,8 @@ app.command("rollback", epilog=versions.ROLLBACK_EXAMPLES)(versions.rollback)
 app.command("prune", epilog=versions.PRUNE_EXAMPLES)(versions.prune)
 app.command("delete", epilog=versions.DELETE_EXAMPLES)(versions.delete)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command("embed", epilog=pool.EMBED_EXAMPLES)(pool.embed)
+app.command("classify", epilog=pool.CLASSIFY_EXAMPLES)(pool.classify)
 app.command("load", epilog=residents.LOAD_EXAMPLES)(residents.load)
 app.command("unload", epilog=residents.UNLOAD_EXAMPLES)(residents.unload)
 app.command("pin", epilog=residents.PIN_EXAMPLES)(residents.pin)

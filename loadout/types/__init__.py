@@ -14,6 +14,8 @@ from contract.images.segment_kinds import SegmentKind as SegmentKind
 from contract.images.targets import TargetKind as TargetKind
 from loadout._rpc.arrays import PackedLogprobs as PackedLogprobs
 from loadout._rpc.arrays import RoutedExperts as RoutedExperts
+from loadout._rpc.server_info import ClassifierInfo as ClassifierInfo
+from loadout._rpc.server_info import EmbeddingInfo as EmbeddingInfo
 from loadout._rpc.server_info import ExpertLayers as ExpertLayers
 from loadout._rpc.server_info import GenerationState as GenerationState
 from loadout._rpc.server_info import MemoryUse as MemoryUse

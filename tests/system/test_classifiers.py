@@ -3,6 +3,7 @@ and PEFT compute them."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ from inference_svc.core import FinishReason, Part, Sum
 from inference_svc.errors import AdapterUnusable, NotFinite
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from loadout import Client
+from loadout.cli.__main__ import main
 from loadout.errors import FailedPrecondition, InvalidArgument
 from loadout.prometheus import scrape
+from loadout.types import ClassifierInfo
 from tests.support.inference.results import parts_of
 from tests.support.models.parity import prompts
 from tests.support.models.trained import WEIGHTS
@@ -309,6 +312,23 @@ def test_over_the_bodies_of_vllm_and_tei(
     )
     short = classifier.logits(adapter, list(range(21, 30)))
     np.testing.assert_allclose(kept.probabilities, softmax(short), atol=1e-4)
+
+
+def test_server_info_and_the_command_classify(
+    serving: Serving, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = serving.client.server_info()
+    assert found.classifier == ClassifierInfo(tuple(LABELS.values()), False)
+    assert (found.generates, found.embedding is None) == (False, False)
+    monkeypatch.setenv("LOADOUT_INFERENCE", serving.services.inference_address)
+    [wanted] = serving.client.classify("how nice", adapter="five")
+    assert main(["classify", "how nice", "--adapter", "five"]) == 0
+    row = capfd.readouterr().out.splitlines()[-1].split()
+    assert row[-2:] == [wanted.label, f"{wanted.probabilities[wanted.label_index]:.4f}"]
+    assert main(["classify", "how nice", "--adapter", "five", "--json"]) == 0
+    [each] = json.loads(capfd.readouterr().out)
+    assert (each["label"], each["label_index"]) == (wanted.label, wanted.label_index)
+    np.testing.assert_allclose(each["probabilities"], wanted.probabilities.tolist())
 
 
 def test_a_classifier_does_not_generate(serving: Serving) -> None:

@@ -146,6 +146,23 @@ def test_documents_are_ranked_over_http(judge: Judge, path: str) -> None:
     assert all("document" not in each for each in short["results"])
 
 
+def test_texts_are_ranked_as_by_text_embeddings_inference(judge: Judge) -> None:
+    """A list alone, with the scores of documents; the base model needs no name."""
+    texts = ["a b c", "c", "how nice a"]
+    body = {"query": "a c", "texts": texts, "return_text": True}
+    answer = judge.http.post("/rerank", json=body)
+    assert answer.status_code == 200, answer.text
+    wanted = [each.score for each in judge.client.score("a c", texts)]
+    order = sorted(range(3), key=lambda index: -wanted[index])
+    assert [(each["index"], each["text"]) for each in answer.json()] == [
+        (index, texts[index]) for index in order
+    ]
+    scores = [each["score"] for each in answer.json()]
+    assert scores == pytest.approx([wanted[index] for index in order], abs=1e-5)
+    plain = judge.http.post("/rerank", json=body | {"return_text": False}).json()
+    assert {frozenset(each) for each in plain} == {frozenset(("index", "score"))}
+
+
 def test_bad_input_is_refused_by_name(judge: Judge) -> None:
     refused: list[tuple[str, Any, dict[str, Any], str]] = [
         ("", ["a"], {}, "query"),

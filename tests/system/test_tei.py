@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from inference_svc.results.embedding_rule import Pooling
+from loadout.cli.__main__ import main
 from loadout.errors import InvalidArgument
+from loadout.types import EmbeddingInfo
 from tests.support.models.encoders import MAX_TOKENS, Encoder, make_encoder, save_modules
+from tests.support.models.zoo import Zoo
 from tests.system.services import Services
 
 MOST = 40
@@ -76,6 +83,37 @@ def test_embed_answers_with_vectors_alone(serving: Serving) -> None:
     np.testing.assert_allclose(query, serving.vector(serving.ids("a b " + one)), atol=1e-4)
 
 
+def test_a_dense_layer_makes_the_vectors(serving: Serving, tmp_path: Path) -> None:
+    """Of 64 numbers it makes 24, over each API; tokens keep theirs."""
+    model = tmp_path / "model"
+    shutil.copytree(serving.made.folder, model)
+    modules = json.loads((model / "modules.json").read_text())
+    dense = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    (model / "modules.json").write_text(json.dumps([*modules[:2], dense, *modules[2:]]))
+    (model / "2_Dense").mkdir()
+    config = {"in_features": 64, "out_features": 24, "bias": True}
+    (model / "2_Dense" / "config.json").write_text(json.dumps(config))
+    layer = torch.nn.Linear(64, 24)
+    tensors = {f"linear.{name}": each.detach() for name, each in layer.named_parameters()}
+    save_file(tensors, model / "2_Dense" / "model.safetensors")
+    text = "a b c"
+    mean = serving.made.hidden("", serving.ids(text)).mean(0)
+    with torch.no_grad():
+        wanted = torch.tanh(layer(torch.from_numpy(mean))).numpy()
+    flags = ("--http", "127.0.0.1:0", "--base-model", "bert", "--max-model-len", str(MAX_TOKENS))
+    zoo = Zoo("encoder", model, None, {})
+    with Services(zoo, tmp_path, inference_flags=flags) as running:
+        [found] = running.client.embed(text, normalize=False)
+        np.testing.assert_allclose(found.vector, wanted, atol=1e-4)
+        assert np.asarray(running.client.embed(text, pooling="none")[0].vector).shape[1] == 64
+        with pytest.raises(InvalidArgument, match="from 1 to 24"):
+            running.client.embed(text, dimensions=25)
+        answer = httpx2.post(f"http://{running.http_address}/embed", json={"inputs": text})
+        unit = wanted / np.linalg.norm(wanted)
+        np.testing.assert_allclose(answer.json()[0], unit, atol=1e-4)
+        running.check_exit_codes()
+
+
 def test_embed_all_answers_with_vectors_of_tokens(serving: Serving) -> None:
     [found] = serving.post("/embed_all", inputs="a b c")
     wanted = serving.made.hidden("", serving.ids("a b c"))
@@ -96,6 +134,40 @@ def test_info(serving: Serving) -> None:
         False,
     )
     assert found["model_type"] == {"embedding": {"pooling": "mean"}}
+
+
+def test_server_info_and_its_command(
+    serving: Serving, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = serving.services.client.server_info()
+    assert (found.generates, found.classifier) == (False, None)
+    assert found.embedding == EmbeddingInfo("mean", True, 64, (), ("query",), "", MOST)
+    monkeypatch.setenv("LOADOUT_INFERENCE", serving.services.inference_address)
+    monkeypatch.setenv("LOADOUT_STORE", serving.services.store_address)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["info"]) == 0
+    out = capfd.readouterr().out
+    assert f"64 numbers, mean of up to {MOST} tokens, of length 1; prompts query" in out
+
+
+def test_the_command_embed(
+    serving: Serving, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOADOUT_INFERENCE", serving.services.inference_address)
+    options = ["--adapter", "every", "--dimensions", "16", "--pooling", "first"]
+    assert main(["embed", "a b c", "how nice", *options]) == 0
+    vectors = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    wanted = serving.services.client.embed(
+        ["a b c", "how nice"], adapter="every", dimensions=16, pooling="first"
+    )
+    np.testing.assert_allclose(vectors, [each.vector.tolist() for each in wanted])
+    long = "a b c " * 40
+    assert main(["embed", long]) != 0
+    assert "max_seq_length" in capfd.readouterr().err
+    assert main(["embed", long, "--truncate", "end", "--pooling", "none"]) == 0
+    assert len(json.loads(capfd.readouterr().out)) == MOST
+    assert main(["embed", "a", "--truncate", "middle"]) == 2
+    assert "one of end, start" in capfd.readouterr().err
 
 
 def test_what_is_not_served_is_refused_by_name(serving: Serving) -> None:

@@ -50,8 +50,6 @@ NOT_SHOWN = {
     "loadout_inference_store_shared_pulls_total": "the same, of the receiver",
     "loadout_inference_registered_images_total": "the same, of a server on a GPU",
     "loadout_inference_registered_bytes": "at most a GiB, for milliseconds",
-    "loadout_inference_pooled_requests_total": "for who embeds; see docs/embeddings.md",
-    "loadout_inference_pooled_request_seconds": "for who embeds; see docs/embeddings.md",
     **{
         f"loadout_inference_{name}_total": "for who uses structured answers; see docs/structured.md"
         for name in (

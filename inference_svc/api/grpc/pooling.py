@@ -30,6 +30,7 @@ from inference_svc.api.pooling.embed import (
 )
 from inference_svc.api.pooling.score import Score, ScoreCall
 from inference_svc.api.request_record import MAX_NAME_CHARS
+from inference_svc.api.server_facts import ServerFacts
 from inference_svc.core import MAX_PARTS, Principal, sum_label
 from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
@@ -242,3 +243,28 @@ def _to_common(
         "usage": convert.to_usage(found.usage),
         "timings": convert.to_timings(found.timings),
     }
+
+
+def to_embedding_info(facts: ServerFacts) -> pb.EmbeddingInfo | None:
+    """Returns how the server embeds; None if it does not."""
+    rule = facts.embedding
+    if rule.refusal:
+        return None
+    numbers = {pooling: number for number, pooling in _POOLINGS.items()}
+    return pb.EmbeddingInfo(
+        pooling=numbers[rule.pooling],
+        normalized=rule.is_normalised,
+        size=rule.size,
+        dimensions=rule.dimensions,
+        prompt_names=sorted(rule.prompts),
+        default_prompt_name=rule.default_prompt,
+        max_tokens=facts.max_input_tokens,
+    )
+
+
+def to_classifier_info(facts: ServerFacts) -> pb.ClassifierInfo | None:
+    """Returns how the server classifies; None if it does not."""
+    rule = facts.classifier
+    if rule.refusal:
+        return None
+    return pb.ClassifierInfo(labels=rule.labels, per_token=rule.per_token)

@@ -21,8 +21,10 @@ from inference_svc.api.grpc.pooling import (
     from_classify_request,
     from_embed_request,
     from_score_request,
+    to_classifier_info,
     to_classify_responses,
     to_embed_responses,
+    to_embedding_info,
     to_score_responses,
 )
 from inference_svc.api.grpc.prompts import check, from_tokenize_request
@@ -101,10 +103,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                     await context.write(response)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> None:  # noqa: N802
-        convert_request = partial(from_embed_request, rule=self._service.facts.embedding)
-        incoming = IncomingPoolCall(request, context, convert_request)
+        rule = self._service.facts.embedding
+        incoming = IncomingPoolCall(request, context, partial(from_embed_request, rule=rule))
         del request  # the call lets go of it once it is converted
-        await self._answer(incoming, context, embeddings, to_embed_responses)
+        await self._answer(incoming, context, partial(embeddings, rule=rule), to_embed_responses)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> None:  # noqa: N802
         incoming = IncomingPoolCall(request, context, from_score_request)
@@ -283,6 +285,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             recurrent_states=convert.to_recurrent_states(status.recurrent),
             ranks=[convert.to_rank_status(each) for each in status.ranks],
             weight_formats=[pb.WeightFormat(**each._asdict()) for each in facts.weight_formats],
+            generates=facts.generates,
+            embedding=to_embedding_info(facts),
+            classifier=to_classifier_info(facts),
         )
 
     async def GetDebugInfo(  # noqa: N802

@@ -49,7 +49,7 @@ class EmbedCall(PoolCall):
         prompt = self._prompt(rule)
         prompts = tuple(_with_prompt(each, prompt, rule) for each in self.inputs)
         limit = PromptLimit(rule.max_tokens, why=f"are embedded by this model ({MAX_TOKENS})")
-        token_bytes = FP32_BYTES * max(rule.size, 1) if self.option.per_token else 0
+        token_bytes = FP32_BYTES * max(rule.state_size, 1) if self.option.per_token else 0
         return self._to_call(
             prompts, self.option, limit if rule.max_tokens else NO_LIMIT, token_bytes
         )
@@ -89,9 +89,9 @@ class Embedded:
     timings: Timings
 
 
-async def embeddings(stream: GenerateStream) -> AsyncGenerator[Embedded, None]:
-    """Yields the vectors of each input as they are there, in any order. Raises like
-    `pooled_inputs`."""
+async def embeddings(stream: GenerateStream, rule: EmbeddingRule) -> AsyncGenerator[Embedded, None]:
+    """Yields the vectors of each input as they are there, in any order, as the model makes them.
+    Raises like `pooled_inputs`."""
     option = stream.call.wanted.get(PoolingOption)
     assert option is not None, "the call embeds"
     async with aclosing(pooled_inputs(stream)) as found:
@@ -99,5 +99,5 @@ async def embeddings(stream: GenerateStream) -> AsyncGenerator[Embedded, None]:
             if option.per_token:
                 vector = token_vectors(of_kind(each.parts, TokenStates), option)
             else:
-                vector = pooled(of_kind(each.parts, HiddenSum), option)
+                vector = pooled(of_kind(each.parts, HiddenSum), option, rule.dense)
             yield Embedded(each.index, vector, each.usage, each.timings)

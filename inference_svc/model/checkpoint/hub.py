@@ -31,7 +31,13 @@ from inference_svc.model.checkpoint.files import (
     weight_files,
 )
 from inference_svc.model.checkpoint.generation_config import FILE_NAME as GENERATION_CONFIG
-from inference_svc.model.checkpoint.sentence_transformers import MODULES, POOLING, PROMPTS
+from inference_svc.model.checkpoint.sentence_transformers import (
+    DENSE,
+    INPUTS,
+    MODULES,
+    POOLING,
+    PROMPTS,
+)
 from servicekit.errors import InvalidSetting
 from servicekit.hub_client import REDIRECT_HOSTS, ForeignHost, HubHosts
 from servicekit.telemetry.redact import redact
@@ -41,7 +47,7 @@ SMALL_FILES = (
     *(CONFIG, GENERATION_CONFIG, INDEX, *VOCABULARIES, TOKENIZER_CONFIG),
     *("merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json"),
-    *(MODULES, PROMPTS, POOLING),
+    *(MODULES, PROMPTS, INPUTS, POOLING, *DENSE),
 )
 """The files of a model that are downloaded before its weights, as far as it has them."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")

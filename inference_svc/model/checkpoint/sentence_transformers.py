@@ -1,10 +1,10 @@
 """How a model embeds, by the files that sentence-transformers saves in its folder.
 
-`modules.json` lists the steps behind the hidden states: a pooling, whose folder has its config, and
-perhaps a normalisation. `config_sentence_transformers.json` has the prompts, and
-`sentence_bert_config.json` how many tokens an input may have, and whether it is in lower case. A
-folder without these is a language model: the last token has seen the others, so that its hidden
-state, normalised, is the vector. Of an encoder it is the mean of all tokens.
+`modules.json` lists the steps behind the hidden states: a pooling, whose folder has its config,
+perhaps dense layers, and perhaps a normalisation. `config_sentence_transformers.json` has the
+prompts, and `sentence_bert_config.json` how many tokens an input may have, and whether it is in
+lower case. A folder without these is a language model: the last token has seen the others, so that
+its hidden state, normalised, is the vector. Of an encoder it is the mean of all tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.checkpoint.dense import read_dense
 from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 
@@ -24,6 +25,8 @@ MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 INPUTS = "sentence_bert_config.json"
 POOLING = "1_Pooling/config.json"
 """Where sentence-transformers saves the pooling."""
+DENSE = ("[0-9]_Dense/config.json", "[0-9]_Dense/model.safetensors")
+"""Patterns of where it saves dense layers."""
 MAX_MODULES, MAX_PROMPTS, MAX_PROMPT_CHARS = 16, 64, 1 << 14
 MAX_SEQUENCE = 1 << 30
 """More tokens than any context has."""
@@ -53,7 +56,6 @@ def read_embedding_rule(
 def _read(model_dir: Path, rule: EmbeddingRule) -> EmbeddingRule:
     path = model_dir / CONFIG
     config = read_json(path) if path.exists() else {}
-    rule = replace(rule, dimensions=_dimensions(config, rule.size))
     if (model_dir / MODULES).exists():
         modules = _modules(model_dir)
         folders = [folder for kind, folder in modules if kind == "Pooling"]
@@ -64,6 +66,8 @@ def _read(model_dir: Path, rule: EmbeddingRule) -> EmbeddingRule:
             pooling=_pooling(model_dir, folders[0], rule.size),
             is_normalised=any(kind == "Normalize" for kind, _ in modules),
         )
+        rule = _with_dense(model_dir, rule, modules)
+    rule = replace(rule, dimensions=_dimensions(config, rule.size))
     if (model_dir / PROMPTS).exists():
         prompts, default = _prompts(read_json(model_dir / PROMPTS))
         rule = replace(rule, prompts=prompts, default_prompt=default)
@@ -71,6 +75,25 @@ def _read(model_dir: Path, rule: EmbeddingRule) -> EmbeddingRule:
         max_tokens, lowercases = _inputs(read_json(model_dir / INPUTS))
         rule = replace(rule, max_tokens=max_tokens, lowercases=lowercases)
     return rule
+
+
+def _with_dense(
+    model_dir: Path, rule: EmbeddingRule, modules: list[tuple[str, str]]
+) -> EmbeddingRule:
+    """Returns the rule with the dense layers, which stand between pooling and normalisation. Raises
+    UnsupportedModel."""
+    kinds = [kind for kind, _ in modules]
+    places = [place for place, kind in enumerate(kinds) if kind == "Dense"]
+    if not places:
+        return rule
+    end = kinds.index("Normalize") if "Normalize" in kinds else len(kinds)
+    if not kinds.index("Pooling") < places[0] <= places[-1] < end:
+        raise UnsupportedModel(f"{MODULES}: a Dense must stand behind Pooling, before Normalize")
+    layers, size = [], rule.size
+    for place in places:
+        layers.append(read_dense(model_dir, modules[place][1], size))
+        size = len(layers[-1].weight)
+    return replace(rule, size=size, hidden_size=rule.size, dense=tuple(layers))
 
 
 def _inputs(config: Mapping[str, Any]) -> tuple[int, bool]:
@@ -105,10 +128,10 @@ def _modules(model_dir: Path) -> list[tuple[str, str]]:
         folder = found.get("path")
         if kind is None or not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
             raise UnsupportedModel(f"{MODULES}: an entry is not as sentence-transformers saves it")
-        if kind[1] not in ("Transformer", "Pooling", "Normalize"):
+        if kind[1] not in ("Transformer", "Pooling", "Dense", "Normalize"):
             raise UnsupportedModel(
-                f"{MODULES}: {kind[1]} is not supported: supported are Transformer, Pooling and "
-                "Normalize"
+                f"{MODULES}: {kind[1]} is not supported: supported are Transformer, Pooling, Dense "
+                "and Normalize"
             )
         modules.append((kind[1], folder))
     return modules

@@ -265,7 +265,27 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         weight_form=message.weight_form,
         processor=_processor(message.processor) if message.HasField("processor") else None,
         ranks=tuple(_rank(each) for each in message.ranks),
+        generates=message.generates if message.HasField("generates") else None,
+        embedding=_embedding_info(message.embedding) if message.HasField("embedding") else None,
+        classifier=_classifier_info(message) if message.HasField("classifier") else None,
     )
+
+
+def _embedding_info(message: inference_pb.EmbeddingInfo) -> types.EmbeddingInfo:
+    return types.EmbeddingInfo(
+        pooling=inference_pb.Pooling.Name(message.pooling).removeprefix("POOLING_").lower(),
+        normalized=message.normalized,
+        size=message.size,
+        dimensions=tuple(message.dimensions),
+        prompt_names=tuple(message.prompt_names),
+        default_prompt_name=message.default_prompt_name,
+        max_tokens=message.max_tokens,
+    )
+
+
+def _classifier_info(message: inference_pb.GetServerInfoResponse) -> types.ClassifierInfo:
+    found = message.classifier
+    return types.ClassifierInfo(tuple(found.labels), found.per_token)
 
 
 def _rank(message: inference_pb.RankStatus) -> types.RankStatus:

@@ -1,6 +1,7 @@
 """Commands about a running server.
 
 generate        generate
+pool            embed, classify
 life_cycle      pause, resume, sleep, wake
 info            info
 top             top: reads both services, again and again

@@ -10,7 +10,14 @@ from loadout.cli import options
 from loadout.cli.connection import Connection, connects, only_replica
 from loadout.cli.output import CommandFailed, error_text, new_table, print_json, table_console
 from loadout.errors import LoadoutError
-from loadout.types import Processor, RankStatus, ServerInfo, StoreStatus, TierStatus
+from loadout.types import (
+    EmbeddingInfo,
+    Processor,
+    RankStatus,
+    ServerInfo,
+    StoreStatus,
+    TierStatus,
+)
 
 EXAMPLES = """\b
 Examples:
@@ -19,6 +26,7 @@ Examples:
 """
 
 TIMEOUT_S = 5.0
+SHOWN_LABELS = 8
 
 
 @connects
@@ -100,6 +108,12 @@ def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
             "tokens"
         )
         rows.append(("recurrent states", text))
+    if server.generates is not None:
+        rows.append(("serves", _served(server)))
+    if (embedding := server.embedding) is not None:
+        rows.append(("vectors", _vectors(embedding)))
+    if server.classifier is not None and server.classifier.labels:
+        rows.append(("labels", _labels(server.classifier.labels)))
     rows += [(rank_name(each, server.ranks), _rank(each)) for each in server.ranks]
     for use in server.memory:
         text = f"{decimal(use.used_bytes)} of {decimal(use.capacity_bytes)}"
@@ -168,6 +182,33 @@ def _adapters(server: ServerInfo) -> str:
     text = f"{limits.max_loras} of rank {limits.max_lora_rank} or less"
     is_other = server.adapter_dtype not in ("", server.dtype)
     return f"{text}, A and B in {server.adapter_dtype}" if is_other else text
+
+
+def _served(server: ServerInfo) -> str:
+    """Returns the calls that a server answers."""
+    kinds = ["generate", "score"] if server.generates else []
+    kinds += ["embed"] if server.embedding is not None else []
+    if (classifier := server.classifier) is not None:
+        kinds.append("classify tokens" if classifier.per_token else "classify")
+    return ", ".join(kinds)
+
+
+def _vectors(info: EmbeddingInfo) -> str:
+    """Returns how a server embeds, in words."""
+    text = f"{info.size} numbers, {info.pooling} of up to {info.max_tokens} tokens"
+    if info.dimensions:
+        text += f", also {', '.join(map(str, info.dimensions))}"
+    if info.normalized:
+        text += ", of length 1"
+    if info.prompt_names:
+        text += f"; prompts {', '.join(info.prompt_names)}"
+    return text
+
+
+def _labels(labels: Sequence[str]) -> str:
+    """Returns the first names of labels, and how many there are."""
+    shown, num_others = ", ".join(labels[:SHOWN_LABELS]), len(labels) - SHOWN_LABELS
+    return f"{shown} and {num_others} others" if num_others > 0 else shown
 
 
 def _store_rows(store: StoreStatus | LoadoutError) -> list[tuple[str, str]]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.sentence_transformers import read_embedding_rule
 from inference_svc.model.checkpoint.wrapper import BARE, TEXT_ALONE
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
+from inference_svc.results.pooling import HiddenSum, PoolingOption, pooled
 from tests.support.models.zoo import make_model
 
 TYPE = "sentence_transformers.models."
@@ -87,6 +92,79 @@ def test_inputs_that_cannot_be_honoured_are_refused(tmp_path: Path, inputs: Any,
     assert why in read_embedding_rule(write(tmp_path, inputs=inputs), 8).refusal
 
 
+DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": f"{TYPE}Dense"}
+
+
+def write_dense(folder: Path, shape: tuple[int, int] = (3, 8), **changes: Any) -> Path:
+    """Writes a folder with a dense layer before the normalisation."""
+    write(folder, modules=[*MODULES[:2], DENSE, MODULES[2]])
+    config = {
+        "in_features": 8,
+        "out_features": 3,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    } | changes
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(3)
+    tensors = {"linear.weight": torch.randn(shape), "linear.bias": torch.randn(shape[0])}
+    save_file(tensors, folder / "2_Dense" / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [
+        ("torch.nn.modules.activation.Tanh", torch.tanh),
+        ("torch.nn.modules.linear.Identity", lambda x: x),
+        ("torch.nn.modules.activation.ReLU", torch.relu),
+        ("torch.nn.modules.activation.Sigmoid", torch.sigmoid),
+    ],
+)
+def test_a_dense_layer_stands_behind_the_pooling(
+    tmp_path: Path, activation: str, function: Any
+) -> None:
+    rule = read_embedding_rule(write_dense(tmp_path, activation_function=activation), 8)
+    assert (rule.size, rule.state_size, rule.refusal) == (3, 8, "")
+    option = PoolingOption(Pooling.MEAN, True, 3, 8)
+    state = torch.randn(8, generator=torch.Generator().manual_seed(1))
+    found = pooled([HiddenSum(0, 2, (2 * state).numpy().tobytes())], option, rule.dense)
+    [layer] = rule.dense
+    assert layer.bias is not None
+    wanted = function(torch.from_numpy(layer.weight) @ state + torch.from_numpy(layer.bias))
+    np.testing.assert_allclose(found, wanted / wanted.norm(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"in_features": 7}, "in_features = 7, not 8"),
+        ({"out_features": 0}, "out_features = 0: must be from 1"),
+        ({"out_features": 4}, r"linear.weight has shape \(3, 8\), not \(4, 8\)"),
+        ({"activation_function": "os.system"}, "activation_function = 'os.system': supported are"),
+    ],
+)
+def test_a_dense_layer_that_cannot_be_honoured(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    rule = read_embedding_rule(write_dense(tmp_path, **changes), 8)
+    assert re.search(why, rule.refusal), rule.refusal
+
+
+def test_a_pickled_dense_layer_is_refused(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path)
+    (folder / "2_Dense" / "model.safetensors").rename(folder / "2_Dense" / "pytorch_model.bin")
+    assert "2_Dense/pytorch_model.bin is a pickle" in read_embedding_rule(folder, 8).refusal
+    (folder / "2_Dense" / "model.safetensors").write_bytes(b"no header")
+    assert "2_Dense/model.safetensors cannot be read" in read_embedding_rule(folder, 8).refusal
+
+
+def test_a_dense_layer_behind_the_normalisation_is_refused(tmp_path: Path) -> None:
+    write_dense(tmp_path)
+    write(tmp_path, modules=[*MODULES, DENSE])
+    assert "must stand behind Pooling" in read_embedding_rule(tmp_path, 8).refusal
+
+
 def test_types_of_newer_versions(tmp_path: Path) -> None:
     kinds = ("Transformer", "Pooling", "Normalize")
     modules = [
@@ -117,7 +195,7 @@ def test_lengths_of_matryoshka_and_a_default_prompt(tmp_path: Path) -> None:
         ({"modules": [5]}, "not as sentence-transformers saves it"),
         ({"modules": [MODULES[1] | {"type": "os.system"}]}, "not as sentence-transformers"),
         ({"modules": [MODULES[1] | {"path": "../x"}]}, "not as sentence-transformers"),
-        ({"modules": [*MODULES, MODULES[0] | {"type": f"{TYPE}Dense"}]}, "Dense is not supported"),
+        ({"modules": [*MODULES, MODULES[0] | {"type": f"{TYPE}LSTM"}]}, "LSTM is not supported"),
         ({"modules": MODULES[:1]}, "lists 0 poolings"),
         ({"modules": [*MODULES, MODULES[1]]}, "lists 2 poolings"),
         ({"pooling": None}, "does not exist"),

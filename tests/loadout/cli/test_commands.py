@@ -30,6 +30,8 @@ COMMANDS = (
         "prune",
         "delete",
         "generate",
+        "embed",
+        "classify",
     ),
     *("load", "unload", "pin", "unpin", "residents"),
     *(

@@ -19,7 +19,7 @@ def build() -> Board:
         services=[INFERENCE, STORE],
         rows=[
             Row("Now", _now()),
-            Row("Traffic", _traffic()),
+            Row("Traffic", [*_traffic(), *_pooled()]),
             Row("Errors", _errors()),
             Row("Latency", _latency()),
             Row("Queue", fleet_engine.queue()),
@@ -160,6 +160,28 @@ def _traffic() -> list[Panel]:
             "cps",
             Query(INFERENCE.rate("tool_calls_total", "arguments"), "{{arguments}}"),
             is_stacked=True,
+        ),
+    ]
+
+
+def _pooled() -> list[Panel]:
+    return [
+        lines(
+            "Inputs that were pooled",
+            "Inputs of calls that embed, score and classify, by kind and by how they ended.",
+            "reqps",
+            Query(
+                INFERENCE.rate("pooled_requests_total", "kind, finish_reason"),
+                "{{kind}} {{finish_reason}}",
+            ),
+            is_stacked=True,
+        ),
+        percentiles(
+            INFERENCE,
+            "Pooled inputs",
+            "From the arrival of an input to embed, score or classify until its result was there.",
+            "pooled_request_seconds",
+            span=16,
         ),
     ]
 

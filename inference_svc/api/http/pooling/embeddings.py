@@ -23,7 +23,7 @@ from inference_svc.api.pooling.embed import (
     embeddings,
 )
 from inference_svc.api.server_facts import ServerFacts
-from inference_svc.results.embedding_rule import Pooling
+from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.pooling import PoolingOption
 
 
@@ -60,6 +60,7 @@ class Vectors:
     """See `route.Answer`. The result of each input is an object of this type, which has its vectors
     in this field."""
 
+    rule: EmbeddingRule
     is_base64: bool
     object: str = "embedding"
     field: str = "embedding"
@@ -68,7 +69,8 @@ class Vectors:
         self, stream: GenerateStream, head: dict[str, Any], memory: AnswerMemory
     ) -> list[bytes]:
         """The vectors are in the order of the inputs."""
-        found = await collected(embeddings(stream), len(stream.requests), self._item, memory)
+        results = embeddings(stream, self.rule)
+        found = await collected(results, len(stream.requests), self._item, memory)
         return listed(head, found)
 
     def _item(self, found: Embedded) -> Iterator[bytes]:
@@ -86,4 +88,4 @@ class Embeddings:
     object: ClassVar = "list"
 
     def answer(self, body: EmbeddingsBody, facts: ServerFacts) -> Vectors:
-        return Vectors(body.encoding_format == "base64")
+        return Vectors(facts.embedding, body.encoding_format == "base64")

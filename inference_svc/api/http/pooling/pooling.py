@@ -99,7 +99,7 @@ class PoolingTasks:
     def answer(self, body: PoolingBody, facts: ServerFacts) -> Vectors | Outputs:
         task, is_base64 = body.task_of(facts), body.encoding_format == "base64"
         if task in (EMBED, TOKEN_EMBED):
-            return Vectors(is_base64, OBJECT, "data")
+            return Vectors(facts.embedding, is_base64, OBJECT, "data")
         # Rewards are the head's outputs as they are.
         is_raw = body.use_activation is False or (task == REWARD and not body.use_activation)
         return Outputs(facts.classifier, task == TOKEN_CLASSIFY, is_raw, is_base64)

@@ -42,7 +42,7 @@ from inference_svc.api.server_facts import ServerFacts
 from inference_svc.api.service import Service
 from inference_svc.core import Action
 from inference_svc.results.classifier_rule import ClassifierRule
-from inference_svc.results.embedding_rule import Pooling
+from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.pooling import PoolingOption
 from inference_svc.text.prompt import Kept
 
@@ -108,14 +108,17 @@ def _vectors(found: Embedded) -> Iterator[bytes]:
     yield from rows(found.vector)
 
 
+@dataclass(frozen=True, slots=True)
 class Vectors:
     """See `route.Answer`: a list of vectors, or of each input's tokens' vectors."""
+
+    rule: EmbeddingRule
 
     async def encode(
         self, stream: GenerateStream, head: dict[str, Any], memory: AnswerMemory
     ) -> list[bytes]:
-        found = await collected(embeddings(stream), len(stream.requests), _vectors, memory)
-        return found.joined()
+        results = embeddings(stream, self.rule)
+        return (await collected(results, len(stream.requests), _vectors, memory)).joined()
 
 
 class Embed:
@@ -126,7 +129,7 @@ class Embed:
     object: ClassVar = "list"
 
     def answer(self, body: EmbedBody, facts: ServerFacts) -> Vectors:
-        return Vectors()
+        return Vectors(facts.embedding)
 
 
 class EmbedAll:
@@ -137,7 +140,7 @@ class EmbedAll:
     object: ClassVar = "list"
 
     def answer(self, body: EmbedAllBody, facts: ServerFacts) -> Vectors:
-        return Vectors()
+        return Vectors(facts.embedding)
 
 
 def _to_texts(value: object) -> tuple[tuple[str, ...], bool]:
@@ -227,14 +230,17 @@ class SimilarityBody(PoolBody):
         return call.to_call(facts.embedding)
 
 
+@dataclass(frozen=True, slots=True)
 class Similarities:
     """See `route.Answer`: the cosine of each sentence's vector and the source's."""
+
+    rule: EmbeddingRule
 
     async def encode(
         self, stream: GenerateStream, head: dict[str, Any], memory: AnswerMemory
     ) -> list[bytes]:
         vectors: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(stream.requests)
-        async with aclosing(embeddings(stream)) as found:
+        async with aclosing(embeddings(stream, self.rule)) as found:
             async for each in found:
                 memory.add(each.vector.nbytes)
                 vectors[each.index] = each.vector
@@ -250,7 +256,7 @@ class Similarity:
     object: ClassVar = "list"
 
     def answer(self, body: SimilarityBody, facts: ServerFacts) -> Similarities:
-        return Similarities()
+        return Similarities(facts.embedding)
 
 
 class TeiRoutes:
@@ -263,14 +269,13 @@ class TeiRoutes:
         with authenticated(request) as caller:
             admit(request, self._service.access.authorize(caller, Action.INFO))
         facts = self._service.facts
-        most = min(facts.embedding.max_tokens or facts.max_model_len, facts.max_model_len)
         return JSONResponse(
             {
                 "model_id": facts.base_model,
                 "model_dtype": facts.dtype,
                 "model_type": _model_type(facts),
                 "max_concurrent_requests": facts.max_queue,
-                "max_input_length": most,
+                "max_input_length": facts.max_input_tokens,
                 "max_batch_tokens": facts.max_batch_tokens,
                 "max_client_batch_size": MAX_INPUTS,
                 "auto_truncate": False,

@@ -1,0 +1,74 @@
+"""A dense layer of sentence-transformers, which stands behind the pooling of a model's vectors.
+
+<folder>/config.json        in_features, out_features, bias, activation_function
+<folder>/model.safetensors  linear.weight [out, in], linear.bias [out]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.checkpoint.files import CONFIG, read_json
+from inference_svc.results.embedding_rule import DenseActivation, DenseLayer
+
+WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
+MAX_FEATURES = 1 << 16
+"""Numbers of a vector: more than any model has."""
+_WEIGHT, _BIAS = "linear.weight", "linear.bias"
+
+
+def read_dense(model_dir: Path, folder: str, size: int) -> DenseLayer:
+    """Returns the layer in this folder, for vectors of `size` numbers. Raises UnsupportedModel,
+    naming the file."""
+    config, where = read_json(model_dir / folder / CONFIG), f"{folder}/{CONFIG}"
+    out = config.get("out_features")
+    if config.get("in_features") != size:
+        raise UnsupportedModel(f"{where}: in_features = {config.get('in_features')!r}, not {size}")
+    if type(out) is not int or not 1 <= out <= MAX_FEATURES:
+        raise UnsupportedModel(f"{where}: out_features = {out!r}: must be from 1 to {MAX_FEATURES}")
+    shapes = {_WEIGHT: (out, size)} | ({_BIAS: (out,)} if config.get("bias", True) else {})
+    found = _tensors(model_dir / folder, folder, shapes)
+    return DenseLayer(found[_WEIGHT], found.get(_BIAS), _activation(config, where))
+
+
+def _activation(config: Mapping[str, Any], where: str) -> DenseActivation:
+    """Returns the activation by the last component of its class's name."""
+    name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    known = {each.value: each for each in DenseActivation}
+    if name.rpartition(".")[2] not in known:
+        raise UnsupportedModel(
+            f"{where}: activation_function = {name!r}: supported are {', '.join(known)} of torch"
+        )
+    return known[name.rpartition(".")[2]]
+
+
+def _tensors(
+    path: Path, folder: str, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, NDArray[np.float32]]:
+    if not (path / WEIGHTS).exists():
+        if (path / PICKLE).exists():
+            raise UnsupportedModel(
+                f"{folder}/{PICKLE} is a pickle, which can run code when it is read: save the "
+                f"model with sentence-transformers again, which writes {WEIGHTS}"
+            )
+        raise UnsupportedModel(f"{folder}/{WEIGHTS} does not exist")
+    try:
+        with safe_open(str(path / WEIGHTS), framework="pt") as file:
+            names = set(file.keys())
+            for name, shape in shapes.items():
+                stored = tuple(file.get_slice(name).get_shape()) if name in names else None
+                if stored != shape:
+                    raise UnsupportedModel(
+                        f"{folder}/{WEIGHTS}: {name} has shape {stored}, not {shape}"
+                    )
+            return {name: file.get_tensor(name).to(torch.float32).numpy() for name in shapes}
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedModel(f"{folder}/{WEIGHTS} cannot be read: {error}") from error
