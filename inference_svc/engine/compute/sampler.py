@@ -287,7 +287,7 @@ class Sampler:
     ) -> list[SampledToken]:
         forced = rows.forced()
         masks = self._masks(rows, forced)
-        early = masks.of({each.row for each in rows.processed})
+        early = masks.of({each.row for each in rows.processed}) if rows.processed else _NO_MASKS
         # The library looks at all logits of a row, but these may be overwritten before it does.
         changed = {row for row, _ in (*rows.limited, *forced)}.union(early.rows)
         values = logits.numpy()
