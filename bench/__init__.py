@@ -22,6 +22,7 @@ gguf              GGUF files, and llama.cpp on the same files as ours
 gpu_model         a step on a GPU, without a GPU: its launches, bytes and time on the host
 gpu_run           the GPU run
 kernels           native kernels by themselves, and the bounds of this machine
+pooled            embeddings of encoders, beside other servers and libraries
 peers             sets up the other servers that ours is compared with
 store             the adapter store by itself
 structured        structured answers: the cost of masks, and of grammar engines

