@@ -1,6 +1,7 @@
 """Texts per second of all-MiniLM-L6-v2: our services over gRPC, and peers in their own process.
 
-    python -m bench.pooled.texts [--rounds 5] [--peers sentence-transformers vllm] [--out FILE]
+    python -m bench.pooled.texts [--rounds 5] [--adapters 1 16]
+        [--peers sentence-transformers vllm] [--out FILE]
 
 Calls have 32 texts of 64 or of 512 tokens, which each system tokenises itself. All compute in bf16,
 on as many threads. With one adapter peers have it merged into the model. With 16 adapters, two
@@ -250,6 +251,9 @@ def processor_seconds() -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--adapters", type=int, nargs="+", default=NUM_ADAPTERS, choices=(1, 2, 4, 8, 16)
+    )
     parser.add_argument("--peers", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--out", type=Path, default=FOLDER / "pooled_texts.json")
     options = parser.parse_args(arguments)
@@ -260,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(scratch)
         adapters = make_adapters(model_dir, folder)
         ours = running.enter_context(Ours(model_dir, adapters, folder))
-        for num_adapters in NUM_ADAPTERS:
+        for num_adapters in options.adapters:
             systems: dict[str, Ours | Peer] = {"ours": ours}
             with ExitStack() as peers:
                 for name in options.peers:
@@ -274,7 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for length in LENGTHS:
                     groups = groups_of(texts[length], num_adapters)
                     facts = {"tokens": length, "adapters": num_adapters}
-                    rows += [facts | row for row in measure(systems, groups, options.rounds)]
+                    for row in measure(systems, groups, options.rounds):
+                        rows.append(facts | row)
+                        print(rows[-1], flush=True)
     workload = {"texts": NUM_TEXTS, "rank": RANK, "threads": THREADS, "rounds": options.rounds}
     report(options.out, "texts per second", workload, rows)
 
