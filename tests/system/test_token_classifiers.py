@@ -32,6 +32,9 @@ LABELS = {0: "O", 1: "PERSON", 2: "PLACE"}
 END = "ForTokenClassification"
 OWN = {"two": 2, "five": 5}
 """Adapters with heads of their own, and their labels."""
+BERT_TARGETS = ["query", "value", "intermediate.dense"]
+ENCODERS = {"bert": BERT_TARGETS, "roberta": BERT_TARGETS, "modernbert": ["Wqkv", "Wi"]}
+"""The modules that adapters of each family change."""
 
 
 class Tagger(NamedTuple):
@@ -59,9 +62,9 @@ def make_tagger(family: str, folder: Path) -> Tagger:
     """A model of this family with a head; "plain" has no head of its own."""
     model_dir, adapter_dir = folder / "model", folder / "adapters"
     load = transformers.AutoModelForTokenClassification.from_pretrained
-    if family == "bert" or family == "roberta":
+    if family in ENCODERS:
         base = save_encoder(family, model_dir, END, id2label=LABELS, num_labels=3)
-        targets = ["query", "value", "intermediate.dense"]
+        targets = ENCODERS[family]
     else:
         make_model(family, model_dir)
         torch.manual_seed(1)
@@ -100,14 +103,14 @@ def taggers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tagger]
     return tagger
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "bert", "roberta"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", *ENCODERS])
 def test_any_mix_equals_transformers(
     taggers: Callable[[str], Tagger], start: Callable, family: str
 ) -> None:
     """Of the model's head, of adapters that leave it as it is, and of heads of their own; prompts
     of decoders come in chunks."""
     made = taggers(family)
-    is_decoder = family in ("llama", "qwen3")
+    is_decoder = family not in ENCODERS
     chunks = {"max_prefill_chunk": 7, "max_sequences": 4} if is_decoder else {}
     running = start(made.zoo, max_model_len=MAX_TOKENS, **chunks)
     adapters = ("", *made.adapter_dirs)

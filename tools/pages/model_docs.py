@@ -177,8 +177,8 @@ You can [embed and classify](embeddings.md#encoders) with these models and their
 |---|---|
 {encoders}
 
-A checkpoint may also have the class `...ForMaskedLM`, whose head is left out, or, except for
-ModernBERT, `...ForSequenceClassification`.
+A checkpoint may also have the class `...ForMaskedLM`, whose head is left out,
+`...ForSequenceClassification` or `...ForTokenClassification`.
 
 ## Models that are not served
 

@@ -19,7 +19,7 @@ from inference_svc.engine.compute.scorer import pool
 from inference_svc.model.architectures import load_description
 from inference_svc.results.base import Wanted
 from inference_svc.results.embedding_rule import Pooling
-from inference_svc.results.pooling import HiddenSum, PoolingOption
+from inference_svc.results.pooling import HiddenSum, PoolingOption, TokenStates
 from tests.support.models.encoders import FAMILIES, MAX_TOKENS, save_encoder
 
 pytestmark = pytest.mark.matrix
@@ -54,7 +54,8 @@ def rows_of(folder: Path) -> tuple[BatchRow, ...]:
 
 
 def sums(factory: BackendFactory, config: EngineConfig, rows: tuple[BatchRow, ...]) -> np.ndarray:
-    """Returns the means of rows' hidden states, [rows, hidden_size]."""
+    """Returns the means of rows' hidden states, and all of a row whose tokens are kept apart, [n,
+    hidden_size]."""
     decoder = load_description(config.model_dir)
     layout = build_layout(decoder, "", getattr(torch, config.dtype))
     backend = factory.build(config, decoder, layout)
@@ -63,9 +64,12 @@ def sums(factory: BackendFactory, config: EngineConfig, rows: tuple[BatchRow, ..
         inputs = backend.prepare(Batch(rows, pools=True))
         assert backend.forward(inputs).values.isfinite().all()
         for made in pool(backend.pool(inputs), None):
+            if isinstance(made.part, TokenStates):
+                found.append(np.frombuffer(made.part.states, np.float32))
+                continue
             assert isinstance(made.part, HiddenSum)
             found.append(np.frombuffer(made.part.total, np.float32) / made.part.num_tokens)
-    return np.stack(found)
+    return np.concatenate(found).reshape(-1, decoder.hidden_size)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
