@@ -8,6 +8,7 @@ auto_settings  decides settings that are left open, for a model on this machine
 core           plain data that every module shares: requests, sequences, batches
 grammars       the form that an answer must have, and masks that enforce it
 results        the results that a request can ask for beside its tokens
+pictures       pictures in prompts: from a caller's bytes to tiles
 errors         the errors that a caller can get, each with its reason
 debug          the debug bundle of a running server
 api            the use cases, and their two transports: gRPC and OpenAI's HTTP API

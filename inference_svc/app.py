@@ -50,6 +50,7 @@ from inference_svc.model.quantised.chosen import weight_form
 from inference_svc.model.recurrent_states import slot_bytes
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.sharding.stages import of_stage
+from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.results.classifier_rule import NO_CLASSIFIER, ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.logprobs import LogprobsMode
@@ -92,7 +93,7 @@ async def serve(config: InferenceSettings) -> None:
 
 
 async def _serve(config: InferenceSettings, stop: asyncio.Event) -> None:
-    decoder = load_description(config.model, config.quantize)
+    decoder = _description(config)
     machine = await asyncio.to_thread(find_machine, config)
     config = resolve_settings(config, machine, decoder)
     access = read_store_access(config)
@@ -144,7 +145,7 @@ async def _serve_node(config: InferenceSettings, stop: asyncio.Event) -> None:
     """Computes for rank 0 of another machine until `stop`, and then as long as that one drains.
     Raises as `serve`; EngineFailed, too, when a rank ends, as all do when rank 0 has."""
     withdraw_ready(config.ready_file)
-    decoder = load_description(config.model, config.quantize)
+    decoder = _description(config)
     machine = await asyncio.to_thread(find_machine, config)
     config = resolve_settings(config, machine, decoder)
     read_store_access(config)
@@ -186,6 +187,12 @@ async def _serve_node(config: InferenceSettings, stop: asyncio.Event) -> None:
             await asyncio.to_thread(node.wait_for_end, config.grace_seconds + END_S)
 
 
+def _description(config: InferenceSettings) -> Decoder:
+    """Raises UnsupportedModel."""
+    with_pictures = config.max_prompt_images > 0
+    return load_description(config.model, config.quantize, with_pictures=with_pictures)
+
+
 def _load_tokenizer(config: InferenceSettings) -> TextModel:
     return Tokenizer(config.model, config.tool_parser) if config.tokenizer else NoTokenizer()
 
@@ -193,7 +200,7 @@ def _load_tokenizer(config: InferenceSettings) -> TextModel:
 def describe_layout(config: InferenceSettings) -> str:
     """Returns the description of a server with these settings that it gives to the store: a
     RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
-    decoder = load_description(config.model, config.quantize)
+    decoder = _description(config)
     config = resolve_model(config, _model_facts(decoder))
     check_sharded_loras(config)
     if config.tensor_parallel > 1:
@@ -208,7 +215,8 @@ def describe_layout(config: InferenceSettings) -> str:
     )
     with hashing_base(config.model, decoder, usable_cpus()) as base:
         layout = layout.with_base(base())
-    layout = layout.with_towers(tower_modules(config.model, decoder.wrapper))
+    if decoder.pictures is None:
+        layout = layout.with_towers(tower_modules(config.model, decoder.wrapper))
     announcement = announcement_of(config, weight_form(decoder, config.quantize))
     return MessageToJson(from_registration(layout, announcement), indent=None)
 
@@ -304,7 +312,16 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
         embedding=_embedding_rule(config, decoder),
         classifier=_classifier_rule(config, decoder),
         generates=decoder.generates,
+        pictures=picture_rule(decoder, config.max_prompt_images),
     )
+
+
+def picture_rule(decoder: Decoder, max_images: int) -> PictureRule | None:
+    """Returns how a server reads pictures; None if it does not."""
+    found = decoder.pictures
+    if found is None:
+        return None
+    return PictureRule(found.processor, found.token_id, found.tokens_per_tile, max_images)
 
 
 def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierRule:

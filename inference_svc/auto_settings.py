@@ -380,6 +380,8 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         pipeline_parallel=settings.pipeline_parallel,
         nodes=_nodes(settings),
         record_steps=settings.cuda_graphs,
+        max_prompt_images=settings.max_prompt_images,
+        prompt_image_bytes=int(settings.prompt_image_memory) // 2,
     )
 
 

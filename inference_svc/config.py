@@ -291,6 +291,12 @@ class InferenceSettings(ServiceSettings):
     KiB. A request whose output does not fit ends with RESOURCE_EXHAUSTED. --tenant-share limits
     each tenant."""
 
+    max_prompt_images: Annotated[OptionalCount, MODEL] = 8
+    """For models that read images: maximum number of images in a request. 0: text alone."""
+
+    prompt_image_memory: Annotated[Size, Field(ge=2 * MIB), MEMORY] = ByteSize(512 * MIB)
+    """For models that read images: one half for pixels of open requests, one for embeddings."""
+
     fair_quantum_tokens: Annotated[Count, Level.FILE, SCHEDULING] = 1024
     """Number of tokens per turn of a tenant, and of an adapter within its tenant. A higher value
     makes turns longer and switches between adapters rarer."""

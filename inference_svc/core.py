@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from inference_svc.grammars.budget import Thinking, ThoughtBudget
 from inference_svc.grammars.grammar import Grammar
+from inference_svc.pictures.prompt import NO_WORK, PictureWork, PromptPicture
 from inference_svc.results.base import NOTHING, Kind, PlacedPart, ResultPart, Scope, Wanted
 from inference_svc.results.logprobs import LogprobsMode
 from servicekit.auth import principal
@@ -165,8 +166,9 @@ class Request:
     `wanted`. Of requests of one `group`, which have one prompt, the first one computes it, and the
     others wait for that; "" is none. `vocab_size` is how many tokens it may name: the model's, and
     its adapter's; 0: all that there are. `grammar` is the form of its output, and `budget` bounds
-    its thoughts. `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the
-    SpanContext that loads for it belong to, or None. Times are `time.monotonic()` seconds.
+    its thoughts. `pictures` are the prompt's, in order. `tenant` is the caller's: tenants share the
+    machine in equal parts. `trace` is the SpanContext that loads for it belong to, or None. Times
+    are `time.monotonic()` seconds.
     """
 
     request_id: str
@@ -187,6 +189,7 @@ class Request:
     vocab_size: int = 0
     grammar: Grammar | None = None
     budget: ThoughtBudget | None = None
+    pictures: tuple[PromptPicture, ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -246,8 +249,9 @@ class Sequence:
     left to be returned; of others these are 0. `token_counts` belong to the sampler, as does
     `is_sorted`: the vocabulary had to be sorted to choose its last token. `masked` is its
     `grammars.lanes.lane.Row` while it runs, None without a grammar, and `thinking` counts its
-    thoughts. `num_output_at_start` is the number of its output tokens when it last started, and
-    `may_move_at` the number that it needs before it is computed anew for a newer version.
+    thoughts. `held_pictures` are the indices of pictures whose embeddings are kept for it.
+    `num_output_at_start` is the number of its output tokens when it last started, and `may_move_at`
+    the number that it needs before it is computed anew for a newer version.
     """
 
     request: Request
@@ -288,6 +292,7 @@ class Sequence:
     thinking: Thinking | None = field(init=False, repr=False)
     num_output_at_start: int = 0
     may_move_at: int = 0
+    held_pictures: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         assert self.request.prompt_token_ids, "a sequence has at least one token"
@@ -350,12 +355,13 @@ class BatchColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work: rows of one slot are adjacent; `residency` takes effect before them. Unless
-    it `pools`, no row is of a prompt that is pooled."""
+    """One step's work: rows of one slot are adjacent; `residency` takes effect before them, and
+    then `pictures`. Unless it `pools`, no row is of a prompt that is pooled."""
 
     rows: tuple[BatchRow, ...]
     residency: tuple[Any, ...] = ()
     pools: bool = False
+    pictures: PictureWork = NO_WORK
 
     def columns(self) -> BatchColumns:
         """Returns the rows, of which there is at least one, field by field: quicker to work on."""
@@ -411,7 +417,8 @@ class EngineConfig:
     have a part of these layers, and the memory of pages and arena each; they are of one machine or
     of several `nodes`. Experts of mixtures are divided into `expert_parallel` parts.
     `fully_sharded_loras`: nothing of an adapter's projections is whole on
-    each.
+    each. A prompt may have `max_prompt_images`; 0: it has text alone, and no vision tower is
+    loaded. Embeddings of pictures take `prompt_image_bytes`.
     """
 
     model_dir: Path
@@ -457,6 +464,8 @@ class EngineConfig:
     expert_parallel: int = 1
     pipeline_parallel: int = 1
     nodes: Nodes | None = None
+    max_prompt_images: int = 0
+    prompt_image_bytes: int = 0
 
     @property
     def num_ranks(self) -> int:

@@ -15,6 +15,7 @@ from inference_svc.adapters.layout import ModelLayout, head_modules
 from inference_svc.api.access import AUDITED, Access
 from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
 from inference_svc.api.load_report import load_report
+from inference_svc.api.pictures import PictureReader
 from inference_svc.api.request_record import RequestLog
 from inference_svc.api.server_facts import ServerFacts
 from inference_svc.api.service import Service
@@ -134,14 +135,14 @@ class InferenceServer:
         self.address = self._grpc.address
         self.http, self.http_address = _listen_http(config, certificates)
         self._is_serving = False
-        self._end_s: float | None = None
-        """When the grace ends, once it has begun."""
+        self._end_s: float | None = None  # when the grace ends, once it has begun
         self._engine_answers = True
         self._async_engine: AsyncEngine | None = None
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
         self._texts: AdapterTexts | None = None
         self._grammars: GrammarChecks | None = None
+        self._pictures: PictureReader | None = None
         self._store: StoreConnection | None = None
         # Last, because a scrape may come at once.
         for samples in (self._place_samples, self.reloader.samples, self._made_samples):
@@ -166,13 +167,8 @@ class InferenceServer:
         if self._tracing is not None:
             self._async_engine.on_spans = self._tracing.record_all
         self._async_engine.start()
-        self._prompts = PromptEncoder(
-            text,
-            facts.max_model_len,
-            facts.vocab_size,
-            self._places.request_work,
-            config.share,
-        )
+        self._prompts = self._open_prompts(text, facts)
+        self._pictures = self._open_pictures(facts)
         self._grammars = self._open_grammars(text, facts)
         self._texts = await asyncio.to_thread(
             _adapter_texts, config, text, catalog, self._places.request_work
@@ -195,6 +191,7 @@ class InferenceServer:
             request_log=RequestLog(self._metrics, code_name, log_prompts=config.log_prompts),
             access=Access(self._authenticator, self._audit),
             grammars=self._grammars,
+            pictures=self._pictures,
         )
         parts = (self._async_engine, directory, self._metrics, self.replicas, self._errors)
         servicer = InferenceServicer(service, DebugInfo(config, *parts))
@@ -206,6 +203,17 @@ class InferenceServer:
         self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
         self._metrics.describe_weights(facts.weight_formats)
         self._announce([*facts.speed_notes])
+
+    def _open_prompts(self, text: TextModel, facts: ServerFacts) -> PromptEncoder:
+        work, share = self._places.request_work, self._config.share
+        sizes = facts.max_model_len, facts.vocab_size
+        return PromptEncoder(text, *sizes, work, share, facts.pictures)
+
+    def _open_pictures(self, facts: ServerFacts) -> PictureReader:
+        size, share = int(self._config.prompt_image_memory) // 2, self._config.share
+        setting = "--prompt-image-memory"
+        pixels = Shares("prompt_image_bytes", size, share, setting=setting)
+        return PictureReader(facts.pictures, facts.base_model, pixels)
 
     def _open_grammars(self, text: TextModel, facts: ServerFacts) -> GrammarChecks:
         vocabulary = partial(make_vocabulary, text.pieces, facts.vocab_size, facts.eos_token_ids)
@@ -284,6 +292,8 @@ class InferenceServer:
             self._texts.close()
         if self._grammars is not None:
             self._grammars.close()
+        if self._pictures is not None:
+            self._pictures.close()
         self._places.close()
         await asyncio.to_thread(self._metrics_server.close)
         self._audit.close()

@@ -84,6 +84,7 @@ CONFINED = (
             "inference_svc.host",
             "inference_svc.model",
             "inference_svc.engine.build",
+            "inference_svc.engine.costs",
             "inference_svc.engine.compute.penalties",
             "inference_svc.engine.compute.profiler",
             "inference_svc.engine.compute.runner",

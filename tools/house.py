@@ -29,7 +29,7 @@ LAYERS = {
     "inference_svc": """
         __main__ > app > server > api > debug > metrics > frontend > engine > backends | store
         > adapters > model | text > host > auto_settings > config > core > grammars
-        > results | errors
+        > pictures > results | errors
     """,
     "adapter_store": """
         __main__ > app > api > debug | build > service > store_status | garbage_collector

@@ -172,7 +172,7 @@ def _renaming(decoder: Decoder) -> Callable[[Target], Target]:
     """Returns the function that gives targets the further names which adapters may have."""
     if decoder.wrapper == BARE:
         return _also_bare
-    if decoder.encoder is not None:
+    if decoder.encoder is not None or decoder.wrapper.has_own_names:
         return partial(_also_stored, wrapper=decoder.wrapper)
     return lambda target: target
 

@@ -269,10 +269,13 @@ def checked_message(message: ChatMessage, path: str) -> ChatMessage:
         if value and message.role != role:
             field = f"{path}.{name}"
             raise InvalidArgument(f"{field}: only in a message of the {role}", subject=field)
+    if message.images and message.role != "user":
+        where = message.images[0].where
+        raise InvalidArgument(f"{where}: only in a message of the user", subject=where)
     if message.role == "assistant":
         return replace(message, name="") if message.name else message
     if message.role in ("developer", "system", "user"):
-        return ChatMessage(message.role, message.content)
+        return ChatMessage(message.role, message.content, images=message.images)
     return message
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from inference_svc.api.followers import Followers
 from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.pictures import CallPictures
 from inference_svc.api.request_record import PromptNote, RequestLog, RequestRecord
 from inference_svc.api.tools import read_delta
 from inference_svc.core import Principal, Request
@@ -44,6 +45,7 @@ class GenerateStream:
     base_model: str
     text: TextModel
     decoder: TokenDecoder
+    pictures: CallPictures
     readers: Sequence[AnswerReader] = ()
     """Readers of each request's answer, as the `decoder` decodes it; without them its text is given
     as it is."""
@@ -65,6 +67,8 @@ class GenerateStream:
             except Exception as error:
                 failure.error = error
                 raise
+            finally:
+                self.pictures.release()
 
     async def _merged(self, failure: _Failure) -> Deltas:
         # One call does not fill the engine with its many requests: they start as others end.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from inference_svc.backends.speed_notes import FormatKernels
 from inference_svc.core import NO_DEFAULTS, SamplingDefaults
 from inference_svc.host.cpus import Processor
+from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.results.classifier_rule import NO_CLASSIFIER, ClassifierRule
 from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule
 from inference_svc.results.routed_experts import ExpertLayers
@@ -45,6 +46,7 @@ class ServerFacts:
     embedding: EmbeddingRule = NO_EMBEDDINGS
     classifier: ClassifierRule = NO_CLASSIFIER
     generates: bool = True
+    pictures: PictureRule | None = None
 
     @property
     def max_input_tokens(self) -> int:

@@ -16,6 +16,7 @@ from inference_svc.api.followers import Followers, check_followed
 from inference_svc.api.generate_call import GenerateCall, check_grammar
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
+from inference_svc.api.pictures import CallPictures, PictureReader
 from inference_svc.api.pooling.classify import check_head
 from inference_svc.api.pooling.score import with_answer_tokens
 from inference_svc.api.request_record import PromptNote, RequestLog
@@ -30,6 +31,7 @@ from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.checks import GrammarChecks
 from inference_svc.host.memory import resident_bytes
+from inference_svc.pictures.decoding import Tiles
 from inference_svc.results.base import Kind
 from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
@@ -115,6 +117,7 @@ class Service:
         request_log: RequestLog,
         access: Access,
         grammars: GrammarChecks,
+        pictures: PictureReader,
     ) -> None:
         self.facts = facts
         self.layout = layout
@@ -129,6 +132,7 @@ class Service:
         self._request_log = request_log
         self.access = access
         self._grammars = grammars
+        self._pictures = pictures
         self._has_vocabulary = False
         self.residents = Residents(engine.calls, directory, registry, facts.base_model, access)
         self.life_cycle = LifeCycle(engine.calls, access)
@@ -141,7 +145,8 @@ class Service:
         tokenised. Raises Unauthenticated, PermissionDenied, InvalidArgument, errors of `read`, and
         like `resolve`."""
         request_id, adapter = incoming.request_id, incoming.adapter
-        with self._request_log.record_if_failed(request_id, adapter) as record:
+        log, pictures = self._request_log, self._pictures.of_call()
+        with log.record_if_failed(request_id, adapter) as record, pictures as own:
             principal = self.access.authenticate(caller)
             record.authenticate(principal)
             principal.require(Action.GENERATE)
@@ -162,7 +167,7 @@ class Service:
                 text = await self._text_of(binding, principal)
                 reading = _reading(call, text)
                 call = with_answer_tokens(call, text, self._prompts, binding)
-                made, prompts = await self._to_requests(call, binding, principal, text)
+                made, prompts = await self._to_requests(call, binding, principal, text, own)
                 call.check_stops(made, self.facts.eos_token_ids)
                 requests = call.bounded(made)
                 decoder, ends = _ends(call, reading, requests, text)
@@ -183,6 +188,7 @@ class Service:
             self.facts.base_model,
             text,
             decoder,
+            own,
             readers,
         )
 
@@ -207,7 +213,12 @@ class Service:
         if isinstance(prompt, Chat):
             ReadingOptions(prompt.tools).check(text.answers)
         num_added = 0 if binding is None else binding.added_tokens
-        encoded = await self._prompts.encode(prompt, principal.account, text, num_added)
+        with self._pictures.of_call() as pictures:
+            tiles = await self._tiles(prompt, principal, text, pictures)
+            encoded = await self._prompts.encode(
+                prompt, principal.account, text, num_added, pictures=tiles
+            )
+            pictures.release()
         return encoded, text
 
     async def _text_of(self, binding: Binding | None, principal: Principal) -> TextModel:
@@ -302,7 +313,12 @@ class Service:
         return Binding.of_parts(parts)
 
     async def _to_requests(
-        self, call: GenerateCall, binding: Binding | None, principal: Principal, text: TextModel
+        self,
+        call: GenerateCall,
+        binding: Binding | None,
+        principal: Principal,
+        text: TextModel,
+        pictures: CallPictures,
     ) -> tuple[list[Request], tuple[PromptNote, ...]]:
         """Returns the requests, and a note of each prompt. Raises InvalidArgument for an invalid
         prompt."""
@@ -312,6 +328,7 @@ class Service:
         num_added_tokens = 0 if binding is None else binding.added_tokens
         for index, prompt in enumerate(call.prompts):
             with child_span("tokenize"), _naming_prompt(call, index):
+                tiles = await self._tiles(prompt, principal, text, pictures, call.num_choices)
                 token_ids = await self._prompts.encode(
                     prompt,
                     principal.account,
@@ -320,12 +337,13 @@ class Service:
                     call.num_answer_tokens,
                     num_chars,
                     call.prompt_limit,
+                    tiles,
                 )
             num_chars += max(num_chars_of(prompt), MIN_CHARS)
             notes.append(self._request_log.note_of(prompt))
             num_tokens += len(token_ids)
             _check_prompt_tokens(call, num_tokens)
-            requests += call.to_requests(
+            made = call.to_requests(
                 index,
                 token_ids,
                 binding,
@@ -334,7 +352,21 @@ class Service:
                 end_ids=text.end_ids,
                 vocab_size=self.facts.vocab_size,
             )
+            requests += pictures.placed(made, tiles)
         return requests, tuple(notes)
+
+    async def _tiles(
+        self,
+        prompt: Prompt,
+        principal: Principal,
+        text: TextModel,
+        pictures: CallPictures,
+        num_choices: int = 1,
+    ) -> tuple[Tiles, ...]:
+        """Returns the pictures of a prompt. Raises like `CallPictures.read`."""
+        rule, threads = self._pictures.rule, self._prompts.threads_of(principal.account)
+        name = "" if rule is None else text.name_of(rule.token_id)
+        return await pictures.read(prompt, name, principal.account, threads, num_choices)
 
     # --- describing -----------------------------------------------------------------------------
 

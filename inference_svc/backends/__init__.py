@@ -14,6 +14,7 @@ step_data       a step as plain numbers, for other ranks
 speed_notes     why a machine computes more slowly than it could, for operators
 prompt_runs     the tokens of a step that are scored or pooled
 slot_runs       which slots compute which tokens of a step
+pictures        the embeddings of pictures, and the tower that makes them
 magnitudes      DoRA's magnitudes, divided by the norms of the outputs that they scale, at load
 
 To add one: write `backends/NAME.py`, or a folder of that name, and add its factory to

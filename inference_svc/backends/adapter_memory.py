@@ -13,12 +13,16 @@ from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.magnitudes import Divided, Magnitudes
+from inference_svc.backends.pictures import PictureRows
 from inference_svc.core import EngineConfig
 from inference_svc.host.device_faults import is_out_of_memory
 
 
 class AdapterMemory(ABC):
-    """The methods of a `Backend` that concern adapters, for one device."""
+    """The methods of a `Backend` that concern adapters, for one device. It reads no pictures,
+    unless a subclass has some."""
+
+    pictures: PictureRows | None = None
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena

@@ -17,6 +17,7 @@ from inference_svc.adapters.pulls.registration import HostRegistrar
 from inference_svc.adapters.targets import layout_of
 from inference_svc.backends.exchange import Meeting
 from inference_svc.backends.magnitudes import Divided
+from inference_svc.backends.pictures import PictureRows
 from inference_svc.backends.prompt_runs import ScoredRun
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow, EngineConfig, padding_pages
@@ -26,6 +27,7 @@ from inference_svc.model.checkpoint.files import weight_stamps
 from inference_svc.model.checkpoint.weights import ModelWeights, Projections, load_weights
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes, stored_dtype
+from inference_svc.model.layers import TorchProjections
 from inference_svc.model.recurrent_states import RecurrentStates, num_slots, slot_bytes
 from inference_svc.model.sharding.exchange import Exchange, StagedExchange
 from inference_svc.results.routed_experts import ExpertsOption
@@ -54,7 +56,12 @@ class Backend(Protocol[Inputs]):
     A rank that fails raises in rank 0, and ends the engine, unless it fails in `restore` before
     others wait for it.
     `place_threads`, `lora_launches` and the counters are each rank's own; rank 0 answers for all.
+
+    `pictures` are embeddings of pictures, whose work of a step is done before its `prepare`; None:
+    the model reads none.
     """
+
+    pictures: PictureRows | None
 
     @property
     def kernels(self) -> str:
@@ -195,11 +202,12 @@ class RankBackend(Backend[Inputs], Protocol):
 
 class Reload(NamedTuple):
     """Makes the pages, the weights, and the recurrent states that a backend has freed, as they were
-    made at first."""
+    made at first. Embeddings of pictures read their tower again themselves."""
 
     pages: Callable[[], KVCaches]
     weights: Callable[[], ModelWeights[Any]]
     states: Callable[[], RecurrentStates | None]
+    pictures: Callable[[], PictureRows | None]
 
 
 def make_reload(
@@ -214,18 +222,24 @@ def make_reload(
     that the weights are read into."""
     stamps = weight_stamps(config.model_dir)
 
-    def read_weights() -> ModelWeights[Any]:
+    def read(described: Decoder, projections: Projections[Any]) -> ModelWeights[Any]:
         for path, stamp in weight_stamps(config.model_dir).items():
             if stamps.get(path) != stamp:
                 raise UnsupportedModel(
                     f"{path} has changed since the server started: restart the server"
                 )
         dtype = getattr(torch, config.dtype)
-        return load_weights(config.model_dir, decoder, dtype, config.device, projections())
+        return load_weights(config.model_dir, described, dtype, config.device, projections)
+
+    def pictures() -> PictureRows | None:
+        if decoder.pictures is None:
+            return None
+        tower = decoder.pictures.tower
+        return PictureRows(decoder.pictures, lambda: read(tower, TorchProjections()))
 
     pages = partial(allocate_kv_caches, config, decoder, prefers_tiles=prefers_tiles)
     states = partial(allocate_states, config, decoder)
-    return Reload(pages, read_weights, states)
+    return Reload(pages, lambda: read(decoder, projections()), states, pictures)
 
 
 class Scored(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +35,13 @@ from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_ru
 from inference_svc.backends.slot_runs import scored_indices
 from inference_svc.backends.speed_notes import thread_notes, torch_notes
 from inference_svc.backends.step_data import StepData
-from inference_svc.backends.torch_needs import step_bytes
+from inference_svc.backends.torch_needs import picture_needs, step_bytes
 from inference_svc.core import Batch, BatchRow, EngineConfig
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
-from inference_svc.model.encoder.in_torch import OF_ENCODERS
+from inference_svc.model.encoder.in_torch import OF_ENCODERS, OF_PICTURES
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchLinear, TorchProjections
@@ -126,6 +127,7 @@ class TorchBackend(AdapterMemory):
         self._targets = targets
         self._last: Step | None = None
         self._reload = reload
+        self.pictures = None if reload is None else reload.pictures()
 
     @property
     def kv_bytes(self) -> int:
@@ -145,7 +147,8 @@ class TorchBackend(AdapterMemory):
 
     @property
     def weights_bytes(self) -> int:
-        return 0 if self.transformer is None else self.transformer.weights.num_bytes
+        of_tower = 0 if self.pictures is None else self.pictures.weights_bytes
+        return of_tower + (0 if self.transformer is None else self.transformer.weights.num_bytes)
 
     def _make_magnitudes(self) -> Magnitudes:
         assert self.transformer is not None, "the weights are freed"
@@ -158,6 +161,8 @@ class TorchBackend(AdapterMemory):
 
     def prepare(self, batch: Batch) -> TorchInputs:
         step = StepInputs.build(batch, self._page_size, self.arena.device, self._states)
+        if self.pictures is not None:
+            step = replace(step, pictures=self.pictures.placed(batch.rows))
         lora = plan_lora(batch.rows, self.arena, self._targets, self._exchange)
         self.num_lora_steps += lora is not None
         runs, pooled = tuple(scored_runs(batch.rows)), tuple(pooled_runs(batch.rows))
@@ -248,6 +253,8 @@ class TorchBackend(AdapterMemory):
         held_bytes = self._held_bytes
         self._last = None  # which has all of it
         self.kv_caches = self._states = None
+        if self.pictures is not None:
+            self.pictures.free(weights=weights)
         if weights:
             self._magnitudes = None
             self.transformer = None
@@ -264,13 +271,15 @@ class TorchBackend(AdapterMemory):
             self.transformer = self._make_transformer(weights)
         self.kv_caches = self.kv_caches or self._reload.pages()
         self._states = self._states or self._reload.states()
+        if self.pictures is not None:
+            self.pictures.restore()
 
 
 class TorchFactory:
     """A `BackendFactory` for any CPU and every dtype."""
 
     name = "torch"
-    features = COMPUTED | OF_ENCODERS | OF_RANKS | OF_STAGES
+    features = COMPUTED | OF_ENCODERS | OF_PICTURES | OF_RANKS | OF_STAGES
     disabled_by = ""
     has_device_memory = False
     profiler_device = None
@@ -296,11 +305,12 @@ class TorchFactory:
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         dtype = getattr(torch, config.dtype)
-        return MemoryNeeds(
+        needs = MemoryNeeds(
             weights_bytes(decoder, dtype),
             step_bytes(config, decoder),
             recurrent_bytes=states_bytes(config, decoder),
         )
+        return needs.plus(picture_needs(config, decoder))
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from inference_svc.adapters.layout import EMBEDDING, HEAD
 from inference_svc.adapters.targets import AppliedTargets, applied_targets, layout_of
-from inference_svc.backends.base import table_bytes
+from inference_svc.backends.base import MemoryNeeds, table_bytes
 from inference_svc.core import EngineConfig
+from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.description import (
     Attention,
     BothWays,
@@ -21,6 +23,7 @@ from inference_svc.model.description import (
     Projection,
 )
 from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
+from inference_svc.model.encoder.towers import EmbedPatches, MergePatches, PlacePictures
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes, transformer_bytes
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.mixers.short_conv import GatedConvolve
@@ -51,6 +54,7 @@ from inference_svc.model.operations import (
     SumRanks,
     SumSquares,
 )
+from inference_svc.pictures.processor import CHANNELS
 from kernels.lora.table import MAX_PARTS
 from kernels.quantised.weight import BLOCK_ELEMENTS, COPY_BYTES
 from kernels.recurrence.reference import CHUNK
@@ -80,6 +84,8 @@ SQUARE_COPIES, PRODUCT_COPIES = 6, 9
 """Copies of a chunk's products of tokens with tokens, and of tokens with states."""
 STATE_COPIES = 3
 """Copies of states that are computed at once."""
+PIXEL_COPIES = 4
+"""Copies in fp32 of a tile's pixels while they are scaled and put together by patches."""
 SAMPLER_COPIES = 2
 """Copies of the logits in fp32 that choosing tokens takes beside the logits."""
 
@@ -107,6 +113,21 @@ def masks_bytes(config: EngineConfig, decoder: Decoder) -> int:
     mixers = (block.mixer for block in decoder.blocks)
     reaches = {each.reach for each in mixers if isinstance(each, BothWays)} - {None}
     return len(reaches) * config.max_model_len * config.max_batch_tokens
+
+
+def picture_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
+    """Returns the weights of the vision tower, if there is one, the workspace of a tile, which
+    stays while other steps are computed, and the embeddings of pictures."""
+    if decoder.pictures is None:
+        return MemoryNeeds(0, 0)
+    dtype, tower = getattr(torch, config.dtype), decoder.pictures.tower
+    assert tower.patches is not None
+    count = tower.patches.num_tokens
+    sizes = ValueSizes.of(tower, count, count, dtype)
+    of_tile = replace(config, max_model_len=count, max_batch_tokens=count, max_prefill_chunk=count)
+    own = _OwnBytes(of_tile, sizes, AppliedTargets({}, {}, 0, 0))
+    tile_bytes = transformer_bytes(tower, sizes, own.of_op)
+    return MemoryNeeds(weights_bytes(tower, dtype), tile_bytes + config.prompt_image_bytes)
 
 
 class _OwnBytes(NamedTuple):
@@ -190,6 +211,12 @@ def _of_both_ways(op: AttendBothWays, own: _OwnBytes) -> int:
     if mixer.reach is not None:
         num_bytes += longest * longest * own.item_bytes
     return num_bytes + 4 * mixer.num_heads * longest * min(longest, SCORED_QUERIES)
+
+
+def _of_patches(op: EmbedPatches, own: _OwnBytes) -> int:
+    """The pixels, scaled in fp64, in fp32, and by patches, and the tokens in fp32."""
+    of_pixels = (1 + 8 + 4 * PIXEL_COPIES) * CHANNELS * op.patches.tile_size**2
+    return of_pixels + 2 * 4 * own.elements(op)
 
 
 def _of_norm(op: AddNorm | NormOf, own: _OwnBytes) -> int:
@@ -311,6 +338,7 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     Convolve: _of_convolution,
     DeltaRule: _of_delta_rule,
     Embed: _of_embedding,
+    EmbedPatches: _of_patches,
     Gate: _of_gate,
     GateHeads: _of_copy,
     Gather: _nothing,
@@ -319,8 +347,10 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     Growth: _of_embedding,
     HandOn: _of_stages,
     Logits: _of_logits,
+    MergePatches: _of_copy,
     NormBySums: _of_normed,
     NormOf: _of_norm,
+    PlacePictures: _nothing,
     Project: _of_project,
     ProjectExperts: _of_experts,
     Receive: _of_stages,

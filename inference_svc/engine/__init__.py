@@ -7,6 +7,7 @@ policy         decides which sequences a step computes, in plain Python without 
 ranks          a model over several processes
 engine         one step: take messages, schedule, run, settle
 build          makes an engine from its config
+costs          the costs of a model's tokens and pictures
 memory_budget  the engine's use of each memory, and whether it fits
 memory_fit     the sizes that settings leave open, chosen for a device
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -38,15 +38,10 @@ from inference_svc.engine.control.commands import Commands
 from inference_svc.engine.control.inspect import Inspect, InspectImage
 from inference_svc.engine.control.life_cycle import LifeCycle
 from inference_svc.engine.control.status import Describe
+from inference_svc.engine.costs import check_pictures, make_pictures, prices_of
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.memory_budget import Budget, check_budgets, human
 from inference_svc.engine.policy.admission import Admission
-from inference_svc.engine.policy.prices import (
-    LISTED_OPERATIONS,
-    SORT_OPERATIONS,
-    WALK_OPERATIONS,
-    Prices,
-)
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.settle import Settler
 from inference_svc.engine.policy.states.pages import Pages
@@ -76,11 +71,10 @@ from inference_svc.model.checkpoint.classifier import read_score_head
 from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.checkpoint.parameters import weight_formats
 from inference_svc.model.checkpoint.tensors import check_tensors
-from inference_svc.model.description import Decoder, ExpertsProjection, Rank
+from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.recurrent_states import num_slots
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.sharding.stages import of_stage
-from inference_svc.model.walk import layer_projections
 from kernels.native.library import load
 
 logger = logging.getLogger(__name__)
@@ -170,7 +164,7 @@ def _build(
         raise ValueError("--max-sequences must be above 0 and at most --max-batch-tokens")
     num_threads = set_num_threads(config)
     speed = _speed(config, decoder, factory, num_threads)
-    check_tensors(config.model_dir, decoder)
+    _check_files(config, decoder)
     budget = check_budgets(config, decoder, factory)
     layout = layout_of(config, decoder)
     host = _host_tier(config, has_device_memory=factory.has_device_memory)
@@ -209,6 +203,12 @@ def _build(
     return BuiltEngine(engine, residency, puller, layout, decoder, speed, ranks, other_layouts)
 
 
+def _check_files(config: EngineConfig, decoder: Decoder) -> None:
+    """Raises UnsupportedModel for a checkpoint without the tensors of the model, or its tower."""
+    for each in (decoder, *decoder.towers):
+        check_tensors(config.model_dir, each)
+
+
 def _make_sampler(config: EngineConfig, decoder: Decoder, factory: BackendFactory) -> Sampler:
     if factory.has_device_memory:
         return Sampler(decoder.eos_token_ids, has_device_memory=True)
@@ -233,7 +233,10 @@ def _other_layouts(config: EngineConfig, layout: ModelLayout) -> tuple[ModelLayo
 def describe(config: EngineConfig, index: int) -> Decoder:
     """Returns the decoder of the rank with this index among those of all stages. Raises
     UnsupportedModel."""
-    whole = load_description(config.model_dir, config.quantize).for_length(config.max_model_len)
+    with_pictures = config.max_prompt_images > 0
+    whole = load_description(config.model_dir, config.quantize, with_pictures=with_pictures)
+    check_pictures(config, whole)
+    whole = whole.for_length(config.max_model_len)
     stage, rank = divmod(index, config.tensor_parallel)
     part = of_stage(whole, stage, config.pipeline_parallel)
     return of_rank(part, Rank(rank, config.tensor_parallel), config.expert_parallel)
@@ -319,7 +322,9 @@ def _load_model(
             assert own.num_pages == ranks.wait_until_built(), "ranks have equal memories"
             backend = RankedBackend(own, ranks, decoder, config.max_sequences)
         layout = layout.with_base(base())
-    return backend, layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
+    if decoder.pictures is None:
+        layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
+    return backend, layout
 
 
 def _routed_pages(
@@ -457,7 +462,8 @@ def _make_scheduler(
         config.fair_ageing_s,
         computes_whole=decoder.encoder is not None,
     )
-    return Scheduler(limits, states, residency, prices_of(decoder), masks)
+    pictures = make_pictures(config, decoder)
+    return Scheduler(limits, states, residency, prices_of(decoder), masks, pictures)
 
 
 def _host_tier(config: EngineConfig, *, has_device_memory: bool) -> HostTier | None:
@@ -467,25 +473,3 @@ def _host_tier(config: EngineConfig, *, has_device_memory: bool) -> HostTier | N
     if has_device_memory and config.tensor_parallel == 1:
         raise ValueError("--host-memory must be above 0 on this device: images are pulled into it")
     return None
-
-
-def prices_of(decoder: Decoder) -> Prices:
-    """Returns the prices of choosing and scoring tokens of this model."""
-    of_token = 2 * sum(_num_weights(decoder.of_all_stages))
-    return Prices(
-        logits=decoder.vocab_size * 2 * decoder.hidden_size / of_token,
-        logprobs=decoder.vocab_size * WALK_OPERATIONS / of_token,
-        sort=decoder.vocab_size * SORT_OPERATIONS / of_token,
-        listed=LISTED_OPERATIONS / of_token,
-    )
-
-
-def _num_weights(decoder: Decoder) -> Iterator[int]:
-    """Yields the weights of each projection of the layers that a token passes."""
-    shape = decoder.expert_layers
-    for projection in layer_projections(decoder):
-        num_times = 1
-        if isinstance(projection, ExpertsProjection):
-            assert shape is not None
-            num_times = shape.num_chosen
-        yield num_times * projection.in_features * projection.out_features

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Pictures
 from kernels.quantised import WeightFormat
 
 NOT_COMPUTED = frozenset(
@@ -60,6 +60,8 @@ def _features(part: Any) -> Iterator[str]:
             yield f"{name}=none"
         elif each.default is not MISSING and value != each.default:
             yield name
+        if isinstance(value, Pictures):
+            continue  # torch computes a tower, whatever computes the decoder
         for inner in value if isinstance(value, tuple) else (value,):
             if is_dataclass(inner):
                 yield from _features(inner)

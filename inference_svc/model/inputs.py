@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,14 @@ from inference_svc.model.recurrent_states import RecurrentPlan, RecurrentStates
 from kernels.attention import AttentionPlan
 
 
+class PlacedRows(NamedTuple):
+    """Embeddings of a picture [N, hidden_size], in the model's dtype, of the step's tokens from
+    `start` on."""
+
+    start: int
+    rows: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The decoder's inputs of one step: T tokens, in the order of the batch's rows.
@@ -22,6 +31,8 @@ class StepInputs:
     row's last token: only these get logits, which say whether the row is computed soundly, also
     where it does not sample. `attention` holds where keys and values are stored and the positions
     that each token attends to; `recurrent`, of a model with such layers, where states are.
+    `pictures` are embeddings that take the place of tokens' own. A step of a vision tower has
+    `pixels` instead of token ids: fp32 [tiles, 3, side, side].
     """
 
     token_ids: Tensor
@@ -29,6 +40,8 @@ class StepInputs:
     logit_rows: Tensor
     attention: AttentionPlan
     recurrent: RecurrentPlan | None = None
+    pictures: tuple[PlacedRows, ...] = ()
+    pixels: Tensor | None = None
 
     @classmethod
     def build(

@@ -261,8 +261,13 @@ class RotaryEmbedding:
         return Rotation(*rotary_angles(positions, self.inverse_frequencies, self._scaling, dtype))
 
 
+QUICK_GELU_FACTOR = 1.702
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Returns an activation of x, of any shape and float dtype."""
     if activation is Activation.SILU:
         return F.silu(x)
+    if activation is Activation.QUICK_GELU:
+        return x * torch.sigmoid(QUICK_GELU_FACTOR * x)
     return F.gelu(x, approximate="tanh" if activation is Activation.GELU_TANH else "none")

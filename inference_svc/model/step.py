@@ -64,6 +64,12 @@ class Step:
     def device(self) -> torch.device:
         return self.inputs.token_ids.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        tables = self.weights.tables
+        return next(iter(tables.values())).dtype
+
     def states(self, op: Op) -> tuple[tuple[Tensor, ...], Segments]:
         """Returns the recurrent states of an operation's layer, each [slots, ...] as its mixer
         describes it, and the step's segments."""

@@ -30,6 +30,7 @@ from inference_svc.model.description import (
     layer_path,
 )
 from inference_svc.model.encoder.operations import list_activation, list_attention, list_inputs
+from inference_svc.model.encoder.towers import PlacePictures, list_connector, list_patches
 from inference_svc.model.mixers import gated_delta, short_conv
 from inference_svc.model.operations import (
     EMBEDDING_KEY,
@@ -149,9 +150,14 @@ class Walk:
 
     def _embed(self) -> None:
         decoder = self._decoder
-        self.ops.append(Embed((), self._hidden, None, _table(decoder), is_adapted=True))
+        if decoder.patches is not None:
+            list_patches(self, self._hidden, decoder.patches)
+        else:
+            self.ops.append(Embed((), self._hidden, None, _table(decoder), is_adapted=True))
         if decoder.embedding_scale != 1.0:
             _scale(self, self._hidden, decoder.embedding_scale, is_rounded=True)
+        if decoder.pictures is not None:
+            self.ops.append(PlacePictures((self._hidden,), self._hidden, None))
         if decoder.layer_inputs is not None:
             self._of_all_layers(decoder.layer_inputs)
         if decoder.encoder is not None:
@@ -179,10 +185,14 @@ class Walk:
             self._hidden = self._gathered(self._hidden)
             self._delta = None if self._delta is None else self._gathered(self._delta)
         if decoder.final_norm is None:
+            self._add()
             is_narrow, self._rows = self._rows is Rows.LOGITS, Rows.LOGITS
-            return self._hidden if is_narrow else self._gathered(self._hidden)
-        normed = self.value("last_normed", decoder.hidden_size, Rows.LOGITS)
-        self._add_norm(decoder.final_norm, normed, None)
+            normed = self._hidden if is_narrow else self._gathered(self._hidden)
+        else:
+            normed = self.value("last_normed", decoder.hidden_size, Rows.LOGITS)
+            self._add_norm(decoder.final_norm, normed, None)
+        if decoder.connector is not None:
+            return list_connector(self, normed, decoder.connector)
         if decoder.encoder is not None:
             return normed
         cut = _vocab_cut(decoder)

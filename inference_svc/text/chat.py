@@ -69,9 +69,19 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageImage:
+    """An image in a message: before the character `place` of its text. `data` is a file, which its
+    sender calls `where`."""
+
+    place: int
+    data: bytes = field(repr=False)
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """`reasoning` and `tool_calls` are an assistant's; `tool_call_id` and `name` belong to the
-    result of a call."""
+    result of a call. A user's may have `images`, in order."""
 
     role: str
     content: str
@@ -79,6 +89,7 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    images: tuple[MessageImage, ...] = ()
 
     @property
     def num_chars(self) -> int:
@@ -87,10 +98,11 @@ class ChatMessage:
         texts = len(self.role) + len(self.content) + len(self.reasoning)
         return texts + len(self.tool_call_id) + len(self.name) + calls + TEMPLATE_CHARS
 
-    def to_template(self, reasoning_field: str) -> dict[str, Any]:
-        """Returns the message in the form that chat templates read. Fields that it has not are
-        absent, because templates ask for them so."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content}
+    def to_template(self, reasoning_field: str, *, in_parts: bool = False) -> dict[str, Any]:
+        """Returns the message in the form that chat templates read, its content as a text or
+        `in_parts`. Fields that it has not are absent, because templates ask for them so."""
+        content = self._parts() if in_parts else self.content
+        found: dict[str, Any] = {"role": self.role, "content": content}
         if self.reasoning and reasoning_field:
             found[reasoning_field] = self.reasoning
         if self.tool_calls:
@@ -99,6 +111,19 @@ class ChatMessage:
             found["tool_call_id"] = self.tool_call_id
         if self.name:
             found["name"] = self.name
+        return found
+
+    def _parts(self) -> list[dict[str, str]]:
+        """Returns the content as a list of texts and images."""
+        found: list[dict[str, str]] = []
+        start = 0
+        for place in (*(image.place for image in self.images), None):
+            text = self.content[start:place]
+            if text or not (self.images or found):
+                found.append({"type": "text", "text": text})
+            if place is not None:
+                found.append({"type": "image"})
+                start = place
         return found
 
 
@@ -126,11 +151,19 @@ class Chat:
         tools = sum(tool.num_chars for tool in self.tools)
         return tools + sum(message.num_chars for message in self.messages)
 
+    @property
+    def images(self) -> tuple[MessageImage, ...]:
+        """The images of all messages, in order."""
+        return tuple(image for message in self.messages for image in message.images)
+
     def to_json(self) -> dict[str, Any]:
-        """Returns what `from_json` makes the conversation of."""
+        """Returns what `from_json` makes the conversation of, but for the files of images."""
         return {
             "messages": [
-                [m.role, m.content, m.reasoning, _calls_to_json(m), m.tool_call_id, m.name]
+                [
+                    *(m.role, m.content, m.reasoning, _calls_to_json(m), m.tool_call_id, m.name),
+                    [image.place for image in m.images],
+                ]
                 for m in self.messages
             ],
             "add_generation_prompt": self.add_generation_prompt,
@@ -145,8 +178,16 @@ class Chat:
     def from_json(cls, found: Mapping[str, Any]) -> Chat:
         return cls(
             tuple(
-                ChatMessage(role, content, reasoning, _calls_from_json(calls), call_id, name)
-                for role, content, reasoning, calls, call_id, name in found["messages"]
+                ChatMessage(
+                    role,
+                    content,
+                    reasoning,
+                    _calls_from_json(calls),
+                    call_id,
+                    name,
+                    tuple(MessageImage(place, b"", "") for place in places),
+                )
+                for role, content, reasoning, calls, call_id, name, places in found["messages"]
             ),
             add_generation_prompt=found["add_generation_prompt"],
             continue_final_message=found["continue_final_message"],

@@ -76,6 +76,7 @@ class ChatTemplate:
         if chat.tools and self._with_tools is not None:
             return self._with_tools.render(chat, max_chars, max_seconds)
         self._names.check_tools(chat.tools)
+        self._names.check_images(chat.messages)
         arguments: dict[str, Any] = {
             **self._specials,
             "tools": [tool.to_template() for tool in chat.tools] or None,
@@ -87,13 +88,22 @@ class ChatTemplate:
         field = self._names.reasoning_field
         rendering = _Rendering(self._template, arguments, field, chat, max_chars, max_seconds)
         first: InvalidArgument | None = None
-        for messages in conversation.forms(chat.messages, self._names):
-            try:
-                return rendering.text(messages)
-            except _Refused as refused:
-                first = first or refused.error
+        for in_parts in self._content_forms(chat):
+            rendering.in_parts = in_parts
+            for messages in conversation.forms(chat.messages, self._names):
+                try:
+                    return rendering.text(messages)
+                except _Refused as refused:
+                    first = first or refused.error
         assert first is not None, "a conversation has a form"
         raise first
+
+    def _content_forms(self, chat: Chat) -> tuple[bool, ...]:
+        """Returns whether contents are in parts; of a chat without images both ways, if the
+        template may know either."""
+        if chat.images:
+            return (True,)
+        return (False, True) if self._names.reads_parts else (False,)
 
 
 class _Rendering:
@@ -114,6 +124,8 @@ class _Rendering:
         self._chat = chat
         self._max_chars = max_chars
         self._turns = _Turns(max_seconds)
+        self.in_parts = False
+        """Whether contents are lists of texts and images."""
         self._end = f"{secrets.randbelow(10**18):018}"
 
     def text(self, messages: Sequence[ChatMessage]) -> str:
@@ -158,7 +170,9 @@ class _Rendering:
     def _pieces(self, messages: Sequence[ChatMessage], max_chars: int) -> Iterator[str]:
         num_chars = 0
         for piece in self._template.generate(
-            messages=[each.to_template(self._reasoning_field) for each in messages],
+            messages=[
+                each.to_template(self._reasoning_field, in_parts=self.in_parts) for each in messages
+            ],
             **self._arguments,
             **{_TURN: self._turns.take},
         ):

@@ -110,6 +110,22 @@ class TemplateNames:
         )
 
     @property
+    def reads_parts(self) -> bool:
+        """Whether the template reads contents as lists of texts and images."""
+        return {"type", "image"} <= self.fields
+
+    def check_images(self, messages: Sequence[ChatMessage]) -> None:
+        """Raises InvalidArgument for images that the template does not show to the model."""
+        for message in messages:
+            if message.images and not self.reads_parts:
+                where = message.images[0].where
+                raise InvalidArgument(
+                    f"{where}: the chat template shows no images to the model: use a model whose "
+                    "template does",
+                    subject=where,
+                )
+
+    @property
     def reasoning_field(self) -> str:
         """The field of a message from which the template takes its thoughts; "" for none."""
         return next((name for name in REASONING_FIELDS if name in self.fields), "")
@@ -180,11 +196,17 @@ class Marks:
     def around(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Returns the messages with marks at both ends of their texts."""
         return [
-            replace(each, content=f"{self._at(index, 0)} {each.content} {self._at(index, 1)}")
-            if _is_checked(each)
-            else each
+            self._marked(index, each) if _is_checked(each) else each
             for index, each in enumerate(messages)
         ]
+
+    def _marked(self, index: int, message: ChatMessage) -> ChatMessage:
+        before, behind = f"{self._at(index, 0)} ", f" {self._at(index, 1)}"
+        images = tuple(
+            replace(each, place=each.place + len(before)) if each.place else each
+            for each in message.images
+        )
+        return replace(message, content=f"{before}{message.content}{behind}", images=images)
 
     def missing(self, messages: Sequence[ChatMessage], prompt: str) -> int | None:
         """Returns the index of the first message of which a prompt of marked messages lacks an

@@ -6,11 +6,15 @@ import asyncio
 import enum
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from inference_svc.errors import AdapterUnusable, TemplateTimeout
+from inference_svc.pictures.decoding import Tiles
+from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.text.chat import Chat
 from servicekit.errors import InvalidArgument
 from servicekit.shares import FairExecutor, Shares
@@ -101,8 +105,9 @@ class TextLimits:
 
 class PromptEncoder:
     """`max_model_len` bounds prompts, with room for an answer; `vocab_size` is the model's, which
-    may know fewer tokens than its tokenizer. With a `share` below 1 accounts take turns, and none
-    has all threads. The time of a refused prompt is charged to `work`."""
+    may know fewer tokens than its tokenizer. `picture_rule` is of a model that reads pictures. With
+    a `share` below 1 accounts take turns, and none has all threads. The time of a refused prompt is
+    charged to `work`."""
 
     def __init__(
         self,
@@ -111,7 +116,9 @@ class PromptEncoder:
         vocab_size: int,
         work: WorkBudget,
         share: float = 1.0,
+        picture_rule: PictureRule | None = None,
     ) -> None:
+        self.picture_rule = picture_rule
         self._base = TextLimits(encoder, vocab_size)
         self._max_model_len = max_model_len
         self._work = work
@@ -138,11 +145,12 @@ class PromptEncoder:
         num_answer_tokens: int = 1,
         num_chars_before: int = 0,
         limit: PromptLimit = NO_LIMIT,
+        pictures: Sequence[Tiles] = (),
     ) -> tuple[int, ...]:
         """Encodes with an adapter's own encoder if it has one; it has rows for so many tokens
         behind the model's. A prompt leaves room for so many tokens of an answer, and may be cut if
         its `limit` says so. The earlier prompts of its call have `num_chars_before`: many hold up
-        the loop as a long one does.
+        the loop as a long one does. A chat's `pictures` have all of their tokens.
 
         Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
         template, ShareExceeded if too many prompts of the account wait, and errors of the
@@ -153,10 +161,18 @@ class PromptEncoder:
         if isinstance(prompt, Text) and limit.kept is not None:
             prompt = self._with_fewer_chars(prompt, text)
         if isinstance(prompt, (Text, Chat)):
-            return await self._encode_in_time(prompt, account, text, num_chars_before)
-        prompt = limit.cut(prompt, self._most_tokens(text))
-        self._check(prompt, text)
-        return prompt
+            found = await self._encode_in_time(prompt, account, text, num_chars_before)
+        else:
+            found = limit.cut(prompt, self._most_tokens(text))
+            self._check(found, text)
+        rule = self.picture_rule
+        if rule is None:
+            return found
+        encode = partial(text.encoder.encode, add_special_tokens=False)
+        name = text.encoder.name_of(rule.token_id)
+        expanded = rule.expanded(found, pictures, name, encode)
+        self._check(expanded, text)
+        return expanded
 
     @property
     def vocab_size(self) -> int:

@@ -17,6 +17,7 @@ from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.pieces import Pieces
 from servicekit.errors import InvalidArgument
 
+TEMPLATE_FILE = "chat_template.json"
 IMPORT_BYTES = 32 << 20
 BYTES_PER_JSON_BYTE = 12
 BYTES_PER_MODEL_BYTE = 100
@@ -192,6 +193,8 @@ class Tokenizer(BackendText):
                 f"the tokenizer in {model_dir} is not a fast one: it needs a tokenizer.json"
             )
         self.hf = tokenizer
+        if not tokenizer.chat_template:  # older checkpoints have their processor's
+            tokenizer.chat_template = _read_json(model_dir / TEMPLATE_FILE).get("chat_template")
         backend = tokenizer.backend_tokenizer
         # The file may contain truncation and padding of the training; prompts get neither.
         backend.no_truncation()

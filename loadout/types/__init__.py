@@ -34,6 +34,7 @@ from loadout.types.embedding import TokenClassification as TokenClassification
 from loadout.types.embedding import Truncation as Truncation
 from loadout.types.generation import AdapterIdentity as AdapterIdentity
 from loadout.types.generation import AnsweredCall as AnsweredCall
+from loadout.types.generation import ChatImage as ChatImage
 from loadout.types.generation import ChatMessage as ChatMessage
 from loadout.types.generation import ChatOptions as ChatOptions
 from loadout.types.generation import Chunk as Chunk

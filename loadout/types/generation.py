@@ -109,6 +109,15 @@ class Tool(TypedDict):
     """JSON schema of its parameters. Default: it has none."""
 
 
+class ChatImage(TypedDict):
+    """An image in a message."""
+
+    data: bytes
+    """A PNG, JPEG, WebP or GIF file with one frame."""
+    position: NotRequired[int]
+    """Number of characters of the message's content before it. Default: 0."""
+
+
 class ChatMessage(TypedDict):
     """A message by the role "developer", "system", "user", "assistant", "tool", or one of the
     template."""
@@ -123,6 +132,8 @@ class ChatMessage(TypedDict):
     """The call of which a tool's message is the result."""
     name: NotRequired[str]
     """Name of the tool of which a message is the result."""
+    images: NotRequired[Sequence[ChatImage]]
+    """Images of a user's message, in order, for models that read images."""
 
 
 class ChatOptions(TypedDict, total=False):

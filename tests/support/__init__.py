@@ -22,5 +22,6 @@ servers         servers that services call: S3, the Hub, PostgreSQL, OTLP
 store           the adapter store, its clients, and adapters for it
 up              `loadout up` in a process of its own
 wait            waits until other processes, threads and tasks have done their work
+pictures        models that read pictures, and pictures for them
 workers         the processes that run tests, and what they share
 """

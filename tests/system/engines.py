@@ -198,7 +198,7 @@ class Running:
         assert not self.is_done(request_id), "its outputs would be taken for the new request's"
         sampling = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
         fields = {"cache_seed", "priority", "deadline_s", "activation", "group", "grammar"}
-        fields |= {"tenant", "version_policy", "budget"}
+        fields |= {"tenant", "version_policy", "budget", "pictures"}
         key: AdapterKey = adapter
         names: tuple[str, ...] = ()
         if not isinstance(adapter, Sum):

@@ -85,6 +85,19 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_too_many_entries_are_refused test_messages_out_of_range_name_the_field",
     ),
     line(
+        "{Generate,Tokenize}.chat.messages.images "
+        "{Generate,Tokenize}.chat.messages.images.{data,position}",
+        "files of images; their pixels as long as the request, embeddings until others need room",
+        "the files until they are decoded; the pixels as long as the request",
+        ACCOUNT,
+        "4 MiB a message, `--request-memory`, share; `--max-prompt-images`; 33,554,432 pixels, 20 "
+        "seconds and 1 GiB for decoding; `--prompt-image-memory`, share",
+        "test_hostile_files_are_refused "
+        "test_a_bomb_ends_its_process_and_the_next_picture_is_decoded "
+        "test_bad_pictures_are_refused_by_name "
+        "test_the_largest_tenant_loses_what_it_used_longest_ago",
+    ),
+    line(
         "{Generate,Tokenize}.chat.tools "
         "{Generate,Tokenize}.chat.tools.{name,description,parameters} "
         "{Generate,Tokenize}.chat.{tool_choice,required_tool,single_tool_call} "

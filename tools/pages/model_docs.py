@@ -130,13 +130,16 @@ or one scale for each output, and the server refuses others by name.
 
 ## Adapters of whole models
 
-In a model of several towers, Loadout computes only the text part. If you train with
+In a model of several towers, adapters change only the text part. If you train with
 `target_modules="all-linear"`, or with names such as `["q_proj", "v_proj"]`, you also train the
-other towers, in vain for requests of text. To train only the text part with PEFT, use a pattern:
+other towers. A server that [reads images](images.md) refuses such an adapter; a server of text
+alone leaves out the change. To train only the text part with PEFT, use a pattern:
 
 ```python
 target_modules = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 ```
+
+For Idefics3 and SmolVLM the name is `text_model`.
 
 For Qwen 3.5 and 3.6 add the projections of the gated delta net, which three of four layers have:
 `|in_proj_qkv|in_proj_z|in_proj_a|in_proj_b|out_proj`.
@@ -184,8 +187,8 @@ A checkpoint may also have the class `...ForMaskedLM`, whose head is left out,
 
 - Quantised checkpoints of other schemes than the ones in [base models in few
   bits](quantisation.md): serve the checkpoint that was quantised.
-- Images and sounds: of models that take them the text part is served, and a message with any part
-  but text is refused.
+- Sounds and videos: of models that take them the text part is served, and a message with such a
+  part is refused. [Images](images.md) are read by LLaVA, Idefics3 and SmolVLM.
 - Weights in other files than safetensors, such as `pytorch_model.bin`: save the model again with
   transformers' `save_pretrained`.
 """

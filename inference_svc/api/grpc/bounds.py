@@ -57,6 +57,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
     chat = {
         "chat.messages": MAX_MESSAGES,
         "chat.messages.tool_calls": MAX_MESSAGES,
+        "chat.messages.images": MAX_MESSAGES,
         "chat.tools": MAX_TOOLS,
         "chat.chat_template_kwargs": MAX_VARIABLES,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 from google.protobuf import struct_pb2
@@ -26,7 +27,7 @@ from inference_svc.api.tools import (
     schema_text,
     to_options,
 )
-from inference_svc.text.chat import ChatMessage, Tool, ToolCall, Variable
+from inference_svc.text.chat import ChatMessage, MessageImage, Tool, ToolCall, Variable
 from inference_svc.text.prompt import Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
@@ -166,9 +167,21 @@ def _from_message(message: pb.ChatMessage, index: int) -> ChatMessage:
             ),
             message.tool_call_id,
             message.name,
+            tuple(_images(message, path)),
         ),
         path,
     )
+
+
+def _images(message: pb.ChatMessage, path: str) -> Iterator[MessageImage]:
+    """Yields the images of a message."""
+    before = 0
+    for index, image in enumerate(message.images):
+        where = f"{path}.images[{index}]"
+        is_placed = before <= image.position <= len(message.content)
+        check(is_placed, f"{where}.position", "in order, and within the content")
+        before = image.position
+        yield MessageImage(image.position, image.data, where)
 
 
 def _from_tool_call(call: pb.ToolCall, path: str) -> ToolCall:

@@ -45,11 +45,13 @@ from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_ru
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.speed_notes import native_notes, thread_notes
 from inference_svc.backends.step_data import StepData
+from inference_svc.backends.torch_needs import picture_needs
 from inference_svc.core import Batch, BatchRow, EngineConfig
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
-from inference_svc.model.encoder.in_torch import OF_ENCODERS
+from inference_svc.model.encoder.in_torch import OF_ENCODERS, OF_PICTURES
+from inference_svc.model.inputs import PlacedRows
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.sharding.exchange import Exchange, StagedExchange
@@ -67,12 +69,14 @@ MakeTransformer: TypeAlias = Callable[
 
 class NativeInputs(NamedTuple):
     """The key of a prepared step's program: the groups that its adapters change, whether a row
-    returns the experts of its tokens, the scored tokens, and the pooled ones."""
+    returns the experts of its tokens, the scored tokens, and the pooled ones; and the embeddings of
+    pictures, which the program lets in."""
 
     groups: frozenset[str]
     returns_experts: bool
     runs: tuple[ScoredRun, ...] = ()
     pooled: tuple[ScoredRun, ...] = ()
+    pictures: tuple[PlacedRows, ...] = ()
 
 
 class NativeBackend(AdapterMemory):
@@ -109,6 +113,7 @@ class NativeBackend(AdapterMemory):
         self._step = step
         self._lora = lora
         self._library = library
+        self.pictures = reload.pictures()
 
     @property
     def kv_bytes(self) -> int:
@@ -116,7 +121,8 @@ class NativeBackend(AdapterMemory):
 
     @property
     def weights_bytes(self) -> int:
-        return 0 if self._weights is None else self._weights.num_bytes
+        of_tower = 0 if self.pictures is None else self.pictures.weights_bytes
+        return of_tower + (0 if self._weights is None else self._weights.num_bytes)
 
     @property
     def workspace_bytes(self) -> int:
@@ -153,16 +159,28 @@ class NativeBackend(AdapterMemory):
         if columns.is_decode:  # nothing is scored or pooled of decoding rows
             return NativeInputs(groups, returns_experts(batch, self._decoder))
         runs, pooled = tuple(scored_runs(batch.rows)), tuple(pooled_runs(batch.rows))
-        return NativeInputs(groups, returns_experts(batch, self._decoder), runs, pooled)
+        placed = () if self.pictures is None else self.pictures.placed(batch.rows)
+        return NativeInputs(groups, returns_experts(batch, self._decoder), runs, pooled, placed)
 
     def forward(self, inputs: NativeInputs) -> Logits:
-        groups, has_choices, runs, pooled = inputs
+        groups, has_choices, runs, pooled, placed = inputs
         keeps_hidden = bool(runs or pooled)
-        logits = self._forward(groups, returns_experts=has_choices, is_scored=keeps_hidden)
+        logits = self._forward(
+            groups, returns_experts=has_choices, is_scored=keeps_hidden, pictures=placed
+        )
         return Logits(logits, experts=self._loaded.choices if has_choices else None)
 
-    def _forward(self, groups: frozenset[str], *, returns_experts: bool, is_scored: bool) -> Tensor:
-        logits = self._loaded.forward(groups, returns_experts=returns_experts, is_scored=is_scored)
+    def _forward(
+        self,
+        groups: frozenset[str],
+        *,
+        returns_experts: bool,
+        is_scored: bool,
+        pictures: Sequence[PlacedRows] = (),
+    ) -> Tensor:
+        logits = self._loaded.forward(
+            groups, returns_experts=returns_experts, is_scored=is_scored, pictures=pictures
+        )
         self._check_exchange()
         if returns_experts:
             gather_choices(self._loaded.choices, self._decoder, self._exchange)
@@ -235,6 +253,8 @@ class NativeBackend(AdapterMemory):
         held_bytes = self._held_bytes
         # The program has their addresses.
         self.transformer = self.kv_caches = self._states = None
+        if self.pictures is not None:
+            self.pictures.free(weights=weights)
         if weights:
             self._magnitudes = None
             self._weights = None
@@ -246,6 +266,8 @@ class NativeBackend(AdapterMemory):
         self._states = self._states or self._reload.states()
         if self.transformer is None:
             self.transformer = self._make_transformer(self._weights, self.kv_caches, self._states)
+        if self.pictures is not None:
+            self.pictures.restore()
 
 
 class NativeFactory:
@@ -253,7 +275,7 @@ class NativeFactory:
 
     name = "native"
     # The program follows the definition, operation by operation.
-    features = COMPUTED | OF_RANKS | OF_STAGES | OF_ENCODERS
+    features = COMPUTED | OF_ENCODERS | OF_PICTURES | OF_RANKS | OF_STAGES
     disabled_by = "native-kernels = false"
     has_device_memory = False
     profiler_device = None
@@ -277,7 +299,7 @@ class NativeFactory:
         return "native"
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
-        return memory_needs(config, decoder)
+        return memory_needs(config, decoder).plus(picture_needs(config, decoder))
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ from inference_svc.backends.native.states import NativeStates
 from inference_svc.backends.native.workspace import Workspace
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
+from inference_svc.model.encoder.towers import PlacePictures
+from inference_svc.model.inputs import PlacedRows
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.walk import Narrowing, operations
@@ -63,11 +65,29 @@ _NARROWING = {
 }
 
 
+class _Piece(enum.Enum):
+    """The operations of a part that a program has: all, or those before or behind the place where
+    embeddings of pictures take the place of tokens' own."""
+
+    WHOLE = enum.auto()
+    BEFORE = enum.auto()
+    BEHIND = enum.auto()
+
+
 class _ProgramKey(NamedTuple):
     """Which adapters' operations a program has, and its outputs."""
 
     groups: frozenset[str]
     part: _Part = _Part.STEP
+    piece: _Piece = _Piece.WHOLE
+
+
+class _Opening(NamedTuple):
+    """Where embeddings of pictures come in: before the operation at this place, into the hidden
+    states [max_tokens, hidden_size]."""
+
+    place: int
+    hidden: Tensor
 
 
 class NativeTransformer:
@@ -103,6 +123,7 @@ class NativeTransformer:
             NativeEncoder(description, weights.tables, step, weights.embedding.dtype),
             exchange,
         )
+        self._openings: dict[_Part, _Opening] = {}
         self._made: dict[_Part, tuple[GroupedOp, ...]] = {}  # when first needed
         self._normed: Tensor | None = None
         self.every_group = adapters.every_group
@@ -118,19 +139,36 @@ class NativeTransformer:
         *,
         returns_experts: bool = False,
         is_scored: bool = False,
+        pictures: Sequence[PlacedRows] = (),
     ) -> Tensor:
         """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
         [num_logits, vocab_size], or more by the tokens that adapters may add, overwritten by the
         next run; [0, ...] where other ranks have them. With `returns_experts`, `choices` are of all
         tokens afterwards; else the last layer's are of the rows' last tokens. If it `is_scored`,
-        `logits` may follow. An encoder has final hidden states in the place of logits."""
+        `logits` may follow. An encoder has final hidden states in the place of logits. `pictures`
+        take the place of tokens' own embeddings."""
         if self._description.encoder is not None:
-            self.program(groups, _Part.LAYERS).run()
+            self._run(groups, _Part.LAYERS)
             return self.hidden(groups).float()
         if is_scored or (returns_experts and self._routes_fewer):
-            self.program(groups, _Part.LAYERS).run()
+            self._run(groups, _Part.LAYERS, pictures)
             return self.logits(groups)
-        return self._run_head(groups, _Part.STEP)
+        return self._run_head(groups, _Part.STEP, pictures)
+
+    def _run(
+        self, groups: frozenset[str], part: _Part, pictures: Sequence[PlacedRows] = ()
+    ) -> None:
+        if not pictures:
+            self.program(groups, part).run()
+            return
+        before, behind = (
+            self.program(groups, part, piece) for piece in (_Piece.BEFORE, _Piece.BEHIND)
+        )
+        before.run()
+        hidden = self._openings[part].hidden
+        for start, rows in pictures:
+            hidden[start : start + len(rows)] = rows
+        behind.run()
 
     def logits(self, groups: frozenset[str]) -> Tensor:
         """Returns fp32 logits [num_logits, vocab_size], as `forward`, of the tokens that
@@ -144,7 +182,9 @@ class NativeTransformer:
         assert self._normed is not None, "the program is made"
         return self._normed[: int(self._step.num_logits)]
 
-    def _run_head(self, groups: frozenset[str], part: _Part) -> Tensor:
+    def _run_head(
+        self, groups: frozenset[str], part: _Part, pictures: Sequence[PlacedRows] = ()
+    ) -> Tensor:
         logits = self._workspace.logits[: int(self._step.num_logits)]
         groups, vocab_size = self._computed(groups, part), self._description.vocab_size
         # Of several stages the one that gets logits does not know whether adapters add tokens.
@@ -152,7 +192,7 @@ class NativeTransformer:
             logits[:, vocab_size:] = float("-inf")
         else:
             logits = logits[:, :vocab_size]
-        self.program(groups, part).run()
+        self._run(groups, part, pictures)
         return logits
 
     @property
@@ -169,19 +209,29 @@ class NativeTransformer:
         size = self._step.size
         return self._description.blocks[-1].experts is not None and size.logits < size.tokens
 
-    def program(self, groups: frozenset[str], part: _Part = _Part.STEP) -> Program:
+    def program(
+        self,
+        groups: frozenset[str],
+        part: _Part = _Part.STEP,
+        piece: _Piece = _Piece.WHOLE,
+    ) -> Program:
         """Returns the program of `groups`, or the program of all groups if there are too many
         programs: then groups that no adapter changes cost the step a check of their ranks."""
-        key = _ProgramKey(self._computed(groups, part), part)
+        key = _ProgramKey(self._computed(groups, part, piece), part, piece)
         if key not in self._programs:
             self._programs[key] = self._build(key)
         return self._programs[key]
 
-    def _computed(self, groups: frozenset[str], part: _Part = _Part.STEP) -> frozenset[str]:
+    def _computed(
+        self,
+        groups: frozenset[str],
+        part: _Part = _Part.STEP,
+        piece: _Piece = _Piece.WHOLE,
+    ) -> frozenset[str]:
         # Where no row has an adapter there is no plan that operations of adapters could follow.
-        if not groups or _ProgramKey(groups, part) in self._programs:
+        if not groups or _ProgramKey(groups, part, piece) in self._programs:
             return groups
-        is_full = sum(key.part is part for key in self._programs) >= MAX_PROGRAMS
+        is_full = sum(key[1:] == (part, piece) for key in self._programs) >= MAX_PROGRAMS
         return self.every_group if is_full else groups
 
     def num_ops(self, groups: frozenset[str]) -> Counter[str]:
@@ -198,6 +248,9 @@ class NativeTransformer:
 
     def _build(self, key: _ProgramKey) -> Program:
         ops = self._part_ops(key.part)
+        if key.piece is not _Piece.WHOLE:
+            place = self._openings[key.part].place
+            ops = ops[:place] if key.piece is _Piece.BEFORE else ops[place:]
         return self._library.program([op for group, op in ops if is_in(group, key.groups)])
 
     def _part_ops(self, part: _Part) -> tuple[GroupedOp, ...]:
@@ -215,7 +268,11 @@ class NativeTransformer:
         of_head = tensors[num_layers_ops:]
         if part in (_Part.STEP, _Part.LAYERS):
             made += [("", op) for op in self._ops.attention.items_ops()]
-            made += self._ops.make(found.layers, tensors[:num_layers_ops])
+            for op, at in zip(found.layers, tensors, strict=False):
+                if isinstance(op, PlacePictures):
+                    self._openings[part] = _Opening(len(made), at[op.out])
+                    continue
+                made += self._ops.make([op], [at])
         if part in (_Part.STEP, _Part.HEAD):
             made += self._ops.make(found.head, of_head)
         if part is _Part.NORM:

@@ -31,6 +31,7 @@ from inference_svc.errors import CannotWake, EngineFailed
 from inference_svc.grammars.masks import Masks
 from inference_svc.host.device_faults import find_fault, is_out_of_memory
 from inference_svc.model.checkpoint.classifier import ClassifierHead
+from inference_svc.pictures.prompt import PictureWork
 from inference_svc.results.base import PlacedPart
 from kernels.sampling.reference import NOT_FINITE
 
@@ -125,6 +126,9 @@ class Runner:
         self._has_logged, self._pools = False, batch.pools
         with self._marks("change_residency"):
             self.backend.apply(batch.residency)
+        if batch.pictures.encodes or batch.pictures.dropped:
+            with self._marks("pictures"):
+                self._encode(batch.pictures)
         result = StepResult([], RunTimings(time.perf_counter() - began_s), {}, {})
         left, ran_out = batch.rows, False
         while left:
@@ -145,6 +149,19 @@ class Runner:
         if not ran_out:
             self._limit.succeeded()
         return result
+
+    def _encode(self, work: PictureWork) -> None:
+        """Computes embeddings of pictures. A row whose embeddings cannot be computed now has them
+        computed with itself, where it fails alone."""
+        pictures = self.backend.pictures
+        assert pictures is not None, "the model reads pictures"
+        try:
+            pictures.apply(work)
+        except Exception as error:
+            found = find_fault(error)
+            if found is not None and found.is_fatal:
+                raise
+            logger.exception("pictures cannot be computed")
 
     def _keep_experts(self, rows: Rows, experts: Tensor) -> None:
         """Writes the experts that tokens have chosen next to their keys and values. The step has

@@ -12,6 +12,7 @@ admission       which requests are refused before they wait, and when to retry
 throughput      recent rates, which admission predicts waits from
 expiries        timeouts of sequences, and their waits for adapters
 states          the state of sequences, such as pages, and the prefix cache
+pictures        which pictures' embeddings are computed and kept
 memory_backoff  how many tokens are computed at once: fewer where memory ran out
 settle          accounts for a step: appends tokens, settles state, ends sequences
 version_moves   requests that go on with a newer version of their adapter

@@ -24,6 +24,7 @@ from inference_svc.core import (
 )
 from inference_svc.engine.policy.fair_queue import FairQueue
 from inference_svc.engine.policy.memory_backoff import StepLimit
+from inference_svc.engine.policy.pictures.memory import PictureMemory
 from inference_svc.engine.policy.preemption import Places, last_of_largest
 from inference_svc.engine.policy.prices import FREE, Prices
 from inference_svc.engine.policy.siblings import Siblings
@@ -31,6 +32,7 @@ from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.policy.step_budget import Grants, share_step
 from inference_svc.engine.policy.throughput import PrefixMissRatio
 from inference_svc.grammars.grammar import Grammar
+from inference_svc.pictures.prompt import NO_WORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,15 @@ class Scheduler:
     resident, or held among `siblings`. `is_short`: in the last step there was no room to start
     another sequence. `num_moves` counts moves to newer versions. The runner lowers `step_limit`
     where the device's memory does not suffice for the plan. `masks` has those of sequences with
-    grammars. `num_pooling` of the running sequences pool their prompts."""
+    grammars, and `pictures` the embeddings of pictures, if the model reads any. `num_pooling` of
+    the running sequences pool their prompts."""
 
     limits: Limits
     states: States
     adapters: AdapterView
     prices: Prices = FREE
     masks: MaskView | None = None
+    pictures: PictureMemory | None = None
     queue: FairQueue = field(init=False)
     places: Places = field(init=False)
     step_limit: StepLimit = field(init=False)
@@ -160,15 +164,12 @@ class Scheduler:
         self.queue.add(sequence)
         if sequence.request.key:
             self._refresh(sequence.request.key, now_s)
-            if sequence.request.trace is not None:
-                self._trace(sequence, now_s)
+            request = sequence.request
+            if request.trace is not None:
+                load = self.adapters.trace_load(request.key, request.trace, now_s)
+                sequence.load_trace = load or sequence.load_trace
             if not self.queue.is_parked(sequence.request.key):
                 _note_ready(sequence, now_s)
-
-    def _trace(self, sequence: Sequence, now_s: float) -> None:
-        request = sequence.request
-        load = self.adapters.trace_load(request.key, request.trace, now_s)
-        sequence.load_trace = load or sequence.load_trace
 
     def _refresh(self, key: AdapterKey, now_s: float) -> None:
         """Parks or unparks the sequences of this adapter by whether it is schedulable."""
@@ -204,6 +205,9 @@ class Scheduler:
             assert self.masks is not None
             self.masks.close_row(sequence.masked)
             sequence.masked = None
+        if sequence.held_pictures:
+            assert self.pictures is not None
+            self.pictures.release(sequence)
         if sequence.request.key:
             self.adapters.release(sequence.request.key)
         sequence.slot = BASE_SLOT
@@ -222,14 +226,17 @@ class Scheduler:
             self._refresh(key, now_s)
         for sequence in self.siblings.pop_free():
             self._add(sequence, now_s)
+        if self.pictures is not None:
+            self.pictures.begin(self.running)
         rows = [] if self.hold is Hold.EVERYTHING else self._rows(now_s)
         if self.num_pooling:
             rows = list(map(_unsampled, rows))
         changes = self.adapters.pop_changes()
-        if not rows and not changes:
+        pictures = NO_WORK if self.pictures is None else self.pictures.pop_work()
+        if not (rows or changes or pictures.encodes):
             return None
         rows.sort(key=_place)
-        return Batch(tuple(rows), changes, pools=self.num_pooling > 0)
+        return Batch(tuple(rows), changes, self.num_pooling > 0, pictures)
 
     def _rows(self, now_s: float) -> list[BatchRow]:
         may_admit = self._start_claimed(now_s)
@@ -244,10 +251,10 @@ class Scheduler:
             num_tokens = grants.of(sequence)
             if not num_tokens or sequence.state is not SequenceState.RUNNING:
                 continue  # preempted in this loop, for one before it
-            if sequence.masked is not None:
-                num_tokens = _computable(self.masks, sequence, num_tokens)
+            if sequence.masked is not None or sequence.request.pictures:
+                num_tokens = self._computable(sequence, num_tokens)
                 if not num_tokens:
-                    continue  # its mask is late
+                    continue  # its mask is late, or its picture
             end = sequence.num_computed + num_tokens
             if end <= sequence.num_reserved or self._allocate(sequence, end, now_s):
                 rows.append(_row(sequence, num_tokens))
@@ -256,6 +263,18 @@ class Scheduler:
                 self._admit(rows, grants, now_s)
             return rows
         return [row for row in rows if row.sequence.state is SequenceState.RUNNING]
+
+    def _computable(self, sequence: Sequence, num_tokens: int) -> int:
+        """Returns how many of its next tokens a sequence may have computed whose mask, or picture,
+        may be late."""
+        if sequence.masked is not None:
+            assert self.masks is not None
+            left = sequence.num_uncomputed
+            num_tokens = self.masks.num_computable(sequence.masked, num_tokens, left)
+        if num_tokens and sequence.request.pictures:
+            assert self.pictures is not None
+            num_tokens = self.pictures.num_computable(sequence, num_tokens)
+        return num_tokens
 
     def _start_claimed(self, now_s: float) -> bool:
         """Makes room for tenants that have less than their part, and wait, and starts the sequences
@@ -319,6 +338,8 @@ class Scheduler:
         while self.running:
             self.preempt(self.running[-1], now_s)
         self.states.forget_prefixes()
+        if self.pictures is not None:
+            self.pictures.forget()
 
     def move(self, sequence: Sequence, label: str, digest: Digest, now_s: float) -> None:
         """Moves a sequence to another version of its adapter, for which it has been a waiter. A
@@ -361,8 +382,8 @@ class Scheduler:
                 self.is_short = True
                 return  # there is no room: the next in order must not be overtaken
             num_tokens = grants.start(sequence)
-            if sequence.masked is not None:
-                num_tokens = _computable(self.masks, sequence, num_tokens)
+            if sequence.masked is not None or sequence.request.pictures:
+                num_tokens = self._computable(sequence, num_tokens)
                 if not num_tokens:
                     continue
             has_room = self.states.allocate(sequence, sequence.num_computed + num_tokens)
@@ -417,6 +438,8 @@ class Scheduler:
         """Asserts that queues, sequences and their state agree."""
         self.states.check_integrity(self.running)
         self.queue.check_integrity()
+        if self.pictures is not None:
+            self.pictures.check_integrity(self.running)
         self.siblings.check_integrity()
         assert self.running == sorted(self.running, key=_rank)
         assert self.num_pooling == sum(each.end_pooled > 0 for each in self.running)
@@ -438,12 +461,6 @@ def _must_wait(sequence: Sequence, grants: Grants) -> bool:
     """Returns whether a prompt that may not be cut is to wait for a later step. It is asked of
     steps with others: a prompt that is too long for any, since memory has run out, is alone."""
     return grants.computes_whole and sequence.num_uncomputed > grants.left
-
-
-def _computable(masks: MaskView | None, sequence: Sequence, num_tokens: int) -> int:
-    """Returns how many of its next tokens a sequence with a grammar may have computed."""
-    assert masks is not None
-    return masks.num_computable(sequence.masked, num_tokens, sequence.num_uncomputed)
 
 
 def _place(row: BatchRow) -> int:

@@ -13,6 +13,7 @@ from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChang
 from inference_svc.backends.base import Hidden, Logits, RankBackend, Scored, returns_experts
 from inference_svc.backends.exchange import ExchangeFailed, StepAbandoned
 from inference_svc.backends.magnitudes import Divided
+from inference_svc.backends.pictures import PictureRows
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow
 from inference_svc.engine.ranks.group import RankGroup
@@ -47,6 +48,7 @@ class RankedBackend:
         self._state_copies: list[StateCopy] = []
         self._writer = StepWriter()
         self._scores: Iterator[Scored] = iter(())
+        self.pictures: PictureRows | None = None  # one process reads pictures
 
     @property
     def kernels(self) -> str:

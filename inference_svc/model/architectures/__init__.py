@@ -32,6 +32,7 @@ from inference_svc.model.description.encoder import TOKENS_HEAD
 from inference_svc.model.quantised import plain_config, read_scheme
 from inference_svc.model.quantised.chosen import with_chosen_format
 from inference_svc.model.quantised.modules import with_stored_formats
+from inference_svc.pictures.processor import read_processor
 from inference_svc.results.embedding_rule import Pooling
 
 DEFAULTS: Mapping[str, Any] = {
@@ -122,9 +123,13 @@ def _families_of(package: str, path: Iterable[str]) -> Iterator[Family]:
         yield from importlib.import_module(f"{package}.{name}").FAMILIES
 
 
-def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
+def load_description(
+    model_dir: Path, quantize: str = "none", *, with_pictures: bool = False
+) -> Decoder:
     """Reads config.json, and the end tokens of generation_config.json where there is one. Weights
     have the formats of the checkpoint or, of a plain one, the format that `quantize` chooses.
+    Without pictures a model that could read them is its text part alone; with them, also the file
+    of its processor is read.
 
     Raises UnsupportedModel naming the key that is malformed or not honoured.
     """
@@ -134,7 +139,7 @@ def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
     family = _family_of(values)
     _check_keys(values, family)
     config = ConfigReader(values, {**DEFAULTS, **family.defaults})
-    decoder = family.describe(config)
+    decoder = _with_processor(family.describe(config), model_dir, with_pictures=with_pictures)
     if decoder.encoder is not None:
         decoder = _with_encoders_head(decoder, decoder.encoder, values)
     if decoder.encoder is None:
@@ -159,6 +164,16 @@ def load_description(model_dir: Path, quantize: str = "none") -> Decoder:
         dtype=_dtype_of(values),
         eos_token_ids=_token_ids(config, eos_token_ids) or decoder.eos_token_ids,
     )
+
+
+def _with_processor(decoder: Decoder, model_dir: Path, *, with_pictures: bool) -> Decoder:
+    """Returns the decoder with the facts of its processor, or without pictures. Raises
+    UnsupportedModel."""
+    found = decoder.pictures
+    if found is None or not with_pictures:
+        return replace(decoder, pictures=None)
+    facts = read_processor(model_dir, found.tile_size)
+    return replace(decoder, pictures=replace(found, facts=facts))
 
 
 def _without_head(decoder: Decoder, values: Mapping[str, Any], stored: list[str]) -> Decoder:

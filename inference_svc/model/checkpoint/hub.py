@@ -38,6 +38,7 @@ from inference_svc.model.checkpoint.sentence_transformers import (
     POOLING,
     PROMPTS,
 )
+from inference_svc.pictures.processor import PREPROCESSOR, PROCESSOR
 from servicekit.errors import InvalidSetting
 from servicekit.hub_client import REDIRECT_HOSTS, ForeignHost, HubHosts
 from servicekit.telemetry.redact import redact
@@ -46,7 +47,7 @@ REDIRECT_HOSTS_VARIABLE = "LOADOUT_HF_REDIRECT_HOSTS"
 SMALL_FILES = (
     *(CONFIG, GENERATION_CONFIG, INDEX, *VOCABULARIES, TOKENIZER_CONFIG),
     *("merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("chat_template.jinja", "chat_template.json", PREPROCESSOR, PROCESSOR),
     *(MODULES, PROMPTS, INPUTS, POOLING, *DENSE),
 )
 """The files of a model that are downloaded before its weights, as far as it has them."""

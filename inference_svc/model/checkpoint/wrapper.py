@@ -14,6 +14,12 @@ class Wrapper(NamedTuple):
     others: tuple[str, ...] = ()
     tower_prefixes: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def has_own_names(self) -> bool:
+        """Whether the text part has another name than "language_model", which stores know."""
+        prefixes = [prefix for prefix, _ in self.prefixes] if self.others else []
+        return bool(prefixes) and not any("language_model" in prefix for prefix in prefixes)
+
     def text_name(self, stored: str) -> str | None:
         """Returns the name of a tensor as a model of text alone has it; None for one of another
         tower."""

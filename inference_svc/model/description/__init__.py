@@ -9,6 +9,7 @@ modules       norms and linear layers
 mixers        attention and recurrences
 feed_forward  dense halves and mixtures of experts
 encoder       attention in both directions, and the inputs of encoders
+tower         the inputs of vision towers, and connectors
 decoder       layers, and the whole
 """
 
@@ -17,6 +18,7 @@ from inference_svc.model.description.decoder import (
     Decoder,
     Head,
     LayerInputs,
+    Pictures,
     Rank,
     Stage,
 )
@@ -50,6 +52,7 @@ from inference_svc.model.description.modules import (
     WeightPart,
     layer_path,
 )
+from inference_svc.model.description.tower import Connector, Patches
 
 __all__ = [
     "EMBED_TOKENS",
@@ -61,6 +64,7 @@ __all__ = [
     "Block",
     "BothWays",
     "ClampedSwiglu",
+    "Connector",
     "Cut",
     "Decoder",
     "Dense",
@@ -76,6 +80,8 @@ __all__ = [
     "Member",
     "Norm",
     "NormKind",
+    "Patches",
+    "Pictures",
     "Positions",
     "Projection",
     "QueryGrowth",

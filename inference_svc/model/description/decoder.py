@@ -17,8 +17,10 @@ from inference_svc.model.description.mixers import (
     Recurrence,
 )
 from inference_svc.model.description.modules import Cut, Norm, Projection
+from inference_svc.model.description.tower import Connector, Patches
 from inference_svc.model.quantised.scheme import Scheme
 from inference_svc.model.rope import Rope
+from inference_svc.pictures.processor import Processor
 from inference_svc.results.routed_experts import ExpertLayers
 from kernels.quantised import WeightFormat
 
@@ -167,7 +169,8 @@ class Decoder:
 
     With an `encoder` it is no decoder: its tokens see each other in both directions, so that it
     never generates and has no state. It has no logits; the outputs of a step are hidden states, of
-    the last norm if there is one.
+    the last norm if there is one. An encoder of `patches` is a vision tower, whose outputs a
+    `connector` makes embeddings of. `pictures` says how a prompt's pictures are computed.
     """
 
     architecture: str
@@ -191,6 +194,14 @@ class Decoder:
     labels: tuple[str, ...] = ()
     labels_tokens: bool = False
     encoder: EncoderInputs | None = None
+    patches: Patches | None = None
+    connector: Connector | None = None
+    pictures: Pictures | None = None
+
+    @property
+    def towers(self) -> tuple[Decoder, ...]:
+        """The vision tower, if it reads pictures."""
+        return () if self.pictures is None else (self.pictures.tower,)
 
     @property
     def num_outputs(self) -> int:
@@ -336,3 +347,33 @@ class Decoder:
             return replace(block, mixer=replace(mixer, rope=mixer.rope.for_length(max_model_len)))
 
         return replace(self, blocks=tuple(map(chosen, self.blocks)))
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """How a decoder reads pictures: `tower` makes the embeddings of the tokens `token_id`, which
+    stand for a picture in a prompt, of the tiles that the `processor` makes of it. `facts` are this
+    processor's, once its file is read."""
+
+    tower: Decoder
+    token_id: int
+    facts: Processor | None = None
+
+    @property
+    def processor(self) -> Processor:
+        assert self.facts is not None, "its file is read"
+        return self.facts
+
+    @property
+    def tile_size(self) -> int:
+        """The side of the tower's tiles, in pixels."""
+        assert self.tower.patches is not None
+        return self.tower.patches.tile_size
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """The tokens of a prompt that stand for a tile."""
+        tower = self.tower
+        assert tower.patches is not None
+        assert tower.connector is not None
+        return tower.patches.num_outputs // tower.connector.merge**2

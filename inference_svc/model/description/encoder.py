@@ -61,12 +61,13 @@ TOKENS_HEAD = EncoderHead("", "classifier", is_adapters=False, pooling=Pooling.N
 @dataclass(frozen=True, slots=True)
 class EncoderInputs:
     """What becomes of the tokens' embeddings before the first layer: `positions` add theirs, and a
-    table of `num_token_types` rows, the module `token_types`, its first row; the sum is normed.
-    Without `positions`, or with 0 types, nothing is added. The checkpoint may have tensors whose
-    names begin with one of `unused`. `head` is the head that a classifier of this kind has.
+    table of `num_token_types` rows, the module `token_types`, its first row; the sum is normed, if
+    there is a norm. Without `positions`, or with 0 types, nothing is added. The checkpoint may have
+    tensors whose names begin with one of `unused`. `head` is the head that a classifier of this
+    kind has.
     """
 
-    norm: Norm
+    norm: Norm | None
     positions: Positions | None = None
     token_types: str = ""
     num_token_types: int = 0

@@ -10,11 +10,12 @@ from kernels.experts import Choice
 
 
 class Activation(enum.Enum):
-    """By the names of config.json."""
+    """By the names of config.json. QUICK_GELU: x * sigmoid(1.702 x)."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
     GELU = "gelu"
+    QUICK_GELU = "quick_gelu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc.model.config.keys import names
 from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
+from inference_svc.model.encoder.towers import EmbedPatches, MergePatches, PlacePictures
 from inference_svc.model.layers import activate
 from inference_svc.model.operations import Gather, Op
 from inference_svc.model.step import Step
@@ -24,6 +26,9 @@ OF_ENCODERS = names(
     """
 )
 """The features of encoders alone, which torch computes."""
+
+OF_PICTURES = names("decoder.pictures")
+"""The features of decoders that read pictures. Torch computes the towers themselves."""
 
 
 def _add_inputs(op: AddInputs, step: Step) -> Tensor:
@@ -57,10 +62,45 @@ def _gather(op: Gather, step: Step) -> Tensor:
     return torch.index_select(x, 0, step.rows)
 
 
+def _embed_patches(op: EmbedPatches, step: Step) -> Tensor:
+    """[tiles * tokens, size]. The convolution is a product, because patches do not overlap."""
+    pixels = step.inputs.pixels
+    assert pixels is not None, "a tower's step has tiles"
+    weights, patch = step.weights, op.patches.patch_size
+    kernel = weights.numbers[op.weight.name].view(op.out.width, -1)
+    rows = pixels.unflatten(2, (-1, patch)).unflatten(4, (-1, patch))
+    rows = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    made = F.linear(rows, kernel, weights.numbers_of(op.bias))
+    token = weights.numbers_of(op.class_token)
+    if token is not None:
+        made = torch.cat((token.expand(len(made), 1, -1), made), 1)
+    return made.flatten(0, 1).to(step.dtype)
+
+
+def _merge_patches(op: MergePatches, step: Step) -> Tensor:
+    x: Tensor = step.values[op.inputs[0]]
+    pixels = step.inputs.pixels
+    assert pixels is not None, "a tower's step has tiles"
+    num_per_tile, merge = len(x) // len(pixels), op.merge
+    side = round(num_per_tile**0.5) // merge
+    grid = x.view(len(pixels), side, merge, side, merge, -1)
+    return grid.permute(0, 1, 3, 2, 4, 5).reshape(len(x) // merge**2, op.out.width)
+
+
+def _place_pictures(op: PlacePictures, step: Step) -> Tensor:
+    out: Tensor = step.values[op.out]
+    for placed in step.inputs.pictures:
+        out[placed.start : placed.start + len(placed.rows)] = placed.rows
+    return out
+
+
 COMPUTE: Mapping[type[Op], Callable[[Any, Step], Tensor]] = {
     Activate: _activate,
     AddInputs: _add_inputs,
     AttendBothWays: _attend,
+    EmbedPatches: _embed_patches,
     Gather: _gather,
+    MergePatches: _merge_patches,
+    PlacePictures: _place_pictures,
 }
 """Computes each operation that encoders alone have; `transformer.COMPUTE` has the others."""

@@ -58,7 +58,8 @@ def list_inputs(walk: Listing, hidden: Value, inputs: EncoderInputs) -> None:
         positions = Table(POSITIONS_KEY, module, num_rows, size)
     if types is not None or positions is not None:
         walk.ops.append(AddInputs((hidden,), hidden, None, types, positions, first_row))
-    walk.ops.append(NormOf((hidden,), hidden, None, inputs.norm))
+    if inputs.norm is not None:
+        walk.ops.append(NormOf((hidden,), hidden, None, inputs.norm))
 
 
 def list_attention(walk: Listing, layer: int, mixer: BothWays, x: Value) -> Value:

@@ -103,7 +103,7 @@ def _message(values: dict[str, Any], index: int) -> inference_pb.ChatMessage:
         parts = f" of {', '.join(sorted(kinds))}" if kinds else ""
         raise invalid(
             f"{path}.content",
-            f"must not be a list of parts{parts}: only text is supported, as a str",
+            f"must not be a list of parts{parts}: give the text as a str, and images in `images`",
         )
     calls = [
         build(inference_pb.ToolCall, f"{path}.tool_calls[{place}]", **call)

@@ -19,7 +19,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model import description
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder, Rank
-from inference_svc.model.encoder.in_torch import OF_ENCODERS
+from inference_svc.model.encoder.in_torch import OF_ENCODERS, OF_PICTURES
 from inference_svc.model.features import NOT_COMPUTED, features, kind_of
 from inference_svc.model.rope import Rope
 from inference_svc.model.sharding.description import of_rank
@@ -31,6 +31,7 @@ from tests.support.models.encoders import FAMILIES, config_of
 from tests.support.models.families import MODELS, TEXT_PARTS
 from tests.support.models.quantised import FORMATS, with_format
 from tests.support.models.whole_models import SHAPE
+from tests.support.pictures.models import READERS, save_config
 
 pytestmark = pytest.mark.matrix
 
@@ -49,7 +50,11 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
     ranks["qwen3-moe-experts"] = of_rank(plain["qwen3-moe"], Rank(1, 2), expert_parallel=2)
     stages = {"llama-stages": of_stage(plain["llama"], 0, 2)}
     encoders = {name: load_description(write_encoder(folder / name, name)) for name in FAMILIES}
-    return plain | in_few_bits | ranks | stages | encoders
+    readers = {
+        name: load_description(save_config(name, folder / name), with_pictures=True)
+        for name in READERS
+    }
+    return plain | in_few_bits | ranks | stages | encoders | readers
 
 
 def write_encoder(folder: Path, name: str) -> Path:
@@ -77,6 +82,7 @@ LACKING = {
         "weight_format.odd_groups",
         *OF_STAGES,
         *OF_ENCODERS,
+        *OF_PICTURES,
     },
 }
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))

@@ -14,6 +14,7 @@ from inference_svc.model.architectures import families
 from tests.support.models.families import LONGROPE, MODELS
 from tests.support.models.whole_models import WHOLE
 from tests.support.pairs import pairs
+from tests.support.pictures.models import READERS
 
 pytestmark = pytest.mark.matrix
 
@@ -40,6 +41,7 @@ def test_longrope_is_chosen_by_the_longest_sequence(
 def test_every_architecture_has_a_row() -> None:
     tested = {f"{family}ForCausalLM" for family, _ in MODELS.values()}
     tested |= {f"{family}ForConditionalGeneration" for family in WHOLE}
+    tested |= {f"{family}ForConditionalGeneration" for family, _ in READERS.values()}
     assert tested >= set(families())
 
 

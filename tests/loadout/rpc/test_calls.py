@@ -40,7 +40,7 @@ def test_no_adapter_is_the_base_model():
 
 def test_content_in_parts_is_refused_without_quoting_it():
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    with pytest.raises(InvalidArgument, match="parts of image_url, text: only text is sup") as e:
+    with pytest.raises(InvalidArgument, match="parts of image_url, text: give the text") as e:
         generate([{"role": "user", "content": [{"type": "text", "text": "what?"}, image]}])
     assert e.value.subject == "chat.messages[0].content"
     assert "AAAA" not in str(e.value)

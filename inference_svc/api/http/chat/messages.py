@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator
 
@@ -15,25 +17,87 @@ from inference_svc.api.generate_call import (
 )
 from inference_svc.api.http.generation_body import Ignored
 from inference_svc.api.http.request import Body
-from inference_svc.text.chat import ChatMessage, ToolCall
+from inference_svc.text.chat import ChatMessage, MessageImage, ToolCall
 from servicekit.errors import InvalidArgument
 
 MAX_KIND_CHARS = 64
 """How much of a part's type an error quotes."""
 MAX_ANNOTATIONS = 1024
+DETAILS = ("auto", "low", "high", "original")
+"""OpenAI's sizes of an image, without effect."""
+_DATA_URL = re.compile(r"data:image/[\w.+-]{1,64};base64,", re.IGNORECASE | re.ASCII)
 
 _HINTS = {"cache_control"}
 """Keys of a part without effect, which LiteLLM and OpenRouter pass: prefixes are cached anyway."""
 _Anything = Annotated[list[Any], Field(max_length=MAX_ANNOTATIONS)]
 
 
-def _to_text(value: object) -> str | None:
-    """Joins a text in parts."""
-    if value is None or isinstance(value, str):
-        return value
+class ImageUrl(NamedTuple):
+    """An image before the character `place` of a text, in the part with this number."""
+
+    place: int
+    part: int
+    url: str
+
+    def to_image(self, path: str) -> MessageImage:
+        """Raises InvalidArgument, naming the part after `path`."""
+        where = f"{path}.content[{self.part}].image_url"
+        begin = _DATA_URL.match(self.url)
+        if begin is None:
+            kind = self.url.partition(":")[0][:MAX_KIND_CHARS]
+            raise InvalidArgument(
+                f"{where}: must be data:image/...;base64,..., not {kind!a}: the server fetches "
+                "nothing, so send the image itself",
+                subject=where,
+            )
+        try:
+            data = base64.b64decode(self.url[begin.end() :], validate=True)
+        except ValueError:
+            raise InvalidArgument(f"{where}: is no base64 after the comma", subject=where) from None
+        return MessageImage(self.place, data, where)
+
+
+class Content(NamedTuple):
+    """A text, and images in it."""
+
+    text: str
+    images: tuple[ImageUrl, ...] = ()
+
+
+def _to_content(value: object) -> Content | None:
+    """Joins the texts of parts."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return Content(value)
     if not isinstance(value, list):
         raise ValueError("must be a text or a list of parts")
-    return "".join(map(_to_part, value))
+    text, images = "", []
+    for index, part in enumerate(value):
+        url = _to_url(part)
+        if url is None:
+            text += _to_part(part)
+        else:
+            images.append(ImageUrl(len(text), index, url))
+    return Content(text, tuple(images))
+
+
+def _to_url(value: object) -> str | None:
+    """Returns the URL of an image; None for another part. `detail` changes nothing: the model has
+    one size."""
+    if not isinstance(value, dict) or value.get("type") != "image_url":
+        return None
+    found = value.get("image_url")
+    is_known = value.keys() - _HINTS == {"type", "image_url"}
+    if is_known and isinstance(found, dict) and found.keys() <= {"url", "detail"}:
+        url, detail = found.get("url"), found.get("detail")
+        if isinstance(url, str) and detail in (None, *DETAILS):
+            return url
+    details = ", ".join(DETAILS)
+    raise ValueError(
+        'an image must be {"type": "image_url", "image_url": {"url": "data:image/..."}}, with '
+        f"detail {details} or none"
+    )
 
 
 def _to_part(value: object) -> str:
@@ -44,7 +108,8 @@ def _to_part(value: object) -> str:
             return text
     found = f", not {kind[:MAX_KIND_CHARS]}" if isinstance(kind, str) and kind != "text" else ""
     raise ValueError(
-        f'a part must be {{"type": "text", "text": ...}}: only text is supported{found}'
+        'a part must be {"type": "text", "text": ...} or an image_url: only text and images are '
+        f"supported{found}"
     )
 
 
@@ -74,7 +139,7 @@ class Message(Body):
     clients keep in their history, if they change nothing about the text."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Annotated[str | None, PlainValidator(_to_text)] = None
+    content: Annotated[Content | None, PlainValidator(_to_content)] = None
     reasoning_content: str | None = None  # DeepSeek, vLLM, LiteLLM: litellm#30835
     reasoning: str | None = None  # OpenRouter, vLLM: can1357/oh-my-pi#1157
     tool_calls: (
@@ -96,17 +161,18 @@ class Message(Body):
     function_call: None = None
 
     @property
-    def text(self) -> str | None:
+    def known(self) -> Content | None:
         """The content; an assistant's may be empty or absent. None: it is missing."""
-        return "" if self.content is None and self.role == "assistant" else self.content
+        is_empty = self.content is None and self.role == "assistant"
+        return Content("") if is_empty else self.content
 
 
 def to_messages(messages: Sequence[Message]) -> Iterator[ChatMessage]:
     """Raises InvalidArgument for a message without content that needs some, and for fields of other
     roles' messages."""
     for index, message in enumerate(messages):
-        text = message.text
-        if text is None:
+        content, path = message.known, f"messages[{index}]"
+        if content is None:
             field = f"messages[{index}].content"
             raise InvalidArgument(
                 f"{field}: must be a text or a list of parts; only an assistant's may be missing",
@@ -115,11 +181,12 @@ def to_messages(messages: Sequence[Message]) -> Iterator[ChatMessage]:
         yield checked_message(
             ChatMessage(
                 message.role,
-                text,
+                content.text,
                 message.reasoning_content or message.reasoning or "",
                 tuple(call.to_call() for call in message.tool_calls or ()),
                 message.tool_call_id or "",
                 message.name or "",
+                tuple(image.to_image(path) for image in content.images),
             ),
-            f"messages[{index}]",
+            path,
         )

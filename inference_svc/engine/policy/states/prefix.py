@@ -1,8 +1,10 @@
 """The keys of prefixes: two sequences that have a key in common may share the state behind it.
 
 A full page of tokens is keyed by sha256(parent key, token ids). The first parent is seeded with the
-facts that separate caches: adapter digest, tenant and salt. Pages before an adapter's activation
-are the base model's; the first one behind it is seeded with the digest and the activation, too.
+facts that separate caches: adapter digest, tenant and salt. A page with tokens of a picture is
+keyed by the picture's digest, too: all pictures have the same tokens. Pages before an adapter's
+activation are the base model's; the first one behind it is seeded with the digest and the
+activation, too.
 """
 
 from __future__ import annotations
@@ -25,6 +27,12 @@ def activation_key(parent: bytes, adapter: AdapterKey, activation: int) -> bytes
     return hashlib.sha256(parent + f"{adapter}\0{activation}".encode()).digest()
 
 
+def picture_key(parent: bytes, digest: bytes, start: int) -> bytes:
+    """Returns the stand-in for a parent's key where the page that follows has tokens of a picture,
+    which begins `start` tokens behind the page's first, or before it."""
+    return hashlib.sha256(parent + b"picture" + digest + f"{start}".encode()).digest()
+
+
 def page_key(parent: bytes, token_ids: SequenceOf[int]) -> bytes:
     """Returns the key of a full page that follows `parent` and holds `token_ids`."""
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
@@ -44,7 +52,11 @@ def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None
         if request.activation and len(keys) == num_base:
             parent = activation_key(parent, request.key, request.activation)
         start = len(keys) * page_size
-        keys.append(page_key(parent, sequence.token_ids[start : start + page_size]))
+        end = start + page_size
+        for picture in request.pictures:
+            if picture.start < end and start < picture.end:
+                parent = picture_key(parent, picture.digest, picture.start - start)
+        keys.append(page_key(parent, sequence.token_ids[start:end]))
 
 
 def known_keys(sequence: Sequence, page_size: int) -> list[bytes]:

@@ -446,8 +446,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x", "audio": 1}]}, "messages[0].audio: must be"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        'messages[0].content: a part must be {"type": "text", "text": ...}: only text is '
-        "supported, not image_url",
+        'messages[0].content: an image must be {"type": "image_url", "image_url": {"url": ',
     ),
     ({"max_tokns": 1}, "max_tokns: unknown field"),
 ]

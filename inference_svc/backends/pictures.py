@@ -1,0 +1,95 @@
+"""The embeddings of pictures that a backend holds, and the tower that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from inference_svc.core import BatchRow
+from inference_svc.model.checkpoint.weights import ModelWeights
+from inference_svc.model.description import Pictures
+from inference_svc.model.inputs import PlacedRows
+from inference_svc.model.layers import TorchLinear
+from inference_svc.model.tower import Encoding, TorchTower
+from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture
+
+
+class PictureRows:
+    """Embeddings by picture, finished or begun, as the scheduler decides. `read_weights` reads the
+    tower's weights, which may be freed and read again."""
+
+    def __init__(
+        self, pictures: Pictures, read_weights: Callable[[], ModelWeights[TorchLinear]]
+    ) -> None:
+        self._pictures = pictures
+        self._read_weights = read_weights
+        self._tower: TorchTower | None = TorchTower(pictures, read_weights())
+        self._encodings: dict[PictureKey, Encoding] = {}
+
+    @property
+    def weights_bytes(self) -> int:
+        return 0 if self._tower is None else self._tower.weights.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all embeddings."""
+        return sum(each.rows.nbytes for each in self._encodings.values())
+
+    def apply(self, work: PictureWork) -> None:
+        """Does a step's work."""
+        assert self._tower is not None, "the weights are freed"
+        for key in work.dropped:
+            self._encodings.pop(key, None)
+        for key, picture, num_units in work.encodes:
+            self._tower.go_on(self._encoding(key, picture), num_units)
+
+    def _encoding(self, key: PictureKey, picture: PromptPicture) -> Encoding:
+        """Returns a picture's embeddings as they are, and begins them if they are not there."""
+        assert self._tower is not None, "the weights are freed"
+        if key not in self._encodings:
+            self._encodings[key] = self._tower.begin(picture.pixels)
+        return self._encodings[key]
+
+    def _finished(self, key: PictureKey, picture: PromptPicture) -> Tensor:
+        """Returns all of a picture's embeddings, which are there unless their work has failed."""
+        encoding = self._encoding(key, picture)
+        while not encoding.is_done:
+            assert self._tower is not None
+            self._tower.go_on(encoding, 1)
+        return encoding.rows
+
+    def placed(self, rows: Sequence[BatchRow]) -> tuple[PlacedRows, ...]:
+        """Returns the embeddings of the tokens of these rows that stand for pictures."""
+        found: list[PlacedRows] = []
+        first = 0
+        for row in rows:
+            if row.sequence.request.pictures:
+                found += self._of_row(row, first - row.start)
+            first += row.num_tokens
+        return tuple(found)
+
+    def _of_row(self, row: BatchRow, offset: int) -> Iterator[PlacedRows]:
+        """Yields a row's; the position p of its sequence is the step's token `offset` + p."""
+        request = row.sequence.request
+        for picture in request.pictures:
+            place = 0
+            for run in picture.runs:
+                start = max(run.start, row.start)
+                end = min(run.end, row.start + row.num_tokens)
+                if start < end:
+                    rows = self._finished((request.cache_seed, picture.digest), picture)
+                    first = place + start - run.start
+                    yield PlacedRows(offset + start, rows[first : first + end - start])
+                place += run.end - run.start
+
+    def free(self, *, weights: bool) -> None:
+        """Frees all embeddings, and, if asked, the tower."""
+        self._encodings.clear()
+        if weights:
+            self._tower = None
+
+    def restore(self) -> None:
+        """Reads the tower again. Raises as `read_weights` does."""
+        if self._tower is None:
+            self._tower = TorchTower(self._pictures, self._read_weights())

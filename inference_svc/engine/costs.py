@@ -1,0 +1,76 @@
+"""The costs of a model's tokens and pictures, which policy shares out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from inference_svc.core import EngineConfig
+from inference_svc.engine.policy.pictures.memory import PictureMemory, TowerCosts
+from inference_svc.engine.policy.prices import (
+    LISTED_OPERATIONS,
+    SORT_OPERATIONS,
+    WALK_OPERATIONS,
+    Prices,
+)
+from inference_svc.model.description import Decoder, ExpertsProjection
+from inference_svc.model.walk import layer_projections
+
+
+def check_pictures(config: EngineConfig, decoder: Decoder) -> None:
+    """Raises ValueError for settings with which no pictures are read, or too little memory for the
+    largest one."""
+    found = decoder.pictures
+    if found is None:
+        return
+    if config.num_ranks > 1 or config.device != "cpu":
+        raise ValueError(
+            "images are read by one process on a CPU: set --max-prompt-images 0 to serve this "
+            "model's text alone, or leave out --tensor-parallel, --pipeline-parallel and --device"
+        )
+    num_tokens = min(found.processor.max_tiles * found.tokens_per_tile, config.max_model_len)
+    needed = num_tokens * decoder.hidden_size * getattr(torch, config.dtype).itemsize
+    if needed > config.prompt_image_bytes:
+        raise ValueError(
+            f"--prompt-image-memory must be at least {2 * needed} bytes: half of it keeps the "
+            "embeddings of the largest image"
+        )
+
+
+def make_pictures(config: EngineConfig, decoder: Decoder) -> PictureMemory | None:
+    """Returns None for a model that reads no pictures."""
+    found = decoder.pictures
+    if found is None:
+        return None
+    tower, dtype = found.tower, getattr(torch, config.dtype)
+    assert tower.patches is not None
+    per_layer = sum(_num_weights(tower)) / tower.num_layers
+    costs = TowerCosts(
+        layers_per_tile=tower.num_layers,
+        tokens_per_layer=tower.patches.num_tokens * per_layer / sum(_num_weights(decoder)),
+        row_bytes=decoder.hidden_size * dtype.itemsize,
+    )
+    return PictureMemory(config.prompt_image_bytes, costs, config.max_batch_tokens)
+
+
+def prices_of(decoder: Decoder) -> Prices:
+    """Returns the prices of choosing and scoring tokens of this model."""
+    of_token = 2 * sum(_num_weights(decoder.of_all_stages))
+    return Prices(
+        logits=decoder.vocab_size * 2 * decoder.hidden_size / of_token,
+        logprobs=decoder.vocab_size * WALK_OPERATIONS / of_token,
+        sort=decoder.vocab_size * SORT_OPERATIONS / of_token,
+        listed=LISTED_OPERATIONS / of_token,
+    )
+
+
+def _num_weights(decoder: Decoder) -> Iterator[int]:
+    """Yields the weights of each projection of the layers that a token passes."""
+    shape = decoder.expert_layers
+    for projection in layer_projections(decoder):
+        num_times = 1
+        if isinstance(projection, ExpertsProjection):
+            assert shape is not None
+            num_times = shape.num_chosen
+        yield num_times * projection.in_features * projection.out_features

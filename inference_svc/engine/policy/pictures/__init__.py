@@ -1,0 +1,4 @@
+"""Which pictures' embeddings are computed and kept.
+
+memory  their memory, and the work for them in each step
+"""

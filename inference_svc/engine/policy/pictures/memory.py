@@ -1,0 +1,168 @@
+"""Decides which pictures a step computes, and which embeddings stay.
+
+A prompt's tokens before a picture are computed without it; its rows wait at the picture until the
+embeddings are there. They are made some layers of a tile at a time, so that a large picture stalls
+no one's tokens. Plain Python over plain data; no tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from inference_svc.core import Sequence
+from inference_svc.pictures.prompt import Encode, PictureKey, PictureWork
+
+BESIDE_SHARE = 1 / 8
+"""Share of a step's tokens that pictures may cost while others generate, whose tokens wait for the
+end of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerCosts:
+    """The costs of a tower: layers of a tile, the cost of a layer in tokens of a prompt, and the
+    bytes of a picture's token."""
+
+    layers_per_tile: int
+    tokens_per_layer: float
+    row_bytes: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Embeddings that are there, or begun: `num_left` units are missing, and `num_holders`
+    sequences are at the picture."""
+
+    tenant: str
+    num_bytes: int
+    num_left: int
+    num_holders: int = 0
+
+
+@dataclass
+class PictureMemory:
+    """Embeddings of pictures within `capacity` bytes. A sequence holds the ones of a picture from
+    the step in which they begin to be made until it has passed its tokens, or stops to run; others
+    stay until there is no room: then the tenant with most of them loses its least recently
+    used.
+
+    A sequence holds pictures at one place of its prompt, and needs no more to pass it: so there is
+    always a sequence that goes on.
+    """
+
+    capacity: int
+    costs: TowerCosts
+    max_tokens: int
+    num_bytes: int = 0
+    num_encoded: int = 0
+    num_found: int = 0
+    _entries: OrderedDict[PictureKey, _Entry] = field(default_factory=OrderedDict)
+    _dropped: list[PictureKey] = field(default_factory=list)
+    _encodes: list[Encode] = field(default_factory=list)
+    _units: int = 0
+
+    @property
+    def num_kept(self) -> int:
+        """The pictures whose embeddings are there, or begun."""
+        return len(self._entries)
+
+    def begin(self, running: Iterable[Sequence]) -> None:
+        """Begins a step of these running sequences: says how much it may compute of pictures."""
+        generates = any(each.num_uncomputed == 1 for each in running)
+        budget = self.max_tokens * (BESIDE_SHARE if generates else 1)
+        self._units = max(1, int(budget / self.costs.tokens_per_layer))
+
+    def num_computable(self, sequence: Sequence, num_tokens: int) -> int:
+        """Returns how many of its next tokens a sequence may have computed, after the work that
+        this plans for the step: up to the first picture that will not be there."""
+        start = sequence.num_computed
+        for index, picture in enumerate(sequence.request.pictures):
+            if picture.end <= start:
+                self._let_go(sequence, index)
+            elif picture.start >= start + num_tokens:
+                break
+            elif not self._make(sequence, index):
+                return max(0, picture.start - start)
+        return num_tokens
+
+    def release(self, sequence: Sequence) -> None:
+        """Lets go of all that a sequence holds, which stops to run."""
+        for index in tuple(sequence.held_pictures):
+            self._let_go(sequence, index)
+
+    def pop_work(self) -> PictureWork:
+        """Returns the step's work."""
+        work = PictureWork(tuple(self._dropped), tuple(self._encodes))
+        self._dropped, self._encodes = [], []
+        return work
+
+    def forget(self) -> None:
+        """Drops everything: its memory is lost. No sequence holds any."""
+        assert not any(each.num_holders for each in self._entries.values())
+        self._entries.clear()
+        self._dropped, self._encodes, self.num_bytes = [], [], 0
+
+    def _make(self, sequence: Sequence, index: int) -> bool:
+        """Returns whether a picture's embeddings will be there in this step."""
+        request = sequence.request
+        picture = request.pictures[index]
+        key = request.cache_seed, picture.digest
+        entry = self._entries.get(key)
+        if entry is None:
+            num_bytes = picture.num_tokens * self.costs.row_bytes
+            if not self._units or not self._make_room(num_bytes):
+                return False
+            num_units = picture.num_tiles * self.costs.layers_per_tile
+            entry = self._entries[key] = _Entry(request.tenant, num_bytes, num_units)
+            self.num_bytes += num_bytes
+            self.num_encoded += 1
+        elif index not in sequence.held_pictures:
+            self.num_found += 1
+        if index not in sequence.held_pictures:
+            sequence.held_pictures.add(index)
+            entry.num_holders += 1
+        self._entries.move_to_end(key)
+        if entry.num_left and self._units:
+            count = min(entry.num_left, self._units)
+            self._encodes.append(Encode(key, picture, count))
+            entry.num_left -= count
+            self._units -= count
+        return not entry.num_left
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Drops embeddings that no sequence holds, the largest tenant's first. Returns whether
+        there is room then."""
+        while self.num_bytes + num_bytes > self.capacity:
+            idle: dict[str, PictureKey] = {}
+            held: dict[str, int] = {}
+            for key, entry in self._entries.items():
+                held[entry.tenant] = held.get(entry.tenant, 0) + entry.num_bytes
+                if not entry.num_holders:
+                    idle.setdefault(entry.tenant, key)
+            if not idle:
+                return False
+            key = idle[max(idle, key=lambda tenant: held[tenant])]
+            self.num_bytes -= self._entries.pop(key).num_bytes
+            self._dropped.append(key)
+            # Planned for a sequence that was preempted since.
+            self._encodes = [each for each in self._encodes if each.key != key]
+        return True
+
+    def _let_go(self, sequence: Sequence, index: int) -> None:
+        if index in sequence.held_pictures:
+            sequence.held_pictures.remove(index)
+            request = sequence.request
+            entry = self._entries[request.cache_seed, request.pictures[index].digest]
+            entry.num_holders -= 1
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Asserts that bytes and holders agree with the running sequences."""
+        holders: dict[PictureKey, int] = {}
+        for sequence in running:
+            for index in sequence.held_pictures:
+                key = sequence.request.cache_seed, sequence.request.pictures[index].digest
+                holders[key] = holders.get(key, 0) + 1
+        assert holders == {k: e.num_holders for k, e in self._entries.items() if e.num_holders}
+        assert self.num_bytes == sum(each.num_bytes for each in self._entries.values())
+        assert self.num_bytes <= self.capacity

@@ -1,0 +1,71 @@
+"""The operations of vision towers and connectors, as data, and where a decoder reads their
+outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inference_svc.model.description import Connector, Patches
+from inference_svc.model.encoder.operations import Activate
+from inference_svc.model.operations import Listing, Numbers, Op, Project, Rows, Value, WeightSpec
+from inference_svc.pictures.processor import CHANNELS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbedPatches(Op):
+    """Makes the tower's tokens of the step's tiles: the class token of each, if there is one, and
+    its patches, row by row."""
+
+    patches: Patches
+    weight: Numbers = field(init=False)
+    bias: Numbers | None = field(init=False)
+    class_token: Numbers | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        patches, width = self.patches, self.out.width
+        shape = (width, CHANNELS, patches.patch_size, patches.patch_size)
+        size = width * CHANNELS * patches.patch_size**2
+        name = patches.module
+        bias = Numbers(f"{name}.bias", width) if patches.has_bias else None
+        token = Numbers(patches.class_token, width) if patches.class_token else None
+        object.__setattr__(self, "weight", Numbers(f"{name}.weight", size, shape))
+        object.__setattr__(self, "bias", bias)
+        object.__setattr__(self, "class_token", token)
+
+    @property
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
+        return self.weight, self.bias, self.class_token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergePatches(Op):
+    """Puts `merge` x `merge` neighbouring patches of a tile side by side: as many rows fewer."""
+
+    merge: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacePictures(Op):
+    """Puts the embeddings of pictures in the place of their tokens' own."""
+
+
+def list_patches(walk: Listing, hidden: Value, patches: Patches) -> None:
+    """Lists the operations that take the place of a lookup of tokens."""
+    walk.ops.append(EmbedPatches((), hidden, None, patches))
+
+
+def list_connector(walk: Listing, x: Value, connector: Connector) -> Value:
+    """Lists the operations from a tower's outputs to embeddings, which it returns."""
+    if connector.merge > 1:
+        merged = walk.value("merged", x.width * connector.merge**2, Rows.LOGITS)
+        walk.ops.append(MergePatches((x,), merged, None, connector.merge))
+        x = merged
+    for index, projection in enumerate(connector.layers):
+        if index and connector.activation is not None:
+            active = walk.value(f"active_{index}", x.width, Rows.LOGITS)
+            walk.ops.append(Activate((x,), active, None, connector.activation))
+            x = active
+        made = walk.value(projection.name, projection.out_features, Rows.LOGITS)
+        walk.ops.append(Project((x,), made, None, projection))
+        x = made
+    return x

@@ -1,0 +1,12 @@
+"""Pictures in prompts: from a caller's bytes to the tiles that a vision tower reads.
+
+They are called pictures here, because an image is an adapter's compiled bytes. Callers and
+operators know them as images.
+
+processor     how a checkpoint's processor makes tiles of a picture
+tiling        makes tiles, in a sandboxed process
+task          decodes strangers' files, in that process
+decoding      has files decoded, within bounds of bytes, pixels, time and memory
+prompt        pictures of a prompt, and the work for them in a step
+placeholders  the tokens that stand for a picture in a prompt
+"""

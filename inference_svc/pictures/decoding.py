@@ -1,0 +1,87 @@
+"""Has strangers' pictures decoded by sandboxed processes, within bounds."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from inference_svc.pictures.processor import Processor
+from inference_svc.pictures.task import NUMBER_BYTES
+from servicekit.errors import InvalidArgument, Unavailable
+from servicekit.sandbox.pool import CannotStart, SandboxPool
+from servicekit.sandbox.process import Limits, SandboxFailure, Task
+
+NUM_CHILDREN = 2
+MAX_PIXELS = 32 << 20
+"""The most pixels of a picture, which a process holds in a few copies of up to 4 bytes."""
+MEMORY_BYTES = 1 << 30
+"""The memory that decoding may take, beside a process's memory at start."""
+SECONDS = 20.0
+MAX_REASON_BYTES = 1024
+TASK = Task(
+    Path(__file__).with_name("task.py"),
+    Limits(MEMORY_BYTES, wall_seconds=SECONDS, open_files=16),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A decoded picture: uint8 [num_tiles, tile, tile, 3] as bytes. `rows` and `columns` are of a
+    picture that is cut into tiles, of which one of the whole comes last; otherwise 0. `digest` is
+    the sha256 of all of it: pictures that are computed alike have the same."""
+
+    pixels: bytes = field(repr=False)
+    num_tiles: int
+    rows: int
+    columns: int
+    digest: bytes
+
+
+class PictureDecoder:
+    """Decodes pictures for one `processor`, a few at a time. Blocking and thread-safe."""
+
+    def __init__(self, processor: Processor) -> None:
+        self._processor = processor
+        self._facts = processor.to_json()
+        self.pool = SandboxPool(TASK, NUM_CHILDREN)
+
+    def close(self) -> None:
+        """Ends the processes that are idle, and others once they have answered."""
+        self.pool.close()
+
+    def decode(self, data: bytes, where: str) -> Tiles:
+        """Returns the tiles of a file's bytes, which the caller has bounded. Raises InvalidArgument
+        that names `where` the file was sent, and Unavailable if this machine cannot start a
+        process."""
+        request = {
+            "data": base64.b64encode(data).decode(),
+            "processor": self._facts,
+            "max_pixels": MAX_PIXELS,
+        }
+        most = 2 * NUMBER_BYTES + self._processor.max_tiles * self._processor.tile_bytes
+        try:
+            with self.pool.process() as child:
+                answer = child.ask(request, max(most, MAX_REASON_BYTES))
+        except CannotStart as error:
+            raise Unavailable(f"images cannot be decoded now: {error}") from error
+        except SandboxFailure:
+            raise InvalidArgument(
+                f"{where}: takes more than {SECONDS:g} s or {MEMORY_BYTES >> 20} MiB to decode: "
+                "send a smaller image",
+                subject=where,
+            ) from None
+        if answer.kind != b"T":
+            raise InvalidArgument(f"{where}: {answer.text}", subject=where)
+        return self._checked(answer.content, where)
+
+    def _checked(self, content: bytes, where: str) -> Tiles:
+        """Returns the tiles of an answer, which may be anything. Raises InvalidArgument."""
+        numbers, pixels = content[: 2 * NUMBER_BYTES], content[2 * NUMBER_BYTES :]
+        rows, columns = (int.from_bytes(each, "big") for each in (numbers[:2], numbers[2:]))
+        num_tiles = rows * columns + 1
+        is_whole = len(pixels) == num_tiles * self._processor.tile_bytes
+        if not is_whole or num_tiles > self._processor.max_tiles:
+            raise InvalidArgument(f"{where}: cannot be decoded", subject=where)
+        return Tiles(pixels, num_tiles, rows, columns, hashlib.sha256(content).digest())

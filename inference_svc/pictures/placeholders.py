@@ -1,0 +1,112 @@
+"""The tokens that stand for pictures in a prompt.
+
+A chat template writes one placeholder for each picture; here it becomes as many as the picture has
+embeddings, with the marks around them that the model was trained with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from inference_svc.pictures.decoding import Tiles
+from inference_svc.pictures.processor import Form, Processor
+from inference_svc.pictures.prompt import PromptPicture, Run
+from servicekit.errors import InvalidArgument
+
+FRAME, WHOLE = "<fake_token_around_image>", "<global-img>"
+"""The marks of Idefics3 and SmolVLM around the tiles of a picture, and before the tile of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureRule:
+    """How a server reads pictures: at most `max_pictures` in a request, whose tokens are
+    `token_id`, `tokens_per_tile` for each tile that the `processor` makes."""
+
+    processor: Processor
+    token_id: int
+    tokens_per_tile: int
+    max_pictures: int
+
+    @property
+    def max_bytes(self) -> int:
+        """The pixels of the largest picture."""
+        return self.processor.max_tiles * self.processor.tile_bytes
+
+    def expanded(
+        self,
+        token_ids: tuple[int, ...],
+        pictures: Sequence[Tiles],
+        name: str,
+        encode: Callable[[str], list[int]],
+    ) -> tuple[int, ...]:
+        """Returns a prompt with all tokens of its pictures, for a prompt with one token each, whose
+        text is `name`. `encode` makes tokens of a text, and adds none.
+
+        Raises InvalidArgument for a prompt with another number of placeholders: they are never
+        computed as words."""
+        count = token_ids.count(self.token_id)
+        if count != len(pictures):
+            raise InvalidArgument(self._mismatch(count, len(pictures), name), subject="prompt")
+        if not pictures:
+            return token_ids
+        left = iter(pictures)
+        found: list[int] = []
+        for token_id in token_ids:
+            if token_id == self.token_id:
+                found += self._tokens(next(left), name, encode)
+            else:
+                found.append(token_id)
+        return tuple(found)
+
+    def _mismatch(self, count: int, num_pictures: int, name: str) -> str:
+        if count > num_pictures:
+            return (
+                f"prompt has the token {self.token_id} ({name!a}), which stands for an image: send "
+                "images as parts of chat messages, and leave it out of texts and token ids"
+            )
+        return f"the chat template shows {count} of the {num_pictures} images of these messages"
+
+    def _tokens(self, tiles: Tiles, name: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Returns the tokens of one picture."""
+        if self.processor.form is Form.WHOLE:
+            return [self.token_id] * self.tokens_per_tile
+        own = name * self.tokens_per_tile
+        lines = [
+            "".join(f"{FRAME}<row_{y}_col_{x}>{own}" for x in range(1, tiles.columns + 1)) + "\n"
+            for y in range(1, tiles.rows + 1)
+        ]
+        last = f"{FRAME}{WHOLE}{own}{FRAME}"
+        return encode("".join((*lines, "\n", last)) if lines else last)
+
+    def found(
+        self, token_ids: Sequence[int], pictures: Sequence[Tiles]
+    ) -> tuple[PromptPicture, ...]:
+        """Returns the pictures of a prompt that `expanded` has made, with the places of their
+        tokens."""
+        runs = iter(self._runs(token_ids))
+        made: list[PromptPicture] = []
+        for each in pictures:
+            left, own = each.num_tiles * self.tokens_per_tile, []
+            while left:
+                run = next(runs)
+                if run.end - run.start > left:  # the next picture's follow at once
+                    rest = Run(run.start + left, run.end)
+                    run = Run(run.start, run.start + left)
+                    runs = iter((rest, *runs))
+                own.append(run)
+                left -= run.end - run.start
+            made.append(PromptPicture(each.digest, each.pixels, each.num_tiles, tuple(own)))
+        return tuple(made)
+
+    def _runs(self, token_ids: Sequence[int]) -> list[Run]:
+        """Returns the runs of placeholders, in order."""
+        found: list[Run] = []
+        for place, token_id in enumerate(token_ids):
+            if token_id != self.token_id:
+                continue
+            if found and found[-1].end == place:
+                found[-1] = Run(found[-1].start, place + 1)
+            else:
+                found.append(Run(place, place + 1))
+        return found

@@ -1,0 +1,274 @@
+"""How a checkpoint's processor makes tiles of a picture: facts of its own files."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from inference_svc.errors import UnsupportedModel
+
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+MAX_FILE_BYTES = 1 << 20
+MAX_SIDE = 4096
+"""The longest side of a picture that is cut into tiles; transformers has the same bound."""
+MAX_LENGTH = 1 << 16
+CHANNELS = 3
+RESCALE = 1 / 255
+FILTERS = range(6)
+"""Pillow's filters for changing sizes, by number."""
+BICUBIC, LANCZOS = 3, 1
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+
+
+class Size(NamedTuple):
+    height: int
+    width: int
+
+
+class Form(enum.Enum):
+    """WHOLE: a picture is one tile. SPLIT: it is cut into tiles, and one of the whole follows."""
+
+    WHOLE = "whole"
+    SPLIT = "split"
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The steps from a picture to square tiles of `tile_size` pixels.
+
+    WHOLE: it is padded to a square with the colour `padding`, if there is one; its size becomes
+    `size`, or its shorter side `shortest`; and the middle is cut out, of the size of a tile, if it
+    `crops`. SPLIT: its longer side becomes `longest`, and both sides multiples of a tile's; without
+    `splits` it becomes one tile. `filter` is Pillow's number of the filter that changes sizes.
+    Values are `(pixel * scale - mean) / std`, by channel.
+    """
+
+    form: Form
+    tile_size: int
+    filter: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = RESCALE
+    size: Size | None = None
+    shortest: int = 0
+    crops: bool = False
+    padding: tuple[int, ...] | None = None
+    longest: int = 0
+    splits: bool = False
+
+    @property
+    def max_tiles(self) -> int:
+        """The most tiles of a picture."""
+        if not self.splits:
+            return 1
+        num_per_side = -(-min(self.longest, MAX_SIDE) // self.tile_size)
+        return num_per_side**2 + (num_per_side > 1)
+
+    @property
+    def tile_bytes(self) -> int:
+        """The pixels of a tile, a byte for each channel."""
+        return CHANNELS * self.tile_size**2
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the facts that `from_json` makes a processor of."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return values | {"form": self.form.value}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Processor:
+        size, padding = found["size"], found["padding"]
+        return cls(
+            **dict(found)
+            | {
+                "form": Form(found["form"]),
+                "size": None if size is None else Size(*size),
+                "padding": None if padding is None else tuple(padding),
+                "mean": tuple(found["mean"]),
+                "std": tuple(found["std"]),
+            }
+        )
+
+
+def read_processor(model_dir: Path, tile_size: int) -> Processor:
+    """Reads the facts of a checkpoint whose tower reads tiles of this size, in pixels.
+
+    Raises UnsupportedModel naming the file and the key that is missing, or not computed here.
+    """
+    reader = _read(model_dir)
+    kind = str(reader.values.get("image_processor_type", ""))
+    kind = kind.removesuffix("Pil").removesuffix("Fast")
+    make = _KINDS.get(kind)
+    if make is None:
+        raise reader.unsupported("image_processor_type", f"supported are {', '.join(_KINDS)}")
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        if reader.values.get(key, True) is not True:
+            raise reader.unsupported(key, "must be true")
+    return make(reader, tile_size)
+
+
+class _Reader:
+    """The values of an image processor, in `where`."""
+
+    def __init__(self, values: Mapping[str, Any], where: Path) -> None:
+        self.values, self._where = values, where
+
+    def unsupported(self, key: str, reason: str) -> UnsupportedModel:
+        value = self.values.get(key)
+        return UnsupportedModel(f"{self._where}: {key} = {value!r}: {reason}")
+
+    def side(self, key: str, value: Any) -> int:
+        if type(value) is not int or not 0 < value <= MAX_SIDE:
+            raise self.unsupported(key, f"sides must be 1 to {MAX_SIDE} pixels")
+        return value
+
+    def length(self, key: str, value: Any) -> int:
+        """Returns the length that the longer side is to have, which MAX_SIDE bounds afterwards."""
+        if type(value) is not int or not 0 < value < MAX_LENGTH:
+            raise self.unsupported(key, f"longest_edge must be 1 to {MAX_LENGTH - 1} pixels")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.unsupported(key, "must be true or false")
+        return value
+
+    def filter(self, default: int) -> int:
+        value = self.values.get("resample", default)
+        if value not in FILTERS:
+            raise self.unsupported("resample", "must be 0 to 5, as Pillow numbers filters")
+        return int(value)
+
+    def channels(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        is_list = isinstance(value, list) and len(value) == CHANNELS
+        if not is_list or not all(isinstance(each, int | float) for each in value):
+            raise self.unsupported(key, f"must be {CHANNELS} numbers")
+        if key == "image_std" and not all(each > 0 for each in value):
+            raise self.unsupported(key, "must be above 0")
+        return tuple(map(float, value))
+
+    @property
+    def scale(self) -> float:
+        value = self.values.get("rescale_factor", RESCALE)
+        if not isinstance(value, int | float) or not 0 < value <= 1:
+            raise self.unsupported("rescale_factor", "must be above 0, and at most 1")
+        return float(value)
+
+
+def _read(model_dir: Path) -> _Reader:
+    """Returns the image processor's values: of a file of its own, or a part of the processor's."""
+    for name in (PREPROCESSOR, PROCESSOR):
+        path = model_dir / name
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+        except FileNotFoundError:
+            continue
+        try:
+            found = json.loads(data) if len(data) <= MAX_FILE_BYTES else None
+        except ValueError as error:
+            raise UnsupportedModel(f"{path} is not JSON: {error}") from None
+        if name == PROCESSOR and isinstance(found, dict):
+            found = found.get("image_processor")
+            if found is None:
+                continue
+        if not isinstance(found, dict):
+            raise UnsupportedModel(f"{path} must have an object of at most {MAX_FILE_BYTES} bytes")
+        return _Reader(found, path)
+    raise UnsupportedModel(
+        f"{model_dir} has no {PREPROCESSOR}, nor an image_processor in {PROCESSOR}: copy them from "
+        "the model's original, or serve its text alone with --max-prompt-images 0"
+    )
+
+
+def _whole(reader: _Reader, tile_size: int, *, crops: bool, clip: bool) -> Processor:
+    """The processors of CLIP, of SigLIP, which never crops, and of LLaVA, which may pad."""
+    mean = reader.channels("image_mean", CLIP_MEAN if clip else HALF)
+    std = reader.channels("image_std", CLIP_STD if clip else HALF)
+    default: Any = {"shortest_edge": 224} if clip else {"height": 224, "width": 224}
+    value = reader.values.get("size") or default
+    if isinstance(value, int):
+        value = {"shortest_edge": value} if clip else {"height": value, "width": value}
+    size, shortest = None, 0
+    if isinstance(value, Mapping) and value.keys() == {"shortest_edge"}:
+        shortest = reader.side("size", value["shortest_edge"])
+    elif isinstance(value, Mapping) and value.keys() == {"height", "width"}:
+        size = Size(*(reader.side("size", value[key]) for key in ("height", "width")))
+    else:
+        raise reader.unsupported("size", "must have shortest_edge, or height and width")
+    crops = crops and reader.flag("do_center_crop", True)
+    if crops:
+        cut = reader.values.get("crop_size") or {"height": 224, "width": 224}
+        cut = {"height": cut, "width": cut} if isinstance(cut, int) else cut
+        if not isinstance(cut, Mapping) or cut != {"height": tile_size, "width": tile_size}:
+            raise reader.unsupported("crop_size", f"must be the tower's image_size, {tile_size}")
+    elif size != (tile_size, tile_size):
+        raise reader.unsupported("size", f"must be the tower's image_size, {tile_size}, each side")
+    return Processor(
+        Form.WHOLE,
+        tile_size,
+        reader.filter(BICUBIC),
+        mean,
+        std,
+        reader.scale,
+        size=size,
+        shortest=shortest,
+        crops=crops,
+    )
+
+
+def _clip(reader: _Reader, tile_size: int) -> Processor:
+    return _whole(reader, tile_size, crops=True, clip=True)
+
+
+def _siglip(reader: _Reader, tile_size: int) -> Processor:
+    return _whole(reader, tile_size, crops=False, clip=False)
+
+
+def _llava(reader: _Reader, tile_size: int) -> Processor:
+    found = _clip(reader, tile_size)
+    if not reader.flag("do_pad", False):
+        return found
+    return replace(found, padding=tuple(int(each * 255) for each in found.mean))
+
+
+def _idefics3(reader: _Reader, tile_size: int) -> Processor:
+    values = reader.values
+    longest, tile = (
+        value.get("longest_edge") if isinstance(value, Mapping) else None
+        for value in (
+            values.get("size") or {"longest_edge": 4 * 364},
+            values.get("max_image_size") or {"longest_edge": 364},
+        )
+    )
+    if tile != tile_size:
+        raise reader.unsupported("max_image_size", f"must be the tower's image_size, {tile_size}")
+    return Processor(
+        Form.SPLIT,
+        tile_size,
+        reader.filter(LANCZOS),
+        reader.channels("image_mean", HALF),
+        reader.channels("image_std", HALF),
+        reader.scale,
+        longest=reader.length("size", longest),
+        splits=reader.flag("do_image_splitting", True),
+    )
+
+
+_KINDS = {
+    "CLIPImageProcessor": _clip,
+    "SiglipImageProcessor": _siglip,
+    "LlavaImageProcessor": _llava,
+    "Idefics3ImageProcessor": _idefics3,
+    "SmolVLMImageProcessor": _idefics3,
+}

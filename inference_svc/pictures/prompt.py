@@ -1,0 +1,58 @@
+"""Pictures of a prompt, and the work for them in a step: plain data that pickles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+PictureKey: TypeAlias = tuple[str, bytes]
+"""Says whose embeddings are equal: what separates prefix caches, and the picture's digest."""
+
+
+class Run(NamedTuple):
+    """Neighbouring tokens of a prompt that stand for a part of a picture: [start, end)."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPicture:
+    """A picture of a prompt: uint8 [num_tiles, side, side, 3] as bytes. Its embeddings are of the
+    tokens of its `runs`, in order. Pictures that are computed alike have the same `digest`, a
+    sha256."""
+
+    digest: bytes
+    pixels: bytes = field(repr=False)
+    num_tiles: int
+    runs: tuple[Run, ...]
+
+    @property
+    def start(self) -> int:
+        return self.runs[0].start
+
+    @property
+    def end(self) -> int:
+        return self.runs[-1].end
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(run.end - run.start for run in self.runs)
+
+
+class Encode(NamedTuple):
+    """Computes so many more units of a picture, which are layers of tiles."""
+
+    key: PictureKey
+    picture: PromptPicture
+    num_units: int
+
+
+class PictureWork(NamedTuple):
+    """The work of a step, before its rows: embeddings that are `dropped`, and `encodes`."""
+
+    dropped: tuple[PictureKey, ...] = ()
+    encodes: tuple[Encode, ...] = ()
+
+
+NO_WORK = PictureWork()

@@ -1,0 +1,82 @@
+"""Decodes a stranger's picture, and makes tiles of it: the task of a sandboxed process.
+
+The kind of an answer is T, rows and columns, two bytes each, and the tiles; or R, why the file is
+refused. Pillow's other formats are never tried: their decoders are large, and few of them are safe.
+"""
+
+from __future__ import annotations
+
+import base64
+import warnings
+from io import BytesIO
+from typing import Any
+
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+
+from inference_svc.pictures.processor import Processor
+from inference_svc.pictures.tiling import TooLong, make_tiles
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MODES = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa"))
+"""Pillow's modes of 8 bits a channel or less. It would cut off wider values, not scale them."""
+NUMBER_BYTES = 2
+
+Image.init()
+Image.MAX_IMAGE_PIXELS = None  # the bound is a request's
+ImageFile.LOAD_TRUNCATED_IMAGES = False
+
+
+class Refused(Exception):
+    """The file is not decoded, for this reason."""
+
+
+def answer(request: dict[str, Any]) -> tuple[bytes, bytes | str]:
+    processor, max_pixels = Processor.from_json(request["processor"]), request["max_pixels"]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            picture = _decoded(base64.b64decode(request["data"]), max_pixels)
+            pixels, rows, columns = make_tiles(picture, processor, max_pixels)
+    except Refused as refused:
+        return b"R", str(refused)
+    except TooLong:
+        return b"R", "is too long and narrow: cut it, or make it smaller"
+    numbers = (each.to_bytes(NUMBER_BYTES, "big") for each in (rows, columns))
+    return b"T", b"".join((*numbers, pixels))
+
+
+def _decoded(data: bytes, max_pixels: int) -> Image.Image:
+    """Returns a picture in RGB, as its EXIF data turn it. Raises Refused."""
+    try:
+        picture = Image.open(BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise Refused(f"is no picture in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from None
+    except Exception as error:  # decoders raise any error
+        raise Refused(_damaged(error)) from None
+    width, height = picture.size
+    if width * height > max_pixels:
+        raise Refused(f"has {width} x {height} pixels; at most {max_pixels} are decoded")
+    # Cameras' MPO files are JPEG files with others behind them.
+    if picture.format != "MPO" and getattr(picture, "is_animated", False):
+        raise Refused("is animated: send one frame")
+    if picture.mode not in MODES:
+        raise Refused(f"has over 8 bits a channel (mode {picture.mode}): save it with 8")
+    try:
+        picture.load()
+        return _opaque(ImageOps.exif_transpose(picture))
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise Refused(_damaged(error)) from None
+
+
+def _opaque(picture: Image.Image) -> Image.Image:
+    """Returns a picture in RGB, on white where it is transparent, as transformers' processors."""
+    if "A" not in picture.getbands() and picture.info.get("transparency") is None:
+        return picture.convert("RGB")
+    white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
+
+
+def _damaged(error: Exception) -> str:
+    return f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"

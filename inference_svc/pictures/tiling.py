@@ -1,0 +1,119 @@
+"""Makes tiles of a decoded picture, as transformers' processors do with Pillow."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from PIL import Image
+
+from inference_svc.pictures.processor import MAX_SIDE, Form, Processor, Size
+
+
+class TooLong(ValueError):
+    """A picture is so narrow that it would have too many pixels in the size of the model."""
+
+
+class Tiling(NamedTuple):
+    """Tiles, one behind the other: RGB, a byte each, row by row. A picture that is cut has `rows`
+    and `columns` of them, and one of the whole; otherwise both are 0, and there is one."""
+
+    pixels: bytes
+    rows: int = 0
+    columns: int = 0
+
+
+def make_tiles(picture: Image.Image, processor: Processor, max_pixels: int) -> Tiling:
+    """Returns the tiles of an RGB picture. Raises TooLong if it would have more than `max_pixels`
+    on the way."""
+    if processor.form is Form.WHOLE:
+        return Tiling(_whole(picture, processor, max_pixels).tobytes())
+    return _split(picture, processor)
+
+
+def _whole(picture: Image.Image, processor: Processor, max_pixels: int) -> Image.Image:
+    if processor.padding is not None and picture.width != picture.height:
+        side = max(picture.size)
+        _check(Size(side, side), max_pixels)
+        square = Image.new("RGB", (side, side), processor.padding)
+        square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
+        picture = square
+    size = processor.size or _by_shorter(picture, processor.shortest)
+    _check(size, max_pixels)
+    picture = _resized(picture, size, processor)
+    if not processor.crops:
+        return picture
+    side = processor.tile_size
+    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    # Where it is smaller than a tile the rest is black.
+    return picture.crop((left, top, left + side, top + side))
+
+
+def _by_shorter(picture: Image.Image, shortest: int) -> Size:
+    """Returns the size in which the shorter side is `shortest`."""
+    width, height = picture.size
+    longest = int(shortest * max(width, height) / min(width, height))
+    return Size(longest, shortest) if width <= height else Size(shortest, longest)
+
+
+def _check(size: Size, max_pixels: int) -> None:
+    if size.height * size.width > max_pixels:
+        raise TooLong
+
+
+def _split(picture: Image.Image, processor: Processor) -> Tiling:
+    tile = processor.tile_size
+    picture = _resized(picture, _by_longer(picture, processor.longest), processor)
+    if not processor.splits:
+        return Tiling(_resized(picture, Size(tile, tile), processor).tobytes())
+    picture = _resized(picture, _in_tiles(picture, tile), processor)
+    rows, columns = picture.height // tile, picture.width // tile
+    if rows == columns == 1:
+        return Tiling(picture.tobytes())
+    parts = [
+        picture.crop((x * tile, y * tile, (x + 1) * tile, (y + 1) * tile)).tobytes()
+        for y in range(rows)
+        for x in range(columns)
+    ]
+    parts.append(_resized(picture, Size(tile, tile), processor).tobytes())
+    return Tiling(b"".join(parts), rows, columns)
+
+
+def _by_longer(picture: Image.Image, longest: int) -> Size:
+    """Returns the size in which the longer side is `longest`, at most MAX_SIDE, and the other one
+    even."""
+    width, height = picture.size
+    ratio = width / height
+    if width >= height:
+        width, height = longest, _even(int(longest / ratio))
+    else:
+        width, height = _even(int(longest * ratio)), longest
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > MAX_SIDE:
+        width, height = MAX_SIDE, int(MAX_SIDE / ratio)
+    elif height > width and height > MAX_SIDE:
+        width, height = int(MAX_SIDE * ratio), MAX_SIDE
+    return Size(max(height, 1), max(width, 1))
+
+
+def _even(length: int) -> int:
+    return length + length % 2
+
+
+def _in_tiles(picture: Image.Image, tile: int) -> Size:
+    """Returns the size in which both sides are multiples of a tile's."""
+    width, height = picture.size
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / tile) * tile
+        height = math.ceil(int(width / ratio) / tile) * tile
+    else:
+        height = math.ceil(height / tile) * tile
+        width = math.ceil(int(height * ratio) / tile) * tile
+    return Size(height, width)
+
+
+def _resized(picture: Image.Image, size: Size, processor: Processor) -> Image.Image:
+    resample = Image.Resampling(processor.filter)
+    return picture.resize((size.width, size.height), resample=resample)

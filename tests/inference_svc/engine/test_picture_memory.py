@@ -1,0 +1,149 @@
+"""Which pictures a step computes, and whose embeddings stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inference_svc.core import Request, SamplingParams, Sequence
+from inference_svc.engine.policy.pictures.memory import PictureMemory, TowerCosts
+from inference_svc.pictures.prompt import PictureWork, PromptPicture, Run
+
+COSTS = TowerCosts(layers_per_tile=4, tokens_per_layer=2.0, row_bytes=10)
+"""A tile costs 8 tokens of a prompt, and has 5 tokens: 50 bytes."""
+
+
+def sequence(*places: int, digest: str = "a", tenant: str = "", seed: str = "") -> Sequence:
+    """A prompt of 100 tokens, with a picture of one tile at each of these places."""
+    pictures = tuple(
+        PromptPicture(f"{digest}{place}".encode(), b"", 1, (Run(place, place + 5),))
+        for place in places
+    )
+    fields: dict[str, Any] = {"tenant": tenant, "cache_seed": seed or tenant}
+    request = Request("r", (7,) * 100, SamplingParams(), pictures=pictures, **fields)
+    return Sequence(request)
+
+
+def memory(capacity: int = 1000, max_tokens: int = 100) -> PictureMemory:
+    return PictureMemory(capacity, COSTS, max_tokens)
+
+
+def step(found: PictureMemory, *rows: tuple[Sequence, int]) -> tuple[list[int], PictureWork]:
+    """Plans a step in which sequences may have so many tokens; returns how many each gets, and the
+    work, which is done then."""
+    running = [each for each, _ in rows]
+    found.begin(running)
+    counts = []
+    for each, count in rows:
+        counts.append(found.num_computable(each, count))
+    for (each, _), count in zip(rows, counts, strict=True):
+        each.num_computed += count
+    found.check_integrity(running)
+    return counts, found.pop_work()
+
+
+def units(work: PictureWork) -> list[int]:
+    return [each.num_units for each in work.encodes]
+
+
+def test_a_picture_is_computed_with_the_tokens_that_reach_it() -> None:
+    found, own = memory(), sequence(20)
+    assert step(found, (own, 20)) == ([20], PictureWork())
+    counts, work = step(found, (own, 30))
+    assert (counts, units(work)) == ([30], [4])
+    assert own.held_pictures == {0}
+    counts, work = step(found, (own, 30))
+    assert (counts, units(work), own.held_pictures) == ([30], [], set())
+    assert found.num_kept == 1
+
+
+def test_tokens_wait_at_a_picture_that_is_not_there_in_this_step() -> None:
+    """A step of 4 tokens computes 2 layers."""
+    found, own = memory(max_tokens=4), sequence(20)
+    assert step(found, (own, 50))[0] == [20]
+    counts, work = step(found, (own, 50))
+    assert (counts, units(work)) == ([50], [2])
+
+
+def test_while_others_generate_a_step_computes_an_eighth() -> None:
+    found, own, other = memory(max_tokens=16), sequence(0), sequence()
+    other.num_computed = 99
+    for _ in range(3):
+        counts, work = step(found, (own, 10), (other, 0))
+        assert (counts, units(work)) == ([0, 0], [1])
+    assert step(found, (own, 10), (other, 0))[0] == [10, 0]
+
+
+def test_a_step_computes_one_layer_at_least() -> None:
+    found, own = memory(max_tokens=1), sequence(0)
+    assert [units(step(found, (own, 10))[1]) for _ in range(4)] == [[1]] * 4
+
+
+def test_equal_pictures_are_computed_once_for_each_cache() -> None:
+    found = memory()
+    one, same = sequence(0, seed="x"), sequence(0, seed="x")
+    assert step(found, (one, 10), (same, 10))[0] == [10, 10]
+    assert (found.num_encoded, found.num_found) == (1, 1)
+    other = sequence(0, seed="y")
+    assert step(found, (one, 10), (same, 10), (other, 10))[0] == [10, 10, 10]
+    assert (found.num_encoded, found.num_kept) == (2, 2)
+
+
+def test_the_largest_tenant_loses_what_it_used_longest_ago() -> None:
+    found = memory(capacity=200)
+    for tenant, digest in (("one", "a"), ("two", "a"), ("two", "b"), ("two", "c")):
+        own = sequence(0, tenant=tenant, digest=digest)
+        step(found, (own, 10))
+        found.release(own)
+    own = sequence(0, tenant="two", digest="a")  # used again
+    step(found, (own, 10))
+    found.release(own)
+    _, work = step(found, (sequence(0, tenant="one", digest="z"), 10))
+    assert work.dropped == (("two", b"b0"),)
+    assert found.num_bytes == 200
+
+
+def test_held_embeddings_stay_and_others_wait() -> None:
+    found = memory(capacity=50)
+    one, other = sequence(0, digest="a"), sequence(3, digest="b")
+    assert step(found, (one, 2), (other, 10))[0] == [2, 3]
+    assert step(found, (one, 2), (other, 10))[0] == [2, 0]
+    assert step(found, (one, 2), (other, 10))[0] == [2, 0]
+    counts, work = step(found, (one, 2), (other, 10))
+    assert counts == [2, 10]
+    assert work.dropped == (("", b"a0"),)
+
+
+def test_a_sequence_that_stops_lets_go() -> None:
+    found = memory(capacity=50)
+    one, other = sequence(0, digest="a"), sequence(0, digest="b")
+    step(found, (one, 2))
+    found.release(one)
+    assert step(found, (other, 10))[0] == [10]
+
+
+def test_work_of_dropped_pictures_is_not_done() -> None:
+    """One was planned for a sequence that was preempted in the same step."""
+    found = memory(capacity=50)
+    one, other = sequence(0, digest="a"), sequence(0, digest="b")
+    found.begin([one])
+    assert found.num_computable(one, 10) == 10
+    found.release(one)
+    assert found.num_computable(other, 10) == 10
+    work = found.pop_work()
+    assert [each.key for each in work.encodes] == [("", b"b0")]
+
+
+def test_several_pictures_of_a_prompt_are_held_one_after_the_other() -> None:
+    found = memory(capacity=100)
+    own = sequence(0, 10, 20)
+    assert step(found, (own, 50))[0] == [20]
+    assert own.held_pictures == {0, 1}
+    assert step(found, (own, 50))[0] == [50]
+
+
+def test_everything_may_be_forgotten() -> None:
+    found, own = memory(), sequence(0)
+    step(found, (own, 10))
+    found.release(own)
+    found.forget()
+    assert (found.num_kept, found.num_bytes) == (0, 0)

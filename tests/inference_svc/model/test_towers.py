@@ -1,0 +1,101 @@
+"""Embeddings of pictures equal those of transformers, for every class of towers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint.weights import load_weights
+from inference_svc.model.layers import TorchProjections
+from inference_svc.model.tower import TorchTower, normalised
+from tests.support.models.parity import relative_rms
+from tests.support.pictures.models import NAMES, TILE, make_reader
+
+
+def tower_of(folder: Path, dtype: torch.dtype = torch.float32) -> TorchTower:
+    pictures = load_description(folder, with_pictures=True).pictures
+    assert pictures is not None
+    return TorchTower(
+        pictures, load_weights(folder, pictures.tower, dtype, "cpu", TorchProjections())
+    )
+
+
+def expected_rows(model: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+    """[tokens, hidden_size]"""
+    is_llava = "Llava" in type(model).__name__
+    names = ("vision_feature_layer", "vision_feature_select_strategy")
+    options = {name: getattr(model.config, name) for name in names} if is_llava else {}
+    with torch.no_grad():
+        found = model.get_image_features(
+            pixel_values=pixels if is_llava else pixels[None], **options
+        )
+    return torch.cat(list(found.pooler_output))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_units", [1, 3, 100])
+def test_embeddings_equal_transformers(name: str, num_units: int, tmp_path: Path) -> None:
+    """Computed at once, or a few layers at a time."""
+    model = make_reader(name, tmp_path)
+    tower = tower_of(tmp_path)
+    tiles = torch.randint(0, 256, (3, TILE, TILE, 3), dtype=torch.uint8)
+    encoding = tower.begin(tiles.numpy().tobytes())
+    num_turns = 0
+    while not encoding.is_done:
+        tower.go_on(encoding, num_units)
+        num_turns += 1
+    num_layers = len(load_description(tmp_path, with_pictures=True).pictures.tower.layers)
+    assert num_turns == -(-3 * num_layers // num_units)
+    processor = load_description(tmp_path, with_pictures=True).pictures.processor
+    expected = expected_rows(model, normalised(tiles, processor))
+    assert encoding.rows.shape == expected.shape
+    assert relative_rms(encoding.rows, expected) <= 1e-5
+
+
+def test_the_embeddings_are_in_the_models_dtype(tmp_path: Path) -> None:
+    model = make_reader("Llava", tmp_path)
+    tower = tower_of(tmp_path, torch.bfloat16)
+    tiles = torch.randint(0, 256, (1, TILE, TILE, 3), dtype=torch.uint8)
+    encoding = tower.begin(tiles.numpy().tobytes())
+    tower.go_on(encoding, 100)
+    assert encoding.rows.dtype is torch.bfloat16
+    processor = load_description(tmp_path, with_pictures=True).pictures.processor
+    expected = expected_rows(model, normalised(tiles, processor))
+    assert relative_rms(encoding.rows.float(), expected) <= 3e-2
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "named"),
+    [
+        ("vision_config", "model_type", "dinov2", "vision_config.model_type"),
+        ("vision_config", "num_channels", 4, "num_channels"),
+        ("vision_config", "rope_theta_2d", 3, "rope_theta_2d"),
+        ("vision_config", "patch_size", 0, "patch_size"),
+        ("", "vision_feature_layer", [1, 2], "vision_feature_layer"),
+        ("", "vision_feature_select_strategy", "none", "vision_feature_select_strategy"),
+        ("", "projector_hidden_act", "tanh", "projector_hidden_act"),
+    ],
+)
+def test_a_tower_that_is_not_computed_is_refused(
+    part: str, key: str, value: object, named: str, tmp_path: Path
+) -> None:
+    make_reader("Llava", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    (config[part] if part else config)[key] = value
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=named):
+        load_description(tmp_path, with_pictures=True)
+
+
+def test_text_alone_needs_no_processor(tmp_path: Path) -> None:
+    make_reader("Llava", tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert load_description(tmp_path).pictures is None
+    with pytest.raises(UnsupportedModel, match=r"preprocessor_config\.json.*--max-prompt-images 0"):
+        load_description(tmp_path, with_pictures=True)

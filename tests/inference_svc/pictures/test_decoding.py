@@ -1,0 +1,207 @@
+"""Pictures become the tiles that transformers' processors make; hostile files are refused."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from inference_svc.model.tower import normalised
+from inference_svc.pictures import decoding
+from inference_svc.pictures.decoding import PictureDecoder, Tiles
+from inference_svc.pictures.processor import Processor, read_processor
+from servicekit.errors import InvalidArgument
+from tests.support.pictures.files import encoded, picture
+from tests.support.pictures.models import NAMES, TILE, image_processor, save_processor
+
+pytestmark = pytest.mark.processes
+
+WHERE = "messages[0].content[1].image_url"
+
+
+@pytest.fixture(scope="module")
+def decoder_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`decoder_of(name, **changes)`: a model's processor, with these values in its file."""
+    decoders: list[PictureDecoder] = []
+
+    def make(name: str, **changes: Any) -> tuple[PictureDecoder, Processor]:
+        folder = tmp_path_factory.mktemp("processor")
+        save_processor(name, folder, **changes)
+        processor = read_processor(folder, TILE)
+        decoders.append(PictureDecoder(processor))
+        return decoders[-1], processor
+
+    yield make
+    for each in decoders:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def llava(decoder_of: Any) -> tuple[PictureDecoder, Processor]:
+    return decoder_of("Llava")
+
+
+def values(tiles: Tiles, processor: Processor) -> torch.Tensor:
+    """[tiles, 3, side, side]"""
+    shape = tiles.num_tiles, processor.tile_size, processor.tile_size, 3
+    pixels = np.frombuffer(tiles.pixels, np.uint8).reshape(shape)
+    return normalised(torch.from_numpy(pixels.copy()), processor)
+
+
+def expected_values(found: Image.Image, name: str, **changes: Any) -> torch.Tensor:
+    oracle = image_processor(name, **changes)
+    made = oracle(images=[found], return_tensors="pt")["pixel_values"]
+    return made.flatten(0, -4).float()
+
+
+SIZES = [(28, 28), (29, 31), (100, 28), (28, 100), (7, 5), (1, 1), (200, 133), (3, 60), (90, 91)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_equal_transformers(name: str, decoder_of: Any) -> None:
+    decoder, processor = decoder_of(name)
+    for width, height in SIZES:
+        found = picture(width, height)
+        tiles = decoder.decode(encoded(found), WHERE)
+        expected = expected_values(found, name)
+        assert tiles.num_tiles == len(expected), (width, height)
+        assert tiles.num_tiles == tiles.rows * tiles.columns + 1
+        assert (values(tiles, processor) - expected).abs().max() <= 1e-6, (width, height)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Llava", {"image_processor_type": "LlavaImageProcessor", "do_pad": True}),
+        ("Llava", {"image_processor_type": "LlavaImageProcessor"}),
+        ("Llava", {"resample": 2, "size": {"shortest_edge": 20}}),
+        ("Llava", {"size": {"height": 31, "width": 44}}),
+        ("Llava", {"do_center_crop": False, "size": {"height": TILE, "width": TILE}}),
+        ("LlavaOfSiglip", {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}),
+        ("LlavaOfSiglip", {"rescale_factor": 0.003}),
+        ("Idefics3", {"do_image_splitting": False}),
+        ("Idefics3", {"size": {"longest_edge": 5000}, "resample": 3}),
+        ("SmolVLM", {"size": {"longest_edge": TILE}}),
+    ],
+)
+def test_processors_may_differ(name: str, changes: dict[str, Any], decoder_of: Any) -> None:
+    decoder, processor = decoder_of(name, **changes)
+    for width, height in ((64, 41), (20, 55)):
+        found = picture(width, height)
+        tiles = decoder.decode(encoded(found), WHERE)
+        expected = expected_values(found, name, **changes)
+        assert tiles.num_tiles == len(expected) <= processor.max_tiles
+        assert (values(tiles, processor) - expected).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "P", "1", "CMYK"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_modes_are_converted_as_pillow_does(mode: str, kind: str, llava: Any) -> None:
+    decoder, processor = llava
+    found = picture(40, 35, mode)
+    try:
+        data = encoded(found, kind)
+    except (OSError, ValueError):
+        pytest.skip(f"{kind} has no {mode}")
+    read = Image.open(BytesIO(data))
+    tiles = decoder.decode(data, WHERE)
+    assert (values(tiles, processor) - expected_values(read, "Llava")).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_data_turn_a_picture(orientation: int, llava: Any) -> None:
+    decoder, processor = llava
+    found = picture(50, 30)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(found, "JPEG", exif=exif, quality=95)
+    turned = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+    tiles = decoder.decode(data, WHERE)
+    assert (values(tiles, processor) - expected_values(turned, "Llava")).abs().max() <= 1e-6
+    straight = expected_values(Image.open(BytesIO(data)), "Llava")
+    is_same = (values(tiles, processor) - straight).abs().max() <= 1e-6
+    assert is_same == (orientation == 1)
+
+
+def _png_of(width: int, height: int) -> bytes:
+    """A PNG file whose header says this size, and which has next to no data."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(1000))
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    )
+
+
+def _animated(kind: str) -> bytes:
+    frames = [picture(8, 8, seed=seed) for seed in (1, 2, 3)]
+    return encoded(frames[0], kind, save_all=True, append_images=frames[1:])
+
+
+HOSTILE = {
+    "empty": (b"", "no picture"),
+    "text": (b"not a picture", "no picture"),
+    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no picture"),
+    "pdf": (b"%PDF-1.7\n%%EOF", "no picture"),
+    "bmp": (encoded(picture(8, 8), "BMP"), "no picture"),
+    "tiff": (encoded(picture(8, 8), "TIFF"), "no picture"),
+    "truncated png": (encoded(picture(90, 90))[:3000], "cannot be decoded"),
+    "truncated jpeg": (encoded(picture(90, 90), "JPEG")[:900], "cannot be decoded"),
+    "truncated webp": (encoded(picture(90, 90), "WEBP")[:900], "cannot be decoded|no picture"),
+    "a billion pixels": (_png_of(32_768, 32_768), "32768 x 32768 pixels"),
+    "one row of pixels too many": (_png_of(1 << 13, (1 << 12) + 1), "pixels"),
+    "a header without data": (_png_of(100, 100), "cannot be decoded"),
+    "too long and narrow": (encoded(picture(100_000, 1)), "long and narrow"),
+    "animated gif": (_animated("GIF"), "animated"),
+    "animated png": (_animated("PNG"), "animated"),
+    "animated webp": (_animated("WEBP"), "animated"),
+    "16 bit": (
+        encoded(Image.fromarray(np.full((9, 9), 40_000, np.uint16))),
+        "over 8 bits a channel",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused(name: str, llava: Any) -> None:
+    data, words = HOSTILE[name]
+    with pytest.raises(InvalidArgument, match=words) as refused:
+        llava[0].decode(data, WHERE)
+    assert refused.value.subject == WHERE
+    assert refused.value.message.startswith(f"{WHERE}: ")
+
+
+def test_a_picture_and_an_archive_is_the_picture(llava: Any) -> None:
+    """Bytes behind the end of a picture have no effect."""
+    data = encoded(picture(30, 30))
+    assert llava[0].decode(data + b"PK\x03\x04" * 50, WHERE) == llava[0].decode(data, WHERE)
+
+
+def test_a_bomb_ends_its_process_and_the_next_picture_is_decoded(
+    monkeypatch: pytest.MonkeyPatch, decoder_of: Any
+) -> None:
+    """100 million pixels in 100 kB: the process has less memory than they take."""
+    decoder, _ = decoder_of("Llava")
+    bomb = encoded(Image.new("RGB", (20_000, 15_000)), optimize=False, compress_level=9)
+    assert len(bomb) < 1 << 20
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 1 << 30)
+    with pytest.raises(InvalidArgument, match="MiB to decode"):
+        decoder.decode(bomb, WHERE)
+    assert decoder.decode(encoded(picture(30, 30)), WHERE).num_tiles == 1
+
+
+def test_pictures_that_differ_have_different_digests(llava: Any) -> None:
+    one, other = (encoded(picture(30, 30, seed=seed)) for seed in (0, 1))
+    digests = [llava[0].decode(data, WHERE).digest for data in (one, other, one)]
+    assert digests[0] == digests[2] != digests[1]

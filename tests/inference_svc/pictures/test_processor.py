@@ -1,0 +1,86 @@
+"""Facts of processors that cannot be honoured are refused, by the file and the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.pictures.processor import Form, Processor, Size, read_processor
+from tests.support.pictures.models import NAMES, PROCESSORS, TILE, save_processor
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_facts_travel_as_json(name: str, tmp_path: Path) -> None:
+    save_processor(name, tmp_path)
+    found = read_processor(tmp_path, TILE)
+    assert Processor.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_the_processors_own_file_may_have_it(tmp_path: Path) -> None:
+    """Newer checkpoints have one file for all parts of a processor."""
+    values = PROCESSORS["Llava"] | {"image_processor_type": "CLIPImageProcessorFast"}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": values}))
+    found = read_processor(tmp_path, TILE)
+    assert (found.form, found.shortest, found.crops) == (Form.WHOLE, TILE, True)
+
+
+def test_sizes_may_be_numbers(tmp_path: Path) -> None:
+    """As in older files."""
+    save_processor("Llava", tmp_path, size=TILE, crop_size=TILE)
+    assert read_processor(tmp_path, TILE).shortest == TILE
+    save_processor("LlavaOfSiglip", tmp_path, size=TILE)
+    assert read_processor(tmp_path, TILE).size == Size(TILE, TILE)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("Llava", {"image_processor_type": "ViTImageProcessor"}, "image_processor_type"),
+        ("Llava", {"image_processor_type": None}, "image_processor_type"),
+        ("Llava", {"do_rescale": False}, "do_rescale"),
+        ("Llava", {"do_normalize": False}, "do_normalize"),
+        ("Llava", {"do_resize": False}, "do_resize"),
+        ("Llava", {"size": {"longest_edge": 3}}, "size"),
+        ("Llava", {"size": {"shortest_edge": 0}}, "size"),
+        ("Llava", {"size": {"shortest_edge": 1 << 20}}, "size"),
+        ("Llava", {"size": {"shortest_edge": True}}, "size"),
+        ("Llava", {"crop_size": {"height": 27, "width": 28}}, "crop_size"),
+        ("Llava", {"do_center_crop": False}, "size"),
+        ("Llava", {"do_center_crop": "no"}, "do_center_crop"),
+        ("Llava", {"resample": 9}, "resample"),
+        ("Llava", {"image_mean": [1, 2]}, "image_mean"),
+        ("Llava", {"image_std": [0, 1, 1]}, "image_std"),
+        ("Llava", {"rescale_factor": 0}, "rescale_factor"),
+        ("LlavaOfSiglip", {"size": {"height": TILE, "width": 9}}, "size"),
+        ("Idefics3", {"max_image_size": {"longest_edge": 9}}, "max_image_size"),
+        ("Idefics3", {"size": {"height": 9, "width": 9}}, "size"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    name: str, changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    save_processor(name, tmp_path, **changes)
+    with pytest.raises(UnsupportedModel, match=f"preprocessor_config.json: {named} = "):
+        read_processor(tmp_path, TILE)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("[1]", "object"), ("{", "not JSON"), (" " * (1 << 20) + "{}", "object")]
+)
+def test_files_that_are_no_facts_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(UnsupportedModel, match=words):
+        read_processor(tmp_path, TILE)
+
+
+def test_the_most_tiles_are_known(tmp_path: Path) -> None:
+    save_processor("Idefics3", tmp_path)
+    assert read_processor(tmp_path, TILE).max_tiles == 3 * 3 + 1
+    save_processor("Idefics3", tmp_path, size={"longest_edge": 5000})
+    assert read_processor(tmp_path, TILE).max_tiles == 74**2 + 1
+    save_processor("Idefics3", tmp_path, do_image_splitting=False)
+    assert read_processor(tmp_path, TILE).max_tiles == 1

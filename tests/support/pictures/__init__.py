@@ -1,0 +1,5 @@
+"""Models that read pictures, and pictures for them.
+
+models  small models that read pictures, with the files of their processors
+files   pictures as files, of every form that callers send
+"""

@@ -1,0 +1,30 @@
+"""Pictures as files, of every form that callers send."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Returns a picture of blobs and noise: filters and crops that differ show in it."""
+    generator = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    waves = np.sin(x / (3 + seed) + np.cos(y / 5)) + np.cos(y / (4 + seed))
+    values = 60 * waves[..., None] + generator.normal(128, 30, (height, width, 4))
+    pixels = values.clip(0, 255).astype(np.uint8)
+    if mode in ("RGBA", "CMYK"):
+        return Image.fromarray(pixels, mode)
+    if mode == "LA":
+        return Image.fromarray(pixels[..., :2].copy(), mode)
+    return Image.fromarray(pixels[..., :3].copy(), "RGB").convert(mode)
+
+
+def encoded(found: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """Returns a picture as a file."""
+    file = BytesIO()
+    found.save(file, kind, **options)
+    return file.getvalue()

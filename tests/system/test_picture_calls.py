@@ -1,0 +1,190 @@
+"""Pictures over gRPC and OpenAI's API: answers are transformers' and PEFT's, and bad input is
+refused by name."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from openai import OpenAI
+from PIL import Image
+
+from loadout import errors
+from tests.support.pictures.files import encoded, picture
+from tests.support.pictures.models import IMAGE, ReaderZoo, make_reader_zoo
+from tests.system.services import Services
+
+pytestmark = pytest.mark.processes
+
+FLAGS = (
+    *("--http", "127.0.0.1:0", "--dtype", "float32", "--prompt-image-memory", "4MiB"),
+    *("--max-prompt-images", "3", "--aliases", "SmolVLM"),
+)
+NUM_TOKENS = 24
+GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
+ONE, OTHER = picture(90, 61), picture(61, 140, seed=1)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> ReaderZoo:
+    return make_reader_zoo("SmolVLM", tmp_path_factory.mktemp("reader"))
+
+
+@pytest.fixture(scope="module")
+def services(oracle: ReaderZoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    with Services(oracle.zoo, tmp_path_factory.mktemp("services"), (), FLAGS) as made:
+        revision = made.client.register("linear", made.source("linear")).revision
+        made.client.complete("the", adapter="linear", min_revision=revision, max_tokens=1)
+        yield made
+        made.check_exit_codes()
+
+
+def url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def part(found: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url(encoded(found))} | fields}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def expected(oracle: ReaderZoo, adapter: str, parts: list[dict[str, Any]], *found: Any) -> str:
+    """Returns the text of the oracle's answer."""
+    content = [each if each["type"] == "text" else {"type": "image"} for each in parts]
+    inputs = oracle.inputs([{"role": "user", "content": content}], found)
+    tokens = oracle.greedy(adapter, inputs, NUM_TOKENS)
+    ends = oracle.processor.tokenizer.eos_token_id
+    tokens = tokens[: tokens.index(ends)] if ends in tokens else tokens
+    return str(oracle.processor.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+TWO = [text("jumps"), part(ONE, detail="low"), text(" over "), part(OTHER), text("the dog")]
+
+
+@pytest.mark.parametrize("adapter", ["", "linear"])
+def test_openais_client_sends_pictures(services: Services, oracle: ReaderZoo, adapter: str) -> None:
+    client = OpenAI(base_url=f"http://{services.http_address}/v1", api_key="none")
+    messages: Any = [{"role": "user", "content": TWO}]
+    made = client.chat.completions.create(model=adapter or "llama", messages=messages, **GREEDY)
+    assert made.choices[0].message.content == expected(oracle, adapter, TWO, ONE, OTHER)
+    assert made.usage is not None
+    content = [each if each["type"] == "text" else {"type": "image"} for each in TWO]
+    inputs = oracle.inputs([{"role": "user", "content": content}], (ONE, OTHER))
+    assert made.usage.prompt_tokens == inputs["input_ids"].shape[1]
+    streamed = client.chat.completions.create(
+        model=adapter or "llama", messages=messages, stream=True, **GREEDY
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]
+    assert "".join(pieces) == made.choices[0].message.content
+
+
+@pytest.mark.parametrize("adapter", ["", "linear"])
+def test_the_clients_chat_has_pictures(services: Services, oracle: ReaderZoo, adapter: str) -> None:
+    words = "jumps over the dog"
+    images = [
+        {"data": encoded(ONE), "position": len("jumps")},
+        {"data": encoded(OTHER, "JPEG", quality=95), "position": len("jumps over ")},
+    ]
+    message: Any = {"role": "user", "content": words, "images": images}
+    done = services.client.complete([message], adapter=adapter, **GREEDY)
+    parts = [text("jumps"), part(ONE), text(" over "), part(OTHER), text("the dog")]
+    jpeg = Image.open(BytesIO(images[1]["data"]))
+    assert done.text == expected(oracle, adapter, parts, ONE, jpeg)
+
+
+def test_conversations_without_pictures_are_in_parts_for_such_templates(
+    services: Services, oracle: ReaderZoo
+) -> None:
+    message: Any = {"role": "user", "content": "the quick brown fox"}
+    done = services.client.complete([message], **GREEDY)
+    assert done.text == expected(oracle, "", [text("the quick brown fox")])
+
+
+FIELD = "messages[0].content[0].image_url"
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "http": (
+        [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
+        FIELD,
+        "the server fetches nothing",
+    ),
+    "file": ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], FIELD, "data:"),
+    "base64": (
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,@@@@"}}],
+        FIELD,
+        "no base64",
+    ),
+    "no picture": (
+        [{"type": "image_url", "image_url": {"url": url(b"hello")}}],
+        FIELD,
+        "is no picture",
+    ),
+    "truncated": (
+        [{"type": "image_url", "image_url": {"url": url(encoded(ONE)[:2000])}}],
+        FIELD,
+        "cannot be decoded",
+    ),
+    "too many": ([part(ONE)] * 4, "messages[0].content[3].image_url", "at most 3 images"),
+    "a string": ([{"type": "image_url", "image_url": "data:"}], "messages[0].content", "url"),
+    "audio": ([{"type": "input_audio", "input_audio": {}}], "messages[0].content", "input_audio"),
+    "video": ([{"type": "video_url", "video_url": {}}], "messages[0].content", "video_url"),
+    "detail": ([part(ONE, detail="huge")], "messages[0].content", "detail"),
+    "the placeholder": ([part(ONE), text(f"a {IMAGE} b")], "messages[0].content", IMAGE),
+    "a placeholder alone": (f"a {IMAGE} b", "messages[0].content", IMAGE),
+    "too long": ([part(ONE)] * 3 + [text("a " * 100)], "messages", "tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_pictures_are_refused_by_name(services: Services, name: str) -> None:
+    content, field, words = REFUSED[name]
+    body = {"model": "llama", "messages": [{"role": "user", "content": content}], **GREEDY}
+    answer = httpx.post(f"http://{services.http_address}/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert error["param"] == field
+
+
+def test_only_users_send_pictures(services: Services) -> None:
+    messages = [{"role": "assistant", "content": [part(ONE)]}, {"role": "user", "content": "a"}]
+    body = {"model": "llama", "messages": messages}
+    answer = httpx.post(f"http://{services.http_address}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == FIELD
+
+
+def test_placeholders_in_other_prompts_are_refused(services: Services, oracle: ReaderZoo) -> None:
+    """They are never computed as words."""
+    token_id = oracle.processor.tokenizer.convert_tokens_to_ids(IMAGE)
+    for prompt in (f"a {IMAGE} b", [5, token_id, 6]):
+        with pytest.raises(errors.InvalidArgument, match=f"token {token_id}.*stands for an image"):
+            services.client.complete(prompt, max_tokens=1)
+    images = [{"data": encoded(ONE), "position": 2}, {"data": encoded(ONE), "position": 1}]
+    message: Any = {"role": "user", "content": "abc", "images": images}
+    with pytest.raises(errors.InvalidArgument, match=r"chat.messages\[0\].images\[1\].position"):
+        services.client.complete([message], max_tokens=1)
+
+
+def test_tokenize_counts_the_tokens_of_pictures(services: Services, oracle: ReaderZoo) -> None:
+    message: Any = {"role": "user", "content": "abc", "images": [{"data": encoded(ONE)}]}
+    content = [{"type": "image"}, text("abc")]
+    expected_ids = oracle.inputs([{"role": "user", "content": content}], [ONE])["input_ids"][0]
+    assert list(services.client.tokenize([message])) == expected_ids.tolist()
+
+
+def test_pixels_of_open_requests_are_bounded(services: Services) -> None:
+    """After all of these the memory is free again."""
+    for _ in range(6):
+        message: Any = {
+            "role": "user",
+            "content": "a",
+            "images": [{"data": encoded(OTHER)}, {"data": encoded(ONE)}],
+        }
+        assert services.client.complete([message], **GREEDY).text

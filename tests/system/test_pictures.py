@@ -1,0 +1,298 @@
+"""Pictures in prompts: greedy tokens are those of transformers and PEFT in fp32, for the base model
+and adapters of its language part, however a prompt is cut, preempted or cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from inference_svc.app import picture_rule
+from inference_svc.backends.pictures import PictureRows
+from inference_svc.engine.transport.messages import Command
+from inference_svc.model.architectures import load_description
+from inference_svc.pictures.decoding import PictureDecoder
+from inference_svc.pictures.placeholders import PictureRule
+from inference_svc.pictures.prompt import PictureWork, PromptPicture
+from inference_svc.text.tokenizer import Tokenizer
+from tests.support.pairs import PATHS
+from tests.support.pictures.files import encoded, picture
+from tests.support.pictures.models import IMAGE, NAMES, ReaderZoo, make_reader_zoo
+from tests.system.engines import Running
+
+NUM_TOKENS = 48
+SETTINGS = {
+    "max_prompt_images": 4,
+    "prompt_image_bytes": 1 << 20,
+    "max_model_len": 512,
+    "kv_bytes": 8 << 20,
+}
+PICTURES = (picture(90, 61), picture(61, 140, seed=1), picture(57, 56, seed=2))
+"""Of odd sizes."""
+
+
+def asked(*parts: str | Image.Image) -> tuple[list[dict[str, Any]], list[Image.Image]]:
+    """Returns the message of a user with texts and pictures."""
+    content = [
+        {"type": "text", "text": each} if isinstance(each, str) else {"type": "image"}
+        for each in parts
+    ]
+    pictures = [each for each in parts if not isinstance(each, str)]
+    return [{"role": "user", "content": content}], pictures
+
+
+PROMPTS = {
+    "one": asked(PICTURES[0], "the quick brown fox"),
+    "three": asked("jumps", PICTURES[1], "over", PICTURES[0], PICTURES[2], "the lazy dog"),
+    "text": asked("the quick brown fox jumps over the lazy dog"),
+}
+
+
+class Reader:
+    """A model that reads pictures, the oracle, and what a server makes of conversations."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.oracle: ReaderZoo = make_reader_zoo(name, folder)
+        self.zoo = self.oracle.zoo
+        decoder = load_description(self.zoo.model_dir, with_pictures=True)
+        rule = picture_rule(decoder, 4)
+        assert rule is not None
+        self.rule: PictureRule = rule
+        self.decoder = PictureDecoder(rule.processor)
+        self.tokenizer = Tokenizer(self.zoo.model_dir)
+        self._answers: dict[Any, list[int]] = {}
+
+    def prompt(self, name: str) -> tuple[list[int], tuple[PromptPicture, ...]]:
+        messages, pictures = PROMPTS[name]
+        text = self.oracle.processor.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        tiles = [self.decoder.decode(encoded(each), "image") for each in pictures]
+        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+        def encode(part: str) -> list[int]:
+            return self.tokenizer.encode(part, add_special_tokens=False)
+
+        ids = self.rule.expanded(ids, tiles, IMAGE, encode)
+        return list(ids), self.rule.found(ids, tiles)
+
+    def expected(self, adapter: str, name: str, count: int = NUM_TOKENS) -> list[int]:
+        if (adapter, name, count) not in self._answers:
+            inputs = self.oracle.inputs(*PROMPTS[name])
+            answer = self.oracle.greedy(adapter, inputs, count)
+            self._answers[adapter, name, count] = answer
+        return self._answers[adapter, name, count]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def reader(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Reader]:
+    made = Reader(request.param, tmp_path_factory.mktemp("reader"))
+    yield made
+    made.decoder.close()
+
+
+def submit(running: Running, reader: Reader, adapter: str, name: str, **options: Any) -> str:
+    prompt, pictures = reader.prompt(name)
+    request_id = f"{adapter} {name} {len(running.outputs)}"
+    options = {"max_tokens": NUM_TOKENS} | options
+    running.submit(request_id, prompt, adapter, pictures=pictures, **options)
+    return request_id
+
+
+def test_prompts_are_those_of_transformers(reader: Reader) -> None:
+    for name, (messages, pictures) in PROMPTS.items():
+        expected = reader.oracle.inputs(messages, pictures)["input_ids"][0].tolist()
+        ids, found = reader.prompt(name)
+        assert ids == expected
+        num_tokens = sum(each.num_tokens for each in found)
+        assert num_tokens == ids.count(reader.rule.token_id)
+        assert num_tokens == sum(each.num_tiles for each in found) * reader.rule.tokens_per_tile
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_greedy_tokens_equal_transformers_and_peft(
+    reader: Reader, path: str, start: Callable
+) -> None:
+    """One and three pictures, and text alone, of the base model and two adapters in one batch; and
+    pictures matter."""
+    running = start(reader.zoo, native_kernels=PATHS[path], **SETTINGS)
+    cells = [(a, n) for a in ("", *running.digests) for n in PROMPTS]
+    ids = {cell: submit(running, reader, *cell) for cell in cells}
+    for (adapter, name), request_id in ids.items():
+        tokens, last = running.result(request_id)
+        assert last.error is None
+        assert tokens == reader.expected(adapter, name), (adapter, name)
+    answers = {tuple(reader.expected(*cell)) for cell in cells}
+    assert len(answers) == len(cells)
+    running.check_idle()
+
+
+@pytest.fixture(scope="module")
+def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """Its pictures are cut into tiles, with texts between the tokens of these."""
+    made = Reader("SmolVLM", tmp_path_factory.mktemp("reader"))
+    yield made
+    made.decoder.close()
+
+
+CUT = {"max_batch_tokens": 8, "max_prefill_chunk": 8, "max_sequences": 4}
+CASES: dict[str, dict[str, Any]] = {
+    "chunks": CUT,
+    "chunks-torch": CUT | {"native_kernels": False},
+    "preemption": {"kv_bytes": 22 * 16 * 3 * 2 * 16 * 4, "max_model_len": 320},
+    "no-prefix-cache": {"prefix_cache": False},
+    "little-memory": {"prompt_image_bytes": 40 * 48 * 4, **CUT},
+    "scored": {},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_do_not_depend_on_steps(smolvlm: Reader, case: str, start: Callable) -> None:
+    """Pictures across the borders of chunks, preempted prompts, embeddings that do not stay, and
+    prompts whose log probabilities are returned, for which another program is run."""
+    running = start(smolvlm.zoo, **SETTINGS | CASES[case])
+    cells = [(a, n) for a in ("", "linear") for n in PROMPTS] * 2
+    more = {"prompt_logprobs": 0} if case == "scored" else {}
+    ids = [(cell, submit_as(running, smolvlm, i, *cell, **more)) for i, cell in enumerate(cells)]
+    for (adapter, name), request_id in ids:
+        tokens, last = running.result(request_id)
+        assert last.error is None
+        assert tokens == smolvlm.expected(adapter, name), (adapter, name)
+    scheduler = running.engine.built.engine.scheduler
+    if case == "preemption":
+        assert scheduler.num_preemptions > 0
+    if case == "little-memory":
+        assert scheduler.pictures.num_encoded > 3
+    running.check_idle()
+
+
+def submit_as(
+    running: Running, reader: Reader, index: int, adapter: str, name: str, **options: Any
+) -> str:
+    """Submits a request whose cache others of another number do not share."""
+    prompt, pictures = reader.prompt(name)
+    request_id = f"{index} {adapter} {name}"
+    options = {"max_tokens": NUM_TOKENS, "cache_seed": f"{index % 2}"} | options
+    running.submit(request_id, prompt, adapter, pictures=pictures, **options)
+    return request_id
+
+
+def test_prefixes_are_shared_by_the_picture(smolvlm: Reader, start: Callable) -> None:
+    """An equal prompt with equal pictures is not computed again, nor its pictures; the same tokens
+    with another picture are, from the page on in which it begins."""
+    running = start(smolvlm.zoo, **SETTINGS)
+    memory = running.engine.built.engine.scheduler.pictures
+    prompt, pictures = smolvlm.prompt("one")
+    other = tuple(
+        PromptPicture(b"other" * 6 + b"..", bytes(len(p.pixels)), p.num_tiles, p.runs)
+        for p in pictures
+    )
+    answers = {}
+    for name, own in (("first", pictures), ("again", pictures), ("other", other)):
+        running.submit(name, prompt, pictures=own, max_tokens=NUM_TOKENS)
+        tokens, last = running.result(name)
+        answers[name] = tokens
+        num_cached = last.usage.cached_prompt_tokens
+        page = 16
+        expected = {
+            "first": 0,
+            "again": (len(prompt) - 1) // page * page,
+            "other": pictures[0].start // page * page,
+        }
+        assert num_cached == expected[name], name
+    assert memory.num_encoded == 2
+    assert answers["first"] == answers["again"] == smolvlm.expected("", "one")
+    assert answers["other"] != answers["first"]
+    running.check_idle()
+
+
+def test_a_sleeping_server_has_no_tower(smolvlm: Reader, start: Callable) -> None:
+    running = start(smolvlm.zoo, **SETTINGS)
+    first = submit(running, smolvlm, "", "three")
+    assert running.result(first)[0] == smolvlm.expected("", "three")
+    backend = running.engine.built.engine.runner.backend
+    held = backend.pictures.num_bytes
+    assert held > 0
+    assert backend.pictures.weights_bytes > 0
+    running.call(Command.SLEEP, frees_weights=True)
+    assert backend.pictures.num_bytes == backend.pictures.weights_bytes == 0
+    running.call(Command.WAKE)
+    again = submit(running, smolvlm, "", "three")
+    assert running.result(again)[0] == smolvlm.expected("", "three")
+    running.check_idle()
+
+
+def test_a_picture_whose_work_fails_is_computed_with_its_row(
+    smolvlm: Reader, start: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = PictureRows.apply
+
+    def fail(rows: PictureRows, work: PictureWork) -> None:
+        if work.encodes:
+            raise MemoryError
+        apply(rows, work)
+
+    monkeypatch.setattr(PictureRows, "apply", fail)
+    running = start(smolvlm.zoo, **SETTINGS)
+    request_id = submit(running, smolvlm, "", "one")
+    tokens, last = running.result(request_id)
+    assert last.error is None
+    assert tokens == smolvlm.expected("", "one")
+    running.check_idle()
+
+
+def test_generated_tokens_do_not_wait_for_a_whole_picture(
+    smolvlm: Reader, start: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another sequence generates, a step computes a few layers of a picture."""
+    counts: list[int] = []
+    apply = PictureRows.apply
+
+    def count(rows: PictureRows, work: PictureWork) -> None:
+        counts.append(sum(each.num_units for each in work.encodes))
+        apply(rows, work)
+
+    monkeypatch.setattr(PictureRows, "apply", count)
+    running = start(smolvlm.zoo, **SETTINGS, **CUT)
+    prompt, _ = smolvlm.prompt("text")
+    running.submit("text", prompt, max_tokens=300)
+    running.until(lambda: running.outputs.get("text"))
+    first = submit(running, smolvlm, "", "three")
+    assert running.result(first)[0] == smolvlm.expected("", "three")
+    memory = running.engine.built.engine.scheduler.pictures
+    layers, tiles = (
+        memory.costs.layers_per_tile,
+        sum(each.num_tiles for each in smolvlm.prompt("three")[1]),
+    )
+    assert sum(counts) == layers * tiles
+    budget = max(1, int(8 / 8 / memory.costs.tokens_per_layer))
+    assert len(counts) >= layers * tiles // budget > 3
+    running.cancel("text")
+    running.result("text")
+    running.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel": 2}, "--max-prompt-images 0"),
+        ({"prompt_image_bytes": 100}, "--prompt-image-memory must be at least"),
+    ],
+)
+def test_settings_without_pictures_are_named(
+    smolvlm: Reader, changes: dict[str, Any], words: str, start: Callable
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        start(smolvlm.zoo, **SETTINGS | changes)
+
+
+def test_text_alone_has_no_tower(smolvlm: Reader, start: Callable) -> None:
+    running = start(smolvlm.zoo, **SETTINGS | {"max_prompt_images": 0})
+    assert running.engine.built.engine.runner.backend.pictures is None
+    request_id = submit(running, smolvlm, "linear", "text")
+    assert running.result(request_id)[0] == smolvlm.expected("linear", "text")
