@@ -1,7 +1,9 @@
-"""Fuzzes images from a store that lies: the hashes are right, and the content is arbitrary."""
+"""Fuzzes images from a store that lies: the hashes are right, and the content is arbitrary; and
+pictures of prompts, which callers send."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from functools import cache
 
@@ -10,14 +12,21 @@ from google.protobuf.message import DecodeError
 
 from contract.images.header import ImageHeader
 from fuzz.format_2 import DIGEST, LAYOUT_ID, MAX_IMAGE_BYTES, SEPARATOR, SERVED, pull
+from fuzz.refusals import refused
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident, Shape
 from inference_svc.adapters.memory.tiers import TableWrite
 from inference_svc.backends.arena import Arena
+from inference_svc.pictures.processor import HALF, Form, Processor
+from inference_svc.pictures.task import NUMBER_BYTES, answer
 from kernels.lora.rows import NO_EXPERT
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.errors import InvalidArgument
 
 MAX_RANK = 64
+MAX_PIXELS = 1 << 16
+_WHOLE = Processor(Form.WHOLE, 28, 3, HALF, HALF, shortest=28, crops=True)
+_SPLIT = Processor(Form.SPLIT, 28, 1, HALF, HALF, longest=84, splits=True)
 
 
 def fuzz_image(data: bytes) -> None:
@@ -35,6 +44,23 @@ def fuzz_image(data: bytes) -> None:
     pulled = pull(_messages(header, content[:size].ljust(size, b"\0")))
     if pulled is not None and pulled[0].rank <= MAX_RANK:
         _compute_with(*pulled)
+
+
+def fuzz_picture(data: bytes) -> None:
+    """Decodes a picture: it is refused with a reason, or becomes tiles of the right size."""
+    facts = {"data": base64.b64encode(data).decode(), "max_pixels": MAX_PIXELS}
+    for processor in (_WHOLE, _SPLIT):
+        kind, content = answer(facts | {"processor": processor.to_json()})
+        with refused(InvalidArgument):
+            if kind == b"R":
+                assert isinstance(content, str)
+                raise InvalidArgument(f"picture: {content}", subject="picture")
+            assert isinstance(content, bytes)
+            sides = (content[:NUMBER_BYTES], content[NUMBER_BYTES : 2 * NUMBER_BYTES])
+            rows, columns = (int.from_bytes(each, "big") for each in sides)
+            assert rows * columns + 1 <= processor.max_tiles
+            num_bytes = (rows * columns + 1) * processor.tile_bytes
+            assert len(content) == 2 * NUMBER_BYTES + num_bytes
 
 
 def _messages(header: pb.ImageHeader, content: bytes) -> list[bytes]:

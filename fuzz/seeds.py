@@ -14,6 +14,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from PIL import Image as Pillow
 from safetensors.torch import save
 
 from contract.images.expert_index import INDEX_BYTES
@@ -26,6 +27,7 @@ from fuzz.texts import base_folder
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.inference.v1 import inference_pb2
 from tests.support.models.saved_weights import CASES, library
+from tests.support.pictures.files import encoded, picture
 
 LORA = (CORPUS / "checkpoint" / "lora").read_bytes()
 CONFIG, _, WEIGHTS = LORA.partition(SEPARATOR)
@@ -211,6 +213,18 @@ def tokenizers() -> Iterator[tuple[str, bytes]]:
     yield "roles", _joined(small, {}, roles)
     unigram = {**small, "model": {"type": "Unigram", "vocab": [["a", -1.5], ["b", -2]]}}
     yield "unigram", _joined(unigram, {"pad_token": "a"})
+
+
+def pictures() -> Iterator[tuple[str, bytes]]:
+    """Yields small files of every format that is decoded."""
+    found = picture(20, 13)
+    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+        yield kind.lower(), encoded(found, kind)
+    exif = Pillow.Exif()
+    exif[0x0112] = 6
+    yield "turned", encoded(found, "JPEG", exif=exif)
+    yield "transparent", encoded(picture(9, 21, "LA"))
+    yield "palette", encoded(found.quantize(16))
 
 
 def _joined(*files: object) -> bytes:
@@ -403,6 +417,7 @@ SEEDS = {
     "gguf": gguf_files,
     "packed": packed_weights,
     "inference_request": inference_requests,
+    "picture": pictures,
 }
 
 

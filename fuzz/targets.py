@@ -35,7 +35,7 @@ from fuzz.folders import LIMITS, fuzz_folder, fuzz_upload
 from fuzz.format_2 import SEPARATOR, fuzz_contents, fuzz_layout, fuzz_pull
 from fuzz.gguf import fuzz_gguf
 from fuzz.http import fuzz_http
-from fuzz.images import fuzz_image
+from fuzz.images import fuzz_image, fuzz_picture
 from fuzz.packed import fuzz_packed
 from fuzz.refusals import refused
 from fuzz.requests import fuzz_inference_request, fuzz_store_request
@@ -209,14 +209,15 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "http": fuzz_http,
     "gguf": fuzz_gguf,
     "packed": fuzz_packed,
+    "picture": fuzz_picture,
 }
 
 # Percent of a campaign's executions, by the amount of code that a target reaches and by the cost
 # of an execution.
 SHARES: Mapping[str, int] = {
     "header": 4,
-    "header_text": 6,
-    "config": 6,
+    "header_text": 4,
+    "config": 4,
     "mlx_config": 4,
     "index": 4,
     "checkpoint": 1,
@@ -236,4 +237,5 @@ SHARES: Mapping[str, int] = {
     "http": 5,
     "gguf": 6,
     "packed": 5,
+    "picture": 4,
 }

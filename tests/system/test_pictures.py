@@ -3,6 +3,7 @@ and adapters of its language part, however a prompt is cut, preempted or cached.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,14 @@ from inference_svc.pictures.prompt import PictureWork, PromptPicture
 from inference_svc.text.tokenizer import Tokenizer
 from tests.support.pairs import PATHS
 from tests.support.pictures.files import encoded, picture
-from tests.support.pictures.models import IMAGE, NAMES, ReaderZoo, make_reader_zoo
+from tests.support.pictures.models import (
+    IMAGE,
+    NAMES,
+    SPECS,
+    TOWERS,
+    ReaderZoo,
+    make_reader_zoo,
+)
 from tests.system.engines import Running
 
 NUM_TOKENS = 48
@@ -121,7 +129,7 @@ def test_greedy_tokens_equal_transformers_and_peft(
     """One and three pictures, and text alone, of the base model and two adapters in one batch; and
     pictures matter."""
     running = start(reader.zoo, native_kernels=PATHS[path], **SETTINGS)
-    cells = [(a, n) for a in ("", *running.digests) for n in PROMPTS]
+    cells = [(a, n) for a in ("", *(spec.name for spec in SPECS)) for n in PROMPTS]
     ids = {cell: submit(running, reader, *cell) for cell in cells}
     for (adapter, name), request_id in ids.items():
         tokens, last = running.result(request_id)
@@ -289,6 +297,22 @@ def test_settings_without_pictures_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         start(smolvlm.zoo, **SETTINGS | changes)
+
+
+@pytest.mark.parametrize("adapter", [spec.name for spec in TOWERS])
+def test_adapters_of_towers_and_connectors_are_refused_by_name(
+    reader: Reader, adapter: str, start: Callable
+) -> None:
+    """A server of text alone accepts them: no request passes through these parts."""
+    running = start(reader.zoo, **SETTINGS)
+    _, last = running.result(submit(running, reader, adapter, "one"))
+    assert last.error is not None
+    part = {"tower": "vision_", "connector": "modality_projection|multi_modal_projector"}[adapter]
+    assert re.search(part, str(last.error))
+    alone = start(reader.zoo, **SETTINGS | {"max_prompt_images": 0})
+    tokens, last = alone.result(submit(alone, reader, adapter, "text"))
+    assert last.error is None
+    assert tokens == reader.expected("", "text")
 
 
 def test_text_alone_has_no_tower(smolvlm: Reader, start: Callable) -> None:

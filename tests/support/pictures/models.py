@@ -103,6 +103,11 @@ SPECS = (
     AdapterSpec("linear", 5, LINEAR, {"use_rslora": True}),
     AdapterSpec("attention", 8, r".*(language|text)_model\..*self_attn\.[qkvo]_proj"),
 )
+TOWERS = (
+    AdapterSpec("tower", 3, r".*(vision_tower|vision_model)\..*self_attn\.[qv]_proj"),
+    AdapterSpec("connector", 3, r".*(multi_modal_projector\.linear_1|modality_projection\.proj)"),
+)
+"""Adapters of parts that a server which reads pictures does not adapt."""
 
 
 def save_processor(name: str, folder: Path, **changes: Any) -> None:
@@ -196,8 +201,9 @@ class ReaderZoo:
 
 def make_reader_zoo(name: str, folder: Path) -> ReaderZoo:
     model = make_reader(name, folder / "model")
-    reference = adapted(model, name, folder / "adapters", SPECS)
-    dirs = {spec.name: folder / "adapters" / spec.name for spec in SPECS}
+    specs = (*SPECS, *TOWERS)
+    reference = adapted(model, name, folder / "adapters", specs)
+    dirs = {spec.name: folder / "adapters" / spec.name for spec in specs}
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     pictures = image_processor(name)
     if "Llava" in name:
