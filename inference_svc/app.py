@@ -312,6 +312,7 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
         embedding=_embedding_rule(config, decoder),
         classifier=_classifier_rule(config, decoder),
         generates=decoder.generates,
+        placeholder_ids=decoder.placeholder_ids,
         pictures=picture_rule(decoder, config.max_prompt_images),
     )
 

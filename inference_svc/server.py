@@ -207,7 +207,7 @@ class InferenceServer:
     def _open_prompts(self, text: TextModel, facts: ServerFacts) -> PromptEncoder:
         work, share = self._places.request_work, self._config.share
         sizes = facts.max_model_len, facts.vocab_size
-        return PromptEncoder(text, *sizes, work, share, facts.pictures)
+        return PromptEncoder(text, *sizes, work, share, facts.pictures, facts.placeholder_ids)
 
     def _open_pictures(self, facts: ServerFacts) -> PictureReader:
         size, share = int(self._config.prompt_image_memory) // 2, self._config.share

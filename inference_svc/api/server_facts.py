@@ -47,6 +47,7 @@ class ServerFacts:
     classifier: ClassifierRule = NO_CLASSIFIER
     generates: bool = True
     pictures: PictureRule | None = None
+    placeholder_ids: tuple[int, ...] = ()
 
     @property
     def max_input_tokens(self) -> int:

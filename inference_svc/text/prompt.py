@@ -105,9 +105,9 @@ class TextLimits:
 
 class PromptEncoder:
     """`max_model_len` bounds prompts, with room for an answer; `vocab_size` is the model's, which
-    may know fewer tokens than its tokenizer. `picture_rule` is of a model that reads pictures. With
-    a `share` below 1 accounts take turns, and none has all threads. The time of a refused prompt is
-    charged to `work`."""
+    may know fewer tokens than its tokenizer. `picture_rule` is of a model that reads pictures;
+    without one, `placeholder_ids` are refused. With a `share` below 1 accounts take turns, and none
+    has all threads. The time of a refused prompt is charged to `work`."""
 
     def __init__(
         self,
@@ -117,8 +117,10 @@ class PromptEncoder:
         work: WorkBudget,
         share: float = 1.0,
         picture_rule: PictureRule | None = None,
+        placeholder_ids: tuple[int, ...] = (),
     ) -> None:
         self.picture_rule = picture_rule
+        self._placeholder_ids = frozenset(placeholder_ids)
         self._base = TextLimits(encoder, vocab_size)
         self._max_model_len = max_model_len
         self._work = work
@@ -167,6 +169,7 @@ class PromptEncoder:
             self._check(found, text)
         rule = self.picture_rule
         if rule is None:
+            self._check_words(found, text)
             return found
         encode = partial(text.encoder.encode, add_special_tokens=False)
         name = text.encoder.name_of(rule.token_id)
@@ -227,6 +230,18 @@ class PromptEncoder:
             shown = f" ({name!a})" if name else ""
             raise InvalidArgument(
                 f"there is no token {highest}{shown}; this model knows {text.vocab_size} tokens",
+                subject="prompt",
+            )
+
+    def _check_words(self, token_ids: tuple[int, ...], text: TextLimits) -> None:
+        """Raises InvalidArgument for tokens that stand for parts which this server does not
+        read."""
+        found = self._placeholder_ids.intersection(token_ids) if self._placeholder_ids else None
+        if found:
+            token_id = min(found)
+            raise InvalidArgument(
+                f"prompt has the token {token_id} ({text.encoder.name_of(token_id)!a}), which "
+                "stands for an image, a video or a sound: this server reads text alone",
                 subject="prompt",
             )
 

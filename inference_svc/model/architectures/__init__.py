@@ -52,6 +52,8 @@ DEFAULTS: Mapping[str, Any] = {
 """Values that transformers assumes for keys that config.json leaves out, unless a family's
 `defaults` differ. A bias that is left out is absent."""
 CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
+PLACEHOLDERS = ("image_token_index", "image_token_id", "video_token_id", "audio_token_id")
+"""Keys of tokens that stand for pictures, videos and sounds."""
 EMBEDDING, HEAD = f"{EMBED_TOKENS}.weight", f"{LM_HEAD}.weight"
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,14 @@ def describe_text_part(config: ConfigReader, parts: Mapping[str, str], wrapper: 
     decoder = family.describe(text)
     head = replace(decoder.head, is_tied=config.flag("tie_word_embeddings"))
     eos_token_ids = _token_ids(text, text.get("eos_token_id"))
-    return replace(decoder, head=head, wrapper=wrapper, eos_token_ids=eos_token_ids)
+    ids = (config.get(key) for key in PLACEHOLDERS)
+    return replace(
+        decoder,
+        head=head,
+        wrapper=wrapper,
+        eos_token_ids=eos_token_ids,
+        placeholder_ids=tuple({each: None for each in ids if type(each) is int}),
+    )
 
 
 @cache

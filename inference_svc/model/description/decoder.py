@@ -170,7 +170,8 @@ class Decoder:
     With an `encoder` it is no decoder: its tokens see each other in both directions, so that it
     never generates and has no state. It has no logits; the outputs of a step are hidden states, of
     the last norm if there is one. An encoder of `patches` is a vision tower, whose outputs a
-    `connector` makes embeddings of. `pictures` says how a prompt's pictures are computed.
+    `connector` makes embeddings of. `pictures` says how a prompt's pictures are computed. Tokens
+    with `placeholder_ids` stand for pictures, sounds and videos, and are no words.
     """
 
     architecture: str
@@ -197,6 +198,7 @@ class Decoder:
     patches: Patches | None = None
     connector: Connector | None = None
     pictures: Pictures | None = None
+    placeholder_ids: tuple[int, ...] = ()
 
     @property
     def towers(self) -> tuple[Decoder, ...]:

@@ -65,6 +65,8 @@ def test_only_the_text_part_is_read(name, whole):
     model, folder = whole(name)
     description = load_description(folder)
     assert description.architecture == model.config.architectures[0]
+    assert 80 in description.placeholder_ids
+    assert not {1, 79}.intersection(description.placeholder_ids)
     weights = load_weights(folder, description, torch.float32, "cpu", TorchProjections())
     parts = {name: each.nbytes for name, each in model.named_parameters()}
     text = {name for name in parts if name.startswith(("model.language_model.", "lm_head."))}

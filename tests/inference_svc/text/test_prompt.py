@@ -283,3 +283,21 @@ def test_a_prompt_is_cut(prompt: Prompt, kept: Kept, tokens: tuple[int, ...]) ->
     if len(tokens) < (len(prompt) if isinstance(prompt, tuple) else len(prompt.text)):
         with pytest.raises(InvalidArgument, match=r"at most 4 are taken|context of 10 tokens"):
             asyncio.run(body(PromptLimit(4, why="are taken")))
+
+
+@pytest.mark.parametrize("prompt", [(5, 80, 6), Text("aPb")])
+def test_placeholders_are_no_words_of_a_server_of_text(prompt: Prompt) -> None:
+    """They stand for images and the like, which it does not read."""
+
+    async def body(ids: tuple[int, ...]) -> tuple[int, ...]:
+        work = WorkBudget("work", 1.0)
+        prompts = PromptEncoder(Recording(), 100, 128, work, placeholder_ids=ids)
+        try:
+            return await prompts.encode(prompt)
+        finally:
+            prompts.close()
+
+    assert 80 in asyncio.run(body((81,)))
+    with pytest.raises(InvalidArgument, match=r"token 80 \('P'\), which stands for an image") as e:
+        asyncio.run(body((80, 82)))
+    assert e.value.subject == "prompt"
