@@ -495,12 +495,6 @@ def choices_bytes(decoder: Decoder, max_tokens: int) -> int:
     return 0 if shape is None else 4 * len(shape.layers) * max_tokens * shape.num_chosen
 
 
-def max_outputs(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns the most tokens of a step whose outputs are computed at once: one of each sequence,
-    and of an encoder all, because it has next to nothing behind its layers."""
-    return config.max_sequences if decoder.encoder is None else config.max_batch_tokens
-
-
 def max_pages(config: EngineConfig) -> int:
     """Returns the number of pages of the longest sequence."""
     return -(-config.max_model_len // config.page_size)

@@ -53,7 +53,7 @@ def _store(metric: str) -> Known:
 
 def _inference() -> Known:
     [service] = inference_pb2.DESCRIPTOR.services_by_name.values()
-    routes = set(re.findall(r'Route\("([^"]+)"', inspect.getsource(app)))
+    routes = {*re.findall(r'Route\("([^"]+)"', inspect.getsource(app)), *app.POOLING}
     return {
         "adapter": {BASE, FORMER, OTHER},
         "code": _codes(),

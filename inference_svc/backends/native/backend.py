@@ -23,7 +23,6 @@ from inference_svc.backends.base import (
     Scored,
     gather_choices,
     make_reload,
-    max_outputs,
     max_pages,
     returns_experts,
 )
@@ -40,7 +39,7 @@ from inference_svc.backends.native.lora import NativeLoraOps
 from inference_svc.backends.native.needs import memory_needs
 from inference_svc.backends.native.program import NativeTransformer
 from inference_svc.backends.native.projections import PackedProjection, PackedProjections
-from inference_svc.backends.native.workspace import Workspace
+from inference_svc.backends.native.workspace import Workspace, max_outputs
 from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_runs, scored_slices
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.speed_notes import native_notes, thread_notes

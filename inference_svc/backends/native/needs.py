@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 
 from inference_svc.adapters.targets import computed_groups
-from inference_svc.backends.base import MemoryNeeds, max_outputs, states_bytes, table_bytes
+from inference_svc.backends.base import MemoryNeeds, states_bytes, table_bytes
 from inference_svc.backends.native import encoder
 from inference_svc.backends.native.exchange import shared_bytes
 from inference_svc.backends.native.lora import MAX_EXPERTS_TARGETS, norm_role
 from inference_svc.backends.native.program import routings_bytes
-from inference_svc.backends.native.workspace import workspace_bytes
+from inference_svc.backends.native.workspace import max_outputs, workspace_bytes
 from inference_svc.core import EngineConfig
 from inference_svc.host.cpus import compute_threads
 from inference_svc.model.checkpoint.parameters import parameters, weights_bytes

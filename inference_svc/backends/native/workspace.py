@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.backends.base import max_outputs
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import Decoder
 from inference_svc.model.encoder.operations import Activate, AttendBothWays
@@ -161,6 +160,12 @@ class Workspace:
     @property
     def num_bytes(self) -> int:
         return self.flat.nbytes + self.logits.nbytes + self.int8_inputs.memory.nbytes
+
+
+def max_outputs(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the most tokens of a step whose outputs are computed at once: one of each sequence,
+    and of an encoder all, because it has next to nothing behind its layers."""
+    return config.max_sequences if decoder.encoder is None else config.max_batch_tokens
 
 
 def workspace_bytes(config: EngineConfig, decoder: Decoder) -> int:
