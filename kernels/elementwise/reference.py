@@ -30,6 +30,8 @@ def rms_norm(
     """
     if weight.dim() == 2 and x.dim() == 3:
         weight = weight[:, None]
+    if is_centred and bias is not None and weight.dim() == 1:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)  # the same in one pass
     # One fp32 copy that is worked on in place: fresh memory costs more than the arithmetic.
     wide = x.to(torch.float32, copy=True)
     if is_centred:
