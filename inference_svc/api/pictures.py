@@ -73,11 +73,15 @@ class PictureReader:
 
 
 class CallPictures:
-    """Holds the memory of a call's pictures until `release`."""
+    """Holds the memory of a call's pictures until `release`, or until nothing refers to it: a
+    stream whose caller has left may never be read."""
 
     def __init__(self, reader: PictureReader) -> None:
         self._reader = reader
         self._places: list[Reservation] = []
+
+    def __del__(self) -> None:
+        self.release()
 
     async def read(
         self, prompt: Prompt, name: str, account: str, threads: Executor, num_choices: int

@@ -1,0 +1,88 @@
+"""Pictures of a call are counted before they are decoded, and held while its requests are open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from inference_svc.api.pictures import CallPictures, PictureReader
+from inference_svc.pictures.placeholders import PictureRule
+from inference_svc.pictures.processor import read_processor
+from inference_svc.text.chat import Chat, ChatMessage, MessageImage
+from servicekit.errors import InvalidArgument
+from servicekit.shares import Shares
+from tests.support.pictures.files import encoded, picture
+from tests.support.pictures.models import TILE, save_processor
+
+pytestmark = pytest.mark.processes
+
+TILE_BYTES = 3 * TILE * TILE
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[PictureReader]:
+    """At most two pictures of ten tiles each."""
+    save_processor("SmolVLM", tmp_path)
+    rule = PictureRule(read_processor(tmp_path, TILE), 80, 4, 2)
+    made = PictureReader(rule, "model", Shares("prompt_image_bytes", 1 << 20))
+    yield made
+    made.close()
+
+
+def chat(*files: bytes) -> Chat:
+    images = tuple(MessageImage(0, data, f"image {i}") for i, data in enumerate(files))
+    return Chat((ChatMessage("user", "a", images=images),))
+
+
+def read(call: CallPictures, prompt: Chat, num_choices: int = 1) -> list[int]:
+    """Returns the tiles of each picture."""
+
+    async def body() -> list[int]:
+        with ThreadPoolExecutor(1) as threads:
+            found = await call.read(prompt, "<image>", "account", threads, num_choices)
+        return [each.num_tiles for each in found]
+
+    return asyncio.run(body())
+
+
+def test_pixels_count_for_each_request_until_they_are_let_go_of(reader: PictureReader) -> None:
+    with reader.of_call() as call:
+        assert read(call, chat(encoded(picture(TILE, TILE)), encoded(picture(200, 100))), 3) == [
+            10,
+            7,
+        ]
+    assert reader.pixels.used == (1 + 3) * 17 * TILE_BYTES
+    call.release()
+    call.release()
+    assert reader.pixels.used == 0
+
+
+def test_a_stream_that_nobody_reads_holds_nothing(reader: PictureReader) -> None:
+    with reader.of_call() as call:
+        read(call, chat(encoded(picture(9, 9))))
+    assert reader.pixels.used > 0
+    del call
+    assert reader.pixels.used == 0
+
+
+def test_a_call_that_fails_holds_nothing(reader: PictureReader) -> None:
+    with pytest.raises(InvalidArgument, match="image 1: is no picture"), reader.of_call() as call:
+        read(call, chat(encoded(picture(9, 9)), b"none"))
+    assert reader.pixels.used == 0
+
+
+def test_too_many_are_refused_before_any_is_decoded(reader: PictureReader) -> None:
+    with pytest.raises(InvalidArgument, match=r"image 2: .*at most 2 images"):
+        read(CallPictures(reader), chat(b"none", b"none", b"none"))
+
+
+def test_a_server_of_text_refuses_them_by_name() -> None:
+    reader = PictureReader(None, "acme", Shares("prompt_image_bytes", 1))
+    with pytest.raises(InvalidArgument, match="image 0: acme reads no images") as refused:
+        read(CallPictures(reader), chat(b"any"))
+    assert refused.value.subject == "image 0"
+    assert read(CallPictures(reader), chat()) == []
