@@ -120,9 +120,16 @@ def make_texts(model_dir: Path, num_tokens: int) -> list[str]:
 
 
 class Ours:
-    """Both services, as `loadout up` starts them, within the context."""
+    """Both services, as `loadout up` starts them, within the context; `more` flags are of the
+    inference service."""
 
-    def __init__(self, model_dir: Path, adapters: Mapping[str, Path], folder: Path) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        adapters: Mapping[str, Path],
+        folder: Path,
+        more: Sequence[str] = (),
+    ) -> None:
         flags = {
             "--num-threads": THREADS,
             "--max-model-len": max(LENGTHS),
@@ -136,14 +143,15 @@ class Ours:
             "minilm",
             source_roots=(folder.resolve(),),
             store_flags=("--log-level", "warning"),
-            inference_flags=tuple(str(word) for flag in flags.items() for word in flag),
+            inference_flags=tuple(str(word) for flag in flags.items() for word in flag)
+            + tuple(more),
         )
         self._adapters = adapters
         self._exits = ExitStack()
         self._system = System(settings, folder / "system")
 
     def __enter__(self) -> Self:
-        addresses = self._exits.enter_context(self._system).addresses
+        self.addresses = addresses = self._exits.enter_context(self._system).addresses
         made = Client(inference=addresses.inference, store=addresses.store, timeout_s=None)
         self._client = self._exits.enter_context(made)
         for name, path in self._adapters.items():
