@@ -5,7 +5,7 @@
 all-MiniLM-L6-v2 in bf16 with `--classifiers`, as both services serve it over gRPC. Each adapter has
 LoRA of queries and values and a head of 2 to 9 labels. A call classifies one text of 64 tokens, by
 an adapter that is drawn anew. The capacity of one adapter is measured with as many callers as the
-engine has sequences; then calls arrive at half of it, at random times, whatever the number of
+engine has sequences; then calls arrive at half of it, at random times, for any number of
 adapters. All are resident. A call's time begins when it was due. Rounds take turns over n; results
 are medians over rounds.
 """

@@ -138,7 +138,7 @@ def register(client: Client, folder: Path, names: list[str], found: Found) -> in
 
 
 def registered_images(metrics_address: str) -> dict[str, float]:
-    """Returns what became of the images that the store has shared with the device's server."""
+    """Returns the fates of the images that the store has shared with the device's server."""
     samples = scrape(metrics_address).select("loadout_inference_registered_images_total")
     return {sample.labels["result"]: sample.value for sample in samples}
 
