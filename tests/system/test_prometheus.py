@@ -49,16 +49,18 @@ CLUSTERS = ("east", "west")
 ELSEWHERE = {"adapter-store": "stores", "inference": "gpus"}
 """What the jobs are called where there are neither clusters nor namespaces."""
 DOCUMENTED = frozenset(re.findall(r"^\| `([^`]+)`", PAGE.read_text(), re.MULTILINE))
+KINDS_OF_SOME = ("recurrent", "rank", "registered")
 OF_SOME_SERVERS = {
     *(
         name
         for name in DOCUMENTED
-        if name.startswith(("loadout_inference_recurrent_", "loadout_inference_rank_"))
+        if name.startswith(tuple(f"loadout_inference_{kind}_" for kind in KINDS_OF_SOME))
     ),
     "loadout_inference_weight_format_info",
 }
-"""Exported for models with recurrent layers alone, for those with weights in few bits, and for
-servers of several ranks: test_recurrent_states, test_few_bits, test_ranks."""
+"""Exported for models with recurrent layers alone, for those with weights in few bits, for servers
+of several ranks, and on GPUs: test_recurrent_states, test_few_bits, test_ranks,
+test_registration."""
 DROPPED = {"vllm:lora_adapter_loaded", "vllm:lora_requests_info"}
 
 

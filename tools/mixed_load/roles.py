@@ -40,6 +40,7 @@ class Caller(Role):
             (1, self._ask_wrongly),
             (3, self._complete_over_http),
             (3, self._chat_over_http),
+            (2, lambda: self.client.embed([self._prompt()], adapter=self.adapter())),
             (1, self._leave_over_http),
             (1, self._ask_wrongly_over_http),
         )

@@ -36,9 +36,9 @@ NAMES = (
 """The machine has some of them, but perhaps in versions older than our generated code needs."""
 THERE = ("torch", "safetensors", "numpy", "regex", "jinja2", "prometheus-client")
 """Packages of the machine's own; torch for its driver would be too large for the pack."""
-UNUSED = ("boto3", "huggingface_hub", "llguidance", "transformers", "typer", "rich")
+UNUSED = ("boto3", "huggingface_hub", "llguidance", "pillow", "transformers", "typer", "rich")
 """Requirements of ours without a part in the stage: sources on S3 and on the hub, forms of answers,
-templates of chats, the command line."""
+images in prompts, templates of chats, the command line."""
 PYTHON_VERSION, GLIBC = "3.12", ("_2_34", "_2_28", "_2_17", "2014")
 CONSTRAINTS = Path("constraints.txt")
 

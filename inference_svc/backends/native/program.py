@@ -124,11 +124,12 @@ class NativeTransformer:
             exchange,
         )
         self._openings: dict[_Part, _Opening] = {}
-        self._made: dict[_Part, tuple[GroupedOp, ...]] = {}  # when first needed
         self._normed: Tensor | None = None
-        self.every_group = adapters.every_group
         # An encoder has no head that a step could end with.
         self._first_part = _Part.STEP if description.encoder is None else _Part.LAYERS
+        # Others when they are first needed.
+        self._made = {self._first_part: self._ops_of(self._first_part)}
+        self.every_group = adapters.every_group
         groups = (frozenset[str](), self.every_group)
         always_there = [_ProgramKey(each, self._first_part) for each in groups]
         self._programs = {key: self._build(key) for key in always_there}

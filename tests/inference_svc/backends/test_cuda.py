@@ -145,7 +145,8 @@ def test_freed_memory_is_made_again(model, record, weights):
     fixed = model.fixed(note if record else None)
     num_recorded, held = len(recorded), sizes_of(fixed)
     assert (held[1] > 0) == bool(model.transformer.description.recurrences)
-    fixed._reload = Reload(model.caches, lambda: model.transformer.weights, model.states)
+    own = model.transformer.weights
+    fixed._reload = Reload(model.caches, lambda: own, model.states, lambda: None)
     caches = fixed.kv_caches
     for _ in range(2):
         assert fixed.free_memory(weights=weights) == sum(held[:2]) + weights * held[2]

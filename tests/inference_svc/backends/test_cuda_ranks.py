@@ -125,7 +125,7 @@ def backend_of(
         applied_targets(layout),
         StepLimits(MAX_TOKENS, MAX_ROWS, MAX_PAGES),
         record,
-        Reload(caches, weights, states),
+        Reload(caches, weights, states, lambda: None),
         states(),
         exchange,
     )

@@ -31,7 +31,7 @@ def test_few_sets_of_groups_are_distinguished() -> None:
     for slot in range(NUM_GROUPS):
         table.set_row(slot, [TableEntry(slot, 0, 1, 1, 8, 8)])
     targets = AppliedTargets(groups, {}, vocab_size=8, max_added_tokens=0)
-    ops = NativeLoraOps(SimpleNamespace(table=table), targets, max_tokens=4, max_rows=4)
+    ops = NativeLoraOps(SimpleNamespace(table=table), targets, max_tokens=4, max_outputs=4)
     assert ops.groups_of(LoraContents.of(table, [])) == frozenset()
     for _ in range(2):
         assert ops.plan([row(-1)]) == frozenset()
@@ -55,7 +55,7 @@ def test_targets_of_no_group_are_not_computed() -> None:
     table.set_row(0, [TableEntry(1, 0, 1, 1, 8, 8), TableEntry(2, 0, 1, 1, 8, 8)])
     groups = {"o": LoraGroup((1,), 8, (0,), (8,))}
     targets = AppliedTargets(groups, {}, vocab_size=8, max_added_tokens=0)
-    ops = NativeLoraOps(SimpleNamespace(table=table), targets, max_tokens=4, max_rows=4)
+    ops = NativeLoraOps(SimpleNamespace(table=table), targets, max_tokens=4, max_outputs=4)
     assert ops.groups_of(LoraContents.of(table, [0])) == ops.plan([row(0)]) == {"o"}
     x, out = torch.zeros(4, 8), torch.zeros(4, 8)
     assert ops.add("o", x, out, None, logits_only=False)

@@ -185,7 +185,7 @@ def native_backend(
         ),
         weights,
         model.caches(),
-        Reload(model.caches, lambda: weights, model.states),
+        Reload(model.caches, lambda: weights, model.states, lambda: None),
         arena,
         step,
         lora,

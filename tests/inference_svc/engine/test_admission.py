@@ -297,7 +297,7 @@ def test_engine_updates_rates_every_step() -> None:
         admission,
         StepTimes(),
         losses,
-        Masks(lambda: None),
+        Masks(lambda: None, 4),
         10.0,
     )
     for number, digest in enumerate("abcde"):
