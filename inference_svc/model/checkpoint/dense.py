@@ -1,6 +1,7 @@
 """A dense layer of sentence-transformers, which stands behind the pooling of a model's vectors.
 
-<folder>/config.json        in_features, out_features, bias, activation_function
+<folder>/config.json        in_features, out_features, bias, activation_function, and the names of
+                            input and output, which must be the vector's
 <folder>/model.safetensors  linear.weight [out, in], linear.bias [out]
 """
 
@@ -23,12 +24,15 @@ WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
 MAX_FEATURES = 1 << 16
 """Numbers of a vector: more than any model has."""
 _WEIGHT, _BIAS = "linear.weight", "linear.bias"
+_VECTOR = "sentence_embedding"
+"""The name of the pooled vector among the values that modules hand on."""
 
 
 def read_dense(model_dir: Path, folder: str, size: int) -> DenseLayer:
     """Returns the layer in this folder, for vectors of `size` numbers. Raises UnsupportedModel,
     naming the file."""
     config, where = read_json(model_dir / folder / CONFIG), f"{folder}/{CONFIG}"
+    _check_form(config, where)
     out = config.get("out_features")
     if config.get("in_features") != size:
         raise UnsupportedModel(f"{where}: in_features = {config.get('in_features')!r}, not {size}")
@@ -37,6 +41,17 @@ def read_dense(model_dir: Path, folder: str, size: int) -> DenseLayer:
     shapes = {_WEIGHT: (out, size)} | ({_BIAS: (out,)} if config.get("bias", True) else {})
     found = _tensors(model_dir / folder, folder, shapes)
     return DenseLayer(found[_WEIGHT], found.get(_BIAS), _activation(config, where))
+
+
+def _check_form(config: Mapping[str, Any], where: str) -> None:
+    """Raises UnsupportedModel unless the layer makes its vector of the vector before it, alone."""
+    for key in ("module_input_name", "module_output_name"):
+        if (name := config.get(key)) not in (None, _VECTOR):
+            raise UnsupportedModel(f"{where}: {key} = {name!r}: supported is {_VECTOR!r} alone")
+    if (residual := config.get("use_residual")) not in (None, False):
+        raise UnsupportedModel(
+            f"{where}: use_residual = {residual!r} is not supported: supported is false"
+        )
 
 
 def _activation(config: Mapping[str, Any], where: str) -> DenseActivation:

@@ -124,7 +124,10 @@ def write_dense(folder: Path, shape: tuple[int, int] = (3, 8), **changes: Any) -
 def test_a_dense_layer_stands_behind_the_pooling(
     tmp_path: Path, activation: str, function: Any
 ) -> None:
-    rule = read_embedding_rule(write_dense(tmp_path, activation_function=activation), 8)
+    """The config is as sentence-transformers 6 saves it."""
+    names = {f"module_{end}_name": "sentence_embedding" for end in ("input", "output")}
+    changes = {"activation_function": activation, "use_residual": False} | names
+    rule = read_embedding_rule(write_dense(tmp_path, **changes), 8)
     assert (rule.size, rule.state_size, rule.refusal) == (3, 8, "")
     option = PoolingOption(Pooling.MEAN, True, 3, 8)
     state = torch.randn(8, generator=torch.Generator().manual_seed(1))
@@ -142,6 +145,9 @@ def test_a_dense_layer_stands_behind_the_pooling(
         ({"out_features": 0}, "out_features = 0: must be from 1"),
         ({"out_features": 4}, r"linear.weight has shape \(3, 8\), not \(4, 8\)"),
         ({"activation_function": "os.system"}, "activation_function = 'os.system': supported are"),
+        ({"use_residual": True}, "2_Dense/config.json: use_residual = True is not supported"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name = 'token_embeddings': "),
+        ({"module_output_name": "other"}, "module_output_name = 'other': supported is 'sentence_"),
     ],
 )
 def test_a_dense_layer_that_cannot_be_honoured(
