@@ -21,23 +21,30 @@ from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.results.embedding_rule import DenseActivation, DenseLayer
 
 WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
-MAX_FEATURES = 1 << 16
-"""Numbers of a vector: more than any model has."""
+MAX_WEIGHTS = 1 << 24
+"""Numbers in the weights of all layers of a model. Each input is multiplied with them between the
+API's other work: as many take about 10 ms. A layer of 2,048 x 8,192 has no more."""
 _WEIGHT, _BIAS = "linear.weight", "linear.bias"
 _VECTOR = "sentence_embedding"
 """The name of the pooled vector among the values that modules hand on."""
 
 
-def read_dense(model_dir: Path, folder: str, size: int) -> DenseLayer:
-    """Returns the layer in this folder, for vectors of `size` numbers. Raises UnsupportedModel,
+def read_dense(model_dir: Path, folder: str, size: int, max_weights: int) -> DenseLayer:
+    """Returns the layer in this folder, for vectors of `size` numbers, whose weight has at most
+    `max_weights`: MAX_WEIGHTS less the numbers in the layers before it. Raises UnsupportedModel,
     naming the file."""
     config, where = read_json(model_dir / folder / CONFIG), f"{folder}/{CONFIG}"
     _check_form(config, where)
     out = config.get("out_features")
     if config.get("in_features") != size:
         raise UnsupportedModel(f"{where}: in_features = {config.get('in_features')!r}, not {size}")
-    if type(out) is not int or not 1 <= out <= MAX_FEATURES:
-        raise UnsupportedModel(f"{where}: out_features = {out!r}: must be from 1 to {MAX_FEATURES}")
+    if type(out) is not int or out < 1:
+        raise UnsupportedModel(f"{where}: out_features = {out!r}: must be an integer from 1")
+    if out * size > max_weights:
+        raise UnsupportedModel(
+            f"{where}: a weight of {out} x {size} numbers: the Dense layers of a model may have "
+            f"{MAX_WEIGHTS} in all"
+        )
     shapes = {_WEIGHT: (out, size)} | ({_BIAS: (out,)} if config.get("bias", True) else {})
     found = _tensors(model_dir / folder, folder, shapes)
     return DenseLayer(found[_WEIGHT], found.get(_BIAS), _activation(config, where))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.checkpoint.dense import read_dense
+from inference_svc.model.checkpoint.dense import MAX_WEIGHTS, read_dense
 from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 
@@ -89,10 +89,10 @@ def _with_dense(
     end = kinds.index("Normalize") if "Normalize" in kinds else len(kinds)
     if not kinds.index("Pooling") < places[0] <= places[-1] < end:
         raise UnsupportedModel(f"{MODULES}: a Dense must stand behind Pooling, before Normalize")
-    layers, size = [], rule.size
+    layers, size, num_left = [], rule.size, MAX_WEIGHTS
     for place in places:
-        layers.append(read_dense(model_dir, modules[place][1], size))
-        size = len(layers[-1].weight)
+        layers.append(read_dense(model_dir, modules[place][1], size, num_left))
+        size, num_left = len(layers[-1].weight), num_left - layers[-1].weight.size
     return replace(rule, size=size, hidden_size=rule.size, dense=tuple(layers))
 
 

@@ -142,7 +142,9 @@ def test_a_dense_layer_stands_behind_the_pooling(
     ("changes", "why"),
     [
         ({"in_features": 7}, "in_features = 7, not 8"),
-        ({"out_features": 0}, "out_features = 0: must be from 1"),
+        ({"out_features": 0}, "out_features = 0: must be an integer from 1"),
+        ({"out_features": True}, "out_features = True: must be an integer"),
+        ({"out_features": 1 << 22}, "2_Dense/config.json: a weight of 4194304 x 8 numbers: the"),
         ({"out_features": 4}, r"linear.weight has shape \(3, 8\), not \(4, 8\)"),
         ({"activation_function": "os.system"}, "activation_function = 'os.system': supported are"),
         ({"use_residual": True}, "2_Dense/config.json: use_residual = True is not supported"),
@@ -155,6 +157,23 @@ def test_a_dense_layer_that_cannot_be_honoured(
 ) -> None:
     rule = read_embedding_rule(write_dense(tmp_path, **changes), 8)
     assert re.search(why, rule.refusal), rule.refusal
+
+
+def test_the_weights_of_all_dense_layers_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the sum: the second layer of 3 x 3 is one too many."""
+    folder = write_dense(tmp_path)
+    second = DENSE | {"path": "3_Dense"}
+    write(folder, modules=[*MODULES[:2], DENSE, second, MODULES[2]])
+    (folder / "3_Dense").mkdir()
+    config = {"in_features": 3, "out_features": 3, "bias": False}
+    (folder / "3_Dense" / "config.json").write_text(json.dumps(config))
+    save_file({"linear.weight": torch.eye(3)}, folder / "3_Dense" / "model.safetensors")
+    assert [len(each.weight) for each in read_embedding_rule(folder, 8).dense] == [3, 3]
+    limit = "inference_svc.model.checkpoint.sentence_transformers.MAX_WEIGHTS"
+    monkeypatch.setattr(limit, 3 * 8 + 3 * 3 - 1)
+    assert "3_Dense/config.json: a weight of 3 x 3" in read_embedding_rule(folder, 8).refusal
 
 
 def test_a_pickled_dense_layer_is_refused(tmp_path: Path) -> None:
