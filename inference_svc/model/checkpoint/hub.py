@@ -48,7 +48,7 @@ SMALL_FILES = (
     *(CONFIG, GENERATION_CONFIG, INDEX, *VOCABULARIES, TOKENIZER_CONFIG),
     *("merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", PREPROCESSOR, PROCESSOR),
-    *(MODULES, PROMPTS, INPUTS, POOLING, *DENSE),
+    *(MODULES, PROMPTS, *INPUTS, POOLING, *DENSE),
 )
 """The files of a model that are downloaded before its weights, as far as it has them."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -2,9 +2,10 @@
 
 `modules.json` lists the steps behind the hidden states: a pooling, whose folder has its config,
 perhaps dense layers, and perhaps a normalisation. `config_sentence_transformers.json` has the
-prompts, and `sentence_bert_config.json` how many tokens an input may have, and whether it is in
-lower case. A folder without these is a language model: the last token has seen the others, so that
-its hidden state, normalised, is the vector. Of an encoder it is the mean of all tokens.
+prompts. `sentence_bert_config.json`, which older versions named after other families, has the most
+tokens of an input, and whether it is in lower case. A folder without these is a language model: the
+last token has seen the others, so that its hidden state, normalised, is the vector. Of an encoder
+it is the mean of all tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
-INPUTS = "sentence_bert_config.json"
+INPUTS = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+"""Names of the file with the limits of inputs, in the order of sentence-transformers."""
 POOLING = "1_Pooling/config.json"
 """Where sentence-transformers saves the pooling."""
 DENSE = ("[0-9]_Dense/config.json", "[0-9]_Dense/model.safetensors")
@@ -71,10 +81,8 @@ def _read(model_dir: Path, rule: EmbeddingRule) -> EmbeddingRule:
     if (model_dir / PROMPTS).exists():
         prompts, default = _prompts(read_json(model_dir / PROMPTS))
         rule = replace(rule, prompts=prompts, default_prompt=default)
-    if (model_dir / INPUTS).exists():
-        max_tokens, lowercases = _inputs(read_json(model_dir / INPUTS))
-        rule = replace(rule, max_tokens=max_tokens, lowercases=lowercases)
-    return rule
+    max_tokens, lowercases = _inputs(model_dir)
+    return replace(rule, max_tokens=max_tokens, lowercases=lowercases)
 
 
 def _with_dense(
@@ -96,16 +104,19 @@ def _with_dense(
     return replace(rule, size=size, hidden_size=rule.size, dense=tuple(layers))
 
 
-def _inputs(config: Mapping[str, Any]) -> tuple[int, bool]:
-    """Returns the most tokens of an input, 0 for no such limit, and whether it is in lower case.
-    Raises UnsupportedModel."""
+def _inputs(model_dir: Path) -> tuple[int, bool]:
+    """Returns the most tokens of an input, 0 for no such limit, and whether it is in lower case, by
+    the first file that has content. Raises UnsupportedModel."""
+    files = ((name, model_dir / name) for name in INPUTS)
+    found = ((name, read_json(path)) for name, path in files if path.exists())
+    where, config = next(((name, config) for name, config in found if config), (INPUTS[0], {}))
     most, lowercases = config.get("max_seq_length"), config.get("do_lower_case", False)
     if most is not None and (type(most) is not int or not 1 <= most <= MAX_SEQUENCE):
         raise UnsupportedModel(
-            f"{INPUTS}: max_seq_length = {most!r}: must be from 1 to {MAX_SEQUENCE}, or null"
+            f"{where}: max_seq_length = {most!r}: must be from 1 to {MAX_SEQUENCE}, or null"
         )
     if not isinstance(lowercases, bool):
-        raise UnsupportedModel(f"{INPUTS}: do_lower_case = {lowercases!r}: must be true or false")
+        raise UnsupportedModel(f"{where}: do_lower_case = {lowercases!r}: must be true or false")
     return most or 0, lowercases
 
 

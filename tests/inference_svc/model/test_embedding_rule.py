@@ -79,6 +79,20 @@ def test_the_lengths_of_inputs_and_their_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "family", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"]
+)
+def test_the_lengths_of_inputs_in_files_of_older_versions(tmp_path: Path, family: str) -> None:
+    """The first file with content decides, and a refusal names it."""
+    name = f"sentence_{family}_config.json"
+    (write(tmp_path, inputs={}) / name).write_text('{"max_seq_length": 128}')
+    assert read_embedding_rule(tmp_path, 8).max_tokens == 128
+    (tmp_path / name).write_text('{"max_seq_length": 0}')
+    assert read_embedding_rule(tmp_path, 8).refusal.startswith(f"{name}: max_seq_length = 0")
+    write(tmp_path, inputs={"max_seq_length": 64})
+    assert read_embedding_rule(tmp_path, 8).max_tokens == 64
+
+
+@pytest.mark.parametrize(
     ("inputs", "why"),
     [
         ({"max_seq_length": 0}, "max_seq_length = 0: must be from 1"),

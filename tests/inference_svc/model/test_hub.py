@@ -46,6 +46,12 @@ SHARDED = {name: data for name, data in FILES.items() if name != "model.safetens
 }
 
 
+WITH_INPUTS = FILES | {
+    f"sentence_{family}_config.json": b'{"max_seq_length": 8}'
+    for family in ("bert", "roberta", "xlm-roberta")
+}
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     server = HubServer()
@@ -93,7 +99,9 @@ def settings(model: str = NAME) -> InferenceSettings:
     return load_settings(InferenceSettings, ["--model", model])
 
 
-@pytest.mark.parametrize("files", [FILES, SHARDED], ids=["single", "sharded"])
+@pytest.mark.parametrize(
+    "files", [FILES, SHARDED, WITH_INPUTS], ids=["single", "sharded", "inputs"]
+)
 def test_only_what_is_served_is_downloaded(
     repo: Repo, hub: HubServer, files: dict[str, bytes]
 ) -> None:
