@@ -28,6 +28,9 @@ quicker than a change of threads however many texts a call has."""
 KEPT_TIMES = 2
 """How often as many characters as fit are tokenised of a text that is cut: where it ends in the
 middle of a word, its last tokens are others."""
+WHOLE_TIMES = 8
+"""How often as many characters as the context holds may a text have that is cut, if a tokenizer
+leaves out so many that its kept end has too few tokens."""
 NUM_THREADS = 2
 INLINE_SECONDS, TEMPLATE_SECONDS = 0.05, 2.0
 """How long a chat template may take on the event loop, and in a thread."""
@@ -160,8 +163,6 @@ class PromptEncoder:
         base = self._base
         vocab_size = base.vocab_size + num_added_tokens
         text = TextLimits(encoder or base.encoder, vocab_size, num_answer_tokens, limit)
-        if isinstance(prompt, Text) and limit.kept is not None:
-            prompt = self._with_fewer_chars(prompt, text)
         if isinstance(prompt, (Text, Chat)):
             found = await self._encode_in_time(prompt, account, text, num_chars_before)
         else:
@@ -190,9 +191,32 @@ class PromptEncoder:
         most = self._max_model_len - text.num_answer_tokens
         return min(most, text.limit.max_tokens or most)
 
+    def _encode_text(self, prompt: Text, text: TextLimits) -> list[int]:
+        """Returns a text's tokens, cut if they may be. Raises InvalidArgument."""
+        shorter = self._with_fewer_chars(prompt, text)
+        token_ids = _tokens_of(shorter, text)
+        most = self._most_tokens(text)
+        if shorter is not prompt and len(token_ids) < most:
+            # Tokenizers leave out white space, or have one token for a long word that they do not
+            # know: the characters beyond have tokens that are kept.
+            num_chars, num_shorter = len(prompt.text), len(shorter.text)
+            most_chars = WHOLE_TIMES * self.max_chars(text.encoder)
+            if num_chars > most_chars:
+                raise InvalidArgument(
+                    f"prompt has {num_chars} characters, and the {num_shorter} at its kept end "
+                    f"are {len(token_ids)} tokens: the server cuts no longer text than of "
+                    f"{most_chars} to {most}; leave out white space and words that the tokenizer "
+                    "does not know",
+                    subject="prompt",
+                )
+            shorter, token_ids = prompt, _tokens_of(prompt, text)
+        return self._cut(shorter, token_ids, text)
+
     def _with_fewer_chars(self, prompt: Text, text: TextLimits) -> Text:
         """Returns a text that is to be cut, without characters that none of the tokens that are
-        kept can have."""
+        kept can have, unless the tokenizer leaves out others."""
+        if text.limit.kept is None:
+            return prompt
         num_chars = KEPT_TIMES * self._most_tokens(text) * text.encoder.max_chars_per_token
         if len(prompt.text) <= num_chars:
             return prompt
@@ -300,10 +324,7 @@ class PromptEncoder:
         start_s = clock()
         try:
             if isinstance(prompt, Text):
-                token_ids = text.encoder.encode(
-                    prompt.text, add_special_tokens=prompt.add_special_tokens
-                )
-                token_ids = self._cut(prompt, token_ids, text)
+                token_ids = self._encode_text(prompt, text)
             else:
                 # An adapter's tokens may be long, which is no reason for a longer template.
                 of_base = self.max_chars(self._base.encoder) + num_chars_of(prompt)
@@ -315,6 +336,10 @@ class PromptEncoder:
             self._work.charge(account, clock() - start_s)
             raise
         return found
+
+
+def _tokens_of(prompt: Text, text: TextLimits) -> list[int]:
+    return text.encoder.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
 
 
 def num_chars_of(prompt: Prompt) -> int:

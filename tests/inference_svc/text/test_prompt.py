@@ -3,19 +3,24 @@ import threading
 import time
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from inference_svc.errors import TemplateTimeout
 from inference_svc.text.chat import TEMPLATE_CHARS, Chat, ChatMessage
 from inference_svc.text.prompt import (
     INLINE_CHARS,
+    WHOLE_TIMES,
+    Encoder,
     Kept,
     Prompt,
     PromptEncoder,
     PromptLimit,
     Text,
 )
+from inference_svc.text.tokenizer import Tokenizer
 from servicekit.errors import InvalidArgument
 from servicekit.work_budget import WorkBudget
+from tests.support.models import tokenizer_files as files
 
 
 def chat_of(*messages: tuple[str, str]) -> Chat:
@@ -283,6 +288,55 @@ def test_a_prompt_is_cut(prompt: Prompt, kept: Kept, tokens: tuple[int, ...]) ->
     if len(tokens) < (len(prompt) if isinstance(prompt, tuple) else len(prompt.text)):
         with pytest.raises(InvalidArgument, match=r"at most 4 are taken|context of 10 tokens"):
             asyncio.run(body(PromptLimit(4, why="are taken")))
+
+
+def cut(encoder: Encoder, max_model_len: int, prompt: Text, limit: PromptLimit) -> tuple[int, ...]:
+    async def body() -> tuple[int, ...]:
+        prompts = PromptEncoder(encoder, max_model_len, 1000, WorkBudget("work", 1.0))
+        try:
+            return await prompts.encode(prompt, num_answer_tokens=0, limit=limit)
+        finally:
+            prompts.close()
+
+    return asyncio.run(body())
+
+
+@pytest.fixture(scope="module")
+def word_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    tokenizer = files.word_piece()
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return Tokenizer(files.save(tokenizer, tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.mark.parametrize("kept", Kept)
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("filling", [" " * 1500, " " * 3000, "q" * 3000])
+def test_a_prompt_that_is_cut_keeps_words_that_are_far_from_its_end(
+    word_piece: Tokenizer, filling: str, adds: bool, kept: Kept
+) -> None:
+    """BERT's tokenizer leaves out white space, and has one token for a long word that it does not
+    know."""
+    words = "the quick brown fox jumps over the lazy dog"
+    text = f"{filling} {words}" if kept is Kept.FIRST else f"{words} {filling}"
+    own = word_piece.encode(text, add_special_tokens=False)
+    num_own = 4 if adds else 6
+    own = own[:num_own] if kept is Kept.FIRST else own[-num_own:]
+    assert set(own) & set(word_piece.encode(words, add_special_tokens=False))
+    found = cut(word_piece, 100, Text(text, adds), PromptLimit(6, kept))
+    assert found == ((0, *own, 1) if adds else tuple(own))
+
+
+def test_a_prompt_that_is_cut_has_few_characters_without_tokens(word_piece: Tokenizer) -> None:
+    """They are tokenised up to a multiple of the context's characters."""
+    most = WHOLE_TIMES * 6 * word_piece.max_chars_per_token
+    text, limit = Text("a".rjust(most)), PromptLimit(6, Kept.FIRST)
+    assert len(cut(word_piece, 6, text, limit)) == 3
+    message = rf"has {most + 1} .* are 2 tokens: the server cuts no longer text than of {most} to 6"
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        cut(word_piece, 6, Text("a".rjust(most + 1)), limit)
+    assert caught.value.subject == "prompt"
 
 
 @pytest.mark.parametrize("prompt", [(5, 80, 6), Text("aPb")])
