@@ -12,10 +12,19 @@ import pytest
 from inference_svc.api.pooling.embed import EmbedCall
 from inference_svc.api.request_record import NO_PROMPT
 from inference_svc.api.service import Service
-from inference_svc.results.embedding_rule import NO_EMBEDDINGS
+from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule
 from inference_svc.results.pooling import PoolingOption
 from inference_svc.text.prompt import INLINE_CHARS, MIN_CHARS, PromptEncoder, Text
 from servicekit.work_budget import WorkBudget
+
+
+def test_texts_keep_white_space_at_both_ends() -> None:
+    """As sentence-transformers 6.2 tokenises them: older versions strip texts."""
+    call = EmbedCall(
+        request_id="a", adapter="", inputs=(Text(" A\n"),), option=PoolingOption(None, None, 0)
+    )
+    rule = EmbeddingRule(8, prompts={"query": "\nQ: "}, default_prompt="query", lowercases=True)
+    assert call.to_call(rule).prompts == (Text("\nq:  a\n"),)
 
 
 class Watched:
