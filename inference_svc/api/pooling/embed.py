@@ -27,7 +27,9 @@ from servicekit.errors import InvalidArgument
 
 MAX_DIMENSIONS = 1 << 20
 MAX_PROMPT_NAME_CHARS = 64
-MAX_TOKENS = "max_seq_length in sentence_*_config.json"
+MAX_TOKENS = (
+    "max_seq_length in sentence_*_config.json, else model_max_length in tokenizer_config.json"
+)
 """Where the model's folder says how many tokens an input may have."""
 
 

@@ -3,7 +3,8 @@
 `modules.json` lists the steps behind the hidden states: a pooling, whose folder has its config,
 perhaps dense layers, and perhaps a normalisation. `config_sentence_transformers.json` has the
 prompts. `sentence_bert_config.json`, which older versions named after other families, has the most
-tokens of an input, and whether it is in lower case. A folder without these is a language model: the
+tokens of an input, and whether it is in lower case; newer versions leave both to the files of the
+tokenizer. A folder without these is a language model: the
 last token has seen the others, so that its hidden state, normalised, is the vector. Of an encoder
 it is the mean of all tokens.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.dense import MAX_WEIGHTS, read_dense
-from inference_svc.model.checkpoint.files import CONFIG, read_json
+from inference_svc.model.checkpoint.files import CONFIG, TOKENIZER_CONFIG, read_json
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
@@ -117,7 +118,16 @@ def _inputs(model_dir: Path) -> tuple[int, bool]:
         )
     if not isinstance(lowercases, bool):
         raise UnsupportedModel(f"{where}: do_lower_case = {lowercases!r}: must be true or false")
+    if most is None and (model_dir / MODULES).exists():
+        most = _tokenizer_limit(model_dir / TOKENIZER_CONFIG)
     return most or 0, lowercases
+
+
+def _tokenizer_limit(path: Path) -> int:
+    """Returns the most tokens of an input by a tokenizer's config, 0 for none: without a limit
+    transformers writes 10^30."""
+    most = read_json(path).get("model_max_length") if path.exists() else None
+    return most if type(most) is int and 1 <= most <= MAX_SEQUENCE else 0
 
 
 def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...]:

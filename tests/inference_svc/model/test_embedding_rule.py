@@ -42,6 +42,7 @@ def write(folder: Path, **files: Any) -> Path:
         "pooling": "1_Pooling/config.json",
         "prompts": "config_sentence_transformers.json",
         "inputs": "sentence_bert_config.json",
+        "tokenizer": "tokenizer_config.json",
     }
     for name, content in found.items():
         path = folder / places[name]
@@ -90,6 +91,26 @@ def test_the_lengths_of_inputs_in_files_of_older_versions(tmp_path: Path, family
     assert read_embedding_rule(tmp_path, 8).refusal.startswith(f"{name}: max_seq_length = 0")
     write(tmp_path, inputs={"max_seq_length": 64})
     assert read_embedding_rule(tmp_path, 8).max_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({}, 256),
+        ({"inputs": {"transformer_task": "feature-extraction"}}, 256),
+        ({"inputs": {"max_seq_length": 512}}, 512),
+        ({"modules": None, "pooling": None, "prompts": None}, 0),
+        ({"tokenizer": {"model_max_length": int(1e30)}}, 0),
+        ({"tokenizer": {"model_max_length": "256"}}, 0),
+    ],
+)
+def test_the_length_of_inputs_by_the_tokenizer(
+    tmp_path: Path, files: dict[str, Any], most: int
+) -> None:
+    """sentence-transformers 6 saves it there. Of a language model it is no limit."""
+    write(tmp_path, **{"tokenizer": {"model_max_length": 256}} | files)
+    rule = read_embedding_rule(tmp_path, 8)
+    assert (rule.max_tokens, rule.refusal) == (most, "")
 
 
 @pytest.mark.parametrize(
