@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from inference_svc.api.pictures import CallPictures, PictureReader
 from inference_svc.api.pooling.embed import EmbedCall
 from inference_svc.api.request_record import NO_PROMPT
 from inference_svc.api.service import Service
 from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule
 from inference_svc.results.pooling import PoolingOption
 from inference_svc.text.prompt import INLINE_CHARS, MIN_CHARS, PromptEncoder, Text
+from servicekit.shares import Shares
 from servicekit.work_budget import WorkBudget
 
 
@@ -58,6 +60,7 @@ def test_many_texts_of_a_call_leave_the_event_loop(
     ).to_call(NO_EMBEDDINGS)
     encoder: Any = Watched()
     principal: Any = SimpleNamespace(account="a", home_tenant="")
+    reader = PictureReader(None, "model", Shares("prompt_image_bytes", 1))
 
     async def watch() -> None:
         while True:
@@ -65,14 +68,17 @@ def test_many_texts_of_a_call_leave_the_event_loop(
             await asyncio.sleep(0)
 
     async def main() -> int:
-        service: Any = SimpleNamespace(
+        service: Any = Service.__new__(Service)  # with the parts that prompts need
+        vars(service).update(
             _prompts=PromptEncoder(encoder, 1000, 128, WorkBudget("work", 1.0)),
+            _pictures=reader,
             _request_log=SimpleNamespace(note_of=lambda prompt: NO_PROMPT),
             facts=SimpleNamespace(max_model_len=1000, vocab_size=128),
         )
+        own = CallPictures(reader)
         others = asyncio.create_task(watch())
         try:
-            made, notes = await Service._to_requests(service, call, None, principal, encoder)
+            made, notes = await service._to_requests(call, None, principal, encoder, own)
         finally:
             others.cancel()
             service._prompts.close()
