@@ -81,15 +81,16 @@ def require_signed(
     has_text: bool = False,
 ) -> None:
     """Checks that a recorded version may become current, by the keys that are trusted now: a key
-    that was removed no longer counts. `has_text`: it has a tokenizer or a chat template, which no
-    signature covers. Raises as `verify_signature`."""
+    that was removed no longer counts. `has_text`: it has a tokenizer, a chat template or names of
+    labels, which no signature covers. Raises as `verify_signature`."""
     if not policy.tenant(tenant).require_signature:
         return
     verify_signature(policy, tenant, signature, digest)
     if has_text:
         raise FailedPrecondition(
             f"version: tenant {tenant} accepts only signed adapters, and this version has a "
-            "tokenizer or a chat template, which are not signed: register the adapter again",
+            "tokenizer, a chat template or names of labels, which are not signed: register the "
+            "adapter again",
             subject="version",
             reason="SIGNATURE_REQUIRED",
         )

@@ -54,7 +54,8 @@ class Editing:
         def accept(record: AdapterRecord) -> None:
             signed_by, value = record.signed_by, record.signature
             signature = Signature(signed_by, value) if signed_by else None
-            has_text = bool(record.tokenizer_digest or record.chat_template_digest)
+            unsigned = record.tokenizer_digest, record.chat_template_digest, record.class_labels
+            has_text = any(unsigned)
             require_signed(policy, name.tenant, signature, record.digest, has_text=has_text)
 
         def roll_back() -> Recorded:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import json
+from pathlib import Path
 
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from adapter_store.__main__ import main
@@ -12,6 +15,7 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.reading.files import CheckpointLimits
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.access.policies import ROOT, token_lines, token_of, write_policy
+from tests.support.store.adapters import all_targets, random_tensors
 from tests.support.store.client import details
 
 pytestmark = pytest.mark.slow
@@ -167,6 +171,36 @@ def test_what_is_not_signed_does_not_come_back(serve, tmp_path, make_adapter, re
     assert client.get("french") == before
     back = client.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="french", version=2))
     assert (back.adapter.version, back.adapter.signed_by) == (2, "release")
+
+
+def make_classifier(make_adapter, id2label) -> Path:
+    """Saves an adapter with a head of two labels, which its model's configuration names."""
+    names = [target.name for target in all_targets() if target.name.endswith("q_proj")]
+    head = {"base_model.model.score.weight": torch.ones(2, 64)}
+    tensors = random_tensors(dict.fromkeys(names, 4)) | head
+    folder = make_adapter(
+        ("q_proj",), tensors=tensors, modules_to_save=["score"], task_type="SEQ_CLS"
+    )
+    (folder / "config.json").write_text(json.dumps({"id2label": id2label}))
+    return folder
+
+
+def test_labels_that_nobody_signed_do_not_come_back(serve, tmp_path, make_adapter, refused) -> None:
+    """A publisher may have swapped them beside weights that are signed."""
+    served = serve(policy_file=write_policy(tmp_path, TOKENS, TRUSTED))
+    client = served.connect(token_of("a"))
+    folder = make_classifier(make_adapter, {"0": "happy", "1": "sad"})
+    signature = sign(digest_of(folder))
+    swapped = client.register("mood", folder, signature=signature).adapter
+    assert list(swapped.class_labels) == ["happy", "sad"]
+    (folder / "config.json").unlink()
+    client.register("mood", folder, signature=signature)
+    write_policy(tmp_path, TOKENS, TRUSTED, STRICT)
+    served.running.store.policies.reload()
+    with refused("FAILED_PRECONDITION", "names of labels, which are not signed") as refusal:
+        client.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="mood", version=1))
+    assert details(refusal.error)["ErrorInfo"].reason == "SIGNATURE_REQUIRED"
+    assert client.get("mood").version == 2
 
 
 def test_removed_key_no_longer_counts(served, tmp_path, make_adapter, refused) -> None:
