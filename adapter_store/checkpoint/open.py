@@ -34,6 +34,7 @@ from adapter_store.checkpoint.scales import check_scales, warnings_of
 from adapter_store.checkpoint.tensors import Contents, TargetWeights, read_tensors
 from adapter_store.checkpoint.weights import Changes, ExpertWeights, Replacement
 from adapter_store.errors import CorruptData, InvalidAdapter
+from contract.adapter_files import MAX_CLASS_LABELS
 from contract.folders import GivenFolder
 from contract.images.dtypes import DataType
 from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
@@ -122,6 +123,12 @@ class Checkpoint:
         """Returns whether it has a whole weight of so many rows, which may be a classifier's head:
         only layouts know which weights are one."""
         return any(each.record.shape[:1] == (num_labels,) for each in self.replacements)
+
+    @property
+    def may_classify(self) -> bool:
+        """Whether it has a whole matrix with no more rows than a classifier's head may have."""
+        shapes = [each.record.shape for each in self.replacements]
+        return any(len(shape) == 2 and shape[0] <= MAX_CLASS_LABELS for shape in shapes)
 
     @contextmanager
     def open_files(self) -> Iterator[Mapping[str, OpenFile]]:

@@ -226,6 +226,7 @@ class Registrar:
         with child_span("check"):
             text = self._read_text(request, staging)
             checkpoint = self._open(staging)
+            text = text.beside(checkpoint)
             known = self._names.known_base_models(request.name)
             base = choose_base_model(
                 request.base_model,
@@ -240,10 +241,7 @@ class Registrar:
                 tokenizer_digest=text.tokenizer_digest,
                 chat_template_digest=text.chat_template_digest,
                 texts=text.contents,
-                # Names of another number of labels are of the model that it was trained on.
-                class_labels=(
-                    text.class_labels if checkpoint.has_rows(len(text.class_labels)) else ()
-                ),
+                class_labels=text.class_labels,
             )
             if request.signature is not None:
                 signed_by = self._verify_signature(request, new.digest)

@@ -12,17 +12,20 @@ class _DuplicateKey(ValueError):
     """Raised for a key that one object holds twice: readers disagree on which value counts."""
 
 
-def parse_object(data: bytes, subject: str) -> dict[str, Any]:
+def parse_object(data: bytes, subject: str, *, allows_constants: bool = False) -> dict[str, Any]:
     """Parses one JSON object.
 
-    The caller caps `len(data)`. `subject` names the file in errors.
+    The caller caps `len(data)`. `subject` names the file in errors. With `allows_constants` the
+    numbers NaN and Infinity are read as Python writes them.
 
     Raises:
         InvalidAdapter: NOT_UTF8, NOT_JSON, NESTED_TOO_DEEPLY, DUPLICATE_KEY or NOT_AN_OBJECT.
     """
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_object,
+            parse_constant=None if allows_constants else _refuse_constant,
         )
     except UnicodeDecodeError as exc:
         raise InvalidAdapter(f"{subject}: not UTF-8", subject=subject, reason="NOT_UTF8") from exc

@@ -14,12 +14,12 @@ import queue
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from adapter_store.checkpoint.open import Checkpoint
 from adapter_store.checkpoint.reading.files import check_text_file, open_file, read_capped
 from adapter_store.checkpoint.reading.json import parse_object
 from adapter_store.core import SourceFile
@@ -45,6 +45,7 @@ TASK = Task(
     Limits(MEMORY_BYTES, wall_seconds=60.0, cpu_seconds=CPU_SECONDS, includes_loading=True),
 )
 MAX_ANSWER_BYTES = MAX_EXTRACT_BYTES + 1 + TEXT_FILES[CONFIG_FILE]
+UNNAMED = "its own labels are LABEL_0, LABEL_1 and so on"
 MAX_END_CHARS = 1 << 12
 """How much after its last loop is read of a chat template, to warn of it."""
 _TAG = re.compile(r"\{%.*?%\}|\{#.*?#\}", re.DOTALL)
@@ -66,6 +67,15 @@ class AdapterText:
     chat_template: bytes = b""
     class_labels: tuple[str, ...] = ()
     label_warning: str = ""
+
+    def beside(self, checkpoint: Checkpoint) -> AdapterText:
+        """Returns it without names of another number of labels, which are of the model that the
+        adapter was trained on, and without a warning about names if it has nothing to name."""
+        return replace(
+            self,
+            class_labels=(self.class_labels if checkpoint.has_rows(len(self.class_labels)) else ()),
+            label_warning=self.label_warning if checkpoint.may_classify else "",
+        )
 
     @property
     def tokenizer_digest(self) -> str:
@@ -203,15 +213,18 @@ def read_text(
     warning = ""
     if MODEL_CONFIG in names:
         content = read_capped(folder, MODEL_CONFIG, TEXT_FILES[MODEL_CONFIG])
-        labels, warning = _labels_of(parse_object(content, MODEL_CONFIG))
+        labels, warning = _labels_of(content)
     return AdapterText(extract, template, labels, warning)
 
 
-def _labels_of(config: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+def _labels_of(content: bytes) -> tuple[tuple[str, ...], str]:
     """Returns the names of a classifier's labels in a model's configuration, and a warning in their
-    place if they cannot be kept: such a file may be of a model that does not classify. Names that
-    transformers makes of numbers are none."""
-    named = config.get("id2label")
+    place if they cannot be kept: such a file may be of a model that does not classify, and
+    transformers saves infinite numbers in some. Names that it makes of numbers are none."""
+    try:
+        named = parse_object(content, MODEL_CONFIG, allows_constants=True).get("id2label")
+    except InvalidAdapter as unread:
+        return (), f"{unread.message}: {UNNAMED}"
     if named is None:
         return (), ""
     found = named if isinstance(named, dict) else {}
@@ -225,7 +238,7 @@ def _labels_of(config: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
     elif sum(len(each.encode()) for each in names) > MAX_CLASS_LABEL_BYTES:
         why = f"has names of more than {MAX_CLASS_LABEL_BYTES} bytes together"
     if why:
-        return (), f"{MODEL_CONFIG}: id2label {why}: its labels are LABEL_0, LABEL_1 and so on"
+        return (), f"{MODEL_CONFIG}: id2label {why}: {UNNAMED}"
     if names == [f"LABEL_{index}" for index in range(len(names))]:
         return (), ""
     return tuple(names), ""

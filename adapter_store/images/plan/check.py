@@ -100,6 +100,7 @@ def check_folder(
         try:
             text = _read_text(given)
             checkpoint = open_checkpoint(given, limits)
+            text = text.beside(checkpoint)
             features = features_of(checkpoint, limits)
         except (InvalidAdapter, LimitExceeded) as error:
             return Report(saved_by, refusal=_refusal(error))

@@ -156,18 +156,38 @@ def test_names_that_cannot_be_kept_are_a_warning(
     assert why in warning
 
 
+def test_a_models_config_may_have_infinite_numbers(tmp_path: Path) -> None:
+    """transformers saves `time_step_limit` of Mamba so."""
+    content = b'{"time_step_limit": [0.0, Infinity], "id2label": {"0": "sad", "1": "happy"}}'
+    (tmp_path / MODEL_CONFIG).write_bytes(content)
+    text = read_text(tmp_path, [MODEL_CONFIG])
+    assert (text.class_labels, text.warnings) == (("sad", "happy"), ())
+
+
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "why"),
     [
-        (b"{", "NOT_JSON"),
-        (b"[" * 100_000, "NESTED_TOO_DEEPLY"),
-        (b" " * ((1 << 20) + 1), "FILE_TOO_LARGE"),
+        (b"{", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"\xff", "not UTF-8"),
+        (b"[" * 100_000, "JSON nested too deeply"),
+        (b'{"a": 1, "a": 2, "id2label": {"0": "x"}}', "duplicate key 'a'"),
     ],
+    ids=["cut-off", "no-object", "no-text", "deep", "twice"],
 )
-def test_a_models_config_that_cannot_be_read_is_refused(
-    tmp_path: Path, content: bytes, reason: str
+def test_a_models_config_that_cannot_be_read_is_a_warning(
+    tmp_path: Path, content: bytes, why: str
 ) -> None:
     (tmp_path / MODEL_CONFIG).write_bytes(content)
+    text = read_text(tmp_path, [MODEL_CONFIG])
+    [warning] = text.warnings
+    assert text.class_labels == ()
+    assert warning.startswith(f"config.json: {why}")
+    assert warning.endswith("its own labels are LABEL_0, LABEL_1 and so on")
+
+
+def test_a_models_config_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MODEL_CONFIG).write_bytes(b" " * ((1 << 20) + 1))
     with pytest.raises(InvalidAdapter) as caught:
         read_text(tmp_path, [MODEL_CONFIG])
-    assert (caught.value.reason, caught.value.subject) == (reason, MODEL_CONFIG)
+    assert (caught.value.reason, caught.value.subject) == ("FILE_TOO_LARGE", MODEL_CONFIG)

@@ -118,6 +118,22 @@ def test_labels_of_a_head_are_versions_and_no_part_of_the_content(serve, make_ad
     assert list(client.upload("sent", files).adapter.class_labels) == ["x", "y"]
 
 
+@pytest.mark.parametrize("rows", [0, 2, 1024, 1025])
+def test_only_heads_are_warned_about_labels(serve, make_adapter, rows):
+    """Trainers save a config beside every adapter, whole weights of another kind beside some."""
+    client = serve().client
+    names = [t.name for t in all_targets() if t.name.endswith("q_proj")]
+    whole = {"base_model.model.score.weight": torch.ones(rows, 64)} if rows else {}
+    tensors = random_tensors(dict.fromkeys(names, 4)) | whole
+    fields = {"modules_to_save": ["score"], "task_type": "SEQ_CLS"} if rows else {}
+    folder = make_adapter(("q_proj",), tensors=tensors, **fields)
+    (folder / "config.json").write_text('{"id2label": {"0": "a"}, "id2label": {"0": "b"}}')
+    made = client.register("a", folder)
+    assert list(made.adapter.class_labels) == []
+    may_classify = 0 < rows <= 1024
+    assert ["duplicate key" in each for each in made.warnings] == [True] * may_classify
+
+
 def test_uploads_bring_theirs_along(serve, folder):
     client = serve().client
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
