@@ -20,7 +20,7 @@ from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.reading.files import CheckpointLimits
 from adapter_store.checkpoint.reading.memory_files import MemoryFolder
 from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
-from adapter_store.checkpoint.text_files import AdapterText, TextReader
+from adapter_store.checkpoint.text_files import UNNAMED, AdapterText, TextReader
 from adapter_store.checkpoint.unpickle import convert_pickle
 from adapter_store.core import BaseModelChoice, Quota, Recorded
 from adapter_store.errors import BlobLost, CatalogUnavailable, Conflict, CorruptData, InvalidAdapter
@@ -33,7 +33,7 @@ from adapter_store.sources.limits import FetchLimits, StagedBytes, Stop
 from adapter_store.sources.staging import Staging
 from adapter_store.sources.transfer import FetchRunner
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
-from contract.adapter_files import PICKLE_FILE, is_text_file
+from contract.adapter_files import MODEL_CONFIG, PICKLE_FILE, is_text_file
 from servicekit.auth.principal import tenant_account
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
@@ -45,6 +45,10 @@ logger = logging.getLogger(__name__)
 MAX_BASE_MODEL_CHARS = 512
 MAX_DESCRIPTION_CHARS = 4096
 MAX_TRIES = 3
+UNSIGNED_LABELS = (
+    f"{MODEL_CONFIG} is not read, as no signature covers it and the tenant requires signatures: "
+    f"{UNNAMED}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +264,16 @@ class Registrar:
 
     def _read_text(self, request: Registration, staging: Staging) -> AdapterText:
         """Returns the contents of the adapter's text files, which are removed. A signature is of
-        the weights alone: where one is required, the base model's counts."""
+        the weights alone: where one is required, the base model's counts, and labels have no
+        names."""
         text, tenant = AdapterText(), request.name.tenant
-        if not any(is_text_file(file.name) for file in staging.files):
+        names = [file.name for file in staging.files if is_text_file(file.name)]
+        if not names:
             return text
-        if not self._policies.policy.tenant(tenant).require_signature:
+        if self._policies.policy.tenant(tenant).require_signature:
+            if MODEL_CONFIG in names:
+                text = AdapterText(label_warning=UNSIGNED_LABELS)
+        else:
             text = self._texts.read(
                 staging.folder, staging.files, tenant_account(tenant), staging.check_cancelled
             )

@@ -185,6 +185,19 @@ def make_classifier(make_adapter, id2label) -> Path:
     return folder
 
 
+def test_labels_are_not_read_where_signatures_are_required(served, make_adapter, how) -> None:
+    """A warning says so, of an adapter that may have labels."""
+    client = served.connect(token_of("a"))
+    folder = make_classifier(make_adapter, {"0": "sad", "1": "happy"})
+    made = send(client, how, "mood", folder, signature=sign(digest_of(folder)))
+    assert list(made.adapter.class_labels) == []
+    [warning] = [each for each in made.warnings if "config.json" in each]
+    assert "the tenant requires signatures: its own labels are LABEL_0" in warning
+    plain = make_adapter(folder="plain")
+    (plain / "config.json").write_text("{}")
+    assert not send(client, how, "plain", plain, signature=sign(digest_of(plain))).warnings
+
+
 def test_labels_that_nobody_signed_do_not_come_back(serve, tmp_path, make_adapter, refused) -> None:
     """A publisher may have swapped them beside weights that are signed."""
     served = serve(policy_file=write_policy(tmp_path, TOKENS, TRUSTED))
