@@ -213,6 +213,10 @@ def test_inputs_are_cut_at_either_end(serving: Serving) -> None:
     whole = {"input": [ids], "truncate_prompt_tokens": -1}
     [found] = serving.post("/v1/embeddings", **whole)["data"]
     np.testing.assert_allclose(found["embedding"], end.vector, atol=1e-5)
+    for side in ("left", "right"):  # alone it has no effect, as with vLLM
+        [found] = serving.post("/v1/embeddings", input=[ids[:7]], truncation_side=side)["data"]
+        np.testing.assert_allclose(found["embedding"], serving.vector(ids[:7]), atol=1e-4)
+        assert serving.refused("/v1/embeddings", input=[ids], truncation_side=side)[0] == "input[0]"
     text = "a b c " * 200
     [found] = serving.post("/embed", inputs=text, truncate=True)
     np.testing.assert_allclose(found, serving.vector(serving.ids(text[:60])[:MOST]), atol=1e-4)

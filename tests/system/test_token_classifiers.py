@@ -240,7 +240,7 @@ def test_bad_input_is_refused_by_name(serving: Serving) -> None:
         "dimensions": {"task": "token_classify", "dimensions": 8},
         "encoding_format": {"encoding_format": "bytes"},
         "truncate_prompt_tokens": {"truncate_prompt_tokens": 0},
-        "truncation_side": {"truncation_side": "left"},
+        "truncation_side": {"truncation_side": "middle"},
         "input[1]": {"input": ["a", ""]},
     }
     for param, fields in refused.items():

@@ -61,10 +61,6 @@ class InputsBody(PoolBody):
                 "truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes",
                 subject="truncate_prompt_tokens",
             )
-        if most is None and side is not None:
-            raise InvalidArgument(
-                "truncation_side: only with truncate_prompt_tokens", subject="truncation_side"
-            )
         kept = None if most is None else Kept.LAST if side == "left" else Kept.FIRST
         return {
             **self.common(request_id, adapter),
