@@ -159,6 +159,8 @@ def test_texts_are_ranked_as_by_text_embeddings_inference(judge: Judge) -> None:
     ]
     scores = [each["score"] for each in answer.json()]
     assert scores == pytest.approx([wanted[index] for index in order], abs=1e-5)
+    own = judge.http.post("/rerank", json=body | {"model": ADAPTER})
+    assert own.headers["x-adapter-digest"] == judge.digest
     plain = judge.http.post("/rerank", json=body | {"return_text": False}).json()
     assert {frozenset(each) for each in plain} == {frozenset(("index", "score"))}
 

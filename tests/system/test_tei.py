@@ -127,6 +127,31 @@ def test_similarities_are_cosines(serving: Serving) -> None:
     np.testing.assert_allclose(found, [vectors[0] @ each for each in vectors[1:]], atol=1e-4)
 
 
+def test_answers_name_the_digest_in_a_header(serving: Serving) -> None:
+    """They are lists, with no place for it."""
+    client, name = serving.services.client, "x-adapter-digest"
+    [embedded] = client.embed("a", adapter="every")
+    assert embedded.adapter is not None
+    digest = embedded.adapter.digest
+    assert digest.startswith("sha256:")
+    sentences = {"source_sentence": "a", "sentences": ["b"]}
+    own = {"model": "every"}
+    for path, fields in (
+        ("/embed", {"inputs": "a"}),
+        ("/embed_all", {"inputs": "a"}),
+        ("/similarity", {"inputs": sentences}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/pooling", {"input": "a"}),
+    ):
+        answer = serving.http.post(path, json=fields | own)
+        assert (answer.status_code, answer.headers[name]) == (200, digest), answer.text
+    assert name not in serving.http.post("/embed", json={"inputs": "a"}).headers
+    other = client.register("heads", str(serving.made.adapter_dirs["heads"]), base_model="bert")
+    parts = [{"ref": "every", "scale": 0.5}, {"ref": "heads"}]
+    answer = serving.http.post("/embed", json={"inputs": "a", "adapters": parts})
+    assert answer.headers[name] == f"{digest};scale=0.5, {other.adapter.digest};scale=1.0"
+
+
 def test_info(serving: Serving) -> None:
     found = serving.http.get("/info").json()
     assert (found["model_id"], found["max_input_length"], found["auto_truncate"]) == (

@@ -29,10 +29,13 @@ from inference_svc.api.pooling.call import MAX_INPUT_TOKENS, MAX_INPUTS
 from inference_svc.api.server_facts import ServerFacts
 from inference_svc.api.service import Service
 from inference_svc.core import MAX_PARTS, sum_label
+from inference_svc.store.adapter_resolver import Binding
 from servicekit.errors import InvalidArgument
 from servicekit.shares import Shares
 
 NAMES: Names = {"adapter": "model", "chat": "model"}
+DIGEST_HEADER = "x-adapter-digest"
+"""Has the adapter's digest, or of a sum each part's and its scale: some answers are lists alone."""
 
 
 class PoolBody(Body):
@@ -135,6 +138,8 @@ class PoolRoute(Generic[B]):
         num_inactive = sum(each.has_inactive_adapter for each in stream.requests)
         if num_inactive:
             headers[INACTIVE_HEADER] = f"{num_inactive} of {len(stream.requests)} inputs"
+        if stream.binding is not None:
+            headers[DIGEST_HEADER] = _digests(stream.binding)
         memory = AnswerMemory(self._answers, stream.principal.account)
         endpoint = self._endpoint
         head = head_of(stream, self._service.facts, endpoint.object, endpoint.id_prefix)
@@ -145,6 +150,11 @@ class PoolRoute(Generic[B]):
             memory.release()
             raise
         return FullResponse(parts, headers, memory)
+
+
+def _digests(binding: Binding) -> str:
+    parts = [f"{part.digest};scale={scale}" for part, scale in binding.parts]
+    return ", ".join(parts) or binding.digest
 
 
 def to_usage(num_tokens: int, num_cached: int) -> dict[str, Any]:
