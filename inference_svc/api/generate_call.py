@@ -63,7 +63,8 @@ class GenerateCall:
 
     `adapter_field`, `prompts_field`, `stop_field` and `max_tokens_field` are the caller's names of
     these fields, the second "" where it is the transport's only prompt, the last "" where it gave
-    no limit. `max_logprobs` bounds the logprobs of all requests together;
+    no limit. With a `last_prompt_field` the last prompt has this name, and is no item of a list.
+    `max_logprobs` bounds the logprobs of all requests together;
     with `withholds_parts` an answer has no results of a stop string's tokens. An id that is not
     unique, such as an id that a mesh sends with many calls, is none to the engine. An answer whose
     call has no `reading` is given as it is. With `max_running` at most so many of its requests are
@@ -93,9 +94,16 @@ class GenerateCall:
     grammar: Grammar | None = None
     reading: ReadingOptions | None = None
     prompts_field: str = ""
+    last_prompt_field: str = ""
     max_running: int | None = None
     max_prompt_tokens: int | None = None
     prompt_limit: PromptLimit = NO_LIMIT
+
+    def prompt_field(self, index: int) -> str:
+        """Returns the caller's name of one of several prompts."""
+        if self.last_prompt_field and index == len(self.prompts) - 1:
+            return self.last_prompt_field
+        return f"{self.prompts_field}[{index}]"
 
     @property
     def kind(self) -> Kind:

@@ -421,7 +421,7 @@ def _naming_prompt(call: GenerateCall, index: int) -> Iterator[None]:
     except InvalidArgument as error:
         if error.subject != "prompt" or not call.prompts_field:
             raise
-        field = f"{call.prompts_field}[{index}]"
+        field = call.prompt_field(index)
         raise InvalidArgument(f"{field}: {error.message}", subject=field) from None
 
 

@@ -127,6 +127,29 @@ def test_similarities_are_cosines(serving: Serving) -> None:
     np.testing.assert_allclose(found, [vectors[0] @ each for each in vectors[1:]], atol=1e-4)
 
 
+def test_bad_sentences_are_refused_by_name(serving: Serving) -> None:
+    """The source is an input, too, and no item of the sentences."""
+    long = "a b c " * 40
+
+    def refused(source: str, sentences: list[str]) -> tuple[str, str]:
+        inputs = {"source_sentence": source, "sentences": sentences}
+        return serving.refused("/similarity", inputs=inputs)
+
+    for source, sentences, param in (
+        (long, ["a", "b"], "inputs.source_sentence"),
+        ("", ["a"], "inputs.source_sentence"),
+        ("a", ["a", long], "inputs.sentences[1]"),
+        ("a", ["a", ""], "inputs.sentences[1]"),
+        ("a", [], "inputs.sentences"),
+    ):
+        assert refused(source, sentences)[0] == param
+    param, message = refused("a", ["a"] * 2048)
+    assert param == "inputs.sentences"
+    assert "at most 2047 items" in message
+    inputs = {"source_sentence": "a", "sentences": ["a"] * 2047}
+    assert len(serving.post("/similarity", inputs=inputs)) == 2047
+
+
 def test_answers_name_the_digest_in_a_header(serving: Serving) -> None:
     """They are lists, with no place for it."""
     client, name = serving.services.client, "x-adapter-digest"

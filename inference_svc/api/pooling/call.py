@@ -31,8 +31,9 @@ NOTHING_GENERATED = SamplingParams(max_tokens=0, temperature=0.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCall:
     """The common fields. `inputs_field`, `adapter_field` and `max_tokens_field` are the caller's
-    names of these. An input of more than `max_tokens`, 0 for as many as the model takes, is refused
-    unless some are `kept`."""
+    names of these, `last_input_field` its name of the last input if this is no item of them. An
+    input of more than `max_tokens`, 0 for as many as the model takes, is refused unless some are
+    `kept`."""
 
     request_id: str
     adapter: str
@@ -45,6 +46,7 @@ class PoolCall:
     kept: Kept | None = None
     max_tokens_field: str = "max_tokens"
     inputs_field: str = "inputs"
+    last_input_field: str = ""
     adapter_field: str = "adapter"
     is_id_unique: bool = True
 
@@ -76,6 +78,7 @@ class PoolCall:
             parts=self.parts,
             wanted=Wanted((option,)),
             prompts_field=self.inputs_field,
+            last_prompt_field=self.last_input_field,
             max_running=MAX_RUNNING,
             max_prompt_tokens=min(most, MAX_INPUT_TOKENS),
             prompt_limit=replace(limit, kept=self.kept),

@@ -209,7 +209,7 @@ class Predict:
 
 class SimilarityInputs(Body):
     source_sentence: Annotated[str, Field(min_length=1)]
-    sentences: Texts
+    sentences: Annotated[Texts, Field(max_length=MAX_INPUTS - 1)]
 
 
 class SimilarityBody(PoolBody):
@@ -223,6 +223,7 @@ class SimilarityBody(PoolBody):
             **self.common(request_id, adapter),
             inputs=tuple(to_prompt(each, None) for each in texts),
             inputs_field="inputs.sentences",
+            last_input_field="inputs.source_sentence",
             kept=kept_of(parameters),
             option=PoolingOption(is_normalised=True),
             prompt_name=parameters.prompt_name or "",
