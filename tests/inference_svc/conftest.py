@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def engine() -> Iterator[FakeEngine]:
 @pytest.fixture
 def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
     """Runs a coroutine function with a server; `store` gives it a fake store, `http` an HTTP
-    address, `text` another tokenizer than one of the `kind`, `settings` any other settings."""
+    address, `text` another tokenizer than one of the `kind`, `facts` other facts about the
+    model, `settings` any other settings."""
     (tmp_path / "config.json").write_text("{}")
 
     def run(
@@ -63,6 +65,7 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
         store: bool = False,
         http: bool = False,
         text: Any = None,
+        facts: Mapping[str, Any] | None = None,
         max_model_len: int = MAX_MODEL_LEN,
         **settings: Any,
     ) -> Any:
@@ -89,9 +92,9 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
             )
             server = InferenceServer(config)
             model = text or tokenizers[kind]
-            facts = facts_of(config, model)
+            known = dataclasses.replace(facts_of(config, model), **(facts or {}))
             try:
-                await server.start(engine, model, facts)
+                await server.start(engine, model, known)
                 async with (
                     asyncio.timeout(60),
                     grpc.aio.insecure_channel(server.address) as channel,

@@ -46,6 +46,9 @@ from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.pooling import PoolingOption
 from inference_svc.text.prompt import Kept
 
+POOLINGS = {Pooling.FIRST: "cls", Pooling.MEAN: "mean", Pooling.LAST: "last_token"}
+"""The words of /info."""
+
 PromptName = Annotated[str, Field(max_length=MAX_PROMPT_NAME_CHARS)]
 
 
@@ -276,7 +279,7 @@ class TeiRoutes:
                 "model_dtype": facts.dtype,
                 "model_type": _model_type(facts),
                 "max_concurrent_requests": facts.max_queue,
-                "max_input_length": facts.max_input_tokens,
+                "max_input_length": _max_input_tokens(facts),
                 "max_batch_tokens": facts.max_batch_tokens,
                 "max_client_batch_size": MAX_INPUTS,
                 "auto_truncate": False,
@@ -291,10 +294,21 @@ class TeiRoutes:
         raise HTTPException(501, "/embed_sparse: no sparse vectors (SPLADE) are served: use /embed")
 
 
-def _model_type(facts: ServerFacts) -> dict[str, Any]:
+def _max_input_tokens(facts: ServerFacts) -> int:
+    """Returns the most tokens of an input of the model's type: only embeddings may have a limit
+    below the context."""
+    embeds = not (facts.classifier.labels or facts.embedding.refusal)
+    return facts.max_input_tokens if embeds else facts.max_model_len
+
+
+def _model_type(facts: ServerFacts) -> dict[str, Any] | None:
+    """Returns the type by the words of text-embeddings-inference; None: the model neither embeds
+    nor classifies. A head with one output is no reranker: /rerank asks models that generate."""
     labels = facts.classifier.labels
     if not labels:
-        return {"embedding": {"pooling": facts.embedding.pooling.value}}
+        if facts.embedding.refusal:
+            return None
+        return {"embedding": {"pooling": POOLINGS[facts.embedding.pooling]}}
     by_id = {str(index): label for index, label in enumerate(labels)}
     by_label = {label: index for index, label in enumerate(labels)}
     return {"classifier": {"id2label": by_id, "label2id": by_label}}

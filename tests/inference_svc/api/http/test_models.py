@@ -1,7 +1,8 @@
-"""/v1/models while the store is unreachable; with a store it is tested in `system`."""
+"""/v1/models while the store is unreachable, and /info; both are tested in `system`, too."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,10 +11,12 @@ import pytest
 
 from inference_svc.api.http.models import MAX_PAGE_SIZE
 from inference_svc.api.http.serving import connections
+from inference_svc.results.classifier_rule import ClassifierRule
+from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from tests.support.inference.connections import connected
 from tests.support.inference.front import Front
-from tests.support.inference.serving import NameStore, digest_of
+from tests.support.inference.serving import MAX_MODEL_LEN, NameStore, digest_of
 from tests.support.wait import until_async
 
 
@@ -116,3 +119,39 @@ def test_a_name_of_base_and_adapter_tells_the_name_to_write(serve_http) -> None:
         assert answer.status_code == 400  # no model of this server, and no name of an adapter
 
     serve_http(body, store=True)
+
+
+EMBEDDING = EmbeddingRule(size=8, max_tokens=5)
+LABELS = ("sad", "happy")
+BY_LABEL = {"id2label": {"0": "sad", "1": "happy"}, "label2id": {"sad": 0, "happy": 1}}
+ONE = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+@pytest.mark.parametrize(
+    ("facts", "model_type", "most"),
+    [
+        ({"embedding": replace(EMBEDDING, pooling=Pooling.FIRST)}, "cls", 5),
+        ({"embedding": replace(EMBEDDING, pooling=Pooling.MEAN)}, "mean", 5),
+        ({"embedding": EMBEDDING}, "last_token", 5),
+        ({"embedding": replace(EMBEDDING, max_tokens=0)}, "last_token", MAX_MODEL_LEN),
+        ({"embedding": replace(EMBEDDING, refusal="no")}, None, MAX_MODEL_LEN),
+        ({"embedding": EMBEDDING, "classifier": ClassifierRule(LABELS)}, BY_LABEL, MAX_MODEL_LEN),
+        ({"classifier": ClassifierRule(("LABEL_0",))}, ONE, MAX_MODEL_LEN),
+    ],
+    ids=["first", "mean", "last", "context", "refused", "labels", "one-label"],
+)
+def test_info_has_the_words_of_text_embeddings_inference(
+    serve_http, facts: dict[str, Any], model_type: Any, most: int
+) -> None:
+    """Inputs to classify may have as many tokens as the context has."""
+
+    async def body(front: Front) -> None:
+        found = (await front.raw.get("/info")).json()
+        wanted = model_type
+        if isinstance(model_type, str):
+            wanted = {"embedding": {"pooling": model_type}}
+        elif model_type is not None:
+            wanted = {"classifier": model_type}
+        assert (found["model_type"], found["max_input_length"]) == (wanted, most)
+
+    serve_http(body, facts=facts)
