@@ -193,6 +193,9 @@ def test_bad_input_is_refused_by_name(judge: Judge) -> None:
         ("/v1/score", {"text_1": "q" * LONG, "text_2": ["a", "b"]}, "text_1"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents"),
+        ("/rerank", {"query": "a", "texts": ["a"], "top_n": 1}, "top_n"),
+        ("/rerank", {"query": "a", "texts": ["a"], "return_documents": False}, "return_documents"),
+        ("/rerank", {"query": "a", "documents": ["a"], "return_text": True}, "return_text"),
     ):
         assert judge.post(path, 400, **fields)["error"]["param"] == param
 

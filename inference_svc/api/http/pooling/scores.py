@@ -86,6 +86,7 @@ class RerankBody(PoolBody):
     def to_call(self, request_id: str, adapter: str, facts: ServerFacts) -> GenerateCall:
         if (self.documents is None) == (self.texts is None):
             raise InvalidArgument("documents: give these, or texts", subject="documents")
+        self._check_fields_of_other()
         for field, value in (("raw_scores", self.raw_scores), ("truncate", self.truncate)):
             if value:
                 raise InvalidArgument(
@@ -99,6 +100,18 @@ class RerankBody(PoolBody):
             inputs_field="documents" if self.texts is None else "texts",
         )
         return call.to_call()
+
+    def _check_fields_of_other(self) -> None:
+        """Raises InvalidArgument for a field that only the other form of this route has."""
+        form, other, fields = "texts", "documents", ["top_n", "return_documents"]
+        if self.texts is None:
+            form, other, fields = "documents", "texts", ["return_text"]
+        for field in fields:
+            if getattr(self, field) is not None:
+                raise InvalidArgument(
+                    f"{field}: only with {other}: leave it out, or give these in place of {form}",
+                    subject=field,
+                )
 
 
 @dataclass(slots=True)
