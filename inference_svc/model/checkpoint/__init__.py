@@ -3,6 +3,7 @@
 hub                A model by its name on the Hugging Face Hub: found in its cache, or downloaded.
 files              The files that a model's folder has to have, checked before any is loaded.
 generation_config  The contents of generation_config.json: end tokens, defaults of sampling.
+embedding_files    The names of the files of sentence-transformers.
 dense              A dense layer behind a model's pooling.
 sentence_transformers  How a model embeds, by the files of sentence-transformers.
 classifier         The head of a model that classifies.

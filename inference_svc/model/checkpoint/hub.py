@@ -18,6 +18,13 @@ from typing import Any
 
 from inference_svc.config import InferenceSettings, split_hub_name
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.checkpoint.embedding_files import (
+    DENSE,
+    INPUTS,
+    MODULES,
+    POOLING,
+    PROMPTS,
+)
 from inference_svc.model.checkpoint.files import (
     CONFIG,
     INDEX,
@@ -31,13 +38,6 @@ from inference_svc.model.checkpoint.files import (
     weight_files,
 )
 from inference_svc.model.checkpoint.generation_config import FILE_NAME as GENERATION_CONFIG
-from inference_svc.model.checkpoint.sentence_transformers import (
-    DENSE,
-    INPUTS,
-    MODULES,
-    POOLING,
-    PROMPTS,
-)
 from inference_svc.pictures.processor import PREPROCESSOR, PROCESSOR
 from servicekit.errors import InvalidSetting
 from servicekit.hub_client import REDIRECT_HOSTS, ForeignHost, HubHosts

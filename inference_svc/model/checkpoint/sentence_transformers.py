@@ -20,24 +20,10 @@ from typing import Any
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.dense import MAX_WEIGHTS, read_dense
+from inference_svc.model.checkpoint.embedding_files import INPUTS, MODULES, PROMPTS
 from inference_svc.model.checkpoint.files import CONFIG, TOKENIZER_CONFIG, read_json
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 
-MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
-INPUTS = (
-    "sentence_bert_config.json",
-    "sentence_roberta_config.json",
-    "sentence_distilbert_config.json",
-    "sentence_camembert_config.json",
-    "sentence_albert_config.json",
-    "sentence_xlm-roberta_config.json",
-    "sentence_xlnet_config.json",
-)
-"""Names of the file with the limits of inputs, in the order of sentence-transformers."""
-POOLING = "1_Pooling/config.json"
-"""Where sentence-transformers saves the pooling."""
-DENSE = ("[0-9]_Dense/config.json", "[0-9]_Dense/model.safetensors")
-"""Patterns of where it saves dense layers."""
 MAX_MODULES, MAX_PROMPTS, MAX_PROMPT_CHARS = 16, 64, 1 << 14
 MAX_SEQUENCE = 1 << 30
 """More tokens than any context has."""
@@ -48,6 +34,8 @@ _POOLINGS = {
     "lasttoken": Pooling.LAST,
     "mean_tokens": Pooling.MEAN,
 }
+_MODES = {"cls": "cls_token", "mean": "mean_tokens"}
+"""Names of `pooling_mode`, which newer versions save, where older ones have another."""
 _MODULE = re.compile(r"sentence_transformers\.(?:\w+\.)*(\w+)")
 _FOLDER = re.compile(r"[\w.-]*")
 
@@ -170,14 +158,17 @@ def _read_list(path: Path) -> list[Any]:
 
 def _pooling(model_dir: Path, folder: str, size: int) -> Pooling:
     config, where = read_json(model_dir / folder / CONFIG), f"{folder}/{CONFIG}"
-    width = config.get("word_embedding_dimension", size)
-    if width != size:
-        raise UnsupportedModel(f"{where}: word_embedding_dimension = {width!r}: must be {size}")
+    for key in ("word_embedding_dimension", "embedding_dimension"):
+        if config.get(key, size) != size:
+            raise UnsupportedModel(f"{where}: {key} = {config[key]!r}: must be {size}")
     chosen = [
         key.removeprefix(_FLAG)
         for key, value in config.items()
         if key.startswith(_FLAG) and value is True
     ]
+    modes = config.get("pooling_mode") or []
+    for mode in modes if isinstance(modes, list) else [modes]:
+        chosen.append(_MODES.get(str(mode), str(mode)))
     if len(chosen) != 1 or chosen[0] not in _POOLINGS:
         raise UnsupportedModel(
             f"{where}: pools {', '.join(chosen) or 'nothing'}: supported is one of "

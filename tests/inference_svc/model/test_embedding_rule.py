@@ -58,16 +58,21 @@ def test_a_folder_as_qwen3_embedding_has_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "pooling"),
+    ("config", "pooling"),
     [
-        ("pooling_mode_cls_token", Pooling.FIRST),
-        ("pooling_mode_mean_tokens", Pooling.MEAN),
-        ("pooling_mode_lasttoken", Pooling.LAST),
+        ({"pooling_mode_cls_token": True}, Pooling.FIRST),
+        ({"pooling_mode_mean_tokens": True}, Pooling.MEAN),
+        ({"pooling_mode_lasttoken": True}, Pooling.LAST),
+        ({"pooling_mode": "cls", "embedding_dimension": 8}, Pooling.FIRST),
+        ({"pooling_mode": "mean", "include_prompt": True}, Pooling.MEAN),
+        ({"pooling_mode": ["lasttoken"]}, Pooling.LAST),
     ],
+    ids=str,
 )
-def test_each_pooling(tmp_path: Path, flag: str, pooling: Pooling) -> None:
+def test_each_pooling(tmp_path: Path, config: dict[str, object], pooling: Pooling) -> None:
+    """As older versions of sentence-transformers save it, and newer ones."""
     modules = [*MODULES[:2]]
-    rule = read_embedding_rule(write(tmp_path, pooling={flag: True}, modules=modules), 8)
+    rule = read_embedding_rule(write(tmp_path, pooling=config, modules=modules), 8)
     assert (rule.pooling, rule.is_normalised, rule.refusal) == (pooling, False, "")
 
 
@@ -260,6 +265,9 @@ def test_lengths_of_matryoshka_and_a_default_prompt(tmp_path: Path) -> None:
         ({"modules": [*MODULES, MODULES[1]]}, "lists 2 poolings"),
         ({"pooling": None}, "does not exist"),
         ({"pooling": {"word_embedding_dimension": 16}}, "word_embedding_dimension = 16"),
+        ({"pooling": {"embedding_dimension": 16}}, "embedding_dimension = 16"),
+        ({"pooling": {"pooling_mode": ["mean", "cls"]}}, "pools mean_tokens, cls_token: supported"),
+        ({"pooling": {"pooling_mode": "weightedmean"}}, "pools weightedmean: supported"),
         ({"pooling": {"pooling_mode_max_tokens": True}}, "pools max_tokens: supported"),
         ({"pooling": {}}, "pools nothing: supported"),
         (
