@@ -134,6 +134,9 @@ class Registrations:
             self._failed_s = time.monotonic()
             self._report("failed", str(error))
             return None
+        except BaseException:
+            self._free(len(image.data))
+            raise
         self._report("registered")
         return RegisteredImage(image, self._release)
 

@@ -119,6 +119,22 @@ def test_a_device_that_refuses_is_left_alone_for_a_while(
     assert caplog.records[-1].message == "shared image is registered with the device"
 
 
+def test_an_unexpected_error_keeps_no_place(bounded, registrar, monkeypatch) -> None:
+    """CUDA that cannot start raises RuntimeError, for each image."""
+
+    def fail(data: memoryview) -> None:
+        raise RuntimeError("no CUDA runtime")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(registrar, "register", fail)
+        for _ in range(3):
+            assert bounded.admit(50)
+            with pytest.raises(RuntimeError, match="no CUDA runtime"):
+                bounded.register(MemoryMapping(b"x" * 50))
+    assert (bounded.num_images, bounded.num_bytes) == (0, 0)
+    register(bounded, 100).release()
+
+
 def test_an_image_stays_counted_if_the_device_does_not_let_go(
     bounded, registrar, monkeypatch, caplog
 ) -> None:
