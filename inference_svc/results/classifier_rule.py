@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_svc.results.embedding_rule import Pooling
+from inference_svc.results.embedding_rule import Pooling, sigmoid
 
 MAX_LABELS = 1024
 """Labels of a head, the model's or an adapter's: all requests wait for its product in a step, and
@@ -26,9 +26,9 @@ class Activation(enum.Enum):
         """Returns [..., labels] of [..., labels]."""
         if self is Activation.NONE:
             return logits
-        values = logits.astype(np.float64)
         if self is Activation.SIGMOID:
-            return (1 / (1 + np.exp(-values))).astype(np.float32)
+            return sigmoid(logits)
+        values = logits.astype(np.float64)
         shares = np.exp(values - values.max(axis=-1, keepdims=True))
         return (shares / shares.sum(axis=-1, keepdims=True)).astype(np.float32)
 

@@ -26,6 +26,13 @@ class Pooling(enum.Enum):
         return 0, 1 if self is Pooling.FIRST else num_prompt
 
 
+def sigmoid(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns the sigmoid of each value, computed in fp64."""
+    # exp of a large number would overflow, which is a warning; of a negative one it becomes 0.
+    power = np.exp(-np.abs(values.astype(np.float64)))
+    return (np.where(values >= 0, 1.0, power) / (1 + power)).astype(np.float32)
+
+
 class DenseActivation(enum.Enum):
     """What a dense layer does to its outputs."""
 
@@ -40,7 +47,7 @@ class DenseActivation(enum.Enum):
         if self is DenseActivation.RELU:
             return np.maximum(values, np.float32(0))
         if self is DenseActivation.SIGMOID:
-            return (1 / (1 + np.exp(-values.astype(np.float64)))).astype(np.float32)
+            return sigmoid(values)
         return values
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule, Pooling
+from inference_svc.results.classifier_rule import Activation
+from inference_svc.results.embedding_rule import (
+    NO_EMBEDDINGS,
+    DenseActivation,
+    EmbeddingRule,
+    Pooling,
+)
 from inference_svc.results.pooling import (
     HiddenSum,
     PoolingOption,
@@ -90,6 +97,15 @@ def test_a_mean_of_parts_is_the_mean_of_all(is_normalised: bool) -> None:
 def test_a_vector_of_zeros_stays() -> None:
     part = HiddenSum(0, 1, bytes(4 * 8))
     assert not pooled([part], PoolingOption(Pooling.LAST, True, 8, 8)).any()
+
+
+@pytest.mark.parametrize("activation", [Activation.SIGMOID, DenseActivation.SIGMOID])
+def test_the_sigmoid_of_large_numbers_does_not_overflow(activation: Any) -> None:
+    """A warning is an error here, and a line of the log in a server."""
+    values = np.array([-3e38, -800, -2, 0, 2, 800, 3e38], np.float32)
+    some = 1 / (1 + math.exp(2))
+    wanted = [0, 0, some, 0.5, 1 - some, 1, 1]
+    np.testing.assert_allclose(activation(values), np.array(wanted, np.float32), rtol=1e-6)
 
 
 def test_neighbouring_sums_are_one() -> None:
