@@ -129,7 +129,7 @@ class GenerateCall:
         vocab_size: int = 0,
     ) -> list[Request]:
         """Returns the requests of one prompt. `home_tenant` is the caller's. An adapter's `end_ids`
-        end them as the model's own tokens do; `vocab_size` is the model's."""
+        that it has rows for end them as the model's own tokens do; `vocab_size` is the model's."""
         tenant, activation = "", 0
         key: AdapterKey = ""
         names: tuple[str, ...] = ()
@@ -142,6 +142,9 @@ class GenerateCall:
                 tenant = ""
                 key, activation = ("", 0) if found is None else (key, found)
         max_tokens = min(self.sampling.max_tokens, max_model_len - len(prompt_token_ids))
+        vocab_size += 0 if binding is None else binding.added_tokens
+        # A tokenizer may have tokens that neither the model nor the adapter has rows for.
+        end_ids = tuple(token for token in end_ids if token < vocab_size)
         request = Request(
             request_id=self.request_id,
             prompt_token_ids=prompt_token_ids,
@@ -158,7 +161,7 @@ class GenerateCall:
             deadline_s=self.deadline_s,
             wanted=self.wanted,
             version_policy=self.version_policy,
-            vocab_size=vocab_size + (0 if binding is None else binding.added_tokens),
+            vocab_size=vocab_size,
             grammar=self.grammar,
         )
         return self._choices(request, prompt_index)
@@ -414,7 +417,7 @@ def checked_sampling(
 
 def check_grammar(call: GenerateCall, *, has_ends: bool) -> None:
     """Raises InvalidArgument, naming the fields, where a call's grammar and its other fields
-    contradict each other. `has_ends`: its answers can end with a token."""
+    contradict each other. `has_ends`: its answers can end with a token, its own stops included."""
     assert call.grammar is not None
     field, sampling = call.grammar.field, call.sampling
     path = call.stop_field.removesuffix("stop")
@@ -423,7 +426,7 @@ def check_grammar(call: GenerateCall, *, has_ends: bool) -> None:
         refused = f"not with {path}ignore_eos: the answer ends where its text is complete"
     elif sampling.min_tokens:
         refused = f"not with {path}min_tokens: the form decides how long a text is"
-    elif not (has_ends or sampling.stop_token_ids):
+    elif not has_ends:
         refused = f"this model has no end token: set {path}stop_token_ids"
     if refused:
         raise InvalidArgument(f"{field}: {refused}", subject=field)

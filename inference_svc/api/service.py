@@ -173,7 +173,8 @@ class Service:
                 decoder, ends = _ends(call, reading, requests, text)
                 call, budget = self._formed(call, reading, text, ends)
                 readers = _readers(call, reading, text, ends)
-                call = await self._with_grammar(call, text, principal, threads)
+                has_ends = bool(self.facts.eos_token_ids or requests[0].sampling.stop_token_ids)
+                call = await self._with_grammar(call, has_ends, principal, threads)
                 requests = [replace(each, grammar=call.grammar, budget=budget) for each in requests]
         return GenerateStream(
             call.without_prompts(),
@@ -231,13 +232,13 @@ class Service:
         return await self._texts.get(binding, principal.account, threads)
 
     async def _with_grammar(
-        self, call: GenerateCall, text: TextModel, principal: Principal, threads: Executor
+        self, call: GenerateCall, has_ends: bool, principal: Principal, threads: Executor
     ) -> GenerateCall:
-        """Returns the call with its grammar as it was checked. Raises InvalidArgument for one that
-        cannot be enforced, or not together with other fields, and ShareExceeded."""
+        """Returns the call with its grammar as it was checked. Raises like `check_grammar`,
+        InvalidArgument for one that cannot be enforced, and ShareExceeded."""
         if call.grammar is None:
             return call
-        check_grammar(call, has_ends=bool(self.facts.eos_token_ids or text.end_ids))
+        check_grammar(call, has_ends=has_ends)
         tenant, account = principal.home_tenant, principal.account
         grammar = await self._grammars.check(call.grammar, tenant, account, threads)
         if not self._has_vocabulary:

@@ -86,12 +86,15 @@ def ban_ends(
 ) -> None:
     """Sets the logits, fp32 [N, vocab], of stop tokens, and of the model's own unless those are
     ignored, to -inf for each (row, sequence) that has fewer than `min_tokens`."""
-    banned = []
+    banned, width = [], logits.shape[1]
     for row, sequence in rows:
         sampling = sequence.request.sampling
         if sequence.num_output < sampling.min_tokens:
             ends = () if sampling.ignore_eos else eos_token_ids
-            banned += [(row, token) for token in (*sampling.stop_token_ids, *ends)]
+            # An adapter's stop token may have no logit once its request has moved to a version that
+            # adds fewer tokens.
+            found = (*sampling.stop_token_ids, *ends)
+            banned += [(row, token) for token in found if token < width]
     if banned:
         at = to_device(banned, logits.device).unbind(1)
         logits[at] = -torch.inf
@@ -111,7 +114,8 @@ def allowed_bits(
         view[start : start + len(mask)] = mask
         if sequence.masked.may_end:
             for token in (*eos_token_ids, *sequence.request.sampling.stop_token_ids):
-                packed[start + (token >> 3)] |= 1 << (token & 7)
+                if token < width:  # as in `ban_ends`: behind it are the bits of the next row
+                    packed[start + (token >> 3)] |= 1 << (token & 7)
     return np.frombuffer(packed, np.uint8).reshape(len(sequences), size)
 
 

@@ -114,6 +114,16 @@ def test_an_answer_ends_with_tokens_that_its_adapter_adds(added: int, is_known: 
     assert caught.value.subject == "sampling.stop_token_ids"
 
 
+@pytest.mark.parametrize(("added", "ends"), [(0, (2, 9)), (1, (2, 9)), (2, (2, 9, VOCAB + 1))])
+def test_an_adapters_end_without_a_row_ends_nothing(added: int, ends: tuple[int, ...]) -> None:
+    """Its tokenizer names one that is no token of the model; the others end the answer."""
+    binding = Binding("t/n@1", "t", "sha256:0", 8, added_tokens=added)
+    ended = call(sampling=SamplingParams(stop_token_ids=(2,)))
+    (made,) = ended.to_requests(0, (1,), binding, "home", 20, (9, VOCAB + 1), VOCAB)
+    assert made.sampling.stop_token_ids == ends
+    ended.check_stops([made], ())
+
+
 def test_arrival_is_on_the_monotonic_clock() -> None:
     before_s = time.monotonic()
     (request,) = requests(call(deadline_s=5.0))

@@ -442,6 +442,18 @@ def test_a_mask_hides_no_logit_that_is_not_finite(value: float) -> None:
     assert sample(values, row) == [NOT_FINITE]
 
 
+def test_stop_tokens_without_a_logit_change_no_row() -> None:
+    """Neither the mask of the next row, nor memory behind the last one."""
+    asked, values = {"temperature": 0.0, "stop_token_ids": (VOCAB + 2,)}, torch.zeros(2, VOCAB)
+    values[:, 2], values[:, 4] = 9.0, 8.0
+    assert sample(values, *(sequence(min_tokens=1, **asked) for _ in range(2))) == [2, 2]
+    rows = [sequence(**asked) for _ in range(2)]
+    for row in rows:
+        row.masked = Row("r", Grammar.regex("a"), "", [])
+        row.masked.mask, row.masked.may_end = bytes([0b10000, *bytes(VOCAB // 8 - 1)]), True
+    assert sample(values, *rows) == [4, 4]
+
+
 @pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"temperature": 0.0}])
 def test_a_mask_chooses_as_logits_without_the_other_tokens(params: dict[str, float]) -> None:
     """Alone and next to rows without a mask; processed log probabilities are of its tokens."""
