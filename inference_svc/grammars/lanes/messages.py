@@ -16,6 +16,18 @@ _STEP = struct.Struct("<II")
 _MASK = struct.Struct("<II?")
 _HEADER = struct.Struct("<I??d")
 
+RARE_BYTES = 128
+"""The JSON of an answer with few news: its grammars' hits and times, a slow row or two."""
+MAX_SECONDS = 3600.0
+"""More than a process can take from one answer to the next: a grammar that compiles for seconds
+ends it."""
+MAX_NUMBER = 1 << 32
+
+
+def usual_bytes(max_rows: int) -> int:
+    """Returns the size of an answer with a mask for each of so many rows, and few news."""
+    return _HEADER.size + max_rows * _MASK.size + RARE_BYTES
+
 
 @dataclass(slots=True)
 class Work:
@@ -74,15 +86,21 @@ class Written:
 
     @classmethod
     def unpack(cls, data: bytes) -> Written:
-        """Raises ValueError, struct.error or TypeError for bytes that are no such answer."""
+        """Raises ValueError, struct.error or TypeError for bytes that are no such answer: who wrote
+        them runs strangers' grammars."""
         count, has_more, is_busy, seconds = _HEADER.unpack_from(data)
         end = _HEADER.size + count * _MASK.size
         masks = list(_MASK.iter_unpack(data[_HEADER.size : end]))
         if len(masks) != count:
             raise ValueError("it has fewer masks than it names")
-        if len(data) == end:
-            return cls(masks, has_more, is_busy, seconds)
-        errors, slow, stuck, num_hits, compile_s = json.loads(data[end:])
+        rare = json.loads(data[end:]) if len(data) > end else ([], [], None, 0, 0.0)
+        errors, slow, stuck, num_hits, compile_s = rare
+        numbers = [row for row, _ in errors] + slow + [num_hits, stuck or 0]
+        if not all(type(each) is int and 0 <= each < MAX_NUMBER for each in numbers):
+            raise ValueError("it has rows, or hits, that are no numbers")
+        # Sums of these are metrics: one NaN would stay in them for ever.
+        if not (0 <= seconds < MAX_SECONDS and 0 <= compile_s < MAX_SECONDS):
+            raise ValueError("it has times that it cannot have taken")
         return cls(
             masks,
             has_more,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from inference_svc.grammars.lanes.memory import MaskMemory, MaskPlaces
-from inference_svc.grammars.lanes.messages import Work, Written
+from inference_svc.grammars.lanes.messages import Work, Written, usual_bytes
 from inference_svc.grammars.vocabulary import Vocabulary
 from servicekit.sandbox.process import Limits, SandboxProcess, Task
 
@@ -18,8 +18,8 @@ MEMORY_BYTES = 1 << 30
 WALL_SECONDS = 20.0
 TASK = Task(Path(__file__).parents[1] / "task.py", Limits(MEMORY_BYTES, wall_seconds=WALL_SECONDS))
 SLOW_NICENESS = 19
-ANSWER_BYTES = 1 << 20
-"""More than an answer can have."""
+ANSWER_BYTES = 1 << 17
+"""More than an answer has: the errors of 400 rows."""
 
 
 class LaneProcess:
@@ -36,6 +36,7 @@ class LaneProcess:
     ) -> None:
         """`max_rows` are open at once. `is_nice`: it has the lowest priority."""
         self._vocabulary = vocabulary
+        self._usual_bytes = usual_bytes(max_rows)
         self._places = MaskPlaces(max_rows, vocabulary.mask_bytes)
         self._check_open = check_open
         self._is_nice = is_nice
@@ -82,9 +83,10 @@ class LaneProcess:
 
     def take_answer(self, wait_s: float) -> Written | None:
         """Returns the answer to work that was sent, if it comes in time; None also for a process
-        that has failed."""
+        that has failed, and for an answer with more news than the engine's thread has time to read,
+        which `receive` returns."""
         assert self._process is not None
-        answer = self._process.take_answer(ANSWER_BYTES, wait_s)
+        answer = self._process.take_answer(self._usual_bytes, wait_s)
         return None if answer is None else Written.unpack(answer.content)
 
     def receive(self) -> Written:

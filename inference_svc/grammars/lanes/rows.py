@@ -11,6 +11,7 @@ from typing import Any
 
 from inference_svc.grammars.compiling import (
     COSTLY_STEP_SECONDS,
+    MAX_ERROR_CHARS,
     MAX_SLOW_STEPS,
     SLOW_STEP_SECONDS,
     Refused,
@@ -301,6 +302,7 @@ class Rows:
         return True
 
     def _end(self, row_id: int, written: Written, error: Refused) -> None:
-        written.errors.append((row_id, str(error)))
+        # Some quote the grammar, and one answer has the errors of many rows.
+        written.errors.append((row_id, str(error)[:MAX_ERROR_CHARS]))
         del self._rows[row_id]
         self._due.discard(row_id)

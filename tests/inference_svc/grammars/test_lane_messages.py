@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
 import sys
+from typing import Any
 
 import pytest
 
+from inference_svc.grammars.compiling import MAX_ERROR_CHARS
 from inference_svc.grammars.lanes.memory import MaskMemory, MaskPlaces, WrittenMasks
-from inference_svc.grammars.lanes.messages import Work, Written
+from inference_svc.grammars.lanes.messages import Work, Written, usual_bytes
+from inference_svc.grammars.lanes.process import ANSWER_BYTES
 
 OPEN = {"id": 3, "slot": 0, "tenant": "t", "key": "k", "kind": "regex", "source": "é", "tokens": []}
 
@@ -47,6 +51,32 @@ def test_answers_of_steps_are_small_and_have_no_json() -> None:
 def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:
     with pytest.raises((ValueError, TypeError, struct.error)):
         Written.unpack(data)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *[{"seconds": value} for value in (math.nan, math.inf, -1e-9, 1e300)],
+        *[{"compile_s": value} for value in (math.nan, math.inf, -1e-9, 1e300, 10**400, "1")],
+        *[{"num_hits": value} for value in (-1, 10**400, 0.5, "1")],
+        *[{"slow": [value]} for value in (-1, "1", [1])],
+        {"errors": [("1", "a")]},
+        {"stuck": "1"},
+        {"stuck": -1},
+    ],
+)
+def test_numbers_that_a_process_cannot_have_are_refused(fields: dict[str, Any]) -> None:
+    """Its times and counts are added to metrics, which a NaN would end."""
+    with pytest.raises((ValueError, TypeError)):
+        Written.unpack(Written([(1, 2, True)], **fields).pack())
+
+
+def test_usual_answers_are_small() -> None:
+    """The engine's thread reads these alone."""
+    masks = [(2**32 - 1, 2**32 - 1, False)] * 64
+    usual = Written(masks, slow=[2**32 - 1] * 2, num_hits=64, compile_s=1 / 3)
+    assert len(usual.pack()) <= usual_bytes(64) < 1024
+    assert len(Written(errors=[(1, "a" * MAX_ERROR_CHARS)] * 400).pack()) < ANSWER_BYTES
 
 
 def test_a_mask_has_the_bits_that_were_written_in_its_slot() -> None:

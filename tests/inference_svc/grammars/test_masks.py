@@ -220,6 +220,28 @@ def test_an_answer_that_is_none_ends_its_process(
     assert allowed(row) == list(b"ab")
 
 
+def test_the_engine_reads_no_long_answer(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane's thread does, and nothing restarts."""
+    threads, receive = [], process.LaneProcess.receive
+
+    def noted(lane_process: process.LaneProcess) -> Written:
+        threads.append(threading.current_thread())
+        return receive(lane_process)
+
+    monkeypatch.setattr(process, "usual_bytes", lambda _: 0)
+    monkeypatch.setattr(process.LaneProcess, "receive", noted)
+    row = house.open(Grammar.regex("[ab]{3}"))
+    house.ready(row)
+    house.masks.accept(row, ord("a"))
+    house.masks.flush()
+    while house.masks.wait([row]):  # a busy machine
+        house.ready(row)
+    assert allowed(row) == list(b"ab")
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+    assert house.masks.counts.num_restarts == 0
+
+
 def test_rows_that_open_take_the_memory_of_ended_ones(house: House) -> None:
     stays = house.open(Grammar.regex("[xy]{2}"))
     for index in range(3 * MAX_ROWS):

@@ -114,6 +114,18 @@ def test_a_row_that_opens_and_ends_at_once_is_forgotten(asked: Asked) -> None:
     assert not asked.rows._due
 
 
+def test_errors_are_cut(asked: Asked) -> None:
+    """They may quote a grammar of hundreds of kilobytes."""
+    source = "root ::= " + "x" * 3000
+    written = asked.ask({**opening(1, source=source), "kind": "ebnf"})
+    while not written.errors:  # it compiles in a thread
+        written = asked.ask()
+    [(row_id, error)] = written.errors
+    assert row_id == 1
+    assert error.startswith("it is no EBNF")
+    assert len(error) == compiling.MAX_ERROR_CHARS
+
+
 class Compiles:
     """The sources that are compiled, in order; the first waits."""
 
