@@ -77,12 +77,18 @@ class GenerateStream:
         # No longer than this, so that a slow reader's deltas grow instead of their number, and
         # requests that have ended keep their places until it has read some.
         arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(num_places)
+        are_read = [asyncio.Event() for _ in self.requests]
 
         async def feed(index: int) -> None:
             try:
-                async with places, aclosing(self._run(index, failure)) as deltas:
+                await places.acquire()
+                async with aclosing(self._run(index, failure)) as deltas:
                     async for each in deltas:
                         await arrived.put(each)
+                        if each[1].finish_reason is not None:
+                            places.release()
+                            # Until then its results count as unread: they may be large.
+                            await are_read[index].wait()
             except Exception as error:
                 if failure.error is None:  # else nobody reads the queue any more
                     await arrived.put(error)
@@ -95,8 +101,10 @@ class GenerateStream:
                 if isinstance(item, Exception):
                     failure.error = item
                     raise item
-                num_running -= item[1].finish_reason is not None
                 yield item
+                if item[1].finish_reason is not None:
+                    num_running -= 1
+                    are_read[item[0]].set()
             await asyncio.gather(*feeds)  # which have nothing left but to end
         finally:
             for each in feeds:
