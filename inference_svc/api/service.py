@@ -17,7 +17,7 @@ from inference_svc.api.generate_call import GenerateCall, check_grammar
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
 from inference_svc.api.pictures import CallPictures, PictureReader
-from inference_svc.api.pooling.classify import check_head
+from inference_svc.api.pooling.classify import with_head
 from inference_svc.api.pooling.score import with_answer_tokens
 from inference_svc.api.request_record import PromptNote, RequestLog
 from inference_svc.api.residents import Residents
@@ -163,7 +163,7 @@ class Service:
                 binding = await self._resolve_call(principal, call)
                 record.bind(binding)
                 check_followed(call, binding, principal.home_tenant)
-                check_head(call, binding, self.facts)
+                call = with_head(call, binding, self.facts)
                 text = await self._text_of(binding, principal)
                 reading = _reading(call, text)
                 call = with_answer_tokens(call, text, self._prompts, binding)

@@ -22,7 +22,7 @@ PER_TOKEN = "per_token"
 class ClassLogitsOption(Option):
     """The outputs of a classifier, of the hidden states of the prompt's tokens that `pooling` says;
     or of each token, if `per_token`, where None stands for the model's own choice. The server knows
-    these, and the model's `num_labels`."""
+    these. The head, which may be an adapter's own, has at most `num_labels`."""
 
     scope: ClassVar[Scope] = Scope.POOLED
     kind: ClassVar[Kind] = Kind.CLASSIFY
@@ -52,8 +52,7 @@ class ClassLogitsOption(Option):
                 subject=PER_TOKEN,
             )
         per_token = rule.per_token if self.per_token is None else self.per_token
-        num_labels = len(rule.labels) or MAX_LABELS
-        return replace(self, pooling=rule.pooling, per_token=per_token, num_labels=num_labels)
+        return replace(self, pooling=rule.pooling, per_token=per_token)
 
     def positions(self, num_prompt: int) -> tuple[int, int]:
         return (0, num_prompt) if self.per_token else self.pooling.positions(num_prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.pooling.call import PoolCall, pooled_inputs
 from inference_svc.engine.transport.messages import Timings, Usage
-from inference_svc.results.base import FP32_BYTES, Kind, Server, of_kind
+from inference_svc.results.base import FP32_BYTES, Server, Wanted, of_kind
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption, token_logits
 from inference_svc.results.classifier_rule import MAX_LABELS, Activation, ClassifierRule
 from inference_svc.store.adapter_resolver import Binding
@@ -71,12 +71,21 @@ class ClassifiedTokens:
     timings: Timings
 
 
-def check_head(call: GenerateCall, binding: Binding | None, server: Server) -> None:
-    """Raises InvalidArgument, naming it, for an adapter without a head of its own on a model that
-    has none, and for such a model alone: before anything is computed for the call."""
-    rule = server.classifier
-    if call.kind is not Kind.CLASSIFY or rule.labels or (binding is not None and binding.has_head):
-        return
+def with_head(call: GenerateCall, binding: Binding | None, server: Server) -> GenerateCall:
+    """Returns a call that classifies with the number of labels that its head has. Raises
+    InvalidArgument, naming it, for an adapter without a head of its own on a model that has none,
+    and for such a model alone: before anything is computed for the call."""
+    rule, option = server.classifier, call.wanted.get(ClassLogitsOption)
+    if option is None:
+        return call
+    if binding is not None and binding.has_head:
+        # Heads of a sum may differ. One that was registered without names has any number.
+        own = 0 if binding.parts else len(binding.class_labels)
+        num_labels = max(own or MAX_LABELS, len(rule.labels))
+        return replace(call, wanted=Wanted((replace(option, num_labels=num_labels),)))
+    if rule.labels:
+        option = replace(option, num_labels=len(rule.labels))
+        return replace(call, wanted=Wanted((option,)))
     subject = "model" if binding is None else "adapter"
     name = server.base_model if binding is None else binding.label
     raise InvalidArgument(
