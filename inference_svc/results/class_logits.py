@@ -86,8 +86,7 @@ class ClassLogits(NamedTuple):
         """[labels], of the only token."""
         return np.frombuffer(self.values, np.float32)
 
-
-def token_logits(parts: list[ClassLogits]) -> NDArray[np.float32]:
-    """Returns the outputs for all tokens, [tokens, labels], of parts in order."""
-    values = np.frombuffer(b"".join(part.values for part in parts), np.float32)
-    return values.reshape(sum(part.num_tokens for part in parts), -1)
+    @property
+    def rows(self) -> NDArray[np.float32]:
+        """[num_tokens, labels]"""
+        return np.frombuffer(self.values, np.float32).reshape(self.num_tokens, -1)

@@ -133,16 +133,20 @@ class TokenStates(NamedTuple):
     def num_bytes(self) -> int:
         return OBJECT_BYTES + len(self.states)
 
+    @property
+    def rows(self) -> NDArray[np.float32]:
+        """[num_tokens, size]"""
+        return np.frombuffer(self.states, np.float32).reshape(self.num_tokens, -1)
 
-def token_vectors(parts: Iterable[TokenStates], option: PoolingOption) -> NDArray[np.float32]:
-    """Returns the vectors of a prompt's tokens, [tokens, dimensions], from all of its parts in
-    order: each cut to the first `dimensions`, and then, if asked for, of length 1."""
-    states = np.frombuffer(b"".join(part.states for part in parts), np.float32)
-    vectors = states.reshape(-1, option.size)[:, : option.dimensions]
+
+def token_vectors(states: NDArray[np.float32], option: PoolingOption) -> NDArray[np.float32]:
+    """Returns the vectors of tokens, [tokens, dimensions], from their states, [tokens, size]: each
+    cut to the first `dimensions`, and then, if asked for, of length 1."""
+    vectors = states[:, : option.dimensions]
     if option.is_normalised:
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         vectors = vectors / np.maximum(lengths, np.float32(TINY))
-    return np.ascontiguousarray(vectors)
+    return vectors
 
 
 def pooled(

@@ -34,7 +34,8 @@ def embedding(running: Running, name: str, asked: PoolingOption) -> np.ndarray:
     assert tokens == []
     assert last.finish_reason is FinishReason.STOP
     if asked.per_token:
-        return token_vectors(parts_of(running.outputs[name], TokenStates), asked)
+        rows = [part.rows for part in parts_of(running.outputs[name], TokenStates)]
+        return token_vectors(np.concatenate(rows), asked)
     return pooled(parts_of(running.outputs[name], HiddenSum), asked)
 
 

@@ -3,9 +3,13 @@ and answers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
@@ -24,6 +28,8 @@ MAX_TOKEN_BYTES = 128 << 20
 """Results for each token of all inputs of a call, in fp32: no more are computed."""
 MAX_RUNNING = 64
 """Inputs of a call that are in the engine at once, if as many may run: they fill its steps."""
+SLICE_NUMBERS = 1 << 16
+"""Numbers of tokens' results that are made at once: it takes a millisecond."""
 
 NOTHING_GENERATED = SamplingParams(max_tokens=0, temperature=0.0)
 
@@ -125,6 +131,27 @@ async def pooled_inputs(stream: GenerateStream) -> AsyncGenerator[PooledInput, N
             assert delta.timings is not None
             found, parts[index] = parts[index], []
             yield PooledInput(index, found, delta.usage, delta.timings)
+
+
+async def of_tokens(
+    blocks: Sequence[NDArray[np.float32]],
+    change: Callable[[NDArray[np.float32]], NDArray[np.float32]],
+) -> NDArray[np.float32]:
+    """Returns the results of an input's tokens, [tokens, numbers]: what `change` makes of each
+    row of the `blocks`, [_, numbers]. It gets a few rows at a time, between which other calls have
+    a turn, since all rows of a long input may take a second."""
+    num_rows, at = sum(map(len, blocks)), 0
+    made = np.empty((0, 0), np.float32)
+    for block in blocks:
+        step = max(1, SLICE_NUMBERS // block.shape[1])
+        for first in range(0, len(block), step):
+            rows = change(block[first : first + step])
+            if not at:
+                made = np.empty((num_rows, rows.shape[1]), np.float32)
+            made[at : at + len(rows)] = rows
+            at += len(rows)
+            await asyncio.sleep(0)
+    return made
 
 
 def _add(parts: list[ResultPart], part: ResultPart) -> None:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
-from inference_svc.api.pooling.call import PoolCall, pooled_inputs
+from inference_svc.api.pooling.call import PoolCall, of_tokens, pooled_inputs
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.results.base import FP32_BYTES, Server, Wanted, of_kind
-from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption, token_logits
+from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from inference_svc.results.classifier_rule import MAX_LABELS, Activation, ClassifierRule
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.prompt import NO_LIMIT, Prompt, Text
@@ -117,11 +117,15 @@ async def token_classes(
     """Yields the labels of all tokens of each input as they are there, as `classes` does."""
     async with aclosing(pooled_inputs(stream)) as found:
         async for each in found:
-            parts = of_kind(each.parts, ClassLogits)
-            logits = token_logits(parts)
-            activation = Activation.NONE if is_raw else rule.activation_of(logits.shape[1])
-            labels = _labels(parts[0].is_own, logits.shape[1], rule, stream.binding)
-            yield ClassifiedTokens(each.index, labels, activation(logits), each.usage, each.timings)
+            is_own = of_kind(each.parts, ClassLogits)[0].is_own
+            blocks = [part.rows for part in of_kind(each.parts, ClassLogits)]
+            num_labels = blocks[0].shape[1]
+            activation = Activation.NONE if is_raw else rule.activation_of(num_labels)
+            values = await of_tokens(blocks, activation)
+            blocks.clear()
+            each.parts.clear()  # their memory is counted for the values, until they are read
+            labels = _labels(is_own, num_labels, rule, stream.binding)
+            yield ClassifiedTokens(each.index, labels, values, each.usage, each.timings)
 
 
 def labels_tokens(call: GenerateCall) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
-from inference_svc.api.pooling.call import PoolCall, pooled_inputs
+from inference_svc.api.pooling.call import PoolCall, of_tokens, pooled_inputs
 from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.results.base import FP32_BYTES, of_kind
 from inference_svc.results.embedding_rule import EmbeddingRule
@@ -99,7 +100,10 @@ async def embeddings(stream: GenerateStream, rule: EmbeddingRule) -> AsyncGenera
     async with aclosing(pooled_inputs(stream)) as found:
         async for each in found:
             if option.per_token:
-                vector = token_vectors(of_kind(each.parts, TokenStates), option)
+                blocks = [part.rows for part in of_kind(each.parts, TokenStates)]
+                vector = await of_tokens(blocks, partial(token_vectors, option=option))
+                blocks.clear()
+                each.parts.clear()  # their memory is counted for the vectors, until they are read
             else:
                 vector = pooled(of_kind(each.parts, HiddenSum), option, rule.dense)
             yield Embedded(each.index, vector, each.usage, each.timings)

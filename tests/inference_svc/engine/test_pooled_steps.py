@@ -17,7 +17,7 @@ from inference_svc.engine.compute.scorer import choose, pool
 from inference_svc.model.checkpoint.classifier import ClassifierHead
 from inference_svc.results.base import Option, Wanted
 from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
-from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption, token_logits
+from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from inference_svc.results.embedding_rule import Pooling
 from inference_svc.results.pooling import HiddenSum, PoolingOption, TokenStates
 
@@ -113,11 +113,11 @@ def test_tokens_are_kept_apart_beside_sums_and_other_heads() -> None:
     parts = found[vectors]
     assert [(p.first_position, p.num_tokens) for p in parts] == [(0, 3), (3, 2)]
     assert all(isinstance(part, TokenStates) for part in parts)
-    got = np.frombuffer(b"".join(part.states for part in parts), np.float32).reshape(5, SIZE)
-    np.testing.assert_array_equal(got, hidden[:5])
+    np.testing.assert_array_equal(np.concatenate([part.rows for part in parts]), hidden[:5])
     wanted = base(hidden)
     assert wanted is not None
-    np.testing.assert_allclose(token_logits(found[tags]), wanted[5:8], atol=1e-5)
+    labels = np.concatenate([part.rows for part in found[tags]])
+    np.testing.assert_allclose(labels, wanted[5:8], atol=1e-5)
     assert [(p.end, p.num_tokens) for p in found[tags]] == [(1, 1), (3, 2)]
     assert isinstance(found[mean][0], HiddenSum)
     np.testing.assert_allclose(found[label][0].logits, wanted[10], atol=1e-5)

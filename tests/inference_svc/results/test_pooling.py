@@ -120,7 +120,8 @@ def test_vectors_of_tokens_come_in_parts(is_normalised: bool) -> None:
     option = PoolingOption(Pooling.NONE, is_normalised, 3, 8)
     states = np.arange(1, 41, dtype=np.float32).reshape(5, 8)
     parts = [TokenStates(at, n, states[at : at + n].tobytes()) for at, n in ((0, 2), (2, 3))]
-    found, cut = token_vectors(parts, option), states[:, :3]
+    rows = np.concatenate([part.rows for part in parts])
+    found, cut = token_vectors(rows, option), states[:, :3]
     lengths = np.linalg.norm(cut, axis=1, keepdims=True) if is_normalised else 1
     np.testing.assert_allclose(found, cut / lengths, rtol=1e-6)
     assert (parts[1].end, option.positions(5)) == (5, (0, 5))

@@ -26,6 +26,10 @@ from inference_svc.api.server_facts import ServerFacts
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.pooling import PoolingOption
 
+BASE64_NUMBERS = 3 << 16
+"""Numbers of a piece of base64, which takes a millisecond: three bytes are four letters of it, and
+only the last piece may have others."""
+
 
 class EmbeddingsBody(InputsBody):
     encoding_format: Literal["float", "base64"] | None = None
@@ -48,11 +52,15 @@ class EmbeddingsBody(InputsBody):
 
 
 def encoded(vector: NDArray[np.float32], *, is_base64: bool) -> Iterator[bytes]:
-    """Yields the JSON of vectors: numbers, or the base64 of little-endian float32."""
-    if is_base64:
-        yield b'"' + base64.b64encode(vector.astype("<f4").tobytes()) + b'"'
-    else:
+    """Yields the JSON of vectors in pieces: numbers, or the base64 of little-endian float32."""
+    if not is_base64:
         yield from rows(vector)
+        return
+    flat = vector.reshape(-1)
+    for first in range(0, flat.size, BASE64_NUMBERS):
+        end = first + BASE64_NUMBERS
+        text = base64.b64encode(flat[first:end].astype("<f4").tobytes())
+        yield b'"' * (first == 0) + text + b'"' * (end >= flat.size)
 
 
 @dataclass(frozen=True, slots=True)
