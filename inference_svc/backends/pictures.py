@@ -73,6 +73,9 @@ class PictureRows:
         """Yields a row's; the position p of its sequence is the step's token `offset` + p."""
         request = row.sequence.request
         for picture in request.pictures:
+            # Most rows of a conversation are behind all its pictures.
+            if picture.end <= row.start:
+                continue
             place = 0
             for run in picture.runs:
                 start = max(run.start, row.start)

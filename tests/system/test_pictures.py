@@ -32,6 +32,7 @@ from tests.support.pictures.models import (
 from tests.system.engines import Running
 
 NUM_TOKENS = 48
+PAGE = 16
 SETTINGS = {
     "max_prompt_images": 4,
     "prompt_image_bytes": 1 << 20,
@@ -206,16 +207,41 @@ def test_prefixes_are_shared_by_the_picture(smolvlm: Reader, start: Callable) ->
         tokens, last = running.result(name)
         answers[name] = tokens
         num_cached = last.usage.cached_prompt_tokens
-        page = 16
         expected = {
             "first": 0,
-            "again": (len(prompt) - 1) // page * page,
-            "other": pictures[0].start // page * page,
+            "again": (len(prompt) - 1) // PAGE * PAGE,
+            "other": pictures[0].start // PAGE * PAGE,
         }
         assert num_cached == expected[name], name
     assert memory.num_encoded == 2
     assert answers["first"] == answers["again"] == smolvlm.expected("", "one")
     assert answers["other"] != answers["first"]
+    running.check_idle()
+
+
+def test_a_prompt_may_end_with_a_picture(tmp_path: Path, start: Callable) -> None:
+    """Its last token is then computed alone: after a chunk, and after cached pages."""
+    reader = Reader("Llava", tmp_path)
+    text = "the quick brown fox" + IMAGE
+    num_words = len(reader.tokenizer.encode(text, add_special_tokens=False)) - 1
+    text = "." * (PAGE + 1 - num_words % PAGE) + text
+    tiles = [reader.decoder.decode(encoded(PICTURES[0]), "image")]
+    ids = tuple(reader.tokenizer.encode(text, add_special_tokens=False))
+    ids = reader.rule.expanded(ids, tiles, IMAGE, lambda part: [])
+    reader.decoder.close()
+    options = {"add_special_tokens": False, "return_tensors": "pt"}
+    inputs = reader.oracle.processor(text=text, images=[PICTURES[0].convert("RGB")], **options)
+    assert inputs["input_ids"][0].tolist() == list(ids)
+    assert len(ids) % PAGE == 1
+    assert ids[-1] == reader.rule.token_id
+    given = {name: inputs[name] for name in ("input_ids", "pixel_values")}
+    expected = reader.oracle.greedy("", given, NUM_TOKENS)
+    running = start(reader.zoo, **SETTINGS | {"max_prefill_chunk": PAGE})
+    for name, num_cached in (("first", 0), ("again", len(ids) - 1)):
+        pictures = reader.rule.found(ids, tiles)
+        running.submit(name, ids, pictures=pictures, max_tokens=NUM_TOKENS)
+        tokens, last = running.result(name)
+        assert (tokens, last.usage.cached_prompt_tokens) == (expected, num_cached), name
     running.check_idle()
 
 

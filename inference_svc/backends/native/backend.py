@@ -155,10 +155,12 @@ class NativeBackend(AdapterMemory):
             self._loaded.states.fill(batch.rows)
         groups = self._lora.plan(batch.rows)
         self.num_lora_steps += bool(groups)
-        if columns.is_decode:  # nothing is scored or pooled of decoding rows
+        placed = () if self.pictures is None else self.pictures.placed(batch.rows)
+        # Nothing is scored or pooled of rows of one sampling token. A picture's token may be among
+        # them, as the last one of a prompt.
+        if columns.is_decode and not placed:
             return NativeInputs(groups, returns_experts(batch, self._decoder))
         runs, pooled = tuple(scored_runs(batch.rows)), tuple(pooled_runs(batch.rows))
-        placed = () if self.pictures is None else self.pictures.placed(batch.rows)
         return NativeInputs(groups, returns_experts(batch, self._decoder), runs, pooled, placed)
 
     def forward(self, inputs: NativeInputs) -> Logits:
