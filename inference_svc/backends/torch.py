@@ -247,7 +247,8 @@ class TorchBackend(AdapterMemory):
 
     @property
     def _held_bytes(self) -> int:
-        return self.kv_bytes + self.recurrent_bytes + self.weights_bytes
+        of_pictures = 0 if self.pictures is None else self.pictures.num_bytes
+        return self.kv_bytes + self.recurrent_bytes + self.weights_bytes + of_pictures
 
     def free_memory(self, *, weights: bool) -> int:
         held_bytes = self._held_bytes

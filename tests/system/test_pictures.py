@@ -245,15 +245,16 @@ def test_a_prompt_may_end_with_a_picture(tmp_path: Path, start: Callable) -> Non
     running.check_idle()
 
 
-def test_a_sleeping_server_has_no_tower(smolvlm: Reader, start: Callable) -> None:
-    running = start(smolvlm.zoo, **SETTINGS)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_sleeping_server_has_no_tower(path: str, smolvlm: Reader, start: Callable) -> None:
+    running = start(smolvlm.zoo, native_kernels=PATHS[path], **SETTINGS)
     first = submit(running, smolvlm, "", "three")
     assert running.result(first)[0] == smolvlm.expected("", "three")
     backend = running.engine.built.engine.runner.backend
-    held = backend.pictures.num_bytes
-    assert held > 0
+    held = backend.pictures.num_bytes + backend.kv_bytes + backend.weights_bytes
+    assert backend.pictures.num_bytes > 0
     assert backend.pictures.weights_bytes > 0
-    running.call(Command.SLEEP, frees_weights=True)
+    assert running.call(Command.SLEEP, frees_weights=True).result == held
     assert backend.pictures.num_bytes == backend.pictures.weights_bytes == 0
     running.call(Command.WAKE)
     again = submit(running, smolvlm, "", "three")
