@@ -24,11 +24,11 @@ from kernels.attention import AttentionPlan
 
 @dataclass(slots=True)
 class Encoding:
-    """A picture that is being computed, tile by tile: `pixels` are uint8 [tiles, side, side, 3],
-    and `rows` its embeddings [tokens, hidden_size], of which the tiles before `tile` are there. Of
-    this one `num_layers` are computed, as `step` has them."""
+    """A picture that is being computed, tile by tile: `rows` are its embeddings [tokens,
+    hidden_size], of which the ones of the tiles before `tile` are there. Of this one `num_layers`
+    are computed, as `step` has them."""
 
-    pixels: Tensor
+    num_tiles: int
     rows: Tensor
     tile: int = 0
     num_layers: int = 0
@@ -36,7 +36,7 @@ class Encoding:
 
     @property
     def is_done(self) -> bool:
-        return self.tile == len(self.pixels)
+        return self.tile == self.num_tiles
 
 
 class TorchTower:
@@ -57,26 +57,24 @@ class TorchTower:
             device=torch.device("cpu"),
         )
 
-    def begin(self, pixels: bytes) -> Encoding:
-        """Returns a picture of which nothing is computed, of the bytes of its tiles."""
-        side = self._pictures.processor.tile_size
-        tiles = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(
-            -1, side, side, CHANNELS
-        )
-        num_rows = len(tiles) * self._pictures.tokens_per_tile
+    def begin(self, num_tiles: int) -> Encoding:
+        """Returns a picture of so many tiles, of which nothing is computed."""
+        num_rows = num_tiles * self._pictures.tokens_per_tile
         assert self._tower.connector is not None
         size = self._tower.connector.layers[-1].out_features
         dtype = next(iter(self.weights.tables.values())).dtype
-        return Encoding(tiles, torch.empty(num_rows, size, dtype=dtype))
+        return Encoding(num_tiles, torch.empty(num_rows, size, dtype=dtype))
 
     @torch.inference_mode()
-    def go_on(self, encoding: Encoding, num_units: int) -> None:
-        """Computes so many more layers of a picture's tiles, or as many as are left."""
+    def go_on(self, encoding: Encoding, pixels: bytes, num_units: int) -> None:
+        """Computes so many more layers of a picture's tiles, or as many as are left. `pixels` are
+        uint8 [tiles, side, side, 3], which only requests keep: they are many times as large as
+        the embeddings."""
         for _ in range(num_units):
             if encoding.is_done:
                 return
             if encoding.step is None:
-                encoding.step = self._begin_tile(encoding.pixels[encoding.tile])
+                encoding.step = self._begin_tile(pixels, encoding.tile)
             values = encoding.step.values
             for op, ended in self._parts[encoding.num_layers]:
                 values[op.out] = COMPUTE[type(op)](op, encoding.step)
@@ -89,7 +87,10 @@ class TorchTower:
                 encoding.rows[encoding.tile * count :][:count] = values[last]
                 encoding.tile, encoding.num_layers, encoding.step = encoding.tile + 1, 0, None
 
-    def _begin_tile(self, tile: Tensor) -> Step:
+    def _begin_tile(self, pixels: bytes, index: int) -> Step:
+        side, size = self._pictures.processor.tile_size, self._pictures.processor.tile_bytes
+        own = bytearray(memoryview(pixels)[index * size :][:size])
+        tile = torch.frombuffer(own, dtype=torch.uint8).view(1, side, side, CHANNELS)
         return Step(
             weights=self.weights,
             rotary={},
@@ -98,7 +99,7 @@ class TorchTower:
                 positions=self._positions,
                 logit_rows=self._rows,
                 attention=self._plan,
-                pixels=normalised(tile[None], self._pictures.processor),
+                pixels=normalised(tile, self._pictures.processor),
             ),
             kv_caches=self._no_caches,
             lora=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,10 @@ def test_embeddings_equal_transformers(name: str, num_units: int, tmp_path: Path
     model = make_reader(name, tmp_path)
     tower = tower_of(tmp_path)
     tiles = torch.randint(0, 256, (3, TILE, TILE, 3), dtype=torch.uint8)
-    encoding = tower.begin(tiles.numpy().tobytes())
+    encoding = tower.begin(3)
     num_turns = 0
     while not encoding.is_done:
-        tower.go_on(encoding, num_units)
+        tower.go_on(encoding, tiles.numpy().tobytes(), num_units)
         num_turns += 1
     num_layers = len(load_description(tmp_path, with_pictures=True).pictures.tower.layers)
     assert num_turns == -(-3 * num_layers // num_units)
@@ -57,12 +58,24 @@ def test_embeddings_equal_transformers(name: str, num_units: int, tmp_path: Path
     assert relative_rms(encoding.rows, expected) <= 1e-5
 
 
+def test_begun_and_finished_pictures_keep_no_pixels(tmp_path: Path) -> None:
+    """Their bytes are the ones of their embeddings, within which the engine keeps them."""
+    make_reader("SmolVLM", tmp_path)
+    tower = tower_of(tmp_path)
+    pixels = bytes(2 * TILE * TILE * 3)
+    encoding = tower.begin(2)
+    for _ in range(2):
+        tower.go_on(encoding, pixels, 3)
+        assert len(pickle.dumps(encoding)) < encoding.rows.nbytes + len(pixels) // 8
+    assert encoding.is_done
+
+
 def test_the_embeddings_are_in_the_models_dtype(tmp_path: Path) -> None:
     model = make_reader("Llava", tmp_path)
     tower = tower_of(tmp_path, torch.bfloat16)
     tiles = torch.randint(0, 256, (1, TILE, TILE, 3), dtype=torch.uint8)
-    encoding = tower.begin(tiles.numpy().tobytes())
-    tower.go_on(encoding, 100)
+    encoding = tower.begin(1)
+    tower.go_on(encoding, tiles.numpy().tobytes(), 100)
     assert encoding.rows.dtype is torch.bfloat16
     processor = load_description(tmp_path, with_pictures=True).pictures.processor
     expected = expected_rows(model, normalised(tiles, processor))
