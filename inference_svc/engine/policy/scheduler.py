@@ -233,7 +233,7 @@ class Scheduler:
             rows = list(map(_unsampled, rows))
         changes = self.adapters.pop_changes()
         pictures = NO_WORK if self.pictures is None else self.pictures.pop_work()
-        if not (rows or changes or pictures.encodes):
+        if not (rows or changes or any(pictures)):
             return None
         rows.sort(key=_place)
         return Batch(tuple(rows), changes, self.num_pooling > 0, pictures)

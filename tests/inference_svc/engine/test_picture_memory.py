@@ -6,16 +6,22 @@ from typing import Any
 
 from inference_svc.core import Request, SamplingParams, Sequence
 from inference_svc.engine.policy.pictures.memory import PictureMemory, TowerCosts
+from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.states.pages import Pages
+from inference_svc.engine.policy.states.states import States
 from inference_svc.pictures.prompt import PictureWork, PromptPicture, Run
+from tests.support.inference.loop import TwoAdapterRows
 
 COSTS = TowerCosts(layers_per_tile=4, tokens_per_layer=2.0, row_bytes=10)
 """A tile costs 8 tokens of a prompt, and has 5 tokens: 50 bytes."""
 
 
-def sequence(*places: int, digest: str = "a", tenant: str = "", seed: str = "") -> Sequence:
+def sequence(
+    *places: int, digest: str = "a", tenant: str = "", seed: str = "", length: int = 5
+) -> Sequence:
     """A prompt of 100 tokens, with a picture of one tile at each of these places."""
     pictures = tuple(
-        PromptPicture(f"{digest}{place}".encode(), b"", 1, (Run(place, place + 5),))
+        PromptPicture(f"{digest}{place}".encode(), b"", 1, (Run(place, place + length),))
         for place in places
     )
     fields: dict[str, Any] = {"tenant": tenant, "cache_seed": seed or tenant}
@@ -39,6 +45,11 @@ def step(found: PictureMemory, *rows: tuple[Sequence, int]) -> tuple[list[int], 
         each.num_computed += count
     found.check_integrity(running)
     return counts, found.pop_work()
+
+
+def scheduler(found: PictureMemory) -> Scheduler:
+    states = States(Pages(64, 4))
+    return Scheduler(Limits(4, 128, 128), states, TwoAdapterRows(), pictures=found)
 
 
 def units(work: PictureWork) -> list[int]:
@@ -147,3 +158,17 @@ def test_everything_may_be_forgotten() -> None:
     found.release(own)
     found.forget()
     assert (found.num_kept, found.num_bytes) == (0, 0)
+
+
+def test_drops_reach_the_backend_without_a_row() -> None:
+    """There is not enough room all the same, so that no row can be computed."""
+    found = memory(capacity=100)
+    idle, held = sequence(0, digest="idle"), sequence(0, digest="held")
+    step(found, (idle, 10), (held, 2))
+    found.release(idle)
+    own = scheduler(found)
+    own.add(sequence(0, digest="large", length=10), 0.0)
+    batch = own.schedule(0.0)
+    assert batch is not None
+    assert (batch.rows, batch.pictures) == ((), PictureWork(dropped=(("", b"idle0"),)))
+    assert own.schedule(0.0) is None
