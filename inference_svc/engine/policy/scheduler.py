@@ -271,7 +271,7 @@ class Scheduler:
             assert self.masks is not None
             left = sequence.num_uncomputed
             num_tokens = self.masks.num_computable(sequence.masked, num_tokens, left)
-        if num_tokens and sequence.request.pictures:
+        if sequence.request.pictures:  # also without a token: it lets go of pictures behind it
             assert self.pictures is not None
             num_tokens = self.pictures.num_computable(sequence, num_tokens)
         return num_tokens

@@ -47,9 +47,9 @@ def step(found: PictureMemory, *rows: tuple[Sequence, int]) -> tuple[list[int], 
     return counts, found.pop_work()
 
 
-def scheduler(found: PictureMemory) -> Scheduler:
+def scheduler(found: PictureMemory, masks: Any = None) -> Scheduler:
     states = States(Pages(64, 4))
-    return Scheduler(Limits(4, 128, 128), states, TwoAdapterRows(), pictures=found)
+    return Scheduler(Limits(4, 128, 128), states, TwoAdapterRows(), masks=masks, pictures=found)
 
 
 def units(work: PictureWork) -> list[int]:
@@ -172,3 +172,28 @@ def test_drops_reach_the_backend_without_a_row() -> None:
     assert batch is not None
     assert (batch.rows, batch.pictures) == ((), PictureWork(dropped=(("", b"idle0"),)))
     assert own.schedule(0.0) is None
+
+
+class LateMasks:
+    """The last token's mask is never there."""
+
+    def num_computable(self, row: Any, num_tokens: int, num_left: int) -> int:
+        return num_tokens - (num_tokens == num_left)
+
+    def close_row(self, row: Any) -> None:
+        pass
+
+
+def test_a_sequence_without_its_mask_lets_go() -> None:
+    found, waits = memory(), sequence(0)
+    own = scheduler(found, LateMasks())
+    waits.masked = object()
+    own.add(waits, 0.0)
+    batch = own.schedule(0.0)
+    assert batch is not None
+    assert [row.num_tokens for row in batch.rows] == [99]
+    assert waits.held_pictures == {0}
+    waits.num_computed = 99
+    assert own.schedule(0.0) is None
+    assert waits.held_pictures == set()
+    own.check_integrity()
