@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from inference_svc.core import Request, SamplingParams, Sequence
@@ -197,3 +198,22 @@ def test_a_sequence_without_its_mask_lets_go() -> None:
     assert own.schedule(0.0) is None
     assert waits.held_pictures == set()
     own.check_integrity()
+
+
+def test_room_for_a_picture_costs_no_more_than_its_drops() -> None:
+    """It would take many seconds to look at all entries for each of them."""
+    count = 10_000
+    found = memory(capacity=count * 10, max_tokens=count * 100)
+    for index in range(count):
+        small = sequence(0, digest=f"{index} ", tenant=f"{index % 100}", length=1)
+        found.begin([])
+        assert found.num_computable(small, 1) == 1
+        found.release(small)
+    found.pop_work()
+    found.begin([])
+    begun_s = time.process_time()
+    large = sequence(0, length=count)
+    assert found.num_computable(large, 1) == 1
+    assert time.process_time() - begun_s < 2.0
+    assert len(found.pop_work().dropped) == count
+    found.check_integrity([large])

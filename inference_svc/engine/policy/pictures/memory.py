@@ -7,6 +7,7 @@ no one's tokens. Plain Python over plain data; no tensors.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -40,12 +41,21 @@ class _Entry:
     num_holders: int = 0
 
 
+@dataclass(slots=True)
+class _Tenant:
+    """The bytes of a tenant's entries, and the `idle` ones, which no sequence holds, the least
+    recently held first."""
+
+    num_bytes: int = 0
+    idle: OrderedDict[PictureKey, None] = field(default_factory=OrderedDict)
+
+
 @dataclass
 class PictureMemory:
     """Embeddings of pictures within `capacity` bytes. A sequence holds the ones of a picture from
     the step in which they begin to be made until it has passed its tokens, or stops to run; others
     stay until there is no room: then the tenant with most of them loses its least recently
-    used.
+    held.
 
     A sequence holds pictures at one place of its prompt, and needs no more to pass it: so there is
     always a sequence that goes on.
@@ -57,9 +67,10 @@ class PictureMemory:
     num_bytes: int = 0
     num_encoded: int = 0
     num_found: int = 0
-    _entries: OrderedDict[PictureKey, _Entry] = field(default_factory=OrderedDict)
+    _entries: dict[PictureKey, _Entry] = field(default_factory=dict)
+    _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _dropped: list[PictureKey] = field(default_factory=list)
-    _encodes: list[Encode] = field(default_factory=list)
+    _encodes: dict[PictureKey, Encode] = field(default_factory=dict)
     _units: int = 0
 
     @property
@@ -93,15 +104,16 @@ class PictureMemory:
 
     def pop_work(self) -> PictureWork:
         """Returns the step's work."""
-        work = PictureWork(tuple(self._dropped), tuple(self._encodes))
-        self._dropped, self._encodes = [], []
+        work = PictureWork(tuple(self._dropped), tuple(self._encodes.values()))
+        self._dropped, self._encodes = [], {}
         return work
 
     def forget(self) -> None:
         """Drops everything: its memory is lost. No sequence holds any."""
         assert not any(each.num_holders for each in self._entries.values())
         self._entries.clear()
-        self._dropped, self._encodes, self.num_bytes = [], [], 0
+        self._tenants.clear()
+        self._dropped, self._encodes, self.num_bytes = [], {}, 0
 
     def _make(self, sequence: Sequence, index: int) -> bool:
         """Returns whether a picture's embeddings will be there in this step."""
@@ -116,16 +128,17 @@ class PictureMemory:
             num_units = picture.num_tiles * self.costs.layers_per_tile
             entry = self._entries[key] = _Entry(request.tenant, num_bytes, num_units)
             self.num_bytes += num_bytes
+            self._tenants.setdefault(request.tenant, _Tenant()).num_bytes += num_bytes
             self.num_encoded += 1
         elif index not in sequence.held_pictures:
             self.num_found += 1
         if index not in sequence.held_pictures:
             sequence.held_pictures.add(index)
             entry.num_holders += 1
-        self._entries.move_to_end(key)
+            self._tenants[entry.tenant].idle.pop(key, None)
         if entry.num_left and self._units:
             count = min(entry.num_left, self._units)
-            self._encodes.append(Encode(key, picture, count))
+            self._encodes[key] = Encode(key, picture, count)
             entry.num_left -= count
             self._units -= count
         return not entry.num_left
@@ -133,28 +146,42 @@ class PictureMemory:
     def _make_room(self, num_bytes: int) -> bool:
         """Drops embeddings that no sequence holds, the largest tenant's first. Returns whether
         there is room then."""
+        if self.num_bytes + num_bytes <= self.capacity:
+            return True
+        largest = [(-each.num_bytes, name) for name, each in self._tenants.items() if each.idle]
+        heapq.heapify(largest)
         while self.num_bytes + num_bytes > self.capacity:
-            idle: dict[str, PictureKey] = {}
-            held: dict[str, int] = {}
-            for key, entry in self._entries.items():
-                held[entry.tenant] = held.get(entry.tenant, 0) + entry.num_bytes
-                if not entry.num_holders:
-                    idle.setdefault(entry.tenant, key)
-            if not idle:
+            if not largest:
                 return False
-            key = idle[max(idle, key=lambda tenant: held[tenant])]
-            self.num_bytes -= self._entries.pop(key).num_bytes
-            self._dropped.append(key)
-            # Planned for a sequence that was preempted since.
-            self._encodes = [each for each in self._encodes if each.key != key]
+            name = largest[0][1]
+            tenant = self._tenants[name]
+            self._drop(next(iter(tenant.idle)))
+            if tenant.idle:
+                heapq.heapreplace(largest, (-tenant.num_bytes, name))
+            else:
+                heapq.heappop(largest)
         return True
+
+    def _drop(self, key: PictureKey) -> None:
+        entry = self._entries.pop(key)
+        tenant = self._tenants[entry.tenant]
+        del tenant.idle[key]
+        tenant.num_bytes -= entry.num_bytes
+        if not tenant.num_bytes:
+            del self._tenants[entry.tenant]
+        self.num_bytes -= entry.num_bytes
+        self._dropped.append(key)
+        self._encodes.pop(key, None)  # planned for a sequence that was preempted since
 
     def _let_go(self, sequence: Sequence, index: int) -> None:
         if index in sequence.held_pictures:
             sequence.held_pictures.remove(index)
             request = sequence.request
-            entry = self._entries[request.cache_seed, request.pictures[index].digest]
+            key = request.cache_seed, request.pictures[index].digest
+            entry = self._entries[key]
             entry.num_holders -= 1
+            if not entry.num_holders:
+                self._tenants[entry.tenant].idle[key] = None
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Asserts that bytes and holders agree with the running sequences."""
@@ -166,3 +193,8 @@ class PictureMemory:
         assert holders == {k: e.num_holders for k, e in self._entries.items() if e.num_holders}
         assert self.num_bytes == sum(each.num_bytes for each in self._entries.values())
         assert self.num_bytes <= self.capacity
+        assert self._tenants.keys() == {each.tenant for each in self._entries.values()}
+        for name, tenant in self._tenants.items():
+            own = {key: each for key, each in self._entries.items() if each.tenant == name}
+            assert tenant.num_bytes == sum(each.num_bytes for each in own.values())
+            assert set(tenant.idle) == {key for key, each in own.items() if not each.num_holders}
