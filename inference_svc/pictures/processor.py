@@ -66,7 +66,9 @@ class Processor:
         """The most tiles of a picture."""
         if not self.splits:
             return 1
-        num_per_side = -(-min(self.longest, MAX_SIDE) // self.tile_size)
+        # The shorter side becomes even, and may so be longer than `longest`.
+        side = min(self.longest + self.longest % 2, MAX_SIDE)
+        num_per_side = -(-side // self.tile_size)
         return num_per_side**2 + (num_per_side > 1)
 
     @property

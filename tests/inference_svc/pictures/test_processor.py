@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.pictures.processor import Form, Processor, Size, read_processor
+from inference_svc.pictures.tiling import make_tiles
 from tests.support.pictures.models import NAMES, PROCESSORS, TILE, save_processor
 
 
@@ -84,3 +86,14 @@ def test_the_most_tiles_are_known(tmp_path: Path) -> None:
     assert read_processor(tmp_path, TILE).max_tiles == 74**2 + 1
     save_processor("Idefics3", tmp_path, do_image_splitting=False)
     assert read_processor(tmp_path, TILE).max_tiles == 1
+
+
+@pytest.mark.parametrize("longest", [3 * 57, 3 * 57 + 1, 3 * 57 - 1, 3 * 57 - 2])
+@pytest.mark.parametrize("size", [(90, 90), (90, 89), (89, 90), (3, 90)])
+def test_no_picture_has_more_tiles(longest: int, size: tuple[int, int], tmp_path: Path) -> None:
+    """Of tiles of odd sizes, too."""
+    sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": 57}}
+    save_processor("Idefics3", tmp_path, **sizes)
+    processor = read_processor(tmp_path, 57)
+    tiles = make_tiles(Image.new("RGB", size), processor, 1 << 20)
+    assert len(tiles.pixels) // processor.tile_bytes <= processor.max_tiles
