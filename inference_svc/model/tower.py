@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.model.checkpoint.weights import ModelWeights
-from inference_svc.model.description import Decoder, Pictures
+from inference_svc.model.description import Decoder, Patches, Pictures
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchLinear
@@ -138,4 +138,17 @@ def _plan_of(tower: Decoder) -> tuple[AttentionPlan, Tensor, Tensor]:
     count = tower.patches.num_tokens
     zero, counts = np.zeros(1, np.int64), np.array([count])
     plan = AttentionPlan.build(zero, counts, [[0]], count, "cpu")
-    return plan, torch.arange(count), torch.arange(tower.patches.num_dropped, count)
+    positions = _by_fractions(tower.patches) if tower.patches.has_fractions else torch.arange(count)
+    return plan, positions, torch.arange(tower.patches.num_dropped, count)
+
+
+def _by_fractions(patches: Patches) -> Tensor:
+    """Returns the positions of a tile's patches, int64 [patches], as transformers has them: where
+    the patch's place in fp32 lies among the borders. For some numbers of patches, such as 19 each
+    side, rounding moves patches to their neighbour's position, and the model was trained so."""
+    count = patches.tile_size // patches.patch_size
+    borders = torch.arange(1 / count, 1.0, 1 / count)
+    step = 1.0 / torch.tensor(count)
+    places = (torch.arange(count, dtype=torch.float32) * step).clamp(max=1.0 - 1e-6)
+    found = torch.bucketize(places, borders, right=True)
+    return (found[:, None] * count + found).flatten()

@@ -13,7 +13,7 @@ class Patches:
     """The inputs of a tower: square tiles of `tile_size` pixels, in patches of `patch_size`, which
     the convolution `module` makes tokens of. The tensor `class_token`, if there is one, is a token
     before the patches of each tile. The connector reads all tokens of a tile but the first
-    `num_dropped`.
+    `num_dropped`. `has_fractions`: the positions of patches follow from fractions of a side.
     """
 
     module: str
@@ -22,6 +22,7 @@ class Patches:
     has_bias: bool
     class_token: str = ""
     num_dropped: int = 0
+    has_fractions: bool = False
 
     @property
     def num_patches(self) -> int:

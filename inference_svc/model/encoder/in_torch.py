@@ -68,7 +68,8 @@ def _embed_patches(op: EmbedPatches, step: Step) -> Tensor:
     assert pixels is not None, "a tower's step has tiles"
     weights, patch = step.weights, op.patches.patch_size
     kernel = weights.numbers[op.weight.name].view(op.out.width, -1)
-    rows = pixels.unflatten(2, (-1, patch)).unflatten(4, (-1, patch))
+    side = op.patches.tile_size // patch * patch  # a convolution drops the rest of a tile, too
+    rows = pixels[:, :, :side, :side].unflatten(2, (-1, patch)).unflatten(4, (-1, patch))
     rows = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
     made = F.linear(rows, kernel, weights.numbers_of(op.bias))
     token = weights.numbers_of(op.class_token)

@@ -15,7 +15,7 @@ from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.layers import TorchProjections
 from inference_svc.model.tower import TorchTower, normalised
 from tests.support.models.parity import relative_rms
-from tests.support.pictures.models import NAMES, TILE, make_reader
+from tests.support.pictures.models import NAMES, TILE, VISION, make_reader, save_processor
 
 
 def tower_of(folder: Path, dtype: torch.dtype = torch.float32) -> TorchTower:
@@ -56,6 +56,24 @@ def test_embeddings_equal_transformers(name: str, num_units: int, tmp_path: Path
     expected = expected_rows(model, normalised(tiles, processor))
     assert encoding.rows.shape == expected.shape
     assert relative_rms(encoding.rows, expected) <= 1e-5
+
+
+@pytest.mark.parametrize(("num_per_side", "merge"), [(19, 1), (25, 5), (27, 3)])
+def test_positions_and_borders_of_patches_are_those_of_transformers(
+    num_per_side: int, merge: int, tmp_path: Path
+) -> None:
+    """For some numbers of patches two have the same position; and the last pixels of a side may
+    belong to no patch."""
+    side = 2 * num_per_side + 1
+    vision = VISION | {"image_size": side, "patch_size": 2}
+    model = make_reader("Idefics3", tmp_path, vision_config=vision, scale_factor=merge)
+    save_processor("Idefics3", tmp_path, max_image_size={"longest_edge": side})
+    tower = tower_of(tmp_path)
+    tiles = torch.randint(0, 256, (1, side, side, 3), dtype=torch.uint8)
+    encoding = tower.begin(1)
+    tower.go_on(encoding, tiles.numpy().tobytes(), 100)
+    processor = load_description(tmp_path, with_pictures=True).pictures.processor
+    assert relative_rms(encoding.rows, expected_rows(model, normalised(tiles, processor))) <= 1e-5
 
 
 def test_begun_and_finished_pictures_keep_no_pixels(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ _TEXT = {
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
-_VISION = {
+VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -40,20 +40,20 @@ _VISION = {
     "patch_size": PATCH,
     "initializer_range": 0.2,
 }
-_IDEFICS3: dict[str, Any] = {"text_config": _TEXT, "vision_config": _VISION, "scale_factor": 2}
+_IDEFICS3: dict[str, Any] = {"text_config": _TEXT, "vision_config": VISION, "scale_factor": 2}
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llava": (
         "Llava",
         {
             "text_config": _TEXT | {"model_type": "llama"},
-            "vision_config": _VISION | {"model_type": "clip_vision_model"},
+            "vision_config": VISION | {"model_type": "clip_vision_model"},
         },
     ),
     "LlavaOfSiglip": (
         "Llava",
         {
             "text_config": _TEXT | {"model_type": "qwen2"},
-            "vision_config": _VISION | {"model_type": "siglip_vision_model"},
+            "vision_config": VISION | {"model_type": "siglip_vision_model"},
             "vision_feature_layer": -1,
             "vision_feature_select_strategy": "full",
             "projector_hidden_act": "gelu_pytorch_tanh",
@@ -144,14 +144,14 @@ def save_reader_tokenizer(name: str, folder: Path) -> int:
     return int(backend.token_to_id(IMAGE))
 
 
-def make_reader(name: str, folder: Path) -> Any:
-    """Saves a small random model that reads pictures in fp32, with its tokenizer and processor;
-    returns transformers' model."""
+def make_reader(name: str, folder: Path, **changes: Any) -> Any:
+    """Saves a small random model that reads pictures in fp32, with its tokenizer and processor, and
+    `changes` of its config; returns transformers' model."""
     torch.manual_seed(0)
     family, values = READERS[name]
     folder.mkdir(parents=True, exist_ok=True)
     token_id = save_reader_tokenizer(name, folder)
-    config = getattr(transformers, f"{family}Config")(**values, image_token_id=token_id)
+    config = getattr(transformers, f"{family}Config")(**values | changes, image_token_id=token_id)
     kind = getattr(transformers, f"{family}ForConditionalGeneration")
     model = kind._from_config(config, dtype=torch.float32).eval()
     shake_norms_and_biases(model)

@@ -35,10 +35,12 @@ _ACTIVATIONS = (Activation.GELU, Activation.QUICK_GELU)
 
 class Kind(NamedTuple):
     """A class of towers by transformers' `model_type`: with a token before the patches and a norm
-    behind them, as CLIP, or with a bias of patches, as SigLIP; and transformers' `defaults`."""
+    behind them, as CLIP, or with a bias of patches, as SigLIP; with positions that follow from
+    fractions of a side, as Idefics3; and transformers' `defaults`."""
 
     has_class: bool
     defaults: Mapping[str, Any]
+    has_fractions: bool = False
 
 
 _SHAPE = {
@@ -58,8 +60,8 @@ KINDS = {
         _SHAPE | {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
     ),
     "siglip_vision_model": Kind(False, _SHAPE | {"patch_size": 16}),
-    "idefics3_vision": Kind(False, _IDEFICS3),
-    "smolvlm_vision": Kind(False, _IDEFICS3),
+    "idefics3_vision": Kind(False, _IDEFICS3, has_fractions=True),
+    "smolvlm_vision": Kind(False, _IDEFICS3, has_fractions=True),
 }
 _READS = names("image_size patch_size hidden_act layer_norm_eps num_channels")
 _IGNORES = names(
@@ -158,6 +160,7 @@ def _patches(config: ConfigReader, kind: Kind, merge: int, num_dropped: int) -> 
         has_bias=not kind.has_class,
         class_token=f"{TOWER}embeddings.class_embedding" if kind.has_class else "",
         num_dropped=num_dropped,
+        has_fractions=kind.has_fractions,
     )
 
 
