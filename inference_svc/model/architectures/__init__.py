@@ -83,10 +83,15 @@ class Family:
         return (describe.func if isinstance(describe, partial) else describe).__module__
 
 
-def describe_text_part(config: ConfigReader, parts: Mapping[str, str], wrapper: Wrapper) -> Decoder:
+def describe_text_part(
+    config: ConfigReader,
+    parts: Mapping[str, str],
+    wrapper: Wrapper,
+    ignores: frozenset[str] = frozenset(),
+) -> Decoder:
     """Returns the decoder that `text_config` describes; `parts` has the architecture of each
     `model_type` of it, the default first. The model's own flag says whether the head is tied.
-    Raises UnsupportedModel."""
+    `ignores` are keys that transformers does not read in it. Raises UnsupportedModel."""
     values = config.get("text_config")
     if not isinstance(values, Mapping):
         raise config.unsupported("text_config", "must describe the text part")
@@ -96,7 +101,7 @@ def describe_text_part(config: ConfigReader, parts: Mapping[str, str], wrapper: 
             "text_config.model_type", f"supported are {', '.join(parts)}", kind
         )
     family, where = families()[parts[kind]], "config.json: text_config"
-    _check_keys(values, family, where)
+    _check_keys(values, family, where, ignores)
     text = ConfigReader(values, {**DEFAULTS, **family.defaults}, where)
     decoder = family.describe(text)
     head = replace(decoder.head, is_tied=config.flag("tie_word_embeddings"))
@@ -246,9 +251,14 @@ def _has_own_head(model_dir: Path, wrapper: Wrapper, *, is_said: bool) -> bool:
     return is_own
 
 
-def _check_keys(values: Mapping[str, Any], family: Family, *where: str) -> None:
-    names = family.architecture, family.reads, family.ignores, family.accepts
-    check_keys(values, *names, *where)
+def _check_keys(
+    values: Mapping[str, Any],
+    family: Family,
+    where: str = "config.json",
+    ignores: frozenset[str] = frozenset(),
+) -> None:
+    ignored = {*family.ignores, *ignores}
+    check_keys(values, family.architecture, family.reads, ignored, family.accepts, where)
 
 
 def _dtype_of(values: Mapping[str, Any]) -> str:

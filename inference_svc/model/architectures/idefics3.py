@@ -20,17 +20,19 @@ from inference_svc.model.description import (
 
 TOWER, CONNECTOR = "vision_model", "connector"
 MAX_MERGE = 16
+OF_TRAINERS = names("is_llama_config pixel_shuffle_factor perceiver_config")
+"""Keys of `text_config` that the authors' own code has left in published files."""
 WRAPPER = Wrapper(prefixes=(("model.text_model.", "model."),), others=(TOWER, CONNECTOR))
 OF_TOWER = wrapper(TOWER, CONNECTOR, ("text_model", "lm_head"))
 
 
 def describe(config: ConfigReader) -> Decoder:
-    decoder = describe_text_part(config, {"llama": "LlamaForCausalLM"}, WRAPPER)
+    decoder = describe_text_part(config, {"llama": "LlamaForCausalLM"}, WRAPPER, OF_TRAINERS)
     return replace(decoder, pictures=_pictures(config, decoder.hidden_size))
 
 
 def _pictures(config: ConfigReader, text_size: int) -> Pictures:
-    vision, kind = read_vision(config, ("idefics3_vision", "smolvlm_vision"))
+    vision, kind = read_vision(config, ("idefics3_vision",))
     merge = config.within("scale_factor", 1, MAX_MERGE)
     size = vision.positive("hidden_size") * merge**2
     member = Member(f"{CONNECTOR}.modality_projection.proj", text_size)

@@ -33,7 +33,7 @@ READ = names(
 _IGNORED_TRAINING = """
     initializer_range attention_dropout embd_pdrop resid_pdrop use_cache gradient_checkpointing
     chunk_size_feed_forward router_aux_loss_coef pretraining_tp
-    unsloth_version unsloth_fixed
+    unsloth_version unsloth_fixed neftune_noise_alpha
 """
 # pretraining_tp only cut the same products into slices that were summed again.
 
@@ -44,6 +44,7 @@ _IGNORED_FILE_KEEPING = """
     return_dict output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss
     matryoshka_dimensions is_matryoshka
     is_decoder attn_implementation experts_implementation tie_last_hidden_states
+    transformers.js_config
 """
 
 _IGNORED_SAMPLING_DEFAULTS = """

@@ -54,7 +54,8 @@ def test_tensors_and_layers(name, values, config, tmp_path):
     heads = {"lm_head.weight"} if decoder.head.is_tied else set()
     assert {key: stored[key] for key in stored.keys() - heads} == expected
     assert decoder.head.is_tied == config.tie_word_embeddings
-    text = model.model.language_model if hasattr(model.model, "language_model") else model.model
+    parts = (getattr(model.model, each, None) for each in ("language_model", "text_model"))
+    text = next(filter(None, parts), model.model)
     attentions = [each.self_attn for each in text.layers if hasattr(each, "self_attn")]
     for theirs, ours in zip(attentions, decoder.attentions, strict=True):
         assert ours.scale == pytest.approx(theirs.scaling, rel=1e-6)
@@ -90,6 +91,45 @@ def test_transformers_says_the_same(name, values, config, tmp_path):
         replace(described(each, tmp_path), config_sha256="", dtype="") for each in (values, written)
     )
     assert again == first
+
+
+SIDES = {"idefics3-8b": 364, "llava-1.5-7b": 336, "smolvlm2-500m": 512}
+"""The sides of the tiles of models that read pictures."""
+PROCESSORS = {
+    "idefics3-8b": {"size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}},
+    "llava-1.5-7b": {
+        "size": {"shortest_edge": 336},
+        "crop_size": {"height": 336, "width": 336},
+        "image_processor_type": "CLIPImageProcessor",
+    },
+    "smolvlm2-500m": {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_towers(name, values, config, tmp_path):
+    processor = {"image_processor_type": "Idefics3ImageProcessor"} | PROCESSORS[name]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    pictures = load_description(tmp_path, with_pictures=True).pictures
+    assert pictures is not None
+    tower = pictures.tower
+    assert tower.patches.tile_size == SIDES[name]
+    with torch.device("meta"):
+        model = getattr(transformers, values["architectures"][0])._from_config(config)
+    stored = {
+        tower.wrapper.text_name(name): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+    }
+    stored.pop(None, None)  # of the language part
+    unused = tuple(tower.encoder.unused)
+    first = len(tower.blocks)
+    skipped = tuple(f"model.layers.{first + n}." for n in range(tower.num_unused_layers))
+    forms = [each.form(stored) for each in parameters(tower)]
+    expected = {key: piece.shape for form in forms for key, piece in form.items()}
+    assert expected == {
+        key: shape for key, shape in stored.items() if not key.startswith((*unused, *skipped))
+    }
 
 
 def test_every_family_has_one():

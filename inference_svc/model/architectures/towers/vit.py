@@ -61,12 +61,12 @@ KINDS = {
     ),
     "siglip_vision_model": Kind(False, _SHAPE | {"patch_size": 16}),
     "idefics3_vision": Kind(False, _IDEFICS3, has_fractions=True),
-    "smolvlm_vision": Kind(False, _IDEFICS3, has_fractions=True),
 }
 _READS = names("image_size patch_size hidden_act layer_norm_eps num_channels")
 _IGNORES = names(
     """
     projection_dim initializer_factor vision_use_head dropout max_image_size size num_image_tokens
+    use_base_siglip
     """
 )
 
@@ -86,11 +86,12 @@ def wrapper(tower: str, connector: str, others: tuple[str, ...]) -> Wrapper:
 
 def read_vision(config: ConfigReader, kinds: tuple[str, ...]) -> tuple[ConfigReader, Kind]:
     """Returns the reader of `vision_config`, and the class that it is of, one of `kinds`: the first
-    if it says none. Raises UnsupportedModel."""
+    if it says none. If there is only one, its `model_type` has no effect, as in transformers.
+    Raises UnsupportedModel."""
     values = config.get("vision_config")
     if not isinstance(values, Mapping):
         raise config.unsupported("vision_config", "must describe the vision tower")
-    name = values.get("model_type") or kinds[0]
+    name = (values.get("model_type") if len(kinds) > 1 else None) or kinds[0]
     if name not in kinds:
         reason = f"supported are {', '.join(kinds)}; --max-prompt-images 0 serves the text alone"
         raise config.unsupported("vision_config.model_type", reason, name)
