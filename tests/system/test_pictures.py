@@ -294,16 +294,14 @@ def test_generated_tokens_do_not_wait_for_a_whole_picture(
 
     monkeypatch.setattr(PictureRows, "apply", count)
     running = start(smolvlm.zoo, **SETTINGS, **CUT)
-    prompt, _ = smolvlm.prompt("text")
-    running.submit("text", prompt, max_tokens=300)
+    text, _ = smolvlm.prompt("text")
+    prompt, pictures = smolvlm.prompt("three")  # before, since the text ends while it is decoded
+    running.submit("text", text, max_tokens=300)
     running.until(lambda: running.outputs.get("text"))
-    first = submit(running, smolvlm, "", "three")
-    assert running.result(first)[0] == smolvlm.expected("", "three")
+    running.submit("three", prompt, pictures=pictures, max_tokens=NUM_TOKENS)
+    assert running.result("three")[0] == smolvlm.expected("", "three")
     memory = running.engine.built.engine.scheduler.pictures
-    layers, tiles = (
-        memory.costs.layers_per_tile,
-        sum(each.num_tiles for each in smolvlm.prompt("three")[1]),
-    )
+    layers, tiles = memory.costs.layers_per_tile, sum(each.num_tiles for each in pictures)
     assert sum(counts) == layers * tiles
     budget = max(1, int(8 / 8 / memory.costs.tokens_per_layer))
     assert len(counts) >= layers * tiles // budget > 3
