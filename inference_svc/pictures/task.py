@@ -46,13 +46,22 @@ def answer(request: dict[str, Any]) -> tuple[bytes, bytes | str]:
 
 
 def _decoded(data: bytes, max_pixels: int) -> Image.Image:
-    """Returns a picture in RGB, as its EXIF data turn it. Raises Refused."""
+    """Returns a picture in RGB, as its EXIF data turn it. Raises Refused, and MemoryError."""
     try:
         picture = Image.open(BytesIO(data), formats=FORMATS)
+        _check(picture, max_pixels)
+        picture.load()
+        return _opaque(ImageOps.exif_transpose(picture))
+    except (MemoryError, Refused):
+        raise
     except UnidentifiedImageError:
         raise Refused(f"is no picture in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from None
-    except Exception as error:  # decoders raise any error
+    except Exception as error:  # decoders raise any error, also as they look for a second frame
         raise Refused(_damaged(error)) from None
+
+
+def _check(picture: Image.Image, max_pixels: int) -> None:
+    """Raises Refused for a file by its header, and errors of its decoder."""
     width, height = picture.size
     if width * height > max_pixels:
         raise Refused(f"has {width} x {height} pixels; at most {max_pixels} are decoded")
@@ -61,13 +70,6 @@ def _decoded(data: bytes, max_pixels: int) -> Image.Image:
         raise Refused("is animated: send one frame")
     if picture.mode not in MODES:
         raise Refused(f"has over 8 bits a channel (mode {picture.mode}): save it with 8")
-    try:
-        picture.load()
-        return _opaque(ImageOps.exif_transpose(picture))
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise Refused(_damaged(error)) from None
 
 
 def _opaque(picture: Image.Image) -> Image.Image:

@@ -161,6 +161,8 @@ HOSTILE = {
     "truncated webp": (encoded(picture(90, 90), "WEBP")[:900], "cannot be decoded|no picture"),
     "a billion pixels": (_png_of(32_768, 32_768), "32768 x 32768 pixels"),
     "one row of pixels too many": (_png_of(1 << 13, (1 << 12) + 1), "pixels"),
+    "a gif without its end": (encoded(picture(8, 8), "GIF")[:-1] + b"\xfe!", "cannot be decoded"),
+    "a gif with half a frame": (encoded(picture(8, 8), "GIF")[:-1] + b",ab", "cannot be decoded"),
     "a header without data": (_png_of(100, 100), "cannot be decoded"),
     "too long and narrow": (encoded(picture(100_000, 1)), "long and narrow"),
     "animated gif": (_animated("GIF"), "animated"),
