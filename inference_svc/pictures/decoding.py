@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,12 +14,15 @@ from servicekit.errors import InvalidArgument, Unavailable
 from servicekit.sandbox.pool import CannotStart, SandboxPool
 from servicekit.sandbox.process import Limits, SandboxFailure, Task
 
+logger = logging.getLogger(__name__)
+
 NUM_CHILDREN = 2
 MAX_PIXELS = 32 << 20
 """The most pixels of a picture, which a process holds in a few copies of up to 4 bytes."""
 MEMORY_BYTES = 1 << 30
 """The memory that decoding may take, beside a process's memory at start."""
 SECONDS = 20.0
+RETRY_SECONDS = 1.0
 MAX_REASON_BYTES = 1024
 TASK = Task(
     Path(__file__).with_name("task.py"),
@@ -54,7 +58,7 @@ class PictureDecoder:
     def decode(self, data: bytes, where: str) -> Tiles:
         """Returns the tiles of a file's bytes, which the caller has bounded. Raises InvalidArgument
         that names `where` the file was sent, and Unavailable if this machine cannot start a
-        process."""
+        process, or has ended it."""
         request = {
             "data": base64.b64encode(data).decode(),
             "processor": self._facts,
@@ -64,14 +68,13 @@ class PictureDecoder:
         try:
             with self.pool.process() as child:
                 answer = child.ask(request, max(most, MAX_REASON_BYTES))
+                if answer.kind == b"M":  # raised in here, so that the next file has all the memory
+                    raise _too_costly(where)
         except CannotStart as error:
             raise Unavailable(f"images cannot be decoded now: {error}") from error
-        except SandboxFailure:
-            raise InvalidArgument(
-                f"{where}: takes more than {SECONDS:g} s or {MEMORY_BYTES >> 20} MiB to decode: "
-                "send a smaller image",
-                subject=where,
-            ) from None
+        except SandboxFailure as failure:
+            logger.warning("the decoding of an image ended: %s", failure)
+            raise _failed(failure, where) from None
         if answer.kind != b"T":
             raise InvalidArgument(f"{where}: {answer.text}", subject=where)
         return self._checked(answer.content, where)
@@ -83,5 +86,28 @@ class PictureDecoder:
         num_tiles = rows * columns + 1
         is_whole = len(pixels) == num_tiles * self._processor.tile_bytes
         if not is_whole or num_tiles > self._processor.max_tiles:
-            raise InvalidArgument(f"{where}: cannot be decoded", subject=where)
+            raise _undecodable(where)
         return Tiles(pixels, num_tiles, rows, columns, hashlib.sha256(content).digest())
+
+
+def _failed(failure: SandboxFailure, where: str) -> InvalidArgument | Unavailable:
+    """Returns the error for a file whose process has not answered."""
+    if failure.is_killed:
+        return Unavailable(
+            f"{where}: this server ran short of memory, or was interrupted: try again",
+            subject=where,
+            retry_after_s=RETRY_SECONDS,
+        )
+    return _too_costly(where) if failure.is_timeout else _undecodable(where)
+
+
+def _too_costly(where: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{where}: takes more than {SECONDS:g} s or {MEMORY_BYTES >> 20} MiB to decode: "
+        "send a smaller image",
+        subject=where,
+    )
+
+
+def _undecodable(where: str) -> InvalidArgument:
+    return InvalidArgument(f"{where}: cannot be decoded", subject=where)

@@ -1,7 +1,8 @@
 """Decodes a stranger's picture, and makes tiles of it: the task of a sandboxed process.
 
-The kind of an answer is T, rows and columns, two bytes each, and the tiles; or R, why the file is
-refused. Pillow's other formats are never tried: their decoders are large, and few of them are safe.
+The kind of an answer is T, rows and columns, two bytes each, and the tiles; R, why the file is
+refused; or M, nothing, for a file that takes too much memory. Pillow's other formats are never
+tried: their decoders are large, and few of them are safe.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def answer(request: dict[str, Any]) -> tuple[bytes, bytes | str]:
         return b"R", str(refused)
     except TooLong:
         return b"R", "is too long and narrow: cut it, or make it smaller"
+    except MemoryError:
+        return b"M", b""
     numbers = (each.to_bytes(NUMBER_BYTES, "big") for each in (rows, columns))
     return b"T", b"".join((*numbers, pixels))
 

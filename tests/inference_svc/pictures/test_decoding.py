@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
+import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -17,7 +22,7 @@ from inference_svc.model.tower import normalised
 from inference_svc.pictures import decoding
 from inference_svc.pictures.decoding import PictureDecoder, Tiles
 from inference_svc.pictures.processor import Processor, read_processor
-from servicekit.errors import InvalidArgument
+from servicekit.errors import InvalidArgument, ServiceError, Unavailable
 from tests.support.pictures.files import encoded, picture
 from tests.support.pictures.models import NAMES, TILE, image_processor, save_processor
 
@@ -201,6 +206,40 @@ def test_a_bomb_ends_its_process_and_the_next_picture_is_decoded(
     with pytest.raises(InvalidArgument, match="MiB to decode"):
         decoder.decode(bomb, WHERE)
     assert decoder.decode(encoded(picture(30, 30)), WHERE).num_tiles == 1
+
+
+@pytest.mark.parametrize(
+    ("signals", "error", "words"),
+    [
+        ((signal.SIGKILL,), Unavailable, "try again"),
+        ((signal.SIGSEGV, signal.SIGCONT), InvalidArgument, "cannot be decoded"),
+        ((), InvalidArgument, "send a smaller image"),
+    ],
+    ids=["killed", "crashed", "slow"],
+)
+def test_a_process_that_gives_no_answer_says_whose_fault_it_is(
+    signals: tuple[int, ...],
+    error: type[ServiceError],
+    words: str,
+    decoder_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process is stopped as it is asked, and ends by these signals, or not in time."""
+    if not signals:
+        limits = replace(decoding.TASK.limits, wall_seconds=0.2)
+        monkeypatch.setattr(decoding, "TASK", replace(decoding.TASK, limits=limits))
+    decoder, _ = decoder_of("Llava")
+    with decoder.pool.process() as child:
+        os.kill(child.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        decoding_it = threads.submit(decoder.decode, encoded(picture(30, 30)), WHERE)
+        while decoder.pool.idle:
+            time.sleep(0.001)
+        for each in signals:
+            os.kill(child.pid, each)
+        with pytest.raises(error, match=words) as refused:
+            decoding_it.result()
+    assert refused.value.subject == WHERE
 
 
 def test_pictures_that_differ_have_different_digests(llava: Any) -> None:
