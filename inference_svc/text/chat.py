@@ -101,7 +101,7 @@ class ChatMessage:
     def to_template(self, reasoning_field: str, *, in_parts: bool = False) -> dict[str, Any]:
         """Returns the message in the form that chat templates read, its content as a text or
         `in_parts`. Fields that it has not are absent, because templates ask for them so."""
-        content = self._parts() if in_parts else self.content
+        content = self.parts() if in_parts else self.content
         found: dict[str, Any] = {"role": self.role, "content": content}
         if self.reasoning and reasoning_field:
             found[reasoning_field] = self.reasoning
@@ -113,7 +113,7 @@ class ChatMessage:
             found["name"] = self.name
         return found
 
-    def _parts(self) -> list[dict[str, str]]:
+    def parts(self) -> list[dict[str, str]]:
         """Returns the content as a list of texts and images."""
         found: list[dict[str, str]] = []
         start = 0

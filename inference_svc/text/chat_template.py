@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 from jinja2 import Environment, Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
@@ -31,6 +31,8 @@ from servicekit.errors import InvalidArgument
 _TURN = "loadout_turn"
 CHECKED_TURNS = 16
 """How many turns are taken between two looks at the clock."""
+PARTS_BEGIN = "[{'type': "
+"""The begin of a content in parts that is written as it is."""
 MAX_REPEATED_CHARS = 1 << 20
 """The longest text or list that one `text * number` may make."""
 
@@ -98,12 +100,32 @@ class ChatTemplate:
         assert first is not None, "a conversation has a form"
         raise first
 
-    def _content_forms(self, chat: Chat) -> tuple[bool, ...]:
-        """Returns whether contents are in parts; of a chat without images both ways, if the
-        template may know either."""
+    def _content_forms(self, chat: Chat) -> tuple[_InParts, ...]:
+        """Returns which contents are in parts, in each of the ways that the template may know."""
         if chat.images:
-            return (True,)
-        return (False, True) if self._names.reads_parts else (False,)
+            return _any, _of_turn, _of_user
+        return (_none, _any, _of_turn, _of_user) if self._names.reads_parts else (_none,)
+
+
+_InParts: TypeAlias = Callable[[str], bool]
+"""Returns whether contents of a role are lists of texts and images."""
+
+
+def _none(_: str) -> bool:
+    return False
+
+
+def _any(_: str) -> bool:
+    return True
+
+
+def _of_turn(role: str) -> bool:
+    """Many templates write texts of the system and of tools as they are."""
+    return role in (conversation.USER, conversation.ASSISTANT)
+
+
+def _of_user(role: str) -> bool:
+    return role == conversation.USER
 
 
 class _Rendering:
@@ -124,8 +146,7 @@ class _Rendering:
         self._chat = chat
         self._max_chars = max_chars
         self._turns = _Turns(max_seconds)
-        self.in_parts = False
-        """Whether contents are lists of texts and images."""
+        self.in_parts: _InParts = _none
         self._end = f"{secrets.randbelow(10**18):018}"
 
     def text(self, messages: Sequence[ChatMessage]) -> str:
@@ -161,17 +182,29 @@ class _Rendering:
             *others, last = messages
             messages = [*others, replace(last, content=f"{last.content}{self._end} ")]
         try:
-            return "".join(self._pieces(messages, max_chars))
+            text = "".join(self._pieces(messages, max_chars))
         except (InvalidArgument, MemoryError):
             raise
         except Exception as error:  # templates raise any error
             raise _Refused(conversation.refused(messages, error)) from error
+        self._check_parts(messages, text)
+        return text
+
+    def _check_parts(self, messages: Sequence[ChatMessage], text: str) -> None:
+        """Raises _Refused for a prompt with a Python list: the template writes a content as it is,
+        and takes it for a text."""
+        if PARTS_BEGIN not in text:
+            return
+        for index, message in enumerate(messages):
+            if self.in_parts(message.role) and str(message.parts()) in text:
+                raise _Refused(conversation.not_in_parts(index, message))
 
     def _pieces(self, messages: Sequence[ChatMessage], max_chars: int) -> Iterator[str]:
         num_chars = 0
         for piece in self._template.generate(
             messages=[
-                each.to_template(self._reasoning_field, in_parts=self.in_parts) for each in messages
+                each.to_template(self._reasoning_field, in_parts=self.in_parts(each.role))
+                for each in messages
             ],
             **self._arguments,
             **{_TURN: self._turns.take},

@@ -17,8 +17,8 @@ from jinja2 import meta, nodes
 from inference_svc.text.chat import Chat, ChatMessage, Tool, Variable
 from servicekit.errors import InvalidArgument
 
-SYSTEM, DEVELOPER, ASSISTANT = "system", "developer", "assistant"
-ROLES = (DEVELOPER, SYSTEM, "user", ASSISTANT)
+SYSTEM, DEVELOPER, USER, ASSISTANT = "system", "developer", "user", "assistant"
+ROLES = (DEVELOPER, SYSTEM, USER, ASSISTANT)
 """Roles of every chat. Others, such as OpenAI's function, are for templates that name them."""
 TOOL = "tool"
 """A role that many templates take without naming it: they write any role."""
@@ -267,4 +267,19 @@ def left_out(index: int, message: ChatMessage) -> InvalidArgument:
         "content",
         f"the chat template leaves this {message.role} message out of the prompt, or a part of it; "
         f"{_ADVICE}",
+    )
+
+
+def not_in_parts(index: int, message: ChatMessage) -> InvalidArgument:
+    """Returns the error for a message that the template shows as a list of parts."""
+    if message.images:
+        return field_error(
+            index,
+            "content",
+            f"the chat template shows no images in {message.role} messages: send them as a user's",
+        )
+    return field_error(
+        index,
+        "content",
+        f"the chat template shows no {message.role} message next to images: {_ADVICE}",
     )

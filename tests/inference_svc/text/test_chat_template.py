@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from inference_svc.errors import TemplateTimeout
-from inference_svc.text.chat import Chat, ChatMessage
+from inference_svc.text.chat import Chat, ChatMessage, MessageImage
 from inference_svc.text.chat_template import ChatTemplate
 from servicekit.errors import InvalidArgument
 from tests.support.models.templates import ENDLESS, REFUSED
@@ -73,3 +73,46 @@ def test_hostile_templates_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidArgument, match=message) as caught:
         template.render(CHAT, 10_000, 10.0)
     assert caught.value.subject == "chat"
+
+
+LOOP = (
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+)
+IN_PARTS = {
+    "all": (("system", "user", "assistant"), ""),
+    "turns": (("user", "assistant"), "{{ m['content'] }}"),
+    "turns, others joined": (("user", "assistant"), "{{ 'a ' + m['content'] }}"),
+    "of the user": (("user",), "{{ m['content'] }}"),
+    "of the user, others joined": (("user",), "{{ 'a ' + m['content'] }}"),
+}
+
+
+@pytest.mark.parametrize("has_image", [True, False])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_contents_are_in_parts_where_the_template_reads_them(
+    tmp_path: Path, name: str, has_image: bool
+) -> None:
+    """transformers' callers choose the form of each message."""
+    roles, other = IN_PARTS[name]
+    each = f"{{% if m['role'] in {list(roles)} %}}{LOOP}{{% else %}}{other}{{% endif %}}"
+    tokenizer = tokenizer_with(tmp_path, f"{{% for m in messages %}}{each}|{{% endfor %}}")
+    conversation: list[dict[str, Any]] = []
+    messages: list[ChatMessage] = []
+    for role, text in (("system", "be kind"), ("user", "hi"), ("assistant", "yes"), ("user", "so")):
+        images = (MessageImage(0, b"", "image 0"),) if has_image and text == "hi" else ()
+        messages.append(ChatMessage(role, text, images=images))
+        parts = [*([{"type": "image"}] * len(images)), {"type": "text", "text": text}]
+        conversation.append({"role": role, "content": parts if role in roles else text})
+    theirs = tokenizer.apply_chat_template(conversation, tokenize=False)
+    chat = Chat(tuple(messages), add_generation_prompt=False)
+    assert compiled(tokenizer).render(chat, 10_000, 10.0) == theirs
+
+
+def test_a_list_that_is_shown_as_it_is_is_refused() -> None:
+    source = f"{{% for m in messages %}}{{{{ m['content'] }}}}{{% if false %}}{LOOP}{{% endif %}}"
+    template = ChatTemplate(source + "{% endfor %}", {})
+    image = MessageImage(0, b"", "image 0")
+    with pytest.raises(InvalidArgument, match="no images in user messages") as refused:
+        template.render(Chat((ChatMessage("user", "hi", images=(image,)),)), 10_000, 10.0)
+    assert refused.value.subject == "chat.messages[0].content"
