@@ -162,7 +162,7 @@ class Chat:
             "messages": [
                 [
                     *(m.role, m.content, m.reasoning, _calls_to_json(m), m.tool_call_id, m.name),
-                    [image.place for image in m.images],
+                    [[image.place, image.where] for image in m.images],
                 ]
                 for m in self.messages
             ],
@@ -185,9 +185,9 @@ class Chat:
                     _calls_from_json(calls),
                     call_id,
                     name,
-                    tuple(MessageImage(place, b"", "") for place in places),
+                    tuple(MessageImage(place, b"", where) for place, where in images),
                 )
-                for role, content, reasoning, calls, call_id, name, places in found["messages"]
+                for role, content, reasoning, calls, call_id, name, images in found["messages"]
             ),
             add_generation_prompt=found["add_generation_prompt"],
             continue_final_message=found["continue_final_message"],

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from inference_svc.errors import AdapterUnusable, TemplateTimeout
-from inference_svc.text.chat import Chat, ChatMessage
+from inference_svc.text.chat import Chat, ChatMessage, MessageImage
 from inference_svc.text.template_process import NUM_CHILDREN, TemplateProcesses
 from inference_svc.text.template_process.task import MAX_TEMPLATES, Templates
 from servicekit.errors import InvalidArgument, ServiceError
@@ -106,6 +106,15 @@ def test_what_is_no_template_is_the_adapters_fault(
     with pytest.raises(AdapterUnusable, match="cannot be used") as caught:
         render(processes, source)
     assert (caught.value.subject, caught.value.reason) == ("chat_template", "CHAT_TEMPLATE_INVALID")
+
+
+def test_images_that_a_template_does_not_show_are_named(processes: TemplateProcesses) -> None:
+    where = "messages[0].content[1].image_url"
+    chat = Chat((ChatMessage("user", "hi", images=(MessageImage(0, b"", where),)),))
+    with pytest.raises(InvalidArgument, match="shows no images") as refused:
+        processes.render(CHAT_TEMPLATE, {"eos_token": "</s>"}, chat, 10_000, 5.0)
+    assert refused.value.subject == where
+    assert refused.value.message.startswith(f"{where}: ")
 
 
 def test_a_template_sees_no_environment_and_writes_no_file(processes: TemplateProcesses) -> None:
