@@ -11,5 +11,5 @@ sandbox            limited processes that handle strangers' bytes
 shares             shares of tenants in limited resources, and threads that tenants share
 settings           how settings are declared, read and shown; the settings of all services
 telemetry          logs, redaction, traces, metrics, recent errors and the debug bundle
-work_budget        the processor time that large or refused requests and lists of a tenant take
+work_budget        a tenant's processor time for large or refused requests, lists and images
 """

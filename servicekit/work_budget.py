@@ -1,4 +1,5 @@
-"""How much processor time each account may take by requests that are large or refused, and lists.
+"""How much processor time each account may take by requests that are large or refused, lists, and
+images.
 
 The time that an account takes is a debt that decays by the clock. Who owes more than a burst waits
 with its next request until the debt is paid; nobody else does, and nothing is taken from others'
@@ -156,7 +157,7 @@ class WorkBudget:
         excess_s = max(0.0, self.debt_s(account) - BURST_SECONDS)
         return ShareExceeded(
             f"{self._name}: {account} has taken more than {self.processors:g} of a processor for "
-            f"large or refused requests, or lists; try again later",
+            f"large or refused requests, lists or images; try again later",
             subject=self._name,
             retry_after_s=max(1.0, excess_s / self.processors),
         )

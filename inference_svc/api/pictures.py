@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from inference_svc.core import Request
-from inference_svc.pictures.decoding import PictureDecoder, Tiles
+from inference_svc.pictures.decoding import NUM_CHILDREN, PictureDecoder, Tiles
 from inference_svc.pictures.placeholders import PictureRule
-from inference_svc.text.chat import Chat
+from inference_svc.text.chat import Chat, MessageImage
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
-from servicekit.shares import Reservation, Shares
+from servicekit.shares import FairExecutor, Reservation, Shares
+from servicekit.work_budget import WorkBudget
 
 PLACE_SECONDS = 10.0
 """How long a call waits while pixels of others take the memory."""
+PROCESSORS = 0.5
+"""Processors that decoding for one account may take on average: some four photos of a camera a
+second, or many more that were made smaller."""
 
 
 class PictureReader:
     """Reads the pictures of a server's calls; without a `rule`, refuses them. `pixels` bounds the
-    bytes of pictures in open requests. `name` is the model's."""
+    bytes of pictures in open requests, and each account's share of decoders. `name` is the
+    model's."""
 
     def __init__(self, rule: PictureRule | None, name: str, pixels: Shares) -> None:
         self.rule, self.name, self.pixels = rule, name, pixels
-        self._decoder = None if rule is None else PictureDecoder(rule.processor)
+        self.work = WorkBudget("image_work", pixels.share, PROCESSORS)
+        self.decoder = None if rule is None else PictureDecoder(rule.processor)
+        # Each waits for a process, and would keep short prompts of others from their own threads.
+        self._threads = (
+            None if rule is None else FairExecutor(NUM_CHILDREN, "prompt_images", pixels.share)
+        )
 
     def close(self) -> None:
-        if self._decoder is not None:
-            self._decoder.close()
+        if self._threads is not None:
+            self._threads.close()
+        if self.decoder is not None:
+            self.decoder.close()
 
     @contextmanager
     def of_call(self) -> Iterator[CallPictures]:
@@ -67,9 +82,27 @@ class PictureReader:
                     subject=f"chat.{field}",
                 )
 
-    def decode(self, data: bytes, where: str) -> Tiles:
-        assert self._decoder is not None, "the server reads pictures"
-        return self._decoder.decode(data, where)
+    def decode(
+        self, image: MessageImage, account: str, is_cancelled: threading.Event
+    ) -> Future[Tiles]:
+        """Has a thread decode a file, until it is cancelled. The time is charged to the account's
+        `work`. Raises ShareExceeded if too many files wait."""
+        assert self._threads is not None, "the server reads pictures"
+        return self._threads.submit(account, self._decode, image, account, is_cancelled)
+
+    def _decode(self, image: MessageImage, account: str, is_cancelled: threading.Event) -> Tiles:
+        assert self.decoder is not None, "the server reads pictures"
+
+        def check() -> None:
+            if is_cancelled.is_set():
+                raise CancelledError
+
+        start_s = time.monotonic()
+        try:
+            return self.decoder.decode(image.data, image.where, check)
+        finally:
+            # A process has taken it, not this thread.
+            self.work.charge(account, time.monotonic() - start_s)
 
 
 class CallPictures:
@@ -79,16 +112,18 @@ class CallPictures:
     def __init__(self, reader: PictureReader) -> None:
         self._reader = reader
         self._places: list[Reservation] = []
+        self.decoding: Future[Tiles] | None = None
+        """The decoding of a file, until it has ended; also after the call was cancelled."""
 
     def __del__(self) -> None:
         self.release()
 
     async def read(
-        self, prompt: Prompt, name: str, account: str, threads: Executor, num_choices: int
+        self, prompt: Prompt, name: str, account: str, num_choices: int
     ) -> tuple[Tiles, ...]:
         """Returns the tiles of a prompt's pictures, for so many requests. `name` is the text of the
         token that stands for a picture. Raises InvalidArgument naming the picture, and
-        ShareExceeded."""
+        ShareExceeded, also where the account's earlier pictures took too much work."""
         if not isinstance(prompt, Chat):
             return ()
         self._reader.check(prompt, name)
@@ -101,13 +136,22 @@ class CallPictures:
         amount = min(len(prompt.images) * rule.max_bytes * num_copies, pixels.capacity)
         place = await pixels.wait(account, amount, PLACE_SECONDS)
         self._places.append(place)
-        loop = asyncio.get_running_loop()
-        found = [
-            await loop.run_in_executor(threads, self._reader.decode, each.data, each.where)
-            for each in prompt.images
-        ]
+        found = [await self._decoded(each, account) for each in prompt.images]
         place.shrink(num_copies * sum(len(each.pixels) for each in found))
         return tuple(found)
+
+    async def _decoded(self, image: MessageImage, account: str) -> Tiles:
+        async with self._reader.work.turn(account):
+            is_cancelled = threading.Event()
+            self.decoding = self._reader.decode(image, account, is_cancelled)
+            try:
+                return await asyncio.wrap_future(self.decoding)
+            except asyncio.CancelledError:
+                is_cancelled.set()
+                raise
+            finally:
+                if self.decoding.done():  # its error would refer to this call, and the call to it
+                    self.decoding = None
 
     def placed(self, requests: list[Request], pictures: Sequence[Tiles]) -> list[Request]:
         """Returns the requests of one prompt with its pictures."""
@@ -118,6 +162,14 @@ class CallPictures:
         return [replace(each, pictures=found) for each in requests]
 
     def release(self) -> None:
-        """Lets go of the memory. Idempotent."""
+        """Lets go of the memory, as soon as no file is decoded into it. Idempotent."""
         while self._places:
-            self._places.pop().release()
+            place = self._places.pop()
+            if self.decoding is None:
+                place.release()
+            else:
+                self.decoding.add_done_callback(partial(_release, place))
+
+
+def _release(place: Reservation, _: Future[Tiles]) -> None:
+    place.release()

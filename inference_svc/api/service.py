@@ -365,9 +365,9 @@ class Service:
         num_choices: int = 1,
     ) -> tuple[Tiles, ...]:
         """Returns the pictures of a prompt. Raises like `CallPictures.read`."""
-        rule, threads = self._pictures.rule, self._prompts.threads_of(principal.account)
+        rule = self._pictures.rule
         name = "" if rule is None else text.name_of(rule.token_id)
-        return await pictures.read(prompt, name, principal.account, threads, num_choices)
+        return await pictures.read(prompt, name, principal.account, num_choices)
 
     # --- describing -----------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,8 @@ MAX_PIXELS = 32 << 20
 """The most pixels of a picture, which a process holds in a few copies of up to 4 bytes."""
 MEMORY_BYTES = 1 << 30
 """The memory that decoding may take, beside a process's memory at start."""
-SECONDS = 20.0
+SECONDS = 10.0
+"""Several times as long as the slowest valid file takes on a quiet machine."""
 RETRY_SECONDS = 1.0
 MAX_REASON_BYTES = 1024
 TASK = Task(
@@ -55,10 +57,12 @@ class PictureDecoder:
         """Ends the processes that are idle, and others once they have answered."""
         self.pool.close()
 
-    def decode(self, data: bytes, where: str) -> Tiles:
-        """Returns the tiles of a file's bytes, which the caller has bounded. Raises InvalidArgument
-        that names `where` the file was sent, and Unavailable if this machine cannot start a
-        process, or has ended it."""
+    def decode(
+        self, data: bytes, where: str, check_cancelled: Callable[[], None] = lambda: None
+    ) -> Tiles:
+        """Returns the tiles of a file's bytes, which the caller has bounded. `check_cancelled` is
+        called periodically and may raise. Raises InvalidArgument that names `where` the file was
+        sent, and Unavailable if this machine cannot start a process, or has ended it."""
         request = {
             "data": base64.b64encode(data).decode(),
             "processor": self._facts,
@@ -67,7 +71,7 @@ class PictureDecoder:
         most = 2 * NUMBER_BYTES + self._processor.max_tiles * self._processor.tile_bytes
         try:
             with self.pool.process() as child:
-                answer = child.ask(request, max(most, MAX_REASON_BYTES))
+                answer = child.ask(request, max(most, MAX_REASON_BYTES), check_cancelled)
                 if answer.kind == b"M":  # raised in here, so that the next file has all the memory
                     raise _too_costly(where)
         except CannotStart as error:

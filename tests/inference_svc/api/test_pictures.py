@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import pytest
 
 from inference_svc.api.pictures import CallPictures, PictureReader
+from inference_svc.pictures.decoding import Tiles
 from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.processor import read_processor
 from inference_svc.text.chat import Chat, ChatMessage, MessageImage
-from servicekit.errors import InvalidArgument
+from servicekit.errors import InvalidArgument, ShareExceeded
 from servicekit.shares import Shares
 from tests.support.pictures.files import encoded, picture
 from tests.support.pictures.models import TILE, save_processor
@@ -28,7 +31,7 @@ def reader(tmp_path: Path) -> Iterator[PictureReader]:
     """At most two pictures of ten tiles each."""
     save_processor("SmolVLM", tmp_path)
     rule = PictureRule(read_processor(tmp_path, TILE), 80, 4, 2)
-    made = PictureReader(rule, "model", Shares("prompt_image_bytes", 1 << 20))
+    made = PictureReader(rule, "model", Shares("prompt_image_bytes", 1 << 20, 0.5))
     yield made
     made.close()
 
@@ -42,8 +45,7 @@ def read(call: CallPictures, prompt: Chat, num_choices: int = 1) -> list[int]:
     """Returns the tiles of each picture."""
 
     async def body() -> list[int]:
-        with ThreadPoolExecutor(1) as threads:
-            found = await call.read(prompt, "<image>", "account", threads, num_choices)
+        found = await call.read(prompt, "<image>", "account", num_choices)
         return [each.num_tiles for each in found]
 
     return asyncio.run(body())
@@ -72,6 +74,45 @@ def test_a_stream_that_nobody_reads_holds_nothing(reader: PictureReader) -> None
 def test_a_call_that_fails_holds_nothing(reader: PictureReader) -> None:
     with pytest.raises(InvalidArgument, match="image 1: is no picture"), reader.of_call() as call:
         read(call, chat(encoded(picture(9, 9)), b"none"))
+    assert reader.pixels.used == 0
+
+
+def test_a_cancelled_call_holds_its_memory_until_its_file_is_let_go_of(
+    reader: PictureReader,
+) -> None:
+    """Its process is stopped, so that it would take all of its time."""
+    call = CallPictures(reader)
+    assert reader.decoder is not None
+    with reader.decoder.pool.process() as child:
+        os.kill(child.pid, signal.SIGSTOP)
+
+    async def body() -> Future[Tiles]:
+        reading = asyncio.create_task(call.read(chat(encoded(picture(9, 9))), "", "account", 1))
+        while call.decoding is None or not call.decoding.running():
+            await asyncio.sleep(0.001)
+        decoding = call.decoding
+        reading.cancel()
+        await asyncio.wait({reading})
+        return decoding
+
+    decoding = asyncio.run(body())
+    call.release()
+    num_bytes = reader.pixels.used
+    assert num_bytes or decoding.done()
+    assert isinstance(decoding.exception(5.0), CancelledError)
+    reader.close()  # its threads have ended, and with them the callbacks
+    assert reader.pixels.used == 0
+
+
+def test_decoding_is_charged_and_waits_for_its_debt(reader: PictureReader) -> None:
+    with reader.of_call() as call:
+        read(call, chat(encoded(picture(9, 9))))
+    assert reader.work.debt_s("account") > 0
+    reader.work.charge("account", 100.0)
+    reader.work.wait_s = 0.01
+    call.release()
+    with pytest.raises(ShareExceeded, match="image_work"), reader.of_call() as call:
+        read(call, chat(b"none"))
     assert reader.pixels.used == 0
 
 
