@@ -17,7 +17,7 @@ from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.text.chat import Chat, MessageImage
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
-from servicekit.shares import FairExecutor, Reservation, Shares
+from servicekit.shares import FairExecutor, Reservation, Shares, limit_of
 from servicekit.work_budget import WorkBudget
 
 PLACE_SECONDS = 10.0
@@ -133,11 +133,19 @@ class CallPictures:
         assert rule is not None
         # Each request has a copy in the engine.
         num_copies = 1 + num_choices
-        amount = min(len(prompt.images) * rule.max_bytes * num_copies, pixels.capacity)
-        place = await pixels.wait(account, amount, PLACE_SECONDS)
+        # All of them might be large. No account may hold more than its share for a whole answer.
+        amount = len(prompt.images) * rule.max_bytes * num_copies
+        most = limit_of(pixels.capacity, 0, pixels.share)
+        place = await pixels.wait(account, min(amount, most), PLACE_SECONDS)
         self._places.append(place)
-        found = [await self._decoded(each, account) for each in prompt.images]
-        place.shrink(num_copies * sum(len(each.pixels) for each in found))
+        found: list[Tiles] = []
+        num_bytes = 0
+        for each in prompt.images:
+            found.append(await self._decoded(each, account))
+            num_bytes += num_copies * len(found[-1].pixels)
+            if num_bytes > place.amount:
+                place.grow(num_bytes - place.amount)
+        place.shrink(num_bytes)
         return tuple(found)
 
     async def _decoded(self, image: MessageImage, account: str) -> Tiles:

@@ -31,7 +31,7 @@ def reader(tmp_path: Path) -> Iterator[PictureReader]:
     """At most two pictures of ten tiles each."""
     save_processor("SmolVLM", tmp_path)
     rule = PictureRule(read_processor(tmp_path, TILE), 80, 4, 2)
-    made = PictureReader(rule, "model", Shares("prompt_image_bytes", 1 << 20, 0.5))
+    made = PictureReader(rule, "model", Shares("prompt_image_bytes", 1 << 21, 0.5))
     yield made
     made.close()
 
@@ -74,6 +74,21 @@ def test_a_stream_that_nobody_reads_holds_nothing(reader: PictureReader) -> None
 def test_a_call_that_fails_holds_nothing(reader: PictureReader) -> None:
     with pytest.raises(InvalidArgument, match="image 1: is no picture"), reader.of_call() as call:
         read(call, chat(encoded(picture(9, 9)), b"none"))
+    assert reader.pixels.used == 0
+
+
+def test_an_account_holds_no_more_than_its_share(reader: PictureReader) -> None:
+    large = encoded(picture(TILE * 3, TILE * 3))
+    share = reader.pixels.capacity // 2
+    num_choices = share // (10 * TILE_BYTES) - 1
+    with reader.of_call() as call:
+        assert read(call, chat(large), num_choices) == [10]
+        assert share // 2 < reader.pixels.used <= share
+        call.release()
+    most = f"maximum of {share}"
+    with pytest.raises(ShareExceeded, match=most) as refused, reader.of_call() as call:
+        read(call, chat(large, large), num_choices)
+    assert not refused.value.retry_after_s
     assert reader.pixels.used == 0
 
 
