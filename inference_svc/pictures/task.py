@@ -41,7 +41,7 @@ def answer(request: dict[str, Any]) -> tuple[bytes, bytes | str]:
     except Refused as refused:
         return b"R", str(refused)
     except TooLong:
-        return b"R", "is too long and narrow: cut it, or make it smaller"
+        return b"R", "is too long and narrow for its size: cut it, or make it smaller"
     except MemoryError:
         return b"M", b""
     numbers = (each.to_bytes(NUMBER_BYTES, "big") for each in (rows, columns))

@@ -9,6 +9,10 @@ from PIL import Image
 
 from inference_svc.pictures.processor import MAX_SIDE, Form, Processor, Size
 
+MAX_PADDING = 3
+"""How many times as many pixels as a picture may have its square may have, if it is padded to one:
+so a process has memory for both."""
+
 
 class TooLong(ValueError):
     """A picture is so narrow that it would have too many pixels in the size of the model."""
@@ -25,7 +29,7 @@ class Tiling(NamedTuple):
 
 def make_tiles(picture: Image.Image, processor: Processor, max_pixels: int) -> Tiling:
     """Returns the tiles of an RGB picture. Raises TooLong if it would have more than `max_pixels`
-    on the way."""
+    on the way, or MAX_PADDING times as many in a square."""
     if processor.form is Form.WHOLE:
         return Tiling(_whole(picture, processor, max_pixels).tobytes())
     return _split(picture, processor)
@@ -34,7 +38,7 @@ def make_tiles(picture: Image.Image, processor: Processor, max_pixels: int) -> T
 def _whole(picture: Image.Image, processor: Processor, max_pixels: int) -> Image.Image:
     if processor.padding is not None and picture.width != picture.height:
         side = max(picture.size)
-        _check(Size(side, side), max_pixels)
+        _check(Size(side, side), MAX_PADDING * max_pixels)
         square = Image.new("RGB", (side, side), processor.padding)
         square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
         picture = square

@@ -106,6 +106,21 @@ def test_processors_may_differ(name: str, changes: dict[str, Any], decoder_of: A
         assert (values(tiles, processor) - expected).abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize(
+    ("width", "height", "fits"), [(6000, 4000, True), (4000, 8000, True), (12_000, 2700, False)]
+)
+def test_photos_are_padded_to_squares(width: int, height: int, fits: bool, decoder_of: Any) -> None:
+    """Their squares may have more pixels than a file may."""
+    kind = {"image_processor_type": "LlavaImageProcessor", "do_pad": True}
+    decoder, _ = decoder_of("Llava", **kind)
+    photo = encoded(Image.new("RGB", (width, height)), "JPEG")
+    if fits:
+        assert decoder.decode(photo, WHERE).num_tiles == 1
+        return
+    with pytest.raises(InvalidArgument, match="long and narrow for its size"):
+        decoder.decode(photo, WHERE)
+
+
 @pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "P", "1", "CMYK"])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_modes_are_converted_as_pillow_does(mode: str, kind: str, llava: Any) -> None:
