@@ -337,6 +337,8 @@ class InferenceServer:
         places = [*self._places.shares]
         if self._prompts is not None:
             places.append(self._prompts.threads)
+        if self._pictures is not None:
+            places += self._pictures.places
         if self.http is not None:
             places.append(self.http.connections)
         for place in places:

@@ -41,6 +41,11 @@ class PictureReader:
             None if rule is None else FairExecutor(NUM_CHILDREN, "prompt_images", pixels.share)
         )
 
+    @property
+    def places(self) -> tuple[Shares, ...]:
+        """The resources that accounts share; none if no pictures are read."""
+        return () if self._threads is None else (self.pixels, self._threads.shares)
+
     def close(self) -> None:
         if self._threads is not None:
             self._threads.close()

@@ -14,6 +14,7 @@ from openai import OpenAI
 from PIL import Image
 
 from loadout import errors
+from loadout.prometheus import scrape
 from tests.support.pictures.files import encoded, picture
 from tests.support.pictures.models import IMAGE, ReaderZoo, make_reader_zoo
 from tests.system.services import Services
@@ -188,3 +189,6 @@ def test_pixels_of_open_requests_are_bounded(services: Services) -> None:
             "images": [{"data": encoded(OTHER)}, {"data": encoded(ONE)}],
         }
         assert services.client.complete([message], **GREEDY).text
+    metrics = scrape(services.inference_metrics)
+    for place, capacity in (("prompt_image_bytes", 2 << 20), ("prompt_images", 2)):
+        assert metrics.one("loadout_inference_place_capacity", place=place) == capacity
