@@ -123,29 +123,34 @@ class CallPictures:
     def __del__(self) -> None:
         self.release()
 
-    async def read(
-        self, prompt: Prompt, name: str, account: str, num_choices: int
-    ) -> tuple[Tiles, ...]:
-        """Returns the tiles of a prompt's pictures, for so many requests. `name` is the text of the
-        token that stands for a picture. Raises InvalidArgument naming the picture, and
-        ShareExceeded, also where the account's earlier pictures took too much work."""
+    def of_prompt(self, prompt: Prompt, name: str, account: str, num_choices: int) -> ReadPictures:
+        """Returns the pictures of a prompt for so many requests, to be read. `name` is the text of
+        the token that stands for a picture. Raises InvalidArgument naming the picture."""
         if not isinstance(prompt, Chat):
-            return ()
+            return ReadPictures(self, (), account, num_choices)
         self._reader.check(prompt, name)
-        if not prompt.images:
+        return ReadPictures(self, prompt.images, account, num_choices)
+
+    async def read(
+        self, images: Sequence[MessageImage], account: str, num_choices: int
+    ) -> tuple[Tiles, ...]:
+        """Returns the tiles of a prompt's images, for so many requests. Raises InvalidArgument
+        naming the image, and ShareExceeded, also where the account's earlier ones took too much
+        work."""
+        if not images:
             return ()
         rule, pixels = self._reader.rule, self._reader.pixels
         assert rule is not None
         # Each request has a copy in the engine.
         num_copies = 1 + num_choices
         # All of them might be large. No account may hold more than its share for a whole answer.
-        amount = len(prompt.images) * rule.max_bytes * num_copies
+        amount = len(images) * rule.max_bytes * num_copies
         most = limit_of(pixels.capacity, 0, pixels.share)
         place = await pixels.wait(account, min(amount, most), PLACE_SECONDS)
         self._places.append(place)
         found: list[Tiles] = []
         num_bytes = 0
-        for each in prompt.images:
+        for each in images:
             found.append(await self._decoded(each, account))
             num_bytes += num_copies * len(found[-1].pixels)
             if num_bytes > place.amount:
@@ -186,3 +191,27 @@ class CallPictures:
 
 def _release(place: Reservation, _: Future[Tiles]) -> None:
     place.release()
+
+
+class ReadPictures:
+    """The pictures of a prompt of a call: `tiles`, once they are read."""
+
+    def __init__(
+        self,
+        call: CallPictures,
+        images: Sequence[MessageImage],
+        account: str,
+        num_choices: int,
+    ) -> None:
+        self._call, self._images = call, images
+        self._account, self._num_choices = account, num_choices
+        self.tiles: tuple[Tiles, ...] = ()
+
+    @property
+    def num_pictures(self) -> int:
+        return len(self._images)
+
+    async def read(self) -> tuple[Tiles, ...]:
+        """Returns the tiles, and keeps them. Raises like `CallPictures.read`."""
+        self.tiles = await self._call.read(self._images, self._account, self._num_choices)
+        return self.tiles

@@ -16,7 +16,7 @@ from inference_svc.api.followers import Followers, check_followed
 from inference_svc.api.generate_call import GenerateCall, check_grammar
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
-from inference_svc.api.pictures import CallPictures, PictureReader
+from inference_svc.api.pictures import CallPictures, PictureReader, ReadPictures
 from inference_svc.api.pooling.classify import with_head
 from inference_svc.api.pooling.score import with_answer_tokens
 from inference_svc.api.request_record import PromptNote, RequestLog
@@ -31,7 +31,6 @@ from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.grammars.budget import ThoughtBudget
 from inference_svc.grammars.checks import GrammarChecks
 from inference_svc.host.memory import resident_bytes
-from inference_svc.pictures.decoding import Tiles
 from inference_svc.results.base import Kind
 from inference_svc.store.adapter_resolver import Binding, Directory
 from inference_svc.store.texts import AdapterTexts
@@ -215,9 +214,9 @@ class Service:
             ReadingOptions(prompt.tools).check(text.answers)
         num_added = 0 if binding is None else binding.added_tokens
         with self._pictures.of_call() as pictures:
-            tiles = await self._tiles(prompt, principal, text, pictures)
+            own = self._of_prompt(prompt, principal, text, pictures)
             encoded = await self._prompts.encode(
-                prompt, principal.account, text, num_added, pictures=tiles
+                prompt, principal.account, text, num_added, pictures=own
             )
             pictures.release()
         return encoded, text
@@ -329,7 +328,7 @@ class Service:
         num_added_tokens = 0 if binding is None else binding.added_tokens
         for index, prompt in enumerate(call.prompts):
             with child_span("tokenize"), _naming_prompt(call, index):
-                tiles = await self._tiles(prompt, principal, text, pictures, call.num_choices)
+                own = self._of_prompt(prompt, principal, text, pictures, call.num_choices)
                 token_ids = await self._prompts.encode(
                     prompt,
                     principal.account,
@@ -338,7 +337,7 @@ class Service:
                     call.num_answer_tokens,
                     num_chars,
                     call.prompt_limit,
-                    tiles,
+                    own,
                 )
             num_chars += max(num_chars_of(prompt), MIN_CHARS)
             notes.append(self._request_log.note_of(prompt))
@@ -353,21 +352,21 @@ class Service:
                 end_ids=text.end_ids,
                 vocab_size=self.facts.vocab_size,
             )
-            requests += pictures.placed(made, tiles)
+            requests += pictures.placed(made, own.tiles)
         return requests, tuple(notes)
 
-    async def _tiles(
+    def _of_prompt(
         self,
         prompt: Prompt,
         principal: Principal,
         text: TextModel,
         pictures: CallPictures,
         num_choices: int = 1,
-    ) -> tuple[Tiles, ...]:
-        """Returns the pictures of a prompt. Raises like `CallPictures.read`."""
+    ) -> ReadPictures:
+        """Returns the pictures of a prompt, to be read. Raises like `CallPictures.of_prompt`."""
         rule = self._pictures.rule
         name = "" if rule is None else text.name_of(rule.token_id)
-        return await pictures.read(prompt, name, principal.account, num_choices)
+        return pictures.of_prompt(prompt, name, principal.account, num_choices)
 
     # --- describing -----------------------------------------------------------------------------
 

@@ -43,11 +43,8 @@ class PictureRule:
         """Returns a prompt with all tokens of its pictures, for a prompt with one token each, whose
         text is `name`. `encode` makes tokens of a text, and adds none.
 
-        Raises InvalidArgument for a prompt with another number of placeholders: they are never
-        computed as words."""
-        count = token_ids.count(self.token_id)
-        if count != len(pictures):
-            raise InvalidArgument(self._mismatch(count, len(pictures), name), subject="prompt")
+        Raises like `check`."""
+        self.check(token_ids, len(pictures), name)
         if not pictures:
             return token_ids
         left = iter(pictures)
@@ -58,6 +55,13 @@ class PictureRule:
             else:
                 found.append(token_id)
         return tuple(found)
+
+    def check(self, token_ids: tuple[int, ...], num_pictures: int, name: str) -> None:
+        """Raises InvalidArgument for a prompt with another number of placeholders, whose text is
+        `name`, than pictures: they are never computed as words."""
+        count = token_ids.count(self.token_id)
+        if count != num_pictures:
+            raise InvalidArgument(self._mismatch(count, num_pictures, name), subject="prompt")
 
     def _mismatch(self, count: int, num_pictures: int, name: str) -> str:
         if count > num_pictures:

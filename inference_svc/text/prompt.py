@@ -106,6 +106,14 @@ class TextLimits:
     limit: PromptLimit = NO_LIMIT
 
 
+class PromptPictures(Protocol):
+    """The pictures of a prompt. `read` raises InvalidArgument and ShareExceeded."""
+
+    @property
+    def num_pictures(self) -> int: ...
+    async def read(self) -> Sequence[Tiles]: ...
+
+
 class PromptEncoder:
     """`max_model_len` bounds prompts, with room for an answer; `vocab_size` is the model's, which
     may know fewer tokens than its tokenizer. `picture_rule` is of a model that reads pictures;
@@ -150,12 +158,13 @@ class PromptEncoder:
         num_answer_tokens: int = 1,
         num_chars_before: int = 0,
         limit: PromptLimit = NO_LIMIT,
-        pictures: Sequence[Tiles] = (),
+        pictures: PromptPictures | None = None,
     ) -> tuple[int, ...]:
         """Encodes with an adapter's own encoder if it has one; it has rows for so many tokens
         behind the model's. A prompt leaves room for so many tokens of an answer, and may be cut if
         its `limit` says so. The earlier prompts of its call have `num_chars_before`: many hold up
-        the loop as a long one does. A chat's `pictures` have all of their tokens.
+        the loop as a long one does. A chat's `pictures`, which have all of their tokens, are read
+        once the text is known to have room for them.
 
         Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
         template, ShareExceeded if too many prompts of the account wait, and errors of the
@@ -172,9 +181,23 @@ class PromptEncoder:
         if rule is None:
             self._check_words(found, text)
             return found
+        return await self._with_pictures(found, text, rule, pictures)
+
+    async def _with_pictures(
+        self,
+        found: tuple[int, ...],
+        text: TextLimits,
+        rule: PictureRule,
+        pictures: PromptPictures | None,
+    ) -> tuple[int, ...]:
+        """Returns a prompt with all tokens of its pictures, which are read if they may fit."""
         encode = partial(text.encoder.encode, add_special_tokens=False)
         name = text.encoder.name_of(rule.token_id)
-        expanded = rule.expanded(found, pictures, name, encode)
+        num_pictures = 0 if pictures is None else pictures.num_pictures
+        rule.check(found, num_pictures, name)
+        self._check_length(len(found) + num_pictures * (rule.tokens_per_tile - 1), text)
+        tiles = () if pictures is None else await pictures.read()
+        expanded = rule.expanded(found, tiles, name, encode)
         self._check(expanded, text)
         return expanded
 
@@ -242,12 +265,7 @@ class PromptEncoder:
     def _check(self, token_ids: tuple[int, ...], text: TextLimits) -> None:
         if not token_ids:
             raise InvalidArgument("prompt must have at least one token", subject="prompt")
-        most = self._most_tokens(text)
-        if len(token_ids) > most:
-            why = "leave room for an answer" if text.num_answer_tokens else text.limit.why
-            raise InvalidArgument(
-                f"prompt has {len(token_ids)} tokens; at most {most} {why}", subject="prompt"
-            )
+        self._check_length(len(token_ids), text)
         if (highest := max(token_ids)) >= text.vocab_size:
             # The tokenizer's ids have 32 bits.
             name = text.encoder.name_of(highest) if highest < 1 << 32 else ""
@@ -255,6 +273,14 @@ class PromptEncoder:
             raise InvalidArgument(
                 f"there is no token {highest}{shown}; this model knows {text.vocab_size} tokens",
                 subject="prompt",
+            )
+
+    def _check_length(self, num_tokens: int, text: TextLimits) -> None:
+        most = self._most_tokens(text)
+        if num_tokens > most:
+            why = "leave room for an answer" if text.num_answer_tokens else text.limit.why
+            raise InvalidArgument(
+                f"prompt has {num_tokens} tokens; at most {most} {why}", subject="prompt"
             )
 
     def _check_words(self, token_ids: tuple[int, ...], text: TextLimits) -> None:

@@ -45,7 +45,7 @@ def read(call: CallPictures, prompt: Chat, num_choices: int = 1) -> list[int]:
     """Returns the tiles of each picture."""
 
     async def body() -> list[int]:
-        found = await call.read(prompt, "<image>", "account", num_choices)
+        found = await call.of_prompt(prompt, "<image>", "account", num_choices).read()
         return [each.num_tiles for each in found]
 
     return asyncio.run(body())
@@ -96,13 +96,13 @@ def test_a_cancelled_call_holds_its_memory_until_its_file_is_let_go_of(
     reader: PictureReader,
 ) -> None:
     """Its process is stopped, so that it would take all of its time."""
-    call = CallPictures(reader)
+    call, prompt = CallPictures(reader), chat(encoded(picture(9, 9)))
     assert reader.decoder is not None
     with reader.decoder.pool.process() as child:
         os.kill(child.pid, signal.SIGSTOP)
 
     async def body() -> Future[Tiles]:
-        reading = asyncio.create_task(call.read(chat(encoded(picture(9, 9))), "", "account", 1))
+        reading = asyncio.create_task(call.read(prompt.images, "account", 1))
         while call.decoding is None or not call.decoding.running():
             await asyncio.sleep(0.001)
         decoding = call.decoding

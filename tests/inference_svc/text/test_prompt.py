@@ -6,6 +6,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from inference_svc.errors import TemplateTimeout
+from inference_svc.pictures.decoding import Tiles
+from inference_svc.pictures.placeholders import PictureRule
+from inference_svc.pictures.processor import HALF, Form, Processor
 from inference_svc.text.chat import TEMPLATE_CHARS, Chat, ChatMessage
 from inference_svc.text.prompt import (
     INLINE_CHARS,
@@ -355,3 +358,45 @@ def test_placeholders_are_no_words_of_a_server_of_text(prompt: Prompt) -> None:
     with pytest.raises(InvalidArgument, match=r"token 80 \('P'\), which stands for an image") as e:
         asyncio.run(body((80, 82)))
     assert e.value.subject == "prompt"
+
+
+class Pictures:
+    """Two pictures of a tile each, whose reading is counted."""
+
+    num_pictures = 2
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    async def read(self) -> tuple[Tiles, ...]:
+        self.num_reads += 1
+        return (Tiles(b"", 1, 0, 0, b""),) * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ((80, 5), "shows 1 of the 2 images"),
+        ((80, 80, *[5] * 12), "has 20 tokens; at most 19"),
+        ((80, 80, *[5] * 11), ""),
+    ],
+)
+def test_pictures_are_read_once_their_prompt_may_fit(prompt: tuple[int, ...], words: str) -> None:
+    processor = Processor(Form.WHOLE, 8, 3, HALF, HALF)
+    rule, pictures = PictureRule(processor, 80, 4, 2), Pictures()
+
+    async def body() -> tuple[int, ...]:
+        work = WorkBudget("work", 1.0)
+        prompts = PromptEncoder(Recording(), 20, 128, work, picture_rule=rule)
+        try:
+            return await prompts.encode(prompt, pictures=pictures)
+        finally:
+            prompts.close()
+
+    if not words:
+        assert asyncio.run(body()) == (*[80] * 8, *prompt[2:])
+        assert pictures.num_reads == 1
+        return
+    with pytest.raises(InvalidArgument, match=words):
+        asyncio.run(body())
+    assert pictures.num_reads == 0
