@@ -96,6 +96,8 @@ REQUESTS = (
         "Requests returned to the queue because the KV cache ran out of pages, or the server went "
         "to sleep.",
     ),
+    _OWN.counter("prompt_image_encodes", "Images of prompts whose embeddings were computed."),
+    _OWN.counter("prompt_image_hits", "Images of prompts whose embeddings were there already."),
     _OWN.counter("version_moves", "Moves of requests to a newer version of their adapter."),
     _OWN.gauge("generation_paused", "1 while generation is paused."),
     _OWN.gauge("asleep", "1 while the server's memory is freed, and until it is awake again."),

@@ -189,6 +189,10 @@ def test_pixels_of_open_requests_are_bounded(services: Services) -> None:
             "images": [{"data": encoded(OTHER)}, {"data": encoded(ONE)}],
         }
         assert services.client.complete([message], **GREEDY).text
+    later: Any = {"role": "user", "content": "b", "images": [{"data": encoded(ONE), "position": 1}]}
+    assert services.client.complete([later], **GREEDY).text  # an image of another prefix
     metrics = scrape(services.inference_metrics)
     for place, capacity in (("prompt_image_bytes", 2 << 20), ("prompt_images", 2)):
         assert metrics.one("loadout_inference_place_capacity", place=place) == capacity
+    assert metrics.one("loadout_inference_prompt_image_encodes_total") >= 2
+    assert metrics.one("loadout_inference_prompt_image_hits_total") >= 1

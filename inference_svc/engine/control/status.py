@@ -131,7 +131,7 @@ class Describe:
     def _counters(self) -> dict[str, float]:
         counters = self.residency.counters
         prefetch, states = self.residency.prefetcher.counters, self.scheduler.states
-        recurrent = {}
+        pictures, recurrent = self.scheduler.pictures, {}
         if states.recurrent is not None:
             recurrent = {
                 "recurrent_state_evictions": states.recurrent.pool.num_evictions,
@@ -148,6 +148,8 @@ class Describe:
             "prefetch_hits": prefetch.hits,
             "prefetch_wasted_bytes": prefetch.wasted_bytes,
             "preemptions": self.scheduler.num_preemptions,
+            "prompt_image_encodes": 0 if pictures is None else pictures.num_encoded,
+            "prompt_image_hits": 0 if pictures is None else pictures.num_found,
             "step_out_of_memory": self.scheduler.step_limit.num_out_of_memory,
             "not_finite_requests": self.losses.counts[Loss.NOT_FINITE] + self.losses.num_refused,
             "faulty_requests": self.losses.counts[Loss.FAULT],
