@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import mmap
 import os
 import queue
@@ -147,6 +148,22 @@ def until_released(store) -> None:
     until(lambda: places.used == 0)
 
 
+def until_sealed(store, key, path: Path) -> None:
+    """Waits until an image can be shared: views of its earlier, writable memory may live on in a
+    stream that has just ended."""
+
+    def is_sealed() -> bool:
+        gc.collect()
+        connection, share_id = greeted(path)
+        call, header = ask(store, key, share_id)
+        call.cancel()
+        connection.close()
+        until_released(store)
+        return header.not_shared != "in_use"
+
+    until(is_sealed)
+
+
 def num_open(path: Path) -> int:
     """How many descriptors of images this process has, and connections of the store's socket."""
     images = 0
@@ -279,6 +296,7 @@ def test_a_ticket_is_for_one_file_that_nobody_can_change(ready, path, monkeypatc
     monkeypatch.setattr(share, "STRANGER_SECONDS", 600)  # else they may end before their turn
     monkeypatch.setattr(pull, "TAKE_SECONDS", 600)
     store, key, data = ready()
+    until_sealed(store, key, path)
     connection, share_id = greeted(path)
     call, header = ask(store, key, share_id)
     assert (len(header.share_ticket), header.not_shared) == (TICKET_BYTES, "")
@@ -335,6 +353,7 @@ def test_one_account_has_its_share_of_files(ready, path, monkeypatch):
     monkeypatch.setattr(share, "MAX_OFFERS", 16)
     monkeypatch.setattr(pull, "TAKE_SECONDS", 600)  # else the first may end before the last asks
     store, key, _ = ready()
+    until_sealed(store, key, path)
     connection, share_id = greeted(path)
     connection.close()
     before = num_open(path)
