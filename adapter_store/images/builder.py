@@ -25,7 +25,7 @@ from adapter_store.checkpoint.reading.memory_files import MemoryFolder
 from adapter_store.checkpoint.reading.recently_verified import VerifiedCheckpoints
 from adapter_store.core import ImageContent, ImageKey, ImageState, LayoutVerdict, Tenants
 from adapter_store.errors import CorruptData, DiskFull, IncompatibleAdapter
-from adapter_store.images.compile import Image, compile_parts
+from adapter_store.images.compile import compile_parts
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan.announcement import content_of
 from adapter_store.images.plan.layout import LayoutCache, no_layout
@@ -74,7 +74,7 @@ class Build:
     plan: ImagePlan
     is_precompile: bool
     start_s: float
-    image: Image | None = None
+    filled: PartialImage | None = None
     is_on_disk: bool = False
     is_compiled: bool = False
     claim: Claim | None = None
@@ -174,14 +174,15 @@ class ImageBuilder:
             build.is_on_disk = True
         elif not self._read_shared(build, image):
             self._compile(build, image, yield_point)
-        build.image = image.complete()
+        image.complete()
+        build.filled = image
 
     def store(self, build: Build) -> None:
         """Writes a filled image to the disk tier and the shared tier, and records its verdict.
 
         The tiers are caches: a full volume or an unavailable service is logged, not raised.
         """
-        assert build.image is not None
+        assert build.filled is not None
         path = None
         if not build.is_ephemeral:
             path = self._disk.path(build.key) if build.is_on_disk else self._write(build)
@@ -360,13 +361,13 @@ class ImageBuilder:
 
     def _write(self, build: Build) -> Path | None:
         """Writes the image to the disk tier. Returns the file, if it is there now."""
-        assert build.image is not None
+        assert build.filled is not None
         written = None
         with _log_os_errors("image not written to disk"):
             self._volume.check_space(build.plan.total_bytes)
             path = self._disk.prepare(build.key, build.plan.total_bytes)
             if path is not None:
-                write_image(path, build.image)
+                write_image(path, build.filled.image)
                 self._disk.add(build.key)
                 written = path
         return written

@@ -54,12 +54,17 @@ class PartialImage:
         for part in parts:
             self.append(part)
 
-    def complete(self) -> Image:
+    def complete(self) -> None:
         """Marks the image as final and checked. Called by the filling thread."""
         assert len(self.parts) == len(self.plan.parts)
         self._is_complete = True
         self.plan = self.plan.without_sources()
         self._loop.call_soon_threadsafe(self._wake)
+
+    @property
+    def image(self) -> Image:
+        """The complete image, in the memory where it is now: do not keep it."""
+        assert self._is_complete
         return Image(self.plan, self.buffer, tuple(self.parts))
 
     def fail(self, failure: BaseException) -> None:
@@ -98,7 +103,7 @@ class PartialImage:
     async def wait_complete(self) -> Image:
         """Returns the image when it is complete. Raises its failure."""
         await self.wait_part(len(self.plan.parts))
-        return Image(self.plan, self.buffer, tuple(self.parts))
+        return self.image
 
     async def sealed_file(self) -> int:
         """Returns the descriptor of the image's file, as Buffer.sealed_file. Raises NotSealed."""

@@ -30,6 +30,9 @@ LARGE_PULL_SECONDS = 600
 others less memory than they are due. A tenth of that behind, its pull ends."""
 TAKE_SECONDS = 10.0
 """How long a file is offered."""
+AWAITED_BYTES = 16 << 20
+"""An image of at most so many bytes is shared even if it is being built, once that ends: its last
+bytes come sooner than if the same processors also sent and received the first ones."""
 CHUNK_BYTES = 512 << 10
 """The approximate length of a chunk: the chunks of a part have equal lengths, at most half more."""
 
@@ -173,6 +176,8 @@ class Pulls:
             elif start:
                 reason = "resumed"
             else:
+                if image.plan.total_bytes <= AWAITED_BYTES:
+                    await image.wait_complete()
                 try:
                     file = await image.sealed_file()
                     offer = stack.enter_context(self._offers.offer(file, account))

@@ -24,5 +24,5 @@ SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_WRITE
 
 REFUSALS = ("other_store", "resumed", "building", "in_use", "small", "no_file", "too_many")
 """Why a store streams the bytes nevertheless: the id is another process's; the call resumes an
-image; the image is not complete, is being read or written by others, or is too small; the store has
+image; the image is not complete, others read it as it was built, or it is too small; the store has
 no file of it, or the account has its share of tickets."""

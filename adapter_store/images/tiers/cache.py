@@ -10,14 +10,14 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 from adapter_store.core import ImageKey, LayoutVerdict, Tenants
 from adapter_store.errors import Overloaded
 from adapter_store.images.builder import EXPECTED, Build, ImageBuilder, NotPrecompiled
 from adapter_store.images.partial_image import PartialImage
-from adapter_store.images.tiers.buffers import resident_buffer
+from adapter_store.images.tiers.buffers import NotSealed, resident_buffer
 from adapter_store.images.tiers.disk_tier import DiskTier, TierCounts
 from adapter_store.images.tiers.memory_lock import MemoryLock
 from adapter_store.images.tiers.memory_tier import MemoryEntry, MemoryTier, Reservation
@@ -362,6 +362,8 @@ class ImageCache:
             is_cached |= build.is_ephemeral or flight.priority is not Priority.PRECOMPILE
             if is_cached:
                 self._memory.put(entry)
+                with suppress(NotSealed):  # before the write: pulls meanwhile are to get its file
+                    await entry.image.sealed_file()
             with child_span("keep"):
                 await self._workers.run(key, Priority.WRITE, lambda _: self._builder.store(build))
             # A pull may have joined meanwhile.

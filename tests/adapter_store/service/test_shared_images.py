@@ -12,13 +12,14 @@ import resource
 import shutil
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from adapter_store.images import pull, share
+from adapter_store.images import builder, pull, share
 from contract.images.header import ImageChunk, ImageHeader
 from contract.images.sharing import (
     ADD_SEALS,
@@ -136,6 +137,7 @@ def ready(serve, path, make_adapter, make_layout):
         key = make_large(store.client, make_adapter, make_layout, features=1 << 15)
         store.idle()
         data = store.client.pull(*key).data
+        store.run(store.running.store.images.wait_idle())  # a spare buffer is a file, too
         until(lambda: not store.running.store.use_cases.pulls.num_active)  # else it is in use
         return store, key, data
 
@@ -223,6 +225,66 @@ def test_a_lie_is_not_registered_for_long(ready, receive, path):
     assert not registrar.registered
 
 
+class Gate:
+    """Lets a store compile the first part of each image, and the rest once it is `open`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self._compile = builder.compile_parts
+        monkeypatch.setattr(builder, "compile_parts", self._gated)
+
+    def _gated(self, *args, **options):
+        with closing(self._compile(*args, **options)) as parts:
+            for part in parts:
+                yield part
+                self.reached.set()
+                assert self.open.wait(TIMEOUT_S)
+
+
+def test_a_small_image_that_is_built_is_waited_for(
+    serve, receive, path, make_adapter, make_layout, monkeypatch
+):
+    """And shared while it is written to disk."""
+    gate = Gate(monkeypatch)
+    store = serve(share_socket=path, lock_images="off")
+    receiver = receive(store.running.grpc_address, path)
+    key = make_large(store.client, make_adapter, make_layout, features=1 << 15)
+    with ThreadPoolExecutor(1) as threads:
+        pulling = threads.submit(receiver.pull, *key)
+        assert gate.reached.wait(TIMEOUT_S)
+        until(lambda: store.running.store.use_cases.pulls.num_active)
+        gate.open.set()
+        data = pulling.result(TIMEOUT_S)
+    assert receiver.ways() == {"shared"}
+    assert data == store.client.pull(*key).data
+
+
+def test_a_large_image_is_streamed_while_it_is_built(
+    serve, receive, path, make_adapter, make_layout, monkeypatch
+):
+    """And later as long as others read it as it was built."""
+    gate = Gate(monkeypatch)
+    store = serve(share_socket=path, lock_images="off")
+    receiver = receive(store.running.grpc_address, path)
+    key = make_large(store.client, make_adapter, make_layout)
+    request = pb.PullAdapterRequest(digest=key[0], layout_id=key[1])
+    reading = store.client.stub.PullAdapter(request)
+    next(reading)
+    with ThreadPoolExecutor(1) as threads:
+        pulling = threads.submit(receiver.pull, *key)
+        until(lambda: store.running.store.use_cases.pulls.num_active == 2)
+        gate.open.set()
+        streamed = pulling.result(TIMEOUT_S)
+    assert receiver.ways() == {"building"}
+    store.idle()
+    assert receiver.pull(*key) == streamed
+    assert receiver.ways() == {"in_use"}
+    reading.cancel()
+    until_sealed(store, key, path)
+    assert receiver.pull(*key) == streamed
+    assert receiver.ways() == {"shared"}
+
+
 def test_what_cannot_be_shared_is_streamed(ready, receive, path, make_adapter, make_layout, serve):
     store, key, data = ready()
     address = store.running.grpc_address
@@ -232,21 +294,6 @@ def test_what_cannot_be_shared_is_streamed(ready, receive, path, make_adapter, m
     receiver = receive(address, path)
     assert receiver.pull(small, layout_id) == expected
     assert receiver.ways() == {"small"}
-
-    # As long as another pull reads it as it was built.
-    long = make_large(store.client, make_adapter, make_layout, name="long")
-    store.idle()
-    reading = store.client.stub.PullAdapter(
-        pb.PullAdapterRequest(digest=long[0], layout_id=long[1])
-    )
-    next(reading)
-    streamed = receiver.pull(*long)
-    assert receiver.ways() == {"in_use"}
-    reading.cancel()
-    pulls = store.running.store.use_cases.pulls
-    until(lambda: not pulls.num_active)
-    assert receiver.pull(*long) == streamed
-    assert receiver.ways() == {"shared"}
 
     nowhere = receive(address, path.with_name("nothing"))
     assert nowhere.pull(*key) == data
