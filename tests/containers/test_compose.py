@@ -19,7 +19,7 @@ from loadout import Client
 from tests.containers.shared_pulls import pulls_by_way
 from tests.support.deploy.manifests import DEPLOY, ROOT
 from tools.containers import bases
-from tools.containers.engine import environment, podman
+from tools.containers.engine import default_limits, environment, podman
 from tools.containers.images import CPU_IMAGE, PREVIOUS_IMAGE
 
 pytestmark = [pytest.mark.containers, pytest.mark.processes, pytest.mark.timeout(600)]
@@ -61,7 +61,9 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     }
     variables.write_text("".join(f"{name}={value}\n" for name, value in pins.items()))
     machine, previous = folder / "machine.yaml", folder / "previous.yaml"
-    store = {"ulimits": {"memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]}}
+    # With one limit of its own a container has none of the engine's defaults.
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    store = {"ulimits": {"memlock": memlock, **default_limits()}}
     machine.write_text(yaml.safe_dump({"services": {"adapter-store": store}}))
     services = {service: {"image": PREVIOUS_IMAGE} for service in SERVED}
     previous.write_text(yaml.safe_dump({"services": services}))
@@ -74,7 +76,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def start(variables: Path, *overrides: Path) -> None:
-    """Returns when both are healthy by the checks of the file. The first override has the limit of
+    """Returns when both are healthy by the checks of the file. The first override has the limits of
     this machine, which its engine may not raise."""
     up = ("up", "--detach", "--no-build", *SERVED, "prometheus")
     compose(variables, *up, overrides=overrides)

@@ -22,7 +22,7 @@ PACKAGES = (
 
 _CONTAINERS_CONF = """\
 [containers]
-default_ulimits = ["nofile={files}:{files}", "nproc={processes}:{processes}"]
+default_ulimits = ["nofile={nofile}:{nofile}", "nproc={nproc}:{nproc}"]
 [engine]
 runtime = "runc"
 cgroup_manager = "cgroupfs"
@@ -62,14 +62,18 @@ def write_configuration() -> None:
     """Writes the configuration, with limits within this machine's, because an engine that may not
     raise its limits would fail."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    limits = {"files": _limit(files, 65536), "processes": _limit(processes, 4096)}
-    text = _CONTAINERS_CONF.format(folder=FOLDER, **limits)
+    text = _CONTAINERS_CONF.format(folder=FOLDER, **default_limits())
     (FOLDER / "containers.conf").write_text(text)
     # For this checkout alone, and short, because it has sockets.
     run = f"/run/loadout-{sha256(str(FOLDER).encode()).hexdigest()[:8]}"
     (FOLDER / "storage.conf").write_text(_STORAGE_CONF.format(folder=FOLDER, run=run))
+
+
+def default_limits() -> dict[str, int]:
+    """Returns the limits of containers that have none of their own, within this machine's."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    return {"nofile": _limit(files, 65536), "nproc": _limit(processes, 4096)}
 
 
 def _limit(hard: int, wanted: int) -> int:
