@@ -18,7 +18,8 @@ from inference_svc.adapters.memory.resident import Resident, Shape
 from inference_svc.adapters.memory.tiers import TableWrite
 from inference_svc.backends.arena import Arena
 from inference_svc.pictures.processor import HALF, Form, Processor
-from inference_svc.pictures.task import NUMBER_BYTES, answer
+from inference_svc.pictures.sizes import Size
+from inference_svc.pictures.task import NUM_NUMBERS, NUMBER_BYTES, answer
 from kernels.lora.rows import NO_EXPERT
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
@@ -27,6 +28,8 @@ MAX_RANK = 64
 MAX_PIXELS = 1 << 16
 _WHOLE = Processor(Form.WHOLE, 28, 3, HALF, HALF, shortest=28, crops=True)
 _SPLIT = Processor(Form.SPLIT, 28, 1, HALF, HALF, longest=84, splits=True)
+
+_FREE = Processor(Form.FREE, 0, 3, HALF, HALF, factor=28, min_pixels=1 << 12, max_pixels=1 << 16)
 
 
 def fuzz_image(data: bytes) -> None:
@@ -49,18 +52,20 @@ def fuzz_image(data: bytes) -> None:
 def fuzz_picture(data: bytes) -> None:
     """Decodes a picture: it is refused with a reason, or becomes tiles of the right size."""
     facts = {"data": base64.b64encode(data).decode(), "max_pixels": MAX_PIXELS}
-    for processor in (_WHOLE, _SPLIT):
+    for processor in (_WHOLE, _SPLIT, _FREE):
         kind, content = answer(facts | {"processor": processor.to_json()})
         with refused(InvalidArgument):
             if kind == b"R":
                 assert isinstance(content, str)
                 raise InvalidArgument(f"picture: {content}", subject="picture")
             assert isinstance(content, bytes)
-            sides = (content[:NUMBER_BYTES], content[NUMBER_BYTES : 2 * NUMBER_BYTES])
-            rows, columns = (int.from_bytes(each, "big") for each in sides)
-            assert rows * columns + 1 <= processor.max_tiles
-            num_bytes = (rows * columns + 1) * processor.tile_bytes
-            assert len(content) == 2 * NUMBER_BYTES + num_bytes
+            head = NUM_NUMBERS * NUMBER_BYTES
+            numbers = (content[at : at + NUMBER_BYTES] for at in range(0, head, NUMBER_BYTES))
+            rows, columns, *sides = (int.from_bytes(each, "big") for each in numbers)
+            tile, num_tiles = Size(*sides), rows * columns + 1
+            assert processor.makes(tile)
+            assert num_tiles <= processor.max_tiles
+            assert len(content) == head + num_tiles * 3 * tile.height * tile.width
 
 
 def _messages(header: pb.ImageHeader, content: bytes) -> list[bytes]:

@@ -322,7 +322,7 @@ def picture_rule(decoder: Decoder, max_images: int) -> PictureRule | None:
     found = decoder.pictures
     if found is None:
         return None
-    return PictureRule(found.processor, found.token_id, found.tokens_per_tile, max_images)
+    return PictureRule(found.processor, found.token_id, found.tiles, max_images)
 
 
 def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierRule:

@@ -144,7 +144,7 @@ class CallPictures:
         # Each request has a copy in the engine.
         num_copies = 1 + num_choices
         # All of them might be large. No account may hold more than its share for a whole answer.
-        amount = len(images) * rule.max_bytes * num_copies
+        amount = len(images) * rule.processor.max_bytes * num_copies
         most = limit_of(pixels.capacity, 0, pixels.share)
         place = await pixels.wait(account, min(amount, most), PLACE_SECONDS)
         self._places.append(place)

@@ -48,7 +48,7 @@ class PictureRows:
         """Returns a picture's embeddings as they are, and begins them if they are not there."""
         assert self._tower is not None, "the weights are freed"
         if key not in self._encodings:
-            self._encodings[key] = self._tower.begin(picture.num_tiles)
+            self._encodings[key] = self._tower.begin(picture.tile, picture.num_tiles)
         return self._encodings[key]
 
     def _finished(self, key: PictureKey, picture: PromptPicture) -> Tensor:

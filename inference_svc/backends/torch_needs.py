@@ -55,6 +55,7 @@ from inference_svc.model.operations import (
     SumSquares,
 )
 from inference_svc.pictures.processor import CHANNELS
+from inference_svc.pictures.sizes import MAX_SLICE
 from kernels.lora.table import MAX_PARTS
 from kernels.quantised.weight import BLOCK_ELEMENTS, COPY_BYTES
 from kernels.recurrence.reference import CHUNK
@@ -84,6 +85,9 @@ SQUARE_COPIES, PRODUCT_COPIES = 6, 9
 """Copies of a chunk's products of tokens with tokens, and of tokens with states."""
 STATE_COPIES = 3
 """Copies of states that are computed at once."""
+STATE_WIDTHS = 11
+"""Copies of all patches of a tile, each as wide as all heads: queries, keys and values of two
+layers, keys and values as one layer reads them, cos and sin."""
 PIXEL_COPIES = 4
 """Copies in fp32 of a tile's pixels while they are scaled and put together by patches."""
 SAMPLER_COPIES = 2
@@ -116,18 +120,26 @@ def masks_bytes(config: EngineConfig, decoder: Decoder) -> int:
 
 
 def picture_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
-    """Returns the weights of the vision tower, if there is one, the workspace of a tile, which
-    stays while other steps are computed, and the embeddings of pictures."""
-    if decoder.pictures is None:
+    """Returns the weights of the vision tower, if there is one, the workspace of a part of a tile,
+    the states of the tile, which stay while other steps are computed, and the embeddings of
+    pictures."""
+    found = decoder.pictures
+    if found is None:
         return MemoryNeeds(0, 0)
-    dtype, tower = getattr(torch, config.dtype), decoder.pictures.tower
-    assert tower.patches is not None
-    count = tower.patches.num_tokens
-    sizes = ValueSizes.of(tower, count, count, dtype)
-    of_tile = replace(config, max_model_len=count, max_batch_tokens=count, max_prefill_chunk=count)
+    dtype, tower, form = getattr(torch, config.dtype), found.tower, found.tiles
+    if form.tile_size:
+        count = part = form.inner_tokens(form.whole)
+    else:  # a longer prompt is refused
+        most = found.processor.max_tile_pixels // form.patch_size**2
+        count = min(most, config.max_model_len * form.merge**2)
+        part = min(count, MAX_SLICE)
+    sizes = ValueSizes.of(tower, part, part, dtype)
+    of_tile = replace(config, max_model_len=count, max_batch_tokens=part, max_prefill_chunk=part)
     own = _OwnBytes(of_tile, sizes, AppliedTargets({}, {}, 0, 0))
-    tile_bytes = transformer_bytes(tower, sizes, own.of_op)
-    return MemoryNeeds(weights_bytes(tower, dtype), tile_bytes + config.prompt_image_bytes)
+    widest = max(each.mixer.size for each in tower.blocks if isinstance(each.mixer, BothWays))
+    state_bytes = count * (tower.hidden_size + STATE_WIDTHS * widest) * dtype.itemsize
+    num_bytes = transformer_bytes(tower, sizes, own.of_op) + state_bytes
+    return MemoryNeeds(weights_bytes(tower, dtype), num_bytes + config.prompt_image_bytes)
 
 
 class _OwnBytes(NamedTuple):
@@ -215,7 +227,8 @@ def _of_both_ways(op: AttendBothWays, own: _OwnBytes) -> int:
 
 def _of_patches(op: EmbedPatches, own: _OwnBytes) -> int:
     """The pixels, scaled in fp64, in fp32, and by patches, and the tokens in fp32."""
-    of_pixels = (1 + 8 + 4 * PIXEL_COPIES) * CHANNELS * op.patches.tile_size**2
+    num_pixels = own.sizes.rows(op.out) * op.patches.form.patch_size**2
+    of_pixels = (1 + 8 + 4 * PIXEL_COPIES) * CHANNELS * num_pixels
     return of_pixels + 2 * 4 * own.elements(op)
 
 

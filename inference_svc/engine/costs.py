@@ -14,7 +14,7 @@ from inference_svc.engine.policy.prices import (
     WALK_OPERATIONS,
     Prices,
 )
-from inference_svc.model.description import Decoder, ExpertsProjection
+from inference_svc.model.description import BothWays, Decoder, ExpertsProjection
 from inference_svc.model.walk import layer_projections
 
 
@@ -29,7 +29,7 @@ def check_pictures(config: EngineConfig, decoder: Decoder) -> None:
             "images are read by one process on a CPU: set --max-prompt-images 0 to serve this "
             "model's text alone, or leave out --tensor-parallel, --pipeline-parallel and --device"
         )
-    num_tokens = min(found.processor.max_tiles * found.tokens_per_tile, config.max_model_len)
+    num_tokens = min(found.max_tokens, config.max_model_len)
     needed = num_tokens * decoder.hidden_size * getattr(torch, config.dtype).itemsize
     if needed > config.prompt_image_bytes:
         raise ValueError(
@@ -44,11 +44,16 @@ def make_pictures(config: EngineConfig, decoder: Decoder) -> PictureMemory | Non
     if found is None:
         return None
     tower, dtype = found.tower, getattr(torch, config.dtype)
-    assert tower.patches is not None
-    per_layer = sum(_num_weights(tower)) / tower.num_layers
+    of_token = sum(_num_weights(decoder))
+    mixers = [each.mixer for each in tower.blocks if isinstance(each.mixer, BothWays)]
+    widths = {each.in_windows: each.size for each in mixers}
     costs = TowerCosts(
-        layers_per_tile=tower.num_layers,
-        tokens_per_layer=tower.patches.num_tokens * per_layer / sum(_num_weights(decoder)),
+        tiles=found.tiles,
+        num_layers=tower.num_layers,
+        tokens_per_patch=sum(_num_weights(tower)) / tower.num_layers / of_token,
+        # A product of a query with a key, and of a weight with a value.
+        tokens_per_pair=2 * max(widths.values()) / of_token,
+        sees_all=False in widths,
         row_bytes=decoder.hidden_size * dtype.itemsize,
     )
     return PictureMemory(config.prompt_image_bytes, costs, config.max_batch_tokens)

@@ -31,8 +31,9 @@ class StepInputs:
     row's last token: only these get logits, which say whether the row is computed soundly, also
     where it does not sample. `attention` holds where keys and values are stored and the positions
     that each token attends to; `recurrent`, of a model with such layers, where states are.
-    `pictures` are embeddings that take the place of tokens' own. A step of a vision tower has
-    `pixels` instead of token ids: fp32 [tiles, 3, side, side].
+    `pictures` are embeddings that take the place of tokens' own. A step of a vision tower computes
+    a `part` of a tile's tokens, within whose windows `attention` is, and begins with `patches`
+    instead of token ids: fp32 [patches, 3, side, side].
     """
 
     token_ids: Tensor
@@ -41,7 +42,8 @@ class StepInputs:
     attention: AttentionPlan
     recurrent: RecurrentPlan | None = None
     pictures: tuple[PlacedRows, ...] = ()
-    pixels: Tensor | None = None
+    patches: Tensor | None = None
+    part: slice | None = None
 
     @classmethod
     def build(

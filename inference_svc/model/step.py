@@ -67,8 +67,7 @@ class Step:
     @property
     def dtype(self) -> torch.dtype:
         """The model's."""
-        tables = self.weights.tables
-        return next(iter(tables.values())).dtype
+        return self.weights.dtype
 
     def states(self, op: Op) -> tuple[tuple[Tensor, ...], Segments]:
         """Returns the recurrent states of an operation's layer, each [slots, ...] as its mixer

@@ -2,153 +2,213 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from inference_svc.model.checkpoint.weights import ModelWeights
-from inference_svc.model.description import Decoder, Patches, Pictures
+from inference_svc.model.description import Decoder, Pictures
+from inference_svc.model.encoder.operations import AttendBothWays
+from inference_svc.model.encoder.tiles import TilePart, TilePlan
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
-from inference_svc.model.layers import TorchLinear
+from inference_svc.model.layers import RotaryEmbedding, TorchLinear
 from inference_svc.model.lifetimes import last_uses
-from inference_svc.model.operations import Op, Value
+from inference_svc.model.operations import Angles, Op, Value
 from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTE
 from inference_svc.model.walk import operations
 from inference_svc.pictures.processor import CHANNELS, Processor
-from kernels.attention import AttentionPlan
+from inference_svc.pictures.sizes import Size
+
+
+@dataclass(slots=True)
+class TileState:
+    """A tile that is being computed: the stream [tokens, size], and queries, keys and values
+    [tokens, 3 * size] of the last two layers, of which each reads the one before. `angles` are of
+    all tokens."""
+
+    plan: TilePlan
+    hidden: Tensor
+    qkv: tuple[Tensor, ...]
+    angles: dict[Value, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Encoding:
     """A picture that is being computed, tile by tile: `rows` are its embeddings [tokens,
-    hidden_size], of which the ones of the tiles before `tile` are there. Of this one `num_layers`
-    are computed, as `step` has them."""
+    hidden_size], of which the ones of the tiles before `index` are there. Of this one `num_units`
+    are computed, as `state` has them."""
 
+    tile: Size
     num_tiles: int
     rows: Tensor
-    tile: int = 0
-    num_layers: int = 0
-    step: Step | None = None
+    index: int = 0
+    num_units: int = 0
+    state: TileState | None = None
 
     @property
     def is_done(self) -> bool:
-        return self.tile == self.num_tiles
+        return self.index == self.num_tiles
 
 
 class TorchTower:
-    """Computes tiles one by one: one layer of one tile is the unit of its work."""
+    """Computes tiles one by one. The unit of its work is a layer of a part of a tile: from the
+    attention of a layer up to the one of the next, before the first layer or behind the last."""
 
     def __init__(self, pictures: Pictures, weights: ModelWeights[TorchLinear]) -> None:
         self._pictures = pictures
         self._tower = tower = pictures.tower
         self.weights = weights
-        self._parts = _parts_of(tower)
-        self._plan, self._positions, self._rows = _plan_of(tower)
+        self._layers = _TowerOps.of(tower)
+        device = torch.device("cpu")
+        self._rotary = {key: RotaryEmbedding(*key, device) for key in tower.ropes}
+        self._plans: dict[Size, TilePlan] = {}
         self._no_caches = KVCaches.allocate(
             tower,
             num_pages=1,
             page_size=1,
             dtype=torch.float32,
             stored=torch.float32,
-            device=torch.device("cpu"),
+            device=device,
         )
 
-    def begin(self, num_tiles: int) -> Encoding:
-        """Returns a picture of so many tiles, of which nothing is computed."""
-        num_rows = num_tiles * self._pictures.tokens_per_tile
+    def begin(self, tile: Size, num_tiles: int) -> Encoding:
+        """Returns a picture of so many tiles of this size, of which nothing is computed."""
+        num_rows = num_tiles * self._pictures.tiles.tokens(tile)
         assert self._tower.connector is not None
         size = self._tower.connector.layers[-1].out_features
-        dtype = next(iter(self.weights.tables.values())).dtype
-        return Encoding(num_tiles, torch.empty(num_rows, size, dtype=dtype))
+        return Encoding(tile, num_tiles, torch.empty(num_rows, size, dtype=self.weights.dtype))
 
     @torch.inference_mode()
     def go_on(self, encoding: Encoding, pixels: bytes, num_units: int) -> None:
-        """Computes so many more layers of a picture's tiles, or as many as are left. `pixels` are
-        uint8 [tiles, side, side, 3], which only requests keep: they are many times as large as
+        """Computes so many more units of a picture's tiles, or as many as are left. `pixels` are
+        uint8 [tiles, height, width, 3], which only requests keep: they are many times as large as
         the embeddings."""
         for _ in range(num_units):
             if encoding.is_done:
                 return
-            if encoding.step is None:
-                encoding.step = self._begin_tile(pixels, encoding.tile)
-            values = encoding.step.values
-            for op, ended in self._parts[encoding.num_layers]:
-                values[op.out] = COMPUTE[type(op)](op, encoding.step)
-                for value in ended:
-                    del values[value]
-            encoding.num_layers += 1
-            if encoding.num_layers == len(self._parts):
-                last = self._parts[-1][-1][0].out
-                count = self._pictures.tokens_per_tile
-                encoding.rows[encoding.tile * count :][:count] = values[last]
-                encoding.tile, encoding.num_layers, encoding.step = encoding.tile + 1, 0, None
+            if encoding.state is None:
+                encoding.state = self._begin_tile(encoding.tile)
+            self._compute(encoding, encoding.state, pixels)
+            encoding.num_units += 1
+            if encoding.num_units == len(encoding.state.plan.parts) * len(self._layers.layers):
+                encoding.index, encoding.num_units, encoding.state = encoding.index + 1, 0, None
 
-    def _begin_tile(self, pixels: bytes, index: int) -> Step:
-        side, size = self._pictures.processor.tile_size, self._pictures.processor.tile_bytes
-        own = bytearray(memoryview(pixels)[index * size :][:size])
-        tile = torch.frombuffer(own, dtype=torch.uint8).view(1, side, side, CHANNELS)
+    def _begin_tile(self, tile: Size) -> TileState:
+        plan = self._plans.get(tile)
+        if plan is None:
+            patches = self._tower.patches
+            assert patches is not None
+            plan = TilePlan.of(patches, tile)
+            self._plans = {tile: plan}  # pictures of one size follow each other, as in a video
+        layers, count = self._layers, plan.num_tokens
+        hidden = torch.empty(count, layers.hidden.width, dtype=self.weights.dtype)
+        num_copies = min(2, len(plan.parts))
+        qkv = tuple(
+            torch.empty(count, layers.qkv.width, dtype=self.weights.dtype)
+            for _ in range(num_copies)
+        )
+        state = TileState(plan, hidden, qkv)
+        step = self._step(plan, plan.parts[0], plan.positions)
+        state.angles |= {op.out: COMPUTE[Angles](op, step) for op in layers.angles}
+        return state
+
+    def _compute(self, encoding: Encoding, state: TileState, pixels: bytes) -> None:
+        """Computes the next unit of a tile."""
+        plan, layers = state.plan, self._layers
+        layer, index = divmod(encoding.num_units, len(plan.parts))
+        part = plan.parts[index]
+        own = slice(part.start, part.end)
+        positions = plan.positions[..., own]
+        patches = None if layer else self._patches(encoding, state, pixels, part)
+        step = self._step(plan, part, positions, patches)
+        step.values |= state.angles
+        if layer:
+            step.values[layers.hidden] = state.hidden[own]
+            step.values[layers.qkv] = state.qkv[(layer - 1) % len(state.qkv)]
+        for op, ended in layers.layers[layer]:
+            step.values[op.out] = COMPUTE[type(op)](op, step)
+            for value in ended:
+                del step.values[value]
+        if layer + 1 < len(layers.layers):
+            state.hidden[own] = step.values[layers.hidden]
+            state.qkv[layer % len(state.qkv)][own] = step.values[layers.qkv]
+            return
+        count = self._pictures.tiles.tokens(encoding.tile)
+        encoding.rows[encoding.index * count :][part.cells] = step.values[layers.out]
+
+    def _patches(
+        self, encoding: Encoding, state: TileState, pixels: bytes, part: TilePart
+    ) -> Tensor:
+        """Returns the patches of a part, fp32 [patches, 3, side, side]."""
+        form, (height, width) = self._pictures.tiles, encoding.tile
+        first = encoding.index * CHANNELS * height * width
+        tile = np.frombuffer(pixels, np.uint8, CHANNELS * height * width, first)
+        (rows, columns), side = form.grid(encoding.tile), form.patch_size
+        tile = tile.reshape(height, width, CHANNELS)[: rows * side, : columns * side]
+        cut = tile.reshape(rows, side, columns, side, CHANNELS)
+        start = max(0, part.start - form.num_added)
+        own = state.plan.patches[:, start : part.end - form.num_added].numpy()
+        return normalised(torch.from_numpy(cut[own[0], :, own[1]]), self._pictures.processor)
+
+    def _step(
+        self, plan: TilePlan, part: TilePart, positions: Tensor, patches: Tensor | None = None
+    ) -> Step:
         return Step(
             weights=self.weights,
-            rotary={},
+            rotary=self._rotary,
             inputs=StepInputs(
-                token_ids=self._positions,
-                positions=self._positions,
-                logit_rows=self._rows,
-                attention=self._plan,
-                pixels=normalised(tile, self._pictures.processor),
+                token_ids=positions,
+                positions=positions,
+                logit_rows=part.rows,
+                attention=part.windows,
+                patches=patches,
+                part=slice(part.start, part.end),
             ),
             kv_caches=self._no_caches,
             lora=None,
             columns={},
-            rows=self._rows,
+            rows=part.rows,
             choices={},
             token_order=None,
         )
 
 
-def normalised(tiles: Tensor, processor: Processor) -> Tensor:
-    """Returns fp32 [tiles, 3, side, side], as a processor makes them of uint8 [tiles, side, side,
+def normalised(pixels: Tensor, processor: Processor) -> Tensor:
+    """Returns fp32 [N, 3, height, width], as a processor makes them of uint8 [N, height, width,
     3]."""
     mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (processor.mean, processor.std))
-    scaled = (tiles.permute(0, 3, 1, 2).double() * processor.scale).float()
+    scaled = (pixels.permute(0, 3, 1, 2).double() * processor.scale).float()
     return (scaled - mean) / std
 
 
-def _parts_of(tower: Decoder) -> list[list[tuple[Op, tuple[Value, ...]]]]:
-    """Returns the operations of each layer, with the values to let go of; the first layer's begin
-    with the inputs, and the last layer's end with the connector."""
-    found = operations(tower)
-    ops = (*found.layers, *found.head)
-    parts: list[list[tuple[Op, tuple[Value, ...]]]] = [[] for _ in tower.layers]
-    layer = 0
-    for op, ended in zip(ops, last_uses(ops, [ops[-1].out]), strict=True):
-        layer = layer if op.layer is None else op.layer
-        parts[layer].append((op, ended))
-    return parts
+@dataclass(frozen=True, slots=True)
+class _TowerOps:
+    """The operations of units, with the values to let go of: the ones before the first attention,
+    from each attention to the next, and from the last to the connector's end. `hidden` and `qkv`
+    are what a unit leaves for the next, and `out` the connector's output. `angles` are computed
+    once a tile."""
 
+    layers: list[list[tuple[Op, tuple[Value, ...]]]]
+    hidden: Value
+    qkv: Value
+    out: Value
+    angles: list[Angles]
 
-def _plan_of(tower: Decoder) -> tuple[AttentionPlan, Tensor, Tensor]:
-    """Returns the plan of attention within a tile, the positions of its tokens, and the tokens
-    that the connector reads."""
-    assert tower.patches is not None
-    count = tower.patches.num_tokens
-    zero, counts = np.zeros(1, np.int64), np.array([count])
-    plan = AttentionPlan.build(zero, counts, [[0]], count, "cpu")
-    positions = _by_fractions(tower.patches) if tower.patches.has_fractions else torch.arange(count)
-    return plan, positions, torch.arange(tower.patches.num_dropped, count)
-
-
-def _by_fractions(patches: Patches) -> Tensor:
-    """Returns the positions of a tile's patches, int64 [patches], as transformers has them: where
-    the patch's place in fp32 lies among the borders. For some numbers of patches, such as 19 each
-    side, rounding moves patches to their neighbour's position, and the model was trained so."""
-    count = patches.tile_size // patches.patch_size
-    borders = torch.arange(1 / count, 1.0, 1 / count)
-    step = 1.0 / torch.tensor(count)
-    places = (torch.arange(count, dtype=torch.float32) * step).clamp(max=1.0 - 1e-6)
-    found = torch.bucketize(places, borders, right=True)
-    return (found[:, None] * count + found).flatten()
+    @classmethod
+    def of(cls, tower: Decoder) -> _TowerOps:
+        found = operations(tower)
+        ops = (*found.layers, *found.head)
+        layers: list[list[tuple[Op, tuple[Value, ...]]]] = [[]]
+        for op, ended in zip(ops, last_uses(ops, [ops[-1].out]), strict=True):
+            if isinstance(op, Angles):
+                continue
+            if isinstance(op, AttendBothWays):
+                layers.append([])
+            layers[-1].append((op, ended))
+        qkv = next(op.inputs[0] for op in ops if isinstance(op, AttendBothWays))
+        angles = [op for op in ops if isinstance(op, Angles)]
+        return cls(layers, ops[0].out, qkv, ops[-1].out, angles)

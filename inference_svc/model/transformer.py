@@ -274,7 +274,7 @@ def _scale(op: Scale, step: Step) -> Tensor:
 
 def _angles(op: Angles, step: Step) -> Rotation:
     rotary = step.rotary[op.rope, op.head_dim]
-    return rotary(step.inputs.positions, step.weights.embedding.dtype)
+    return rotary(step.inputs.positions, step.dtype)
 
 
 def _growth(op: Growth, step: Step) -> Tensor:

@@ -192,7 +192,9 @@ class Walk:
             normed = self.value("last_normed", decoder.hidden_size, Rows.LOGITS)
             self._add_norm(decoder.final_norm, normed, None)
         if decoder.connector is not None:
-            return list_connector(self, normed, decoder.connector)
+            assert decoder.patches is not None
+            merge = decoder.patches.form.merge
+            return list_connector(self, normed, decoder.connector, merge)
         if decoder.encoder is not None:
             return normed
         cut = _vocab_cut(decoder)

@@ -3,6 +3,7 @@
 They are called pictures here, because an image is an adapter's compiled bytes. Callers and
 operators know them as images.
 
+sizes         the sizes of tiles, and their tokens
 processor     how a checkpoint's processor makes tiles of a picture
 tiling        makes tiles, in a sandboxed process
 task          decodes strangers' files, in that process

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inference_svc.pictures.processor import Processor
-from inference_svc.pictures.task import NUMBER_BYTES
+from inference_svc.pictures.processor import CHANNELS, Processor
+from inference_svc.pictures.sizes import Size
+from inference_svc.pictures.task import NUM_NUMBERS, NUMBER_BYTES
 from servicekit.errors import InvalidArgument, Unavailable
 from servicekit.sandbox.pool import CannotStart, SandboxPool
 from servicekit.sandbox.process import Limits, SandboxFailure, Task
@@ -26,6 +27,7 @@ SECONDS = 10.0
 """Several times as long as the slowest valid file takes on a quiet machine."""
 RETRY_SECONDS = 1.0
 MAX_REASON_BYTES = 1024
+HEAD_BYTES = NUM_NUMBERS * NUMBER_BYTES
 TASK = Task(
     Path(__file__).with_name("task.py"),
     Limits(MEMORY_BYTES, wall_seconds=SECONDS, open_files=16),
@@ -34,11 +36,13 @@ TASK = Task(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A decoded picture: uint8 [num_tiles, tile, tile, 3] as bytes. `rows` and `columns` are of a
-    picture that is cut into tiles, of which one of the whole comes last; otherwise 0. `digest` is
-    the sha256 of all of it: pictures that are computed alike have the same."""
+    """A decoded picture: uint8 [num_tiles, height, width, 3] as bytes, of tiles of the size `tile`.
+    `rows` and `columns` are of a picture that is cut into tiles, of which one of the whole comes
+    last; otherwise 0. `digest` is the sha256 of all of it: pictures that are computed alike have
+    the same."""
 
     pixels: bytes = field(repr=False)
+    tile: Size
     num_tiles: int
     rows: int
     columns: int
@@ -68,7 +72,7 @@ class PictureDecoder:
             "processor": self._facts,
             "max_pixels": MAX_PIXELS,
         }
-        most = 2 * NUMBER_BYTES + self._processor.max_tiles * self._processor.tile_bytes
+        most = HEAD_BYTES + self._processor.max_bytes
         try:
             with self.pool.process() as child:
                 answer = child.ask(request, max(most, MAX_REASON_BYTES), check_cancelled)
@@ -85,13 +89,15 @@ class PictureDecoder:
 
     def _checked(self, content: bytes, where: str) -> Tiles:
         """Returns the tiles of an answer, which may be anything. Raises InvalidArgument."""
-        numbers, pixels = content[: 2 * NUMBER_BYTES], content[2 * NUMBER_BYTES :]
-        rows, columns = (int.from_bytes(each, "big") for each in (numbers[:2], numbers[2:]))
-        num_tiles = rows * columns + 1
-        is_whole = len(pixels) == num_tiles * self._processor.tile_bytes
-        if not is_whole or num_tiles > self._processor.max_tiles:
+        places = range(0, HEAD_BYTES, NUMBER_BYTES)
+        numbers = (int.from_bytes(content[at : at + NUMBER_BYTES], "big") for at in places)
+        rows, columns, height, width = numbers
+        pixels, tile, num_tiles = content[HEAD_BYTES:], Size(height, width), rows * columns + 1
+        is_whole = len(pixels) == num_tiles * CHANNELS * height * width
+        makes = self._processor.makes(tile) and num_tiles <= self._processor.max_tiles
+        if not (is_whole and makes):
             raise _undecodable(where)
-        return Tiles(pixels, num_tiles, rows, columns, hashlib.sha256(content).digest())
+        return Tiles(pixels, tile, num_tiles, rows, columns, hashlib.sha256(content).digest())
 
 
 def _failed(failure: SandboxFailure, where: str) -> InvalidArgument | Unavailable:

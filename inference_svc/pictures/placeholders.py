@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from inference_svc.pictures.decoding import Tiles
 from inference_svc.pictures.processor import Form, Processor
 from inference_svc.pictures.prompt import PromptPicture, Run
+from inference_svc.pictures.sizes import TileForm
 from servicekit.errors import InvalidArgument
 
 FRAME, WHOLE = "<fake_token_around_image>", "<global-img>"
@@ -21,17 +22,17 @@ FRAME, WHOLE = "<fake_token_around_image>", "<global-img>"
 @dataclass(frozen=True, slots=True)
 class PictureRule:
     """How a server reads pictures: at most `max_pictures` in a request, whose tokens are
-    `token_id`, `tokens_per_tile` for each tile that the `processor` makes."""
+    `token_id`, as many for each tile of the `processor` as its `tiles` have."""
 
     processor: Processor
     token_id: int
-    tokens_per_tile: int
+    tiles: TileForm
     max_pictures: int
 
     @property
-    def max_bytes(self) -> int:
-        """The pixels of the largest picture."""
-        return self.processor.max_tiles * self.processor.tile_bytes
+    def min_tokens(self) -> int:
+        """The tokens of the smallest picture."""
+        return self.tiles.tokens(self.tiles.whole) if self.tiles.tile_size else 1
 
     def expanded(
         self,
@@ -73,9 +74,10 @@ class PictureRule:
 
     def _tokens(self, tiles: Tiles, name: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Returns the tokens of one picture."""
-        if self.processor.form is Form.WHOLE:
-            return [self.token_id] * self.tokens_per_tile
-        own = name * self.tokens_per_tile
+        count = self.tiles.tokens(tiles.tile)
+        if self.processor.form is not Form.SPLIT:
+            return [self.token_id] * count
+        own = name * count
         lines = [
             "".join(f"{FRAME}<row_{y}_col_{x}>{own}" for x in range(1, tiles.columns + 1)) + "\n"
             for y in range(1, tiles.rows + 1)
@@ -91,7 +93,7 @@ class PictureRule:
         runs = iter(self._runs(token_ids))
         made: list[PromptPicture] = []
         for each in pictures:
-            left, own = each.num_tiles * self.tokens_per_tile, []
+            left, own = each.num_tiles * self.tiles.tokens(each.tile), []
             while left:
                 run = next(runs)
                 if run.end - run.start > left:  # the next picture's follow at once
@@ -100,7 +102,9 @@ class PictureRule:
                     runs = iter((rest, *runs))
                 own.append(run)
                 left -= run.end - run.start
-            made.append(PromptPicture(each.digest, each.pixels, each.num_tiles, tuple(own)))
+            made.append(
+                PromptPicture(each.digest, each.pixels, each.tile, each.num_tiles, tuple(own))
+            )
         return tuple(made)
 
     def _runs(self, token_ids: Sequence[int]) -> list[Run]:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.pictures.sizes import Size, TileForm
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 MAX_FILE_BYTES = 1 << 20
 MAX_SIDE = 4096
 """The longest side of a picture that is cut into tiles; transformers has the same bound."""
 MAX_LENGTH = 1 << 16
+MAX_AREA = 32 << 20
+"""The most pixels of a picture that stays one tile of any size."""
+MAX_RATIO = 200
+"""How many times as long as the other side a side of such a picture may be."""
 CHANNELS = 3
 RESCALE = 1 / 255
 FILTERS = range(6)
@@ -25,27 +31,26 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 HALF = (0.5, 0.5, 0.5)
 
 
-class Size(NamedTuple):
-    height: int
-    width: int
-
-
 class Form(enum.Enum):
-    """WHOLE: a picture is one tile. SPLIT: it is cut into tiles, and one of the whole follows."""
+    """WHOLE: a picture is one tile of a fixed size. SPLIT: it is cut into tiles, and one of the
+    whole follows. FREE: it is one tile, of a size of its own."""
 
     WHOLE = "whole"
     SPLIT = "split"
+    FREE = "free"
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The steps from a picture to square tiles of `tile_size` pixels.
+    """The steps from a picture to square tiles of `tile_size` pixels, or to one tile of a FREE
+    size.
 
     WHOLE: it is padded to a square with the colour `padding`, if there is one; its size becomes
     `size`, or its shorter side `shortest`; and the middle is cut out, of the size of a tile, if it
     `crops`. SPLIT: its longer side becomes `longest`, and both sides multiples of a tile's; without
-    `splits` it becomes one tile. `filter` is Pillow's number of the filter that changes sizes.
-    Values are `(pixel * scale - mean) / std`, by channel.
+    `splits` it becomes one tile. FREE: its sides become multiples of `factor`, and its pixels
+    `min_pixels` to `max_pixels`, if it is not too narrow for that. `filter` is Pillow's number of
+    the filter that changes sizes. Values are `(pixel * scale - mean) / std`, by channel.
     """
 
     form: Form
@@ -60,6 +65,9 @@ class Processor:
     padding: tuple[int, ...] | None = None
     longest: int = 0
     splits: bool = False
+    factor: int = 0
+    min_pixels: int = 0
+    max_pixels: int = 0
 
     @property
     def max_tiles(self) -> int:
@@ -72,9 +80,28 @@ class Processor:
         return num_per_side**2 + (num_per_side > 1)
 
     @property
-    def tile_bytes(self) -> int:
-        """The pixels of a tile, a byte for each channel."""
-        return CHANNELS * self.tile_size**2
+    def max_tile_pixels(self) -> int:
+        """The most pixels of a tile."""
+        if self.form is not Form.FREE:
+            return self.tile_size**2
+        # A side may be shorter than a factor before it becomes one, and sides are rounded up in a
+        # picture that becomes larger.
+        shrunk, grown = (math.sqrt(MAX_RATIO * n) for n in (self.max_pixels, self.min_pixels))
+        narrow = self.factor * math.ceil(shrunk)
+        rounded = self.min_pixels + self.factor * (2 * math.ceil(grown) + self.factor)
+        return max(self.max_pixels, narrow, rounded)
+
+    @property
+    def max_bytes(self) -> int:
+        """The pixels of the largest picture, a byte for each channel."""
+        return CHANNELS * self.max_tiles * self.max_tile_pixels
+
+    def makes(self, tile: Size) -> bool:
+        """Returns whether it makes tiles of this size."""
+        if self.form is not Form.FREE:
+            return tile == (self.tile_size, self.tile_size)
+        has_factor = all(side > 0 and side % self.factor == 0 for side in tile)
+        return has_factor and tile.height * tile.width <= self.max_tile_pixels
 
     def to_json(self) -> dict[str, Any]:
         """Returns the facts that `from_json` makes a processor of."""
@@ -96,21 +123,22 @@ class Processor:
         )
 
 
-def read_processor(model_dir: Path, tile_size: int) -> Processor:
-    """Reads the facts of a checkpoint whose tower reads tiles of this size, in pixels.
+def read_processor(model_dir: Path, form: TileForm) -> Processor:
+    """Reads the facts of a checkpoint whose tower reads tiles of this form.
 
     Raises UnsupportedModel naming the file and the key that is missing, or not computed here.
     """
     reader = _read(model_dir)
     kind = str(reader.values.get("image_processor_type", ""))
     kind = kind.removesuffix("Pil").removesuffix("Fast")
-    make = _KINDS.get(kind)
+    kinds = _SQUARES if form.tile_size else _FREE
+    make = kinds.get(kind)
     if make is None:
-        raise reader.unsupported("image_processor_type", f"supported are {', '.join(_KINDS)}")
+        raise reader.unsupported("image_processor_type", f"supported are {', '.join(kinds)}")
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if reader.values.get(key, True) is not True:
             raise reader.unsupported(key, "must be true")
-    return make(reader, tile_size)
+    return make(reader, form)
 
 
 class _Reader:
@@ -132,6 +160,15 @@ class _Reader:
         """Returns the length that the longer side is to have, which MAX_SIDE bounds afterwards."""
         if type(value) is not int or not 0 < value < MAX_LENGTH:
             raise self.unsupported(key, f"longest_edge must be 1 to {MAX_LENGTH - 1} pixels")
+        return value
+
+    def area(self, key: str, other: str, default: Any) -> int:
+        """Returns a number of pixels: the value of `key`, or else of `other`, which has
+        `default`."""
+        value = self.values.get(key)
+        key, value = (other, default) if value is None else (key, value)
+        if type(value) is not int or not 0 < value <= MAX_AREA:
+            raise self.unsupported(key, f"pictures must have 1 to {MAX_AREA} pixels")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
@@ -229,23 +266,23 @@ def _whole(reader: _Reader, tile_size: int, *, crops: bool, clip: bool) -> Proce
     )
 
 
-def _clip(reader: _Reader, tile_size: int) -> Processor:
-    return _whole(reader, tile_size, crops=True, clip=True)
+def _clip(reader: _Reader, form: TileForm) -> Processor:
+    return _whole(reader, form.tile_size, crops=True, clip=True)
 
 
-def _siglip(reader: _Reader, tile_size: int) -> Processor:
-    return _whole(reader, tile_size, crops=False, clip=False)
+def _siglip(reader: _Reader, form: TileForm) -> Processor:
+    return _whole(reader, form.tile_size, crops=False, clip=False)
 
 
-def _llava(reader: _Reader, tile_size: int) -> Processor:
-    found = _clip(reader, tile_size)
+def _llava(reader: _Reader, form: TileForm) -> Processor:
+    found = _clip(reader, form)
     if not reader.flag("do_pad", False):
         return found
     return replace(found, padding=tuple(int(each * 255) for each in found.mean))
 
 
-def _idefics3(reader: _Reader, tile_size: int) -> Processor:
-    values = reader.values
+def _idefics3(reader: _Reader, form: TileForm) -> Processor:
+    values, tile_size = reader.values, form.tile_size
     longest, tile = (
         value.get("longest_edge") if isinstance(value, Mapping) else None
         for value in (
@@ -267,10 +304,45 @@ def _idefics3(reader: _Reader, tile_size: int) -> Processor:
     )
 
 
-_KINDS = {
+def _qwen2_vl(reader: _Reader, form: TileForm) -> Processor:
+    """Older files have the bounds as `min_pixels` and `max_pixels`, which count more."""
+    sides = {
+        "patch_size": (14, form.patch_size),
+        "merge_size": (2, form.merge),
+        "temporal_patch_size": (2, form.frames),
+    }
+    for key, (default, own) in sides.items():
+        if reader.values.get(key, default) != own:
+            raise reader.unsupported(key, f"must be the tower's, {own}")
+    size = reader.values.get("size") or {"shortest_edge": 56 * 56, "longest_edge": 1280 * 28 * 28}
+    if not isinstance(size, Mapping):
+        raise reader.unsupported("size", "must have shortest_edge and longest_edge")
+    least = reader.area("min_pixels", "size", size.get("shortest_edge"))
+    most = reader.area("max_pixels", "size", size.get("longest_edge"))
+    if least > most:
+        raise reader.unsupported("size", f"the least pixels, {least}, are more than the most")
+    return Processor(
+        Form.FREE,
+        0,
+        reader.filter(BICUBIC),
+        reader.channels("image_mean", CLIP_MEAN),
+        reader.channels("image_std", CLIP_STD),
+        reader.scale,
+        factor=form.cell_size,
+        min_pixels=least,
+        max_pixels=most,
+    )
+
+
+_SQUARES: Mapping[str, Callable[[_Reader, TileForm], Processor]] = {
     "CLIPImageProcessor": _clip,
     "SiglipImageProcessor": _siglip,
     "LlavaImageProcessor": _llava,
     "Idefics3ImageProcessor": _idefics3,
     "SmolVLMImageProcessor": _idefics3,
 }
+"""The kinds of processors that make square tiles of one size."""
+_FREE: Mapping[str, Callable[[_Reader, TileForm], Processor]] = {
+    "Qwen2VLImageProcessor": _qwen2_vl,
+}
+"""The kinds that make a tile of any size."""

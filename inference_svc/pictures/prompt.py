@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from inference_svc.pictures.sizes import Size
+
 PictureKey: TypeAlias = tuple[str, bytes]
 """Says whose embeddings are equal: what separates prefix caches, and the picture's digest."""
 
@@ -18,12 +20,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptPicture:
-    """A picture of a prompt: uint8 [num_tiles, side, side, 3] as bytes. Its embeddings are of the
-    tokens of its `runs`, in order. Pictures that are computed alike have the same `digest`, a
-    sha256."""
+    """A picture of a prompt: uint8 [num_tiles, height, width, 3] as bytes, of tiles of the size
+    `tile`. Its embeddings are of the tokens of its `runs`, in order. Pictures that are computed
+    alike have the same `digest`, a sha256."""
 
     digest: bytes
     pixels: bytes = field(repr=False)
+    tile: Size
     num_tiles: int
     runs: tuple[Run, ...]
 
@@ -41,7 +44,7 @@ class PromptPicture:
 
 
 class Encode(NamedTuple):
-    """Computes so many more units of a picture, which are layers of tiles."""
+    """Computes so many more units of a picture, which are layers of parts of tiles."""
 
     key: PictureKey
     picture: PromptPicture

@@ -1,6 +1,7 @@
 """Decodes a stranger's picture, and makes tiles of it: the task of a sandboxed process.
 
-The kind of an answer is T, rows and columns, two bytes each, and the tiles; R, why the file is
+The kind of an answer is T, four numbers of four bytes each, and the tiles: rows and columns of
+tiles, height and width of a tile; R, why the file is
 refused; or M, nothing, for a file that takes too much memory. Pillow's other formats are never
 tried: their decoders are large, and few of them are safe.
 """
@@ -20,7 +21,8 @@ from inference_svc.pictures.tiling import TooLong, make_tiles
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MODES = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa"))
 """Pillow's modes of 8 bits a channel or less. It would cut off wider values, not scale them."""
-NUMBER_BYTES = 2
+NUM_NUMBERS, NUMBER_BYTES = 4, 4
+"""The numbers before tiles, and the bytes of one."""
 
 Image.init()
 Image.MAX_IMAGE_PIXELS = None  # the bound is a request's
@@ -37,14 +39,14 @@ def answer(request: dict[str, Any]) -> tuple[bytes, bytes | str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             picture = _decoded(base64.b64decode(request["data"]), max_pixels)
-            pixels, rows, columns = make_tiles(picture, processor, max_pixels)
+            pixels, tile, *places = make_tiles(picture, processor, max_pixels)
     except Refused as refused:
         return b"R", str(refused)
     except TooLong:
         return b"R", "is too long and narrow for its size: cut it, or make it smaller"
     except MemoryError:
         return b"M", b""
-    numbers = (each.to_bytes(NUMBER_BYTES, "big") for each in (rows, columns))
+    numbers = (each.to_bytes(NUMBER_BYTES, "big") for each in (*places, *tile))
     return b"T", b"".join((*numbers, pixels))
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from inference_svc.pictures.processor import MAX_SIDE, Form, Processor, Size
+from inference_svc.pictures.processor import MAX_RATIO, MAX_SIDE, Form, Processor
+from inference_svc.pictures.sizes import Size
 
 MAX_PADDING = 3
 """How many times as many pixels as a picture may have its square may have, if it is padded to one:
@@ -19,10 +20,12 @@ class TooLong(ValueError):
 
 
 class Tiling(NamedTuple):
-    """Tiles, one behind the other: RGB, a byte each, row by row. A picture that is cut has `rows`
-    and `columns` of them, and one of the whole; otherwise both are 0, and there is one."""
+    """Tiles of the size `tile`, one behind the other: RGB, a byte each, row by row. A picture that
+    is cut has `rows` and `columns` of them, and one of the whole; otherwise both are 0, and there
+    is one."""
 
     pixels: bytes
+    tile: Size
     rows: int = 0
     columns: int = 0
 
@@ -31,8 +34,32 @@ def make_tiles(picture: Image.Image, processor: Processor, max_pixels: int) -> T
     """Returns the tiles of an RGB picture. Raises TooLong if it would have more than `max_pixels`
     on the way, or MAX_PADDING times as many in a square."""
     if processor.form is Form.WHOLE:
-        return Tiling(_whole(picture, processor, max_pixels).tobytes())
+        return _one(_whole(picture, processor, max_pixels))
+    if processor.form is Form.FREE:
+        return _one(_resized(picture, _free_size(picture, processor), processor))
     return _split(picture, processor)
+
+
+def _one(picture: Image.Image) -> Tiling:
+    return Tiling(picture.tobytes(), Size(picture.height, picture.width))
+
+
+def _free_size(picture: Image.Image, processor: Processor) -> Size:
+    """Returns the size in which both sides are multiples of a factor, and pixels within bounds."""
+    width, height = picture.size
+    factor = processor.factor
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise TooLong
+    size = Size(*(round(side / factor) * factor for side in (height, width)))
+    area = size.height * size.width
+    if area > processor.max_pixels:
+        shrink = math.sqrt(height * width / processor.max_pixels)
+        sides = (math.floor(side / shrink / factor) * factor for side in (height, width))
+        return Size(*(max(factor, side) for side in sides))
+    if area < processor.min_pixels:
+        grow = math.sqrt(processor.min_pixels / (height * width))
+        return Size(*(math.ceil(side * grow / factor) * factor for side in (height, width)))
+    return size
 
 
 def _whole(picture: Image.Image, processor: Processor, max_pixels: int) -> Image.Image:
@@ -69,18 +96,18 @@ def _split(picture: Image.Image, processor: Processor) -> Tiling:
     tile = processor.tile_size
     picture = _resized(picture, _by_longer(picture, processor.longest), processor)
     if not processor.splits:
-        return Tiling(_resized(picture, Size(tile, tile), processor).tobytes())
+        return _one(_resized(picture, Size(tile, tile), processor))
     picture = _resized(picture, _in_tiles(picture, tile), processor)
     rows, columns = picture.height // tile, picture.width // tile
     if rows == columns == 1:
-        return Tiling(picture.tobytes())
+        return _one(picture)
     parts = [
         picture.crop((x * tile, y * tile, (x + 1) * tile, (y + 1) * tile)).tobytes()
         for y in range(rows)
         for x in range(columns)
     ]
     parts.append(_resized(picture, Size(tile, tile), processor).tobytes())
-    return Tiling(b"".join(parts), rows, columns)
+    return Tiling(b"".join(parts), Size(tile, tile), rows, columns)
 
 
 def _by_longer(picture: Image.Image, longest: int) -> Size:

@@ -195,7 +195,7 @@ class PromptEncoder:
         name = text.encoder.name_of(rule.token_id)
         num_pictures = 0 if pictures is None else pictures.num_pictures
         rule.check(found, num_pictures, name)
-        self._check_length(len(found) + num_pictures * (rule.tokens_per_tile - 1), text)
+        self._check_length(len(found) + num_pictures * (rule.min_tokens - 1), text)
         tiles = () if pictures is None else await pictures.read()
         expanded = rule.expanded(found, tiles, name, encode)
         self._check(expanded, text)

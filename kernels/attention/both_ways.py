@@ -47,6 +47,23 @@ def attend(
     return out
 
 
+def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Returns softmax(scale * q k^T) v of queries of one row, which may be some of its tokens.
+
+    Args:
+        q: [Q, heads, head_dim], of a float dtype; rows may be apart.
+        k: [T, heads, head_dim], as q.
+        v: As k.
+        scale: Factor of the scores.
+
+    Returns:
+        [Q, heads, head_dim] of q's dtype.
+    """
+    own_q, own_k, own_v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    made = F.scaled_dot_product_attention(own_q, own_k, own_v, scale=scale)
+    return made[0].transpose(0, 1)
+
+
 def _runs(plan: AttentionPlan) -> tuple[Run, ...]:
     found: tuple[Run, ...] | None = plan.derived.get(_runs)
     if found is None:

@@ -120,7 +120,9 @@ def test_prompts_are_those_of_transformers(reader: Reader) -> None:
         assert ids == expected
         num_tokens = sum(each.num_tokens for each in found)
         assert num_tokens == ids.count(reader.rule.token_id)
-        assert num_tokens == sum(each.num_tiles for each in found) * reader.rule.tokens_per_tile
+        assert num_tokens == sum(
+            each.num_tiles * reader.rule.tiles.tokens(each.tile) for each in found
+        )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -198,7 +200,7 @@ def test_prefixes_are_shared_by_the_picture(smolvlm: Reader, start: Callable) ->
     memory = running.engine.built.engine.scheduler.pictures
     prompt, pictures = smolvlm.prompt("one")
     other = tuple(
-        PromptPicture(b"other" * 6 + b"..", bytes(len(p.pixels)), p.num_tiles, p.runs)
+        PromptPicture(b"other" * 6 + b"..", bytes(len(p.pixels)), p.tile, p.num_tiles, p.runs)
         for p in pictures
     )
     answers = {}
@@ -301,10 +303,10 @@ def test_generated_tokens_do_not_wait_for_a_whole_picture(
     running.submit("three", prompt, pictures=pictures, max_tokens=NUM_TOKENS)
     assert running.result("three")[0] == smolvlm.expected("", "three")
     memory = running.engine.built.engine.scheduler.pictures
-    layers, tiles = memory.costs.layers_per_tile, sum(each.num_tiles for each in pictures)
-    assert sum(counts) == layers * tiles
-    budget = max(1, int(8 / 8 / memory.costs.tokens_per_layer))
-    assert len(counts) >= layers * tiles // budget > 3
+    num_units = sum(map(memory.costs.num_units, pictures))
+    assert sum(counts) == num_units
+    budget = max(1, int(8 / 8 / memory.costs.of_unit(pictures[0])))
+    assert len(counts) >= num_units // budget > 3
     running.cancel("text")
     running.result("text")
     running.check_idle()

@@ -186,7 +186,7 @@ def _with_processor(decoder: Decoder, model_dir: Path, *, with_pictures: bool) -
     found = decoder.pictures
     if found is None or not with_pictures:
         return replace(decoder, pictures=None)
-    facts = read_processor(model_dir, found.tile_size)
+    facts = read_processor(model_dir, found.tiles)
     return replace(decoder, pictures=replace(found, facts=facts))
 
 

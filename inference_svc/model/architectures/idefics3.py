@@ -36,9 +36,15 @@ def _pictures(config: ConfigReader, text_size: int) -> Pictures:
     merge = config.within("scale_factor", 1, MAX_MERGE)
     size = vision.positive("hidden_size") * merge**2
     member = Member(f"{CONNECTOR}.modality_projection.proj", text_size)
-    connector = Connector((Projection(CONNECTOR, (member,), size),), merge=merge)
+    connector = Connector((Projection(CONNECTOR, (member,), size),))
     tower = describe_tower(
-        vision, kind, connector, OF_TOWER, num_layers=vision.num_layers, has_last_norm=True
+        vision,
+        kind,
+        connector,
+        OF_TOWER,
+        num_layers=vision.num_layers,
+        merge=merge,
+        has_last_norm=True,
     )
     return Pictures(tower, config.count("image_token_id"))
 

@@ -93,10 +93,11 @@ class ModelWeights(Generic[P]):
     """All weights of a decoder, by the keys of its parameters. `num_bytes` counts bytes in memory:
     a tied head that shares the embedding's tensor is counted once.
 
-    `tables` are [rows, size] in the model's dtype, `numbers` fp32 [size]; `projections` have the
+    `tables` are [rows, size] in the model's `dtype`, `numbers` fp32 [size]; `projections` have the
     head's even if it is tied, and `norms` have one for every norm of the decoder.
     """
 
+    dtype: torch.dtype
     tables: Mapping[str, Tensor]
     projections: Mapping[str, P]
     norms: Mapping[str, NormWeight]
@@ -116,12 +117,16 @@ class ModelWeights(Generic[P]):
             key = weight_key(weight)
             if key not in of_kind:
                 of_kind[key] = make(weight.spec)
-        return cls.of_roles(of_role, num_bytes)
+        dtype = next(iter(of_role[Role.TABLE].values())).dtype
+        return cls.of_roles(of_role, dtype, num_bytes)
 
     @classmethod
-    def of_roles(cls, made: Mapping[Role, dict[str, Any]], num_bytes: int) -> ModelWeights[P]:
+    def of_roles(
+        cls, made: Mapping[Role, dict[str, Any]], dtype: torch.dtype, num_bytes: int
+    ) -> ModelWeights[P]:
         """Returns weights by the roles of their parameters."""
         return cls(
+            dtype=dtype,
             tables=made[Role.TABLE],
             projections=made[Role.PROJECTION],
             norms=made[Role.NORM],
@@ -265,7 +270,7 @@ class _Assembly(Generic[P]):
                 norms[key] = ones(spec, self._dtype, self._device)
             if bias is not None:
                 norms[key] = norms[key]._replace(bias=made[Role.NUMBERS][bias.name])
-        return ModelWeights.of_roles(made, self._num_bytes)
+        return ModelWeights.of_roles(made, self._dtype, self._num_bytes)
 
 
 def _put_plain(made: Any, piece: Piece, tensor: TextTensor) -> None:

@@ -21,6 +21,7 @@ from inference_svc.model.description.tower import Connector, Patches
 from inference_svc.model.quantised.scheme import Scheme
 from inference_svc.model.rope import Rope
 from inference_svc.pictures.processor import Processor
+from inference_svc.pictures.sizes import TileForm
 from inference_svc.results.routed_experts import ExpertLayers
 from kernels.quantised import WeightFormat
 
@@ -367,15 +368,13 @@ class Pictures:
         return self.facts
 
     @property
-    def tile_size(self) -> int:
-        """The side of the tower's tiles, in pixels."""
+    def tiles(self) -> TileForm:
+        """The form of the tower's tiles."""
         assert self.tower.patches is not None
-        return self.tower.patches.tile_size
+        return self.tower.patches.form
 
     @property
-    def tokens_per_tile(self) -> int:
-        """The tokens of a prompt that stand for a tile."""
-        tower = self.tower
-        assert tower.patches is not None
-        assert tower.connector is not None
-        return tower.patches.num_outputs // tower.connector.merge**2
+    def max_tokens(self) -> int:
+        """The most tokens of a prompt that stand for a picture."""
+        processor = self.processor
+        return processor.max_tiles * self.tiles.max_tokens(processor.max_tile_pixels)

@@ -16,7 +16,8 @@ class BothWays:
     """Attention of every token of a prompt to all tokens of it, before and after.
 
     `scale` multiplies scores. `reach` is how many positions away a query sees, to either side;
-    None: all. `rope` None: positions do not enter.
+    None: all. `in_windows`: a patch sees the ones of its window alone. `rope` None: positions do
+    not enter.
     """
 
     num_heads: int
@@ -26,6 +27,7 @@ class BothWays:
     out: Projection
     rope: Rope | None = None
     reach: int | None = None
+    in_windows: bool = False
 
     @property
     def size(self) -> int:

@@ -2,5 +2,6 @@
 
 operations  their operations as data, and the functions that list them
 towers      the same of vision towers
+tiles       the order in which a tower computes the patches of a tile
 in_torch    computes them
 """

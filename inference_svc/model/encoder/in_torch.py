@@ -44,11 +44,19 @@ def _add_inputs(op: AddInputs, step: Step) -> Tensor:
 
 def _attend(op: AttendBothWays, step: Step) -> Tensor:
     mixer, qkv = op.mixer, step.values[op.inputs[0]]
+    angles = None if op.angles is None else step.values[op.angles]
+    every, part = slice(None), step.inputs.part
+    queries, keys = every if part is None else part, every
+    if part is not None and mixer.in_windows:
+        keys = part
     heads = qkv.unflatten(1, (3, mixer.num_heads, mixer.head_dim))
-    q, k, v = heads.unbind(1)
-    if op.angles is not None:
-        cos, sin = step.values[op.angles]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    q, k, v = heads[queries, 0], heads[keys, 1], heads[keys, 2]
+    if angles is not None:
+        cos, sin = angles
+        q = rotate(q, cos[queries], sin[queries])
+        k = rotate(k, cos[keys], sin[keys])
+    if part is not None and not mixer.in_windows:
+        return both_ways.attend_all(q, k, v, mixer.scale).flatten(1)
     mixed = both_ways.attend(q, k, v, step.inputs.attention, mixer.scale, mixer.reach)
     return mixed.flatten(1)
 
@@ -63,29 +71,23 @@ def _gather(op: Gather, step: Step) -> Tensor:
 
 
 def _embed_patches(op: EmbedPatches, step: Step) -> Tensor:
-    """[tiles * tokens, size]. The convolution is a product, because patches do not overlap."""
-    pixels = step.inputs.pixels
-    assert pixels is not None, "a tower's step has tiles"
-    weights, patch = step.weights, op.patches.patch_size
-    kernel = weights.numbers[op.weight.name].view(op.out.width, -1)
-    side = op.patches.tile_size // patch * patch  # a convolution drops the rest of a tile, too
-    rows = pixels[:, :, :side, :side].unflatten(2, (-1, patch)).unflatten(4, (-1, patch))
-    rows = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-    made = F.linear(rows, kernel, weights.numbers_of(op.bias))
+    """[tokens, size]. The convolution is a product, because patches do not overlap; of frames that
+    are equal it is one with the sum of their kernels."""
+    patches, weights = step.inputs.patches, step.weights
+    assert patches is not None, "a tower's first step has patches"
+    kernel = weights.numbers[op.weight.name].view(op.weight.shape)
+    if op.patches.form.frames > 1:
+        kernel = kernel.sum(2)
+    made = F.linear(patches.flatten(1), kernel.flatten(1), weights.numbers_of(op.bias))
     token = weights.numbers_of(op.class_token)
     if token is not None:
-        made = torch.cat((token.expand(len(made), 1, -1), made), 1)
-    return made.flatten(0, 1).to(step.dtype)
+        made = torch.cat((token[None], made))
+    return made.to(step.dtype)
 
 
 def _merge_patches(op: MergePatches, step: Step) -> Tensor:
     x: Tensor = step.values[op.inputs[0]]
-    pixels = step.inputs.pixels
-    assert pixels is not None, "a tower's step has tiles"
-    num_per_tile, merge = len(x) // len(pixels), op.merge
-    side = round(num_per_tile**0.5) // merge
-    grid = x.view(len(pixels), side, merge, side, merge, -1)
-    return grid.permute(0, 1, 3, 2, 4, 5).reshape(len(x) // merge**2, op.out.width)
+    return x.view(-1, op.out.width)
 
 
 def _place_pictures(op: PlacePictures, step: Step) -> Tensor:

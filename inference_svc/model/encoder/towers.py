@@ -3,6 +3,7 @@ outputs."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from inference_svc.model.description import Connector, Patches
@@ -13,8 +14,7 @@ from inference_svc.pictures.processor import CHANNELS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbedPatches(Op):
-    """Makes the tower's tokens of the step's tiles: the class token of each, if there is one, and
-    its patches, row by row."""
+    """Makes the tower's tokens of the step's patches, after a tile's class token, if it has one."""
 
     patches: Patches
     weight: Numbers = field(init=False)
@@ -23,8 +23,11 @@ class EmbedPatches(Op):
 
     def __post_init__(self) -> None:
         patches, width = self.patches, self.out.width
-        shape = (width, CHANNELS, patches.patch_size, patches.patch_size)
-        size = width * CHANNELS * patches.patch_size**2
+        side, frames = patches.form.patch_size, patches.form.frames
+        shape: tuple[int, ...] = (width, CHANNELS, side, side)
+        if frames > 1:
+            shape = (width, CHANNELS, frames, side, side)
+        size = math.prod(shape)
         name = patches.module
         bias = Numbers(f"{name}.bias", width) if patches.has_bias else None
         token = Numbers(patches.class_token, width) if patches.class_token else None
@@ -39,9 +42,7 @@ class EmbedPatches(Op):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergePatches(Op):
-    """Puts `merge` x `merge` neighbouring patches of a tile side by side: as many rows fewer."""
-
-    merge: int
+    """Puts the patches of each cell, which follow each other, side by side: as many rows fewer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,11 +55,12 @@ def list_patches(walk: Listing, hidden: Value, patches: Patches) -> None:
     walk.ops.append(EmbedPatches((), hidden, None, patches))
 
 
-def list_connector(walk: Listing, x: Value, connector: Connector) -> Value:
-    """Lists the operations from a tower's outputs to embeddings, which it returns."""
-    if connector.merge > 1:
-        merged = walk.value("merged", x.width * connector.merge**2, Rows.LOGITS)
-        walk.ops.append(MergePatches((x,), merged, None, connector.merge))
+def list_connector(walk: Listing, x: Value, connector: Connector, merge: int) -> Value:
+    """Lists the operations from a tower's outputs to embeddings, which it returns. Cells have
+    `merge` x `merge` patches."""
+    if merge > 1:
+        merged = walk.value("merged", x.width * merge**2, Rows.LOGITS)
+        walk.ops.append(MergePatches((x,), merged, None))
         x = merged
     for index, projection in enumerate(connector.layers):
         if index and connector.activation is not None:

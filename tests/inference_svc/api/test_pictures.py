@@ -15,22 +15,24 @@ from inference_svc.api.pictures import CallPictures, PictureReader
 from inference_svc.pictures.decoding import Tiles
 from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.processor import read_processor
+from inference_svc.pictures.sizes import TileForm
 from inference_svc.text.chat import Chat, ChatMessage, MessageImage
 from servicekit.errors import InvalidArgument, ShareExceeded
 from servicekit.shares import Shares
 from tests.support.pictures.files import encoded, picture
-from tests.support.pictures.models import TILE, save_processor
+from tests.support.pictures.models import PATCH, TILE, save_processor
 
 pytestmark = pytest.mark.processes
 
 TILE_BYTES = 3 * TILE * TILE
+FORM = TileForm(TILE, PATCH, merge=2)
 
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[PictureReader]:
     """At most two pictures of ten tiles each."""
     save_processor("SmolVLM", tmp_path)
-    rule = PictureRule(read_processor(tmp_path, TILE), 80, 4, 2)
+    rule = PictureRule(read_processor(tmp_path, FORM), 80, FORM, 2)
     made = PictureReader(rule, "model", Shares("prompt_image_bytes", 1 << 21, 0.5))
     yield made
     made.close()

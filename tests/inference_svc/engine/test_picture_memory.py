@@ -11,10 +11,12 @@ from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from inference_svc.pictures.prompt import PictureWork, PromptPicture, Run
+from inference_svc.pictures.sizes import MAX_SLICE, Size, TileForm
 from tests.support.inference.loop import TwoAdapterRows
 
-COSTS = TowerCosts(layers_per_tile=4, tokens_per_layer=2.0, row_bytes=10)
-"""A tile costs 8 tokens of a prompt, and has 5 tokens: 50 bytes."""
+COSTS = TowerCosts(TileForm(1, 1), 3, 2.0, 0.0, sees_all=True, row_bytes=10)
+"""A tile has 4 units, which cost 8 tokens of a prompt, and 5 tokens: 50 bytes."""
+TILE = Size(1, 1)
 
 
 def sequence(
@@ -22,7 +24,7 @@ def sequence(
 ) -> Sequence:
     """A prompt of 100 tokens, with a picture of one tile at each of these places."""
     pictures = tuple(
-        PromptPicture(f"{digest}{place}".encode(), b"", 1, (Run(place, place + length),))
+        PromptPicture(f"{digest}{place}".encode(), b"", TILE, 1, (Run(place, place + length),))
         for place in places
     )
     fields: dict[str, Any] = {"tenant": tenant, "cache_seed": seed or tenant}
@@ -69,7 +71,7 @@ def test_a_picture_is_computed_with_the_tokens_that_reach_it() -> None:
 
 
 def test_tokens_wait_at_a_picture_that_is_not_there_in_this_step() -> None:
-    """A step of 4 tokens computes 2 layers."""
+    """A step of 4 tokens computes 2 units."""
     found, own = memory(max_tokens=4), sequence(20)
     assert step(found, (own, 50))[0] == [20]
     counts, work = step(found, (own, 50))
@@ -85,7 +87,7 @@ def test_while_others_generate_a_step_computes_an_eighth() -> None:
     assert step(found, (own, 10), (other, 0))[0] == [10, 0]
 
 
-def test_a_step_computes_one_layer_at_least() -> None:
+def test_a_step_computes_one_unit_at_least() -> None:
     found, own = memory(max_tokens=1), sequence(0)
     assert [units(step(found, (own, 10))[1]) for _ in range(4)] == [[1]] * 4
 
@@ -123,6 +125,30 @@ def test_held_embeddings_stay_and_others_wait() -> None:
     counts, work = step(found, (one, 2), (other, 10))
     assert counts == [2, 10]
     assert work.dropped == (("", b"a0"),)
+
+
+def test_one_picture_is_begun_at_a_time() -> None:
+    """One that is begun takes much memory until it is done, or nobody waits for it."""
+    found = memory(max_tokens=6)
+    one, other = sequence(0, digest="a"), sequence(0, digest="b")
+    assert units(step(found, (one, 10))[1]) == [3]
+    counts, work = step(found, (other, 10), (one, 10))
+    assert (counts, units(work)) == ([0, 10], [1])
+    assert units(step(found, (other, 10), (one, 10))[1]) == [3]
+    found.release(other)
+    counts, work = step(found, (sequence(0, digest="c"), 10))
+    assert (work.dropped, units(work)) == ((("", b"b0"),), [3])
+
+
+def test_large_pictures_are_computed_in_parts_whose_cost_counts_pairs() -> None:
+    """Of patches that see all others, or the ones of their window."""
+    form = TileForm(0, 2, merge=2, window=4)
+    large, side = Size(4 * 20, 4 * 20), 40 * 40
+    for sees_all, num_seen in ((True, side), (False, 64)):
+        costs = TowerCosts(form, 3, 1.0, 0.5, sees_all=sees_all, row_bytes=10)
+        picture = PromptPicture(b"", b"", large, 1, (Run(0, 400),))
+        assert costs.num_units(picture) == 2 * 4
+        assert costs.of_unit(picture) == MAX_SLICE * (1 + 0.5 * num_seen)
 
 
 def test_a_sequence_that_stops_lets_go() -> None:

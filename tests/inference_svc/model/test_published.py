@@ -114,7 +114,7 @@ def test_towers(name, values, config, tmp_path):
     pictures = load_description(tmp_path, with_pictures=True).pictures
     assert pictures is not None
     tower = pictures.tower
-    assert tower.patches.tile_size == SIDES[name]
+    assert pictures.tiles.tile_size == SIDES[name]
     with torch.device("meta"):
         model = getattr(transformers, values["architectures"][0])._from_config(config)
     stored = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.layers import TorchProjections
 from inference_svc.model.tower import TorchTower, normalised
+from inference_svc.pictures.sizes import Size
 from tests.support.models.parity import relative_rms
-from tests.support.pictures.models import NAMES, TILE, VISION, make_reader, save_processor
+from tests.support.pictures.models import NAMES, PATCH, TILE, VISION, make_reader, save_processor
+
+SQUARE = Size(TILE, TILE)
 
 
 def tower_of(folder: Path, dtype: torch.dtype = torch.float32) -> TorchTower:
@@ -45,13 +49,13 @@ def test_embeddings_equal_transformers(name: str, num_units: int, tmp_path: Path
     model = make_reader(name, tmp_path)
     tower = tower_of(tmp_path)
     tiles = torch.randint(0, 256, (3, TILE, TILE, 3), dtype=torch.uint8)
-    encoding = tower.begin(3)
+    encoding = tower.begin(SQUARE, 3)
     num_turns = 0
     while not encoding.is_done:
         tower.go_on(encoding, tiles.numpy().tobytes(), num_units)
         num_turns += 1
     num_layers = len(load_description(tmp_path, with_pictures=True).pictures.tower.layers)
-    assert num_turns == -(-3 * num_layers // num_units)
+    assert num_turns == -(-3 * (num_layers + 1) // num_units)
     processor = load_description(tmp_path, with_pictures=True).pictures.processor
     expected = expected_rows(model, normalised(tiles, processor))
     assert encoding.rows.shape == expected.shape
@@ -70,7 +74,7 @@ def test_positions_and_borders_of_patches_are_those_of_transformers(
     save_processor("Idefics3", tmp_path, max_image_size={"longest_edge": side})
     tower = tower_of(tmp_path)
     tiles = torch.randint(0, 256, (1, side, side, 3), dtype=torch.uint8)
-    encoding = tower.begin(1)
+    encoding = tower.begin(Size(side, side), 1)
     tower.go_on(encoding, tiles.numpy().tobytes(), 100)
     processor = load_description(tmp_path, with_pictures=True).pictures.processor
     assert relative_rms(encoding.rows, expected_rows(model, normalised(tiles, processor))) <= 1e-5
@@ -80,11 +84,11 @@ def test_begun_and_finished_pictures_keep_no_pixels(tmp_path: Path) -> None:
     """Their bytes are the ones of their embeddings, within which the engine keeps them."""
     make_reader("SmolVLM", tmp_path)
     tower = tower_of(tmp_path)
-    pixels = bytes(2 * TILE * TILE * 3)
-    encoding = tower.begin(2)
+    pixels = random.Random(0).randbytes(2 * TILE * TILE * 3)
+    encoding = tower.begin(SQUARE, 2)
     for _ in range(2):
-        tower.go_on(encoding, pixels, 3)
-        assert len(pickle.dumps(encoding)) < encoding.rows.nbytes + len(pixels) // 8
+        tower.go_on(encoding, pixels, 4)
+        assert pixels[:PATCH] not in pickle.dumps(encoding)
     assert encoding.is_done
 
 
@@ -92,7 +96,7 @@ def test_the_embeddings_are_in_the_models_dtype(tmp_path: Path) -> None:
     model = make_reader("Llava", tmp_path)
     tower = tower_of(tmp_path, torch.bfloat16)
     tiles = torch.randint(0, 256, (1, TILE, TILE, 3), dtype=torch.uint8)
-    encoding = tower.begin(1)
+    encoding = tower.begin(SQUARE, 1)
     tower.go_on(encoding, tiles.numpy().tobytes(), 100)
     assert encoding.rows.dtype is torch.bfloat16
     processor = load_description(tmp_path, with_pictures=True).pictures.processor

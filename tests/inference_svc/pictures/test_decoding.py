@@ -23,9 +23,10 @@ from inference_svc.model.tower import normalised
 from inference_svc.pictures import decoding
 from inference_svc.pictures.decoding import PictureDecoder, Tiles
 from inference_svc.pictures.processor import Processor, read_processor
+from inference_svc.pictures.sizes import TileForm
 from servicekit.errors import InvalidArgument, ServiceError, Unavailable
 from tests.support.pictures.files import encoded, picture
-from tests.support.pictures.models import NAMES, TILE, image_processor, save_processor
+from tests.support.pictures.models import NAMES, PATCH, TILE, image_processor, save_processor
 
 pytestmark = pytest.mark.processes
 
@@ -40,7 +41,7 @@ def decoder_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     def make(name: str, **changes: Any) -> tuple[PictureDecoder, Processor]:
         folder = tmp_path_factory.mktemp("processor")
         save_processor(name, folder, **changes)
-        processor = read_processor(folder, TILE)
+        processor = read_processor(folder, TileForm(TILE, PATCH))
         decoders.append(PictureDecoder(processor))
         return decoders[-1], processor
 
@@ -55,8 +56,8 @@ def llava(decoder_of: Any) -> tuple[PictureDecoder, Processor]:
 
 
 def values(tiles: Tiles, processor: Processor) -> torch.Tensor:
-    """[tiles, 3, side, side]"""
-    shape = tiles.num_tiles, processor.tile_size, processor.tile_size, 3
+    """[tiles, 3, height, width]"""
+    shape = tiles.num_tiles, *tiles.tile, 3
     pixels = np.frombuffer(tiles.pixels, np.uint8).reshape(shape)
     return normalised(torch.from_numpy(pixels.copy()), processor)
 

@@ -10,15 +10,18 @@ import pytest
 from PIL import Image
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.pictures.processor import Form, Processor, Size, read_processor
+from inference_svc.pictures.processor import Form, Processor, read_processor
+from inference_svc.pictures.sizes import Size, TileForm
 from inference_svc.pictures.tiling import make_tiles
-from tests.support.pictures.models import NAMES, PROCESSORS, TILE, save_processor
+from tests.support.pictures.models import NAMES, PATCH, PROCESSORS, TILE, save_processor
+
+FORM = TileForm(TILE, PATCH)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_travel_as_json(name: str, tmp_path: Path) -> None:
     save_processor(name, tmp_path)
-    found = read_processor(tmp_path, TILE)
+    found = read_processor(tmp_path, FORM)
     assert Processor.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
@@ -26,16 +29,16 @@ def test_the_processors_own_file_may_have_it(tmp_path: Path) -> None:
     """Newer checkpoints have one file for all parts of a processor."""
     values = PROCESSORS["Llava"] | {"image_processor_type": "CLIPImageProcessorFast"}
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": values}))
-    found = read_processor(tmp_path, TILE)
+    found = read_processor(tmp_path, FORM)
     assert (found.form, found.shortest, found.crops) == (Form.WHOLE, TILE, True)
 
 
 def test_sizes_may_be_numbers(tmp_path: Path) -> None:
     """As in older files."""
     save_processor("Llava", tmp_path, size=TILE, crop_size=TILE)
-    assert read_processor(tmp_path, TILE).shortest == TILE
+    assert read_processor(tmp_path, FORM).shortest == TILE
     save_processor("LlavaOfSiglip", tmp_path, size=TILE)
-    assert read_processor(tmp_path, TILE).size == Size(TILE, TILE)
+    assert read_processor(tmp_path, FORM).size == Size(TILE, TILE)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_what_is_not_computed_is_refused(
 ) -> None:
     save_processor(name, tmp_path, **changes)
     with pytest.raises(UnsupportedModel, match=f"preprocessor_config.json: {named} = "):
-        read_processor(tmp_path, TILE)
+        read_processor(tmp_path, FORM)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +79,16 @@ def test_what_is_not_computed_is_refused(
 def test_files_that_are_no_facts_are_refused(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(UnsupportedModel, match=words):
-        read_processor(tmp_path, TILE)
+        read_processor(tmp_path, FORM)
 
 
 def test_the_most_tiles_are_known(tmp_path: Path) -> None:
     save_processor("Idefics3", tmp_path)
-    assert read_processor(tmp_path, TILE).max_tiles == 3 * 3 + 1
+    assert read_processor(tmp_path, FORM).max_tiles == 3 * 3 + 1
     save_processor("Idefics3", tmp_path, size={"longest_edge": 5000})
-    assert read_processor(tmp_path, TILE).max_tiles == 74**2 + 1
+    assert read_processor(tmp_path, FORM).max_tiles == 74**2 + 1
     save_processor("Idefics3", tmp_path, do_image_splitting=False)
-    assert read_processor(tmp_path, TILE).max_tiles == 1
+    assert read_processor(tmp_path, FORM).max_tiles == 1
 
 
 @pytest.mark.parametrize("longest", [3 * 57, 3 * 57 + 1, 3 * 57 - 1, 3 * 57 - 2])
@@ -94,6 +97,6 @@ def test_no_picture_has_more_tiles(longest: int, size: tuple[int, int], tmp_path
     """Of tiles of odd sizes, too."""
     sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": 57}}
     save_processor("Idefics3", tmp_path, **sizes)
-    processor = read_processor(tmp_path, 57)
+    processor = read_processor(tmp_path, TileForm(57, PATCH))
     tiles = make_tiles(Image.new("RGB", size), processor, 1 << 20)
-    assert len(tiles.pixels) // processor.tile_bytes <= processor.max_tiles
+    assert len(tiles.pixels) // (3 * 57 * 57) <= processor.max_tiles

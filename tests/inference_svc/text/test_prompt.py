@@ -9,6 +9,7 @@ from inference_svc.errors import TemplateTimeout
 from inference_svc.pictures.decoding import Tiles
 from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.processor import HALF, Form, Processor
+from inference_svc.pictures.sizes import Size, TileForm
 from inference_svc.text.chat import TEMPLATE_CHARS, Chat, ChatMessage
 from inference_svc.text.prompt import (
     INLINE_CHARS,
@@ -370,7 +371,7 @@ class Pictures:
 
     async def read(self) -> tuple[Tiles, ...]:
         self.num_reads += 1
-        return (Tiles(b"", 1, 0, 0, b""),) * 2
+        return (Tiles(b"", Size(8, 8), 1, 0, 0, b""),) * 2
 
 
 @pytest.mark.parametrize(
@@ -383,7 +384,7 @@ class Pictures:
 )
 def test_pictures_are_read_once_their_prompt_may_fit(prompt: tuple[int, ...], words: str) -> None:
     processor = Processor(Form.WHOLE, 8, 3, HALF, HALF)
-    rule, pictures = PictureRule(processor, 80, 4, 2), Pictures()
+    rule, pictures = PictureRule(processor, 80, TileForm(8, 4), 2), Pictures()
 
     async def body() -> tuple[int, ...]:
         work = WorkBudget("work", 1.0)

@@ -1,8 +1,9 @@
 """Decides which pictures a step computes, and which embeddings stay.
 
 A prompt's tokens before a picture are computed without it; its rows wait at the picture until the
-embeddings are there. They are made some layers of a tile at a time, so that a large picture stalls
-no one's tokens. Plain Python over plain data; no tensors.
+embeddings are there. They are made some layers of a part of a tile at a time, so that a large
+picture stalls no one's tokens, and one picture after the other, because a picture that is begun
+takes much memory. Plain Python over plain data; no tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from inference_svc.core import Sequence
-from inference_svc.pictures.prompt import Encode, PictureKey, PictureWork
+from inference_svc.pictures.prompt import Encode, PictureKey, PictureWork, PromptPicture
+from inference_svc.pictures.sizes import TileForm
 
 BESIDE_SHARE = 1 / 8
 """Share of a step's tokens that pictures may cost while others generate, whose tokens wait for the
@@ -22,12 +24,30 @@ end of the step."""
 
 @dataclass(frozen=True, slots=True)
 class TowerCosts:
-    """The costs of a tower: layers of a tile, the cost of a layer in tokens of a prompt, and the
-    bytes of a picture's token."""
+    """The costs of a tower of `num_layers`, which reads `tiles` of a form: the cost of a layer in
+    tokens of a prompt, for each patch, and for each patch that a patch sees; and the bytes of a
+    picture's token. A tower `sees_all` if patches of some layers see all of a tile."""
 
-    layers_per_tile: int
-    tokens_per_layer: float
+    tiles: TileForm
+    num_layers: int
+    tokens_per_patch: float
+    tokens_per_pair: float
+    sees_all: bool
     row_bytes: int
+
+    def num_units(self, picture: PromptPicture) -> int:
+        """Returns the units of a picture's work: one for each part of a tile before the first
+        layer's attention, and one for each layer."""
+        return picture.num_tiles * len(self.tiles.slices(picture.tile)) * (self.num_layers + 1)
+
+    def of_unit(self, picture: PromptPicture) -> float:
+        """Returns the cost of the largest unit of a picture."""
+        tile = picture.tile
+        most = max(end - start for start, end in self.tiles.slices(tile))
+        num_seen = self.tiles.inner_tokens(tile)
+        if not self.sees_all:
+            num_seen = max(self.tiles.windows(tile))
+        return most * (self.tokens_per_patch + num_seen * self.tokens_per_pair)
 
 
 @dataclass(slots=True)
@@ -71,7 +91,9 @@ class PictureMemory:
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _dropped: list[PictureKey] = field(default_factory=list)
     _encodes: dict[PictureKey, Encode] = field(default_factory=dict)
-    _units: int = 0
+    _begun: PictureKey | None = None
+    _budget: float = 0.0
+    _may_exceed: bool = False
 
     @property
     def num_kept(self) -> int:
@@ -81,8 +103,8 @@ class PictureMemory:
     def begin(self, running: Iterable[Sequence]) -> None:
         """Begins a step of these running sequences: says how much it may compute of pictures."""
         generates = any(each.num_uncomputed == 1 for each in running)
-        budget = self.max_tokens * (BESIDE_SHARE if generates else 1)
-        self._units = max(1, int(budget / self.costs.tokens_per_layer))
+        self._budget = self.max_tokens * (BESIDE_SHARE if generates else 1)
+        self._may_exceed = True
 
     def num_computable(self, sequence: Sequence, num_tokens: int) -> int:
         """Returns how many of its next tokens a sequence may have computed, after the work that
@@ -114,6 +136,7 @@ class PictureMemory:
         self._entries.clear()
         self._tenants.clear()
         self._dropped, self._encodes, self.num_bytes = [], {}, 0
+        self._begun = None
 
     def _make(self, sequence: Sequence, index: int) -> bool:
         """Returns whether a picture's embeddings will be there in this step."""
@@ -121,12 +144,19 @@ class PictureMemory:
         picture = request.pictures[index]
         key = request.cache_seed, picture.digest
         entry = self._entries.get(key)
+        num_units = 0
+        if entry is None or entry.num_left:
+            if not self._may_compute(key):
+                return False
+            num_units = self._num_units(picture)
         if entry is None:
             num_bytes = picture.num_tokens * self.costs.row_bytes
-            if not self._units or not self._make_room(num_bytes):
+            if not num_units or not self._make_room(num_bytes):
                 return False
-            num_units = picture.num_tiles * self.costs.layers_per_tile
-            entry = self._entries[key] = _Entry(request.tenant, num_bytes, num_units)
+            entry = self._entries[key] = _Entry(
+                request.tenant, num_bytes, self.costs.num_units(picture)
+            )
+            self._begun = key
             self.num_bytes += num_bytes
             self._tenants.setdefault(request.tenant, _Tenant()).num_bytes += num_bytes
             self.num_encoded += 1
@@ -136,12 +166,30 @@ class PictureMemory:
             sequence.held_pictures.add(index)
             entry.num_holders += 1
             self._tenants[entry.tenant].idle.pop(key, None)
-        if entry.num_left and self._units:
-            count = min(entry.num_left, self._units)
+        if entry.num_left and num_units:
+            count = min(entry.num_left, num_units)
             self._encodes[key] = Encode(key, picture, count)
             entry.num_left -= count
-            self._units -= count
+            self._budget -= count * self.costs.of_unit(picture)
+            self._may_exceed = False
         return not entry.num_left
+
+    def _may_compute(self, key: PictureKey) -> bool:
+        """Returns whether no other picture is begun. One whose sequences do not run any more is
+        dropped."""
+        if self._begun is None or self._begun == key:
+            return True
+        begun = self._entries.get(self._begun)
+        if begun is None or not begun.num_left:
+            return True
+        if begun.num_holders:
+            return False
+        self._drop(self._begun)
+        return True
+
+    def _num_units(self, picture: PromptPicture) -> int:
+        """Returns how many units of a picture the step may still compute: the first one always."""
+        return max(int(self._budget / self.costs.of_unit(picture)), int(self._may_exceed), 0)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Drops embeddings that no sequence holds, the largest tenant's first. Returns whether

@@ -25,6 +25,7 @@ from inference_svc.model.description import (
     Positions,
     Projection,
 )
+from inference_svc.pictures.sizes import TileForm
 
 WHERE = "config.json: vision_config"
 TOWER = "tower."
@@ -107,12 +108,14 @@ def describe_tower(
     wrapper: Wrapper,
     *,
     num_layers: int,
+    merge: int = 1,
     num_dropped: int = 0,
     has_last_norm: bool = False,
 ) -> Decoder:
     """Returns a tower of its first `num_layers`. The connector reads all tokens of a tile but the
-    first `num_dropped`. Raises UnsupportedModel."""
-    patches = _patches(config, kind, connector.merge, num_dropped)
+    first `num_dropped`, `merge` x `merge` patches as one. Raises UnsupportedModel."""
+    patches = _patches(config, kind, merge, num_dropped)
+    num_tokens = patches.form.inner_tokens(patches.form.whole)
     first_norm = _norm(config, f"{TOWER}pre_layrnorm") if kind.has_class else None
     last_norm = _norm(config, f"{TOWER}post_layernorm") if has_last_norm else None
     unused = [f"{TOWER}head.", f"{TOWER}embeddings.position_ids"]
@@ -129,7 +132,7 @@ def describe_tower(
         dtype="",
         vocab_size=0,
         hidden_size=config.positive("hidden_size"),
-        max_position_embeddings=patches.num_tokens,
+        max_position_embeddings=num_tokens,
         blocks=(block,) * num_layers,
         final_norm=last_norm,
         head=Head(is_tied=False),
@@ -138,7 +141,7 @@ def describe_tower(
         generates=False,
         encoder=EncoderInputs(
             first_norm,
-            Positions(f"{TOWER}embeddings.position_embedding", patches.num_tokens),
+            Positions(f"{TOWER}embeddings.position_embedding", num_tokens),
             unused=tuple(unused),
         ),
         patches=patches,
@@ -156,11 +159,9 @@ def _patches(config: ConfigReader, kind: Kind, merge: int, num_dropped: int) -> 
         raise config.unsupported("image_size", reason)
     return Patches(
         f"{TOWER}embeddings.patch_embedding",
-        tile_size,
-        patch_size,
+        TileForm(tile_size, patch_size, merge, int(kind.has_class), num_dropped),
         has_bias=not kind.has_class,
         class_token=f"{TOWER}embeddings.class_embedding" if kind.has_class else "",
-        num_dropped=num_dropped,
         has_fractions=kind.has_fractions,
     )
 
