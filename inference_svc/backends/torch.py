@@ -160,7 +160,13 @@ class TorchBackend(AdapterMemory):
         """Leaves torch's threads to the system."""
 
     def prepare(self, batch: Batch) -> TorchInputs:
-        step = StepInputs.build(batch, self._page_size, self.arena.device, self._states)
+        step = StepInputs.build(
+            batch,
+            self._page_size,
+            self.arena.device,
+            self._states,
+            self._decoder.picture_positions,
+        )
         if self.pictures is not None:
             step = replace(step, pictures=self.pictures.placed(batch.rows))
         lora = plan_lora(batch.rows, self.arena, self._targets, self._exchange)

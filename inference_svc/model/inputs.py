@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,16 @@ from torch import Tensor
 
 from inference_svc.core import Batch
 from inference_svc.model.recurrent_states import RecurrentPlan, RecurrentStates
+from inference_svc.pictures.positions import NUM_AXES, PicturePositions
 from kernels.attention import AttentionPlan
+
+
+class Blend(NamedTuple):
+    """Sums of rows of a table, one for each token: the numbers of the rows, int64 [T, 4], and their
+    weights, fp32 [T, 4]."""
+
+    rows: Tensor
+    weights: Tensor
 
 
 class PlacedRows(NamedTuple):
@@ -27,13 +36,14 @@ class PlacedRows(NamedTuple):
 class StepInputs:
     """The decoder's inputs of one step: T tokens, in the order of the batch's rows.
 
-    `token_ids` and `positions` are int64 [T]. `logit_rows`, int64 [rows], holds the index of each
-    row's last token: only these get logits, which say whether the row is computed soundly, also
-    where it does not sample. `attention` holds where keys and values are stored and the positions
-    that each token attends to; `recurrent`, of a model with such layers, where states are.
-    `pictures` are embeddings that take the place of tokens' own. A step of a vision tower computes
-    a `part` of a tile's tokens, within whose windows `attention` is, and begins with `patches`
-    instead of token ids: fp32 [patches, 3, side, side].
+    `token_ids` and `positions` are int64 [T], or positions [axes, T]. `logit_rows`, int64 [rows],
+    holds the index of each row's last token: only these get logits, which say whether the row is
+    computed soundly, also where it does not sample. `attention` holds where keys and values are
+    stored and the positions that each token attends to; `recurrent`, of a model with such layers,
+    where states are. `pictures` are embeddings that take the place of tokens' own. A step of a
+    vision tower computes a `part` of a tile's tokens, within whose windows `attention` is, and
+    begins with `patches` instead of token ids: fp32 [patches, 3, side, side]. If positions are
+    blended, `blend` has them.
     """
 
     token_ids: Tensor
@@ -44,6 +54,7 @@ class StepInputs:
     pictures: tuple[PlacedRows, ...] = ()
     patches: Tensor | None = None
     part: slice | None = None
+    blend: Blend | None = None
 
     @classmethod
     def build(
@@ -52,7 +63,10 @@ class StepInputs:
         page_size: int,
         device: torch.device | str = "cpu",
         states: RecurrentStates | None = None,
+        places: PicturePositions | None = None,
     ) -> StepInputs:
+        """Returns the inputs of a batch. `places`, if there are any, are the positions of
+        pictures."""
         token_ids: list[int] = []
         for row in batch.rows:
             token_ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
@@ -60,7 +74,15 @@ class StepInputs:
         counts = np.asarray([row.num_tokens for row in batch.rows], dtype=np.int64)
         page_ids = [row.sequence.page_ids for row in batch.rows]
         plan = None if states is None else states.plan(batch.rows)
-        return cls.of(token_ids, starts, counts, page_ids, page_size, device, plan)
+        made = cls.of(token_ids, starts, counts, page_ids, page_size, device, plan)
+        if places is None:
+            return made
+        own = made.positions.cpu().numpy()
+        found = np.empty((NUM_AXES, len(own)), dtype=np.int64)
+        places.fill(
+            found, own, [(row.sequence.request.pictures, row.num_tokens) for row in batch.rows]
+        )
+        return replace(made, positions=torch.from_numpy(found).to(device))
 
     @classmethod
     def of(

@@ -255,9 +255,12 @@ class RotaryEmbedding:
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         self.inverse_frequencies = rope.inverse_frequencies(head_dim).to(device)
         self._scaling = rope.attention_scaling
+        self._axes = None if rope.axes is None else rope.axes.of_pairs.to(device)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """positions: int64 [T]."""
+        """positions: int64 [T], or [axes, T]."""
+        if self._axes is not None:
+            positions = positions[self._axes].t()
         return Rotation(*rotary_angles(positions, self.inverse_frequencies, self._scaling, dtype))
 
 

@@ -59,6 +59,27 @@ _MAY_BE_ZERO = frozenset({"mscale", "mscale_all_dim", "truncate"})
 _LISTS = frozenset({"long_factor", "short_factor"})
 
 
+class Axes(NamedTuple):
+    """Which of several positions of a token turns each pair of a head: `sections` are the numbers
+    of pairs of each axis. They lie one behind the other; or, if they are `interleaved`, each next
+    pair is of the next axis, and the pairs that other axes leave are of the first one. Each section
+    `restarts` with the frequencies of a head of its own size, or goes on with the whole head's."""
+
+    sections: tuple[int, ...]
+    interleaved: bool = False
+    restarts: bool = False
+
+    @property
+    def of_pairs(self) -> Tensor:
+        """The axis of each pair, int64 [pairs]."""
+        if not self.interleaved:
+            counts = torch.tensor(self.sections)
+            return torch.arange(len(counts)).repeat_interleave(counts)
+        axes = torch.arange(sum(self.sections))
+        own, turn = axes % len(self.sections), axes // len(self.sections)
+        return torch.where(turn < torch.tensor(self.sections)[own], own, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
     """One kind of rotary embedding; fields of other kinds keep their defaults.
@@ -86,6 +107,8 @@ class Rope:
     short_factor: tuple[float, ...] = ()
     is_long: bool = False
     """Whether longrope takes its long factors."""
+    axes: Axes | None = None
+    """Of tokens that have several positions; None: they have one."""
 
     def rotary_size(self, head_dim: int) -> int:
         """Returns how many elements of a head are turned."""
@@ -99,6 +122,9 @@ class Rope:
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """Returns fp32 [rotary size / 2], on the CPU; position p turns pair i by p * result[i]."""
+        if self.axes is not None and self.axes.restarts:
+            one = replace(self, axes=None)
+            return torch.cat([one.inverse_frequencies(2 * n) for n in self.axes.sections])
         if self.rope_type == "proportional":
             return self._proportional(head_dim)
         head_dim = self.rotary_size(head_dim)

@@ -12,7 +12,7 @@ from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder, Pictures
 from inference_svc.model.encoder.operations import AttendBothWays
 from inference_svc.model.encoder.tiles import TilePart, TilePlan
-from inference_svc.model.inputs import StepInputs
+from inference_svc.model.inputs import Blend, StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import RotaryEmbedding, TorchLinear
 from inference_svc.model.lifetimes import last_uses
@@ -102,7 +102,9 @@ class TorchTower:
         if plan is None:
             patches = self._tower.patches
             assert patches is not None
-            plan = TilePlan.of(patches, tile)
+            inputs = self._tower.encoder
+            side = 0 if inputs is None or inputs.positions is None else inputs.positions.side
+            plan = TilePlan.of(patches, tile, side)
             self._plans = {tile: plan}  # pictures of one size follow each other, as in a video
         layers, count = self._layers, plan.num_tokens
         hidden = torch.empty(count, layers.hidden.width, dtype=self.weights.dtype)
@@ -157,6 +159,8 @@ class TorchTower:
     def _step(
         self, plan: TilePlan, part: TilePart, positions: Tensor, patches: Tensor | None = None
     ) -> Step:
+        own = slice(part.start, part.end)
+        blend = None if plan.blend is None else Blend(*(each[own] for each in plan.blend))
         return Step(
             weights=self.weights,
             rotary=self._rotary,
@@ -166,7 +170,8 @@ class TorchTower:
                 logit_rows=part.rows,
                 attention=part.windows,
                 patches=patches,
-                part=slice(part.start, part.end),
+                part=own,
+                blend=blend,
             ),
             kv_caches=self._no_caches,
             lora=None,

@@ -9,5 +9,6 @@ tiling        makes tiles, in a sandboxed process
 task          decodes strangers' files, in that process
 decoding      has files decoded, within bounds of bytes, pixels, time and memory
 prompt        pictures of a prompt, and the work for them in a step
+positions     the positions of tokens, where rows and columns of pictures count
 placeholders  the tokens that stand for a picture in a prompt
 """

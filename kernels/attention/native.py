@@ -43,6 +43,8 @@ class _Rows(ctypes.Structure):
 class _RotaryAnglesArgs(ctypes.Structure):
     _fields_ = (
         ("positions", ctypes.c_void_p),
+        ("axes", ctypes.c_void_p),
+        ("axis_stride", ctypes.c_int64),
         ("inverse_frequencies", ctypes.c_void_p),
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
@@ -178,19 +180,26 @@ def rotary_angles_op(
     num_tokens: Tensor,
     *,
     scaling: float,
+    axes: Tensor | None = None,
 ) -> NativeOp:
-    """cos, sin of positions[t] * inverse_frequencies, times `scaling`, for t < num_tokens.
+    """cos, sin of positions[t] * inverse_frequencies, times `scaling`, for t < num_tokens; with
+    `axes`, int32 [half], of positions[axes[i], t] * inverse_frequencies[i].
 
-    positions: int64 [T], inverse_frequencies: fp32 [half of a head's rotated size], cos and sin:
-    [T, half] in the model's dtype, num_tokens: int32 [1].
+    positions: int64 [T], with axes [any, T], inverse_frequencies: fp32 [half of a head's rotated
+    size], cos and sin: [T, half] in the model's dtype, num_tokens: int32 [1].
     """
     assert positions.dtype == torch.int64
+    assert positions.is_contiguous()
+    assert positions.dim() == (1 if axes is None else 2)
+    assert axes is None or (axes.dtype == torch.int32 and axes.is_contiguous())
     assert inverse_frequencies.dtype == torch.float32
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     assert inverse_frequencies.is_contiguous()
     args = _RotaryAnglesArgs(
         positions.data_ptr(),
+        None if axes is None else axes.data_ptr(),
+        positions.shape[-1],
         inverse_frequencies.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
@@ -198,7 +207,7 @@ def rotary_angles_op(
         len(inverse_frequencies),
         scaling,
     )
-    keep = (positions, inverse_frequencies, cos, sin, num_tokens)
+    keep = (positions, axes, inverse_frequencies, cos, sin, num_tokens)
     return NativeOp("rotary_angles_" + dtype_name(cos.dtype), args, keep)
 
 

@@ -93,7 +93,7 @@ def rotary_angles(
     """Computes cos and sin of rotary embedding (Su et al., 2021) in fp32, times `scaling`.
 
     Args:
-        positions: int64 [T].
+        positions: int64 [T], or [T, D / 2]: of each pair.
         inverse_frequencies: float32 [D / 2], in radians per position.
         scaling: Factor of cos and sin.
         dtype: The dtype of the result.
@@ -102,7 +102,7 @@ def rotary_angles(
         cos and sin, [T, 1, D] of `dtype`, with both halves next to each other. sin has the sign of
         the rotation.
     """
-    angles = positions[:, None, None].float() * inverse_frequencies
+    angles = positions.float().view(len(positions), 1, -1) * inverse_frequencies
     cos, sin = ((wave * scaling).to(dtype) for wave in (angles.cos(), angles.sin()))
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

@@ -349,7 +349,14 @@ class NativeFactory:
         weights = reload.weights()
         pages = BatchPages(max_rows, max_pages(config))
         num_outputs = max_outputs(config, decoder)
-        step = StepArrays(max_tokens, max_rows, config.page_size, pages, max_outputs=num_outputs)
+        step = StepArrays(
+            max_tokens,
+            max_rows,
+            config.page_size,
+            pages,
+            max_outputs=num_outputs,
+            places=decoder.picture_positions,
+        )
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
         num_chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
         lora = NativeLoraOps(arena, targets, max_tokens, num_outputs, num_chosen, exchange)

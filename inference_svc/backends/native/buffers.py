@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.core import BatchColumns
+from inference_svc.pictures.positions import NUM_AXES, PicturePositions
 from kernels.attention.native import StepRows
 
 
@@ -64,7 +65,8 @@ class StepArrays:
     T tokens in the order of the batch's R rows. All of `token_ids`, `positions` and `cells` (where
     a token's keys and values go) are int64 [T]; `query_starts` int32 [R + 1] and `context_lengths`
     int32 [R] as in `kernels.attention.AttentionPlan`; `logit_rows` int64 [N], the last token of
-    each row. The counts `num_tokens`, `num_rows` and `num_logits`, which is N, are int32 [1].
+    each row. Where pictures have `places` of their own, `axis_positions` are int64 [3, T]. The
+    counts `num_tokens`, `num_rows` and `num_logits`, which is N, are int32 [1].
     """
 
     def __init__(
@@ -75,10 +77,14 @@ class StepArrays:
         pages: PageRows,
         zeros: Callable[..., Tensor] = torch.zeros,
         max_outputs: int | None = None,
+        places: PicturePositions | None = None,
     ) -> None:
         """`zeros` allocates, as torch's does, on the CPU. At most `max_outputs` tokens have outputs
         at once, by default one of each row."""
         self.page_size = page_size
+        self._places = places
+        shape = NUM_AXES, max_tokens
+        self.axis_positions = None if places is None else zeros(*shape, dtype=torch.int64)
         self.token_ids = zeros(max_tokens, dtype=torch.int64)
         self.positions = zeros(max_tokens, dtype=torch.int64)
         self.cells = zeros(max_tokens, dtype=torch.int64)
@@ -119,6 +125,11 @@ class StepArrays:
             for sequence, start, count in zip(sequences, starts, counts, strict=True):
                 tokens += sequence.token_ids[start : start + count]
         self.fill_rows(tokens, starts, counts, [sequence.page_ids for sequence in sequences])
+        if self._places is not None and self.axis_positions is not None:
+            total = self.size.tokens
+            pictures = (sequence.request.pictures for sequence in sequences)
+            out, rows = self.axis_positions.numpy()[:, :total], zip(pictures, counts, strict=True)
+            self._places.fill(out, self._positions[:total], rows)
 
     def fill_rows(
         self,

@@ -32,6 +32,7 @@ from inference_svc.model.description.encoder import TOKENS_HEAD
 from inference_svc.model.quantised import plain_config, read_scheme
 from inference_svc.model.quantised.chosen import with_chosen_format
 from inference_svc.model.quantised.modules import with_stored_formats
+from inference_svc.model.rope import Axes
 from inference_svc.pictures.processor import read_processor
 from inference_svc.results.embedding_rule import Pooling
 
@@ -85,13 +86,13 @@ class Family:
 
 def describe_text_part(
     config: ConfigReader,
-    parts: Mapping[str, str],
+    parts: Mapping[str, str | Family],
     wrapper: Wrapper,
     ignores: frozenset[str] = frozenset(),
 ) -> Decoder:
-    """Returns the decoder that `text_config` describes; `parts` has the architecture of each
-    `model_type` of it, the default first. The model's own flag says whether the head is tied.
-    `ignores` are keys that transformers does not read in it. Raises UnsupportedModel."""
+    """Returns the decoder that `text_config` describes; `parts` has the family of each `model_type`
+    of it, or its architecture, the default first. The model's own flag says whether the head is
+    tied. `ignores` are keys that transformers does not read in it. Raises UnsupportedModel."""
     values = config.get("text_config")
     if not isinstance(values, Mapping):
         raise config.unsupported("text_config", "must describe the text part")
@@ -100,7 +101,8 @@ def describe_text_part(
         raise config.unsupported(
             "text_config.model_type", f"supported are {', '.join(parts)}", kind
         )
-    family, where = families()[parts[kind]], "config.json: text_config"
+    part, where = parts[kind], "config.json: text_config"
+    family = families()[part] if isinstance(part, str) else part
     _check_keys(values, family, where, ignores)
     text = ConfigReader(values, {**DEFAULTS, **family.defaults}, where)
     decoder = family.describe(text)
@@ -186,8 +188,27 @@ def _with_processor(decoder: Decoder, model_dir: Path, *, with_pictures: bool) -
     found = decoder.pictures
     if found is None or not with_pictures:
         return replace(decoder, pictures=None)
+    if found.size != decoder.hidden_size:
+        raise UnsupportedModel(
+            f"{CONFIG}: vision_config makes embeddings of {found.size} elements, and text_config "
+            f"reads {decoder.hidden_size}; --max-prompt-images 0 serves the text alone"
+        )
     facts = read_processor(model_dir, found.tiles)
+    if found.axes is not None:
+        decoder = _with_axes(decoder, found.axes)
     return replace(decoder, pictures=replace(found, facts=facts))
+
+
+def _with_axes(decoder: Decoder, axes: Axes) -> Decoder:
+    """Returns the decoder whose heads turn along these axes. Raises UnsupportedModel."""
+    for rope, head_dim in decoder.ropes:
+        num_pairs = rope.rotary_size(head_dim) // 2
+        if sum(axes.sections) != num_pairs:
+            raise UnsupportedModel(
+                f"{CONFIG}: text_config: mrope_section = {list(axes.sections)}: their sum must be "
+                f"{num_pairs}, half of what turns of a head"
+            )
+    return decoder.with_ropes(lambda rope: replace(rope, axes=axes))
 
 
 def _without_head(decoder: Decoder, values: Mapping[str, Any], stored: list[str]) -> Decoder:

@@ -22,11 +22,17 @@ from inference_svc.model.building import (
 from inference_svc.model.config.keys import names
 from inference_svc.model.config.reader import FULL, SLIDING, ConfigReader
 from inference_svc.model.description import Attention, Decoder, Experts, Member, Projection
+from inference_svc.model.rope import Rope
 from kernels.experts import Choice
 
 
 def describe_qwen2(config: ConfigReader) -> Decoder:
     return _describe(config, attention(config, rope(config), qkv_bias=True))
+
+
+def describe_qwen2_vl(config: ConfigReader) -> Decoder:
+    turned = rope(config, theta=1_000_000.0, kinds=_MROPE, other_keys=_OF_IMAGES)
+    return _describe(config, attention(config, turned, qkv_bias=True))
 
 
 def describe_qwen2_moe(config: ConfigReader) -> Decoder:
@@ -44,20 +50,25 @@ def describe_qwen2_moe(config: ConfigReader) -> Decoder:
 
 
 def describe_qwen3(config: ConfigReader) -> Decoder:
-    return _describe(config, _qwen3_attention(config))
+    return _describe(config, _qwen3_attention(config, rope(config)))
+
+
+def describe_qwen3_vl(config: ConfigReader) -> Decoder:
+    turned = rope(config, theta=500_000.0, kinds=_MROPE, other_keys=_OF_IMAGES)
+    return _describe(config, _qwen3_attention(config, turned))
 
 
 def describe_qwen3_moe(config: ConfigReader) -> Decoder:
     window = config.window if config.flag("use_sliding_window") else None
-    windows = config.same_window(window)
-    return _describe_mixture(config, _qwen3_attention(config), _mixture(config), windows)
+    mixer = _qwen3_attention(config, rope(config))
+    return _describe_mixture(config, mixer, _mixture(config), config.same_window(window))
 
 
-def _qwen3_attention(config: ConfigReader) -> Attention:
+def _qwen3_attention(config: ConfigReader, rope: Rope) -> Attention:
     has_bias, head_dim = config.flag("attention_bias"), config.head_dim
     return attention(
         config,
-        rope(config),
+        rope,
         qkv_bias=has_bias,
         out_bias=has_bias,
         q_norm=norm(config, "self_attn.q_norm", head_dim),
@@ -96,6 +107,9 @@ def _windows(config: ConfigReader) -> tuple[int | None, ...]:
     return config.windows(types)
 
 
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""How positions of images turn; the ones of text turn as in Llama."""
+_MROPE = {"mrope": "default"}
 _READS = names("hidden_act rms_norm_eps use_sliding_window sliding_window max_window_layers")
 _DEFAULTS = {
     "vocab_size": 151936,
@@ -115,6 +129,32 @@ _READS_MOE = names(
 )
 _IGNORES_MOE = names("output_router_logits")
 _DEFAULTS_MOE = {"hidden_size": 2048, "decoder_sparse_step": 1}
+
+OF_QWEN2_VL = Family(
+    "Qwen2VLTextModel",
+    describe_qwen2_vl,
+    reads=_READS,
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_window_layers": 80,
+        "eos_token_id": 151645,
+    },
+)
+OF_QWEN3_VL = Family(
+    "Qwen3VLTextModel",
+    describe_qwen3_vl,
+    reads=names("hidden_act rms_norm_eps attention_bias"),
+    accepts={"use_sliding_window": False},
+    defaults={**_DEFAULTS, "head_dim": 128, "max_position_embeddings": 128000},
+)
+"""The text parts of models that read pictures."""
 
 FAMILIES = (
     Family("Qwen2ForCausalLM", describe_qwen2, reads=_READS, defaults=_DEFAULTS),

@@ -19,7 +19,6 @@ _LLAVA = Wrapper(
 )
 """The names that transformers has used, before its release 5 and since."""
 _GEMMA4 = _LLAVA._replace(others=("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
-_QWEN3_5 = _LLAVA._replace(others=("visual", "mtp"), tower_prefixes=())
 _MISTRAL3 = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 
 
@@ -35,25 +34,11 @@ def describe_mistral3(config: ConfigReader) -> Decoder:
     return describe_text_part(config, _MISTRAL3, _LLAVA)
 
 
-def describe_qwen3_5(config: ConfigReader) -> Decoder:
-    return describe_text_part(config, {"qwen3_5_text": "Qwen3_5ForCausalLM"}, _QWEN3_5)
-
-
-def describe_qwen3_5_moe(config: ConfigReader) -> Decoder:
-    return describe_text_part(config, {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, _QWEN3_5)
-
-
 _IGNORES = names(
     """
     vision_config image_token_index image_token_id boi_token_index boi_token_id eoi_token_index
     eoi_token_id mm_tokens_per_image projector_hidden_act vision_feature_layer
     multimodal_projector_bias spatial_merge_size
-    """
-)
-_IGNORES_QWEN = names(
-    """
-    vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
-    language_model_only
     """
 )
 _DEFAULTS = {"tie_word_embeddings": True, "eos_token_id": None}
@@ -85,19 +70,5 @@ FAMILIES = (
         reads=names("text_config"),
         ignores=_IGNORES,
         defaults=_DEFAULTS,
-    ),
-    Family(
-        "Qwen3_5ForConditionalGeneration",
-        describe_qwen3_5,
-        reads=names("text_config"),
-        ignores=_IGNORES_QWEN,
-        defaults={"eos_token_id": None},
-    ),
-    Family(
-        "Qwen3_5MoeForConditionalGeneration",
-        describe_qwen3_5_moe,
-        reads=names("text_config"),
-        ignores=_IGNORES_QWEN,
-        defaults={"eos_token_id": None},
     ),
 )

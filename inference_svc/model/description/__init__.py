@@ -52,7 +52,7 @@ from inference_svc.model.description.modules import (
     WeightPart,
     layer_path,
 )
-from inference_svc.model.description.tower import Connector, Patches
+from inference_svc.model.description.tower import Connector, Patches, Tap
 
 __all__ = [
     "EMBED_TOKENS",
@@ -89,6 +89,7 @@ __all__ = [
     "Recurrence",
     "Router",
     "Stage",
+    "Tap",
     "WeightPart",
     "layer_path",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,9 +17,10 @@ from inference_svc.model.description.mixers import (
     Recurrence,
 )
 from inference_svc.model.description.modules import Cut, Norm, Projection
-from inference_svc.model.description.tower import Connector, Patches
+from inference_svc.model.description.tower import Connector, Patches, Tap
 from inference_svc.model.quantised.scheme import Scheme
-from inference_svc.model.rope import Rope
+from inference_svc.model.rope import Axes, Rope
+from inference_svc.pictures.positions import PicturePositions
 from inference_svc.pictures.processor import Processor
 from inference_svc.pictures.sizes import TileForm
 from inference_svc.results.routed_experts import ExpertLayers
@@ -171,8 +172,9 @@ class Decoder:
     With an `encoder` it is no decoder: its tokens see each other in both directions, so that it
     never generates and has no state. It has no logits; the outputs of a step are hidden states, of
     the last norm if there is one. An encoder of `patches` is a vision tower, whose outputs a
-    `connector` makes embeddings of. `pictures` says how a prompt's pictures are computed. Tokens
-    with `placeholder_ids` stand for pictures, sounds and videos, and are no words.
+    `connector` makes embeddings of, and `taps` of some layers. `pictures` says how a prompt's
+    pictures are computed. Tokens with `placeholder_ids` stand for pictures, sounds and videos, and
+    are no words.
     """
 
     architecture: str
@@ -198,6 +200,7 @@ class Decoder:
     encoder: EncoderInputs | None = None
     patches: Patches | None = None
     connector: Connector | None = None
+    taps: tuple[Tap, ...] = ()
     pictures: Pictures | None = None
     placeholder_ids: tuple[int, ...] = ()
 
@@ -339,33 +342,53 @@ class Decoder:
         """Heads of keys and of values of all layers that have their own."""
         return sum(2 * each.num_kv_heads for each in self.attentions if each.kv_layer is None)
 
+    @property
+    def picture_positions(self) -> PicturePositions | None:
+        """The positions of pictures, if their rows and columns count; None: tokens have one
+        position."""
+        if self.pictures is None or self.pictures.axes is None:
+            return None
+        return PicturePositions(self.pictures.tiles)
+
     def for_length(self, max_model_len: int) -> Decoder:
         """Returns the decoder for sequences up to this length, by which some rotations are
         chosen."""
+        return self.with_ropes(lambda rope: rope.for_length(max_model_len))
 
-        def chosen(block: Block) -> Block:
+    def with_ropes(self, change: Callable[[Rope], Rope]) -> Decoder:
+        """Returns the decoder with other rotations of its attention."""
+
+        def changed(block: Block) -> Block:
             mixer = block.mixer
             if not isinstance(mixer, Attention) or mixer.rope is None:
                 return block
-            return replace(block, mixer=replace(mixer, rope=mixer.rope.for_length(max_model_len)))
+            return replace(block, mixer=replace(mixer, rope=change(mixer.rope)))
 
-        return replace(self, blocks=tuple(map(chosen, self.blocks)))
+        return replace(self, blocks=tuple(map(changed, self.blocks)))
 
 
 @dataclass(frozen=True)
 class Pictures:
     """How a decoder reads pictures: `tower` makes the embeddings of the tokens `token_id`, which
     stand for a picture in a prompt, of the tiles that the `processor` makes of it. `facts` are this
-    processor's, once its file is read."""
+    processor's, once its file is read. If tokens have several positions, these turn the pairs of
+    heads along `axes`."""
 
     tower: Decoder
     token_id: int
+    axes: Axes | None = None
     facts: Processor | None = None
 
     @property
     def processor(self) -> Processor:
         assert self.facts is not None, "its file is read"
         return self.facts
+
+    @property
+    def size(self) -> int:
+        """The elements of an embedding."""
+        assert self.tower.connector is not None
+        return self.tower.connector.layers[-1].out_features
 
     @property
     def tiles(self) -> TileForm:

@@ -35,11 +35,14 @@ class BothWays:
 
 
 class Positions(NamedTuple):
-    """An embedding of positions: its module, its rows, and the row of the first position."""
+    """An embedding of positions: its module, its rows, and the row of the first position. With a
+    `side` it is a square of so many rows each side, whose rows are blended for the places of a
+    tile's patches."""
 
     module: str
     num_rows: int
     first: int = 0
+    side: int = 0
 
 
 class EncoderHead(NamedTuple):

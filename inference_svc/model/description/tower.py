@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inference_svc.model.description.feed_forward import Activation
-from inference_svc.model.description.modules import Projection
+from inference_svc.model.description.modules import Norm, Projection
 from inference_svc.pictures.sizes import TileForm
 
 
@@ -30,3 +30,14 @@ class Connector:
 
     layers: tuple[Projection, ...]
     activation: Activation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """Further embeddings of a picture's tokens, which a `connector` makes of what the `layer`
+    leaves: the `norm` is of whole cells. A text part adds those of the first tap to what its first
+    layer leaves, and so on."""
+
+    layer: int
+    norm: Norm
+    connector: Connector

@@ -27,7 +27,7 @@ OF_ENCODERS = names(
 )
 """The features of encoders alone, which torch computes."""
 
-OF_PICTURES = names("decoder.pictures")
+OF_PICTURES = names("decoder.pictures rope.axes")
 """The features of decoders that read pictures. Torch computes the towers themselves."""
 
 
@@ -36,7 +36,12 @@ def _add_inputs(op: AddInputs, step: Step) -> Tensor:
     tables = step.weights.tables
     if op.types is not None:
         out += tables[op.types.key][0]
-    if op.positions is not None:
+    if op.positions is not None and op.side:
+        blend = step.inputs.blend
+        assert blend is not None, "a tower's first step has it"
+        found = tables[op.positions.key][blend.rows] * blend.weights[:, :, None]
+        out += found.sum(1).to(out.dtype)
+    elif op.positions is not None:
         rows = step.inputs.positions + op.first_row
         out += tables[op.positions.key].index_select(0, rows)
     return out

@@ -20,11 +20,13 @@ POSITIONS_KEY, TOKEN_TYPES_KEY = "positions", "token_types"
 @dataclass(frozen=True, slots=True, eq=False)
 class AddInputs(Op):
     """Adds to the tokens' embeddings, in place: the first row of the table of token types, and then
-    each position's row, counted from `first_row` on."""
+    each position's row, counted from `first_row` on; or, with a `side`, the rows of a square as the
+    step blends them."""
 
     types: Table | None
     positions: Table | None
     first_row: int
+    side: int = 0
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
@@ -50,14 +52,14 @@ class Activate(Op):
 def list_inputs(walk: Listing, hidden: Value, inputs: EncoderInputs) -> None:
     """Lists the operations between the tokens' embeddings and the first layer."""
     types = positions = None
-    first_row, size = 0, hidden.width
+    first_row, side, size = 0, 0, hidden.width
     if inputs.num_token_types:
         types = Table(TOKEN_TYPES_KEY, inputs.token_types, inputs.num_token_types, size)
     if inputs.positions is not None:
-        module, num_rows, first_row = inputs.positions
+        module, num_rows, first_row, side = inputs.positions
         positions = Table(POSITIONS_KEY, module, num_rows, size)
     if types is not None or positions is not None:
-        walk.ops.append(AddInputs((hidden,), hidden, None, types, positions, first_row))
+        walk.ops.append(AddInputs((hidden,), hidden, None, types, positions, first_row, side))
     if inputs.norm is not None:
         walk.ops.append(NormOf((hidden,), hidden, None, inputs.norm))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.model.description import Patches
+from inference_svc.model.inputs import Blend
 from inference_svc.pictures.sizes import Size, TileForm
 from kernels.attention import AttentionPlan
 
@@ -31,21 +32,22 @@ class TilePlan:
     """The tokens of a tile in the tower's order: window by window, cell by cell.
 
     `patches` are the rows and columns of patches, int64 [2, P]. `positions` are the rows of the
-    table of positions, int64 [T]; of tiles of any size `patches`. `places` are numbers of patches
-    that are counted row by row, int64 [P].
+    table of positions, int64 [T]; of tiles of any size `patches`. `blend` has the rows of a table
+    that is a square.
     """
 
     patches: Tensor
     positions: Tensor
-    places: Tensor
     parts: tuple[TilePart, ...]
+    blend: Blend | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.parts[-1].end
 
     @classmethod
-    def of(cls, patches: Patches, tile: Size) -> TilePlan:
+    def of(cls, patches: Patches, tile: Size, side: int = 0) -> TilePlan:
+        """Returns the plan of a tile. The table of positions is a square of this `side`, if any."""
         form = patches.form
         cells, order = _cells(form, tile)
         merge = form.merge
@@ -57,7 +59,8 @@ class TilePlan:
         positions = _positions(patches, places) if form.tile_size else found
         windows = form.windows(tile) if form.window else []
         parts = tuple(_part(form, order, windows, *part) for part in form.slices(tile))
-        return cls(found, positions, places, parts)
+        blend = _blend(form.grid(tile), found, side) if side else None
+        return cls(found, positions, parts, blend)
 
 
 def _cells(form: TileForm, tile: Size) -> tuple[Tensor, Tensor]:
@@ -97,6 +100,22 @@ def _positions(patches: Patches, places: Tensor) -> Tensor:
     found = _by_fractions(patches.form)[places] if patches.has_fractions else places
     added = patches.form.num_added
     return torch.cat((torch.arange(added), found + added))
+
+
+def _blend(grid: Size, patches: Tensor, side: int) -> Blend:
+    """Returns the rows of a square around each patch, and their weights: the square's corners are
+    those of the grid, and weights are linear between its rows and columns."""
+    rows: list[Tensor] = []
+    weights: list[Tensor] = []
+    for places, count in zip(patches, grid, strict=True):
+        exact = places.float() * (side - 1) / max(count - 1, 1)
+        before = exact.floor()
+        both = before[:, None] + torch.arange(2)
+        weights.append((1 - (exact[:, None] - both).abs()).clamp(min=0))
+        rows.append(both.long().clamp(0, side - 1))
+    found = rows[0][:, :, None] * side + rows[1][:, None, :]
+    shares = weights[0][:, :, None] * weights[1][:, None, :]
+    return Blend(found.flatten(1), shares.flatten(1))
 
 
 def _by_fractions(form: TileForm) -> Tensor:

@@ -9,9 +9,12 @@
 
 namespace loadout {
 
-// cos[t] and sin[t] of positions[t] * inverse_frequencies, times `scaling`.
+// cos[t] and sin[t] of positions[t] * inverse_frequencies, times `scaling`. With several positions
+// of a token, pair i turns by the one on axes[i].
 struct RotaryAnglesArgs {
-  const int64_t* positions;           // [T]
+  const int64_t* positions;           // [T], or [any, axis_stride]
+  const int32_t* axes;                // [half], or null: a token has one position
+  int64_t axis_stride;
   const float* inverse_frequencies;   // [half]
   void* cos;                          // [T, half]
   void* sin;                          // [T, half]
@@ -24,10 +27,13 @@ template <typename T>
 void rotary_angles(const RotaryAnglesArgs& args, const Slice& slice) {
   const auto mine = slice.range(*args.num_tokens);
   for (int64_t t = mine.begin; t < mine.end; ++t) {
-    const float position = static_cast<float>(args.positions[t]);
+    const int64_t* positions = args.positions + t;
+    const float only = static_cast<float>(*positions);
     T* cos = static_cast<T*>(args.cos) + t * args.half;
     T* sin = static_cast<T*>(args.sin) + t * args.half;
     for (int64_t i = 0; i < args.half; ++i) {
+      const float position =
+          args.axes ? static_cast<float>(positions[args.axes[i] * args.axis_stride]) : only;
       const float angle = position * args.inverse_frequencies[i];
       cos[i] = from_float<T>(std::cos(angle) * args.scaling);
       sin[i] = from_float<T>(std::sin(angle) * args.scaling);

@@ -17,7 +17,16 @@ from inference_svc.model.layers import TorchProjections
 from inference_svc.model.tower import TorchTower, normalised
 from inference_svc.pictures.sizes import Size
 from tests.support.models.parity import relative_rms
-from tests.support.pictures.models import NAMES, PATCH, TILE, VISION, make_reader, save_processor
+from tests.support.pictures.models import (
+    FREE,
+    PATCH,
+    SQUARES,
+    TILE,
+    VISION,
+    cell_patches,
+    make_reader,
+    save_processor,
+)
 
 SQUARE = Size(TILE, TILE)
 
@@ -42,7 +51,7 @@ def expected_rows(model: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     return torch.cat(list(found.pooler_output))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SQUARES)
 @pytest.mark.parametrize("num_units", [1, 3, 100])
 def test_embeddings_equal_transformers(name: str, num_units: int, tmp_path: Path) -> None:
     """Computed at once, or a few layers at a time."""
@@ -58,6 +67,35 @@ def test_embeddings_equal_transformers(name: str, num_units: int, tmp_path: Path
     assert num_turns == -(-3 * (num_layers + 1) // num_units)
     processor = load_description(tmp_path, with_pictures=True).pictures.processor
     expected = expected_rows(model, normalised(tiles, processor))
+    assert encoding.rows.shape == expected.shape
+    assert relative_rms(encoding.rows, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize("size", [(2, 2), (8, 14), (14, 6), (36, 40)])
+@pytest.mark.parametrize("num_units", [1, 100])
+def test_tiles_of_any_size_equal_transformers(
+    name: str, size: tuple[int, int], num_units: int, tmp_path: Path
+) -> None:
+    """Rows and columns of patches of one part, of cut windows, and of several parts."""
+    model = make_reader(name, tmp_path)
+    tower = tower_of(tmp_path)
+    pictures = load_description(tmp_path, with_pictures=True).pictures
+    tile = Size(*(PATCH * each for each in size))
+    pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
+    encoding = tower.begin(tile, 1)
+    num_turns = 0
+    while not encoding.is_done:
+        tower.go_on(encoding, pixels.numpy().tobytes(), num_units)
+        num_turns += 1
+    num_parts = 1 + (size == (36, 40))
+    assert len(pictures.tiles.slices(tile)) == num_parts
+    assert num_turns == -(-num_parts * (pictures.tower.num_layers + 1) // num_units)
+    patches = cell_patches(normalised(pixels, pictures.processor)[0])
+    both = patches[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1)
+    with torch.no_grad():
+        found = model.model.get_image_features(both, torch.tensor([[1, *size]]))
+    expected = torch.cat(list(found.pooler_output))
     assert encoding.rows.shape == expected.shape
     assert relative_rms(encoding.rows, expected) <= 1e-5
 

@@ -22,11 +22,18 @@ from PIL import Image, ImageOps
 from inference_svc.model.tower import normalised
 from inference_svc.pictures import decoding
 from inference_svc.pictures.decoding import PictureDecoder, Tiles
-from inference_svc.pictures.processor import Processor, read_processor
-from inference_svc.pictures.sizes import TileForm
+from inference_svc.pictures.processor import Form, Processor, read_processor
 from servicekit.errors import InvalidArgument, ServiceError, Unavailable
 from tests.support.pictures.files import encoded, picture
-from tests.support.pictures.models import NAMES, PATCH, TILE, image_processor, save_processor
+from tests.support.pictures.models import (
+    NAMES,
+    PATCH,
+    TILE,
+    cell_patches,
+    image_processor,
+    save_processor,
+    tile_form,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -41,7 +48,7 @@ def decoder_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     def make(name: str, **changes: Any) -> tuple[PictureDecoder, Processor]:
         folder = tmp_path_factory.mktemp("processor")
         save_processor(name, folder, **changes)
-        processor = read_processor(folder, TileForm(TILE, PATCH))
+        processor = read_processor(folder, tile_form(name))
         decoders.append(PictureDecoder(processor))
         return decoders[-1], processor
 
@@ -56,15 +63,22 @@ def llava(decoder_of: Any) -> tuple[PictureDecoder, Processor]:
 
 
 def values(tiles: Tiles, processor: Processor) -> torch.Tensor:
-    """[tiles, 3, height, width]"""
+    """[tiles, 3, height, width]; of tiles of any size [patches, 3, side, side], cell by cell."""
     shape = tiles.num_tiles, *tiles.tile, 3
     pixels = np.frombuffer(tiles.pixels, np.uint8).reshape(shape)
-    return normalised(torch.from_numpy(pixels.copy()), processor)
+    found = normalised(torch.from_numpy(pixels.copy()), processor)
+    if processor.form is not Form.FREE:
+        return found
+    return cell_patches(found[0])
 
 
 def expected_values(found: Image.Image, name: str, **changes: Any) -> torch.Tensor:
     oracle = image_processor(name, **changes)
     made = oracle(images=[found], return_tensors="pt")["pixel_values"]
+    if "Qwen" in name:
+        patches = made.unflatten(1, (3, 2, PATCH, PATCH))
+        assert torch.equal(patches[:, :, 0], patches[:, :, 1]), "both frames are the picture"
+        return patches[:, :, 0]
     return made.flatten(0, -4).float()
 
 
@@ -78,9 +92,11 @@ def test_tiles_equal_transformers(name: str, decoder_of: Any) -> None:
         found = picture(width, height)
         tiles = decoder.decode(encoded(found), WHERE)
         expected = expected_values(found, name)
-        assert tiles.num_tiles == len(expected), (width, height)
         assert tiles.num_tiles == tiles.rows * tiles.columns + 1
-        assert (values(tiles, processor) - expected).abs().max() <= 1e-6, (width, height)
+        assert processor.makes(tiles.tile)
+        made = values(tiles, processor)
+        assert made.shape == expected.shape, (width, height)
+        assert (made - expected).abs().max() <= 1e-6, (width, height)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +112,9 @@ def test_tiles_equal_transformers(name: str, decoder_of: Any) -> None:
         ("Idefics3", {"do_image_splitting": False}),
         ("Idefics3", {"size": {"longest_edge": 5000}, "resample": 3}),
         ("SmolVLM", {"size": {"longest_edge": TILE}}),
+        ("Qwen2_5_VL", {"size": {"shortest_edge": 200 * 200, "longest_edge": 300 * 300}}),
+        ("Qwen2_5_VL", {"size": {"shortest_edge": 1, "longest_edge": 28 * 28}}),
+        ("Qwen2VL", {"min_pixels": 100 * 100, "resample": 1}),
     ],
 )
 def test_processors_may_differ(name: str, changes: dict[str, Any], decoder_of: Any) -> None:
@@ -104,8 +123,10 @@ def test_processors_may_differ(name: str, changes: dict[str, Any], decoder_of: A
         found = picture(width, height)
         tiles = decoder.decode(encoded(found), WHERE)
         expected = expected_values(found, name, **changes)
-        assert tiles.num_tiles == len(expected) <= processor.max_tiles
-        assert (values(tiles, processor) - expected).abs().max() <= 1e-6
+        assert tiles.num_tiles <= processor.max_tiles
+        made = values(tiles, processor)
+        assert made.shape == expected.shape
+        assert (made - expected).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize(

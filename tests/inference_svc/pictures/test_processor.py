@@ -12,8 +12,15 @@ from PIL import Image
 from inference_svc.errors import UnsupportedModel
 from inference_svc.pictures.processor import Form, Processor, read_processor
 from inference_svc.pictures.sizes import Size, TileForm
-from inference_svc.pictures.tiling import make_tiles
-from tests.support.pictures.models import NAMES, PATCH, PROCESSORS, TILE, save_processor
+from inference_svc.pictures.tiling import TooLong, make_tiles
+from tests.support.pictures.models import (
+    NAMES,
+    PATCH,
+    PROCESSORS,
+    TILE,
+    save_processor,
+    tile_form,
+)
 
 FORM = TileForm(TILE, PATCH)
 
@@ -21,7 +28,7 @@ FORM = TileForm(TILE, PATCH)
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_travel_as_json(name: str, tmp_path: Path) -> None:
     save_processor(name, tmp_path)
-    found = read_processor(tmp_path, FORM)
+    found = read_processor(tmp_path, tile_form(name))
     assert Processor.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
@@ -63,6 +70,15 @@ def test_sizes_may_be_numbers(tmp_path: Path) -> None:
         ("LlavaOfSiglip", {"size": {"height": TILE, "width": 9}}, "size"),
         ("Idefics3", {"max_image_size": {"longest_edge": 9}}, "max_image_size"),
         ("Idefics3", {"size": {"height": 9, "width": 9}}, "size"),
+        ("Qwen2_5_VL", {"image_processor_type": "CLIPImageProcessor"}, "image_processor_type"),
+        ("Qwen2_5_VL", {"size": {"height": 9, "width": 9}}, "size"),
+        ("Qwen2_5_VL", {"size": 9}, "size"),
+        ("Qwen2_5_VL", {"size": {"shortest_edge": 9, "longest_edge": 8}}, "size"),
+        ("Qwen2_5_VL", {"max_pixels": 1 << 26}, "max_pixels"),
+        ("Qwen2_5_VL", {"patch_size": 16}, "patch_size"),
+        ("Qwen2_5_VL", {"merge_size": 1}, "merge_size"),
+        ("Qwen2_5_VL", {"temporal_patch_size": 1}, "temporal_patch_size"),
+        ("Qwen2_5_VL", {"do_resize": False}, "do_resize"),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -70,7 +86,7 @@ def test_what_is_not_computed_is_refused(
 ) -> None:
     save_processor(name, tmp_path, **changes)
     with pytest.raises(UnsupportedModel, match=f"preprocessor_config.json: {named} = "):
-        read_processor(tmp_path, FORM)
+        read_processor(tmp_path, tile_form(name))
 
 
 @pytest.mark.parametrize(
@@ -100,3 +116,25 @@ def test_no_picture_has_more_tiles(longest: int, size: tuple[int, int], tmp_path
     processor = read_processor(tmp_path, TileForm(57, PATCH))
     tiles = make_tiles(Image.new("RGB", size), processor, 1 << 20)
     assert len(tiles.pixels) // (3 * 57 * 57) <= processor.max_tiles
+
+
+@pytest.mark.parametrize("bounds", [(56 * 56, 28 * 28 * 4), (1, 28 * 28), (90_000, 100_000)])
+@pytest.mark.parametrize("size", [(200, 1), (199, 1), (3, 600), (31, 47), (1, 1), (2000, 3000)])
+def test_no_free_picture_is_larger(
+    bounds: tuple[int, int], size: tuple[int, int], tmp_path: Path
+) -> None:
+    """Narrow ones have more pixels than the bound, as in transformers."""
+    edges = dict(zip(("shortest_edge", "longest_edge"), bounds, strict=True))
+    save_processor("Qwen2_5_VL", tmp_path, size=edges)
+    processor = read_processor(tmp_path, tile_form("Qwen2_5_VL"))
+    tiles = make_tiles(Image.new("RGB", size), processor, 1 << 20)
+    assert processor.makes(tiles.tile)
+    assert len(tiles.pixels) <= processor.max_bytes
+    assert not processor.makes(Size(tiles.tile.height + 1, tiles.tile.width))
+
+
+def test_a_picture_may_be_too_narrow(tmp_path: Path) -> None:
+    save_processor("Qwen2_5_VL", tmp_path)
+    processor = read_processor(tmp_path, tile_form("Qwen2_5_VL"))
+    with pytest.raises(TooLong):
+        make_tiles(Image.new("RGB", (201, 1)), processor, 1 << 20)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inference_svc.model.rope import Rope
+from inference_svc.model.layers import RotaryEmbedding
+from inference_svc.model.rope import Axes, Rope
 from kernels.attention import AttentionPlan, HeadNorms, KVCache, can_tile, native, reference
 from kernels.attention.native import NativeAttention, StepRows
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
@@ -449,3 +450,24 @@ def test_what_families_do_with_heads(library, assert_close, part, options, dtype
     assert_close("q", qkv[:, :end], got[:, :end], ratio)
     for name, *pair in zip("kv", wanted.gather(1, cells), cache.gather(1, cells), strict=True):
         assert_close(name, *pair, ratio)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_of_several_positions(library, assert_close, interleaved, dtype):
+    """Of tokens that have three, as of pictures; the last token is beyond the step."""
+    axes = Axes((5, 3, 2), interleaved=interleaved)
+    rope = Rope(rope_theta=100.0, axes=axes)
+    torch.manual_seed(0)
+    positions = torch.randint(0, 1000, (3, 8))
+    frequencies = rope.inverse_frequencies(20)
+    cos, sin = (torch.full((8, 10), torch.nan, dtype=dtype) for _ in range(2))
+    count = torch.tensor([7], dtype=torch.int32)
+    angles = (positions, frequencies, cos, sin, count)
+    library.run(native.rotary_angles_op(*angles, scaling=1.0, axes=axes.of_pairs.int()))
+    wanted = RotaryEmbedding(rope, 20, torch.device("cpu"))(positions, dtype)
+    assert_close("cos", wanted.cos[:7, 0, :10], cos[:7], 1e-6)
+    assert_close("sin", wanted.sin[:7, 0, 10:], sin[:7], 1e-6)
+    assert cos[7].isnan().all()
+    apart = [0, 1, 2] * 2 + [0, 1, 0, 0] if interleaved else [0] * 5 + [1] * 3 + [2] * 2
+    assert axes.of_pairs.tolist() == apart

@@ -13,11 +13,12 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken
 
+from inference_svc.pictures.sizes import TileForm
 from tests.support.models.tokenizers import byte_level, save_tokenizer
 from tests.support.models.zoo import AdapterSpec, Zoo, adapted, shake_norms_and_biases
 
 TILE, PATCH, VOCAB = 56, 14, 420
-IMAGE = "<image>"
+IMAGE, QWEN_IMAGE = "<image>", "<|image_pad|>"
 _TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -41,6 +42,19 @@ VISION = {
     "initializer_range": 0.2,
 }
 _IDEFICS3: dict[str, Any] = {"text_config": _TEXT, "vision_config": VISION, "scale_factor": 2}
+_QWEN_TEXT = _TEXT | {
+    "num_attention_heads": 4,
+    "head_dim": 12,
+    "initializer_range": 0.25,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 100.0},
+}
+_QWEN_VISION = {
+    "depth": 3,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "initializer_range": 0.2,
+}
+_QWEN_SIZES = {"hidden_size": 32, "intermediate_size": 52, "out_hidden_size": 48}
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llava": (
         "Llava",
@@ -61,10 +75,55 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Idefics3": ("Idefics3", _IDEFICS3),
     "SmolVLM": ("SmolVLM", _IDEFICS3),
+    "Qwen2VL": (
+        "Qwen2VL",
+        {
+            "text_config": _QWEN_TEXT,
+            "vision_config": _QWEN_VISION | {"embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2},
+        },
+    ),
+    "Qwen2_5_VL": (
+        "Qwen2_5_VL",
+        {
+            "text_config": _QWEN_TEXT,
+            "vision_config": _QWEN_VISION
+            | _QWEN_SIZES
+            | {"window_size": 56, "fullatt_block_indexes": [1]},
+        },
+    ),
+    "Qwen3_5": (
+        "Qwen3_5",
+        {
+            "text_config": _TEXT
+            | {
+                "num_attention_heads": 4,
+                "head_dim": 24,
+                "initializer_range": 0.2,
+                "layer_types": ["linear_attention", "full_attention", "full_attention"],
+                **{f"linear_num_{each}_heads": 2 for each in ("key", "value")},
+                **{f"linear_{each}_head_dim": 16 for each in ("key", "value")},
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "mrope_section": [3, 2, 1],
+                    "rope_theta": 100.0,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+            "vision_config": _QWEN_VISION | _QWEN_SIZES | {"num_position_embeddings": 25},
+        },
+    ),
 }
 """The class of each model, and the values of its config."""
 NAMES = tuple(READERS)
+FREE = tuple(name for name in NAMES if name.startswith("Qwen"))
+SQUARES = tuple(name for name in NAMES if name not in FREE)
+"""The models that read tiles of any size, and of one."""
 _SPLIT = {"size": {"longest_edge": 3 * TILE}, "max_image_size": {"longest_edge": TILE}}
+_FREE = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 56 * 28, "longest_edge": 3 * TILE * 3 * TILE},
+    "patch_size": PATCH,
+}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "Llava": {
         "image_processor_type": "CLIPImageProcessor",
@@ -77,6 +136,9 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
     "Idefics3": _SPLIT | {"image_processor_type": "Idefics3ImageProcessor"},
     "SmolVLM": _SPLIT | {"image_processor_type": "SmolVLMImageProcessor"},
+    "Qwen2VL": _FREE | {"min_pixels": TILE * TILE, "max_pixels": 3 * TILE * 3 * TILE, "size": None},
+    "Qwen2_5_VL": _FREE,
+    "Qwen3_5": _FREE,
 }
 """The preprocessor_config.json of each model."""
 LLAVA_TEMPLATE = (
@@ -95,19 +157,50 @@ SMOLVLM_TEMPLATE = (
     "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
     "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-"""As published with llava-hf/llava-1.5-7b-hf and HuggingFaceTB/SmolVLM-256M-Instruct."""
+QWEN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% for content in message['content'] %}{% if content['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}"
+    "{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As published with llava-hf/llava-1.5-7b-hf, HuggingFaceTB/SmolVLM-256M-Instruct, and, without the
+system's message and videos, Qwen/Qwen2.5-VL-7B-Instruct."""
 _MARKS = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|im_start|>"]
 _MARKS += [f"<row_{y}_col_{x}>" for y in range(1, 4) for x in range(1, 4)]
+_QWEN_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
+
+
+def tile_form(name: str) -> TileForm:
+    """Returns the form of a model's tiles, as far as processors read it."""
+    if name.startswith("Qwen"):
+        return TileForm(0, PATCH, merge=2, frames=2)
+    return TileForm(TILE, PATCH)
+
+
 LINEAR = r".*(language|text)_model\..*\.(q|k|v|o|gate|up|down)_proj"
 SPECS = (
     AdapterSpec("linear", 5, LINEAR, {"use_rslora": True}),
     AdapterSpec("attention", 8, r".*(language|text)_model\..*self_attn\.[qkvo]_proj"),
 )
 TOWERS = (
-    AdapterSpec("tower", 3, r".*(vision_tower|vision_model)\..*self_attn\.[qv]_proj"),
-    AdapterSpec("connector", 3, r".*(multi_modal_projector\.linear_1|modality_projection\.proj)"),
+    AdapterSpec(
+        "tower", 3, r".*((vision_tower|vision_model)\..*self_attn\.[qv]_proj|visual\..*\.qkv)"
+    ),
+    AdapterSpec(
+        "connector",
+        3,
+        r".*(multi_modal_projector\.linear_1|modality_projection\.proj|"
+        r"visual\.merger\.(mlp\.2|linear_fc2))",
+    ),
 )
 """Adapters of parts that a server which reads pictures does not adapt."""
+
+
+def cell_patches(pixels: torch.Tensor) -> torch.Tensor:
+    """Returns the patches of a tile [3, height, width], cell by cell: [patches, 3, side, side]."""
+    cells = pixels.unflatten(2, (-1, 2, PATCH)).unflatten(1, (-1, 2, PATCH))
+    return cells.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
 
 
 def save_processor(name: str, folder: Path, **changes: Any) -> None:
@@ -134,14 +227,20 @@ def image_processor(name: str, **changes: Any) -> Any:
     return kind(**{key: value for key, value in values.items() if key != "image_processor_type"})
 
 
+def image_name(name: str) -> str:
+    """Returns the text of the placeholder of a model."""
+    return QWEN_IMAGE if name.startswith("Qwen") else IMAGE
+
+
 def save_reader_tokenizer(name: str, folder: Path) -> int:
     """Writes a tokenizer with the tokens of pictures; returns the id of the placeholder."""
-    backend = byte_level()
-    texts = [IMAGE, *_MARKS]
+    backend, image = byte_level(), image_name(name)
+    texts = [image, *(_QWEN_MARKS if image == QWEN_IMAGE else _MARKS)]
     backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in texts])
-    save_tokenizer(backend, folder, LLAVA_TEMPLATE if "Llava" in name else SMOLVLM_TEMPLATE)
+    others = QWEN_TEMPLATE if image == QWEN_IMAGE else SMOLVLM_TEMPLATE
+    save_tokenizer(backend, folder, LLAVA_TEMPLATE if "Llava" in name else others)
     assert backend.get_vocab_size() <= VOCAB
-    return int(backend.token_to_id(IMAGE))
+    return int(backend.token_to_id(image))
 
 
 def make_reader(name: str, folder: Path, **changes: Any) -> Any:
@@ -156,14 +255,35 @@ def make_reader(name: str, folder: Path, **changes: Any) -> Any:
     model = kind._from_config(config, dtype=torch.float32).eval()
     shake_norms_and_biases(model)
     with torch.no_grad():  # else answers hardly depend on pictures
-        projector = "multi_modal_projector" if family == "Llava" else "connector"
-        for each in getattr(model.model, projector).parameters():
-            each.mul_(8 if each.dim() > 1 else 1)
+        projectors = ("multi_modal_projector", "connector")
+        for key, each in model.model.named_parameters():
+            each.mul_(8 if each.dim() > 1 and key.startswith(projectors) else 1)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     save_processor(name, folder)
     model.name_or_path = model.config.name_or_path = name
     return model
+
+
+@dataclass
+class QwenProcessor:
+    """Makes inputs as transformers' processors of Qwen do, which need torchvision for videos."""
+
+    pictures: Any
+    tokenizer: Any
+
+    def __call__(self, text: str, images: Sequence[Image.Image] = (), **options: Any) -> Any:
+        made = {}
+        if images:
+            made = dict(self.pictures(images=list(images), return_tensors="pt"))
+            counts = made["image_grid_thw"].prod(1) // self.pictures.merge_size**2
+            first, *others = text.split(QWEN_IMAGE)
+            tokens = (QWEN_IMAGE * int(count) for count in counts)
+            parts = zip(tokens, others, strict=True)
+            text = first + "".join(own + other for own, other in parts)
+        ids = self.tokenizer(text, **options)["input_ids"]
+        is_image = ids == self.tokenizer.convert_tokens_to_ids(QWEN_IMAGE)
+        return made | {"input_ids": ids, "mm_token_type_ids": is_image.int()}
 
 
 @dataclass
@@ -183,7 +303,8 @@ class ReaderZoo:
         given = {"images": [each.convert("RGB") for each in pictures]} if pictures else {}
         options = {"add_special_tokens": False, "return_tensors": "pt"}
         found = self.processor(text=text, **given, **options)
-        return {k: found[k] for k in ("input_ids", "pixel_values") if k in found}
+        kept = ("input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids")
+        return {k: found[k] for k in kept if k in found}
 
     def greedy(self, adapter: str, inputs: dict[str, torch.Tensor], count: int) -> list[int]:
         """Returns the oracle's tokens, in fp32, past any end token."""
@@ -206,7 +327,9 @@ def make_reader_zoo(name: str, folder: Path) -> ReaderZoo:
     dirs = {spec.name: folder / "adapters" / spec.name for spec in specs}
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     pictures = image_processor(name)
-    if "Llava" in name:
+    if name.startswith("Qwen"):
+        processor = QwenProcessor(pictures, tokenizer)
+    elif "Llava" in name:
         strategy = model.config.vision_feature_select_strategy
         has_class = model.config.vision_config.model_type == "clip_vision_model"
         processor = transformers.LlavaProcessor(

@@ -1,4 +1,5 @@
 """Vision towers: parts of the models that read pictures.
 
-vit  CLIP and SigLIP
+vit   CLIP and SigLIP
+qwen  Qwen 2 VL and its successors
 """
