@@ -23,7 +23,12 @@ from inference_svc.model.description import (
     Projection,
 )
 from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
-from inference_svc.model.encoder.towers import EmbedPatches, MergePatches, PlacePictures
+from inference_svc.model.encoder.towers import (
+    AddPictures,
+    EmbedPatches,
+    MergePatches,
+    PlacePictures,
+)
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes, transformer_bytes
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.mixers.short_conv import GatedConvolve
@@ -363,6 +368,7 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     MergePatches: _of_copy,
     NormBySums: _of_normed,
     NormOf: _of_norm,
+    AddPictures: _nothing,
     PlacePictures: _nothing,
     Project: _of_project,
     ProjectExperts: _of_experts,

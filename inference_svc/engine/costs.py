@@ -30,7 +30,7 @@ def check_pictures(config: EngineConfig, decoder: Decoder) -> None:
             "model's text alone, or leave out --tensor-parallel, --pipeline-parallel and --device"
         )
     num_tokens = min(found.max_tokens, config.max_model_len)
-    needed = num_tokens * decoder.hidden_size * getattr(torch, config.dtype).itemsize
+    needed = num_tokens * found.row_size * getattr(torch, config.dtype).itemsize
     if needed > config.prompt_image_bytes:
         raise ValueError(
             f"--prompt-image-memory must be at least {2 * needed} bytes: half of it keeps the "
@@ -44,17 +44,24 @@ def make_pictures(config: EngineConfig, decoder: Decoder) -> PictureMemory | Non
     if found is None:
         return None
     tower, dtype = found.tower, getattr(torch, config.dtype)
-    of_token = sum(_num_weights(decoder))
+    of_token, of_layer = sum(_num_weights(decoder)), sum(_num_weights(tower)) / tower.num_layers
+    assert tower.connector is not None
+    connectors = (tower.connector, *(tap.connector for tap in tower.taps))
+    of_connectors = [
+        sum(each.in_features * each.out_features for each in connector.layers)
+        / found.tiles.merge**2
+        for connector in connectors
+    ]
     mixers = [each.mixer for each in tower.blocks if isinstance(each.mixer, BothWays)]
     widths = {each.in_windows: each.size for each in mixers}
     costs = TowerCosts(
         tiles=found.tiles,
         num_layers=tower.num_layers,
-        tokens_per_patch=sum(_num_weights(tower)) / tower.num_layers / of_token,
+        tokens_per_patch=(of_layer + max(of_connectors)) / of_token,
         # A product of a query with a key, and of a weight with a value.
         tokens_per_pair=2 * max(widths.values()) / of_token,
         sees_all=False in widths,
-        row_bytes=decoder.hidden_size * dtype.itemsize,
+        row_bytes=found.row_size * dtype.itemsize,
     )
     return PictureMemory(config.prompt_image_bytes, costs, config.max_batch_tokens)
 

@@ -26,10 +26,14 @@ class Blend(NamedTuple):
 
 class PlacedRows(NamedTuple):
     """Embeddings of a picture [N, hidden_size], in the model's dtype, of the step's tokens from
-    `start` on."""
+    `start` on; behind them, side by side, the ones of the tower's taps."""
 
     start: int
     rows: Tensor
+
+    def of_tap(self, tap: int, size: int) -> Tensor:
+        """Returns the embeddings of a tap, [N, size]."""
+        return self.rows[:, (tap + 1) * size : (tap + 2) * size]
 
 
 @dataclass(frozen=True, slots=True)

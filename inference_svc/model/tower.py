@@ -78,8 +78,7 @@ class TorchTower:
     def begin(self, tile: Size, num_tiles: int) -> Encoding:
         """Returns a picture of so many tiles of this size, of which nothing is computed."""
         num_rows = num_tiles * self._pictures.tiles.tokens(tile)
-        assert self._tower.connector is not None
-        size = self._tower.connector.layers[-1].out_features
+        size = self._pictures.row_size
         return Encoding(tile, num_tiles, torch.empty(num_rows, size, dtype=self.weights.dtype))
 
     @torch.inference_mode()
@@ -138,9 +137,11 @@ class TorchTower:
         if layer + 1 < len(layers.layers):
             state.hidden[own] = step.values[layers.hidden]
             state.qkv[layer % len(state.qkv)][own] = step.values[layers.qkv]
-            return
-        count = self._pictures.tiles.tokens(encoding.tile)
-        encoding.rows[encoding.index * count :][part.cells] = step.values[layers.out]
+        count, size = self._pictures.tiles.tokens(encoding.tile), self._pictures.size
+        rows = encoding.rows[encoding.index * count :]
+        for index, out in enumerate(layers.outs):
+            if out in step.values:
+                rows[part.cells, index * size : (index + 1) * size] = step.values[out]
 
     def _patches(
         self, encoding: Encoding, state: TileState, pixels: bytes, part: TilePart
@@ -194,21 +195,24 @@ def normalised(pixels: Tensor, processor: Processor) -> Tensor:
 class _TowerOps:
     """The operations of units, with the values to let go of: the ones before the first attention,
     from each attention to the next, and from the last to the connector's end. `hidden` and `qkv`
-    are what a unit leaves for the next, and `out` the connector's output. `angles` are computed
-    once a tile."""
+    are what a unit leaves for the next, and `outs` the outputs of the connector and of taps.
+    `angles` are computed once a tile."""
 
     layers: list[list[tuple[Op, tuple[Value, ...]]]]
     hidden: Value
     qkv: Value
-    out: Value
+    outs: tuple[Value, ...]
     angles: list[Angles]
 
     @classmethod
     def of(cls, tower: Decoder) -> _TowerOps:
         found = operations(tower)
         ops = (*found.layers, *found.head)
+        names = [tap.connector.layers[-1].name for tap in tower.taps]
+        made = {op.out.name: op.out for op in ops}
+        outs = (ops[-1].out, *(made[name] for name in names))
         layers: list[list[tuple[Op, tuple[Value, ...]]]] = [[]]
-        for op, ended in zip(ops, last_uses(ops, [ops[-1].out]), strict=True):
+        for op, ended in zip(ops, last_uses(ops, outs), strict=True):
             if isinstance(op, Angles):
                 continue
             if isinstance(op, AttendBothWays):
@@ -216,4 +220,4 @@ class _TowerOps:
             layers[-1].append((op, ended))
         qkv = next(op.inputs[0] for op in ops if isinstance(op, AttendBothWays))
         angles = [op for op in ops if isinstance(op, Angles)]
-        return cls(layers, ops[0].out, qkv, ops[-1].out, angles)
+        return cls(layers, ops[0].out, qkv, outs, angles)

@@ -30,7 +30,13 @@ from inference_svc.model.description import (
     layer_path,
 )
 from inference_svc.model.encoder.operations import list_activation, list_attention, list_inputs
-from inference_svc.model.encoder.towers import PlacePictures, list_connector, list_patches
+from inference_svc.model.encoder.towers import (
+    AddPictures,
+    PlacePictures,
+    list_connector,
+    list_patches,
+    list_tap,
+)
 from inference_svc.model.mixers import gated_delta, short_conv
 from inference_svc.model.operations import (
     EMBEDDING_KEY,
@@ -143,6 +149,7 @@ class Walk:
         self._of_positions()
         for layer in decoder.layers:
             self._block(layer, decoder.blocks[layer])
+            self._tap(layer)
         if stage is not None and not stage.is_last:
             self._add()
             self.ops.append(HandOn((self._hidden,), self._hidden, None, stage.index + 1))
@@ -162,6 +169,18 @@ class Walk:
             self._of_all_layers(decoder.layer_inputs)
         if decoder.encoder is not None:
             list_inputs(self, self._hidden, decoder.encoder)
+
+    def _tap(self, layer: int) -> None:
+        """The taps of a tower behind a layer, and the layers that take them in."""
+        decoder = self._decoder
+        if layer < decoder.num_taken_taps:
+            self._add()
+            self.ops.append(AddPictures((self._hidden,), self._hidden, None, layer))
+        for tap in decoder.taps:
+            if tap.layer == layer:
+                assert decoder.patches is not None
+                self._add()
+                list_tap(self, self._hidden, tap, decoder.patches.form.merge)
 
     def head(self) -> list[Op]:
         """Walks the last norm and the head. Of several stages the first rank of the last one hands
@@ -459,6 +478,8 @@ def _next_is_normed(decoder: Decoder, layer: int, block: Block) -> bool:
     """Returns whether a norm reads the feed-forward half's delta, or its sum with the stream."""
     if block.feed_forward_post_norm is not None:
         return True
+    if layer < decoder.num_taken_taps:
+        return False
     blocks, stage = decoder.blocks, decoder.stage
     if stage is not None and layer == stage.layers[-1] and not stage.is_last:
         return False

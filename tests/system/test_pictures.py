@@ -154,19 +154,19 @@ def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     made.decoder.close()
 
 
-@pytest.fixture(scope="module", params=["SmolVLM", "Qwen2_5_VL"])
+@pytest.fixture(scope="module", params=["SmolVLM", "Qwen3VL"])
 def stepped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Reader]:
-    """Tiles of one size with texts between them, and a tile of its own size whose rows and columns
-    are positions."""
+    """Tiles of one size with texts between them; and a tile of its own size, whose rows and columns
+    are positions, and whose embeddings several layers add."""
     made = Reader(request.param, tmp_path_factory.mktemp("reader"))
     yield made
     made.decoder.close()
 
 
 CUT = {"max_batch_tokens": 7, "max_prefill_chunk": 7, "max_sequences": 4}
-NUM_PAGES = {"SmolVLM": 22, "Qwen2_5_VL": 18}
+NUM_PAGES = {"SmolVLM": 22, "Qwen3VL": 18}
 """Of all sequences, fewer than they need."""
 CASES: dict[str, dict[str, Any]] = {
     "chunks": CUT,
@@ -187,7 +187,8 @@ def test_answers_do_not_depend_on_steps(stepped: Reader, case: str, start: Calla
         per_token = load_description(stepped.zoo.model_dir).kv_elements_per_token
         settings["kv_bytes"] = NUM_PAGES[stepped.oracle.name] * PAGE * 4 * per_token
     if case == "little-memory":
-        settings["prompt_image_bytes"] = stepped.pictures.max_tokens * 48 * 4
+        pictures = stepped.pictures
+        settings["prompt_image_bytes"] = pictures.max_tokens * pictures.row_size * 4
     running = start(stepped.zoo, **settings)
     cells = [(a, n) for a in ("", "linear") for n in PROMPTS] * 2
     more = {"prompt_logprobs": 0} if case == "scored" else {}

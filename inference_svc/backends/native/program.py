@@ -33,7 +33,7 @@ from inference_svc.backends.native.states import NativeStates
 from inference_svc.backends.native.workspace import Workspace
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
-from inference_svc.model.encoder.towers import PlacePictures
+from inference_svc.model.encoder.towers import AddPictures, PlacePictures
 from inference_svc.model.inputs import PlacedRows
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
@@ -65,29 +65,32 @@ _NARROWING = {
 }
 
 
-class _Piece(enum.Enum):
-    """The operations of a part that a program has: all, or those before or behind the place where
-    embeddings of pictures take the place of tokens' own."""
-
-    WHOLE = enum.auto()
-    BEFORE = enum.auto()
-    BEHIND = enum.auto()
-
-
 class _ProgramKey(NamedTuple):
-    """Which adapters' operations a program has, and its outputs."""
+    """Which adapters' operations a program has, and its outputs. `piece` is which of the pieces
+    between a part's openings it is; None: all of them."""
 
     groups: frozenset[str]
     part: _Part = _Part.STEP
-    piece: _Piece = _Piece.WHOLE
+    piece: int | None = None
 
 
 class _Opening(NamedTuple):
     """Where embeddings of pictures come in: before the operation at this place, into the hidden
-    states [max_tokens, hidden_size]."""
+    states [max_tokens, hidden_size]. The ones of a `tap` are added, the others take the place of
+    tokens' own."""
 
     place: int
     hidden: Tensor
+    tap: int | None
+
+    def let_in(self, pictures: Sequence[PlacedRows]) -> None:
+        size = self.hidden.shape[1]
+        for placed in pictures:
+            own = self.hidden[placed.start : placed.start + len(placed.rows)]
+            if self.tap is None:
+                own.copy_(placed.rows[:, :size])
+            else:
+                own += placed.of_tap(self.tap, size)
 
 
 class NativeTransformer:
@@ -123,7 +126,7 @@ class NativeTransformer:
             NativeEncoder(description, weights.tables, step, weights.embedding.dtype),
             exchange,
         )
-        self._openings: dict[_Part, _Opening] = {}
+        self._openings: dict[_Part, list[_Opening]] = {}
         self._normed: Tensor | None = None
         # An encoder has no head that a step could end with.
         self._first_part = _Part.STEP if description.encoder is None else _Part.LAYERS
@@ -162,14 +165,12 @@ class NativeTransformer:
         if not pictures:
             self.program(groups, part).run()
             return
-        before, behind = (
-            self.program(groups, part, piece) for piece in (_Piece.BEFORE, _Piece.BEHIND)
-        )
-        before.run()
-        hidden = self._openings[part].hidden
-        for start, rows in pictures:
-            hidden[start : start + len(rows)] = rows
-        behind.run()
+        self._part_ops(part)
+        openings = self._openings[part]
+        for piece, opening in enumerate(openings):
+            self.program(groups, part, piece).run()
+            opening.let_in(pictures)
+        self.program(groups, part, len(openings)).run()
 
     def logits(self, groups: frozenset[str]) -> Tensor:
         """Returns fp32 logits [num_logits, vocab_size], as `forward`, of the tokens that
@@ -214,7 +215,7 @@ class NativeTransformer:
         self,
         groups: frozenset[str],
         part: _Part = _Part.STEP,
-        piece: _Piece = _Piece.WHOLE,
+        piece: int | None = None,
     ) -> Program:
         """Returns the program of `groups`, or the program of all groups if there are too many
         programs: then groups that no adapter changes cost the step a check of their ranks."""
@@ -227,7 +228,7 @@ class NativeTransformer:
         self,
         groups: frozenset[str],
         part: _Part = _Part.STEP,
-        piece: _Piece = _Piece.WHOLE,
+        piece: int | None = None,
     ) -> frozenset[str]:
         # Where no row has an adapter there is no plan that operations of adapters could follow.
         if not groups or _ProgramKey(groups, part, piece) in self._programs:
@@ -249,9 +250,9 @@ class NativeTransformer:
 
     def _build(self, key: _ProgramKey) -> Program:
         ops = self._part_ops(key.part)
-        if key.piece is not _Piece.WHOLE:
-            place = self._openings[key.part].place
-            ops = ops[:place] if key.piece is _Piece.BEFORE else ops[place:]
+        if key.piece is not None:
+            borders = [0, *(each.place for each in self._openings[key.part]), len(ops)]
+            ops = ops[borders[key.piece] : borders[key.piece + 1]]
         return self._library.program([op for group, op in ops if is_in(group, key.groups)])
 
     def _part_ops(self, part: _Part) -> tuple[GroupedOp, ...]:
@@ -266,12 +267,14 @@ class NativeTransformer:
         tensors = list(self._workspace.tensors(found, is_apart=part is not _Part.STEP))
         num_layers_ops = len(found.layers)
         made: list[GroupedOp] = []
+        openings = self._openings[part] = []
         of_head = tensors[num_layers_ops:]
         if part in (_Part.STEP, _Part.LAYERS):
             made += [("", op) for op in self._ops.attention.items_ops()]
             for op, at in zip(found.layers, tensors, strict=False):
-                if isinstance(op, PlacePictures):
-                    self._openings[part] = _Opening(len(made), at[op.out])
+                if isinstance(op, PlacePictures | AddPictures):
+                    tap = op.tap if isinstance(op, AddPictures) else None
+                    openings.append(_Opening(len(made), at[op.out], tap))
                     continue
                 made += self._ops.make([op], [at])
         if part in (_Part.STEP, _Part.HEAD):

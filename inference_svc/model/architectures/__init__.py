@@ -193,6 +193,12 @@ def _with_processor(decoder: Decoder, model_dir: Path, *, with_pictures: bool) -
             f"{CONFIG}: vision_config makes embeddings of {found.size} elements, and text_config "
             f"reads {decoder.hidden_size}; --max-prompt-images 0 serves the text alone"
         )
+    num_taps = len(found.tower.taps)
+    if num_taps >= decoder.num_layers:
+        raise UnsupportedModel(
+            f"{CONFIG}: vision_config: deepstack_visual_indexes has {num_taps} layers, and must "
+            f"have fewer than the text, {decoder.num_layers}"
+        )
     facts = read_processor(model_dir, found.tiles)
     if found.axes is not None:
         decoder = _with_axes(decoder, found.axes)

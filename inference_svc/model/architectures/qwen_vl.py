@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from inference_svc.model.architectures import Family, describe_text_part
-from inference_svc.model.architectures.qwen import OF_QWEN2_VL
+from inference_svc.model.architectures.qwen import OF_QWEN2_VL, OF_QWEN3_VL
 from inference_svc.model.architectures.towers import qwen as towers
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import names
@@ -51,9 +51,6 @@ def _describe(
     """Returns a text part, and its tower. `axes` are transformers' default."""
     decoder = describe_text_part(config, parts, WRAPPER)
     tower = towers.describe_tower(config, kind)
-    if len(tower.taps) >= decoder.num_layers:
-        reason = f"must be fewer than the text's layers, {decoder.num_layers}"
-        raise config.unsupported("vision_config.deepstack_visual_indexes", reason, len(tower.taps))
     axes = axes._replace(sections=_sections(config, axes.sections))
     return replace(decoder, pictures=Pictures(tower, config.count("image_token_id"), axes))
 
@@ -109,6 +106,7 @@ _OF_3_5, _OF_3_5_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 FAMILIES = (
     _qwen2_family("Qwen2VL", towers.QWEN2),
     _qwen2_family("Qwen2_5_VL", towers.QWEN2_5),
+    _family("Qwen3VL", towers.QWEN3, {"qwen3_vl_text": OF_QWEN3_VL}, _AXES_3),
     _family("Qwen3_5", towers.QWEN3_5, {"qwen3_5_text": _OF_3_5}, _AXES_3_5, image_token_id=248056),
     _family(
         "Qwen3_5Moe",

@@ -210,6 +210,11 @@ class Decoder:
         return () if self.pictures is None else (self.pictures.tower,)
 
     @property
+    def num_taken_taps(self) -> int:
+        """The first layers that add embeddings of pictures to what they leave."""
+        return 0 if self.pictures is None else len(self.pictures.tower.taps)
+
+    @property
     def num_outputs(self) -> int:
         """The numbers of a step's outputs for each row: logits, or hidden states."""
         return self.vocab_size if self.encoder is None else self.hidden_size
@@ -395,6 +400,11 @@ class Pictures:
         """The form of the tower's tiles."""
         assert self.tower.patches is not None
         return self.tower.patches.form
+
+    @property
+    def row_size(self) -> int:
+        """The elements of all embeddings of a token, the ones of taps too."""
+        return (1 + len(self.tower.taps)) * self.size
 
     @property
     def max_tokens(self) -> int:

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from inference_svc.model.config.keys import names
 from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
-from inference_svc.model.encoder.towers import EmbedPatches, MergePatches, PlacePictures
+from inference_svc.model.encoder.towers import (
+    AddPictures,
+    EmbedPatches,
+    MergePatches,
+    PlacePictures,
+)
 from inference_svc.model.layers import activate
 from inference_svc.model.operations import Gather, Op
 from inference_svc.model.step import Step
@@ -97,13 +102,22 @@ def _merge_patches(op: MergePatches, step: Step) -> Tensor:
 
 def _place_pictures(op: PlacePictures, step: Step) -> Tensor:
     out: Tensor = step.values[op.out]
+    for start, rows in step.inputs.pictures:
+        out[start : start + len(rows)] = rows[:, : op.out.width]
+    return out
+
+
+def _add_pictures(op: AddPictures, step: Step) -> Tensor:
+    out: Tensor = step.values[op.out]
     for placed in step.inputs.pictures:
-        out[placed.start : placed.start + len(placed.rows)] = placed.rows
+        rows = placed.of_tap(op.tap, op.out.width)
+        out[placed.start : placed.start + len(rows)] += rows
     return out
 
 
 COMPUTE: Mapping[type[Op], Callable[[Any, Step], Tensor]] = {
     Activate: _activate,
+    AddPictures: _add_pictures,
     AddInputs: _add_inputs,
     AttendBothWays: _attend,
     EmbedPatches: _embed_patches,

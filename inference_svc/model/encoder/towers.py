@@ -6,9 +6,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from inference_svc.model.description import Connector, Patches
+from inference_svc.model.description import Connector, Patches, Tap
 from inference_svc.model.encoder.operations import Activate
-from inference_svc.model.operations import Listing, Numbers, Op, Project, Rows, Value, WeightSpec
+from inference_svc.model.operations import (
+    Listing,
+    NormOf,
+    Numbers,
+    Op,
+    Project,
+    Rows,
+    Value,
+    WeightSpec,
+)
 from inference_svc.pictures.processor import CHANNELS
 
 
@@ -50,9 +59,25 @@ class PlacePictures(Op):
     """Puts the embeddings of pictures in the place of their tokens' own."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AddPictures(Op):
+    """Adds the embeddings of a tower's tap to the stream of pictures' tokens."""
+
+    tap: int
+
+
 def list_patches(walk: Listing, hidden: Value, patches: Patches) -> None:
     """Lists the operations that take the place of a lookup of tokens."""
     walk.ops.append(EmbedPatches((), hidden, None, patches))
+
+
+def list_tap(walk: Listing, hidden: Value, tap: Tap, merge: int) -> None:
+    """Lists the operations from what a layer leaves to further embeddings."""
+    merged = walk.value("merged", hidden.width * merge**2, Rows.LOGITS)
+    walk.ops.append(MergePatches((hidden,), merged, None))
+    normed = walk.value("merged_normed", merged.width, Rows.LOGITS)
+    walk.ops.append(NormOf((merged,), normed, None, tap.norm))
+    list_connector(walk, normed, tap.connector, 1)
 
 
 def list_connector(walk: Listing, x: Value, connector: Connector, merge: int) -> Value:

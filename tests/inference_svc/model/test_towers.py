@@ -95,7 +95,8 @@ def test_tiles_of_any_size_equal_transformers(
     both = patches[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1)
     with torch.no_grad():
         found = model.model.get_image_features(both, torch.tensor([[1, *size]]))
-    expected = torch.cat(list(found.pooler_output))
+    of_taps = getattr(found, "deepstack_features", None) or ()
+    expected = torch.cat([torch.cat(list(rows)) for rows in (found.pooler_output, *of_taps)], 1)
     assert encoding.rows.shape == expected.shape
     assert relative_rms(encoding.rows, expected) <= 1e-5
 

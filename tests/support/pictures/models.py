@@ -91,6 +91,16 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
             | {"window_size": 56, "fullatt_block_indexes": [1]},
         },
     ),
+    "Qwen3VL": (
+        "Qwen3VL",
+        {
+            "text_config": _QWEN_TEXT
+            | {"rope_parameters": _QWEN_TEXT["rope_parameters"] | {"mrope_section": [3, 2, 1]}},
+            "vision_config": _QWEN_VISION
+            | _QWEN_SIZES
+            | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
+        },
+    ),
     "Qwen3_5": (
         "Qwen3_5",
         {
@@ -138,6 +148,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "SmolVLM": _SPLIT | {"image_processor_type": "SmolVLMImageProcessor"},
     "Qwen2VL": _FREE | {"min_pixels": TILE * TILE, "max_pixels": 3 * TILE * 3 * TILE, "size": None},
     "Qwen2_5_VL": _FREE,
+    "Qwen3VL": _FREE,
     "Qwen3_5": _FREE,
 }
 """The preprocessor_config.json of each model."""
