@@ -160,13 +160,9 @@ class TorchBackend(AdapterMemory):
         """Leaves torch's threads to the system."""
 
     def prepare(self, batch: Batch) -> TorchInputs:
-        step = StepInputs.build(
-            batch,
-            self._page_size,
-            self.arena.device,
-            self._states,
-            self._decoder.picture_positions,
-        )
+        found = self._decoder.pictures
+        places, device = None if found is None else found.positions, self.arena.device
+        step = StepInputs.build(batch, self._page_size, device, self._states, places)
         if self.pictures is not None:
             step = replace(step, pictures=self.pictures.placed(batch.rows))
         lora = plan_lora(batch.rows, self.arena, self._targets, self._exchange)

@@ -108,7 +108,7 @@ class Rope:
     is_long: bool = False
     """Whether longrope takes its long factors."""
     axes: Axes | None = None
-    """Of tokens that have several positions; None: they have one."""
+    """The axes of tokens that have several positions; None: they have one."""
 
     def rotary_size(self, head_dim: int) -> int:
         """Returns how many elements of a head are turned."""

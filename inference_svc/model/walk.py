@@ -31,11 +31,11 @@ from inference_svc.model.description import (
 )
 from inference_svc.model.encoder.operations import list_activation, list_attention, list_inputs
 from inference_svc.model.encoder.towers import (
-    AddPictures,
     PlacePictures,
-    list_connector,
+    has_taps,
+    list_outputs,
     list_patches,
-    list_tap,
+    list_taps,
 )
 from inference_svc.model.mixers import gated_delta, short_conv
 from inference_svc.model.operations import (
@@ -149,7 +149,9 @@ class Walk:
         self._of_positions()
         for layer in decoder.layers:
             self._block(layer, decoder.blocks[layer])
-            self._tap(layer)
+            if has_taps(decoder, layer):
+                self._add()
+                list_taps(self, self._hidden, decoder, layer)
         if stage is not None and not stage.is_last:
             self._add()
             self.ops.append(HandOn((self._hidden,), self._hidden, None, stage.index + 1))
@@ -169,18 +171,6 @@ class Walk:
             self._of_all_layers(decoder.layer_inputs)
         if decoder.encoder is not None:
             list_inputs(self, self._hidden, decoder.encoder)
-
-    def _tap(self, layer: int) -> None:
-        """The taps of a tower behind a layer, and the layers that take them in."""
-        decoder = self._decoder
-        if layer < decoder.num_taken_taps:
-            self._add()
-            self.ops.append(AddPictures((self._hidden,), self._hidden, None, layer))
-        for tap in decoder.taps:
-            if tap.layer == layer:
-                assert decoder.patches is not None
-                self._add()
-                list_tap(self, self._hidden, tap, decoder.patches.form.merge)
 
     def head(self) -> list[Op]:
         """Walks the last norm and the head. Of several stages the first rank of the last one hands
@@ -211,9 +201,7 @@ class Walk:
             normed = self.value("last_normed", decoder.hidden_size, Rows.LOGITS)
             self._add_norm(decoder.final_norm, normed, None)
         if decoder.connector is not None:
-            assert decoder.patches is not None
-            merge = decoder.patches.form.merge
-            return list_connector(self, normed, decoder.connector, merge)
+            return list_outputs(self, normed, decoder)
         if decoder.encoder is not None:
             return normed
         cut = _vocab_cut(decoder)
@@ -256,7 +244,7 @@ class Walk:
     def _block(self, layer: int, block: Block) -> None:
         """A layer: each half reads a norm of the stream, and leaves a delta to it."""
         x = self._normed(block.attention_norm, layer)
-        mixed = self._mix(layer, block, x)
+        mixed = MIXERS[type(block.mixer)](self, layer, block.mixer, x)
         is_last = layer == self._decoder.num_layers - 1
         if is_last and self._narrowing is Narrowing.IN_LAST_LAYER:
             mixed, x = self._narrow(mixed, x if block.is_parallel else None)
@@ -280,10 +268,6 @@ class Walk:
             self._leave(delta, block.layer_input_post_norm, 1.0, layer)
         if block.scalar:
             self._sum_scale = Scalar(layer_path(layer, block.scalar), layer)
-
-    def _mix(self, layer: int, block: Block, x: Value) -> Value:
-        """The mixer up to its last projection, of all tokens."""
-        return MIXERS[type(block.mixer)](self, layer, block.mixer, x)
 
     def attend(self, layer: int, attention: Attention, x: Value) -> Value:
         """Attention up to its last projection."""
@@ -478,7 +462,7 @@ def _next_is_normed(decoder: Decoder, layer: int, block: Block) -> bool:
     """Returns whether a norm reads the feed-forward half's delta, or its sum with the stream."""
     if block.feed_forward_post_norm is not None:
         return True
-    if layer < decoder.num_taken_taps:
+    if has_taps(decoder, layer):
         return False
     blocks, stage = decoder.blocks, decoder.stage
     if stage is not None and layer == stage.layers[-1] and not stage.is_last:

@@ -117,8 +117,8 @@ class PromptPictures(Protocol):
 class PromptEncoder:
     """`max_model_len` bounds prompts, with room for an answer; `vocab_size` is the model's, which
     may know fewer tokens than its tokenizer. `picture_rule` is of a model that reads pictures;
-    without one, `placeholder_ids` are refused. With a `share` below 1 accounts take turns, and none
-    has all threads. The time of a refused prompt is charged to `work`."""
+    `placeholder_ids` of other parts are refused. With a `share` below 1 accounts take turns, and
+    none has all threads. The time of a refused prompt is charged to `work`."""
 
     def __init__(
         self,
@@ -131,7 +131,8 @@ class PromptEncoder:
         placeholder_ids: tuple[int, ...] = (),
     ) -> None:
         self.picture_rule = picture_rule
-        self._placeholder_ids = frozenset(placeholder_ids)
+        of_pictures = () if picture_rule is None else (picture_rule.token_id,)
+        self._refused_ids = frozenset(placeholder_ids).difference(of_pictures)
         self._base = TextLimits(encoder, vocab_size)
         self._max_model_len = max_model_len
         self._work = work
@@ -178,8 +179,8 @@ class PromptEncoder:
             found = limit.cut(prompt, self._most_tokens(text))
             self._check(found, text)
         rule = self.picture_rule
+        self._check_words(found, text)
         if rule is None:
-            self._check_words(found, text)
             return found
         return await self._with_pictures(found, text, rule, pictures)
 
@@ -286,14 +287,17 @@ class PromptEncoder:
     def _check_words(self, token_ids: tuple[int, ...], text: TextLimits) -> None:
         """Raises InvalidArgument for tokens that stand for parts which this server does not
         read."""
-        found = self._placeholder_ids.intersection(token_ids) if self._placeholder_ids else None
-        if found:
-            token_id = min(found)
-            raise InvalidArgument(
-                f"prompt has the token {token_id} ({text.encoder.name_of(token_id)!a}), which "
-                "stands for an image, a video or a sound: this server reads text alone",
-                subject="prompt",
-            )
+        found = self._refused_ids.intersection(token_ids) if self._refused_ids else None
+        if not found:
+            return
+        token_id = min(found)
+        said = "an image, a video or a sound: this server reads text alone"
+        if self.picture_rule is not None:
+            said = "a video or a sound: this server reads texts and images"
+        name = text.encoder.name_of(token_id)
+        raise InvalidArgument(
+            f"prompt has the token {token_id} ({name!a}), which stands for {said}", subject="prompt"
+        )
 
     async def _encode_in_time(
         self, prompt: Text | Chat, account: str, text: TextLimits, num_chars_before: int

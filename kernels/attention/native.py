@@ -178,9 +178,9 @@ def rotary_angles_op(
     cos: Tensor,
     sin: Tensor,
     num_tokens: Tensor,
+    axes: Tensor | None = None,
     *,
     scaling: float,
-    axes: Tensor | None = None,
 ) -> NativeOp:
     """cos, sin of positions[t] * inverse_frequencies, times `scaling`, for t < num_tokens; with
     `axes`, int32 [half], of positions[axes[i], t] * inverse_frequencies[i].

@@ -340,23 +340,15 @@ class NativeFactory:
     ) -> NativeBackend:
         library, dtype = load(), getattr(torch, config.dtype)
         assert library is not None, "the backend is supported"
-        max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
+        max_tokens = config.max_batch_tokens
         reload = make_reload(
             config, decoder, lambda: PackedProjections(Slab().take), prefers_tiles=True
         )
         kv_caches = reload.pages()
         arena = allocate_arena(config, layout)
         weights = reload.weights()
-        pages = BatchPages(max_rows, max_pages(config))
         num_outputs = max_outputs(config, decoder)
-        step = StepArrays(
-            max_tokens,
-            max_rows,
-            config.page_size,
-            pages,
-            max_outputs=num_outputs,
-            places=decoder.picture_positions,
-        )
+        step = _step_arrays(config, decoder, num_outputs)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
         num_chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
         lora = NativeLoraOps(arena, targets, max_tokens, num_outputs, num_chosen, exchange)
@@ -386,3 +378,15 @@ class NativeFactory:
             reload.states(),
             exchange,
         )
+
+
+def _step_arrays(config: EngineConfig, decoder: Decoder, num_outputs: int) -> StepArrays:
+    max_rows, found = config.max_sequences, decoder.pictures
+    return StepArrays(
+        config.max_batch_tokens,
+        max_rows,
+        config.page_size,
+        BatchPages(max_rows, max_pages(config)),
+        max_outputs=num_outputs,
+        places=None if found is None else found.positions,
+    )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.core import BatchColumns
+from inference_svc.model.rope import Axes
 from inference_svc.pictures.positions import NUM_AXES, PicturePositions
 from kernels.attention.native import StepRows
 
@@ -114,6 +115,14 @@ class StepArrays:
             self._pages.host_table,
             self.cells,
         )
+
+    def positions_along(self, axes: Axes | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the positions that turn heads, and, if tokens have several, which of them turns
+        each pair, int32."""
+        if axes is None:
+            return self.positions, None
+        assert self.axis_positions is not None, "tokens have several positions"
+        return self.axis_positions, axes.of_pairs.int()
 
     def fill(self, batch: BatchColumns) -> None:
         """Describes `batch`."""

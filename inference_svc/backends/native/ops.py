@@ -149,15 +149,9 @@ class NativeOps:
     def angles(self, op: Angles, at: Tensors) -> Iterator[GroupedOp]:
         frequencies = op.rope.inverse_frequencies(op.head_dim)
         cos, sin = _angles_of(at[op.out])
-        positions, count, axes = self.step.positions, self.count(op.out), None
-        if op.rope.axes is not None:
-            assert self.step.axis_positions is not None, "tokens have several positions"
-            positions, axes = self.step.axis_positions, op.rope.axes.of_pairs.int()
-        scaling = op.rope.attention_scaling
-        yield (
-            "",
-            rotary_angles_op(positions, frequencies, cos, sin, count, scaling=scaling, axes=axes),
-        )
+        positions, axes = self.step.positions_along(op.rope.axes)
+        count, scaling = self.count(op.out), op.rope.attention_scaling
+        yield "", rotary_angles_op(positions, frequencies, cos, sin, count, axes, scaling=scaling)
 
     def growth(self, op: Growth, at: Tensors) -> Iterator[GroupedOp]:
         scale = at[op.out].view(-1)

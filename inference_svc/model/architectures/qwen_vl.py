@@ -67,13 +67,18 @@ def _sections(config: ConfigReader, default: tuple[int, ...]) -> tuple[int, ...]
     return tuple(sections)
 
 
-_READS = names("text_config vision_config image_token_id")
+_READS = names("text_config vision_config image_token_id video_token_id")
 _IGNORES = names(
     """
-    video_token_id vision_start_token_id vision_end_token_id vision_token_id language_model_only
+    vision_start_token_id vision_end_token_id vision_token_id language_model_only
     """
 )
-_DEFAULTS: dict[str, Any] = {"eos_token_id": None, "image_token_id": 151655}
+_DEFAULTS: dict[str, Any] = {
+    "eos_token_id": None,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
+_DEFAULTS_3_5 = {"image_token_id": 248056, "video_token_id": 248057}
 _AXES_3 = Axes((24, 20, 20), interleaved=True)
 _AXES_3_5 = Axes((11, 11, 10), interleaved=True)
 
@@ -107,12 +112,12 @@ FAMILIES = (
     _qwen2_family("Qwen2VL", towers.QWEN2),
     _qwen2_family("Qwen2_5_VL", towers.QWEN2_5),
     _family("Qwen3VL", towers.QWEN3, {"qwen3_vl_text": OF_QWEN3_VL}, _AXES_3),
-    _family("Qwen3_5", towers.QWEN3_5, {"qwen3_5_text": _OF_3_5}, _AXES_3_5, image_token_id=248056),
+    _family("Qwen3_5", towers.QWEN3_5, {"qwen3_5_text": _OF_3_5}, _AXES_3_5, **_DEFAULTS_3_5),
     _family(
         "Qwen3_5Moe",
         towers.QWEN3_5,
         {"qwen3_5_moe_text": _OF_3_5_MOE},
         _AXES_3_5,
-        image_token_id=248056,
+        **_DEFAULTS_3_5,
     ),
 )

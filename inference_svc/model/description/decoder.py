@@ -210,11 +210,6 @@ class Decoder:
         return () if self.pictures is None else (self.pictures.tower,)
 
     @property
-    def num_taken_taps(self) -> int:
-        """The first layers that add embeddings of pictures to what they leave."""
-        return 0 if self.pictures is None else len(self.pictures.tower.taps)
-
-    @property
     def num_outputs(self) -> int:
         """The numbers of a step's outputs for each row: logits, or hidden states."""
         return self.vocab_size if self.encoder is None else self.hidden_size
@@ -347,14 +342,6 @@ class Decoder:
         """Heads of keys and of values of all layers that have their own."""
         return sum(2 * each.num_kv_heads for each in self.attentions if each.kv_layer is None)
 
-    @property
-    def picture_positions(self) -> PicturePositions | None:
-        """The positions of pictures, if their rows and columns count; None: tokens have one
-        position."""
-        if self.pictures is None or self.pictures.axes is None:
-            return None
-        return PicturePositions(self.pictures.tiles)
-
     def for_length(self, max_model_len: int) -> Decoder:
         """Returns the decoder for sequences up to this length, by which some rotations are
         chosen."""
@@ -400,6 +387,12 @@ class Pictures:
         """The form of the tower's tiles."""
         assert self.tower.patches is not None
         return self.tower.patches.form
+
+    @property
+    def positions(self) -> PicturePositions | None:
+        """The positions of pictures, if their rows and columns count; None: tokens have one
+        position."""
+        return None if self.axes is None else PicturePositions(self.tiles)
 
     @property
     def row_size(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from inference_svc.model.description import Connector, Patches, Tap
+from inference_svc.model.description import Connector, Decoder, Patches
 from inference_svc.model.encoder.operations import Activate
 from inference_svc.model.operations import (
     Listing,
@@ -71,22 +71,43 @@ def list_patches(walk: Listing, hidden: Value, patches: Patches) -> None:
     walk.ops.append(EmbedPatches((), hidden, None, patches))
 
 
-def list_tap(walk: Listing, hidden: Value, tap: Tap, merge: int) -> None:
-    """Lists the operations from what a layer leaves to further embeddings."""
-    merged = walk.value("merged", hidden.width * merge**2, Rows.LOGITS)
-    walk.ops.append(MergePatches((hidden,), merged, None))
-    normed = walk.value("merged_normed", merged.width, Rows.LOGITS)
-    walk.ops.append(NormOf((merged,), normed, None, tap.norm))
-    list_connector(walk, normed, tap.connector, 1)
+def has_taps(decoder: Decoder, layer: int) -> bool:
+    """Returns whether a tower has taps behind a layer, or a layer takes in the ones of a tower."""
+    num_taken = 0 if decoder.pictures is None else len(decoder.pictures.tower.taps)
+    return layer < num_taken or any(tap.layer == layer for tap in decoder.taps)
 
 
-def list_connector(walk: Listing, x: Value, connector: Connector, merge: int) -> Value:
-    """Lists the operations from a tower's outputs to embeddings, which it returns. Cells have
-    `merge` x `merge` patches."""
-    if merge > 1:
-        merged = walk.value("merged", x.width * merge**2, Rows.LOGITS)
-        walk.ops.append(MergePatches((x,), merged, None))
-        x = merged
+def list_taps(walk: Listing, hidden: Value, decoder: Decoder, layer: int) -> None:
+    """Lists the operations from what a layer leaves to further embeddings, or the one that takes
+    them in."""
+    if decoder.patches is None:
+        walk.ops.append(AddPictures((hidden,), hidden, None, layer))
+    for tap in decoder.taps:
+        if tap.layer == layer:
+            merged = _list_merge(walk, hidden, decoder)
+            normed = walk.value("merged_normed", merged.width, Rows.LOGITS)
+            walk.ops.append(NormOf((merged,), normed, None, tap.norm))
+            _list_connector(walk, normed, tap.connector)
+
+
+def list_outputs(walk: Listing, x: Value, decoder: Decoder) -> Value:
+    """Lists the operations from a tower's outputs to embeddings, which it returns."""
+    assert decoder.connector is not None
+    return _list_connector(walk, _list_merge(walk, x, decoder), decoder.connector)
+
+
+def _list_merge(walk: Listing, x: Value, decoder: Decoder) -> Value:
+    """Lists the operation that joins the patches of each cell, if they are several."""
+    assert decoder.patches is not None
+    merge = decoder.patches.form.merge
+    if merge == 1:
+        return x
+    merged = walk.value("merged", x.width * merge**2, Rows.LOGITS)
+    walk.ops.append(MergePatches((x,), merged, None))
+    return merged
+
+
+def _list_connector(walk: Listing, x: Value, connector: Connector) -> Value:
     for index, projection in enumerate(connector.layers):
         if index and connector.activation is not None:
             active = walk.value(f"active_{index}", x.width, Rows.LOGITS)

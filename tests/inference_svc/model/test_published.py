@@ -93,8 +93,11 @@ def test_transformers_says_the_same(name, values, config, tmp_path):
     assert again == first
 
 
-SIDES = {"idefics3-8b": 364, "llava-1.5-7b": 336, "smolvlm2-500m": 512}
-"""The sides of the tiles of models that read pictures."""
+QWEN = ("qwen2-vl-7b", "qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3.6-27b", "qwen3.6-35b-a3b")
+SIDES = {"idefics3-8b": 364, "llava-1.5-7b": 336, "smolvlm2-500m": 512} | dict.fromkeys(QWEN, 0)
+"""The sides of the tiles of models that read pictures; 0: they have any size."""
+QWEN_BEFORE_3 = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14}
+QWEN_3 = {"size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16}
 PROCESSORS = {
     "idefics3-8b": {"size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}},
     "llava-1.5-7b": {
@@ -103,12 +106,15 @@ PROCESSORS = {
         "image_processor_type": "CLIPImageProcessor",
     },
     "smolvlm2-500m": {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
+    **dict.fromkeys(QWEN[:2], QWEN_BEFORE_3),
+    **dict.fromkeys(QWEN[2:], QWEN_3),
 }
 
 
 @pytest.mark.parametrize("name", SIDES)
 def test_towers(name, values, config, tmp_path):
-    processor = {"image_processor_type": "Idefics3ImageProcessor"} | PROCESSORS[name]
+    kind = "Qwen2VLImageProcessorFast" if name in QWEN else "Idefics3ImageProcessor"
+    processor = {"image_processor_type": kind} | PROCESSORS[name]
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     (tmp_path / "config.json").write_text(json.dumps(values))
     pictures = load_description(tmp_path, with_pictures=True).pictures

@@ -361,6 +361,26 @@ def test_placeholders_are_no_words_of_a_server_of_text(prompt: Prompt) -> None:
     assert e.value.subject == "prompt"
 
 
+def test_placeholders_of_videos_are_no_words_of_a_server_that_reads_images() -> None:
+    rule = PictureRule(Processor(Form.WHOLE, 8, 3, HALF, HALF), 80, TileForm(8, 4), 2)
+
+    async def body(ids: tuple[int, ...]) -> tuple[int, ...]:
+        work = WorkBudget("work", 1.0)
+        prompts = PromptEncoder(
+            Recording(), 100, 128, work, picture_rule=rule, placeholder_ids=(80, 81)
+        )
+        try:
+            return await prompts.encode(ids)
+        finally:
+            prompts.close()
+
+    assert asyncio.run(body((5, 6))) == (5, 6)
+    with pytest.raises(InvalidArgument, match=r"token 81 \('Q'\), which stands for a video"):
+        asyncio.run(body((5, 81)))
+    with pytest.raises(InvalidArgument, match=r"token 80 \('P'\), which stands for an image: send"):
+        asyncio.run(body((5, 80)))
+
+
 class Pictures:
     """Two pictures of a tile each, whose reading is counted."""
 

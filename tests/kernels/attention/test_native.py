@@ -464,7 +464,7 @@ def test_angles_of_several_positions(library, assert_close, interleaved, dtype):
     cos, sin = (torch.full((8, 10), torch.nan, dtype=dtype) for _ in range(2))
     count = torch.tensor([7], dtype=torch.int32)
     angles = (positions, frequencies, cos, sin, count)
-    library.run(native.rotary_angles_op(*angles, scaling=1.0, axes=axes.of_pairs.int()))
+    library.run(native.rotary_angles_op(*angles, axes.of_pairs.int(), scaling=1.0))
     wanted = RotaryEmbedding(rope, 20, torch.device("cpu"))(positions, dtype)
     assert_close("cos", wanted.cos[:7, 0, :10], cos[:7], 1e-6)
     assert_close("sin", wanted.sin[:7, 0, 10:], sin[:7], 1e-6)

@@ -34,7 +34,7 @@ from inference_svc.pictures.sizes import MAX_SLICE, TileForm
 MERGER, TAPS = "merger", "deepstack_merger_list"
 MAX_PATCH, MAX_MERGE, MAX_FRAMES, MAX_SIDE = 128, 8, 8, 1024
 EPS = 1e-6
-"""Of all norms, whatever a config says."""
+"""The epsilon of all norms, whatever a config says."""
 _TEXT = ("language_model", "lm_head", "layers", "embed_tokens", "norm", "mtp")
 WRAPPER = Wrapper(
     prefixes=tuple(
