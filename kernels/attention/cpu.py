@@ -229,9 +229,10 @@ def _chunk(plan: AttentionPlan, row: int, window: int | None) -> Chunk:
     seen = np.arange(first, context)
     cells = cells_of(plan.host_page_table, np.asarray(row), seen, plan.page_size)
     mask = None
-    if first_query > 0 or (window is not None and window < context):
+    ends = None if plan.ends is None else plan.ends[start:end].numpy()
+    if ends is not None or first_query > 0 or (window is not None and window < context):
         queries = np.arange(first_query, context)[:, None]
-        visible = seen[None, :] <= queries
+        visible = seen[None, :] <= queries if ends is None else seen[None, :] < ends[:, None]
         if window is not None:
             visible &= seen[None, :] > queries - window
         mask = torch.from_numpy(visible).to(plan.device)

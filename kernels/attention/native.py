@@ -37,6 +37,7 @@ class _Rows(ctypes.Structure):
         ("context_lengths", ctypes.c_void_p),
         ("page_table", ctypes.c_void_p),
         ("page_table_stride", ctypes.c_int64),
+        ("ends", ctypes.c_void_p),
     )
 
 
@@ -141,7 +142,9 @@ class StepRows:
     """The arrays of `AttentionPlan` at fixed addresses, on the CPU, as large as a step may need.
 
     `num_rows` and `num_tokens` are int32 [1], `query_starts` int32 [R + 1], `context_lengths`
-    int32 [R], `page_table` int32 [R, pages of the longest sequence], `cells` int64 [T].
+    int32 [R], `page_table` int32 [R, pages of the longest sequence], `cells` int64 [T]. `ends`, of
+    a model whose pictures' tokens see each other, are int32 [T], 0 where a query sees up to its own
+    position.
     """
 
     num_rows: Tensor
@@ -150,8 +153,10 @@ class StepRows:
     context_lengths: Tensor
     page_table: Tensor
     cells: Tensor
+    ends: Tensor | None = None
 
     def __post_init__(self) -> None:
+        assert self.ends is None or self.ends.dtype == torch.int32
         for name in ("num_rows", "num_tokens", "query_starts", "context_lengths", "page_table"):
             array = getattr(self, name)
             assert array.dtype == torch.int32, name
@@ -169,6 +174,7 @@ class StepRows:
             plan.context_lengths,
             plan.page_table[plan.table_rows.long()],
             plan.cells,
+            plan.ends,
         )
 
 
@@ -441,6 +447,7 @@ class NativeAttention:
             rows.context_lengths.data_ptr(),
             rows.page_table.data_ptr(),
             rows.page_table.shape[1],
+            pointer(rows.ends),
         )
 
 

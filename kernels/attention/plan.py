@@ -31,7 +31,8 @@ class AttentionPlan:
     `context_lengths` and `table_rows` int32 [R], `page_table` int32 [any, longest]. `tiles` int32
     [n, 2] cuts the rows of several queries: row, and first query in it. `segment_starts` int32
     [R + 1] numbers the segments of the rows of one query: row r's are [segment_starts[r],
-    segment_starts[r + 1]). `has_decodes`: whether any row has one query.
+    segment_starts[r + 1]). `has_decodes`: whether any row has one query. `ends` int32 [T] has the
+    position before which each query sees all, at least its own; None: each sees up to its own.
     The `host_` arrays are the same facts as numpy, the table's rows in the order of the step;
     `derived` memoises what a path makes of them.
     """
@@ -48,6 +49,7 @@ class AttentionPlan:
     host_query_starts: Ints
     host_context_lengths: Ints
     host_page_table: Ints
+    ends: Tensor | None = None
     derived: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
@@ -58,9 +60,11 @@ class AttentionPlan:
         page_ids: Sequence[Sequence[int]],
         page_size: int,
         device: torch.device | str = "cpu",
+        mutual: Sequence[tuple[int, int]] = (),
     ) -> AttentionPlan:
         """Row r computes `num_queries[r]` >= 1 tokens from `first_positions[r]` on; `page_ids[r]`
-        hold at least all of its tokens up to the last of these."""
+        hold at least all of its tokens up to the last of these. Tokens [start, end) of the step, of
+        one row, that are `mutual` see each other in both directions."""
         firsts = np.asarray(first_positions, dtype=np.int64)
         counts = np.asarray(num_queries, dtype=np.int64)
         contexts = firsts + counts
@@ -82,6 +86,7 @@ class AttentionPlan:
             host_query_starts=starts,
             host_context_lengths=contexts,
             host_page_table=table,
+            ends=_to(_ends(positions, mutual), device) if mutual else None,
         )
 
     @property
@@ -143,6 +148,13 @@ def _page_table(page_ids: Sequence[Sequence[int]], contexts: Ints, page_size: in
         assert len(ids) >= count, f"row {row} has {len(ids)} pages and needs {count}"
         table[row, :count] = ids[:count]
     return table
+
+
+def _ends(positions: Ints, mutual: Sequence[tuple[int, int]]) -> NDArray[np.int32]:
+    ends = positions.astype(np.int32) + 1
+    for start, end in mutual:
+        ends[start:end] = ends[end - 1]
+    return ends
 
 
 def _to(array: NDArray[Any], device: torch.device | str) -> Tensor:

@@ -41,10 +41,10 @@ def attend(
 ) -> Tensor:
     """out[t, h] = sum_j softmax_j(score(q[t, h], K[j, h // group])) V[j, h // group]
 
-    The sum is over the positions j <= p of t's own sequence, where p is t's position. With a
-    sliding `window`, j > p - window as well. group = num_heads / num_kv_heads. score(q, k) = scale
-    * q . k; with a cap (Bello et al., 2016), softcap * tanh(scale * q . k / softcap). K and V are
-    the cache's, codes in FP8 times their scales.
+    The sum is over the positions j <= p of t's own sequence, where p is t's position, or over j <
+    plan.ends[t] if the plan has ends. With a sliding `window`, j > p - window as well. group =
+    num_heads / num_kv_heads. score(q, k) = scale * q . k; with a cap (Bello et al., 2016), softcap
+    * tanh(scale * q . k / softcap). K and V are the cache's, codes in FP8 times their scales.
 
     With `sinks` (GPT-OSS) the softmax of head h has one more score, sinks[h]. It is neither scaled
     nor capped and has no value: if all other scores are far below it, out is nearly zero.
@@ -65,12 +65,14 @@ def attend(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group = q.shape[1] // cache.num_kv_heads
     query_starts, table_rows = plan.query_starts.tolist(), plan.table_rows.tolist()
+    ends = None if plan.ends is None else plan.ends.tolist()
     for row, context in enumerate(plan.context_lengths.tolist()):
         start, end = query_starts[row], query_starts[row + 1]
         for token in range(start, end):
             position = context - (end - token)
             first = 0 if window is None else max(0, position - window + 1)
-            seen = torch.arange(first, position + 1, device=q.device)
+            last = position if ends is None else ends[token] - 1
+            seen = torch.arange(first, last + 1, device=q.device)
             pages = plan.page_table[table_rows[row], seen // plan.page_size].long()
             cells = pages * plan.page_size + seen % plan.page_size
             k, v = (

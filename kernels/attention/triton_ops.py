@@ -172,6 +172,7 @@ def attend(
     """Launches `reference.attend`: q [T, num_heads, head_dim] and sinks float32 [num_heads] give
     [T, num_heads, head_dim]. Heads of a token are contiguous; tokens may be strided."""
     assert not cache.is_tiled, "the kernels read caches in rows"
+    assert plan.ends is None, "pictures are read on CPUs"
     assert q.stride(1) == q.shape[2], "heads lie side by side"
     assert q.stride(2) == 1
     if sinks is not None:

@@ -78,9 +78,18 @@ struct Attention {
         pages(pages_of(item)),
         head_rows(item.num_queries * args.group),
         num_rows(head_rows * item.num_heads),
-        first_position(item.end_cell - item.num_queries) {}
+        first_position(args.rows.context_lengths[item.row] - num_queries_of(item.row) +
+                       item.first_query) {}
 
   int64_t width() const { return scratch.total.width; }
+
+  int64_t num_queries_of(int64_t row) const {
+    return args.rows.query_starts[row + 1] - args.rows.query_starts[row];
+  }
+  // The cell after the last that a query of this item sees.
+  int64_t end_of(int64_t query) const {
+    return args.rows.end(item.row, item.first_query + query, first_position + query);
+  }
 
   const int32_t* pages_of(const AttentionItem& of) const {
     return args.rows.page_table + of.row * args.rows.page_table_stride;
@@ -131,8 +140,8 @@ struct Attention {
   // Rows [begin, begin + count) of the key head whose rows start at `first`.
   void compute_rows(const Cells<T>& cells, int64_t first, int64_t begin, int count,
                     const State& state) {
-    const int64_t last_seen = first_position + (begin + count - 1) / args.group;
-    const int64_t num_cells = std::min(cells.end, last_seen + 1) - cells.begin;
+    const int64_t last_end = end_of((begin + count - 1) / args.group);
+    const int64_t num_cells = std::min(cells.end, last_end) - cells.begin;
     if (num_cells <= 0) return;
     const int64_t num_tiles = (num_cells + TILE - 1) / TILE;
     first += begin;
@@ -140,9 +149,8 @@ struct Attention {
     float factor[Products::ROWS];
     with_constant<1, BLOCK_TILES>(static_cast<int>(num_tiles), [&](auto n) {
       for (int i = 0; i < count; ++i) {
-        const int64_t position = first_position + (begin + i) / args.group;
-        factor[i] =
-            soften<decltype(n)::value * TILE_VECTORS>(cells, position, first + i, i, state);
+        const int64_t query = (begin + i) / args.group;
+        factor[i] = soften<decltype(n)::value * TILE_VECTORS>(cells, query, first + i, i, state);
       }
     });
     products.weigh(state.out + first * width(), width(), count, factor, scratch.p, cells,
@@ -151,9 +159,10 @@ struct Attention {
 
   // Scores to weights, for row `i` of the chunk. Returns by what the earlier sums shrink.
   template <int N>
-  float soften(const Cells<T>& cells, int64_t position, int64_t row, int i, const State& state) {
+  float soften(const Cells<T>& cells, int64_t query, int64_t row, int i, const State& state) {
+    const int64_t position = first_position + query;
     const int64_t begin = args.window ? position - args.window + 1 - cells.begin : 0;
-    const int64_t end = std::min(cells.end, position + 1) - cells.begin;
+    const int64_t end = std::min(cells.end, end_of(query)) - cells.begin;
     const VF scale = vset1(args.softcap ? args.scale / args.softcap : args.scale * LOG2_E);
     const float* s = scratch.s + i * BLOCK;
     T* p = scratch.p + i * BLOCK;

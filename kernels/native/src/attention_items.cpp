@@ -44,7 +44,7 @@ static void attention_items(const AttentionItemsArgs& args, const Slice& slice) 
         item.first_query = first;
         item.num_queries = end - first;
         const int64_t position = first_position + first;
-        item.end_cell = last_position + 1;
+        item.end_cell = rows.end(row, end - 1, last_position);
         item.first_cell = args.window ? std::max<int64_t>(0, position - args.window + 1) : 0;
         item.part_cells = part_cells(last_position, args.window);
         item.first_part = item.first_cell / item.part_cells;
@@ -67,8 +67,10 @@ static void attention_items(const AttentionItemsArgs& args, const Slice& slice) 
     const int64_t num_rows = item.num_queries * args.group;
     const int64_t fit = std::min(args.block_rows / num_rows, largest / cost(item));
     const int64_t step = std::clamp<int64_t>(fit, 1, args.num_kv_heads);
+    // Queries that see beyond their position may have more parts than there is room for.
+    const bool has_room = num_rows <= args.split_rows && item.num_parts <= MAX_PARTS;
     const bool is_split = cost(item) > largest && slice.num_threads > 1 && item.num_parts > 1 &&
-                          num_rows <= args.split_rows;
+                          has_room;
     for (int64_t head = 0; head < args.num_kv_heads; head += step) {
       item.first_head = head;
       item.num_heads = std::min(step, args.num_kv_heads - head);

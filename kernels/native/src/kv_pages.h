@@ -1,6 +1,8 @@
 // Where keys and values lie: `kernels/attention/kv_cache.py` defines the two layouts.
 #pragma once
 
+#include <algorithm>
+
 #include "pairs.h"
 
 namespace loadout {
@@ -48,12 +50,22 @@ struct KvLayer {
 // A step's rows: row r's queries are tokens [query_starts[r], query_starts[r + 1]), the last of the
 // context_lengths[r] tokens that its sequence has; position j lies in page
 // page_table[r * page_table_stride + j / page_size]. Everything is read when the operation runs.
+// `ends`, null or [tokens], has the position before which a token's query sees all, and 0 where it
+// sees up to its own.
 struct Rows {
   const int32_t* count;
   const int32_t* query_starts;
   const int32_t* context_lengths;
   const int32_t* page_table;
   int64_t page_table_stride;
+  const int32_t* ends;
+
+  // The position after the last that the query of query `i` of row r sees, which is at `position`.
+  // Later queries of a row see no less.
+  int64_t end(int64_t r, int64_t i, int64_t position) const {
+    if (!ends) return position + 1;
+    return std::max<int64_t>(position + 1, ends[query_starts[r] + i]);
+  }
 };
 
 }  // namespace loadout

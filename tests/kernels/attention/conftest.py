@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -46,6 +46,7 @@ def make_case() -> Callable[..., Case]:
         seed: int = 0,
         is_tiled: bool = False,
         stored: torch.dtype | None = None,
+        mutual: Sequence[tuple[int, int]] = (),
     ) -> Case:
         torch.manual_seed(seed)
         contexts = [first + count for first, count in rows]
@@ -66,7 +67,8 @@ def make_case() -> Callable[..., Case]:
             cache.data.fill_(0x7F)
             cache.scales.fill_(float("nan"))
         pages = torch.randperm(cache.num_pages)[: sum(counts)].split(counts)
-        plan = AttentionPlan.build(*zip(*rows, strict=True), [p.tolist() for p in pages], page_size)
+        ids = [p.tolist() for p in pages]
+        plan = AttentionPlan.build(*zip(*rows, strict=True), ids, page_size, mutual=mutual)
         for context, own in zip(contexts, pages, strict=True):
             positions = torch.arange(context)
             cells = own[positions // page_size] * page_size + positions % page_size
