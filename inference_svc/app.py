@@ -322,7 +322,8 @@ def picture_rule(decoder: Decoder, max_images: int) -> PictureRule | None:
     found = decoder.pictures
     if found is None:
         return None
-    return PictureRule(found.processor, found.token_id, found.tiles, max_images)
+    sizes = found.token_id, found.tiles, max_images
+    return PictureRule(found.processor, *sizes, found.frame)
 
 
 def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierRule:

@@ -249,7 +249,9 @@ class Sequence:
     left to be returned; of others these are 0. `token_counts` belong to the sampler, as does
     `is_sorted`: the vocabulary had to be sorted to choose its last token. `masked` is its
     `grammars.lanes.lane.Row` while it runs, None without a grammar, and `thinking` counts its
-    thoughts. `held_pictures` are the indices of pictures whose embeddings are kept for it.
+    thoughts. `held_pictures` are the indices of pictures whose embeddings are kept for it. It has
+    come to a picture that is not there yet if it `awaits_picture`; a step computes its next
+    `num_at_once` tokens, or none of them.
     `num_output_at_start` is the number of its output tokens when it last started, and `may_move_at`
     the number that it needs before it is computed anew for a newer version.
     """
@@ -293,6 +295,8 @@ class Sequence:
     num_output_at_start: int = 0
     may_move_at: int = 0
     held_pictures: set[int] = field(default_factory=set)
+    awaits_picture: bool = False
+    num_at_once: int = 0
 
     def __post_init__(self) -> None:
         assert self.request.prompt_token_ids, "a sequence has at least one token"

@@ -63,9 +63,9 @@ class PictureReader:
             call.release()
             raise
 
-    def check(self, chat: Chat, name: str) -> None:
+    def check(self, chat: Chat, names: Sequence[str]) -> None:
         """Raises InvalidArgument for pictures that this server does not read, and texts that have
-        the `name` of the token that stands for one."""
+        one of the `names` of the tokens that stand for one."""
         images = chat.images
         if images and self.rule is None:
             where = images[0].where
@@ -79,7 +79,8 @@ class PictureReader:
                 subject=where,
             )
         for index, message in enumerate(chat.messages):
-            if name and name in message.content:
+            name = next((each for each in names if each and each in message.content), "")
+            if name:
                 field = f"messages[{index}].content"
                 raise InvalidArgument(
                     f"{field}: {name!a} stands for an image: send images as parts, and leave it "
@@ -123,12 +124,14 @@ class CallPictures:
     def __del__(self) -> None:
         self.release()
 
-    def of_prompt(self, prompt: Prompt, name: str, account: str, num_choices: int) -> ReadPictures:
-        """Returns the pictures of a prompt for so many requests, to be read. `name` is the text of
-        the token that stands for a picture. Raises InvalidArgument naming the picture."""
+    def of_prompt(
+        self, prompt: Prompt, names: Sequence[str], account: str, num_choices: int
+    ) -> ReadPictures:
+        """Returns the pictures of a prompt for so many requests, to be read. `names` are the texts
+        of the tokens that stand for pictures. Raises InvalidArgument naming the picture."""
         if not isinstance(prompt, Chat):
             return ReadPictures(self, (), account, num_choices)
-        self._reader.check(prompt, name)
+        self._reader.check(prompt, names)
         return ReadPictures(self, prompt.images, account, num_choices)
 
     async def read(

@@ -365,8 +365,8 @@ class Service:
     ) -> ReadPictures:
         """Returns the pictures of a prompt, to be read. Raises like `CallPictures.of_prompt`."""
         rule = self._pictures.rule
-        name = "" if rule is None else text.name_of(rule.token_id)
-        return pictures.of_prompt(prompt, name, principal.account, num_choices)
+        names = () if rule is None else rule.names(text.name_of)
+        return pictures.of_prompt(prompt, names, principal.account, num_choices)
 
     # --- describing -----------------------------------------------------------------------------
 

@@ -69,6 +69,13 @@ class PictureRows:
             first += row.num_tokens
         return tuple(found)
 
+    def mutual(self, placed: Sequence[PlacedRows]) -> tuple[tuple[int, int], ...]:
+        """Returns the step's tokens [start, end) that see each other: those of each picture, where
+        the model's do."""
+        if not self._pictures.are_mutual:
+            return ()
+        return tuple((each.start, each.start + len(each.rows)) for each in placed)
+
     def _of_row(self, row: BatchRow, offset: int) -> Iterator[PlacedRows]:
         """Yields a row's; the position p of its sequence is the step's token `offset` + p."""
         request = row.sequence.request
@@ -81,6 +88,7 @@ class PictureRows:
                 start = max(run.start, row.start)
                 end = min(run.end, row.start + row.num_tokens)
                 if start < end:
+                    assert end == run.end or not self._pictures.are_mutual, "a picture is cut"
                     rows = self._finished((request.cache_seed, picture.digest), picture)
                     first = place + start - run.start
                     yield PlacedRows(offset + start, rows[first : first + end - start])

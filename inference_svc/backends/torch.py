@@ -160,11 +160,13 @@ class TorchBackend(AdapterMemory):
         """Leaves torch's threads to the system."""
 
     def prepare(self, batch: Batch) -> TorchInputs:
-        found = self._decoder.pictures
-        places, device = None if found is None else found.positions, self.arena.device
-        step = StepInputs.build(batch, self._page_size, device, self._states, places)
-        if self.pictures is not None:
-            step = replace(step, pictures=self.pictures.placed(batch.rows))
+        found, device = self._decoder.pictures, self.arena.device
+        places = None if found is None else found.positions
+        placed = () if self.pictures is None else self.pictures.placed(batch.rows)
+        mutual = () if self.pictures is None else self.pictures.mutual(placed)
+        step = StepInputs.build(batch, self._page_size, device, self._states, places, mutual)
+        if placed:
+            step = replace(step, pictures=placed)
         lora = plan_lora(batch.rows, self.arena, self._targets, self._exchange)
         self.num_lora_steps += lora is not None
         runs, pooled = tuple(scored_runs(batch.rows)), tuple(pooled_runs(batch.rows))

@@ -237,6 +237,11 @@ def _of_patches(op: EmbedPatches, own: _OwnBytes) -> int:
     return of_pixels + 2 * 4 * own.elements(op)
 
 
+def _of_merge(op: MergePatches, own: _OwnBytes) -> int:
+    """A copy, or the patches and their means in fp32."""
+    return own.elements(op) * (2 * 4 if op.pools else own.item_bytes)
+
+
 def _of_norm(op: AddNorm | NormOf, own: _OwnBytes) -> int:
     return own.elements(op) * (4 + own.item_bytes)
 
@@ -365,7 +370,7 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     Growth: _of_embedding,
     HandOn: _of_stages,
     Logits: _of_logits,
-    MergePatches: _of_copy,
+    MergePatches: _of_merge,
     NormBySums: _of_normed,
     NormOf: _of_norm,
     AddPictures: _nothing,

@@ -29,12 +29,26 @@ def check_pictures(config: EngineConfig, decoder: Decoder) -> None:
             "images are read by one process on a CPU: set --max-prompt-images 0 to serve this "
             "model's text alone, or leave out --tensor-parallel, --pipeline-parallel and --device"
         )
+    if found.are_mutual:
+        _check_room(config, found.tiles.tokens(found.tiles.whole))
     num_tokens = min(found.max_tokens, config.max_model_len)
     needed = num_tokens * found.row_size * getattr(torch, config.dtype).itemsize
     if needed > config.prompt_image_bytes:
         raise ValueError(
             f"--prompt-image-memory must be at least {2 * needed} bytes: half of it keeps the "
             "embeddings of the largest image"
+        )
+
+
+def _check_room(config: EngineConfig, num_tokens: int) -> None:
+    """Raises ValueError if not every step has room for the tokens of a picture, which see each
+    other, beside the generated tokens."""
+    needed = config.max_sequences + num_tokens
+    if config.max_batch_tokens < needed or config.max_prefill_chunk < num_tokens:
+        raise ValueError(
+            f"--max-batch-tokens must be at least {needed}: a step computes all {num_tokens} "
+            f"tokens of an image, beside {config.max_sequences} sequences (--max-sequences); or "
+            "set --max-prompt-images 0"
         )
 
 
@@ -63,7 +77,8 @@ def make_pictures(config: EngineConfig, decoder: Decoder) -> PictureMemory | Non
         sees_all=False in widths,
         row_bytes=found.row_size * dtype.itemsize,
     )
-    return PictureMemory(config.prompt_image_bytes, costs, config.max_batch_tokens)
+    sizes = config.prompt_image_bytes, costs, config.max_batch_tokens
+    return PictureMemory(*sizes, are_mutual=found.are_mutual)
 
 
 def prices_of(decoder: Decoder) -> Prices:

@@ -20,6 +20,7 @@ NOT_COMPUTED = frozenset(
     {
         # Where tensors are, and how they are called.
         *("norm.module", "projection.fused", "projection.is_stored_fused", "block.unused"),
+        "projection.is_transposed",
         *("norm.tensor", "norm.weight_scale", "experts_projection.is_transposed"),
         *("experts_projection.is_interleaved", "decoder.wrapper"),
         *("decoder.num_unused_layers", "decoder.quantisation", "weight_format.scales"),

@@ -68,9 +68,10 @@ class StepInputs:
         device: torch.device | str = "cpu",
         states: RecurrentStates | None = None,
         places: PicturePositions | None = None,
+        mutual: Sequence[tuple[int, int]] = (),
     ) -> StepInputs:
-        """Returns the inputs of a batch. `places`, if there are any, are the positions of
-        pictures."""
+        """Returns the inputs of a batch. `places`, if there are any, are the positions of pictures;
+        `mutual` are as in `AttentionPlan.build`."""
         token_ids: list[int] = []
         for row in batch.rows:
             token_ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
@@ -78,7 +79,7 @@ class StepInputs:
         counts = np.asarray([row.num_tokens for row in batch.rows], dtype=np.int64)
         page_ids = [row.sequence.page_ids for row in batch.rows]
         plan = None if states is None else states.plan(batch.rows)
-        made = cls.of(token_ids, starts, counts, page_ids, page_size, device, plan)
+        made = cls.of(token_ids, starts, counts, page_ids, page_size, device, plan, mutual)
         if places is None:
             return made
         own = made.positions.cpu().numpy()
@@ -98,6 +99,7 @@ class StepInputs:
         page_size: int,
         device: torch.device | str = "cpu",
         recurrent: RecurrentPlan | None = None,
+        mutual: Sequence[tuple[int, int]] = (),
     ) -> StepInputs:
         """Returns the inputs of rows of so many tokens, `counts`, whose first have the positions
         `starts`: int64 [rows] both. `page_ids` are each row's pages."""
@@ -108,6 +110,6 @@ class StepInputs:
             token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device),
             positions=torch.from_numpy(positions).to(device),
             logit_rows=torch.from_numpy(ends - 1).to(device),
-            attention=AttentionPlan.build(starts, counts, page_ids, page_size, device),
+            attention=AttentionPlan.build(starts, counts, page_ids, page_size, device, mutual),
             recurrent=recurrent,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from inference_svc.pictures.decoding import Tiles
 from inference_svc.pictures.processor import Form, Processor
-from inference_svc.pictures.prompt import PromptPicture, Run
+from inference_svc.pictures.prompt import Frame, PromptPicture, Run
 from inference_svc.pictures.sizes import TileForm
 from servicekit.errors import InvalidArgument
 
@@ -22,12 +22,32 @@ FRAME, WHOLE = "<fake_token_around_image>", "<global-img>"
 @dataclass(frozen=True, slots=True)
 class PictureRule:
     """How a server reads pictures: at most `max_pictures` in a request, whose tokens are
-    `token_id`, as many for each tile of the `processor` as its `tiles` have."""
+    `token_id`, as many for each tile of the `processor` as its `tiles` have. The prompt may have a
+    `frame` around them."""
 
     processor: Processor
     token_id: int
     tiles: TileForm
     max_pictures: int
+    frame: Frame | None = None
+
+    @property
+    def placeholder_id(self) -> int:
+        """The token that a chat template writes for a picture."""
+        return self.token_id if self.frame is None else self.frame.begin_id
+
+    def names(self, name_of: Callable[[int], str]) -> tuple[str, ...]:
+        """Returns the texts of the tokens that stand for pictures, as `name_of` has them."""
+        return tuple({name_of(each): None for each in (self.placeholder_id, self.token_id)})
+
+    def framed(self, text: str, name_of: Callable[[int], str]) -> str:
+        """Returns the text of a conversation with the frames of its pictures, before it becomes
+        tokens: these depend on the text on both sides."""
+        if self.frame is None:
+            return text
+        begin, end = name_of(self.frame.begin_id), name_of(self.frame.end_id)
+        around = self.frame.around
+        return text.replace(begin, f"{around}{begin}{end}{around}") if begin else text
 
     @property
     def min_tokens(self) -> int:
@@ -41,36 +61,41 @@ class PictureRule:
         name: str,
         encode: Callable[[str], list[int]],
     ) -> tuple[int, ...]:
-        """Returns a prompt with all tokens of its pictures, for a prompt with one token each, whose
-        text is `name`. `encode` makes tokens of a text, and adds none.
-
-        Raises like `check`."""
-        self.check(token_ids, len(pictures), name)
+        """Returns a prompt with all tokens of its pictures, for a prompt with one placeholder each.
+        `name` is the text of their tokens; `encode` makes tokens of a text, and adds none."""
         if not pictures:
             return token_ids
         left = iter(pictures)
         found: list[int] = []
         for token_id in token_ids:
-            if token_id == self.token_id:
-                found += self._tokens(next(left), name, encode)
-            else:
+            if token_id != self.placeholder_id:
                 found.append(token_id)
+                continue
+            if self.frame is not None:
+                found.append(token_id)
+            found += self._tokens(next(left), name, encode)
         return tuple(found)
 
-    def check(self, token_ids: tuple[int, ...], num_pictures: int, name: str) -> None:
-        """Raises InvalidArgument for a prompt with another number of placeholders, whose text is
-        `name`, than pictures: they are never computed as words."""
-        count = token_ids.count(self.token_id)
-        if count != num_pictures:
-            raise InvalidArgument(self._mismatch(count, num_pictures, name), subject="prompt")
-
-    def _mismatch(self, count: int, num_pictures: int, name: str) -> str:
-        if count > num_pictures:
-            return (
-                f"prompt has the token {self.token_id} ({name!a}), which stands for an image: send "
-                "images as parts of chat messages, and leave it out of texts and token ids"
+    def check(
+        self, token_ids: tuple[int, ...], num_pictures: int, name_of: Callable[[int], str]
+    ) -> None:
+        """Raises InvalidArgument for a prompt, before it is expanded, with another number of
+        placeholders than pictures: tokens that stand for pictures are never computed as words."""
+        count = token_ids.count(self.placeholder_id)
+        if count < num_pictures:
+            raise InvalidArgument(
+                f"the chat template shows {count} of the {num_pictures} images of these messages",
+                subject="prompt",
             )
-        return f"the chat template shows {count} of the {num_pictures} images of these messages"
+        has_own = self.frame is not None and self.token_id in token_ids
+        if count > num_pictures or has_own:
+            token_id = self.token_id if has_own else self.placeholder_id
+            raise InvalidArgument(
+                f"prompt has the token {token_id} ({name_of(token_id)!a}), which stands for an "
+                "image: send images as parts of chat messages, and leave it out of texts and token "
+                "ids",
+                subject="prompt",
+            )
 
     def _tokens(self, tiles: Tiles, name: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Returns the tokens of one picture."""

@@ -26,7 +26,7 @@ CHANNELS = 3
 RESCALE = 1 / 255
 FILTERS = range(6)
 """Pillow's filters for changing sizes, by number."""
-BICUBIC, LANCZOS = 3, 1
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 
@@ -274,6 +274,12 @@ def _siglip(reader: _Reader, form: TileForm) -> Processor:
     return _whole(reader, form.tile_size, crops=False, clip=False)
 
 
+def _gemma3(reader: _Reader, form: TileForm) -> Processor:
+    if reader.flag("do_pan_and_scan", False):
+        raise reader.unsupported("do_pan_and_scan", "pictures are not cut: leave it out")
+    return replace(_siglip(reader, form), filter=reader.filter(BILINEAR))
+
+
 def _llava(reader: _Reader, form: TileForm) -> Processor:
     found = _clip(reader, form)
     if not reader.flag("do_pad", False):
@@ -337,6 +343,7 @@ def _qwen2_vl(reader: _Reader, form: TileForm) -> Processor:
 _SQUARES: Mapping[str, Callable[[_Reader, TileForm], Processor]] = {
     "CLIPImageProcessor": _clip,
     "SiglipImageProcessor": _siglip,
+    "Gemma3ImageProcessor": _gemma3,
     "LlavaImageProcessor": _llava,
     "Idefics3ImageProcessor": _idefics3,
     "SmolVLMImageProcessor": _idefics3,

@@ -11,6 +11,15 @@ PictureKey: TypeAlias = tuple[str, bytes]
 """Says whose embeddings are equal: what separates prefix caches, and the picture's digest."""
 
 
+class Frame(NamedTuple):
+    """The marks before and behind a picture's tokens in a prompt, and the text `around` these. A
+    chat template writes the first mark alone, which stands for the picture."""
+
+    begin_id: int
+    end_id: int
+    around: str
+
+
 class Run(NamedTuple):
     """Neighbouring tokens of a prompt that stand for a part of a picture: [start, end)."""
 

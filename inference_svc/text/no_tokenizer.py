@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from inference_svc.text.answers.families import PLAIN
 from inference_svc.text.chat import Chat
@@ -30,7 +30,9 @@ class NoTokenizer:
         """Raises InvalidArgument."""
         raise InvalidArgument(f"prompt: {NO_TOKENIZER}: send token ids", subject="prompt")
 
-    def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
+    def encode_chat(
+        self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
+    ) -> list[int]:
         """Raises InvalidArgument."""
         raise InvalidArgument(
             f"chat: {NO_TOKENIZER}, and so no chat template: send token ids", subject="chat"

@@ -6,7 +6,7 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,7 +90,9 @@ class Encoder(Protocol):
 
     def name_of(self, token_id: int) -> str: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
+    def encode_chat(
+        self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
+    ) -> list[int]:
         """Raises TemplateTimeout if the messages' text is not there in time."""
         ...
 
@@ -193,14 +195,19 @@ class PromptEncoder:
     ) -> tuple[int, ...]:
         """Returns a prompt with all tokens of its pictures, which are read if they may fit."""
         encode = partial(text.encoder.encode, add_special_tokens=False)
-        name = text.encoder.name_of(rule.token_id)
+        name_of = text.encoder.name_of
         num_pictures = 0 if pictures is None else pictures.num_pictures
-        rule.check(found, num_pictures, name)
+        rule.check(found, num_pictures, name_of)
         self._check_length(len(found) + num_pictures * (rule.min_tokens - 1), text)
         tiles = () if pictures is None else await pictures.read()
-        expanded = rule.expanded(found, tiles, name, encode)
+        expanded = rule.expanded(found, tiles, name_of(rule.token_id), encode)
         self._check(expanded, text)
         return expanded
+
+    def _framed_by(self, encoder: Encoder) -> Callable[[str], str]:
+        """Returns the function that puts frames around the pictures of a conversation's text."""
+        rule = self.picture_rule
+        return str if rule is None else partial(rule.framed, name_of=encoder.name_of)
 
     @property
     def vocab_size(self) -> int:
@@ -359,7 +366,8 @@ class PromptEncoder:
                 # An adapter's tokens may be long, which is no reason for a longer template.
                 of_base = self.max_chars(self._base.encoder) + num_chars_of(prompt)
                 max_chars = min(self.max_chars(text.encoder), of_base) + INLINE_CHARS
-                token_ids = text.encoder.encode_chat(prompt, max_chars, max_seconds)
+                framed = self._framed_by(text.encoder)
+                token_ids = text.encoder.encode_chat(prompt, max_chars, max_seconds, framed)
             found = tuple(token_ids)
             self._check(found, text)
         except (InvalidArgument, AdapterUnusable):

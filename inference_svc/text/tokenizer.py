@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +113,15 @@ class BackendText:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
-    def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
+    def encode_chat(
+        self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
+    ) -> list[int]:
         """Returns the token ids of a conversation under the chat template, up to where the
-        assistant's answer begins. Raises like `Renderer.render`."""
+        assistant's answer begins; `framed` puts frames around pictures in its text. Raises like
+        `Renderer.render`."""
         if self.template is None:
             raise InvalidArgument("this model has no chat template", subject="chat")
-        text = self.template.render(chat, max_chars, max_seconds)
+        text = framed(self.template.render(chat, max_chars, max_seconds))
         return self.encode(text, add_special_tokens=chat.add_special_tokens)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:

@@ -82,6 +82,7 @@ class Reader:
         text = self.oracle.processor.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
+        text = self.rule.framed(text, self.tokenizer.name_of)
         tiles = [self.decoder.decode(encoded(each), "image") for each in pictures]
         ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -154,19 +155,29 @@ def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     made.decoder.close()
 
 
-@pytest.fixture(scope="module", params=["SmolVLM", "Qwen3VL"])
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """The tokens of its pictures see each other, in layers of windows, too."""
+    made = Reader("Gemma3", tmp_path_factory.mktemp("reader"))
+    yield made
+    made.decoder.close()
+
+
+@pytest.fixture(scope="module", params=["SmolVLM", "Qwen3VL", "Gemma3"])
 def stepped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Reader]:
-    """Tiles of one size with texts between them; and a tile of its own size, whose rows and columns
-    are positions, and whose embeddings several layers add."""
+    """Tiles of one size with texts between them; a tile of its own size, whose rows and columns are
+    positions, and whose embeddings several layers add; and a tile whose tokens see each other."""
     made = Reader(request.param, tmp_path_factory.mktemp("reader"))
     yield made
     made.decoder.close()
 
 
 CUT = {"max_batch_tokens": 7, "max_prefill_chunk": 7, "max_sequences": 4}
-NUM_PAGES = {"SmolVLM": 22, "Qwen3VL": 18}
+WHOLE = {"max_batch_tokens": 20, "max_prefill_chunk": 20}
+"""Beside four generated tokens there is room for the 16 tokens of a picture."""
+NUM_PAGES = {"SmolVLM": 22, "Qwen3VL": 18, "Gemma3": 22}
 """Of all sequences, fewer than they need."""
 CASES: dict[str, dict[str, Any]] = {
     "chunks": CUT,
@@ -183,6 +194,8 @@ def test_answers_do_not_depend_on_steps(stepped: Reader, case: str, start: Calla
     """Pictures across the borders of chunks, preempted prompts, embeddings that do not stay, and
     prompts whose log probabilities are returned, for which another program is run."""
     settings = SETTINGS | CASES[case]
+    if "max_batch_tokens" in CASES[case] and stepped.oracle.name == "Gemma3":
+        settings |= WHOLE
     if case == "preemption":
         per_token = load_description(stepped.zoo.model_dir).kv_elements_per_token
         settings["kv_bytes"] = NUM_PAGES[stepped.oracle.name] * PAGE * 4 * per_token
@@ -203,6 +216,29 @@ def test_answers_do_not_depend_on_steps(stepped: Reader, case: str, start: Calla
     if case == "little-memory":
         assert scheduler.pictures.num_encoded > 3
     running.check_idle()
+
+
+def test_a_picture_goes_on_behind_cached_pages(gemma3: Reader, start: Callable) -> None:
+    """Pages end in the middle of a picture: keys and values there are of all of it."""
+    running = start(gemma3.zoo, **SETTINGS)
+    prompt, pictures = gemma3.prompt("one")
+    first = pictures[0].start
+    assert first % PAGE
+    end = pictures[0].end - pictures[0].end % PAGE
+    assert first < end < pictures[0].end
+    for name, ids, num_cached in (
+        ("first", prompt, 0),
+        ("again", prompt, (len(prompt) - 1) // PAGE * PAGE),
+        ("other end", [*prompt[: pictures[0].end], 5, 6, 7], end),
+    ):
+        running.submit(name, ids, pictures=pictures, max_tokens=NUM_TOKENS)
+        tokens, last = running.result(name)
+        assert last.usage.cached_prompt_tokens == num_cached, name
+        if name != "other end":
+            assert tokens == gemma3.expected("", "one")
+    alone = start(gemma3.zoo, **SETTINGS | {"prefix_cache": False})
+    alone.submit("other end", ids, pictures=pictures, max_tokens=NUM_TOKENS)
+    assert alone.result("other end")[0] == tokens
 
 
 def submit_as(
@@ -349,11 +385,22 @@ def test_settings_without_pictures_are_named(
         start(smolvlm.zoo, **SETTINGS | changes)
 
 
+def test_a_step_without_room_for_a_picture_is_refused(gemma3: Reader, start: Callable) -> None:
+    small = {"max_batch_tokens": 19, "max_prefill_chunk": 19, "max_sequences": 4}
+    with pytest.raises(ValueError, match=r"--max-batch-tokens must be at least 20: .* 16 tokens"):
+        start(gemma3.zoo, **SETTINGS | small)
+    running = start(gemma3.zoo, **SETTINGS | small | {"max_prompt_images": 0})
+    request_id = submit(running, gemma3, "linear", "text")
+    assert running.result(request_id)[0] == gemma3.expected("linear", "text")
+
+
 @pytest.mark.parametrize("adapter", [spec.name for spec in TOWERS])
 def test_adapters_of_towers_and_connectors_are_refused_by_name(
     reader: Reader, adapter: str, start: Callable
 ) -> None:
     """A server of text alone accepts them: no request passes through these parts."""
+    if adapter not in reader.zoo.adapter_dirs:
+        pytest.skip("its connector has no linear layer")
     running = start(reader.zoo, **SETTINGS)
     _, last = running.result(submit(running, reader, adapter, "one"))
     assert last.error is not None

@@ -156,6 +156,8 @@ class NativeBackend(AdapterMemory):
         groups = self._lora.plan(batch.rows)
         self.num_lora_steps += bool(groups)
         placed = () if self.pictures is None else self.pictures.placed(batch.rows)
+        if self.pictures is not None:
+            self._step.let_see(self.pictures.mutual(placed))
         # Nothing is scored or pooled of rows of one sampling token. A picture's token may be among
         # them, as the last one of a prompt.
         if columns.is_decode and not placed:
@@ -389,4 +391,5 @@ def _step_arrays(config: EngineConfig, decoder: Decoder, num_outputs: int) -> St
         BatchPages(max_rows, max_pages(config)),
         max_outputs=num_outputs,
         places=None if found is None else found.positions,
+        has_ends=found is not None and found.are_mutual,
     )

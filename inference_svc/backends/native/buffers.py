@@ -66,8 +66,9 @@ class StepArrays:
     T tokens in the order of the batch's R rows. All of `token_ids`, `positions` and `cells` (where
     a token's keys and values go) are int64 [T]; `query_starts` int32 [R + 1] and `context_lengths`
     int32 [R] as in `kernels.attention.AttentionPlan`; `logit_rows` int64 [N], the last token of
-    each row. Where pictures have `places` of their own, `axis_positions` are int64 [3, T]. The
-    counts `num_tokens`, `num_rows` and `num_logits`, which is N, are int32 [1].
+    each row. Where pictures have `places` of their own, `axis_positions` are int64 [3, T]; where
+    their tokens see each other, `ends` are int32 [T], as in `StepRows`. The counts `num_tokens`,
+    `num_rows` and `num_logits`, which is N, are int32 [1].
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class StepArrays:
         zeros: Callable[..., Tensor] = torch.zeros,
         max_outputs: int | None = None,
         places: PicturePositions | None = None,
+        *,
+        has_ends: bool = False,
     ) -> None:
         """`zeros` allocates, as torch's does, on the CPU. At most `max_outputs` tokens have outputs
         at once, by default one of each row."""
@@ -95,6 +98,7 @@ class StepArrays:
         self.num_tokens = zeros(1, dtype=torch.int32)
         self.num_rows = zeros(1, dtype=torch.int32)
         self.num_logits = zeros(1, dtype=torch.int32)
+        self.ends = zeros(max_tokens, dtype=torch.int32) if has_ends else None
         self._pages, self._table = pages, pages.host_table.numpy()
         self._token_ids, self._positions = self.token_ids.numpy(), self.positions.numpy()
         self._cells, self._logit_rows = self.cells.numpy(), self.logit_rows.numpy()
@@ -102,6 +106,7 @@ class StepArrays:
         self._context_lengths = self.context_lengths.numpy()
         self._counts = [n.numpy() for n in (self.num_tokens, self.num_rows, self.num_logits)]
         self._row_numbers = np.arange(max_rows)
+        self._num_ends = 0
         self.size = StepSize(0, 0, 0)
 
     @property
@@ -114,6 +119,7 @@ class StepArrays:
             self.context_lengths,
             self._pages.host_table,
             self.cells,
+            self.ends,
         )
 
     def positions_along(self, axes: Axes | None) -> tuple[Tensor, Tensor | None]:
@@ -169,6 +175,17 @@ class StepArrays:
         self._context_lengths[:num_rows] = firsts + lengths
         self._logit_rows[:num_rows] = ends - 1
         self._set_counts(total, num_rows, num_rows)
+
+    def let_see(self, mutual: Sequence[tuple[int, int]]) -> None:
+        """Lets the step's tokens [start, end), one picture's each, see each other. Without, each
+        token sees up to its own position."""
+        if not (mutual or self._num_ends):
+            return
+        assert self.ends is not None, "pictures' tokens see each other"
+        self.ends[: self._num_ends] = 0
+        for start, end in mutual:
+            self.ends[start:end] = self.positions[end - 1] + 1
+        self._num_ends = max((end for _, end in mutual), default=0)
 
     def choose(self, tokens: list[int]) -> None:
         """Has outputs computed of these tokens of the step, at most `max_outputs`, instead of the

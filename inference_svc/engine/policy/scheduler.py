@@ -205,7 +205,7 @@ class Scheduler:
             assert self.masks is not None
             self.masks.close_row(sequence.masked)
             sequence.masked = None
-        if sequence.held_pictures:
+        if sequence.request.pictures:
             assert self.pictures is not None
             self.pictures.release(sequence)
         if sequence.request.key:
@@ -227,8 +227,10 @@ class Scheduler:
         for sequence in self.siblings.pop_free():
             self._add(sequence, now_s)
         if self.pictures is not None:
-            self.pictures.begin(self.running)
+            self.pictures.begin([] if self.hold is Hold.EVERYTHING else self.running)
         rows = [] if self.hold is Hold.EVERYTHING else self._rows(now_s)
+        if not rows and any(each.num_at_once for each in self.running):
+            rows = self._rows(now_s)  # one that has started has room for all of them now
         if self.num_pooling:
             rows = list(map(_unsampled, rows))
         changes = self.adapters.pop_changes()

@@ -51,6 +51,11 @@ class Grants:
         self.tokens[id(sequence)] = before + count
         return self._pay(sequence, count)
 
+    def give_at_once(self, sequence: Sequence) -> None:
+        """Grants all tokens that are computed in one step, whatever the budget."""
+        self.tokens[id(sequence)] = sequence.num_at_once
+        self._pay(sequence, sequence.num_at_once)
+
     def start(self, sequence: Sequence) -> int:
         """Grants the rest to a sequence that starts; returns how many tokens, at least one."""
         if self.computes_whole:
@@ -64,7 +69,9 @@ class Grants:
         if self._waits_for_others(sequence):
             budget = min(budget, self.anew_left)
         most = min(sequence.num_uncomputed, self.max_chunk) - before
-        return min(most, int(budget / self.prices.of_prompt(sequence)))
+        count = min(most, int(budget / self.prices.of_prompt(sequence)))
+        is_useless = sequence.awaits_picture or before + count < sequence.num_at_once
+        return 0 if is_useless else count
 
     def _pay(self, sequence: Sequence, count: int) -> float:
         cost = count * self.prices.of_prompt(sequence)
@@ -91,6 +98,7 @@ def share_step(
     grants = Grants(float(budget), max_chunk, prices, anew_most, tenants)
     _grant_choices(grants, generating, budget)
     if prompts:
+        _grant_at_once(grants, prompts)
         kept = min(max(0.0, grants.left) // 4, waiting_tokens)
         grants.left -= kept
         _grant_prompts(grants, prompts)
@@ -132,6 +140,14 @@ def _in_turns(
     return (each for each in chain.from_iterable(zip_longest(*lists)) if each is not None)
 
 
+def _grant_at_once(grants: Grants, prompts: list[Sequence]) -> None:
+    """The first in rank whose tokens are computed at once has room for them: its part of the budget
+    may always be too small. Beside generated tokens a step has room for one such sequence."""
+    waiting = next((each for each in prompts if each.num_at_once), None)
+    if waiting is not None:
+        grants.give_at_once(waiting)
+
+
 def _grant_prompts(grants: Grants, prompts: list[Sequence]) -> None:
     first, anew = (
         _by_tenant(s for s in prompts if not s.is_computed_anew),
@@ -144,8 +160,9 @@ def _grant_prompts(grants: Grants, prompts: list[Sequence]) -> None:
     _grant_equally(grants, _by_tenant(anew))
     if not any(grants.of(sequence) for sequence in prompts) and grants.left >= 1:
         # Scoring one token may cost more than a step has: then it has that alone.
-        grants.tokens[id(prompts[0])] = 1
-        grants.left -= grants.prices.of_prompt(prompts[0])
+        first_able = next((each for each in prompts if not each.awaits_picture), prompts[0])
+        grants.tokens[id(first_able)] = 1
+        grants.left -= grants.prices.of_prompt(first_able)
 
 
 def _by_tenant(prompts: Iterable[Sequence]) -> list[list[Sequence]]:

@@ -27,7 +27,7 @@ from inference_svc.model.checkpoint.headers import is_same_content, tensor_names
 from inference_svc.model.checkpoint.wrapper import BARE, HEADED, TEXT_ALONE, Wrapper
 from inference_svc.model.config.keys import check_keys
 from inference_svc.model.config.reader import ConfigReader
-from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder, EncoderInputs
+from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Decoder, EncoderInputs, Pictures
 from inference_svc.model.description.encoder import TOKENS_HEAD
 from inference_svc.model.quantised import plain_config, read_scheme
 from inference_svc.model.quantised.chosen import with_chosen_format
@@ -67,7 +67,8 @@ class Family:
     `describe` makes a description of a config whose keys are known: the keys of `config.keys.READ`,
     and `reads`. `ignores` do not change the computation, nor do `accepts` with their value there.
     `defaults` are the values that transformers assumes for keys that config.json leaves out, where
-    that differs from `DEFAULTS`.
+    that differs from `DEFAULTS`. `pictures` describes how the decoder reads pictures;
+    None: it does not.
     """
 
     architecture: str
@@ -76,6 +77,7 @@ class Family:
     ignores: frozenset[str] = frozenset()
     accepts: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    pictures: Callable[[ConfigReader, Decoder], Pictures] | None = None
 
     @property
     def module(self) -> str:
@@ -155,7 +157,10 @@ def load_description(
     family = _family_of(values)
     _check_keys(values, family)
     config = ConfigReader(values, {**DEFAULTS, **family.defaults})
-    decoder = _with_processor(family.describe(config), model_dir, with_pictures=with_pictures)
+    decoder = family.describe(config)
+    if with_pictures and family.pictures is not None:
+        pictures = family.pictures(config, decoder)
+        decoder = _with_pictures(decoder, pictures, model_dir)
     if decoder.encoder is not None:
         decoder = _with_encoders_head(decoder, decoder.encoder, values)
     if decoder.encoder is None:
@@ -182,12 +187,9 @@ def load_description(
     )
 
 
-def _with_processor(decoder: Decoder, model_dir: Path, *, with_pictures: bool) -> Decoder:
-    """Returns the decoder with the facts of its processor, or without pictures. Raises
+def _with_pictures(decoder: Decoder, found: Pictures, model_dir: Path) -> Decoder:
+    """Returns the decoder with pictures, and the facts of their processor. Raises
     UnsupportedModel."""
-    found = decoder.pictures
-    if found is None or not with_pictures:
-        return replace(decoder, pictures=None)
     if found.size != decoder.hidden_size:
         raise UnsupportedModel(
             f"{CONFIG}: vision_config makes embeddings of {found.size} elements, and text_config "

@@ -3,8 +3,6 @@ Llama's decoder."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from inference_svc.model.architectures import Family, describe_text_part
 from inference_svc.model.architectures.towers.vit import describe_tower, read_vision, wrapper
 from inference_svc.model.checkpoint.wrapper import Wrapper
@@ -27,15 +25,14 @@ OF_TOWER = wrapper(TOWER, CONNECTOR, ("text_model", "lm_head"))
 
 
 def describe(config: ConfigReader) -> Decoder:
-    decoder = describe_text_part(config, {"llama": "LlamaForCausalLM"}, WRAPPER, OF_TRAINERS)
-    return replace(decoder, pictures=_pictures(config, decoder.hidden_size))
+    return describe_text_part(config, {"llama": "LlamaForCausalLM"}, WRAPPER, OF_TRAINERS)
 
 
-def _pictures(config: ConfigReader, text_size: int) -> Pictures:
+def _pictures(config: ConfigReader, decoder: Decoder) -> Pictures:
     vision, kind = read_vision(config, ("idefics3_vision",))
     merge = config.within("scale_factor", 1, MAX_MERGE)
     size = vision.positive("hidden_size") * merge**2
-    member = Member(f"{CONNECTOR}.modality_projection.proj", text_size)
+    member = Member(f"{CONNECTOR}.modality_projection.proj", decoder.hidden_size)
     connector = Connector((Projection(CONNECTOR, (member,), size),))
     tower = describe_tower(
         vision,
@@ -61,6 +58,7 @@ def _family(name: str) -> Family:
             "image_token_id": 128257,
             "scale_factor": 2,
         },
+        pictures=_pictures,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from inference_svc.model.architectures import Family, describe_text_part
 from inference_svc.model.architectures.towers.vit import describe_tower, read_vision, wrapper
@@ -44,11 +43,10 @@ def describe(config: ConfigReader) -> Decoder:
     is_tied = isinstance(text, Mapping) and text.get("tie_word_embeddings") is True
     if is_tied and not config.flag("tie_word_embeddings"):
         config = config.with_values(tie_word_embeddings=True)
-    decoder = describe_text_part(config, TEXTS, WRAPPER)
-    return replace(decoder, pictures=_pictures(config, decoder.hidden_size))
+    return describe_text_part(config, TEXTS, WRAPPER)
 
 
-def _pictures(config: ConfigReader, text_size: int) -> Pictures:
+def _pictures(config: ConfigReader, decoder: Decoder) -> Pictures:
     vision, kind = read_vision(config, TOWERS)
     layer, num_layers = config.get("vision_feature_layer"), vision.num_layers
     if (
@@ -61,11 +59,11 @@ def _pictures(config: ConfigReader, text_size: int) -> Pictures:
     if strategy not in ("default", "full"):
         raise config.unsupported("vision_feature_select_strategy", "must be default or full")
     has_bias = config.flag("multimodal_projector_bias")
-    sizes = ((1, vision.positive("hidden_size")), (2, text_size))
+    sizes = ((1, vision.positive("hidden_size")), (2, decoder.hidden_size))
     layers = tuple(
         Projection(
             f"connector_{index}",
-            (Member(f"{CONNECTOR}.linear_{index}", text_size),),
+            (Member(f"{CONNECTOR}.linear_{index}", decoder.hidden_size),),
             size,
             has_bias=has_bias,
         )
@@ -103,5 +101,6 @@ FAMILIES = (
             "vision_feature_select_strategy": "default",
             "multimodal_projector_bias": True,
         },
+        pictures=_pictures,
     ),
 )

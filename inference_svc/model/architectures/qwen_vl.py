@@ -4,7 +4,6 @@ size, and a text part whose heads turn by the rows and columns of pictures, too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ _OF_WHOLE = names(
 """Keys that describe no text part, where its keys lie beside them."""
 
 
-def _describe_qwen2(config: ConfigReader, kind: towers.Kind, model_type: str) -> Decoder:
+def _describe_qwen2(config: ConfigReader, model_type: str) -> Decoder:
     """Published files have the text part's keys beside those of the whole."""
     text = config.get("text_config")
     if text is None:
@@ -42,22 +41,23 @@ def _describe_qwen2(config: ConfigReader, kind: towers.Kind, model_type: str) ->
         config = config.with_values(text_config=text)
     if isinstance(text, Mapping) and text.get("tie_word_embeddings") is True:
         config = config.with_values(tie_word_embeddings=True)
-    return _describe(config, kind, {model_type: OF_QWEN2_VL}, Axes((16, 24, 24)))
+    return _describe(config, {model_type: OF_QWEN2_VL})
 
 
-def _describe(
-    config: ConfigReader, kind: towers.Kind, parts: Mapping[str, str | Family], axes: Axes
-) -> Decoder:
-    """Returns a text part, and its tower. `axes` are transformers' default."""
-    decoder = describe_text_part(config, parts, WRAPPER)
+def _describe(config: ConfigReader, parts: Mapping[str, str | Family]) -> Decoder:
+    return describe_text_part(config, parts, WRAPPER)
+
+
+def _pictures(config: ConfigReader, decoder: Decoder, kind: towers.Kind, axes: Axes) -> Pictures:
+    """Describes how the decoder reads pictures. `axes` are transformers' default."""
     tower = towers.describe_tower(config, kind)
     axes = axes._replace(sections=_sections(config, axes.sections))
-    return replace(decoder, pictures=Pictures(tower, config.count("image_token_id"), axes))
+    return Pictures(tower, config.count("image_token_id"), axes)
 
 
 def _sections(config: ConfigReader, default: tuple[int, ...]) -> tuple[int, ...]:
     """Returns how many pairs of a head turn by each axis."""
-    text = config.get("text_config")
+    text = config.get("text_config") or config.given
     found = text.get("rope_scaling") or text.get("rope_parameters") or {}
     sections = found.get("mrope_section", list(default))
     is_list = isinstance(sections, list) and len(sections) == len(default)
@@ -88,10 +88,11 @@ def _qwen2_family(name: str, kind: towers.Kind) -> Family:
     model_type = {"Qwen2VL": "qwen2_vl_text", "Qwen2_5_VL": "qwen2_5_vl_text"}[name]
     return Family(
         f"{name}ForConditionalGeneration",
-        partial(_describe_qwen2, kind=kind, model_type=model_type),
+        partial(_describe_qwen2, model_type=model_type),
         reads=_READS | OF_QWEN2_VL.reads,
         ignores=_IGNORES,
         defaults=_DEFAULTS,
+        pictures=partial(_pictures, kind=kind, axes=Axes((16, 24, 24))),
     )
 
 
@@ -100,10 +101,11 @@ def _family(
 ) -> Family:
     return Family(
         f"{name}ForConditionalGeneration",
-        partial(_describe, kind=kind, parts=parts, axes=axes),
+        partial(_describe, parts=parts),
         reads=_READS,
         ignores=_IGNORES,
         defaults=_DEFAULTS | defaults,
+        pictures=partial(_pictures, kind=kind, axes=axes),
     )
 
 

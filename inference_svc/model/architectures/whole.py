@@ -3,27 +3,13 @@ adapters may use any of transformers' names for the text part's modules. The ser
 an adapter's changes to other towers; the verdict lists this."""
 
 from inference_svc.model.architectures import Family, describe_text_part
-from inference_svc.model.checkpoint.wrapper import Wrapper
+from inference_svc.model.architectures.llava import WRAPPER
 from inference_svc.model.config.keys import names
 from inference_svc.model.config.reader import ConfigReader
 from inference_svc.model.description import Decoder
 
-_LLAVA = Wrapper(
-    prefixes=(
-        ("language_model.model.", "model."),
-        ("model.language_model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-    ),
-    others=("vision_tower", "multi_modal_projector"),
-    tower_prefixes=(("vision_tower.vision_model.", "vision_tower."),),
-)
-"""The names that transformers has used, before its release 5 and since."""
-_GEMMA4 = _LLAVA._replace(others=("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
+_GEMMA4 = WRAPPER._replace(others=("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
 _MISTRAL3 = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
-
-
-def describe_gemma3(config: ConfigReader) -> Decoder:
-    return describe_text_part(config, {"gemma3_text": "Gemma3ForCausalLM"}, _LLAVA)
 
 
 def describe_gemma4(config: ConfigReader) -> Decoder:
@@ -31,7 +17,7 @@ def describe_gemma4(config: ConfigReader) -> Decoder:
 
 
 def describe_mistral3(config: ConfigReader) -> Decoder:
-    return describe_text_part(config, _MISTRAL3, _LLAVA)
+    return describe_text_part(config, _MISTRAL3, WRAPPER)
 
 
 _IGNORES = names(
@@ -44,13 +30,6 @@ _IGNORES = names(
 _DEFAULTS = {"tie_word_embeddings": True, "eos_token_id": None}
 
 FAMILIES = (
-    Family(
-        "Gemma3ForConditionalGeneration",
-        describe_gemma3,
-        reads=names("text_config"),
-        ignores=_IGNORES,
-        defaults=_DEFAULTS,
-    ),
     Family(
         "Gemma4ForConditionalGeneration",
         describe_gemma4,

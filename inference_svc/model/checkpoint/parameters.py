@@ -60,7 +60,8 @@ class Piece:
     """A tensor of the checkpoint: its shape, and the writer that puts it into the projection that
     it is a part of, given the number of the first row; None: it is the whole of a parameter that is
     no projection. With `num_experts` it has the parts of so many, of which the `experts` are put
-    one by one, given the place of each; each is [in, out] if it `is_transposed`.
+    one by one, given the place of each. A matrix, or each of these, is [in, out] if it
+    `is_transposed`.
 
     `module` is the module whose weight [out, in] it is, or "", and `format` the format that it is
     held in. The checkpoint may have other tensors of the module in its place, as its `Scheme` says.
@@ -351,6 +352,9 @@ def _linear_pieces(
     size, part = whole_outputs(members), part_of_linear(members, projection.in_cut)
     shape = size, _whole_inputs(projection)
     piece = Piece(shape, partial(_put_rows, start), module=path, format=held, part=part)
+    if isinstance(projection, Projection) and projection.is_transposed:
+        assert part is None
+        piece = replace(piece, shape=shape[::-1], module="", is_transposed=True)
     form = {f"{path}.weight": piece}
     if projection.has_bias:
         put = partial(_put_bias, start)

@@ -284,6 +284,8 @@ def _put_plain(made: Any, piece: Piece, tensor: TextTensor) -> None:
         if piece.num_experts and piece.put is not None:
             for place, expert in piece.places:
                 piece.put(made, _of_rank(_of_expert(stored, piece, expert), piece), place)
+        elif piece.is_transposed and piece.put is not None:
+            piece.put(made, stored[:].t(), 0)
         elif piece.put is not None:
             for rows, place in _row_ranges(piece):
                 piece.put(made, _of_rank(stored[_index(rows, piece.read_part)], piece), place)

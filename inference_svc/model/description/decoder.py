@@ -22,6 +22,7 @@ from inference_svc.model.quantised.scheme import Scheme
 from inference_svc.model.rope import Axes, Rope
 from inference_svc.pictures.positions import PicturePositions
 from inference_svc.pictures.processor import Processor
+from inference_svc.pictures.prompt import Frame
 from inference_svc.pictures.sizes import TileForm
 from inference_svc.results.routed_experts import ExpertLayers
 from kernels.quantised import WeightFormat
@@ -364,12 +365,15 @@ class Pictures:
     """How a decoder reads pictures: `tower` makes the embeddings of the tokens `token_id`, which
     stand for a picture in a prompt, of the tiles that the `processor` makes of it. `facts` are this
     processor's, once its file is read. If tokens have several positions, these turn the pairs of
-    heads along `axes`."""
+    heads along `axes`. The tokens of a picture see each other in both directions if they
+    `are_mutual`; then they are neighbours. A prompt may have a `frame` around them."""
 
     tower: Decoder
     token_id: int
     axes: Axes | None = None
     facts: Processor | None = None
+    are_mutual: bool = False
+    frame: Frame | None = None
 
     @property
     def processor(self) -> Processor:

@@ -115,7 +115,8 @@ class Projection:
 
     `name` is such as "qkv". `fused` is the module that computes all of them where they are one: the
     checkpoint has that instead of its members if it `is_stored_fused`. `formats` are of the weights
-    of the `stored` modules; without any all are in the model's dtype.
+    of the `stored` modules; without any all are in the model's dtype. In a checkpoint they are
+    [out, in], or [in, out] if they are `is_transposed`.
 
     `in_cut` is the range of inputs that this rank has; None: all. Such outputs are one term of the
     sum over ranks, and the first rank's has the bias.
@@ -125,6 +126,7 @@ class Projection:
     members: tuple[Member, ...]
     in_features: int
     has_bias: bool = False
+    is_transposed: bool = False
     fused: str = ""
     is_stored_fused: bool = False
     formats: tuple[WeightFormat | None, ...] = ()

@@ -25,11 +25,14 @@ class Patches:
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """Makes embeddings of a tower's outputs: the patches of a cell become one row; then come the
+    """Makes embeddings of a tower's outputs: the patches of a cell become one row, side by side, or
+    their mean if it `pools`; then come the `norm`, if there is one, and the
     `layers`, with the activation between them."""
 
     layers: tuple[Projection, ...]
     activation: Activation | None = None
+    pools: bool = False
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)

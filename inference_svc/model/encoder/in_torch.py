@@ -97,6 +97,8 @@ def _embed_patches(op: EmbedPatches, step: Step) -> Tensor:
 
 def _merge_patches(op: MergePatches, step: Step) -> Tensor:
     x: Tensor = step.values[op.inputs[0]]
+    if op.pools:
+        return x.view(-1, op.count, op.out.width).float().mean(1).to(x.dtype)
     return x.view(-1, op.out.width)
 
 

@@ -51,7 +51,11 @@ class EmbedPatches(Op):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergePatches(Op):
-    """Puts the patches of each cell, which follow each other, side by side: as many rows fewer."""
+    """Puts the `count` patches of each cell, which follow each other, side by side, or takes their
+    mean if it `pools`: as many rows fewer."""
+
+    count: int
+    pools: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,18 +96,23 @@ def list_taps(walk: Listing, hidden: Value, decoder: Decoder, layer: int) -> Non
 
 def list_outputs(walk: Listing, x: Value, decoder: Decoder) -> Value:
     """Lists the operations from a tower's outputs to embeddings, which it returns."""
-    assert decoder.connector is not None
-    return _list_connector(walk, _list_merge(walk, x, decoder), decoder.connector)
+    connector = decoder.connector
+    assert connector is not None
+    x = _list_merge(walk, x, decoder)
+    if connector.norm is not None:
+        walk.ops.append(NormOf((x,), x, None, connector.norm))
+    return _list_connector(walk, x, connector)
 
 
 def _list_merge(walk: Listing, x: Value, decoder: Decoder) -> Value:
     """Lists the operation that joins the patches of each cell, if they are several."""
     assert decoder.patches is not None
-    merge = decoder.patches.form.merge
+    assert decoder.connector is not None
+    merge, pools = decoder.patches.form.merge, decoder.connector.pools
     if merge == 1:
         return x
-    merged = walk.value("merged", x.width * merge**2, Rows.LOGITS)
-    walk.ops.append(MergePatches((x,), merged, None))
+    merged = walk.value("merged", x.width * (1 if pools else merge**2), Rows.LOGITS)
+    walk.ops.append(MergePatches((x,), merged, None, merge**2, pools))
     return merged
 
 

@@ -47,7 +47,7 @@ def read(call: CallPictures, prompt: Chat, num_choices: int = 1) -> list[int]:
     """Returns the tiles of each picture."""
 
     async def body() -> list[int]:
-        found = await call.of_prompt(prompt, "<image>", "account", num_choices).read()
+        found = await call.of_prompt(prompt, ("<image>",), "account", num_choices).read()
         return [each.num_tiles for each in found]
 
     return asyncio.run(body())

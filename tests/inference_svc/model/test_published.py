@@ -94,11 +94,25 @@ def test_transformers_says_the_same(name, values, config, tmp_path):
 
 
 QWEN = ("qwen2-vl-7b", "qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3.6-27b", "qwen3.6-35b-a3b")
-SIDES = {"idefics3-8b": 364, "llava-1.5-7b": 336, "smolvlm2-500m": 512} | dict.fromkeys(QWEN, 0)
+SIDES = {
+    "gemma-3-27b": 896,
+    "gemma-3-4b": 896,
+    "idefics3-8b": 364,
+    "llava-1.5-7b": 336,
+    "smolvlm2-500m": 512,
+} | dict.fromkeys(QWEN, 0)
 """The sides of the tiles of models that read pictures; 0: they have any size."""
 QWEN_BEFORE_3 = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14}
 QWEN_3 = {"size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16}
+_GEMMA3 = {
+    "size": {"height": 896, "width": 896},
+    "image_processor_type": "Gemma3ImageProcessor",
+    "do_pan_and_scan": None,
+    "resample": 2,
+}
 PROCESSORS = {
+    "gemma-3-27b": _GEMMA3,
+    "gemma-3-4b": _GEMMA3,
     "idefics3-8b": {"size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}},
     "llava-1.5-7b": {
         "size": {"shortest_edge": 336},

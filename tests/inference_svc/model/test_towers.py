@@ -42,12 +42,11 @@ def tower_of(folder: Path, dtype: torch.dtype = torch.float32) -> TorchTower:
 def expected_rows(model: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     """[tokens, hidden_size]"""
     is_llava = "Llava" in type(model).__name__
+    is_cut = not (is_llava or "Gemma3" in type(model).__name__)
     names = ("vision_feature_layer", "vision_feature_select_strategy")
     options = {name: getattr(model.config, name) for name in names} if is_llava else {}
     with torch.no_grad():
-        found = model.get_image_features(
-            pixel_values=pixels if is_llava else pixels[None], **options
-        )
+        found = model.get_image_features(pixel_values=pixels[None] if is_cut else pixels, **options)
     return torch.cat(list(found.pooler_output))
 
 
@@ -158,13 +157,28 @@ def test_the_embeddings_are_in_the_models_dtype(tmp_path: Path) -> None:
 def test_a_tower_that_is_not_computed_is_refused(
     part: str, key: str, value: object, named: str, tmp_path: Path
 ) -> None:
-    make_reader("Llava", tmp_path)
+    _check_refused("Llava", part, key, value, named, tmp_path)
+
+
+@pytest.mark.parametrize("count", [15, 9, 0, None])
+def test_tokens_of_an_image_that_are_no_square_of_patches_are_refused(
+    count: object, tmp_path: Path
+) -> None:
+    _check_refused("Gemma3", "", "mm_tokens_per_image", count, "mm_tokens_per_image", tmp_path)
+
+
+def _check_refused(
+    model: str, part: str, key: str, value: object, named: str, tmp_path: Path
+) -> None:
+    """Asserts that a config with this value has text alone."""
+    make_reader(model, tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     (config[part] if part else config)[key] = value
     path.write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=named):
         load_description(tmp_path, with_pictures=True)
+    assert load_description(tmp_path).pictures is None
 
 
 def test_text_alone_needs_no_processor(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_sizes_may_be_numbers(tmp_path: Path) -> None:
         ("Llava", {"image_std": [0, 1, 1]}, "image_std"),
         ("Llava", {"rescale_factor": 0}, "rescale_factor"),
         ("LlavaOfSiglip", {"size": {"height": TILE, "width": 9}}, "size"),
+        ("Gemma3", {"size": {"height": TILE, "width": 9}}, "size"),
+        ("Gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan"),
         ("Idefics3", {"max_image_size": {"longest_edge": 9}}, "max_image_size"),
         ("Idefics3", {"size": {"height": 9, "width": 9}}, "size"),
         ("Qwen2_5_VL", {"image_processor_type": "CLIPImageProcessor"}, "image_processor_type"),

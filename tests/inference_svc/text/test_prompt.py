@@ -1,6 +1,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -45,7 +46,9 @@ class Recording:
         self.thread = threading.current_thread()
         return [ord(char) for char in text]
 
-    def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
+    def encode_chat(
+        self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
+    ) -> list[int]:
         return self.encode("".join(m.role + m.content for m in chat.messages) or ".")
 
 
@@ -70,7 +73,9 @@ def test_what_a_template_may_make_does_not_grow_with_an_adapters_tokens(
     class Adapters(Recording):
         max_chars_per_token = per_token
 
-        def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
+        def encode_chat(
+            self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
+        ) -> list[int]:
             found.append(max_chars - INLINE_CHARS)
             return [1]
 
@@ -202,7 +207,9 @@ def test_slow_template_leaves_the_event_loop(
     monkeypatch.setattr("inference_svc.text.prompt.INLINE_RETRY_SECONDS", retry_s)
 
     class Slow(Recording):
-        def encode_chat(self, chat: Chat, max_chars: int, max_seconds: float) -> list[int]:
+        def encode_chat(
+            self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
+        ) -> list[int]:
             self.encode("x")
             threads.append(self.thread)
             if self.thread is threading.main_thread():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention import AttentionPlan, attend, native, reference
+from kernels.attention import FP8, AttentionPlan, attend, native, reference
 
 ROWS = [(0, 33), (40, 1), (12, 5), (64, 30), (0, 12)]
 MUTUAL = [(3, 20), (20, 30), (34, 39), (39, 40), (45, 69)]
@@ -44,11 +44,10 @@ def test_torch(make_case, assert_close, window, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("is_tiled", [False, True])
-def test_native(library, make_case, make_sinks, assert_close, is_tiled, window, dtype):
-    q, cache, plan = make_case(
-        ROWS, head_dim=48, page_size=16, dtype=dtype, is_tiled=is_tiled, mutual=MUTUAL
-    )
+@pytest.mark.parametrize(("is_tiled", "stored"), [(False, None), (True, None), (True, FP8)])
+def test_native(library, make_case, make_sinks, assert_close, is_tiled, stored, window, dtype):
+    shape = {"head_dim": 48, "page_size": 16, "is_tiled": is_tiled, "stored": stored}
+    q, cache, plan = make_case(ROWS, dtype=dtype, mutual=MUTUAL, **shape)
     for sinks in (None, make_sinks(4)):
         options = {"scale": 0.3, "window": window, "sinks": sinks}
         wanted = reference.attend(q, cache, 1, plan, **options)

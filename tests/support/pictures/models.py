@@ -73,6 +73,22 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
             "projector_hidden_act": "gelu_pytorch_tanh",
         },
     ),
+    "Gemma3": (
+        "Gemma3",
+        {
+            "text_config": _TEXT
+            | {
+                "model_type": "gemma3_text",
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "query_pre_attn_scalar": 16,
+                "sliding_window": 10,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "vision_config": VISION | {"model_type": "siglip_vision_model", "patch_size": 7},
+            "mm_tokens_per_image": 16,
+        },
+    ),
     "Idefics3": ("Idefics3", _IDEFICS3),
     "SmolVLM": ("SmolVLM", _IDEFICS3),
     "Qwen2VL": (
@@ -144,6 +160,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_processor_type": "SiglipImageProcessor",
         "size": {"height": TILE, "width": TILE},
     },
+    "Gemma3": {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": TILE, "width": TILE},
+    },
     "Idefics3": _SPLIT | {"image_processor_type": "Idefics3ImageProcessor"},
     "SmolVLM": _SPLIT | {"image_processor_type": "SmolVLMImageProcessor"},
     "Qwen2VL": _FREE | {"min_pixels": TILE * TILE, "max_pixels": 3 * TILE * 3 * TILE, "size": None},
@@ -177,6 +197,35 @@ QWEN_TEMPLATE = (
 )
 """As published with llava-hf/llava-1.5-7b-hf, HuggingFaceTB/SmolVLM-256M-Instruct, and, without the
 system's message and videos, Qwen/Qwen2.5-VL-7B-Instruct."""
+GEMMA3_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<start_of_turn>' + message['role'] + '\n' }}{% for item in message['content'] %}"
+    "{% if item['type'] == 'image' %}{{ '<start_of_image>' }}"
+    "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}"
+    "{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+"""Writes parts as the one of google/gemma-3-4b-it does."""
+GEMMA3_TOKENS = {
+    "boi_token": "<start_of_image>",
+    "image_token": "<image_soft_token>",
+    "eoi_token": "<end_of_image>",
+}
+TEMPLATES = {
+    "Llava": LLAVA_TEMPLATE,
+    "LlavaOfSiglip": LLAVA_TEMPLATE,
+    "Gemma3": GEMMA3_TEMPLATE,
+    "Idefics3": SMOLVLM_TEMPLATE,
+    "SmolVLM": SMOLVLM_TEMPLATE,
+    "Qwen2VL": QWEN_TEMPLATE,
+    "Qwen2_5_VL": QWEN_TEMPLATE,
+    "Qwen3VL": QWEN_TEMPLATE,
+    "Qwen3_5": QWEN_TEMPLATE,
+}
+_ENDS = ("boi_token", "eoi_token")
+_GEMMA3_MARKS = [*(GEMMA3_TOKENS[key] for key in _ENDS), "<start_of_turn>", "<end_of_turn>"]
+NEWLINES = ["\n" * count for count in range(2, 8)]
+"""One token each, as for Gemma: they join with the ones around a picture."""
 _MARKS = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|im_start|>"]
 _MARKS += [f"<row_{y}_col_{x}>" for y in range(1, 4) for x in range(1, 4)]
 _QWEN_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
@@ -214,6 +263,11 @@ def cell_patches(pixels: torch.Tensor) -> torch.Tensor:
     return cells.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
 
 
+def towers_of(name: str) -> tuple[AdapterSpec, ...]:
+    """Returns the adapters of parts that a model has: Gemma 3's connector has no linear layer."""
+    return TOWERS[:1] if name == "Gemma3" else TOWERS
+
+
 def save_processor(name: str, folder: Path, **changes: Any) -> None:
     """Writes the file of a model's processor."""
     text = json.dumps(PROCESSORS[name] | changes)
@@ -240,18 +294,27 @@ def image_processor(name: str, **changes: Any) -> Any:
 
 def image_name(name: str) -> str:
     """Returns the text of the placeholder of a model."""
+    if name == "Gemma3":
+        return GEMMA3_TOKENS["image_token"]
     return QWEN_IMAGE if name.startswith("Qwen") else IMAGE
 
 
-def save_reader_tokenizer(name: str, folder: Path) -> int:
-    """Writes a tokenizer with the tokens of pictures; returns the id of the placeholder."""
-    backend, image = byte_level(), image_name(name)
-    texts = [image, *(_QWEN_MARKS if image == QWEN_IMAGE else _MARKS)]
+def save_reader_tokenizer(name: str, folder: Path) -> dict[str, int]:
+    """Writes a tokenizer with the tokens of pictures; returns the ids that the config has."""
+    backend, image, is_gemma = byte_level(), image_name(name), name == "Gemma3"
+    others = _GEMMA3_MARKS if is_gemma else _QWEN_MARKS if image == QWEN_IMAGE else _MARKS
+    texts = [image, *others]
     backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in texts])
-    others = QWEN_TEMPLATE if image == QWEN_IMAGE else SMOLVLM_TEMPLATE
-    save_tokenizer(backend, folder, LLAVA_TEMPLATE if "Llava" in name else others)
+    if is_gemma:
+        backend.add_tokens([AddedToken(each, normalized=False) for each in NEWLINES])
+    save_tokenizer(backend, folder, TEMPLATES[name])
     assert backend.get_vocab_size() <= VOCAB
-    return int(backend.token_to_id(image))
+    found = {"image_token_id": int(backend.token_to_id(image))}
+    if is_gemma:
+        found |= {
+            f"{key[:3]}_token_index": backend.token_to_id(GEMMA3_TOKENS[key]) for key in _ENDS
+        }
+    return found
 
 
 def make_reader(name: str, folder: Path, **changes: Any) -> Any:
@@ -260,14 +323,16 @@ def make_reader(name: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(0)
     family, values = READERS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    token_id = save_reader_tokenizer(name, folder)
-    config = getattr(transformers, f"{family}Config")(**values | changes, image_token_id=token_id)
+    ids = save_reader_tokenizer(name, folder)
+    config = getattr(transformers, f"{family}Config")(**values | changes, **ids)
     kind = getattr(transformers, f"{family}ForConditionalGeneration")
     model = kind._from_config(config, dtype=torch.float32).eval()
     shake_norms_and_biases(model)
     with torch.no_grad():  # else answers hardly depend on pictures
         projectors = ("multi_modal_projector", "connector")
         for key, each in model.model.named_parameters():
+            if key.endswith("mm_input_projection_weight"):  # it is zeros
+                each.normal_(std=0.5)
             each.mul_(8 if each.dim() > 1 and key.startswith(projectors) else 1)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
@@ -315,6 +380,7 @@ class ReaderZoo:
         options = {"add_special_tokens": False, "return_tensors": "pt"}
         found = self.processor(text=text, **given, **options)
         kept = ("input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids")
+        kept += ("token_type_ids",)
         return {k: found[k] for k in kept if k in found}
 
     def greedy(self, adapter: str, inputs: dict[str, torch.Tensor], count: int) -> list[int]:
@@ -333,13 +399,16 @@ class ReaderZoo:
 
 def make_reader_zoo(name: str, folder: Path) -> ReaderZoo:
     model = make_reader(name, folder / "model")
-    specs = (*SPECS, *TOWERS)
+    specs = (*SPECS, *towers_of(name))
     reference = adapted(model, name, folder / "adapters", specs)
     dirs = {spec.name: folder / "adapters" / spec.name for spec in specs}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    marks = {"extra_special_tokens": GEMMA3_TOKENS} if name == "Gemma3" else {}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model", **marks)
     pictures = image_processor(name)
     if name.startswith("Qwen"):
         processor = QwenProcessor(pictures, tokenizer)
+    elif name == "Gemma3":
+        processor = transformers.Gemma3Processor(pictures, tokenizer, image_seq_length=16)
     elif "Llava" in name:
         strategy = model.config.vision_feature_select_strategy
         has_class = model.config.vision_config.model_type == "clip_vision_model"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from inference_svc.core import Sequence
@@ -78,12 +79,14 @@ class PictureMemory:
     held.
 
     A sequence holds pictures at one place of its prompt, and needs no more to pass it: so there is
-    always a sequence that goes on.
+    always a sequence that goes on. Where a picture's tokens `are_mutual`, which see each other, one
+    step computes all of them.
     """
 
     capacity: int
     costs: TowerCosts
     max_tokens: int
+    are_mutual: bool = False
     num_bytes: int = 0
     num_encoded: int = 0
     num_found: int = 0
@@ -100,22 +103,45 @@ class PictureMemory:
         """The pictures whose embeddings are there, or begun."""
         return len(self._entries)
 
-    def begin(self, running: Iterable[Sequence]) -> None:
-        """Begins a step of these running sequences: says how much it may compute of pictures."""
+    def begin(self, running: SequenceOf[Sequence]) -> None:
+        """Begins a step of these running sequences, in order of rank: says how much it may compute
+        of pictures, and plans the ones that sequences have come to."""
         generates = any(each.num_uncomputed == 1 for each in running)
         self._budget = self.max_tokens * (BESIDE_SHARE if generates else 1)
         self._may_exceed = True
+        for sequence in running:
+            if sequence.request.pictures:
+                self._come(sequence)
+
+    def _come(self, sequence: Sequence) -> None:
+        """Lets go of the pictures behind a sequence's computed tokens, and notes how it goes on if
+        it has come to the next one."""
+        start = sequence.num_computed
+        sequence.awaits_picture, sequence.num_at_once = False, 0
+        for index, picture in enumerate(sequence.request.pictures):
+            if picture.end <= start:
+                self._let_go(sequence, index)
+            elif picture.start > start:
+                return
+            else:
+                sequence.awaits_picture = not self._make(sequence, index)
+                if self.are_mutual and not sequence.awaits_picture:
+                    sequence.num_at_once = picture.end - start
+                return
 
     def num_computable(self, sequence: Sequence, num_tokens: int) -> int:
         """Returns how many of its next tokens a sequence may have computed, after the work that
         this plans for the step: up to the first picture that will not be there."""
+        self._come(sequence)
         start = sequence.num_computed
         for index, picture in enumerate(sequence.request.pictures):
             if picture.end <= start:
-                self._let_go(sequence, index)
-            elif picture.start >= start + num_tokens:
+                continue
+            if picture.start >= start + num_tokens:
                 break
-            elif not self._make(sequence, index):
+            # It begins before the next token if the tokens before this one are cached.
+            is_cut = self.are_mutual and picture.end > start + num_tokens
+            if not self._make(sequence, index) or is_cut:
                 return max(0, picture.start - start)
         return num_tokens
 
@@ -123,6 +149,7 @@ class PictureMemory:
         """Lets go of all that a sequence holds, which stops to run."""
         for index in tuple(sequence.held_pictures):
             self._let_go(sequence, index)
+        sequence.awaits_picture, sequence.num_at_once = False, 0
 
     def pop_work(self) -> PictureWork:
         """Returns the step's work."""
