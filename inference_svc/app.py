@@ -323,7 +323,7 @@ def picture_rule(decoder: Decoder, max_images: int) -> PictureRule | None:
     if found is None:
         return None
     sizes = found.token_id, found.tiles, max_images
-    return PictureRule(found.processor, *sizes, found.frame)
+    return PictureRule(found.processor, *sizes, found.frame, has_rows=found.has_rows)
 
 
 def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierRule:

@@ -20,6 +20,7 @@ from inference_svc.model.description import (
     ClampedSwiglu,
     Decoder,
     ExpertsProjection,
+    Merging,
     Projection,
 )
 from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
@@ -239,7 +240,7 @@ def _of_patches(op: EmbedPatches, own: _OwnBytes) -> int:
 
 def _of_merge(op: MergePatches, own: _OwnBytes) -> int:
     """A copy, or the patches and their means in fp32."""
-    return own.elements(op) * (2 * 4 if op.pools else own.item_bytes)
+    return own.elements(op) * (2 * 4 if op.merging is Merging.MEAN else own.item_bytes)
 
 
 def _of_norm(op: AddNorm | NormOf, own: _OwnBytes) -> int:

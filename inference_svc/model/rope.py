@@ -63,11 +63,13 @@ class Axes(NamedTuple):
     """Which of several positions of a token turns each pair of a head: `sections` are the numbers
     of pairs of each axis. They lie one behind the other; or, if they are `interleaved`, each next
     pair is of the next axis, and the pairs that other axes leave are of the first one. Each section
-    `restarts` with the frequencies of a head of its own size, or goes on with the whole head's."""
+    `restarts` with the frequencies of a head of its own size, or goes on with the whole head's; or
+    the whole head's are for one axis after the other, if it `takes_turns`."""
 
     sections: tuple[int, ...]
     interleaved: bool = False
     restarts: bool = False
+    takes_turns: bool = False
 
     @property
     def of_pairs(self) -> Tensor:
@@ -125,6 +127,9 @@ class Rope:
         if self.axes is not None and self.axes.restarts:
             one = replace(self, axes=None)
             return torch.cat([one.inverse_frequencies(2 * n) for n in self.axes.sections])
+        if self.axes is not None and self.axes.takes_turns:
+            whole, count = replace(self, axes=None).inverse_frequencies(head_dim), len(self.axes[0])
+            return torch.cat([whole[axis::count] for axis in range(count)])
         if self.rope_type == "proportional":
             return self._proportional(head_dim)
         head_dim = self.rotary_size(head_dim)

@@ -15,6 +15,8 @@ from inference_svc.pictures.prompt import Frame, PromptPicture, Run
 from inference_svc.pictures.sizes import TileForm
 from servicekit.errors import InvalidArgument
 
+ROW_END, LAST_ROW_END = "[IMG_BREAK]", "[IMG_END]"
+"""Pixtral's marks behind the rows of a picture."""
 FRAME, WHOLE = "<fake_token_around_image>", "<global-img>"
 """The marks of Idefics3 and SmolVLM around the tiles of a picture, and before the tile of all."""
 
@@ -23,13 +25,14 @@ FRAME, WHOLE = "<fake_token_around_image>", "<global-img>"
 class PictureRule:
     """How a server reads pictures: at most `max_pictures` in a request, whose tokens are
     `token_id`, as many for each tile of the `processor` as its `tiles` have. The prompt may have a
-    `frame` around them."""
+    `frame` around them, or a mark behind each row of them if it `has_rows`."""
 
     processor: Processor
     token_id: int
     tiles: TileForm
     max_pictures: int
     frame: Frame | None = None
+    has_rows: bool = False
 
     @property
     def placeholder_id(self) -> int:
@@ -99,6 +102,9 @@ class PictureRule:
 
     def _tokens(self, tiles: Tiles, name: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Returns the tokens of one picture."""
+        if self.has_rows:
+            rows, columns = self.tiles.cells(tiles.tile)
+            return encode(ROW_END.join([name * columns] * rows) + LAST_ROW_END)
         count = self.tiles.tokens(tiles.tile)
         if self.processor.form is not Form.SPLIT:
             return [self.token_id] * count

@@ -84,6 +84,8 @@ class Processor:
         """The most pixels of a tile."""
         if self.form is not Form.FREE:
             return self.tile_size**2
+        if self.longest:
+            return (-(-self.longest // self.factor) * self.factor) ** 2
         # A side may be shorter than a factor before it becomes one, and sides are rounded up in a
         # picture that becomes larger.
         shrunk, grown = (math.sqrt(MAX_RATIO * n) for n in (self.max_pixels, self.min_pixels))
@@ -340,6 +342,28 @@ def _qwen2_vl(reader: _Reader, form: TileForm) -> Processor:
     )
 
 
+def _pixtral(reader: _Reader, form: TileForm) -> Processor:
+    size = reader.values.get("size") or {"longest_edge": 1024}
+    if not isinstance(size, Mapping) or size.keys() != {"longest_edge"}:
+        raise reader.unsupported("size", "must have longest_edge")
+    patch = reader.values.get("patch_size", 16)
+    own = form.patch_size
+    if patch not in (own, {"height": own, "width": own}):
+        raise reader.unsupported("patch_size", f"must be the tower's, {own}")
+    if reader.flag("do_center_crop", False):
+        raise reader.unsupported("do_center_crop", "pictures are not cut: leave it out")
+    return Processor(
+        Form.FREE,
+        0,
+        reader.filter(BICUBIC),
+        reader.channels("image_mean", CLIP_MEAN),
+        reader.channels("image_std", CLIP_STD),
+        reader.scale,
+        longest=reader.side("size", size["longest_edge"]),
+        factor=form.cell_size,
+    )
+
+
 _SQUARES: Mapping[str, Callable[[_Reader, TileForm], Processor]] = {
     "CLIPImageProcessor": _clip,
     "SiglipImageProcessor": _siglip,
@@ -351,5 +375,6 @@ _SQUARES: Mapping[str, Callable[[_Reader, TileForm], Processor]] = {
 """The kinds of processors that make square tiles of one size."""
 _FREE: Mapping[str, Callable[[_Reader, TileForm], Processor]] = {
     "Qwen2VLImageProcessor": _qwen2_vl,
+    "PixtralImageProcessor": _pixtral,
 }
 """The kinds that make a tile of any size."""

@@ -36,12 +36,26 @@ def make_tiles(picture: Image.Image, processor: Processor, max_pixels: int) -> T
     if processor.form is Form.WHOLE:
         return _one(_whole(picture, processor, max_pixels))
     if processor.form is Form.FREE:
-        return _one(_resized(picture, _free_size(picture, processor), processor))
+        find = _within_square if processor.longest else _free_size
+        return _one(_resized(picture, find(picture, processor), processor))
     return _split(picture, processor)
 
 
 def _one(picture: Image.Image) -> Tiling:
     return Tiling(picture.tobytes(), Size(picture.height, picture.width))
+
+
+def _within_square(picture: Image.Image, processor: Processor) -> Size:
+    """Returns the size in which no side is longer than `longest`, and both are multiples of a
+    factor, rounded up."""
+    height, width = picture.height, picture.width
+    ratio = max(height / processor.longest, width / processor.longest)
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    if not (height and width):
+        raise TooLong
+    factor = processor.factor
+    return Size(*(-(-side // factor) * factor for side in (height, width)))
 
 
 def _free_size(picture: Image.Image, processor: Processor) -> Size:

@@ -163,7 +163,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     made.decoder.close()
 
 
-@pytest.fixture(scope="module", params=["SmolVLM", "Qwen3VL", "Gemma3"])
+@pytest.fixture(scope="module", params=["SmolVLM", "Qwen3VL", "Gemma3", "Mistral3"])
 def stepped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Reader]:
@@ -177,7 +177,7 @@ def stepped(
 CUT = {"max_batch_tokens": 7, "max_prefill_chunk": 7, "max_sequences": 4}
 WHOLE = {"max_batch_tokens": 20, "max_prefill_chunk": 20}
 """Beside four generated tokens there is room for the 16 tokens of a picture."""
-NUM_PAGES = {"SmolVLM": 22, "Qwen3VL": 18, "Gemma3": 22}
+NUM_PAGES = {"SmolVLM": 22, "Qwen3VL": 18, "Gemma3": 22, "Mistral3": 22}
 """Of all sequences, fewer than they need."""
 CASES: dict[str, dict[str, Any]] = {
     "chunks": CUT,

@@ -188,7 +188,8 @@ A checkpoint may also have the class `...ForMaskedLM`, whose head is left out,
 - Quantised checkpoints of other schemes than the ones in [base models in few
   bits](quantisation.md): serve the checkpoint that was quantised.
 - Sounds and videos: of models that take them the text part is served, and a message with such a
-  part is refused. [Images](images.md) are read by Gemma 3, LLaVA, Idefics3, SmolVLM, and Qwen from 2 VL on.
+  part is refused. Gemma 3, Mistral 3, LLaVA, Idefics3, SmolVLM, and Qwen from 2 VL on read
+  [images](images.md).
 - Weights in other files than safetensors, such as `pytorch_model.bin`: save the model again with
   transformers' `save_pretrained`.
 """

@@ -14,6 +14,7 @@ from inference_svc.model.description import (
     Connector,
     Decoder,
     Member,
+    Merging,
     Norm,
     Pictures,
     Projection,
@@ -50,7 +51,7 @@ def _pictures(config: ConfigReader, decoder: Decoder) -> Pictures:
         weight_offset=1.0,
         is_wide=True,
     )
-    connector = Connector((projection,), pools=True, norm=norm)
+    connector = Connector((projection,), merging=Merging.MEAN, norm=norm)
     tower = describe_tower(
         vision,
         kind,

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from inference_svc.model.architectures import Family, describe_text_part
-from inference_svc.model.architectures.towers.vit import describe_tower, read_vision, wrapper
+from inference_svc.model.architectures.towers.vit import (
+    describe_tower,
+    feature_layer,
+    read_vision,
+    wrapper,
+)
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import names
 from inference_svc.model.config.reader import ConfigReader
@@ -48,13 +53,7 @@ def describe(config: ConfigReader) -> Decoder:
 
 def _pictures(config: ConfigReader, decoder: Decoder) -> Pictures:
     vision, kind = read_vision(config, TOWERS)
-    layer, num_layers = config.get("vision_feature_layer"), vision.num_layers
-    if (
-        type(layer) is not int
-        or not -num_layers <= layer <= num_layers
-        or layer in (0, -1 - num_layers)
-    ):
-        raise config.unsupported("vision_feature_layer", "must be the number of one layer")
+    num_layers = feature_layer(config, vision.num_layers)
     strategy = config.get("vision_feature_select_strategy")
     if strategy not in ("default", "full"):
         raise config.unsupported("vision_feature_select_strategy", "must be default or full")
@@ -75,7 +74,7 @@ def _pictures(config: ConfigReader, decoder: Decoder) -> Pictures:
         kind,
         Connector(layers, activation),
         OF_TOWER,
-        num_layers=layer if layer > 0 else num_layers + 1 + layer,
+        num_layers=num_layers,
         num_dropped=int(strategy == "default"),
     )
     return Pictures(tower, config.count(config.name_of("image_token_index", "image_token_id")))

@@ -9,15 +9,10 @@ from inference_svc.model.config.reader import ConfigReader
 from inference_svc.model.description import Decoder
 
 _GEMMA4 = WRAPPER._replace(others=("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
-_MISTRAL3 = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 
 
 def describe_gemma4(config: ConfigReader) -> Decoder:
     return describe_text_part(config, {"gemma4_text": "Gemma4ForCausalLM"}, _GEMMA4)
-
-
-def describe_mistral3(config: ConfigReader) -> Decoder:
-    return describe_text_part(config, _MISTRAL3, WRAPPER)
 
 
 _IGNORES = names(
@@ -41,13 +36,6 @@ FAMILIES = (
             vision_soft_tokens_per_image
             """
         ),
-        defaults=_DEFAULTS,
-    ),
-    Family(
-        "Mistral3ForConditionalGeneration",
-        describe_mistral3,
-        reads=names("text_config"),
-        ignores=_IGNORES,
         defaults=_DEFAULTS,
     ),
 )

@@ -52,7 +52,7 @@ from inference_svc.model.description.modules import (
     WeightPart,
     layer_path,
 )
-from inference_svc.model.description.tower import Connector, Patches, Tap
+from inference_svc.model.description.tower import Connector, Merging, Patches, Tap
 
 __all__ = [
     "EMBED_TOKENS",
@@ -78,6 +78,7 @@ __all__ = [
     "LayerInput",
     "LayerInputs",
     "Member",
+    "Merging",
     "Norm",
     "NormKind",
     "Patches",

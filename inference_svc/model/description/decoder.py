@@ -366,7 +366,8 @@ class Pictures:
     stand for a picture in a prompt, of the tiles that the `processor` makes of it. `facts` are this
     processor's, once its file is read. If tokens have several positions, these turn the pairs of
     heads along `axes`. The tokens of a picture see each other in both directions if they
-    `are_mutual`; then they are neighbours. A prompt may have a `frame` around them."""
+    `are_mutual`; then they are neighbours. A prompt may have a `frame` around them, or a mark
+    behind each row of them if it `has_rows`."""
 
     tower: Decoder
     token_id: int
@@ -374,6 +375,7 @@ class Pictures:
     facts: Processor | None = None
     are_mutual: bool = False
     frame: Frame | None = None
+    has_rows: bool = False
 
     @property
     def processor(self) -> Processor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from inference_svc.model.description.feed_forward import Activation
@@ -23,15 +24,23 @@ class Patches:
     has_fractions: bool = False
 
 
+class Merging(enum.Enum):
+    """The row that the patches of a cell become. SIDE_BY_SIDE: one patch behind the other.
+    TAKING_TURNS: the first element of each patch, then the second of each. MEAN: their mean."""
+
+    SIDE_BY_SIDE = "side_by_side"
+    TAKING_TURNS = "taking_turns"
+    MEAN = "mean"
+
+
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """Makes embeddings of a tower's outputs: the patches of a cell become one row, side by side, or
-    their mean if it `pools`; then come the `norm`, if there is one, and the
-    `layers`, with the activation between them."""
+    """Makes embeddings of a tower's outputs: the patches of a cell become one row; then come the
+    `norm`, if there is one, and the `layers`, with the activation before the last."""
 
     layers: tuple[Projection, ...]
     activation: Activation | None = None
-    pools: bool = False
+    merging: Merging = Merging.SIDE_BY_SIDE
     norm: Norm | None = None
 
 

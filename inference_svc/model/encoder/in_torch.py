@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc.model.config.keys import names
+from inference_svc.model.description import Merging
 from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
 from inference_svc.model.encoder.towers import (
     AddPictures,
@@ -97,9 +98,12 @@ def _embed_patches(op: EmbedPatches, step: Step) -> Tensor:
 
 def _merge_patches(op: MergePatches, step: Step) -> Tensor:
     x: Tensor = step.values[op.inputs[0]]
-    if op.pools:
-        return x.view(-1, op.count, op.out.width).float().mean(1).to(x.dtype)
-    return x.view(-1, op.out.width)
+    cells = x.view(-1, op.count, x.shape[1])
+    if op.merging is Merging.MEAN:
+        return cells.float().mean(1).to(x.dtype)
+    if op.merging is Merging.TAKING_TURNS:
+        cells = cells.transpose(1, 2)
+    return cells.reshape(-1, op.out.width)
 
 
 def _place_pictures(op: PlacePictures, step: Step) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from inference_svc.model.description import Connector, Decoder, Patches
+from inference_svc.model.description import Connector, Decoder, Merging, Patches
 from inference_svc.model.encoder.operations import Activate
 from inference_svc.model.operations import (
     Listing,
@@ -51,11 +51,10 @@ class EmbedPatches(Op):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergePatches(Op):
-    """Puts the `count` patches of each cell, which follow each other, side by side, or takes their
-    mean if it `pools`: as many rows fewer."""
+    """Makes one row of the `count` patches of each cell, which follow each other."""
 
     count: int
-    pools: bool
+    merging: Merging
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,17 +107,17 @@ def _list_merge(walk: Listing, x: Value, decoder: Decoder) -> Value:
     """Lists the operation that joins the patches of each cell, if they are several."""
     assert decoder.patches is not None
     assert decoder.connector is not None
-    merge, pools = decoder.patches.form.merge, decoder.connector.pools
-    if merge == 1:
+    count, merging = decoder.patches.form.merge**2, decoder.connector.merging
+    if count == 1:
         return x
-    merged = walk.value("merged", x.width * (1 if pools else merge**2), Rows.LOGITS)
-    walk.ops.append(MergePatches((x,), merged, None, merge**2, pools))
+    merged = walk.value("merged", x.width * (1 if merging is Merging.MEAN else count), Rows.LOGITS)
+    walk.ops.append(MergePatches((x,), merged, None, count, merging))
     return merged
 
 
 def _list_connector(walk: Listing, x: Value, connector: Connector) -> Value:
     for index, projection in enumerate(connector.layers):
-        if index and connector.activation is not None:
+        if 0 < index == len(connector.layers) - 1 and connector.activation is not None:
             active = walk.value(f"active_{index}", x.width, Rows.LOGITS)
             walk.ops.append(Activate((x,), active, None, connector.activation))
             x = active

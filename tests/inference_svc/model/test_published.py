@@ -99,6 +99,8 @@ SIDES = {
     "gemma-3-4b": 896,
     "idefics3-8b": 364,
     "llava-1.5-7b": 336,
+    "ministral-3-3b": 0,
+    "mistral-small-3.1-24b": 0,
     "smolvlm2-500m": 512,
 } | dict.fromkeys(QWEN, 0)
 """The sides of the tiles of models that read pictures; 0: they have any size."""
@@ -110,7 +112,14 @@ _GEMMA3 = {
     "do_pan_and_scan": None,
     "resample": 2,
 }
+_PIXTRAL = {
+    "size": {"longest_edge": 1540},
+    "image_processor_type": "PixtralImageProcessor",
+    "patch_size": 16,
+}
 PROCESSORS = {
+    "ministral-3-3b": _PIXTRAL,
+    "mistral-small-3.1-24b": _PIXTRAL,
     "gemma-3-27b": _GEMMA3,
     "gemma-3-4b": _GEMMA3,
     "idefics3-8b": {"size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}},

@@ -100,6 +100,27 @@ def test_tiles_of_any_size_equal_transformers(
     assert relative_rms(encoding.rows, expected) <= 1e-5
 
 
+@pytest.mark.parametrize("size", [(2, 4), (8, 14), (14, 6), (36, 40)])
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_pixtral_equals_transformers(layer: int, size: tuple[int, int], tmp_path: Path) -> None:
+    """Of a grid of its own, of one part and of several, up to the last layer or before."""
+    model = make_reader("Mistral3", tmp_path, vision_feature_layer=layer)
+    tower = tower_of(tmp_path)
+    pictures = load_description(tmp_path, with_pictures=True).pictures
+    tile = Size(*(PATCH * each for each in size))
+    pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
+    encoding = tower.begin(tile, 1)
+    while not encoding.is_done:
+        tower.go_on(encoding, pixels.numpy().tobytes(), 1)
+    with torch.no_grad():
+        found = model.model.get_image_features(
+            normalised(pixels, pictures.processor), [tile], vision_feature_layer=layer
+        )
+    expected = torch.cat(list(found.pooler_output))
+    assert encoding.rows.shape == expected.shape
+    assert relative_rms(encoding.rows, expected) <= 1e-5
+
+
 @pytest.mark.parametrize(("num_per_side", "merge"), [(19, 1), (25, 5), (27, 3)])
 def test_positions_and_borders_of_patches_are_those_of_transformers(
     num_per_side: int, merge: int, tmp_path: Path

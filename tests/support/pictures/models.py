@@ -18,7 +18,7 @@ from tests.support.models.tokenizers import byte_level, save_tokenizer
 from tests.support.models.zoo import AdapterSpec, Zoo, adapted, shake_norms_and_biases
 
 TILE, PATCH, VOCAB = 56, 14, 420
-IMAGE, QWEN_IMAGE = "<image>", "<|image_pad|>"
+IMAGE, QWEN_IMAGE, MISTRAL_IMAGE = "<image>", "<|image_pad|>", "[IMG]"
 _TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -89,6 +89,14 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": 16,
         },
     ),
+    "Mistral3": (
+        "Mistral3",
+        {
+            "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None},
+            "vision_config": VISION | {"model_type": "pixtral", "hidden_act": "silu"},
+            "tie_word_embeddings": False,
+        },
+    ),
     "Idefics3": ("Idefics3", _IDEFICS3),
     "SmolVLM": ("SmolVLM", _IDEFICS3),
     "Qwen2VL": (
@@ -142,7 +150,7 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 """The class of each model, and the values of its config."""
 NAMES = tuple(READERS)
 FREE = tuple(name for name in NAMES if name.startswith("Qwen"))
-SQUARES = tuple(name for name in NAMES if name not in FREE)
+SQUARES = tuple(name for name in NAMES if name not in (*FREE, "Mistral3"))
 """The models that read tiles of any size, and of one."""
 _SPLIT = {"size": {"longest_edge": 3 * TILE}, "max_image_size": {"longest_edge": TILE}}
 _FREE = {
@@ -163,6 +171,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "Gemma3": {
         "image_processor_type": "Gemma3ImageProcessor",
         "size": {"height": TILE, "width": TILE},
+    },
+    "Mistral3": {
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": 3 * TILE},
+        "patch_size": {"height": PATCH, "width": PATCH},
     },
     "Idefics3": _SPLIT | {"image_processor_type": "Idefics3ImageProcessor"},
     "SmolVLM": _SPLIT | {"image_processor_type": "SmolVLMImageProcessor"},
@@ -211,7 +224,13 @@ GEMMA3_TOKENS = {
     "image_token": "<image_soft_token>",
     "eoi_token": "<end_of_image>",
 }
+MISTRAL_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[INST]{% for item in message['content'] %}"
+    "{% if item['type'] == 'text' %}{{ item['text'] }}{% else %}[IMG]{% endif %}{% endfor %}"
+    "[/INST]{% endfor %}"
+)
 TEMPLATES = {
+    "Mistral3": MISTRAL_TEMPLATE,
     "Llava": LLAVA_TEMPLATE,
     "LlavaOfSiglip": LLAVA_TEMPLATE,
     "Gemma3": GEMMA3_TEMPLATE,
@@ -228,11 +247,14 @@ NEWLINES = ["\n" * count for count in range(2, 8)]
 """One token each, as for Gemma: they join with the ones around a picture."""
 _MARKS = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|im_start|>"]
 _MARKS += [f"<row_{y}_col_{x}>" for y in range(1, 4) for x in range(1, 4)]
+_MISTRAL_MARKS = ["[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"]
 _QWEN_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
 
 
 def tile_form(name: str) -> TileForm:
     """Returns the form of a model's tiles, as far as processors read it."""
+    if name == "Mistral3":
+        return TileForm(0, PATCH, merge=2)
     if name.startswith("Qwen"):
         return TileForm(0, PATCH, merge=2, frames=2)
     return TileForm(TILE, PATCH)
@@ -241,11 +263,13 @@ def tile_form(name: str) -> TileForm:
 LINEAR = r".*(language|text)_model\..*\.(q|k|v|o|gate|up|down)_proj"
 SPECS = (
     AdapterSpec("linear", 5, LINEAR, {"use_rslora": True}),
-    AdapterSpec("attention", 8, r".*(language|text)_model\..*self_attn\.[qkvo]_proj"),
+    AdapterSpec("heads", 8, r".*(language|text)_model\..*self_attn\.[qkvo]_proj"),
 )
 TOWERS = (
     AdapterSpec(
-        "tower", 3, r".*((vision_tower|vision_model)\..*self_attn\.[qv]_proj|visual\..*\.qkv)"
+        "tower",
+        3,
+        r".*((vision_tower|vision_model)\..*(self_attn|attention)\.[qv]_proj|visual\..*\.qkv)",
     ),
     AdapterSpec(
         "connector",
@@ -288,6 +312,9 @@ def save_config(name: str, folder: Path) -> Path:
 def image_processor(name: str, **changes: Any) -> Any:
     """Returns transformers' processor of pictures, which computes with Pillow."""
     values = PROCESSORS[name] | changes
+    if name == "Mistral3":  # transformers' processor says so
+        side = 2 * values["patch_size"]["height"]
+        values |= {"patch_size": {"height": side, "width": side}}
     kind = getattr(transformers, values["image_processor_type"] + "Pil")
     return kind(**{key: value for key, value in values.items() if key != "image_processor_type"})
 
@@ -296,14 +323,16 @@ def image_name(name: str) -> str:
     """Returns the text of the placeholder of a model."""
     if name == "Gemma3":
         return GEMMA3_TOKENS["image_token"]
+    if name == "Mistral3":
+        return MISTRAL_IMAGE
     return QWEN_IMAGE if name.startswith("Qwen") else IMAGE
 
 
 def save_reader_tokenizer(name: str, folder: Path) -> dict[str, int]:
     """Writes a tokenizer with the tokens of pictures; returns the ids that the config has."""
     backend, image, is_gemma = byte_level(), image_name(name), name == "Gemma3"
-    others = _GEMMA3_MARKS if is_gemma else _QWEN_MARKS if image == QWEN_IMAGE else _MARKS
-    texts = [image, *others]
+    marks = {MISTRAL_IMAGE: _MISTRAL_MARKS, QWEN_IMAGE: _QWEN_MARKS, IMAGE: _MARKS}
+    texts = [image, *marks.get(image, _GEMMA3_MARKS)]
     backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in texts])
     if is_gemma:
         backend.add_tokens([AddedToken(each, normalized=False) for each in NEWLINES])
@@ -363,6 +392,26 @@ class QwenProcessor:
 
 
 @dataclass
+class MistralProcessor:
+    """Makes inputs as transformers' processor of Pixtral does, which needs torchvision."""
+
+    pictures: Any
+    tokenizer: Any
+
+    def __call__(self, text: str, images: Sequence[Image.Image] = (), **options: Any) -> Any:
+        made = {}
+        if images:
+            made = dict(self.pictures(images=list(images), return_tensors="pt"))
+            first, *others = text.split(MISTRAL_IMAGE)
+            for (height, width), other in zip(made["image_sizes"], others, strict=True):
+                rows, columns = int(height) // (2 * PATCH), int(width) // (2 * PATCH)
+                row = MISTRAL_IMAGE * columns
+                first += "[IMG_BREAK]".join([row] * rows) + "[IMG_END]" + other
+            text = first
+        return made | {"input_ids": self.tokenizer(text, **options)["input_ids"]}
+
+
+@dataclass
 class ReaderZoo:
     """A model that reads pictures with adapters of its language part: on disk, and as
     transformers' and PEFT's model and processor, which are the oracle."""
@@ -380,7 +429,7 @@ class ReaderZoo:
         options = {"add_special_tokens": False, "return_tensors": "pt"}
         found = self.processor(text=text, **given, **options)
         kept = ("input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids")
-        kept += ("token_type_ids",)
+        kept += ("token_type_ids", "image_sizes")
         return {k: found[k] for k in kept if k in found}
 
     def greedy(self, adapter: str, inputs: dict[str, torch.Tensor], count: int) -> list[int]:
@@ -407,6 +456,8 @@ def make_reader_zoo(name: str, folder: Path) -> ReaderZoo:
     pictures = image_processor(name)
     if name.startswith("Qwen"):
         processor = QwenProcessor(pictures, tokenizer)
+    elif name == "Mistral3":
+        processor = MistralProcessor(pictures, tokenizer)
     elif name == "Gemma3":
         processor = transformers.Gemma3Processor(pictures, tokenizer, image_seq_length=16)
     elif "Llava" in name:

@@ -1,5 +1,6 @@
 """Vision towers: parts of the models that read pictures.
 
-vit   CLIP and SigLIP
-qwen  Qwen 2 VL and its successors
+vit      CLIP and SigLIP
+qwen     Qwen 2 VL and its successors
+pixtral  Pixtral, of Mistral 3
 """

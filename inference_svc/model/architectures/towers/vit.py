@@ -101,6 +101,19 @@ def read_vision(config: ConfigReader, kinds: tuple[str, ...]) -> tuple[ConfigRea
     return ConfigReader(values, kind.defaults, WHERE), kind
 
 
+def feature_layer(config: ConfigReader, num_layers: int) -> int:
+    """Returns the number of the layer, counted from 1, whose outputs the connector reads. Raises
+    UnsupportedModel."""
+    layer = config.get("vision_feature_layer")
+    if (
+        type(layer) is not int
+        or not -num_layers <= layer <= num_layers
+        or layer in (0, -1 - num_layers)
+    ):
+        raise config.unsupported("vision_feature_layer", "must be the number of one layer")
+    return layer if layer > 0 else num_layers + 1 + layer
+
+
 def describe_tower(
     config: ConfigReader,
     kind: Kind,

@@ -1,0 +1,146 @@
+"""Pixtral's vision tower, which reads pictures of any size: RMSNorms, rotation by the rows and
+columns of patches, and no biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from inference_svc.model.architectures.towers.vit import TOWER, WHERE
+from inference_svc.model.checkpoint.wrapper import Wrapper
+from inference_svc.model.config.keys import check_keys, names
+from inference_svc.model.config.reader import HEADS, MAX_HEADS, ConfigReader
+from inference_svc.model.description import (
+    Activation,
+    Block,
+    BothWays,
+    Connector,
+    Decoder,
+    Dense,
+    EncoderInputs,
+    Head,
+    Member,
+    Norm,
+    Patches,
+    Projection,
+)
+from inference_svc.model.rope import Axes, Rope
+from inference_svc.pictures.sizes import MAX_SLICE, TileForm
+
+MODEL_TYPE = "pixtral"
+EPS = 1e-5
+"""Of all norms, whatever a config says."""
+MAX_PATCH = 128
+_DEFAULTS = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+}
+_READS = names("num_channels patch_size hidden_act")
+_IGNORES = names("image_size")
+
+
+def wrapper(tower: str, connector: str, others: tuple[str, ...]) -> Wrapper:
+    """Returns how checkpoints name the modules of a `tower` and its `connector`, of transformers'
+    releases before 5 and since."""
+    return Wrapper(
+        prefixes=tuple(
+            (f"{whole}{part}", meant)
+            for whole in ("model.", "")
+            for part, meant in (
+                (f"{tower}.transformer.layers.", "model.layers."),
+                (f"{tower}.", TOWER),
+                (f"{connector}.", f"{connector}."),
+            )
+        ),
+        others=others,
+    )
+
+
+def read_vision(config: ConfigReader) -> ConfigReader:
+    """Returns the reader of `vision_config`. Raises UnsupportedModel."""
+    values = config.get("vision_config")
+    if not isinstance(values, Mapping):
+        raise config.unsupported("vision_config", "must describe the vision tower")
+    name = values.get("model_type") or MODEL_TYPE
+    if name != MODEL_TYPE:
+        reason = f"supported is {MODEL_TYPE}; --max-prompt-images 0 serves the text alone"
+        raise config.unsupported("vision_config.model_type", reason, name)
+    check_keys(values, MODEL_TYPE, _READS, _IGNORES, {}, WHERE)
+    return ConfigReader(values, _DEFAULTS, WHERE)
+
+
+def describe_tower(
+    config: ConfigReader,
+    connector: Connector,
+    wrapper: Wrapper,
+    last_norm: Norm,
+    *,
+    num_layers: int,
+    merge: int,
+) -> Decoder:
+    """Returns a tower of its first `num_layers`, whose outputs the `last_norm` norms. Cells have
+    `merge` x `merge` patches. Raises UnsupportedModel."""
+    if config.get("num_channels") != 3:
+        raise config.unsupported("num_channels", "must be 3")
+    form = TileForm(0, config.within("patch_size", 1, MAX_PATCH), merge)
+    width = config.positive("hidden_size")
+    block = Block(
+        _attention(config, width),
+        _dense(config, width),
+        Norm("attention_norm", width, EPS),
+        Norm("ffn_norm", width, EPS),
+    )
+    return Decoder(
+        architecture="",
+        config_sha256="",
+        dtype="",
+        vocab_size=0,
+        hidden_size=width,
+        max_position_embeddings=MAX_SLICE,
+        blocks=(block,) * num_layers,
+        final_norm=last_norm,
+        head=Head(is_tied=False),
+        wrapper=wrapper,
+        num_unused_layers=config.num_layers - num_layers,
+        generates=False,
+        encoder=EncoderInputs(Norm(f"{TOWER}ln_pre", width, EPS)),
+        patches=Patches(f"{TOWER}patch_conv", form, has_bias=False),
+        connector=connector,
+    )
+
+
+def _attention(config: ConfigReader, width: int) -> BothWays:
+    num_heads = config.within(HEADS, 1, MAX_HEADS)
+    head_dim = width // num_heads
+    if width % num_heads or head_dim % 4:
+        raise config.unsupported(HEADS, f"{width} must be as many heads of a multiple of 4")
+    if config.get("head_dim") not in (None, head_dim):
+        raise config.unsupported("head_dim", f"must be {head_dim}")
+    rope = config.get("rope_parameters") or config.given
+    if not isinstance(rope, Mapping) or rope.get("rope_type", "axial") != "axial":
+        raise config.unsupported("rope_parameters", "rope_type must be axial")
+    theta = ConfigReader(rope, {"rope_theta": 10_000.0}, WHERE).number("rope_theta")
+    pairs = head_dim // 4
+    members = tuple(Member(f"attention.{name}_proj", width) for name in "qkv")
+    return BothWays(
+        num_heads,
+        head_dim,
+        head_dim**-0.5,
+        Projection("qkv", members, width),
+        Projection("o", (Member("attention.o_proj", width),), width),
+        Rope(rope_theta=theta, axes=Axes((pairs, pairs), takes_turns=True)),
+    )
+
+
+def _dense(config: ConfigReader, width: int) -> Dense:
+    size = config.positive("intermediate_size")
+    halves = tuple(Member(f"feed_forward.{name}_proj", size) for name in ("gate", "up"))
+    return Dense(
+        config.activation(also=(Activation.GELU,)),
+        Projection("gate_up", halves, width),
+        Projection("down", (Member("feed_forward.down_proj", width),), size),
+    )
