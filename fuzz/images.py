@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from functools import cache
+from typing import Any
 
 import torch
 from google.protobuf.message import DecodeError
@@ -19,17 +20,18 @@ from inference_svc.adapters.memory.tiers import TableWrite
 from inference_svc.backends.arena import Arena
 from inference_svc.pictures.processor import HALF, Form, Processor
 from inference_svc.pictures.sizes import Size
-from inference_svc.pictures.task import NUM_NUMBERS, NUMBER_BYTES, answer
+from inference_svc.pictures.task import TILES, answer
 from kernels.lora.rows import NO_EXPERT
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
+from servicekit.shared_memory import SharedMemory
 
 MAX_RANK = 64
 MAX_PIXELS = 1 << 16
 _WHOLE = Processor(Form.WHOLE, 28, 3, HALF, HALF, shortest=28, crops=True)
 _SPLIT = Processor(Form.SPLIT, 28, 1, HALF, HALF, longest=84, splits=True)
-
 _FREE = Processor(Form.FREE, 0, 3, HALF, HALF, factor=28, min_pixels=1 << 12, max_pixels=1 << 16)
+PROCESSORS = (_WHOLE, _SPLIT, _FREE)
 
 
 def fuzz_image(data: bytes) -> None:
@@ -51,21 +53,26 @@ def fuzz_image(data: bytes) -> None:
 
 def fuzz_picture(data: bytes) -> None:
     """Decodes a picture: it is refused with a reason, or becomes tiles of the right size."""
-    facts = {"data": base64.b64encode(data).decode(), "max_pixels": MAX_PIXELS}
-    for processor in (_WHOLE, _SPLIT, _FREE):
-        kind, content = answer(facts | {"processor": processor.to_json()})
+    facts: dict[str, Any] = {"data": base64.b64encode(data).decode(), "max_pixels": MAX_PIXELS}
+    for processor in PROCESSORS:
+        request = facts | {"processor": processor.to_json(), "memory": _memory().file}
+        kind, content = answer(request)
         with refused(InvalidArgument):
             if kind == b"R":
                 assert isinstance(content, str)
                 raise InvalidArgument(f"picture: {content}", subject="picture")
             assert isinstance(content, bytes)
-            head = NUM_NUMBERS * NUMBER_BYTES
-            numbers = (content[at : at + NUMBER_BYTES] for at in range(0, head, NUMBER_BYTES))
-            rows, columns, *sides = (int.from_bytes(each, "big") for each in numbers)
+            num_bytes, rows, columns, *sides = TILES.unpack(content)
             tile, num_tiles = Size(*sides), rows * columns + 1
             assert processor.makes(tile)
             assert num_tiles <= processor.max_tiles
-            assert len(content) == head + num_tiles * 3 * tile.height * tile.width
+            assert num_bytes == num_tiles * 3 * tile.height * tile.width
+
+
+@cache
+def _memory() -> SharedMemory:
+    """Returns the memory that tiles are written to."""
+    return SharedMemory("fuzz", max(each.max_bytes for each in PROCESSORS))
 
 
 def _messages(header: pb.ImageHeader, content: bytes) -> list[bytes]:

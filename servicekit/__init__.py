@@ -8,6 +8,7 @@ interpreter_gc     Python's garbage collector around a service's start
 refs               references to adapters: `[tenant/]name[@version]` or a digest
 rpc                serving gRPC
 sandbox            limited processes that handle strangers' bytes
+shared_memory      memory that processes share, of sealed size
 shares             shares of tenants in limited resources, and threads that tenants share
 settings           how settings are declared, read and shown; the settings of all services
 telemetry          logs, redaction, traces, metrics, recent errors and the debug bundle

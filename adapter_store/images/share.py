@@ -16,9 +16,9 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from adapter_store.images.tiers.buffers import descriptors_for
 from contract.images.sharing import GIVEN, GREETING, REFUSED, SHARE_ID_BYTES, TICKET_BYTES
 from servicekit.errors import FailedPrecondition
+from servicekit.shared_memory import descriptors_for
 from servicekit.shares import Shares
 
 logger = logging.getLogger(__name__)

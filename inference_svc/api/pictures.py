@@ -17,6 +17,7 @@ from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.text.chat import Chat, MessageImage
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
+from servicekit.shared_memory import descriptors_for
 from servicekit.shares import FairExecutor, Reservation, Shares, limit_of
 from servicekit.work_budget import WorkBudget
 
@@ -27,6 +28,10 @@ PROCESSORS = 0.5
 second, or many more that were made smaller."""
 
 
+MAX_FILES = 4096
+"""The most pictures of open requests: each takes a file, also until the engine has mapped it."""
+
+
 class PictureReader:
     """Reads the pictures of a server's calls; without a `rule`, refuses them. `pixels` bounds the
     bytes of pictures in open requests, and each account's share of decoders. `name` is the
@@ -34,6 +39,8 @@ class PictureReader:
 
     def __init__(self, rule: PictureRule | None, name: str, pixels: Shares) -> None:
         self.rule, self.name, self.pixels = rule, name, pixels
+        self.least_bytes = pixels.capacity // max(1, descriptors_for(MAX_FILES))
+        """The bytes that a small picture counts as: each has a file, too."""
         self.work = WorkBudget("image_work", pixels.share, PROCESSORS)
         self.decoder = None if rule is None else PictureDecoder(rule.processor)
         # Each waits for a process, and would keep short prompts of others from their own threads.
@@ -124,30 +131,24 @@ class CallPictures:
     def __del__(self) -> None:
         self.release()
 
-    def of_prompt(
-        self, prompt: Prompt, names: Sequence[str], account: str, num_choices: int
-    ) -> ReadPictures:
-        """Returns the pictures of a prompt for so many requests, to be read. `names` are the texts
-        of the tokens that stand for pictures. Raises InvalidArgument naming the picture."""
+    def of_prompt(self, prompt: Prompt, names: Sequence[str], account: str) -> ReadPictures:
+        """Returns the pictures of a prompt, to be read. `names` are the texts of the tokens that
+        stand for pictures. Raises InvalidArgument naming the picture."""
         if not isinstance(prompt, Chat):
-            return ReadPictures(self, (), account, num_choices)
+            return ReadPictures(self, (), account)
         self._reader.check(prompt, names)
-        return ReadPictures(self, prompt.images, account, num_choices)
+        return ReadPictures(self, prompt.images, account)
 
-    async def read(
-        self, images: Sequence[MessageImage], account: str, num_choices: int
-    ) -> tuple[Tiles, ...]:
-        """Returns the tiles of a prompt's images, for so many requests. Raises InvalidArgument
-        naming the image, and ShareExceeded, also where the account's earlier ones took too much
-        work."""
+    async def read(self, images: Sequence[MessageImage], account: str) -> tuple[Tiles, ...]:
+        """Returns the tiles of a prompt's images, which all its requests share. Raises
+        InvalidArgument naming the image, and ShareExceeded, also where the account's earlier ones
+        took too much work."""
         if not images:
             return ()
         rule, pixels = self._reader.rule, self._reader.pixels
         assert rule is not None
-        # Each request has a copy in the engine.
-        num_copies = 1 + num_choices
         # All of them might be large. No account may hold more than its share for a whole answer.
-        amount = len(images) * rule.processor.max_bytes * num_copies
+        amount = len(images) * max(rule.processor.max_bytes, self._reader.least_bytes)
         most = limit_of(pixels.capacity, 0, pixels.share)
         place = await pixels.wait(account, min(amount, most), PLACE_SECONDS)
         self._places.append(place)
@@ -155,7 +156,7 @@ class CallPictures:
         num_bytes = 0
         for each in images:
             found.append(await self._decoded(each, account))
-            num_bytes += num_copies * len(found[-1].pixels)
+            num_bytes += max(found[-1].pixels.num_bytes, self._reader.least_bytes)
             if num_bytes > place.amount:
                 place.grow(num_bytes - place.amount)
         place.shrink(num_bytes)
@@ -204,10 +205,8 @@ class ReadPictures:
         call: CallPictures,
         images: Sequence[MessageImage],
         account: str,
-        num_choices: int,
     ) -> None:
-        self._call, self._images = call, images
-        self._account, self._num_choices = account, num_choices
+        self._call, self._images, self._account = call, images, account
         self.tiles: tuple[Tiles, ...] = ()
 
     @property
@@ -216,5 +215,5 @@ class ReadPictures:
 
     async def read(self) -> tuple[Tiles, ...]:
         """Returns the tiles, and keeps them. Raises like `CallPictures.read`."""
-        self.tiles = await self._call.read(self._images, self._account, self._num_choices)
+        self.tiles = await self._call.read(self._images, self._account)
         return self.tiles

@@ -328,7 +328,7 @@ class Service:
         num_added_tokens = 0 if binding is None else binding.added_tokens
         for index, prompt in enumerate(call.prompts):
             with child_span("tokenize"), _naming_prompt(call, index):
-                own = self._of_prompt(prompt, principal, text, pictures, call.num_choices)
+                own = self._of_prompt(prompt, principal, text, pictures)
                 token_ids = await self._prompts.encode(
                     prompt,
                     principal.account,
@@ -361,12 +361,11 @@ class Service:
         principal: Principal,
         text: TextModel,
         pictures: CallPictures,
-        num_choices: int = 1,
     ) -> ReadPictures:
         """Returns the pictures of a prompt, to be read. Raises like `CallPictures.of_prompt`."""
         rule = self._pictures.rule
         names = () if rule is None else rule.names(text.name_of)
-        return pictures.of_prompt(prompt, names, principal.account, num_choices)
+        return pictures.of_prompt(prompt, names, principal.account)
 
     # --- describing -----------------------------------------------------------------------------
 

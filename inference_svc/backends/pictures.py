@@ -42,7 +42,7 @@ class PictureRows:
         for key in work.dropped:
             self._encodings.pop(key, None)
         for key, picture, num_units in work.encodes:
-            self._tower.go_on(self._encoding(key, picture), picture.pixels, num_units)
+            self._tower.go_on(self._encoding(key, picture), picture.pixels.view, num_units)
 
     def _encoding(self, key: PictureKey, picture: PromptPicture) -> Encoding:
         """Returns a picture's embeddings as they are, and begins them if they are not there."""
@@ -56,7 +56,7 @@ class PictureRows:
         encoding = self._encoding(key, picture)
         while not encoding.is_done:
             assert self._tower is not None
-            self._tower.go_on(encoding, picture.pixels, 1)
+            self._tower.go_on(encoding, picture.pixels.view, 1)
         return encoding.rows
 
     def placed(self, rows: Sequence[BatchRow]) -> tuple[PlacedRows, ...]:

@@ -82,7 +82,7 @@ class TorchTower:
         return Encoding(tile, num_tiles, torch.empty(num_rows, size, dtype=self.weights.dtype))
 
     @torch.inference_mode()
-    def go_on(self, encoding: Encoding, pixels: bytes, num_units: int) -> None:
+    def go_on(self, encoding: Encoding, pixels: bytes | memoryview, num_units: int) -> None:
         """Computes so many more units of a picture's tiles, or as many as are left. `pixels` are
         uint8 [tiles, height, width, 3], which only requests keep: they are many times as large as
         the embeddings."""
@@ -117,7 +117,7 @@ class TorchTower:
         state.angles |= {op.out: COMPUTE[Angles](op, step) for op in layers.angles}
         return state
 
-    def _compute(self, encoding: Encoding, state: TileState, pixels: bytes) -> None:
+    def _compute(self, encoding: Encoding, state: TileState, pixels: bytes | memoryview) -> None:
         """Computes the next unit of a tile."""
         plan, layers = state.plan, self._layers
         layer, index = divmod(encoding.num_units, len(plan.parts))
@@ -144,7 +144,7 @@ class TorchTower:
                 rows[part.cells, index * size : (index + 1) * size] = step.values[out]
 
     def _patches(
-        self, encoding: Encoding, state: TileState, pixels: bytes, part: TilePart
+        self, encoding: Encoding, state: TileState, pixels: bytes | memoryview, part: TilePart
     ) -> Tensor:
         """Returns the patches of a part, fp32 [patches, 3, side, side]."""
         form, (height, width) = self._pictures.tiles, encoding.tile

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from inference_svc.pictures.processor import CHANNELS, Processor
 from inference_svc.pictures.sizes import Size
-from inference_svc.pictures.task import NUM_NUMBERS, NUMBER_BYTES
+from inference_svc.pictures.task import TILES
 from servicekit.errors import InvalidArgument, Unavailable
 from servicekit.sandbox.pool import CannotStart, SandboxPool
-from servicekit.sandbox.process import Limits, SandboxFailure, Task
+from servicekit.sandbox.process import Limits, SandboxFailure, SandboxProcess, Task
+from servicekit.shared_memory import SharedBytes
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ SECONDS = 10.0
 """Several times as long as the slowest valid file takes on a quiet machine."""
 RETRY_SECONDS = 1.0
 MAX_REASON_BYTES = 1024
-HEAD_BYTES = NUM_NUMBERS * NUMBER_BYTES
 TASK = Task(
     Path(__file__).with_name("task.py"),
     Limits(MEMORY_BYTES, wall_seconds=SECONDS, open_files=16),
@@ -36,12 +36,12 @@ TASK = Task(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A decoded picture: uint8 [num_tiles, height, width, 3] as bytes, of tiles of the size `tile`.
-    `rows` and `columns` are of a picture that is cut into tiles, of which one of the whole comes
-    last; otherwise 0. `digest` is the sha256 of all of it: pictures that are computed alike have
-    the same."""
+    """A decoded picture: uint8 [num_tiles, height, width, 3], which the engine's process maps, of
+    tiles of the size `tile`. `rows` and `columns` are of a picture that is cut into tiles, of which
+    one of the whole comes last; otherwise 0. `digest` is the sha256 of all of it: pictures that are
+    computed alike have the same."""
 
-    pixels: bytes = field(repr=False)
+    pixels: SharedBytes = field(repr=False, compare=False)
     tile: Size
     num_tiles: int
     rows: int
@@ -55,7 +55,7 @@ class PictureDecoder:
     def __init__(self, processor: Processor) -> None:
         self._processor = processor
         self._facts = processor.to_json()
-        self.pool = SandboxPool(TASK, NUM_CHILDREN)
+        self.pool = SandboxPool(TASK, NUM_CHILDREN, memory_bytes=processor.max_bytes)
 
     def close(self) -> None:
         """Ends the processes that are idle, and others once they have answered."""
@@ -66,38 +66,44 @@ class PictureDecoder:
     ) -> Tiles:
         """Returns the tiles of a file's bytes, which the caller has bounded. `check_cancelled` is
         called periodically and may raise. Raises InvalidArgument that names `where` the file was
-        sent, and Unavailable if this machine cannot start a process, or has ended it."""
+        sent, and Unavailable if this machine cannot start a process, has ended it, or has no
+        memory or files for the tiles."""
         request = {
             "data": base64.b64encode(data).decode(),
             "processor": self._facts,
             "max_pixels": MAX_PIXELS,
         }
-        most = HEAD_BYTES + self._processor.max_bytes
         try:
             with self.pool.process() as child:
-                answer = child.ask(request, max(most, MAX_REASON_BYTES), check_cancelled)
+                assert child.memory is not None
+                request["memory"] = child.memory.file
+                answer = child.ask(request, MAX_REASON_BYTES, check_cancelled)
                 if answer.kind == b"M":  # raised in here, so that the next file has all the memory
                     raise _too_costly(where)
-        except CannotStart as error:
+                if answer.kind == b"T":  # before the next file takes the memory
+                    return self._tiles(answer.content, child, where)
+        except (CannotStart, OSError) as error:
             raise Unavailable(f"images cannot be decoded now: {error}") from error
         except SandboxFailure as failure:
             logger.warning("the decoding of an image ended: %s", failure)
             raise _failed(failure, where) from None
-        if answer.kind != b"T":
-            raise InvalidArgument(f"{where}: {answer.text}", subject=where)
-        return self._checked(answer.content, where)
+        raise InvalidArgument(f"{where}: {answer.text}", subject=where)
 
-    def _checked(self, content: bytes, where: str) -> Tiles:
-        """Returns the tiles of an answer, which may be anything. Raises InvalidArgument."""
-        places = range(0, HEAD_BYTES, NUMBER_BYTES)
-        numbers = (int.from_bytes(content[at : at + NUMBER_BYTES], "big") for at in places)
-        rows, columns, height, width = numbers
-        pixels, tile, num_tiles = content[HEAD_BYTES:], Size(height, width), rows * columns + 1
-        is_whole = len(pixels) == num_tiles * CHANNELS * height * width
+    def _tiles(self, content: bytes, child: SandboxProcess, where: str) -> Tiles:
+        """Returns a copy of the tiles that a process has written, whose answer may be anything.
+        Raises InvalidArgument, and OSError."""
+        if len(content) != TILES.size:
+            raise _undecodable(where)
+        num_bytes, rows, columns, height, width = TILES.unpack(content)
+        tile, num_tiles = Size(height, width), rows * columns + 1
+        is_whole = num_bytes == num_tiles * CHANNELS * height * width
         makes = self._processor.makes(tile) and num_tiles <= self._processor.max_tiles
         if not (is_whole and makes):
             raise _undecodable(where)
-        return Tiles(pixels, tile, num_tiles, rows, columns, hashlib.sha256(content).digest())
+        assert child.memory is not None
+        pixels = SharedBytes.of("loadout-pixels", child.memory.view[:num_bytes])
+        digest = hashlib.sha256(content + pixels.sha256).digest()
+        return Tiles(pixels, tile, num_tiles, rows, columns, digest)
 
 
 def _failed(failure: SandboxFailure, where: str) -> InvalidArgument | Unavailable:

@@ -1,4 +1,4 @@
-"""Pictures of a prompt, and the work for them in a step: plain data that pickles."""
+"""Pictures of a prompt, and the work for them in a step: plain data. All but pixels pickles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from inference_svc.pictures.sizes import Size
+from servicekit.shared_memory import SharedBytes
 
 PictureKey: TypeAlias = tuple[str, bytes]
 """Says whose embeddings are equal: what separates prefix caches, and the picture's digest."""
@@ -29,12 +30,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptPicture:
-    """A picture of a prompt: uint8 [num_tiles, height, width, 3] as bytes, of tiles of the size
-    `tile`. Its embeddings are of the tokens of its `runs`, in order. Pictures that are computed
-    alike have the same `digest`, a sha256."""
+    """A picture of a prompt: uint8 [num_tiles, height, width, 3], which requests of one prompt
+    share, of tiles of the size `tile`. Its embeddings are of the tokens of its `runs`, in order. Pictures
+    that are computed alike have the same `digest`, a sha256."""
 
     digest: bytes
-    pixels: bytes = field(repr=False)
+    pixels: SharedBytes = field(repr=False)
     tile: Size
     num_tiles: int
     runs: tuple[Run, ...]

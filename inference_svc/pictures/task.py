@@ -1,14 +1,17 @@
 """Decodes a stranger's picture, and makes tiles of it: the task of a sandboxed process.
 
-The kind of an answer is T, four numbers of four bytes each, and the tiles: rows and columns of
-tiles, height and width of a tile; R, why the file is
-refused; or M, nothing, for a file that takes too much memory. Pillow's other formats are never
+The kind of an answer is T, how many bytes of tiles it has written to the request's `memory`, their
+rows and columns, and the height and width of a tile; R, why the file is refused; or M, nothing, for
+a file that takes too much memory. Pillow's other formats are never
 tried: their decoders are large, and few of them are safe.
 """
 
 from __future__ import annotations
 
 import base64
+import errno
+import mmap
+import struct
 import warnings
 from io import BytesIO
 from typing import Any
@@ -21,8 +24,8 @@ from inference_svc.pictures.tiling import TooLong, make_tiles
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MODES = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa"))
 """Pillow's modes of 8 bits a channel or less. It would cut off wider values, not scale them."""
-NUM_NUMBERS, NUMBER_BYTES = 4, 4
-"""The numbers before tiles, and the bytes of one."""
+TILES = struct.Struct(">QHHLL")
+"""The content of an answer of the kind T."""
 
 Image.init()
 Image.MAX_IMAGE_PIXELS = None  # the bound is a request's
@@ -40,14 +43,24 @@ def answer(request: dict[str, Any]) -> tuple[bytes, bytes | str]:
             warnings.simplefilter("ignore")
             picture = _decoded(base64.b64decode(request["data"]), max_pixels)
             pixels, tile, *places = make_tiles(picture, processor, max_pixels)
+        _write(request["memory"], pixels)
     except Refused as refused:
         return b"R", str(refused)
     except TooLong:
         return b"R", "is too long and narrow for its size: cut it, or make it smaller"
     except MemoryError:
         return b"M", b""
-    numbers = (each.to_bytes(NUMBER_BYTES, "big") for each in (*places, *tile))
-    return b"T", b"".join((*numbers, pixels))
+    return b"T", TILES.pack(len(pixels), *places, *tile)
+
+
+def _write(file: int, pixels: bytes) -> None:
+    """Writes to a memory that this process has inherited. Raises MemoryError."""
+    try:
+        memory = mmap.mmap(file, 0)
+    except OSError as error:
+        raise MemoryError if error.errno == errno.ENOMEM else error from None
+    with memory:
+        memory[: len(pixels)] = pixels
 
 
 def _decoded(data: bytes, max_pixels: int) -> Image.Image:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from servicekit.sandbox.process import SandboxFailure, SandboxProcess, Task
+from servicekit.shared_memory import SharedMemory
 
 
 class CannotStart(Exception):
@@ -15,12 +16,17 @@ class CannotStart(Exception):
 
 class SandboxPool:
     """At most `size` processes, started when they are needed, each for one caller at a time.
-    `prepare` is called with each new one. Blocking and thread-safe."""
+    `prepare` is called with each new one. Each has a memory of its own of `memory_bytes`, unless
+    these are 0. Blocking and thread-safe."""
 
     def __init__(
-        self, task: Task, size: int, prepare: Callable[[SandboxProcess], None] | None = None
+        self,
+        task: Task,
+        size: int,
+        prepare: Callable[[SandboxProcess], None] | None = None,
+        memory_bytes: int = 0,
     ) -> None:
-        self._task, self._prepare = task, prepare
+        self._task, self._prepare, self._memory_bytes = task, prepare, memory_bytes
         self._free = threading.BoundedSemaphore(size)
         self._lock = threading.Lock()
         self._idle: list[SandboxProcess] = []
@@ -61,7 +67,7 @@ class SandboxPool:
                     return process
                 process.end()
         try:
-            process = SandboxProcess(self._task)
+            process = SandboxProcess(self._task, memory=self._make_memory())
         except OSError as error:
             raise CannotStart(str(error)) from error
         try:
@@ -74,6 +80,9 @@ class SandboxPool:
             process.end()
             raise
         return process
+
+    def _make_memory(self) -> SharedMemory | None:
+        return SharedMemory("loadout-sandbox", self._memory_bytes) if self._memory_bytes else None
 
     def _put(self, process: SandboxProcess) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from servicekit.sandbox.__main__ import HEADER_BYTES, JSON, LENGTH_BYTES, RAW
+from servicekit.shared_memory import SharedMemory
 
 PROGRAM = Path(__file__).with_name("__main__.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,11 +113,12 @@ class SandboxProcess:
     latest."""
 
     def __init__(
-        self, task: Task, *, ends_with_starter: bool = False, files: tuple[int, ...] = ()
+        self, task: Task, *, ends_with_starter: bool = False, memory: SharedMemory | None = None
     ) -> None:
         """Starts it. With `ends_with_starter` the system ends it at once, even while it answers,
         when the thread that starts it ends; otherwise it ends after its last answer. It inherits
-        `files`, by their numbers."""
+        the file of `memory`, by its number, which requests tell it."""
+        self.memory = memory
         self._limits = task.limits
         limits = {**asdict(task.limits), "ends_with_starter": ends_with_starter}
         arguments = [str(task.program), json.dumps(limits), *([str(ROOT)] * task.imports_ours)]
@@ -129,7 +131,7 @@ class SandboxProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            pass_fds=files,
+            pass_fds=() if memory is None else (memory.file,),
         )
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None

@@ -18,7 +18,9 @@ import pytest
 from adapter_store.checkpoint import text_files, unpickle
 from inference_svc.text import template_process
 from servicekit.sandbox import process as sandbox
+from servicekit.sandbox.pool import SandboxPool
 from servicekit.sandbox.process import Limits, SandboxFailure, SandboxProcess, Task, ask_once
+from servicekit.shared_memory import SharedMemory
 from tests.support.wait import until
 
 pytestmark = pytest.mark.processes
@@ -127,16 +129,28 @@ def test_an_answer_that_fails_is_none_and_is_raised_to_who_waits(
     assert not process.send_at_once({})
 
 
-def test_it_inherits_the_files_that_it_is_given_and_no_other(
-    make: Make, start: Start, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("content")
-    with open(tmp_path / "file", "rb") as given, open(tmp_path / "file", "rb") as other:
-        task = make("os.read(request['file'], 100).decode()")
-        process = start(task, files=(given.fileno(),))
-        assert process.ask({"file": given.fileno()}, 100).text == "content"
-        with pytest.raises(SandboxFailure):
-            process.ask({"file": other.fileno()}, 100)
+def test_it_inherits_the_memory_that_it_is_given_and_no_other(make: Make, start: Start) -> None:
+    given, other = SharedMemory("given", 100), SharedMemory("other", 100)
+    task = make("mmap.mmap(request['file'], 0).write(b'content')", before="import mmap")
+    process = start(task, memory=given)
+    assert process.ask({"file": given.file}, 100).text == "7"
+    assert bytes(given.view[:8]) == b"content\0"
+    with pytest.raises(SandboxFailure):
+        process.ask({"file": other.file}, 100)
+
+
+def test_each_process_of_a_pool_has_a_memory_of_its_own(make: Make) -> None:
+    write = "mmap.mmap(request['file'], 0).write(request['text'].encode())"
+    pool = SandboxPool(make(write, before="import mmap"), 2, memory_bytes=100)
+    with pool.process() as one, pool.process() as other:
+        for process, text in ((one, "one"), (other, "other")):
+            assert process.memory is not None
+            process.ask({"file": process.memory.file, "text": text}, 100)
+        assert one.memory is not None
+        assert other.memory is not None
+        assert bytes(one.memory.view[:6]) == b"one\0\0\0"
+        assert bytes(other.memory.view[:6]) == b"other\0"
+    pool.close()
 
 
 def test_messages_may_be_longer_than_a_pipe(make: Make) -> None:

@@ -9,95 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
-from inference_svc.app import picture_rule
 from inference_svc.backends.pictures import PictureRows
 from inference_svc.engine.transport.messages import Command
 from inference_svc.model.architectures import load_description
-from inference_svc.pictures.decoding import PictureDecoder
-from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.prompt import PictureWork, PromptPicture
-from inference_svc.text.tokenizer import Tokenizer
+from servicekit.shared_memory import SharedBytes
 from tests.support.pairs import PATHS
-from tests.support.pictures.files import encoded, picture
-from tests.support.pictures.models import (
-    IMAGE,
-    NAMES,
-    SPECS,
-    TOWERS,
-    ReaderZoo,
-    image_name,
-    make_reader_zoo,
-)
+from tests.support.pictures.files import encoded
+from tests.support.pictures.models import IMAGE, NAMES, SPECS, TOWERS
 from tests.system.engines import Running
+from tests.system.picture_readers import (
+    NUM_TOKENS,
+    PICTURES,
+    PROMPTS,
+    SETTINGS,
+    Reader,
+    submit,
+)
 
-NUM_TOKENS = 48
 PAGE = 16
-SETTINGS = {
-    "max_prompt_images": 4,
-    "prompt_image_bytes": 1 << 20,
-    "max_model_len": 512,
-    "kv_bytes": 8 << 20,
-}
-PICTURES = (picture(90, 61), picture(61, 140, seed=1), picture(57, 56, seed=2))
-"""Of odd sizes."""
-
-
-def asked(*parts: str | Image.Image) -> tuple[list[dict[str, Any]], list[Image.Image]]:
-    """Returns the message of a user with texts and pictures."""
-    content = [
-        {"type": "text", "text": each} if isinstance(each, str) else {"type": "image"}
-        for each in parts
-    ]
-    pictures = [each for each in parts if not isinstance(each, str)]
-    return [{"role": "user", "content": content}], pictures
-
-
-PROMPTS = {
-    "one": asked(PICTURES[0], "the quick brown fox"),
-    "three": asked("jumps", PICTURES[1], "over", PICTURES[0], PICTURES[2], "the lazy dog"),
-    "text": asked("the quick brown fox jumps over the lazy dog"),
-}
-
-
-class Reader:
-    """A model that reads pictures, the oracle, and what a server makes of conversations."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.oracle: ReaderZoo = make_reader_zoo(name, folder)
-        self.zoo = self.oracle.zoo
-        decoder = load_description(self.zoo.model_dir, with_pictures=True)
-        rule = picture_rule(decoder, 4)
-        assert decoder.pictures is not None
-        assert rule is not None
-        self.pictures = decoder.pictures
-        self.rule: PictureRule = rule
-        self.decoder = PictureDecoder(rule.processor)
-        self.tokenizer = Tokenizer(self.zoo.model_dir)
-        self._answers: dict[Any, list[int]] = {}
-
-    def prompt(self, name: str) -> tuple[list[int], tuple[PromptPicture, ...]]:
-        messages, pictures = PROMPTS[name]
-        text = self.oracle.processor.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        text = self.rule.framed(text, self.tokenizer.name_of)
-        tiles = [self.decoder.decode(encoded(each), "image") for each in pictures]
-        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-
-        def encode(part: str) -> list[int]:
-            return self.tokenizer.encode(part, add_special_tokens=False)
-
-        ids = self.rule.expanded(ids, tiles, image_name(self.oracle.name), encode)
-        return list(ids), self.rule.found(ids, tiles)
-
-    def expected(self, adapter: str, name: str, count: int = NUM_TOKENS) -> list[int]:
-        if (adapter, name, count) not in self._answers:
-            inputs = self.oracle.inputs(*PROMPTS[name])
-            answer = self.oracle.greedy(adapter, inputs, count)
-            self._answers[adapter, name, count] = answer
-        return self._answers[adapter, name, count]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -107,14 +38,6 @@ def reader(
     made = Reader(request.param, tmp_path_factory.mktemp("reader"))
     yield made
     made.decoder.close()
-
-
-def submit(running: Running, reader: Reader, adapter: str, name: str, **options: Any) -> str:
-    prompt, pictures = reader.prompt(name)
-    request_id = f"{adapter} {name} {len(running.outputs)}"
-    options = {"max_tokens": NUM_TOKENS} | options
-    running.submit(request_id, prompt, adapter, pictures=pictures, **options)
-    return request_id
 
 
 def test_prompts_are_those_of_transformers(reader: Reader) -> None:
@@ -252,6 +175,10 @@ def submit_as(
     return request_id
 
 
+def black(num_bytes: int) -> SharedBytes:
+    return SharedBytes.of("loadout-pixels", bytes(num_bytes))
+
+
 def test_prefixes_are_shared_by_the_picture(stepped: Reader, start: Callable) -> None:
     """An equal prompt with equal pictures is not computed again, nor its pictures; the same tokens
     with another picture are, from the page on in which it begins."""
@@ -259,7 +186,7 @@ def test_prefixes_are_shared_by_the_picture(stepped: Reader, start: Callable) ->
     memory = running.engine.built.engine.scheduler.pictures
     prompt, pictures = stepped.prompt("one")
     other = tuple(
-        PromptPicture(b"other" * 6 + b"..", bytes(len(p.pixels)), p.tile, p.num_tiles, p.runs)
+        PromptPicture(b"other" * 6 + b"..", black(p.pixels.num_bytes), p.tile, p.num_tiles, p.runs)
         for p in pictures
     )
     answers = {}

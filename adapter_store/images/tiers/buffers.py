@@ -6,7 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-import resource
 import sys
 import weakref
 from collections import deque
@@ -16,6 +15,7 @@ import torch
 
 from adapter_store.images.tiers.memory_lock import MemoryLock
 from contract.images.sharing import ADD_SEALS, SEAL_SEAL, SEALS
+from servicekit.shared_memory import descriptors_for
 
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 MIN_FILE_BYTES = 256 << 10
@@ -170,13 +170,6 @@ def _tensor(mapping: mmap.mmap) -> torch.Tensor:
 
 def _max_files() -> int:
     return descriptors_for(MAX_FILES) if sys.platform == "linux" else 0
-
-
-def descriptors_for(most: int) -> int:
-    """Returns how many descriptors one purpose may have, of up to `most`: a quarter of those that
-    this process may open, so that others find some."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if soft == resource.RLIM_INFINITY else min(most, soft // 4)
 
 
 def _close(file: int | None) -> None:

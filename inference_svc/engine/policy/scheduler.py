@@ -186,7 +186,7 @@ class Scheduler:
     def remove(self, sequence: Sequence, *, expired: bool = False) -> None:
         """Removes a sequence from the queue or the running ones and releases all that it holds."""
         if self.siblings.remove(sequence):
-            sequence.state = SequenceState.FINISHED
+            _finish(sequence)
             return
         key = sequence.request.key
         if sequence.state is SequenceState.RUNNING:
@@ -197,7 +197,7 @@ class Scheduler:
             if key:
                 self.adapters.remove_waiter(key, expired=expired)
         self.queue.ended(sequence)
-        sequence.state = SequenceState.FINISHED
+        _finish(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self.states.release(sequence)
@@ -452,6 +452,13 @@ class Scheduler:
             assert sequence.state is SequenceState.RUNNING
             assert sequence.num_uncomputed > 0
             assert sequence.room >= sequence.num_computed
+
+
+def _finish(sequence: Sequence) -> None:
+    """Others may know the sequence until their next step, but not its pixels."""
+    sequence.state = SequenceState.FINISHED
+    if sequence.request.pictures:
+        sequence.request = replace(sequence.request, pictures=())
 
 
 def _note_ready(sequence: Sequence, now_s: float) -> None:

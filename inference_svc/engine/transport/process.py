@@ -26,6 +26,7 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.backends.speed_notes import Speed
 from inference_svc.core import EngineConfig
 from inference_svc.engine.transport.messages import Message, StepOutputs, Stop, StoreMessage
+from inference_svc.engine.transport.pixels import send_pixels
 from inference_svc.engine.transport.process_main import DUMP_SIGNAL, Ready, StoreFactory, encode
 from inference_svc.errors import EngineFailed
 from inference_svc.model.description import Decoder
@@ -188,6 +189,7 @@ class EngineProcess:
                 messages.append(self._outbox.get())
             try:
                 self._connection.send_bytes(encode(messages))
+                send_pixels(self._socket, messages)
             except OSError:
                 return  # the reader finds out why
             except Exception:  # lost messages would leave their senders waiting for ever
@@ -196,6 +198,7 @@ class EngineProcess:
                 return
             if any(isinstance(message, Stop) for message in messages):
                 return
+            del messages  # while it waits it holds no pixels
 
     def _read(self) -> None:
         try:

@@ -1,7 +1,8 @@
 """The main program of the engine's process: an engine in a thread, its socket on standard input.
 
-Frames are pickles. The parent sends (config, make_store), then lists of messages; it receives Ready
-or the error, then StepOutputs, one per step, and StoreMessages.
+Frames are pickles. The parent sends (config, make_store), then lists of messages, each with the
+files of its pictures' pixels; it receives Ready or the error, then StepOutputs, one per step, and
+StoreMessages.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -22,7 +24,8 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pulls.image_source import AdapterStore
 from inference_svc.backends.speed_notes import Speed
 from inference_svc.core import EngineConfig
-from inference_svc.engine.transport.messages import Stop, StoreMessage
+from inference_svc.engine.transport.messages import StepOutputs, Stop, StoreMessage
+from inference_svc.engine.transport.pixels import lost, receive_pixels
 from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import Decoder
@@ -119,12 +122,18 @@ class Child:
     def serve(self) -> None:
         """Serves until the parent sends Stop. Raises EOFError or OSError when it dies."""
         self._builder.start()
-        while self._take(pickle.loads(self._connection.recv_bytes())):
-            pass
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as files:
+            while self._take(self._receive(files)):
+                pass
         assert self._engine is not None
         assert self._store is not None
         self._engine.stop()
         self._store.close()
+
+    def _receive(self, files: socket.socket) -> list[Any]:
+        messages: list[Any] = pickle.loads(self._connection.recv_bytes())
+        receive_pixels(files, messages)
+        return messages
 
     def _take(self, messages: list[Any]) -> bool:
         """Passes messages on; returns False after the last."""
@@ -134,6 +143,8 @@ class Child:
             if isinstance(message, StoreMessage):
                 self._store.on_update(message.content)
                 self._update_ranks(message.content)
+            elif (refusal := lost(message)) is not None:
+                self._send(StepOutputs((refusal,)))
             elif not isinstance(message, Stop):
                 self._engine.send(message)
         return not any(isinstance(message, Stop) for message in messages)

@@ -142,6 +142,7 @@ class EngineThread:
                 messages = self._messages(wait=not go_on)
                 with engine.times.measure():
                     outputs, go_on = engine.step(messages)
+                    messages.clear()  # while it waits it holds no pixels
                     if outputs.outputs or outputs.replies or outputs.spans:
                         self._on_outputs(outputs)
             error: Exception = Draining("the server is shutting down")

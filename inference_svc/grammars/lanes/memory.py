@@ -1,18 +1,16 @@
 """Memory that a lane's process writes masks to, and the engine reads.
 
 The engine copies a mask before it uses it twice, since the process is not trusted: it can write at
-any time. The size is sealed. Else a process could cut the memory, and the engine would die of a
-read.
+any time.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
-import os
-import tempfile
 from typing import Any, NamedTuple
+
+from servicekit.shared_memory import SharedMemory
 
 LINE_BYTES = 64
 """Masks begin on cache lines of their own."""
@@ -33,25 +31,18 @@ class MaskPlaces(NamedTuple):
         return self.num_masks * self.stride
 
 
-class MaskMemory:
-    """The engine's side. The system has pages for the masks that were written, and frees them with
-    the last of the two processes."""
+class MaskMemory(SharedMemory):
+    """The engine's side. The system has pages for the masks that were written."""
 
     def __init__(self, places: MaskPlaces) -> None:
         """Raises OSError if the machine has no memory or files for it."""
+        super().__init__("loadout-masks", places.num_bytes)
         self.places = places
-        self.file = _make_file(places.num_bytes)
-        self._mapping = memoryview(
-            mmap.mmap(self.file, places.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        )
 
     def mask(self, slot: int) -> memoryview:
         """Returns the mask of a slot, which stays mapped as long as it is used."""
         start = slot * self.places.stride
-        return self._mapping[start : start + self.places.mask_bytes]
-
-    def close(self) -> None:
-        os.close(self.file)
+        return self.view[start : start + self.places.mask_bytes]
 
 
 class WrittenMasks:
@@ -74,20 +65,3 @@ class WrittenMasks:
         if byte & bit:
             self._mapping[place] = byte & ~bit
         return bool(byte & bit)
-
-
-def _make_file(num_bytes: int) -> int:
-    """Returns a file of memory, which has no name; of the disk where there is no such memory."""
-    if not hasattr(os, "memfd_create"):
-        with tempfile.TemporaryFile() as found:
-            found.truncate(num_bytes)
-            return os.dup(found.fileno())
-    file = os.memfd_create("loadout-masks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(file, num_bytes)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
-        os.close(file)
-        raise
-    return file

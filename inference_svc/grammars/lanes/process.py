@@ -101,12 +101,12 @@ class LaneProcess:
             return
         if self._memory is None:
             self._memory = MaskMemory(self._places)
-        file = self._memory.file
-        process = SandboxProcess(TASK, ends_with_starter=True, files=(file,))
+        process = SandboxProcess(TASK, ends_with_starter=True, memory=self._memory)
         try:
             if self._is_nice:
                 _lower_priority(process.pid)
-            request = {"vocabulary": self._vocabulary.packed, "memory": [file, *self._places]}
+            memory = [self._memory.file, *self._places]
+            request = {"vocabulary": self._vocabulary.packed, "memory": memory}
             process.ask(request, 0, self._check_open)
         except BaseException:
             process.end()

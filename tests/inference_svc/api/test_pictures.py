@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
@@ -43,26 +44,38 @@ def chat(*files: bytes) -> Chat:
     return Chat((ChatMessage("user", "a", images=images),))
 
 
-def read(call: CallPictures, prompt: Chat, num_choices: int = 1) -> list[int]:
+def read(call: CallPictures, prompt: Chat) -> list[int]:
     """Returns the tiles of each picture."""
 
     async def body() -> list[int]:
-        found = await call.of_prompt(prompt, ("<image>",), "account", num_choices).read()
+        found = await call.of_prompt(prompt, ("<image>",), "account").read()
         return [each.num_tiles for each in found]
 
     return asyncio.run(body())
 
 
-def test_pixels_count_for_each_request_until_they_are_let_go_of(reader: PictureReader) -> None:
+def test_pixels_count_until_they_are_let_go_of(reader: PictureReader) -> None:
     with reader.of_call() as call:
-        assert read(call, chat(encoded(picture(TILE, TILE)), encoded(picture(200, 100))), 3) == [
-            10,
-            7,
-        ]
-    assert reader.pixels.used == (1 + 3) * 17 * TILE_BYTES
+        assert read(call, chat(encoded(picture(TILE, TILE)), encoded(picture(200, 100)))) == [10, 7]
+    assert reader.pixels.used == 17 * TILE_BYTES
     call.release()
     call.release()
     assert reader.pixels.used == 0
+
+
+def test_small_pictures_count_as_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may open so many: a quarter of them may have pixels."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (400, 400))
+    save_processor("Llava", tmp_path)
+    rule = PictureRule(read_processor(tmp_path, TILE), 80, 4, 2)
+    reader = PictureReader(rule, "model", Shares("prompt_image_bytes", 100 << 20, 0.5))
+    with reader.of_call() as call:
+        read(call, chat(encoded(picture(TILE, TILE)), encoded(picture(200, 100))))
+    assert reader.pixels.used == 2 << 20
+    call.release()
+    reader.close()
 
 
 def test_a_stream_that_nobody_reads_holds_nothing(reader: PictureReader) -> None:
@@ -81,15 +94,15 @@ def test_a_call_that_fails_holds_nothing(reader: PictureReader) -> None:
 
 def test_an_account_holds_no_more_than_its_share(reader: PictureReader) -> None:
     large = encoded(picture(TILE * 3, TILE * 3))
-    share = reader.pixels.capacity // 2
-    num_choices = share // (10 * TILE_BYTES) - 1
+    reader.pixels = Shares("prompt_image_bytes", 30 * TILE_BYTES, 0.5)
+    share = 15 * TILE_BYTES
     with reader.of_call() as call:
-        assert read(call, chat(large), num_choices) == [10]
+        assert read(call, chat(large)) == [10]
         assert share // 2 < reader.pixels.used <= share
         call.release()
     most = f"maximum of {share}"
     with pytest.raises(ShareExceeded, match=most) as refused, reader.of_call() as call:
-        read(call, chat(large, large), num_choices)
+        read(call, chat(large, large))
     assert not refused.value.retry_after_s
     assert reader.pixels.used == 0
 
@@ -104,7 +117,7 @@ def test_a_cancelled_call_holds_its_memory_until_its_file_is_let_go_of(
         os.kill(child.pid, signal.SIGSTOP)
 
     async def body() -> Future[Tiles]:
-        reading = asyncio.create_task(call.read(prompt.images, "account", 1))
+        reading = asyncio.create_task(call.read(prompt.images, "account"))
         while call.decoding is None or not call.decoding.running():
             await asyncio.sleep(0.001)
         decoding = call.decoding

@@ -12,11 +12,14 @@ from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from inference_svc.pictures.prompt import PictureWork, PromptPicture, Run
 from inference_svc.pictures.sizes import MAX_SLICE, Size, TileForm
+from servicekit.shared_memory import SharedBytes
 from tests.support.inference.loop import TwoAdapterRows
 
 COSTS = TowerCosts(TileForm(1, 1), 3, 2.0, 0.0, sees_all=True, row_bytes=10)
 """A tile has 4 units, which cost 8 tokens of a prompt, and 5 tokens: 50 bytes."""
 TILE = Size(1, 1)
+
+PIXELS = SharedBytes.of("pixels", b"1")
 
 
 def sequence(
@@ -24,7 +27,7 @@ def sequence(
 ) -> Sequence:
     """A prompt of 100 tokens, with a picture of one tile at each of these places."""
     pictures = tuple(
-        PromptPicture(f"{digest}{place}".encode(), b"", TILE, 1, (Run(place, place + length),))
+        PromptPicture(f"{digest}{place}".encode(), PIXELS, TILE, 1, (Run(place, place + length),))
         for place in places
     )
     fields: dict[str, Any] = {"tenant": tenant, "cache_seed": seed or tenant}

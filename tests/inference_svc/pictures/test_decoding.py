@@ -65,7 +65,7 @@ def llava(decoder_of: Any) -> tuple[PictureDecoder, Processor]:
 def values(tiles: Tiles, processor: Processor) -> torch.Tensor:
     """[tiles, 3, height, width]; of tiles of any size [patches, 3, side, side], cell by cell."""
     shape = tiles.num_tiles, *tiles.tile, 3
-    pixels = np.frombuffer(tiles.pixels, np.uint8).reshape(shape)
+    pixels = np.frombuffer(tiles.pixels.view, np.uint8).reshape(shape)
     found = normalised(torch.from_numpy(pixels.copy()), processor)
     if processor.form is not Form.FREE:
         return found

@@ -24,6 +24,7 @@ from inference_svc.text.prompt import (
 )
 from inference_svc.text.tokenizer import Tokenizer
 from servicekit.errors import InvalidArgument
+from servicekit.shared_memory import SharedBytes
 from servicekit.work_budget import WorkBudget
 from tests.support.models import tokenizer_files as files
 
@@ -398,7 +399,7 @@ class Pictures:
 
     async def read(self) -> tuple[Tiles, ...]:
         self.num_reads += 1
-        return (Tiles(b"", Size(8, 8), 1, 0, 0, b""),) * 2
+        return (Tiles(SharedBytes.of("pixels", b"1"), Size(8, 8), 1, 0, 0, b""),) * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""The pixels of pictures on their way to the engine's process: files, which follow a message.
+
+A Submit pickles without the memory of its pictures. Both ends find in the messages of a frame which
+files follow it on the same socket, and in which order.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from inference_svc.engine.transport.messages import Output, Submit
+from servicekit.errors import Unavailable
+from servicekit.shared_memory import SharedBytes
+
+logger = logging.getLogger(__name__)
+
+FILES_AT_ONCE = 64
+"""Descriptors in one piece, of 253 that Linux takes."""
+MARK = b"F"
+"""The byte that descriptors ride on."""
+RETRY_SECONDS = 0.005
+"""The wait for the other end to receive files, of which the system keeps a limited number."""
+
+
+def send_pixels(connection: socket.socket, messages: Iterable[Any]) -> None:
+    """Sends the files of the pixels of messages, which were sent before. Raises OSError once the
+    other end is gone."""
+    files = [each.file for each in _pixels_of(messages)]
+    for part in _parts(files):
+        while True:
+            try:
+                socket.send_fds(connection, [MARK], part)
+                break
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                time.sleep(RETRY_SECONDS)
+
+
+def receive_pixels(connection: socket.socket, messages: Iterable[Any]) -> None:
+    """Maps the pixels of messages that were received before, as far as this machine has files and
+    memory for them: see `lost`. Raises EOFError or OSError once the other end is gone."""
+    for part in _parts(_pixels_of(messages)):
+        files = _receive(connection, len(part))
+        for pixels, file in zip(part, files, strict=False):
+            try:
+                pixels.receive(file)
+            except OSError as error:
+                logger.error("pixels of an image cannot be mapped: %s", error)
+
+
+def lost(message: Any) -> Output | None:
+    """Returns the answer to a Submit whose pixels have not all arrived."""
+    if not isinstance(message, Submit):
+        return None
+    if all(each.pixels.is_here for each in message.request.pictures):
+        return None
+    error = Unavailable("this server has no files or memory for the images now: try again")
+    return Output(message.request.request_id, error=error)
+
+
+def _pixels_of(messages: Iterable[Any]) -> list[SharedBytes]:
+    """Returns the pixels that messages share, once each, in order. Those of one object here are of
+    one object where the frame is loaded."""
+    found: dict[int, SharedBytes] = {}
+    for message in messages:
+        if isinstance(message, Submit):
+            for picture in message.request.pictures:
+                found.setdefault(id(picture.pixels), picture.pixels)
+    return list(found.values())
+
+
+def _parts(items: list[Any]) -> Iterator[list[Any]]:
+    for start in range(0, len(items), FILES_AT_ONCE):
+        yield items[start : start + FILES_AT_ONCE]
+
+
+def _receive(connection: socket.socket, count: int) -> list[int]:
+    """Returns so many descriptors, or fewer if this process may have no more."""
+    files = array.array("i")
+    # Not for programs that another thread starts meanwhile: recv_fds ignores its flags.
+    mark, given, _, _ = connection.recvmsg(
+        1, socket.CMSG_LEN(count * files.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, data in given:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            files.frombytes(data[: len(data) // files.itemsize * files.itemsize])
+    if mark != MARK:
+        for file in files:
+            os.close(file)
+        raise EOFError
+    return files.tolist()
