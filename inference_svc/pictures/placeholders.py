@@ -101,51 +101,62 @@ class PictureRule:
             )
 
     def _tokens(self, tiles: Tiles, name: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Returns the tokens of one picture."""
+        """Returns the tokens of one picture. The text that is tokenised has one placeholder for
+        each run: with all of them it would take milliseconds. Raises InvalidArgument."""
+        num_runs, num_tokens = self._runs(tiles)
+        own = [self.token_id] * num_tokens
         if self.has_rows:
-            rows, columns = self.tiles.cells(tiles.tile)
-            return encode(ROW_END.join([name * columns] * rows) + LAST_ROW_END)
-        count = self.tiles.tokens(tiles.tile)
-        if self.processor.form is not Form.SPLIT:
-            return [self.token_id] * count
-        own = name * count
-        lines = [
-            "".join(f"{FRAME}<row_{y}_col_{x}>{own}" for x in range(1, tiles.columns + 1)) + "\n"
-            for y in range(1, tiles.rows + 1)
-        ]
-        last = f"{FRAME}{WHOLE}{own}{FRAME}"
-        return encode("".join((*lines, "\n", last)) if lines else last)
+            marked = encode(ROW_END.join([name] * num_runs) + LAST_ROW_END)
+        elif self.processor.form is Form.SPLIT:
+            marked = encode(_split_text(tiles, name))
+        else:
+            return own
+        if (count := marked.count(self.token_id)) != num_runs:
+            raise InvalidArgument(
+                f"the tokenizer finds {count} of {num_runs} placeholders ({name!a}) among "
+                "the marks of an image: it must know the placeholder as a token of its own",
+                subject="prompt",
+            )
+        found: list[int] = []
+        for token_id in marked:
+            if token_id == self.token_id:
+                found += own
+            else:
+                found.append(token_id)
+        return found
+
+    def _runs(self, tiles: Tiles) -> tuple[int, int]:
+        """Returns how many runs of tokens stand for a picture, and the tokens of each: a tile's, or
+        a row's."""
+        if self.has_rows:
+            return self.tiles.cells(tiles.tile)
+        return tiles.num_tiles, self.tiles.tokens(tiles.tile)
 
     def found(
-        self, token_ids: Sequence[int], pictures: Sequence[Tiles]
+        self, token_ids: tuple[int, ...], pictures: Sequence[Tiles]
     ) -> tuple[PromptPicture, ...]:
         """Returns the pictures of a prompt that `expanded` has made, with the places of their
         tokens."""
-        runs = iter(self._runs(token_ids))
         made: list[PromptPicture] = []
+        end = 0
         for each in pictures:
-            left, own = each.num_tiles * self.tiles.tokens(each.tile), []
-            while left:
-                run = next(runs)
-                if run.end - run.start > left:  # the next picture's follow at once
-                    rest = Run(run.start + left, run.end)
-                    run = Run(run.start, run.start + left)
-                    runs = iter((rest, *runs))
-                own.append(run)
-                left -= run.end - run.start
+            num_runs, num_tokens = self._runs(each)
+            runs = []
+            for _ in range(num_runs):
+                start = token_ids.index(self.token_id, end)
+                end = start + num_tokens
+                runs.append(Run(start, end))
             made.append(
-                PromptPicture(each.digest, each.pixels, each.tile, each.num_tiles, tuple(own))
+                PromptPicture(each.digest, each.pixels, each.tile, each.num_tiles, tuple(runs))
             )
         return tuple(made)
 
-    def _runs(self, token_ids: Sequence[int]) -> list[Run]:
-        """Returns the runs of placeholders, in order."""
-        found: list[Run] = []
-        for place, token_id in enumerate(token_ids):
-            if token_id != self.token_id:
-                continue
-            if found and found[-1].end == place:
-                found[-1] = Run(found[-1].start, place + 1)
-            else:
-                found.append(Run(place, place + 1))
-        return found
+
+def _split_text(tiles: Tiles, name: str) -> str:
+    """Returns the marks of a picture that is cut, with one placeholder for each tile."""
+    lines = [
+        "".join(f"{FRAME}<row_{y}_col_{x}>{name}" for x in range(1, tiles.columns + 1)) + "\n"
+        for y in range(1, tiles.rows + 1)
+    ]
+    last = f"{FRAME}{WHOLE}{name}{FRAME}"
+    return "".join((*lines, "\n", last)) if lines else last

@@ -31,8 +31,8 @@ class Run(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PromptPicture:
     """A picture of a prompt: uint8 [num_tiles, height, width, 3], which requests of one prompt
-    share, of tiles of the size `tile`. Its embeddings are of the tokens of its `runs`, in order. Pictures
-    that are computed alike have the same `digest`, a sha256."""
+    share, of tiles of the size `tile`. Its embeddings are of the tokens of its `runs`, in order.
+    Pictures that are computed alike have the same `digest`, a sha256."""
 
     digest: bytes
     pixels: SharedBytes = field(repr=False)

@@ -17,6 +17,7 @@ from inference_svc.text.chat import Chat, ChatMessage, MessageImage
 from inference_svc.text.prompt import Prompt, PromptEncoder
 from inference_svc.text.tokenizer import Tokenizer
 from servicekit.errors import InvalidArgument
+from servicekit.shared_memory import SharedBytes
 from servicekit.shares import Shares
 from servicekit.work_budget import WorkBudget
 from tests.support.pictures.models import (
@@ -30,6 +31,7 @@ from tests.support.pictures.models import (
 BEGIN, SOFT, END = GEMMA3_TOKENS.values()
 FORM = TileForm(TILE, TILE // 2)
 NUM_TOKENS = 4
+PIXELS = SharedBytes.of("pixels", b"1")
 
 
 class Pictures:
@@ -37,7 +39,7 @@ class Pictures:
         self.num_pictures = count
 
     async def read(self) -> tuple[Tiles, ...]:
-        return (Tiles(b"", Size(TILE, TILE), 1, 0, 0, b""),) * self.num_pictures
+        return (Tiles(PIXELS, Size(TILE, TILE), 1, 0, 0, b""),) * self.num_pictures
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ def test_line_feeds_join_with_the_ones_around(tokenizer: Tokenizer, rule: Pictur
     whole = f"<s><start_of_turn>user\n{own}a{own}{own}b<end_of_turn>\n<start_of_turn>model\n"
     assert ids == tokenizer.encode(whole, add_special_tokens=False)
     assert tokenizer.backend.token_to_id("\n\n\n") in ids
-    pictures = rule.found(ids, [Tiles(b"", Size(TILE, TILE), 1, 0, 0, b"")] * 3)
+    pictures = rule.found(tuple(ids), [Tiles(PIXELS, Size(TILE, TILE), 1, 0, 0, b"")] * 3)
     assert [each.num_tokens for each in pictures] == [NUM_TOKENS] * 3
     assert all(len(each.runs) == 1 for each in pictures)
 
