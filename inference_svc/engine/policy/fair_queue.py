@@ -20,8 +20,9 @@ class FairQueue:
     Sequences whose adapter is not resident are parked, by key: they cost a step nothing. A
     tenant, and within it an adapter, may take `quantum` tokens per round, at `prices`. Tokens to
     compute are charged whenever a sequence starts; tokens that it may generate only the first time,
-    and refunded if it ends earlier; sorting for its tokens as they come. After `ageing_s` a
-    sequence is aged: half of its tenant's tokens go to aged ones, in order of arrival.
+    and refunded if it ends earlier; sorting for its tokens, and computing its pictures, as they
+    come. After `ageing_s` a sequence is aged: half of its tenant's tokens go to aged ones, in order
+    of arrival.
     """
 
     def __init__(self, quantum: int, ageing_s: float, prices: Prices = FREE) -> None:
@@ -169,16 +170,18 @@ class FairQueue:
     def ended(self, sequence: Sequence) -> None:
         """Refunds tokens that the sequence was charged for and has not generated."""
         if sequence.is_charged:
-            self._charge(sequence, -_price_of_remaining(sequence))
+            self.charge(sequence, -_price_of_remaining(sequence))
 
     def sorted_for(self, sequence: Sequence) -> None:
         """Charges for the sorting of the vocabulary that the last token took: nobody knows before
         for which tokens it is sorted."""
         count, price = sequence.num_output, self._prices.sort
         # The parts of tokens add up.
-        self._charge(sequence, int(count * price) - int((count - 1) * price))
+        self.charge(sequence, int(count * price) - int((count - 1) * price))
 
-    def _charge(self, sequence: Sequence, num_tokens: int) -> None:
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Charges for work that nobody knew of when the sequence started, such as computing its
+        pictures: others may have computed them."""
         self._round_robin.charge(sequence.request.tenant, num_tokens)
         tenant = self._tenants.get(sequence.request.tenant)
         if tenant is not None:

@@ -234,7 +234,11 @@ class Scheduler:
         if self.num_pooling:
             rows = list(map(_unsampled, rows))
         changes = self.adapters.pop_changes()
-        pictures = NO_WORK if self.pictures is None else self.pictures.pop_work()
+        pictures = NO_WORK
+        if self.pictures is not None:
+            pictures = self.pictures.pop_work()
+            for sequence, cost in self.pictures.pop_costs():
+                self.queue.charge(sequence, cost)
         if not (rows or changes or any(pictures)):
             return None
         rows.sort(key=_place)

@@ -19,6 +19,7 @@ COSTS = TowerCosts(TileForm(1, 1), 3, 2.0, 0.0, sees_all=True, row_bytes=10)
 """A tile has 4 units, which cost 8 tokens of a prompt, and 5 tokens: 50 bytes."""
 TILE = Size(1, 1)
 
+LIMITS = Limits(4, 128, 128)
 PIXELS = SharedBytes.of("pixels", b"1")
 
 
@@ -53,9 +54,9 @@ def step(found: PictureMemory, *rows: tuple[Sequence, int]) -> tuple[list[int], 
     return counts, found.pop_work()
 
 
-def scheduler(found: PictureMemory, masks: Any = None) -> Scheduler:
+def scheduler(found: PictureMemory, masks: Any = None, limits: Limits = LIMITS) -> Scheduler:
     states = States(Pages(64, 4))
-    return Scheduler(Limits(4, 128, 128), states, TwoAdapterRows(), masks=masks, pictures=found)
+    return Scheduler(limits, states, TwoAdapterRows(), masks=masks, pictures=found)
 
 
 def units(work: PictureWork) -> list[int]:
@@ -93,6 +94,69 @@ def test_while_others_generate_a_step_computes_an_eighth() -> None:
 def test_a_step_computes_one_unit_at_least() -> None:
     found, own = memory(max_tokens=1), sequence(0)
     assert [units(step(found, (own, 10))[1]) for _ in range(4)] == [[1]] * 4
+
+
+def test_tenants_take_turns() -> None:
+    """The second tenant's picture does not wait for all of the first one's."""
+    found = memory(max_tokens=16)
+    many = [sequence(0, tenant="one", digest=f"{index} ") for index in range(3)]
+    own = sequence(0, tenant="two")
+    rows = [(each, 10) for each in (*many, own)]
+    served = []
+    for _ in range(2):
+        _, work = step(found, *rows)
+        served.append([(key[0], count) for key, _, count in work.encodes])
+    assert served == [[("one", 4), ("two", 4)], [("one", 4), ("one", 4)]]
+    assert own.num_computed > 0
+
+
+def test_a_picture_that_is_begun_is_completed_first() -> None:
+    """A step that computes one unit serves tenants one after the other, and each in its turn."""
+    found = memory(max_tokens=1)
+    names = ("one", "one", "two", "three")
+    own = [sequence(0, tenant=name, digest=f"{index} ") for index, name in enumerate(names)]
+    served = [step(found, *((each, 10) for each in own))[1].encodes for _ in range(16)]
+    assert [len(encodes) for encodes in served] == [1] * 16
+    tenants = [encodes[0].key[0] for encodes in served]
+    assert tenants == [name for name in ("one", "two", "three", "one") for _ in range(4)]
+    assert all(each.num_computed for each in own)
+
+
+def test_the_work_of_pictures_is_charged_once() -> None:
+    """However it is cut, it costs a tile's 8 tokens; what is found again costs nothing."""
+    price = TowerCosts(TileForm(1, 1), 4, 1.7, 0.0, sees_all=True, row_bytes=10)
+    for max_tokens in (2, 4, 100):
+        found, costs = PictureMemory(1000, price, max_tokens), []
+        own, again = sequence(0), sequence(0)
+        for each in (own, again):
+            while each.num_computed < 10:
+                step(found, (each, 10))
+                costs.append(sum(cost for _, cost in found.pop_costs()))
+            found.release(each)
+        assert sum(costs) == 8
+        assert costs[-1] == 0
+        assert len(costs) == {2: 6, 4: 4, 100: 2}[max_tokens]
+
+
+def test_a_tenant_pays_for_its_pictures() -> None:
+    """Its next request waits until others have had as much: without the picture they take turns."""
+    for has_pictures, expected in ((False, "abab"), (True, "abba")):
+        found = memory(max_tokens=1000)
+        own = scheduler(found, limits=Limits(1, 128, 128, fair_quantum=1))
+        for index in range(2):
+            places = (0,) * has_pictures
+            for tenant in ("a", "b"):
+                each = sequence(*places * (tenant == "a"), tenant=tenant, digest=f"{index} ")
+                own.add(each, float(index))
+        order = ""
+        while len(order) < 4:
+            batch = own.schedule(0.0)
+            assert batch is not None
+            [row] = batch.rows
+            order += row.sequence.request.tenant
+            own.remove(row.sequence)
+            own.check_integrity()
+        assert order == expected
 
 
 def test_equal_pictures_are_computed_once_for_each_cache() -> None:

@@ -3,14 +3,14 @@
 A prompt's tokens before a picture are computed without it; its rows wait at the picture until the
 embeddings are there. They are made some layers of a part of a tile at a time, so that a large
 picture stalls no one's tokens, and one picture after the other, because a picture that is begun
-takes much memory. Plain Python over plain data; no tensors.
+takes much memory. Tenants whose pictures wait take turns. Plain Python over plain data; no tensors.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -53,11 +53,12 @@ class TowerCosts:
 
 @dataclass(slots=True)
 class _Entry:
-    """Embeddings that are there, or begun: `num_left` units are missing, and `num_holders`
+    """Embeddings that are there, or begun: `num_left` of `num_units` are missing, and `num_holders`
     sequences are at the picture."""
 
     tenant: str
     num_bytes: int
+    num_units: int
     num_left: int
     num_holders: int = 0
 
@@ -97,6 +98,9 @@ class PictureMemory:
     _begun: PictureKey | None = None
     _budget: float = 0.0
     _may_exceed: bool = False
+    _turns: dict[str, int] = field(default_factory=dict)
+    """When each tenant had its last turn, as a number of pictures that were begun."""
+    _costs: list[tuple[Sequence, int]] = field(default_factory=list)
 
     @property
     def num_kept(self) -> int:
@@ -109,9 +113,34 @@ class PictureMemory:
         generates = any(each.num_uncomputed == 1 for each in running)
         self._budget = self.max_tokens * (BESIDE_SHARE if generates else 1)
         self._may_exceed = True
-        for sequence in running:
-            if sequence.request.pictures:
-                self._come(sequence)
+        for sequence in self._in_turn(running):
+            self._come(sequence)
+
+    def _in_turn(self, running: SequenceOf[Sequence]) -> Iterator[Sequence]:
+        """Yields the sequences with pictures: first the ones at the picture that is begun, then one
+        of the tenant whose last picture was begun longest ago, again and again."""
+        others: dict[str, deque[Sequence]] = {}
+        for each in running:
+            if not each.request.pictures:
+                continue
+            if self._begun is not None and self._begun in self._held(each):
+                yield each
+            else:
+                others.setdefault(each.request.tenant, deque()).append(each)
+        turns = [(self._turns.get(name, 0), place, name) for place, name in enumerate(others)]
+        heapq.heapify(turns)
+        while turns:
+            _, place, name = turns[0]
+            yield others[name].popleft()
+            if others[name]:
+                heapq.heapreplace(turns, (self._turns.get(name, 0), place, name))
+            else:
+                heapq.heappop(turns)
+
+    def _held(self, sequence: Sequence) -> Iterator[PictureKey]:
+        request = sequence.request
+        for index in sequence.held_pictures:
+            yield request.cache_seed, request.pictures[index].digest
 
     def _come(self, sequence: Sequence) -> None:
         """Lets go of the pictures behind a sequence's computed tokens, and notes how it goes on if
@@ -157,6 +186,12 @@ class PictureMemory:
         self._dropped, self._encodes = [], {}
         return work
 
+    def pop_costs(self) -> list[tuple[Sequence, int]]:
+        """Returns the costs of the step's work, in tokens of a prompt, with the sequences that it
+        is done for. The costs of a picture add up."""
+        costs, self._costs = self._costs, []
+        return costs
+
     def forget(self) -> None:
         """Drops everything: its memory is lost. No sequence holds any."""
         assert not any(each.num_holders for each in self._entries.values())
@@ -164,6 +199,7 @@ class PictureMemory:
         self._tenants.clear()
         self._dropped, self._encodes, self.num_bytes = [], {}, 0
         self._begun = None
+        self._turns.clear()
 
     def _make(self, sequence: Sequence, index: int) -> bool:
         """Returns whether a picture's embeddings will be there in this step."""
@@ -180,10 +216,10 @@ class PictureMemory:
             num_bytes = picture.num_tokens * self.costs.row_bytes
             if not num_units or not self._make_room(num_bytes):
                 return False
-            entry = self._entries[key] = _Entry(
-                request.tenant, num_bytes, self.costs.num_units(picture)
-            )
+            num_all = self.costs.num_units(picture)
+            entry = self._entries[key] = _Entry(request.tenant, num_bytes, num_all, num_all)
             self._begun = key
+            self._turns[request.tenant] = self.num_encoded + 1
             self.num_bytes += num_bytes
             self._tenants.setdefault(request.tenant, _Tenant()).num_bytes += num_bytes
             self.num_encoded += 1
@@ -194,12 +230,20 @@ class PictureMemory:
             entry.num_holders += 1
             self._tenants[entry.tenant].idle.pop(key, None)
         if entry.num_left and num_units:
-            count = min(entry.num_left, num_units)
-            self._encodes[key] = Encode(key, picture, count)
-            entry.num_left -= count
-            self._budget -= count * self.costs.of_unit(picture)
-            self._may_exceed = False
+            self._plan(sequence, picture, key, min(entry.num_left, num_units))
         return not entry.num_left
+
+    def _plan(
+        self, sequence: Sequence, picture: PromptPicture, key: PictureKey, count: int
+    ) -> None:
+        """Has so many more units of a picture computed in this step."""
+        self._encodes[key] = Encode(key, picture, count)
+        entry, price = self._entries[key], self.costs.of_unit(picture)
+        before = entry.num_units - entry.num_left
+        self._costs.append((sequence, int((before + count) * price) - int(before * price)))
+        entry.num_left -= count
+        self._budget -= count * price
+        self._may_exceed = False
 
     def _may_compute(self, key: PictureKey) -> bool:
         """Returns whether no other picture is begun. One whose sequences do not run any more is
@@ -244,6 +288,7 @@ class PictureMemory:
         tenant.num_bytes -= entry.num_bytes
         if not tenant.num_bytes:
             del self._tenants[entry.tenant]
+            self._turns.pop(entry.tenant, None)
         self.num_bytes -= entry.num_bytes
         self._dropped.append(key)
         self._encodes.pop(key, None)  # planned for a sequence that was preempted since
