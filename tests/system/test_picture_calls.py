@@ -52,6 +52,13 @@ def part(found: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url(encoded(found))} | fields}
 
 
+def block(found: Any, **fields: Any) -> dict[str, Any]:
+    """Returns an image as Anthropic's API has it."""
+    data = base64.b64encode(encoded(found)).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data} | fields
+    return {"type": "image", "source": source}
+
+
 def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
@@ -84,6 +91,33 @@ def test_openais_client_sends_pictures(services: Services, oracle: ReaderZoo, ad
     )
     pieces = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]
     assert "".join(pieces) == made.choices[0].message.content
+
+
+def test_responses_have_pictures(services: Services, oracle: ReaderZoo) -> None:
+    client = OpenAI(base_url=f"http://{services.http_address}/v1", api_key="none")
+    given = [{"type": "input_image", "image_url": url(encoded(each))} for each in (ONE, OTHER)]
+    words = [{"type": "input_text", "text": each} for each in ("jumps", " over ", "the dog")]
+    content = [words[0], given[0] | {"detail": "auto"}, words[1], given[1], words[2]]
+    asked: Any = [{"role": "user", "content": content}]
+    options = {"temperature": 0.0, "max_output_tokens": NUM_TOKENS}
+    made = client.responses.create(model="llama", input=asked, **options)
+    assert made.output_text == expected(oracle, "", TWO, ONE, OTHER)
+    assert made.usage is not None
+    assert made.usage.input_tokens > 100
+
+
+def test_messages_have_pictures(services: Services, oracle: ReaderZoo) -> None:
+    """Texts are joined with an empty line where no image is between them."""
+    blocks = [text("jumps"), block(ONE), text("over"), text("the"), block(OTHER), text("dog")]
+    asked = {"model": "linear", "messages": [{"role": "user", "content": blocks}]}
+    path = f"http://{services.http_address}/v1/messages"
+    made = httpx.post(path, json=asked | GREEDY).json()
+    parts = [text("jumps"), part(ONE), text("over\n\nthe"), part(OTHER), text("dog")]
+    answer = expected(oracle, "linear", parts, ONE, OTHER)
+    assert made["content"] == [{"type": "text", "text": answer}]
+    counted = httpx.post(f"{path}/count_tokens", json=asked).json()["input_tokens"]
+    usage = made["usage"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"] > 100
 
 
 @pytest.mark.parametrize("adapter", ["", "linear"])
@@ -151,6 +185,68 @@ def test_bad_pictures_are_refused_by_name(services: Services, name: str) -> None
     error = answer.json()["error"]
     assert words in error["message"]
     assert error["param"] == field
+
+
+INPUT, SOURCE = "input[0].content[0].image_url", "messages[0].content[0].source"
+ITEM, BLOCK = "input[0].message.content", "messages[0].content[0].image.source"
+REFUSED_ELSEWHERE: dict[str, tuple[str, Any, str, str]] = {
+    "response http": ("responses", {"image_url": "https://a/b.png"}, INPUT, "fetches nothing"),
+    "response base64": ("responses", {"image_url": "data:image/png;base64,@"}, INPUT, "no base64"),
+    "response none": ("responses", {"image_url": url(b"hello")}, INPUT, "is no picture"),
+    "response file": ("responses", {"file_id": "file-1"}, ITEM, "keeps no files"),
+    "response detail": (
+        "responses",
+        {"image_url": url(encoded(ONE)), "detail": "huge"},
+        ITEM,
+        "detail",
+    ),
+    "message url": ("messages", {"type": "url", "url": "https://a"}, BLOCK, "fetches nothing"),
+    "message file": ("messages", {"type": "file", "file_id": "f"}, BLOCK, "keeps no files"),
+    "message base64": (
+        "messages",
+        {"type": "base64", "media_type": "image/png", "data": "@"},
+        f"{SOURCE}.data",
+        "no base64",
+    ),
+    "message none": (
+        "messages",
+        {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="},
+        f"{SOURCE}.data",
+        "is no picture",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ELSEWHERE)
+def test_bad_pictures_of_other_apis_are_refused_by_name(services: Services, name: str) -> None:
+    route, fields, field, words = REFUSED_ELSEWHERE[name]
+    if route == "responses":
+        content: Any = {"type": "input_image"} | fields
+        body = {"input": [{"role": "user", "content": [content]}], "max_output_tokens": 2}
+    else:
+        content = {"type": "image", "source": fields}
+        body = {"messages": [{"role": "user", "content": [content]}], "max_tokens": 2}
+    answer = httpx.post(
+        f"http://{services.http_address}/v1/{route}", json=body | {"model": "llama"}
+    )
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert field in (error.get("param"), error["message"].partition(": ")[0]), answer.text
+
+
+@pytest.mark.parametrize("route", ["responses", "messages"])
+def test_only_users_of_other_apis_send_pictures(services: Services, route: str) -> None:
+    if route == "responses":
+        content: Any = {"type": "input_image", "image_url": url(encoded(ONE))}
+        body = {"input": [{"role": "system", "content": [content]}]}
+    else:
+        body = {"messages": [{"role": "assistant", "content": [block(ONE)]}], "max_tokens": 2}
+    answer = httpx.post(
+        f"http://{services.http_address}/v1/{route}", json=body | {"model": "llama"}
+    )
+    assert answer.status_code == 400, answer.text
+    assert "user" in answer.json()["error"]["message"]
 
 
 def test_only_users_send_pictures(services: Services) -> None:

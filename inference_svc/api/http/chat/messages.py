@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
@@ -15,53 +13,19 @@ from inference_svc.api.generate_call import (
     MAX_TOOL_CALLS,
     checked_message,
 )
+from inference_svc.api.http.chat.images import DETAILS, Content, ImageUrl
 from inference_svc.api.http.generation_body import Ignored
 from inference_svc.api.http.request import Body
-from inference_svc.text.chat import ChatMessage, MessageImage, ToolCall
+from inference_svc.text.chat import ChatMessage, ToolCall
 from servicekit.errors import InvalidArgument
 
 MAX_KIND_CHARS = 64
 """How much of a part's type an error quotes."""
 MAX_ANNOTATIONS = 1024
-DETAILS = ("auto", "low", "high", "original")
-"""OpenAI's sizes of an image, without effect."""
-_DATA_URL = re.compile(r"data:image/[\w.+-]{1,64};base64,", re.IGNORECASE | re.ASCII)
 
 _HINTS = {"cache_control"}
 """Keys of a part without effect, which LiteLLM and OpenRouter pass: prefixes are cached anyway."""
 _Anything = Annotated[list[Any], Field(max_length=MAX_ANNOTATIONS)]
-
-
-class ImageUrl(NamedTuple):
-    """An image before the character `place` of a text, in the part with this number."""
-
-    place: int
-    part: int
-    url: str
-
-    def to_image(self, path: str) -> MessageImage:
-        """Raises InvalidArgument, naming the part after `path`."""
-        where = f"{path}.content[{self.part}].image_url"
-        begin = _DATA_URL.match(self.url)
-        if begin is None:
-            kind = self.url.partition(":")[0][:MAX_KIND_CHARS]
-            raise InvalidArgument(
-                f"{where}: must be data:image/...;base64,..., not {kind!a}: the server fetches "
-                "nothing, so send the image itself",
-                subject=where,
-            )
-        try:
-            data = base64.b64decode(self.url[begin.end() :], validate=True)
-        except ValueError:
-            raise InvalidArgument(f"{where}: is no base64 after the comma", subject=where) from None
-        return MessageImage(self.place, data, where)
-
-
-class Content(NamedTuple):
-    """A text, and images in it."""
-
-    text: str
-    images: tuple[ImageUrl, ...] = ()
 
 
 def _to_content(value: object) -> Content | None:
@@ -78,13 +42,12 @@ def _to_content(value: object) -> Content | None:
         if url is None:
             text += _to_part(part)
         else:
-            images.append(ImageUrl(len(text), index, url))
+            images.append(ImageUrl(len(text), f"content[{index}].image_url", url))
     return Content(text, tuple(images))
 
 
 def _to_url(value: object) -> str | None:
-    """Returns the URL of an image; None for another part. `detail` changes nothing: the model has
-    one size."""
+    """Returns the URL of an image; None for another part."""
     if not isinstance(value, dict) or value.get("type") != "image_url":
         return None
     found = value.get("image_url")

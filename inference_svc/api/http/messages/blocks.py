@@ -13,11 +13,12 @@ from inference_svc.api.generate_call import (
     MAX_MESSAGES,
     MAX_TOOL_CALL_ID_CHARS,
 )
+from inference_svc.api.http.chat.images import decoded
 from inference_svc.api.http.request import Body
-from inference_svc.text.chat import ChatMessage, ToolCall
+from inference_svc.text.chat import ChatMessage, MessageImage, ToolCall
 
 SEPARATOR = "\n\n"
-"""Between the texts of one message."""
+"""Between the texts of one message, unless an image is there."""
 MAX_SIGNATURE_CHARS = 1 << 16
 _CallId = Annotated[str, Field(min_length=1, max_length=MAX_TOOL_CALL_ID_CHARS)]
 Anything = Annotated[dict[str, Any], Field(max_length=16)]
@@ -42,6 +43,33 @@ Texts = Annotated[
     Field(fail_fast=True, max_length=MAX_MESSAGES),
     BeforeValidator(_to_blocks),
 ]
+
+
+class ImageSource(Body):
+    """The bytes of an image. Its media type has no effect: the file itself shows its type."""
+
+    type: Literal["base64"]
+    data: str
+
+    media_type: Annotated[str, Field(pattern=r"^image/[\w.+-]{1,64}$")]
+
+
+def _to_source(value: object) -> object:
+    """Refuses images that are elsewhere by name."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in ("url", "file"):
+        raise ValueError(
+            f'the type must be "base64", not "{kind}": the server fetches nothing and keeps no '
+            "files, so send the image itself"
+        )
+    return value
+
+
+class ImageBlock(Body):
+    type: Literal["image"]
+    source: Annotated[ImageSource, BeforeValidator(_to_source)]
+
+    cache_control: Anything | None = None
 
 
 class ThinkingBlock(Body):
@@ -84,7 +112,9 @@ class ResultBlock(Body):
     cache_control: Anything | None = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | CallBlock | ResultBlock, Field(discriminator="type")]
+Block = Annotated[
+    TextBlock | ImageBlock | ThinkingBlock | CallBlock | ResultBlock, Field(discriminator="type")
+]
 
 
 class BlockMessage(Body):
@@ -103,7 +133,12 @@ def text_of(texts: Sequence[TextBlock] | None) -> str:
 def misplaced(messages: Sequence[BlockMessage]) -> tuple[str, str] | None:
     """Returns the field of the first block that a message of its role cannot have, and that role;
     None if there is none."""
-    roles = {ThinkingBlock: "assistant", CallBlock: "assistant", ResultBlock: "user"}
+    roles = {
+        ThinkingBlock: "assistant",
+        CallBlock: "assistant",
+        ResultBlock: "user",
+        ImageBlock: "user",
+    }
     for index, message in enumerate(messages):
         for place, block in enumerate(message.content):
             role = roles.get(type(block), message.role)
@@ -122,22 +157,37 @@ def result_ids(messages: Sequence[BlockMessage]) -> Iterator[tuple[str, list[str
 
 
 def to_messages(messages: Sequence[BlockMessage]) -> Iterator[ChatMessage]:
-    """Yields the messages of a conversation: of a user's, results come apart from texts."""
-    for message in messages:
+    """Yields the messages of a conversation: of a user's, results come apart from texts and images.
+    Raises InvalidArgument, naming an image that is none."""
+    for index, message in enumerate(messages):
         if message.role == "assistant":
             yield _of_assistant(message.content)
             continue
-        texts: list[TextBlock] = []
-        for block in message.content:
+        parts: list[tuple[str, TextBlock | ImageBlock]] = []
+        for place, block in enumerate(message.content):
             if isinstance(block, ResultBlock):
-                if texts:
-                    yield ChatMessage(message.role, text_of(texts))
-                    texts = []
+                if parts:
+                    yield _of_parts(message.role, parts)
+                    parts = []
                 yield ChatMessage("tool", text_of(block.content), tool_call_id=block.tool_use_id)
-            elif isinstance(block, TextBlock):
-                texts.append(block)
-        if texts or not message.content:
-            yield ChatMessage(message.role, text_of(texts))
+            elif isinstance(block, TextBlock | ImageBlock):
+                parts.append((f"messages[{index}].content[{place}]", block))
+        if parts or not message.content:
+            yield _of_parts(message.role, parts)
+
+
+def _of_parts(role: str, parts: Sequence[tuple[str, TextBlock | ImageBlock]]) -> ChatMessage:
+    """Returns the message of texts and images, each with its field."""
+    text, images, has_text_before = "", [], False
+    for field, block in parts:
+        if isinstance(block, ImageBlock):
+            where = f"{field}.source.data"
+            images.append(MessageImage(len(text), decoded(block.source.data, where), where))
+            has_text_before = False
+            continue
+        text += SEPARATOR * has_text_before + block.text
+        has_text_before = True
+    return ChatMessage(role, text, images=tuple(images))
 
 
 def _of_assistant(blocks: Sequence[Block]) -> ChatMessage:

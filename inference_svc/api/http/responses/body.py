@@ -17,8 +17,10 @@ from inference_svc.api.generate_call import (
     GenerateCall,
     check_results,
     checked_chat,
+    checked_message,
 )
 from inference_svc.api.http.chat.formatter import ChatFormatter
+from inference_svc.api.http.chat.images import DETAILS, Content, ImageUrl
 from inference_svc.api.http.chat.tools import ALLOWED, Choice, FunctionItem, to_choice
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.generation_body import (
@@ -42,6 +44,7 @@ from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
 FORMAT = "text.format"
+_IMAGE_KEYS = {"type", "image_url", "detail", "file_id"}
 TEXTS = ("input_text", "output_text", "text", "reasoning_text")
 _CallId = Annotated[str, Field(min_length=1, max_length=MAX_TOOL_CALL_ID_CHARS)]
 _Anything = Annotated[list[Any], Field(max_length=MAX_TOOLS)]
@@ -69,18 +72,48 @@ def _to_text(value: object) -> str:
     return "".join(part["text"] for part in value)
 
 
+def _to_content(value: object) -> Content:
+    """Joins a text in parts, with images between them."""
+    if not isinstance(value, list):
+        return Content(_to_text(value))
+    text, images = "", []
+    for index, part in enumerate(value):
+        if isinstance(part, dict) and part.get("type") == "input_image":
+            images.append(ImageUrl(len(text), f"content[{index}].image_url", _to_url(part)))
+        else:
+            text += _to_text([part])
+    return Content(text, tuple(images))
+
+
+def _to_url(part: Mapping[str, Any]) -> str:
+    url, detail = part.get("image_url"), part.get("detail")
+    has_others = part.get("file_id") is not None or part.keys() - _IMAGE_KEYS
+    if isinstance(url, str) and detail in (None, *DETAILS) and not has_others:
+        return url
+    raise ValueError(
+        'an image must be {"type": "input_image", "image_url": "data:image/..."}, with detail '
+        f"{', '.join(DETAILS)} or none: the server keeps no files"
+    )
+
+
 _Text = Annotated[str, PlainValidator(_to_text)]
+_Content = Annotated[Content, PlainValidator(_to_content)]
 
 
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: _Text
+    content: _Content
 
     # Accepted, without effect: of our answers.
     id: Ignored | None = None
     status: Ignored | None = None
     phase: Ignored | None = None
+
+    def to_message(self, path: str) -> ChatMessage:
+        """Raises InvalidArgument, naming an image after `path`."""
+        images = tuple(image.to_image(path) for image in self.content.images)
+        return checked_message(ChatMessage(self.role, self.content.text, images=images), path)
 
 
 class CallItem(Body):
@@ -292,12 +325,13 @@ class ResponsesBody(IgnoredFields, ReadBody):
         return replace(chat, reasoning_effort=effort or "")
 
     def _messages(self) -> Iterator[ChatMessage]:
-        """Yields a message for each item: thoughts and calls are an assistant's."""
+        """Yields a message for each item: thoughts and calls are an assistant's. Raises
+        InvalidArgument."""
         if self.instructions:
             yield ChatMessage("system", self.instructions)
-        for item in self.input:
+        for index, item in enumerate(self.input):
             if isinstance(item, MessageItem):
-                yield ChatMessage(item.role, item.content)
+                yield item.to_message(f"input[{index}]")
             elif isinstance(item, CallItem):
                 call = ToolCall(item.name, item.arguments, item.call_id)
                 yield ChatMessage("assistant", "", tool_calls=(call,))
