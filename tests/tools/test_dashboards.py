@@ -50,8 +50,6 @@ NOT_SHOWN = {
     "loadout_inference_store_shared_pulls_total": "the same, of the receiver",
     "loadout_inference_registered_images_total": "the same, of a server on a GPU",
     "loadout_inference_registered_bytes": "at most a GiB, for milliseconds",
-    "loadout_inference_prompt_image_encodes_total": "for who sends images; see docs/images.md",
-    "loadout_inference_prompt_image_hits_total": "the same, of those found again",
     **{
         f"loadout_inference_{name}_total": "for who uses structured answers; see docs/structured.md"
         for name in (

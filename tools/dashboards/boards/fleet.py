@@ -26,6 +26,7 @@ def build() -> Board:
             Row("Steps", fleet_engine.steps()),
             Row("Pages", fleet_engine.pages()),
             Row("Recurrent states", fleet_engine.states()),
+            Row("Images of prompts", fleet_engine.images()),
             Row("Ranks of --tensor-parallel", fleet_ranks.panels()),
             Row("Memory", fleet_engine.memory()),
             Row("Places that tenants share", places(INFERENCE)),

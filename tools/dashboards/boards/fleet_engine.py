@@ -167,6 +167,43 @@ def states() -> list[Panel]:
     ]
 
 
+_IMAGE_PLACES = 'place=~"prompt_image.*"'
+
+
+def images() -> list[Panel]:
+    used, capacity = (
+        INFERENCE.series(name, _IMAGE_PLACES) for name in ("place_used", "place_capacity")
+    )
+    return [
+        lines(
+            "Images",
+            "Images of prompts whose embeddings were computed, and ones that were there from an "
+            "earlier request. Few found in conversations: give --prompt-image-memory more.",
+            "cps",
+            Query(INFERENCE.rate("prompt_image_encodes_total"), "computed"),
+            Query(INFERENCE.rate("prompt_image_hits_total"), "found"),
+        ),
+        lines(
+            "Pixels and decoders",
+            "Share in use in the fullest replica: prompt_image_bytes are the pixels of open "
+            "requests, prompt_images the processes that decode files.",
+            "percentunit",
+            Query(f"max by (place) ({used} / {capacity})", "{{place}}"),
+            maximum=1,
+        ),
+        lines(
+            "Images that wait or are refused",
+            "Requests that wait for pixels' memory, files that wait to be decoded, and refusals "
+            "per second.",
+            "short",
+            Query(INFERENCE.sum("place_waiting", "place", _IMAGE_PLACES), "{{place}} waiting"),
+            Query(
+                INFERENCE.rate("place_refusals_total", "place", _IMAGE_PLACES), "{{place}} refused"
+            ),
+        ),
+    ]
+
+
 def memory() -> list[Panel]:
     used, capacity = INFERENCE.sum("memory_used_bytes", "area"), "memory_capacity_bytes"
     return [
