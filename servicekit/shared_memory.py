@@ -6,6 +6,7 @@ the last process that has it open or mapped, however that ends.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import mmap
@@ -35,7 +36,7 @@ class SharedMemory:
         self.file = -1
         self.file = _make_file(name, num_bytes)
         _add_seals(self.file, _SIZE_SEALS | _NO_MORE_SEALS)
-        self.view = memoryview(mmap.mmap(self.file, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+        self.view = _mapped(self.file, num_bytes)
         """The memory, read-only. It stays mapped as long as a part of it is used."""
 
     def close(self) -> None:
@@ -76,7 +77,9 @@ class SharedBytes:
             start += os.write(made.file, part)
             digest.update(part)
         made.sha256 = digest.digest()
-        _add_seals(made.file, _SIZE_SEALS | _NO_WRITES | _NO_MORE_SEALS)
+        with contextlib.suppress(OSError):  # Linux before 5.1
+            _add_seals(made.file, _NO_WRITES)
+        _add_seals(made.file, _SIZE_SEALS | _NO_MORE_SEALS)
         return made
 
     @property
@@ -120,13 +123,7 @@ def descriptors_for(most: int) -> int:
 
 
 def _mapped(file: int, num_bytes: int) -> memoryview:
-    # Linux before 6.7 maps no file as a shared one that is sealed against writing.
-    for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
-        try:
-            return memoryview(mmap.mmap(file, num_bytes, kind, mmap.PROT_READ))
-        except PermissionError:
-            continue
-    raise OSError("a sealed file cannot be mapped")
+    return memoryview(mmap.mmap(file, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
 
 
 def _make_file(name: str, num_bytes: int) -> int:
