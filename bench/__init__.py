@@ -21,6 +21,7 @@ turns             compares the speed of two checkouts in turns
 gguf              GGUF files, and llama.cpp on the same files as ours
 gpu_model         a step on a GPU, without a GPU: its launches, bytes and time on the host
 gpu_run           the GPU run
+images            images in prompts, beside transformers and PEFT
 kernels           native kernels by themselves, and the bounds of this machine
 pooled            embeddings of encoders, beside other servers and libraries
 peers             sets up the other servers that ours is compared with

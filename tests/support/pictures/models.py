@@ -328,6 +328,12 @@ def image_name(name: str) -> str:
     return QWEN_IMAGE if name.startswith("Qwen") else IMAGE
 
 
+def _marks_of(name: str) -> dict[str, str]:
+    """Returns the texts of the tokens whose ids a config has."""
+    ends = {f"{key[:3]}_token_index": GEMMA3_TOKENS[key] for key in _ENDS}
+    return {"image_token_id": image_name(name)} | (ends if name == "Gemma3" else {})
+
+
 def save_reader_tokenizer(name: str, folder: Path) -> dict[str, int]:
     """Writes a tokenizer with the tokens of pictures; returns the ids that the config has."""
     backend, image, is_gemma = byte_level(), image_name(name), name == "Gemma3"
@@ -338,12 +344,8 @@ def save_reader_tokenizer(name: str, folder: Path) -> dict[str, int]:
         backend.add_tokens([AddedToken(each, normalized=False) for each in NEWLINES])
     save_tokenizer(backend, folder, TEMPLATES[name])
     assert backend.get_vocab_size() <= VOCAB
-    found = {"image_token_id": int(backend.token_to_id(image))}
-    if is_gemma:
-        found |= {
-            f"{key[:3]}_token_index": backend.token_to_id(GEMMA3_TOKENS[key]) for key in _ENDS
-        }
-    return found
+    ids = {name: backend.token_to_id(text) for name, text in _marks_of(name).items()}
+    return {name: each for name, each in ids.items() if each is not None}
 
 
 def make_reader(name: str, folder: Path, **changes: Any) -> Any:
