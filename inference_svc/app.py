@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from google.protobuf.json_format import MessageToJson
 
+from inference_svc.adapters.picture_targets import with_unread
 from inference_svc.adapters.targets import build_layout
 from inference_svc.api.generate_call import checked_sampling
 from inference_svc.api.server_facts import ServerFacts
@@ -43,7 +44,6 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.classifier import read_activation
 from inference_svc.model.checkpoint.generation_config import FILE_NAME, read_sampling_defaults
-from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.checkpoint.sentence_transformers import read_embedding_rule
 from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.quantised.chosen import weight_form
@@ -215,8 +215,7 @@ def describe_layout(config: InferenceSettings) -> str:
     )
     with hashing_base(config.model, decoder, usable_cpus()) as base:
         layout = layout.with_base(base())
-    if decoder.pictures is None:
-        layout = layout.with_towers(tower_modules(config.model, decoder.wrapper))
+    layout = with_unread(layout, config.model, decoder)
     announcement = announcement_of(config, weight_form(decoder, config.quantize))
     return MessageToJson(from_registration(layout, announcement), indent=None)
 

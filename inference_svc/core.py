@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from inference_svc.grammars.budget import Thinking, ThoughtBudget
 from inference_svc.grammars.grammar import Grammar
-from inference_svc.pictures.prompt import NO_WORK, PictureWork, PromptPicture
+from inference_svc.pictures.prompt import NO_WORK, PictureKey, PictureWork, PromptPicture
 from inference_svc.results.base import NOTHING, Kind, PlacedPart, ResultPart, Scope, Wanted
 from inference_svc.results.logprobs import LogprobsMode
 from servicekit.auth import principal
@@ -249,7 +249,7 @@ class Sequence:
     left to be returned; of others these are 0. `token_counts` belong to the sampler, as does
     `is_sorted`: the vocabulary had to be sorted to choose its last token. `masked` is its
     `grammars.lanes.lane.Row` while it runs, None without a grammar, and `thinking` counts its
-    thoughts. `held_pictures` are the indices of pictures whose embeddings are kept for it. It has
+    thoughts. `held_pictures` are the pictures whose embeddings are kept for it, by index. It has
     come to a picture that is not there yet if it `awaits_picture`; a step computes its next
     `num_at_once` tokens, or none of them.
     `num_output_at_start` is the number of its output tokens when it last started, and `may_move_at`
@@ -294,7 +294,7 @@ class Sequence:
     thinking: Thinking | None = field(init=False, repr=False)
     num_output_at_start: int = 0
     may_move_at: int = 0
-    held_pictures: set[int] = field(default_factory=set)
+    held_pictures: dict[int, PictureKey] = field(default_factory=dict)
     awaits_picture: bool = False
     num_at_once: int = 0
 

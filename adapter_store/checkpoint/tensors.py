@@ -28,7 +28,6 @@ from adapter_store.checkpoint.peft.parameters import (
     read_experts,
 )
 from adapter_store.checkpoint.peft.tensor_keys import TensorKey, parse_key
-from adapter_store.checkpoint.peft.towers import advice, tower_of
 from adapter_store.checkpoint.reading.files import (
     AnyFolder,
     CheckpointLimits,
@@ -291,8 +290,7 @@ def _add_side(
     )
     if len(record.shape) != num_dimensions and not is_stack:
         what = "matrix" if num_dimensions == 2 else "vector"
-        tower = tower_of(key.target)
-        hint = f": {advice([tower])}" if tower else convolution_hint(key, record, "target_modules")
+        hint = convolution_hint(key, record, "target_modules")
         raise refused(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a {what}{hint}")
     sides = pairs.setdefault(key.target, {})
     for other, _ in sides.values():

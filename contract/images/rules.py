@@ -13,11 +13,10 @@ from contract.images.dtypes import FLOAT8, DataType
 from contract.images.expert_index import INDEX_BYTES, index_bytes, read_ranks
 from contract.images.header import MAX_SCALE, MIN_SCALE, ImageHeader, InvalidImage, Segment, align
 from contract.images.layouts import Layout
-from contract.images.segment_kinds import LORA_KINDS, SHARED_KINDS, SegmentKind
+from contract.images.segment_kinds import LORA_KINDS, ROW_KINDS, SHARED_KINDS, SegmentKind
 from contract.images.targets import Held, Target, TargetKind
 
 _A, _B, _FULL = SegmentKind.A, SegmentKind.B, SegmentKind.FULL
-_ROWS = (SegmentKind.ROW_IDS, SegmentKind.ROWS)
 _VECTORS = (
     (),
     (SegmentKind.BIAS,),
@@ -27,7 +26,7 @@ _VECTORS = (
 _COMPLETE = frozenset(
     (*lora, *replaced)
     for lora in ((), *((_A, _B, *vectors) for vectors in _VECTORS))
-    for replaced in ((), (_FULL,), _ROWS)
+    for replaced in ((), (_FULL,), ROW_KINDS)
     if lora or replaced
 )
 """The contents that an adapter may have for a matrix, in the order of an image."""

@@ -33,7 +33,9 @@ FURTHER_KINDS = (
 """The kinds that a server announces if it applies them."""
 ADDED_KINDS = (*LORA_KINDS, SegmentKind.BIAS)
 """Kinds that add to the base's outputs: sums may have any number of them."""
-REPLACED_KINDS = (SegmentKind.ROW_IDS, SegmentKind.ROWS, SegmentKind.FULL)
+ROW_KINDS = (SegmentKind.ROW_IDS, SegmentKind.ROWS)
+"""Kinds that replace rows of the base's weight."""
+REPLACED_KINDS = (*ROW_KINDS, SegmentKind.FULL)
 """Kinds that replace the base's weight."""
 SHARED_KINDS = (SegmentKind.A, *REPLACED_KINDS)
 """Kinds whose bytes targets may share: an A of a fused module, and a tied head's rows."""

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from contract.images.dtypes import DataType
 
+TEXT, SAMPLED = "text", "sampled"
+"""Spaces: all tokens of a prompt, and those whose logits are computed. Pictures pass other spaces,
+of towers and connectors, which have the names of these modules."""
+
 
 class TargetKind(enum.Enum):
     """Kind of a module that adapters change: EXPERTS is one projection of all experts of a mixture,
@@ -73,6 +77,11 @@ class Target:
     def module(self) -> str:
         """The last component of its name, such as "q_proj"."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def is_of_pictures(self) -> bool:
+        """Whether pictures pass it, and not the tokens of a prompt."""
+        return self.space not in ("", TEXT, SAMPLED)
 
     @property
     def short_name(self) -> str:

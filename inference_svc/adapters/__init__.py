@@ -10,5 +10,7 @@ prefetch      Loads adapters before a request needs them, within a share of the 
 popularity    Counts how often each adapter was requested lately.
 layout        The parts of this model that adapters may change, and the contents of their images.
 targets       Makes a layout of a decoder, and groups the ones that are computed together.
+projections   The targets of projections: their modules, and how else adapters call these.
+picture_targets  The targets of vision towers and connectors.
 load_metrics  Metrics of loads: counts, times and spans.
 """

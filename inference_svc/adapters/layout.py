@@ -19,9 +19,10 @@ from contract.images.segment_kinds import (
     KIND_WORDS,
     LORA_KINDS,
     REPLACED_KINDS,
+    ROW_KINDS,
     SegmentKind,
 )
-from contract.images.targets import Held, OtherName, Target, TargetKind
+from contract.images.targets import SAMPLED, Held, OtherName, Target, TargetKind
 from contract.words import listed
 from inference_svc.adapters.memory.resident import Shape
 from inference_svc.errors import AdapterUnusable, CorruptImage
@@ -46,18 +47,16 @@ layout, and not pass over their type."""
 
 EMBEDDING, HEAD = "embed", "head"
 """Groups."""
-TEXT, SAMPLED = "text", "sampled"
-"""Spaces: all tokens, and those whose logits are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
     """All targets of a model; the store identifies a layout by a layout_id.
 
-    `targets` are the modules that LoRA may change, in order of use: the columns of the table of
-    resident adapters. `vectors`, norms and biases of the base, have none, nor have `unused`, of
-    towers that are not served. Images of format 1 know of `targets` only, but for experts, and
-    count these.
+    `targets` are the modules that LoRA may change, in order of use, after which come the ones that
+    pictures pass: the columns of the table of resident adapters. `vectors`, norms and biases of the
+    base, have none, nor have `unused`, of towers that are not served. Images of format 1 know of
+    `targets` of texts only, but for experts, and count these.
     """
 
     base_model: str
@@ -73,7 +72,8 @@ class ModelLayout:
     """Groups whose outputs are terms of sums over ranks, which have parts of the inputs."""
     weights: tuple[int, ...] = field(init=False)
     """Indices into `all_targets` of targets for which adapters may replace the base's weight: the
-    embedding, the head, norms; in the order in which the table of resident adapters counts them."""
+    embedding, the head, linear layers that pictures pass, norms; in the order in which the table of
+    resident adapters counts them."""
     biases: Mapping[int, int] = field(init=False)
     """The target that adds each bias of the base, by the index of the bias into `all_targets`."""
     head_parts: Mapping[int, str] = field(init=False)
@@ -109,6 +109,8 @@ class ModelLayout:
 
         def place(index: int) -> float:
             target = found[index]
+            if target.is_of_pictures:
+                return -2
             if target.layer is None:
                 return math.inf if target.group == HEAD or target.space == SAMPLED else -1
             return target.layer
@@ -118,9 +120,10 @@ class ModelLayout:
         columns = {target.name: column for column, target in enumerate(self.targets)}
         vectors = range(len(self.targets), len(self.targets) + len(self.vectors))
         biases = {
-            index: columns[found[index].name.removesuffix(".bias")]
+            index: columns[module]
             for index in vectors
-            if found[index].name.endswith(".bias") and found[index].name not in HEAD_PARTS
+            if found[index].name not in HEAD_PARTS
+            and (module := found[index].name.removesuffix(".bias")) in columns
         }
         parts = {
             index: HEAD_PARTS[target.name]
@@ -129,7 +132,8 @@ class ModelLayout:
         }
         tables = (columns[name] for name in (EMBED_TOKENS, LM_HEAD) if name in columns)
         others = (index for index in vectors if index not in biases and index not in parts)
-        weights = (*tables, *others)
+        of_pictures = (i for i, target in enumerate(self.targets) if target.is_of_pictures)
+        weights = (*tables, *of_pictures, *others)
         object.__setattr__(self, "biases", biases)
         object.__setattr__(self, "head_parts", parts)
         object.__setattr__(self, "weights", weights)
@@ -145,7 +149,7 @@ class ModelLayout:
         targets = (
             replace(target, other_names=(), space="", tied_to="", base_hashes=(), base_dtype=None)
             for target in self.targets
-            if target.kind is not TargetKind.EXPERTS and target.out_features
+            if _is_of_format_1(target)
         )
         return replace(self, image_formats=(1,), targets=tuple(targets), vectors=(), unused=())
 
@@ -169,7 +173,7 @@ class ModelLayout:
                 name=name,
                 layer=None,
                 group=name,
-                kind=TargetKind.LINEAR,
+                kind=TargetKind.LINEAR if num_in else TargetKind.VECTOR,
                 in_features=num_in,
                 out_features=num_out,
                 other_names=tuple(map(OtherName, others)),
@@ -236,8 +240,7 @@ class ModelLayout:
         its targets."""
         order = self.order_of_use
         if image_format == 1:
-            targets = enumerate(self.targets)
-            order = tuple(i for i, each in targets if each.kind is not TargetKind.EXPERTS)
+            order = tuple(i for i, each in enumerate(self.targets) if _is_of_format_1(each))
         found = self.all_targets
         return Layout(
             base_model=self.base_model,
@@ -388,15 +391,21 @@ class ModelLayout:
         return getattr(torch, dtype.torch_name), shape
 
 
+def _is_of_format_1(target: Target) -> bool:
+    """Returns whether images of format 1 know of a module that LoRA may change."""
+    is_matrix = target.kind is not TargetKind.EXPERTS and bool(target.out_features)
+    return is_matrix and not target.is_of_pictures
+
+
 def _check_replaced(layout: ModelLayout, segments: Iterable[Segment]) -> None:
-    """Raises AdapterUnusable for a whole weight of a target that has none to replace."""
+    """Raises AdapterUnusable for a whole weight of a target that has none to replace, or rows of
+    one that pictures pass."""
+    known = {*layout.biases, *layout.weights, *layout.head_parts}
     refused = [
         layout.all_targets[segment.target].short_name
         for segment in segments
-        if segment.kind in REPLACED_KINDS
-        and segment.target not in layout.biases
-        and segment.target not in layout.weights
-        and segment.target not in layout.head_parts
+        if (segment.kind in REPLACED_KINDS and segment.target not in known)
+        or (segment.kind in ROW_KINDS and layout.all_targets[segment.target].is_of_pictures)
     ]
     if refused:
         what = refused_kinds((SegmentKind.FULL,), refused)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 
 from contract.images.dtypes import FLOAT8
-from contract.images.targets import Held, OtherName, Target, TargetKind
+from contract.images.targets import SAMPLED, TEXT, Held, OtherName, Target, TargetKind
 from inference_svc.adapters.layout import (
     EMBEDDING,
     FLOAT8_FORMATS,
     HEAD,
     IMAGE_FORMATS,
-    SAMPLED,
-    TEXT,
     ModelLayout,
 )
+from inference_svc.adapters.picture_targets import PREFIX, linear_targets, vector_targets
+from inference_svc.adapters.projections import experts_targets_of, slice_of, targets_of
 from inference_svc.core import EngineConfig
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.parameters import vectors
@@ -28,15 +27,11 @@ from inference_svc.model.description import (
     EMBED_TOKENS,
     LM_HEAD,
     SCORE,
-    Cut,
     Decoder,
     ExpertsProjection,
-    Member,
     Projection,
     Rank,
-    layer_path,
 )
-from inference_svc.model.operations import key_of
 from inference_svc.model.walk import weights_of
 from kernels.lora import LoraGroup
 
@@ -67,9 +62,10 @@ def build_layout(
     """Returns the targets of a decoder, by the names of Hugging Face's modules. `adapter_dtype` is
     the type of A and B, "fp8"; "auto": `dtype`. If it `is_fully_sharded`, a rank's part of a
     projection has a part of A's inputs and of B's outputs. Adapters may have a classifier's head of
-    their own if it `has_classifiers`, or the model is one. A stage's layout has the targets of all
-    stages, and says of the others' that they are elsewhere. Raises UnsupportedModel for inputs or
-    outputs that ranks cannot share."""
+    their own if it `has_classifiers`, or the model is one. They may change the tower and the
+    connector of a model that reads pictures. A stage's layout has the targets of all stages, and
+    says of the others' that they are elsewhere. Raises UnsupportedModel for inputs or outputs that
+    ranks cannot share."""
     stage, decoder = decoder, decoder.of_all_stages
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
@@ -78,9 +74,9 @@ def build_layout(
     ]
     for spec, layer in weights_of(decoder):
         if isinstance(spec, ExpertsProjection):
-            targets += _experts_targets_of(spec, layer)
+            targets += experts_targets_of(spec, layer)
         elif isinstance(spec, Projection) and spec.name != HEAD:
-            targets += _targets_of(spec, layer)
+            targets += targets_of(spec, layer)
     linear = TargetKind.LINEAR
     if decoder.encoder is None:
         targets.append(
@@ -92,6 +88,9 @@ def build_layout(
         more += _head_vectors(decoder)
     rename = _renaming(decoder)
     targets, more = list(map(rename, targets)), tuple(map(rename, more))
+    for tower in decoder.towers:
+        targets += linear_targets(tower)
+        more += tuple(vector_targets(tower))
     summed = frozenset(target.group for target in targets if target.in_slice is not None)
     if is_fully_sharded and decoder.rank is not None:
         targets = [_shared(target, decoder.rank) for target in targets]
@@ -151,7 +150,7 @@ def _vector_targets(decoder: Decoder) -> Iterator[Target]:
             kind=TargetKind.VECTOR,
             in_features=0,
             out_features=vector.outputs.whole,
-            out_slice=_slice(vector.outputs),
+            out_slice=slice_of(vector.outputs),
             space=SAMPLED if vector.name == last else TEXT,
         )
 
@@ -236,110 +235,6 @@ def cut_as(layout: ModelLayout, other: ModelLayout) -> ModelLayout:
     )
 
 
-def _targets_of(projection: Projection, layer: int | None) -> Iterator[Target]:
-    """Yields the targets of a projection: each of its modules; the module that computes them all is
-    another name of each."""
-
-    def path(module: str) -> str:
-        return module if layer is None else layer_path(layer, module)
-
-    group = key_of(projection.name, layer)
-    start, inputs = 0, _inputs(projection)
-    for member in projection.members:
-        for part in _parts_of(member):
-            end = start + part.outputs.whole
-            others = [replace(other, name=path(other.name)) for other in part.others]
-            if projection.fused:
-                others.append(OtherName(path(projection.fused), (start, end)))
-            yield Target(
-                name=path(part.module),
-                layer=layer,
-                group=group,
-                kind=TargetKind.LINEAR,
-                in_features=inputs.whole,
-                out_features=part.outputs.whole,
-                in_slice=_slice(inputs),
-                out_slice=_slice(part.outputs),
-                other_names=tuple(others),
-                space=TEXT,
-            )
-            start = end
-
-
-class _LinearPart(NamedTuple):
-    """Outputs of one kind of a linear layer, its name, and how else adapters call it."""
-
-    module: str
-    outputs: Cut
-    others: tuple[OtherName, ...]
-
-
-def _parts_of(member: Member) -> Iterator[_LinearPart]:
-    """Yields the kinds of outputs of a linear layer, each of which is cut by itself. Where there
-    are several, the layer's own name is another name of all of them, and each has the layer's last
-    component: restrictions to some targets name it."""
-    names = (member.module, *member.others)
-    if len(member.outputs) == 1:
-        yield _LinearPart(member.module, *member.outputs, tuple(map(OtherName, member.others)))
-        return
-    before, _, last = member.module.rpartition(".")
-    start = 0
-    for index, cut in enumerate(member.outputs):
-        place = start, start + cut.whole
-        others = tuple(OtherName(name, place) for name in names)
-        yield _LinearPart(f"{before}.part_{index}.{last}", cut, others)
-        start += cut.whole
-
-
-def _inputs(projection: Projection | ExpertsProjection) -> Cut:
-    """Returns the range of inputs that this rank has."""
-    return projection.in_cut or Cut(0, projection.in_features, projection.in_features)
-
-
-def _slice(cut: Cut) -> tuple[int, int] | None:
-    """Returns the features that this rank has, as layouts have them; None: all."""
-    return None if cut.size == cut.whole else cut.range
-
-
-def _experts_targets_of(projection: ExpertsProjection, layer: int | None) -> Iterator[Target]:
-    """Yields the targets of a projection of all experts: each of its modules, which the one
-    parameter of all is another name of."""
-    assert layer is not None
-    parameter, count = layer_path(layer, projection.parameter), len(projection.members)
-    start, inputs = 0, _inputs(projection)
-    for part, member in enumerate(projection.members):
-        [outputs] = member.outputs
-        end = start + outputs.whole
-        others = [OtherName(layer_path(layer, other)) for other in member.others]
-        if projection.is_interleaved:
-            others.append(
-                OtherName(
-                    parameter,
-                    block_sizes=(1,) * count,
-                    block_part=part,
-                    transposed=projection.is_transposed,
-                )
-            )
-        elif count > 1:
-            place = start, end
-            others.append(OtherName(parameter, place, transposed=projection.is_transposed))
-        yield Target(
-            name=layer_path(layer, member.module),
-            layer=layer,
-            group=key_of(projection.name, layer),
-            kind=TargetKind.EXPERTS,
-            in_features=inputs.whole,
-            out_features=outputs.whole,
-            experts=projection.experts.whole,
-            expert_slice=_slice(projection.experts),
-            in_slice=_slice(inputs),
-            out_slice=_slice(outputs),
-            other_names=tuple(others),
-            space=TEXT,
-        )
-        start = end
-
-
 @dataclass(frozen=True, slots=True)
 class AppliedTargets:
     """The targets that adapters of a server change: `groups` by name, `of_experts` the ones among
@@ -366,10 +261,9 @@ def applied_targets(
     vocab_size = next((t.in_features for t in layout.targets if t.name == EMBED_TOKENS), 0)
     groups = lora_groups(layout, lora_targets)
     weights = {
-        name: place
-        for name, place in layout.weight_indices.items()
-        if layout.all_targets[layout.weights[place]].held is Held.HERE
-        if not lora_targets or name.rpartition(".")[2] in lora_targets
+        target.name: place
+        for place, target in _replaced_weights(layout, lora_targets)
+        if not target.is_of_pictures
     }
     of_experts = frozenset(
         target
@@ -382,6 +276,31 @@ def applied_targets(
     )
 
 
+def applied_to_pictures(layout: ModelLayout, lora_targets: Collection[str] = ()) -> AppliedTargets:
+    """Returns the targets of its tower and connector that adapters of a server with this layout
+    change. Groups, and norms, have the names that the tower has for them; linear layers whose
+    weights are replaced have the whole model's."""
+    weights: dict[str, int] = {}
+    for place, target in _replaced_weights(layout, lora_targets):
+        if target.is_of_pictures:
+            is_vector = target.kind is TargetKind.VECTOR
+            weights[target.group.removeprefix(PREFIX) if is_vector else target.name] = place
+    groups = _groups(layout, lora_targets, of_pictures=True)
+    own = {name.removeprefix(PREFIX): group for name, group in groups.items()}
+    return AppliedTargets(own, weights, 0, 0)
+
+
+def _replaced_weights(
+    layout: ModelLayout, lora_targets: Collection[str]
+) -> Iterator[tuple[int, Target]]:
+    """Yields the weights of the base here that adapters of a server may replace, by their places in
+    the table."""
+    for place, index in enumerate(layout.weights):
+        target = layout.all_targets[index]
+        if target.held is Held.HERE and (not lora_targets or target.module in lora_targets):
+            yield place, target
+
+
 def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGroup]:
     """Returns the groups that an engine with this config computes."""
     return lora_groups(layout_of(config, decoder), config.lora_targets)
@@ -389,15 +308,22 @@ def computed_groups(config: EngineConfig, decoder: Decoder) -> dict[str, LoraGro
 
 def lora_groups(layout: ModelLayout, lora_targets: Collection[str] = ()) -> dict[str, LoraGroup]:
     """Returns by group name the columns computed together here, and their places in the fused
-    output.
+    output, but for pictures' ones, which `applied_to_pictures` has.
 
     Of a server that is restricted to some targets, the groups that have any of these: nothing is
     launched for others. Such a group is whole, as kernels pass over targets that no adapter
     changes.
     """
+    return _groups(layout, lora_targets, of_pictures=False)
+
+
+def _groups(
+    layout: ModelLayout, lora_targets: Collection[str], *, of_pictures: bool
+) -> dict[str, LoraGroup]:
     columns: dict[str, list[int]] = {}
     for column, target in enumerate(layout.targets):
-        if target.held is Held.HERE and target.out_features:
+        is_here = target.held is Held.HERE and target.is_of_pictures is of_pictures
+        if is_here and target.out_features:
             columns.setdefault(target.group, []).append(column)
     groups = {}
     for name, members in columns.items():

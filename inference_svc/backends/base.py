@@ -15,6 +15,7 @@ from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.tiers import ResidencyChange
 from inference_svc.adapters.pulls.registration import HostRegistrar
 from inference_svc.adapters.targets import layout_of
+from inference_svc.backends.arena import Arena
 from inference_svc.backends.exchange import Meeting
 from inference_svc.backends.magnitudes import Divided
 from inference_svc.backends.pictures import PictureRows
@@ -207,7 +208,7 @@ class Reload(NamedTuple):
     pages: Callable[[], KVCaches]
     weights: Callable[[], ModelWeights[Any]]
     states: Callable[[], RecurrentStates | None]
-    pictures: Callable[[], PictureRows | None]
+    pictures: Callable[[Arena], PictureRows | None]
 
 
 def make_reload(
@@ -217,29 +218,28 @@ def make_reload(
     *,
     prefers_tiles: bool = False,
 ) -> Reload:
-    """Returns the function that reads the model as it is now, and refuses one whose files have
-    changed since: a server must not answer with two models. `projections` returns the parameters
-    that the weights are read into."""
+    """Returns functions that read the model as it is now, and refuse it if its files have changed:
+    a server must not answer with two models. `projections` makes the parameters that they fill."""
     stamps = weight_stamps(config.model_dir)
 
-    def read(described: Decoder, projections: Projections[Any]) -> ModelWeights[Any]:
+    def read(described: Decoder, made: Callable[[], Projections[Any]]) -> ModelWeights[Any]:
         for path, stamp in weight_stamps(config.model_dir).items():
             if stamps.get(path) != stamp:
                 raise UnsupportedModel(
                     f"{path} has changed since the server started: restart the server"
                 )
         dtype = getattr(torch, config.dtype)
-        return load_weights(config.model_dir, described, dtype, config.device, projections)
+        return load_weights(config.model_dir, described, dtype, config.device, made())
 
-    def pictures() -> PictureRows | None:
-        if decoder.pictures is None:
+    def pictures(arena: Arena) -> PictureRows | None:
+        if (found := decoder.pictures) is None:
             return None
-        tower = decoder.pictures.tower
-        return PictureRows(decoder.pictures, lambda: read(tower, TorchProjections()))
+        weights = partial(read, found.tower, TorchProjections)
+        return PictureRows(found, weights, arena, config.lora_targets)
 
     pages = partial(allocate_kv_caches, config, decoder, prefers_tiles=prefers_tiles)
     states = partial(allocate_states, config, decoder)
-    return Reload(pages, lambda: read(decoder, projections()), states, pictures)
+    return Reload(pages, partial(read, decoder, projections), states, pictures)
 
 
 class Scored(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -166,6 +166,59 @@ class ExpertsLoraStep:
             arena, found = self.arena, self.targets.groups[group]
             x, sum_ranks = _shared(group, x, self.targets, self.exchange)
             add_lora_experts(out, x, arena.flat, arena.table, self.plan, found, sum_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class TileLora(LoraStep):
+    """Adds the adapter at `slot` to the outputs of a tower and its connector: every row of theirs
+    has it, so that `plan`, of one row, says all that it changes. `targets` are the pictures' ones,
+    of which it may replace whole weights."""
+
+    slot: int = BASE_SLOT
+    _plans: dict[int, LoraPlan] = field(default_factory=dict)
+
+    def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        found, arena = self.targets.groups.get(group), self.arena
+        if found is None:
+            return
+        plan = self._plan_of(len(x))
+        for target, start, size in zip(
+            found.targets, found.out_offsets, found.out_features, strict=True
+        ):
+            weight = self.targets.weights.get(arena.layout.targets[target].name)
+            if weight is not None and weight in plan.weights:
+                own = out[:, start : start + size]
+                replace_logits(own, x, arena.table, plan, weight, size)
+                if bias is not None:
+                    own += bias[start : start + size]
+        add_lora(out, x, arena.flat, arena.table, plan, found, bias)
+
+    def norm(self, module: str, norm: NormWeight, *, logits_only: bool = False) -> NormWeight:
+        weight = self._own(module, norm.weight, norm.offset)
+        bias = norm.bias if norm.bias is None else self._own(f"{module}.bias", norm.bias)
+        return norm._replace(weight=weight, bias=bias)
+
+    def _own(self, name: str, base: Tensor, offset: float = 0.0) -> Tensor:
+        """Returns the adapter's own vector, [size], or the base's."""
+        place = self.targets.weights.get(name)
+        if place is None or place not in self.plan.weights:
+            return base
+        return token_weights(base, self.arena.table, self.plan, place, offset)[0]
+
+    def _plan_of(self, num_rows: int) -> LoraPlan:
+        """Returns the plan of so many rows."""
+        if num_rows not in self._plans:
+            table, device = self.arena.table, self.arena.device
+            self._plans[num_rows] = LoraPlan.build([self.slot], [num_rows], table, device)
+        return self._plans[num_rows]
+
+
+def plan_tile(slot: int, arena: Arena, targets: AppliedTargets) -> TileLora | None:
+    """Returns the adapter's changes of a tower's work; None for the base."""
+    if slot == BASE_SLOT:
+        return None
+    plan = LoraPlan.build([slot], [1], arena.table, arena.device)
+    return TileLora(arena, targets, plan, plan, slot=slot)
 
 
 def _shared(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -34,13 +34,14 @@ from contract.images.targets import Target, TargetKind
 from inference_svc.adapters.layout import HEAD
 from inference_svc.adapters.memory.extents import locate
 from inference_svc.adapters.memory.resident import Resident
-from inference_svc.adapters.targets import lora_groups
+from inference_svc.adapters.targets import applied_to_pictures, lora_groups
 from inference_svc.backends.arena import Arena
 from inference_svc.errors import TRY_LATER, AdapterUnusable, OutOfDeviceMemory
 from inference_svc.host.device_faults import find_fault
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Rank
 from inference_svc.model.sharding.exchange import Exchange, StagedExchange
+from kernels.lora import LoraGroup
 from kernels.lora.views import vector_at
 from servicekit.errors import Internal, ServiceError
 
@@ -150,7 +151,8 @@ class _Job:
 
 class Magnitudes:
     """The jobs of adapters that are being loaded, one after the other. `rank` is this one, of a
-    model that is cut; then `exchange` sums over all, and so it does if the model `has_stages`."""
+    model that is cut; then `exchange` sums over all, and so it does if the model `has_stages`. The
+    weights of a `tower` are scaled, too, if the model reads pictures."""
 
     def __init__(
         self,
@@ -160,6 +162,7 @@ class Magnitudes:
         exchange: Exchange | None = None,
         *,
         has_stages: bool = False,
+        tower: ModelWeights[Any] | None = None,
     ) -> None:
         assert (rank is None and not has_stages) == (exchange is None)
         is_cut = any(target.in_slice is not None for target in arena.layout.targets)
@@ -170,7 +173,9 @@ class Magnitudes:
         is_cpu = arena.device.type == "cpu"
         self._step_elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
         self._slice_elements = CPU_SLICE_ELEMENTS if is_cpu else DEVICE_SLICE_ELEMENTS
-        self._places = dict(_places(weights, arena))
+        self._places = dict(_places(weights, lora_groups(arena.layout)))
+        if tower is not None:
+            self._places |= _places(tower, applied_to_pictures(arena.layout).groups)
         self._jobs: deque[_Job] = deque()
 
     @property
@@ -387,10 +392,10 @@ def _with_rows(rows: Tensor, own: Contents, start: int, end: int) -> Tensor:
 
 
 def _places(
-    weights: ModelWeights[Any], arena: Arena
+    weights: ModelWeights[Any], groups: Mapping[str, LoraGroup]
 ) -> Iterator[tuple[int, tuple[Projection, int]]]:
     """Yields each linear target with the projection that computes it, and its first row there."""
-    for name, group in lora_groups(arena.layout).items():
+    for name, group in groups.items():
         projection = weights.projections.get(name)
         if projection is not None:
             for target, first in zip(group.targets, group.out_offsets, strict=True):

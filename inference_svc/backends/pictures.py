@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 
-from inference_svc.core import BatchRow
+from inference_svc.adapters.targets import applied_to_pictures
+from inference_svc.backends.arena import Arena
+from inference_svc.backends.lora_step import plan_tile
+from inference_svc.core import BASE_SLOT, BatchRow
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Pictures
 from inference_svc.model.inputs import PlacedRows
@@ -17,15 +20,28 @@ from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture
 
 class PictureRows:
     """Embeddings by picture, finished or begun, as the scheduler decides. `read_weights` reads the
-    tower's weights, which may be freed and read again."""
+    tower's weights, which may be freed and read again. Adapters in the `arena` change the modules
+    `lora_targets` of the tower and its connector; none: all."""
 
     def __init__(
-        self, pictures: Pictures, read_weights: Callable[[], ModelWeights[TorchLinear]]
+        self,
+        pictures: Pictures,
+        read_weights: Callable[[], ModelWeights[TorchLinear]],
+        arena: Arena,
+        lora_targets: Collection[str] = (),
     ) -> None:
+        self._arena = arena
+        self._targets = applied_to_pictures(arena.layout, lora_targets)
         self._pictures = pictures
         self._read_weights = read_weights
         self._tower: TorchTower | None = TorchTower(pictures, read_weights())
         self._encodings: dict[PictureKey, Encoding] = {}
+
+    @property
+    def weights(self) -> ModelWeights[TorchLinear]:
+        """The tower's and its connector's."""
+        assert self._tower is not None, "the weights are freed"
+        return self._tower.weights
 
     @property
     def weights_bytes(self) -> int:
@@ -41,8 +57,10 @@ class PictureRows:
         assert self._tower is not None, "the weights are freed"
         for key in work.dropped:
             self._encodings.pop(key, None)
-        for key, picture, num_units in work.encodes:
-            self._tower.go_on(self._encoding(key, picture), picture.pixels.view, num_units)
+        for key, picture, num_units, slot in work.encodes:
+            lora = plan_tile(slot, self._arena, self._targets)
+            encoding = self._encoding(key, picture)
+            self._tower.go_on(encoding, picture.pixels.view, num_units, lora)
 
     def _encoding(self, key: PictureKey, picture: PromptPicture) -> Encoding:
         """Returns a picture's embeddings as they are, and begins them if they are not there."""
@@ -51,12 +69,13 @@ class PictureRows:
             self._encodings[key] = self._tower.begin(picture.tile, picture.num_tiles)
         return self._encodings[key]
 
-    def _finished(self, key: PictureKey, picture: PromptPicture) -> Tensor:
+    def _finished(self, key: PictureKey, picture: PromptPicture, slot: int) -> Tensor:
         """Returns all of a picture's embeddings, which are there unless their work has failed."""
         encoding = self._encoding(key, picture)
         while not encoding.is_done:
             assert self._tower is not None
-            self._tower.go_on(encoding, picture.pixels.view, 1)
+            lora = plan_tile(slot, self._arena, self._targets)
+            self._tower.go_on(encoding, picture.pixels.view, 1, lora)
         return encoding.rows
 
     def placed(self, rows: Sequence[BatchRow]) -> tuple[PlacedRows, ...]:
@@ -78,8 +97,8 @@ class PictureRows:
 
     def _of_row(self, row: BatchRow, offset: int) -> Iterator[PlacedRows]:
         """Yields a row's; the position p of its sequence is the step's token `offset` + p."""
-        request = row.sequence.request
-        for picture in request.pictures:
+        sequence = row.sequence
+        for index, picture in enumerate(sequence.request.pictures):
             # Most rows of a conversation are behind all its pictures.
             if picture.end <= row.start:
                 continue
@@ -89,7 +108,8 @@ class PictureRows:
                 end = min(run.end, row.start + row.num_tokens)
                 if start < end:
                     assert end == run.end or not self._pictures.are_mutual, "a picture is cut"
-                    rows = self._finished((request.cache_seed, picture.digest), picture)
+                    key = sequence.held_pictures[index]
+                    rows = self._finished(key, picture, row.slot if key.adapter else BASE_SLOT)
                     first = place + start - run.start
                     yield PlacedRows(offset + start, rows[first : first + end - start])
                 place += run.end - run.start

@@ -127,7 +127,7 @@ class TorchBackend(AdapterMemory):
         self._targets = targets
         self._last: Step | None = None
         self._reload = reload
-        self.pictures = None if reload is None else reload.pictures()
+        self.pictures = None if reload is None else reload.pictures(arena)
 
     @property
     def kv_bytes(self) -> int:
@@ -152,9 +152,12 @@ class TorchBackend(AdapterMemory):
 
     def _make_magnitudes(self) -> Magnitudes:
         assert self.transformer is not None, "the weights are freed"
+        tower = None if self.pictures is None else self.pictures.weights
         weights, part = self.transformer.weights, self._decoder
         has_stages = part.stage is not None
-        return Magnitudes(weights, self.arena, part.rank, self._exchange, has_stages=has_stages)
+        return Magnitudes(
+            weights, self.arena, part.rank, self._exchange, has_stages=has_stages, tower=tower
+        )
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         """Leaves torch's threads to the system."""

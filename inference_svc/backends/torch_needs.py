@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from inference_svc.adapters.layout import EMBEDDING, HEAD
-from inference_svc.adapters.targets import AppliedTargets, applied_targets, layout_of
+from inference_svc.adapters.targets import (
+    AppliedTargets,
+    applied_targets,
+    applied_to_pictures,
+    layout_of,
+)
 from inference_svc.backends.base import MemoryNeeds, table_bytes
 from inference_svc.core import EngineConfig
 from inference_svc.model.checkpoint.parameters import weights_bytes
@@ -141,7 +146,8 @@ def picture_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         part = min(count, MAX_SLICE)
     sizes = ValueSizes.of(tower, part, part, dtype)
     of_tile = replace(config, max_model_len=count, max_batch_tokens=part, max_prefill_chunk=part)
-    own = _OwnBytes(of_tile, sizes, AppliedTargets({}, {}, 0, 0))
+    targets = applied_to_pictures(layout_of(config, decoder), config.lora_targets)
+    own = _OwnBytes(of_tile, sizes, targets)
     widest = max(each.mixer.size for each in tower.blocks if isinstance(each.mixer, BothWays))
     state_bytes = count * (tower.hidden_size + STATE_WIDTHS * widest) * dtype.itemsize
     num_bytes = transformer_bytes(tower, sizes, own.of_op) + state_bytes

@@ -14,6 +14,7 @@ import torch
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import STEP_COPY_BYTES, HostTier
+from inference_svc.adapters.picture_targets import with_unread
 from inference_svc.adapters.prefetch import PrefetchPolicy
 from inference_svc.adapters.pulls.image_source import AdapterStore
 from inference_svc.adapters.pulls.pace import PullPace
@@ -68,7 +69,6 @@ from inference_svc.host.device_info import device_of, machine_name
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.classifier import read_score_head
-from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.checkpoint.parameters import weight_formats
 from inference_svc.model.checkpoint.tensors import check_tensors
 from inference_svc.model.description import Decoder, Rank
@@ -175,7 +175,7 @@ def _build(
     puller, residency = _residency(config, factory, store, post, stages, backend, host, pace, ranks)
     states = make_states(config, backend)
     masks = Masks(lambda: post(MaskReady()), config.max_sequences)
-    scheduler = _make_scheduler(config, decoder, states, residency, masks)
+    scheduler = _make_scheduler(config, decoder, layout, states, residency, masks)
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
     profiler = StepProfiler(factory.profiler_device)
@@ -322,9 +322,7 @@ def _load_model(
             assert own.num_pages == ranks.wait_until_built(), "ranks have equal memories"
             backend = RankedBackend(own, ranks, decoder, config.max_sequences)
         layout = layout.with_base(base())
-    if decoder.pictures is None:
-        layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
-    return backend, layout
+    return backend, with_unread(layout, config.model_dir, decoder)
 
 
 def _routed_pages(
@@ -452,7 +450,12 @@ def _residency(
 
 
 def _make_scheduler(
-    config: EngineConfig, decoder: Decoder, states: States, residency: Residency, masks: Masks
+    config: EngineConfig,
+    decoder: Decoder,
+    layout: ModelLayout,
+    states: States,
+    residency: Residency,
+    masks: Masks,
 ) -> Scheduler:
     limits = Limits(
         config.max_sequences,
@@ -462,7 +465,7 @@ def _make_scheduler(
         config.fair_ageing_s,
         computes_whole=decoder.encoder is not None,
     )
-    pictures = make_pictures(config, decoder)
+    pictures = make_pictures(config, decoder, layout, residency)
     return Scheduler(limits, states, residency, prices_of(decoder), masks, pictures)
 
 

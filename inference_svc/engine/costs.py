@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from inference_svc.core import EngineConfig
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.picture_targets import changes_pictures
+from inference_svc.adapters.residency import Residency
+from inference_svc.core import AdapterKey, EngineConfig
 from inference_svc.engine.policy.pictures.memory import PictureMemory, TowerCosts
 from inference_svc.engine.policy.prices import (
     LISTED_OPERATIONS,
@@ -52,7 +55,9 @@ def _check_room(config: EngineConfig, num_tokens: int) -> None:
         )
 
 
-def make_pictures(config: EngineConfig, decoder: Decoder) -> PictureMemory | None:
+def make_pictures(
+    config: EngineConfig, decoder: Decoder, layout: ModelLayout, residency: Residency
+) -> PictureMemory | None:
     """Returns None for a model that reads no pictures."""
     found = decoder.pictures
     if found is None:
@@ -77,8 +82,12 @@ def make_pictures(config: EngineConfig, decoder: Decoder) -> PictureMemory | Non
         sees_all=False in widths,
         row_bytes=found.row_size * dtype.itemsize,
     )
+
+    def changes(key: AdapterKey) -> bool:
+        return any(changes_pictures(layout, each) for each in residency.headers(key).values())
+
     sizes = config.prompt_image_bytes, costs, config.max_batch_tokens
-    return PictureMemory(*sizes, are_mutual=found.are_mutual)
+    return PictureMemory(*sizes, changes, are_mutual=found.are_mutual)
 
 
 def prices_of(decoder: Decoder) -> Prices:

@@ -16,6 +16,7 @@ from inference_svc.model.inputs import Blend, StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import RotaryEmbedding, TorchLinear
 from inference_svc.model.lifetimes import last_uses
+from inference_svc.model.lora import Lora
 from inference_svc.model.operations import Angles, Op, Value
 from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTE
@@ -82,16 +83,22 @@ class TorchTower:
         return Encoding(tile, num_tiles, torch.empty(num_rows, size, dtype=self.weights.dtype))
 
     @torch.inference_mode()
-    def go_on(self, encoding: Encoding, pixels: bytes | memoryview, num_units: int) -> None:
+    def go_on(
+        self,
+        encoding: Encoding,
+        pixels: bytes | memoryview,
+        num_units: int,
+        lora: Lora | None = None,
+    ) -> None:
         """Computes so many more units of a picture's tiles, or as many as are left. `pixels` are
         uint8 [tiles, height, width, 3], which only requests keep: they are many times as large as
-        the embeddings."""
+        the embeddings. `lora` is the adapter that changes them, where it lies now."""
         for _ in range(num_units):
             if encoding.is_done:
                 return
             if encoding.state is None:
                 encoding.state = self._begin_tile(encoding.tile)
-            self._compute(encoding, encoding.state, pixels)
+            self._compute(encoding, encoding.state, pixels, lora)
             encoding.num_units += 1
             if encoding.num_units == len(encoding.state.plan.parts) * len(self._layers.layers):
                 encoding.index, encoding.num_units, encoding.state = encoding.index + 1, 0, None
@@ -117,7 +124,13 @@ class TorchTower:
         state.angles |= {op.out: COMPUTE[Angles](op, step) for op in layers.angles}
         return state
 
-    def _compute(self, encoding: Encoding, state: TileState, pixels: bytes | memoryview) -> None:
+    def _compute(
+        self,
+        encoding: Encoding,
+        state: TileState,
+        pixels: bytes | memoryview,
+        lora: Lora | None,
+    ) -> None:
         """Computes the next unit of a tile."""
         plan, layers = state.plan, self._layers
         layer, index = divmod(encoding.num_units, len(plan.parts))
@@ -125,7 +138,7 @@ class TorchTower:
         own = slice(part.start, part.end)
         positions = plan.positions[..., own]
         patches = None if layer else self._patches(encoding, state, pixels, part)
-        step = self._step(plan, part, positions, patches)
+        step = self._step(plan, part, positions, patches, lora)
         step.values |= state.angles
         if layer:
             step.values[layers.hidden] = state.hidden[own]
@@ -158,7 +171,12 @@ class TorchTower:
         return normalised(torch.from_numpy(cut[own[0], :, own[1]]), self._pictures.processor)
 
     def _step(
-        self, plan: TilePlan, part: TilePart, positions: Tensor, patches: Tensor | None = None
+        self,
+        plan: TilePlan,
+        part: TilePart,
+        positions: Tensor,
+        patches: Tensor | None = None,
+        lora: Lora | None = None,
     ) -> Step:
         own = slice(part.start, part.end)
         blend = None if plan.blend is None else Blend(*(each[own] for each in plan.blend))
@@ -175,7 +193,7 @@ class TorchTower:
                 blend=blend,
             ),
             kv_caches=self._no_caches,
-            lora=None,
+            lora=lora,
             columns={},
             rows=part.rows,
             choices={},

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from inference_svc.pictures.sizes import Size
 from servicekit.shared_memory import SharedBytes
 
-PictureKey: TypeAlias = tuple[str, bytes]
-"""Says whose embeddings are equal: what separates prefix caches, and the picture's digest."""
+
+class PictureKey(NamedTuple):
+    """Says whose embeddings are equal: the seed that separates prefix caches, the key of the
+    adapter that changes them, "" for none, and the picture's digest."""
+
+    cache_seed: str
+    adapter: Hashable
+    digest: bytes
 
 
 class Frame(NamedTuple):
@@ -54,11 +61,13 @@ class PromptPicture:
 
 
 class Encode(NamedTuple):
-    """Computes so many more units of a picture, which are layers of parts of tiles."""
+    """Computes so many more units of a picture, which are layers of parts of tiles, with the
+    adapter at `slot`; -1: none."""
 
     key: PictureKey
     picture: PromptPicture
     num_units: int
+    slot: int
 
 
 class PictureWork(NamedTuple):

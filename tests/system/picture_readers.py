@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from inference_svc.pictures.decoding import PictureDecoder
 from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.prompt import PromptPicture
 from inference_svc.text.tokenizer import Tokenizer
+from tests.support.models.zoo import AdapterSpec
 from tests.support.pictures.files import encoded, picture
-from tests.support.pictures.models import ReaderZoo, image_name, make_reader_zoo
+from tests.support.pictures.models import SPECS, ReaderZoo, image_name, make_reader_zoo
 from tests.system.engines import Running
 
 NUM_TOKENS = 48
@@ -48,8 +50,8 @@ PROMPTS = {
 class Reader:
     """A model that reads pictures, the oracle, and what a server makes of conversations."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.oracle: ReaderZoo = make_reader_zoo(name, folder)
+    def __init__(self, name: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> None:
+        self.oracle: ReaderZoo = make_reader_zoo(name, folder, specs)
         self.zoo = self.oracle.zoo
         decoder = load_description(self.zoo.model_dir, with_pictures=True)
         rule = picture_rule(decoder, 4)
@@ -60,6 +62,9 @@ class Reader:
         self.decoder = PictureDecoder(rule.processor)
         self.tokenizer = Tokenizer(self.zoo.model_dir)
         self._answers: dict[Any, list[int]] = {}
+
+    def close(self) -> None:
+        self.decoder.close()
 
     def prompt(self, name: str) -> tuple[list[int], tuple[PromptPicture, ...]]:
         messages, pictures = PROMPTS[name]

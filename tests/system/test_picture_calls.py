@@ -38,8 +38,8 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> ReaderZoo:
 @pytest.fixture(scope="module")
 def services(oracle: ReaderZoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     with Services(oracle.zoo, tmp_path_factory.mktemp("services"), (), FLAGS) as made:
-        revision = made.client.register("linear", made.source("linear")).revision
-        made.client.complete("the", adapter="linear", min_revision=revision, max_tokens=1)
+        revision = made.client.register("of-text", made.source("of-text")).revision
+        made.client.complete("the", adapter="of-text", min_revision=revision, max_tokens=1)
         yield made
         made.check_exit_codes()
 
@@ -76,7 +76,7 @@ def expected(oracle: ReaderZoo, adapter: str, parts: list[dict[str, Any]], *foun
 TWO = [text("jumps"), part(ONE, detail="low"), text(" over "), part(OTHER), text("the dog")]
 
 
-@pytest.mark.parametrize("adapter", ["", "linear"])
+@pytest.mark.parametrize("adapter", ["", "of-text"])
 def test_openais_client_sends_pictures(services: Services, oracle: ReaderZoo, adapter: str) -> None:
     client = OpenAI(base_url=f"http://{services.http_address}/v1", api_key="none")
     messages: Any = [{"role": "user", "content": TWO}]
@@ -109,18 +109,18 @@ def test_responses_have_pictures(services: Services, oracle: ReaderZoo) -> None:
 def test_messages_have_pictures(services: Services, oracle: ReaderZoo) -> None:
     """Texts are joined with an empty line where no image is between them."""
     blocks = [text("jumps"), block(ONE), text("over"), text("the"), block(OTHER), text("dog")]
-    asked = {"model": "linear", "messages": [{"role": "user", "content": blocks}]}
+    asked = {"model": "of-text", "messages": [{"role": "user", "content": blocks}]}
     path = f"http://{services.http_address}/v1/messages"
     made = httpx.post(path, json=asked | GREEDY).json()
     parts = [text("jumps"), part(ONE), text("over\n\nthe"), part(OTHER), text("dog")]
-    answer = expected(oracle, "linear", parts, ONE, OTHER)
+    answer = expected(oracle, "of-text", parts, ONE, OTHER)
     assert made["content"] == [{"type": "text", "text": answer}]
     counted = httpx.post(f"{path}/count_tokens", json=asked).json()["input_tokens"]
     usage = made["usage"]
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"] > 100
 
 
-@pytest.mark.parametrize("adapter", ["", "linear"])
+@pytest.mark.parametrize("adapter", ["", "of-text"])
 def test_the_clients_chat_has_pictures(services: Services, oracle: ReaderZoo, adapter: str) -> None:
     words = "jumps over the dog"
     images = [

@@ -43,7 +43,7 @@ def running(reader: Reader) -> Iterator[Running]:
     zoo = reader.zoo
     config = EngineConfig(zoo.model_dir, zoo.kind, num_threads=1, **SETTINGS)
     with forks.forked_engines():
-        made = start_engine("process", config, {"linear": zoo.adapter_dirs["linear"]})
+        made = start_engine("process", config, {"of-text": zoo.adapter_dirs["of-text"]})
     yield made
     made.engine.stop()
 
@@ -75,13 +75,13 @@ def test_requests_of_a_prompt_share_pixels_until_they_end(running: Running, read
     before = num_open()
     prompt, pictures = reader.prompt("three")
     with paused(running):
-        for name, adapter in (("a", ""), ("b", "linear"), ("c", "")):
+        for name, adapter in (("a", ""), ("b", "of-text"), ("c", "")):
             running.submit(name, prompt, adapter, pictures=pictures, max_tokens=NUM_TOKENS)
         running.call(Command.DESCRIBE)  # an answer to a later message
         assert 3 <= num_mapped(pid) <= 9, "by the frames that they came in"
         assert num_open() == before + 3
         running.cancel("c")
-    for name, adapter in (("a", ""), ("b", "linear")):
+    for name, adapter in (("a", ""), ("b", "of-text")):
         assert running.result(name)[0] == reader.expected(adapter, "three")
     running.result("c")
     until(lambda: num_mapped(pid) == 0)

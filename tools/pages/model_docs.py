@@ -130,10 +130,9 @@ or one scale for each output, and the server refuses others by name.
 
 ## Adapters of whole models
 
-In a model of several towers, adapters change only the text part. If you train with
-`target_modules="all-linear"`, or with names such as `["q_proj", "v_proj"]`, you also train the
-other towers. A server that [reads images](images.md) refuses such an adapter; a server of text
-alone leaves out the change. To train only the text part with PEFT, use a pattern:
+If you train with `target_modules="all-linear"`, or with names such as `["q_proj", "v_proj"]`, you
+also train the other towers. A server that [reads images](images.md) applies these changes; a server
+of text alone leaves them out. To train only the text part with PEFT, use a pattern:
 
 ```python
 target_modules = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"

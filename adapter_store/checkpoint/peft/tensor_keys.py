@@ -34,7 +34,7 @@ import re
 from dataclasses import dataclass
 
 from adapter_store.checkpoint.peft.module_patterns import OUTPUT_LAYER
-from adapter_store.checkpoint.peft.towers import advice, tower_of
+from adapter_store.checkpoint.peft.towers import advice_on_parts, tower_of
 from adapter_store.errors import InvalidAdapter
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import TargetKind
@@ -114,7 +114,7 @@ def parse_key(key: str) -> TensorKey:
         return found
     hint = next((hint for part, hint in _HINTS if part in f"{key}."), "")
     if not hint and (tower := tower_of(path)):
-        hint = advice([tower])
+        hint = advice_on_parts(tower)
     if not hint and _NAMED_TWICE.fullmatch(path):
         hint = "after lora_A or lora_B it has more than the name of one adapter: save the adapter "
         hint += "alone, with PEFT's save_pretrained"

@@ -1,7 +1,8 @@
-"""Modules that no server computes, and advice on them.
+"""Modules that no server, or not every server, computes, and advice on them.
 
-Of a model's other towers: PEFT adapts every module of a name, and a list such as ["q_proj",
-"v_proj"] means the vision tower's, too, where it has modules of these names.
+Of a model's other towers, which only servers that read images compute: PEFT adapts every module of
+a name, and a list such as ["q_proj", "v_proj"] means the vision tower's, too, where it has modules
+of these names.
 
 Of other families, which have names of their own. Most are of code that their authors published
 beside the weights, before transformers had the family: an adapter of one does not fit the newer
@@ -15,8 +16,9 @@ from collections.abc import Iterable, Sequence
 
 from adapter_store.checkpoint.peft.module_patterns import OUTPUT_LAYER
 
-_VISION = ("vision_tower", "vision_model", "visual", "embed_vision", "multi_modal_projector")
-_TOWERS = frozenset([*_VISION, "audio_tower", "embed_audio"])
+_VISION = ("vision_tower", "vision_model", "visual", "embed_vision")
+_CONNECTORS = ("multi_modal_projector", "connector")
+_TOWERS = frozenset([*_VISION, *_CONNECTORS, "audio_tower", "embed_audio"])
 """Their names in transformers, and the names of modules that join them to the text's, below the
 whole model."""
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -68,13 +70,27 @@ def advice(towers: Iterable[str], names: Iterable[str] = ()) -> str:
     )
 
 
-def describe_unknown(modules: Sequence[str], known: Iterable[str]) -> str:
+def advice_on_parts(tower: str) -> str:
+    """Returns the parts of a tower that adapters may change, and how to train one without the
+    others."""
+    return (
+        f"of {tower} adapters may change linear layers and norms, with their biases, on servers "
+        "that read images; train without its other parts in target_modules and modules_to_save"
+    )
+
+
+def describe_unknown(
+    modules: Sequence[str], known: Iterable[str], targets: Iterable[str] = ()
+) -> str:
     """Describes, with advice, modules that a base model has not, of an adapter that has modules of
-    the `known` names, too."""
+    the `known` names, too. `targets` are the names of modules that a server computes."""
     num_more = len(modules) - MAX_LISTED
     more = f" and {num_more} more modules" if num_more > 0 else ""
     detail = f"has no {', '.join(modules[:MAX_LISTED])}{more}"
     towers = dict.fromkeys(filter(None, map(tower_of, modules)))
+    computed = set(map(tower_of, targets)) if towers else set()
+    if tower := next((each for each in towers if each in computed), ""):
+        return f"{detail}: {advice_on_parts(tower)}"
     if towers:
         return f"{detail}: {advice(towers, known)}"
     family = next(filter(None, map(_other_family, modules)), "")

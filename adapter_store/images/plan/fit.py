@@ -24,7 +24,7 @@ from adapter_store.images.plan.ties import with_ties
 from adapter_store.images.plan.uses import Use, incompatible, key_of
 from contract.images.layouts import Layout
 from contract.images.segment_kinds import SegmentKind
-from contract.images.targets import OtherName, Target, TargetKind
+from contract.images.targets import Held, OtherName, Target, TargetKind
 
 ADDED_TOKENS = (
     ": tokens were added to the vocabulary of the base model; an adapter has rows of its own for "
@@ -73,24 +73,27 @@ def fit(checkpoint: Checkpoint, layout: Layout) -> list[Use]:
             is_transposed = isinstance(changes, ExpertWeights) and names.is_transposed(name)
             uses.append(Use(index, target, changes, other, outputs, is_transposed))
     if unknown:
-        raise _unknown(unknown, uses, layout.base_model)
+        raise _unknown(unknown, uses, layout)
     uses = with_ties(uses, layout, checkpoint.config)
     for use in uses:
         _check_use(use)
     uses.sort(key=lambda use: (use.column, isinstance(use.changes, Replacement)))
     _check_once(uses)
     _check_added_tokens(uses)
+    _check_invocation(checkpoint, uses)
     _check_complete(checkpoint, layout, uses)
     return uses
 
 
 def _unknown(
-    unknown: Sequence[Changes], uses: Iterable[Use], base_model: str
+    unknown: Sequence[Changes], uses: Iterable[Use], layout: Layout
 ) -> IncompatibleAdapter:
     """Returns the error for modules that are no target, besides the used ones."""
     names = [changes.name for changes in unknown]
     known = (use.changes.name.rpartition(".")[2] for use in uses)
-    detail = f"{base_model or 'the base model'} {describe_unknown(names, known)}"
+    here = (target.name for target in layout.targets if target.held is Held.HERE)
+    said = describe_unknown(names, known, here)
+    detail = f"{layout.base_model or 'the base model'} {said}"
     return incompatible(key_of(unknown[0]), "TARGET_UNKNOWN", detail)
 
 
@@ -329,6 +332,19 @@ def _is_vocabulary(target: Target, side: str) -> bool:
     if target.kind is TargetKind.EMBEDDING:
         return side == "in"
     return side == "out" and target.name == OUTPUT_LAYER
+
+
+def _check_invocation(checkpoint: Checkpoint, uses: Iterable[Use]) -> None:
+    """Requires that an adapter which is active from its invocation tokens on changes nothing that
+    pictures pass: the place in a prompt does not say where it is active in a picture."""
+    for use in uses:
+        is_passed = use.target.is_of_pictures and use.target.held is Held.HERE
+        if checkpoint.invocation_tokens and is_passed:
+            detail = (
+                f"it has invocation tokens (aLoRA) and changes {use.target.name}, which pictures "
+                "pass: train it without the modules of towers and connectors in target_modules"
+            )
+            raise incompatible(key_of(use.changes), "KIND_MISMATCH", detail)
 
 
 def _check_once(uses: list[Use]) -> None:

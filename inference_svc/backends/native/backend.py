@@ -112,7 +112,7 @@ class NativeBackend(AdapterMemory):
         self._step = step
         self._lora = lora
         self._library = library
-        self.pictures = reload.pictures()
+        self.pictures = reload.pictures(arena)
 
     @property
     def kv_bytes(self) -> int:
@@ -141,9 +141,12 @@ class NativeBackend(AdapterMemory):
 
     def _make_magnitudes(self) -> Magnitudes:
         assert self._weights is not None, "the weights are freed"
+        tower = None if self.pictures is None else self.pictures.weights
         weights, part = self._weights, self._decoder
         has_stages = part.stage is not None
-        return Magnitudes(weights, self.arena, part.rank, self._exchange, has_stages=has_stages)
+        return Magnitudes(
+            weights, self.arena, part.rank, self._exchange, has_stages=has_stages, tower=tower
+        )
 
     def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
         self._library.place_threads(processors)

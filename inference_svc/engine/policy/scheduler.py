@@ -277,7 +277,7 @@ class Scheduler:
             assert self.masks is not None
             left = sequence.num_uncomputed
             num_tokens = self.masks.num_computable(sequence.masked, num_tokens, left)
-        if sequence.request.pictures:  # also without a token: it lets go of pictures behind it
+        if sequence.request.pictures:
             assert self.pictures is not None
             num_tokens = self.pictures.num_computable(sequence, num_tokens)
         return num_tokens

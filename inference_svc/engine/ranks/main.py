@@ -22,6 +22,7 @@ from contract.images.segment_kinds import SegmentKind
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange, TableWrite
+from inference_svc.adapters.picture_targets import with_unread
 from inference_svc.adapters.pulls.pull import (
     ImageSink,
     PullDone,
@@ -85,7 +86,6 @@ from inference_svc.engine.transport.process_main import connect_to_parent, encod
 from inference_svc.errors import AdapterUnusable, CorruptImage, DeviceFull
 from inference_svc.host.cpus import bound_to, compute_threads
 from inference_svc.host.device_info import use_device
-from inference_svc.model.checkpoint.headers import tower_modules
 from inference_svc.model.description import Rank
 from servicekit.errors import ServiceError
 from servicekit.telemetry.logs import mark_process
@@ -186,7 +186,7 @@ class Follower:
         with bound_to(share_of(config, rank.index)):
             backend = factory.build_rank(config, decoder, layout, exchange)
         self._report.note_memory(backend)
-        layout = layout.with_towers(tower_modules(config.model_dir, decoder.wrapper))
+        layout = with_unread(layout, config.model_dir, decoder)
         check = partial(layout.check_contents, max_added_tokens=config.max_added_tokens)
         max_known, parts = 4 * config.max_loras, config.expert_parallel
         self._pulls = RankImages(backend.pull_memory, backend.land, self._send, max_known, parts)

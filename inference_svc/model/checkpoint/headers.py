@@ -29,8 +29,8 @@ class StoredTensor(NamedTuple):
 
 
 class TowerModule(NamedTuple):
-    """A linear layer of a tower that is not served. `names` are its possible names, of the newest
-    transformers first."""
+    """A linear layer of a tower that is not served, or a norm, which has no inputs. `names` are its
+    possible names, of the newest transformers first."""
 
     tower: str
     names: tuple[str, ...]
@@ -86,15 +86,18 @@ def is_same_content(first: StoredTensor, second: StoredTensor) -> bool:
     return True
 
 
-def tower_modules(model_dir: Path, wrapper: Wrapper) -> tuple[TowerModule, ...]:
-    """Returns the tensors that can be linear layers, by their shapes, of the towers that a whole
-    model has beside its text part, in the order of their names. Raises as `stored_tensors`."""
+def tower_modules(
+    model_dir: Path, wrapper: Wrapper, *, with_norms: bool = False
+) -> tuple[TowerModule, ...]:
+    """Returns the tensors that can be linear layers, or norms if asked, by their shapes, of the
+    towers that a whole model has beside its text part, in the order of their names. Raises as
+    `stored_tensors`."""
     found = []
     for name, tensor in sorted(stored_tensors(model_dir)) if wrapper.others else ():
-        is_matrix = name.endswith(_WEIGHT) and len(tensor.shape) == 2
-        if is_matrix and wrapper.text_name(name) is None:
+        is_known = len(tensor.shape) == 2 or (with_norms and len(tensor.shape) == 1)
+        if is_known and name.endswith(_WEIGHT) and wrapper.text_name(name) is None:
             names = wrapper.tower_names(name.removesuffix(_WEIGHT))
-            num_out, num_in = tensor.shape
+            num_out, num_in = (*tensor.shape, 0)[:2]
             found.append(TowerModule(wrapper.tower_of(name), names, num_in, num_out))
     return tuple(found)
 

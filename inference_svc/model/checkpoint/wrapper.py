@@ -29,16 +29,19 @@ class Wrapper(NamedTuple):
         return None if self.tower_of(stored) in self.others else stored
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """Returns the names that a module of the text part may have in the whole."""
+        """Returns the further names that a module of the text part may have in the whole."""
+        return tuple(each for each in self.whole_names(name) if each != name)
+
+    def whole_names(self, name: str) -> tuple[str, ...]:
+        """Returns all names that a module may have in the whole."""
         path = f"{name}."
         found = (each for each in self.prefixes if path.startswith(each[1]))
         longest = sorted(found, key=lambda each: len(each[1]), reverse=True)
-        names = (
+        return tuple(
             (prefix + path.removeprefix(meant)).removesuffix(".")
             for prefix, meant in longest
             if len(meant) == len(longest[0][1])
         )
-        return tuple(each for each in names if each != name)
 
     def tower_of(self, stored: str) -> str:
         """Returns the first component of a name below the whole, which of another tower is the

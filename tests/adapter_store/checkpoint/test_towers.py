@@ -7,7 +7,7 @@ import re
 import pytest
 
 from adapter_store.checkpoint.peft.tensor_keys import parse_key
-from adapter_store.checkpoint.peft.towers import advice, tower_of
+from adapter_store.checkpoint.peft.towers import advice, describe_unknown, tower_of
 from adapter_store.errors import InvalidAdapter
 
 
@@ -17,6 +17,7 @@ from adapter_store.errors import InvalidAdapter
         ("model.vision_tower.encoder.layers.0.self_attn.q_proj", "vision_tower"),
         ("vision_tower.vision_model.encoder.layers.0.self_attn.q_proj", "vision_tower"),
         ("model.multi_modal_projector.linear_1", "multi_modal_projector"),
+        ("model.connector.modality_projection.proj", "connector"),
         ("model.audio_tower.layers.0.lconv1d.linear_end.linear", "audio_tower"),
         ("model.language_model.layers.0.self_attn.q_proj", ""),
         ("model.layers.0.self_attn.q_proj", ""),
@@ -62,9 +63,26 @@ def test_the_expression_means_the_language_model_alone(
     assert {path for path in (*TEXT, *OTHERS) if re.fullmatch(found[1], path)} == meant
 
 
+CONVOLUTION = "model.vision_tower.embeddings.patch_embedding"
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (TEXT, "only the language model is served, without vision_tower"),
+        ((*TEXT, *OTHERS), "of vision_tower adapters may change linear layers"),
+    ],
+)
+def test_advice_depends_on_the_parts_that_a_server_computes(
+    targets: tuple[str, ...], words: str
+) -> None:
+    said = describe_unknown([CONVOLUTION], ["q_proj"], targets)
+    assert said.startswith(f"has no {CONVOLUTION}: {words}")
+
+
 def test_a_parameter_of_a_saved_projector() -> None:
     """Gemma 3's has no module of its own, and so no name that ends as a weight's does."""
     key = "base_model.model.model.multi_modal_projector.mm_input_projection_weight"
-    with pytest.raises(InvalidAdapter, match=r"is served, without multi_modal_projector") as said:
+    with pytest.raises(InvalidAdapter, match="of multi_modal_projector adapters may") as said:
         parse_key(key)
     assert (said.value.subject, said.value.reason) == (key, "TENSOR_UNKNOWN")

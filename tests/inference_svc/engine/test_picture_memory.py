@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from inference_svc.core import Request, SamplingParams, Sequence
@@ -10,7 +11,7 @@ from inference_svc.engine.policy.pictures.memory import PictureMemory, TowerCost
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
-from inference_svc.pictures.prompt import PictureWork, PromptPicture, Run
+from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture, Run
 from inference_svc.pictures.sizes import MAX_SLICE, Size, TileForm
 from servicekit.shared_memory import SharedBytes
 from tests.support.inference.loop import TwoAdapterRows
@@ -24,20 +25,29 @@ PIXELS = SharedBytes.of("pixels", b"1")
 
 
 def sequence(
-    *places: int, digest: str = "a", tenant: str = "", seed: str = "", length: int = 5
+    *places: int,
+    digest: str = "a",
+    tenant: str = "",
+    seed: str = "",
+    length: int = 5,
+    adapter: str = "",
+    slot: int = -1,
 ) -> Sequence:
-    """A prompt of 100 tokens, with a picture of one tile at each of these places."""
+    """A prompt of 100 tokens, with a picture of one tile at each of these places, which runs with
+    an adapter at a slot."""
     pictures = tuple(
         PromptPicture(f"{digest}{place}".encode(), PIXELS, TILE, 1, (Run(place, place + length),))
         for place in places
     )
-    fields: dict[str, Any] = {"tenant": tenant, "cache_seed": seed or tenant}
-    request = Request("r", (7,) * 100, SamplingParams(), pictures=pictures, **fields)
-    return Sequence(request)
+    fields: dict[str, Any] = {"tenant": tenant, "cache_seed": seed or tenant, "key": adapter}
+    made = Sequence(Request("r", (7,) * 100, SamplingParams(), pictures=pictures, **fields))
+    made.slot = slot
+    return made
 
 
 def memory(capacity: int = 1000, max_tokens: int = 100) -> PictureMemory:
-    return PictureMemory(capacity, COSTS, max_tokens)
+    """Adapters whose keys begin with "tower" change pictures."""
+    return PictureMemory(capacity, COSTS, max_tokens, lambda key: str(key).startswith("tower"))
 
 
 def step(found: PictureMemory, *rows: tuple[Sequence, int]) -> tuple[list[int], PictureWork]:
@@ -68,9 +78,9 @@ def test_a_picture_is_computed_with_the_tokens_that_reach_it() -> None:
     assert step(found, (own, 20)) == ([20], PictureWork())
     counts, work = step(found, (own, 30))
     assert (counts, units(work)) == ([30], [4])
-    assert own.held_pictures == {0}
+    assert own.held_pictures.keys() == {0}
     counts, work = step(found, (own, 30))
-    assert (counts, units(work), own.held_pictures) == ([30], [], set())
+    assert (counts, units(work), own.held_pictures) == ([30], [], {})
     assert found.num_kept == 1
 
 
@@ -105,7 +115,7 @@ def test_tenants_take_turns() -> None:
     served = []
     for _ in range(2):
         _, work = step(found, *rows)
-        served.append([(key[0], count) for key, _, count in work.encodes])
+        served.append([(each.key.cache_seed, each.num_units) for each in work.encodes])
     assert served == [[("one", 4), ("two", 4)], [("one", 4), ("one", 4)]]
     assert own.num_computed > 0
 
@@ -126,7 +136,7 @@ def test_the_work_of_pictures_is_charged_once() -> None:
     """However it is cut, it costs a tile's 8 tokens; what is found again costs nothing."""
     price = TowerCosts(TileForm(1, 1), 4, 1.7, 0.0, sees_all=True, row_bytes=10)
     for max_tokens in (2, 4, 100):
-        found, costs = PictureMemory(1000, price, max_tokens), []
+        found, costs = PictureMemory(1000, price, max_tokens, lambda key: False), []
         own, again = sequence(0), sequence(0)
         for each in (own, again):
             while each.num_computed < 10:
@@ -169,6 +179,67 @@ def test_equal_pictures_are_computed_once_for_each_cache() -> None:
     assert (found.num_encoded, found.num_kept) == (2, 2)
 
 
+def test_adapters_share_the_embeddings_that_none_of_them_changes() -> None:
+    """Others have their own, also of equal pictures of other tenants."""
+    found = memory()
+    texts = [sequence(0, adapter=each, slot=i) for i, each in enumerate(("", "text-1", "text-2"))]
+    towers = [
+        sequence(0, adapter=each, slot=i + 5) for i, each in enumerate(("tower-1", "tower-2"))
+    ]
+    again, other = (
+        sequence(0, adapter="tower-1", slot=5),
+        sequence(0, adapter="tower-1", tenant="x"),
+    )
+    rows = [*texts, *towers, again, other]
+    other.slot = 5
+    found.max_tokens = 1000
+    counts, work = step(found, *((each, 10) for each in rows))
+    assert counts == [10] * len(rows)
+    assert {(each.key.cache_seed, each.key.adapter, each.slot) for each in work.encodes} == {
+        ("", "", -1),
+        ("", "tower-1", 5),
+        ("", "tower-2", 6),
+        ("x", "tower-1", 5),
+    }
+    assert (found.num_encoded, found.num_found) == (4, 3)
+
+
+def test_a_preempted_sequence_leaves_no_work_at_its_slot() -> None:
+    """There may be another adapter before the step runs; the work goes on at the next slot."""
+    found = memory(max_tokens=4)
+    own = sequence(0, adapter="tower", slot=3)
+    assert units(step(found, (own, 10))[1]) == [2]
+    own.num_computed = 0
+    found.begin([own])
+    found.num_computable(own, 10)
+    found.release(own)
+    assert found.pop_work().encodes == ()
+    found.check_integrity([])
+    own.slot = 1
+    counts, work = step(found, (own, 10))
+    assert (counts, [(each.num_units, each.slot) for each in work.encodes]) == ([10], [(2, 1)])
+
+
+def test_work_that_another_sequence_waits_for_stays() -> None:
+    found = memory()
+    one, other = (sequence(0, adapter="tower", slot=3) for _ in range(2))
+    found.begin([one, other])
+    assert [found.num_computable(each, 10) for each in (one, other)] == [10, 10]
+    found.release(one)
+    assert units(found.pop_work()) == [4]
+    found.check_integrity([other])
+
+
+def test_a_sequence_that_moves_lets_go_of_its_old_adapters_embeddings() -> None:
+    found, own = memory(), sequence(0, adapter="tower-1", slot=3)
+    step(found, (own, 10))
+    own.request, own.slot = replace(own.request, key="tower-2"), 4
+    step(found, (own, 10))
+    assert own.held_pictures == {}
+    assert found.num_kept == 1
+    found.check_integrity([])
+
+
 def test_the_largest_tenant_loses_what_it_used_longest_ago() -> None:
     found = memory(capacity=200)
     for tenant, digest in (("one", "a"), ("two", "a"), ("two", "b"), ("two", "c")):
@@ -179,7 +250,7 @@ def test_the_largest_tenant_loses_what_it_used_longest_ago() -> None:
     step(found, (own, 10))
     found.release(own)
     _, work = step(found, (sequence(0, tenant="one", digest="z"), 10))
-    assert work.dropped == (("two", b"b0"),)
+    assert work.dropped == (PictureKey("two", "", b"b0"),)
     assert found.num_bytes == 200
 
 
@@ -191,7 +262,28 @@ def test_held_embeddings_stay_and_others_wait() -> None:
     assert step(found, (one, 2), (other, 10))[0] == [2, 0]
     counts, work = step(found, (one, 2), (other, 10))
     assert counts == [2, 10]
-    assert work.dropped == (("", b"a0"),)
+    assert work.dropped == (PictureKey("", "", b"a0"),)
+
+
+def test_a_picture_behind_is_let_go_of_without_a_token() -> None:
+    """A step has none for its sequence, as others come before it, and wait for its room."""
+    found = memory(capacity=50, max_tokens=1)
+    own = Scheduler(Limits(4, 4, 4), States(Pages(256, 4)), TwoAdapterRows(), pictures=found)
+    sequences = [sequence(0, 5, digest=f"{index}") for index in range(4)]
+    for each in sequences:
+        own.add(each, 0.0)
+    for _ in range(200):
+        batch = own.schedule(0.0)
+        assert batch is not None
+        for row in batch.rows:
+            row.sequence.num_computed += row.num_tokens
+            if not row.sequence.num_uncomputed:
+                own.remove(row.sequence)
+        own.check_integrity()
+        own.running.sort(key=lambda each: each.num_computed)  # the last ones come first
+        if min(each.num_computed for each in sequences) >= 10:
+            return
+    raise AssertionError("a sequence does not pass its pictures")
 
 
 def test_one_picture_is_begun_at_a_time() -> None:
@@ -205,7 +297,7 @@ def test_one_picture_is_begun_at_a_time() -> None:
     found.release(one)
     found.release(other)
     counts, work = step(found, (sequence(0, digest="c"), 10))
-    assert (work.dropped, units(work)) == ((("", b"b0"),), [3])
+    assert (work.dropped, units(work)) == ((PictureKey("", "", b"b0"),), [3])
 
 
 def test_large_pictures_are_computed_in_parts_whose_cost_counts_pairs() -> None:
@@ -236,14 +328,14 @@ def test_work_of_dropped_pictures_is_not_done() -> None:
     found.release(one)
     assert found.num_computable(other, 10) == 10
     work = found.pop_work()
-    assert [each.key for each in work.encodes] == [("", b"b0")]
+    assert [each.key for each in work.encodes] == [PictureKey("", "", b"b0")]
 
 
 def test_several_pictures_of_a_prompt_are_held_one_after_the_other() -> None:
     found = memory(capacity=100)
     own = sequence(0, 10, 20)
     assert step(found, (own, 50))[0] == [20]
-    assert own.held_pictures == {0, 1}
+    assert own.held_pictures.keys() == {0, 1}
     assert step(found, (own, 50))[0] == [50]
 
 
@@ -265,7 +357,10 @@ def test_drops_reach_the_backend_without_a_row() -> None:
     own.add(sequence(0, digest="large", length=10), 0.0)
     batch = own.schedule(0.0)
     assert batch is not None
-    assert (batch.rows, batch.pictures) == ((), PictureWork(dropped=(("", b"idle0"),)))
+    assert (batch.rows, batch.pictures) == (
+        (),
+        PictureWork(dropped=(PictureKey("", "", b"idle0"),)),
+    )
     assert own.schedule(0.0) is None
 
 
@@ -287,10 +382,10 @@ def test_a_sequence_without_its_mask_lets_go() -> None:
     batch = own.schedule(0.0)
     assert batch is not None
     assert [row.num_tokens for row in batch.rows] == [99]
-    assert waits.held_pictures == {0}
+    assert waits.held_pictures.keys() == {0}
     waits.num_computed = 99
     assert own.schedule(0.0) is None
-    assert waits.held_pictures == set()
+    assert waits.held_pictures == {}
     own.check_integrity()
 
 
@@ -302,8 +397,8 @@ def test_room_for_a_picture_costs_no_more_than_its_drops() -> None:
         small = sequence(0, digest=f"{index} ", tenant=f"{index % 100}", length=1)
         found.begin([])
         assert found.num_computable(small, 1) == 1
+        found.pop_work()
         found.release(small)
-    found.pop_work()
     found.begin([])
     begun_s = time.process_time()
     large = sequence(0, length=count)

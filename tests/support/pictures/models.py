@@ -261,24 +261,39 @@ def tile_form(name: str) -> TileForm:
 
 
 LINEAR = r".*(language|text)_model\..*\.(q|k|v|o|gate|up|down)_proj"
+TOWER = (
+    r".*((vision_tower|vision_model)\..*(q_proj|v_proj|out_proj|fc1|fc2)|"
+    r"visual\.blocks\..*(qkv|attn\.proj|down_proj|fc2))"
+)
+CONNECTOR = (
+    r".*(multi_modal_projector\.linear_[12]|modality_projection\.proj|"
+    r"visual\.merger\.(mlp\.[02]|linear_fc[12]))"
+)
 SPECS = (
-    AdapterSpec("linear", 5, LINEAR, {"use_rslora": True}),
-    AdapterSpec("heads", 8, r".*(language|text)_model\..*self_attn\.[qkvo]_proj"),
+    AdapterSpec("of-text", 5, LINEAR, {"use_rslora": True}),
+    AdapterSpec("of-tower", 3, TOWER, {"rank_pattern": {"fc1": 5}, "alpha_pattern": {"fc2": 1}}),
+    AdapterSpec("of-connector", 4, CONNECTOR, {"use_rslora": True}),
+    AdapterSpec("of-all", 4, "all-linear"),
 )
-TOWERS = (
-    AdapterSpec(
-        "tower",
-        3,
-        r".*((vision_tower|vision_model)\..*(self_attn|attention)\.[qv]_proj|visual\..*\.qkv)",
+"""Adapters of the language part, the tower, the connector, and all of them. PEFT saves tensors of
+another adapter along if an adapter has a name that begins as a module's does."""
+_BOTH = f"{TOWER}|{CONNECTOR}"
+FURTHER = {
+    "magnitudes": (
+        AdapterSpec("of-dora", 4, _BOTH, {"use_dora": True}),
+        AdapterSpec("of-biases", 4, _BOTH, {"lora_bias": True}),
     ),
-    AdapterSpec(
-        "connector",
-        3,
-        r".*(multi_modal_projector\.linear_1|modality_projection\.proj|"
-        r"visual\.merger\.(mlp\.2|linear_fc2))",
+    "base-biases": (AdapterSpec("of-base-biases", 4, _BOTH, {"bias": "lora_only"}),),
+    "norms": (AdapterSpec("of-norms", 4, TOWER, {"modules_to_save": ["norm1", "post_layernorm"]}),),
+    "whole-projector": (
+        AdapterSpec("of-saved", 4, TOWER, {"modules_to_save": ["multi_modal_projector"]}),
     ),
-)
-"""Adapters of parts that a server which reads pictures does not adapt."""
+    "whole-projection": (
+        AdapterSpec("of-saved", 4, TOWER, {"modules_to_save": ["modality_projection"]}),
+    ),
+}
+"""Adapters of towers and connectors with contents besides A and B, by what PEFT can have in one
+model."""
 
 
 def cell_patches(pixels: torch.Tensor) -> torch.Tensor:
@@ -287,9 +302,9 @@ def cell_patches(pixels: torch.Tensor) -> torch.Tensor:
     return cells.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
 
 
-def towers_of(name: str) -> tuple[AdapterSpec, ...]:
+def specs_of(name: str) -> tuple[AdapterSpec, ...]:
     """Returns the adapters of parts that a model has: Gemma 3's connector has no linear layer."""
-    return TOWERS[:1] if name == "Gemma3" else TOWERS
+    return tuple(each for each in SPECS if name != "Gemma3" or each.name != "of-connector")
 
 
 def save_processor(name: str, folder: Path, **changes: Any) -> None:
@@ -372,6 +387,14 @@ def make_reader(name: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
+def _train(reference: Any) -> None:
+    """Moves biases and the weights that adapters save whole, which are the base's at first."""
+    for name, parameter in reference.named_parameters():
+        is_bias = name.endswith(".bias") and ("lora_B" in name or parameter.requires_grad)
+        if is_bias or "modules_to_save" in name:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
 @dataclass
 class QwenProcessor:
     """Makes inputs as transformers' processors of Qwen do, which need torchvision for videos."""
@@ -415,7 +438,7 @@ class MistralProcessor:
 
 @dataclass
 class ReaderZoo:
-    """A model that reads pictures with adapters of its language part: on disk, and as
+    """A model that reads pictures, with adapters: on disk, and as
     transformers' and PEFT's model and processor, which are the oracle."""
 
     name: str
@@ -448,10 +471,10 @@ class ReaderZoo:
         return [int(each) for each in out[0, inputs["input_ids"].shape[1] :]]
 
 
-def make_reader_zoo(name: str, folder: Path) -> ReaderZoo:
+def make_reader_zoo(name: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> ReaderZoo:
     model = make_reader(name, folder / "model")
-    specs = (*SPECS, *towers_of(name))
-    reference = adapted(model, name, folder / "adapters", specs)
+    specs = specs_of(name) if specs is SPECS else specs
+    reference = adapted(model, name, folder / "adapters", specs, _train)
     dirs = {spec.name: folder / "adapters" / spec.name for spec in specs}
     marks = {"extra_special_tokens": GEMMA3_TOKENS} if name == "Gemma3" else {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model", **marks)

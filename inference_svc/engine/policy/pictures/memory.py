@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from inference_svc.core import Sequence
+from inference_svc.core import BASE_SLOT, AdapterKey, Sequence
 from inference_svc.pictures.prompt import Encode, PictureKey, PictureWork, PromptPicture
 from inference_svc.pictures.sizes import TileForm
 
@@ -77,7 +77,8 @@ class PictureMemory:
     """Embeddings of pictures within `capacity` bytes. A sequence holds the ones of a picture from
     the step in which they begin to be made until it has passed its tokens, or stops to run; others
     stay until there is no room: then the tenant with most of them loses its least recently
-    held.
+    held. Adapters that `changes_pictures` names have embeddings of their own; it is asked only of
+    resident ones.
 
     A sequence holds pictures at one place of its prompt, and needs no more to pass it: so there is
     always a sequence that goes on. Where a picture's tokens `are_mutual`, which see each other, one
@@ -87,6 +88,7 @@ class PictureMemory:
     capacity: int
     costs: TowerCosts
     max_tokens: int
+    changes_pictures: Callable[[AdapterKey], bool]
     are_mutual: bool = False
     num_bytes: int = 0
     num_encoded: int = 0
@@ -100,7 +102,7 @@ class PictureMemory:
     _may_exceed: bool = False
     _turns: dict[str, int] = field(default_factory=dict)
     """When each tenant had its last turn, as a number of pictures that were begun."""
-    _costs: list[tuple[Sequence, int]] = field(default_factory=list)
+    _costs: dict[PictureKey, tuple[Sequence, int]] = field(default_factory=dict)
 
     @property
     def num_kept(self) -> int:
@@ -123,7 +125,7 @@ class PictureMemory:
         for each in running:
             if not each.request.pictures:
                 continue
-            if self._begun is not None and self._begun in self._held(each):
+            if self._begun is not None and self._begun in each.held_pictures.values():
                 yield each
             else:
                 others.setdefault(each.request.tenant, deque()).append(each)
@@ -136,11 +138,6 @@ class PictureMemory:
                 heapq.heapreplace(turns, (self._turns.get(name, 0), place, name))
             else:
                 heapq.heappop(turns)
-
-    def _held(self, sequence: Sequence) -> Iterator[PictureKey]:
-        request = sequence.request
-        for index in sequence.held_pictures:
-            yield request.cache_seed, request.pictures[index].digest
 
     def _come(self, sequence: Sequence) -> None:
         """Lets go of the pictures behind a sequence's computed tokens, and notes how it goes on if
@@ -189,8 +186,8 @@ class PictureMemory:
     def pop_costs(self) -> list[tuple[Sequence, int]]:
         """Returns the costs of the step's work, in tokens of a prompt, with the sequences that it
         is done for. The costs of a picture add up."""
-        costs, self._costs = self._costs, []
-        return costs
+        costs, self._costs = self._costs, {}
+        return list(costs.values())
 
     def forget(self) -> None:
         """Drops everything: its memory is lost. No sequence holds any."""
@@ -200,12 +197,13 @@ class PictureMemory:
         self._dropped, self._encodes, self.num_bytes = [], {}, 0
         self._begun = None
         self._turns.clear()
+        self._costs = {}
 
     def _make(self, sequence: Sequence, index: int) -> bool:
         """Returns whether a picture's embeddings will be there in this step."""
         request = sequence.request
         picture = request.pictures[index]
-        key = request.cache_seed, picture.digest
+        key = sequence.held_pictures.get(index) or self._key(sequence, picture)
         entry = self._entries.get(key)
         num_units = 0
         if entry is None or entry.num_left:
@@ -226,7 +224,7 @@ class PictureMemory:
         elif index not in sequence.held_pictures:
             self.num_found += 1
         if index not in sequence.held_pictures:
-            sequence.held_pictures.add(index)
+            sequence.held_pictures[index] = key
             entry.num_holders += 1
             self._tenants[entry.tenant].idle.pop(key, None)
         if entry.num_left and num_units:
@@ -237,13 +235,22 @@ class PictureMemory:
         self, sequence: Sequence, picture: PromptPicture, key: PictureKey, count: int
     ) -> None:
         """Has so many more units of a picture computed in this step."""
-        self._encodes[key] = Encode(key, picture, count)
         entry, price = self._entries[key], self.costs.of_unit(picture)
-        before = entry.num_units - entry.num_left
-        self._costs.append((sequence, int((before + count) * price) - int(before * price)))
+        slot = sequence.slot if key.adapter else BASE_SLOT
+        planned = self._encodes.get(key)
+        num_planned = 0 if planned is None else planned.num_units
+        before = entry.num_units - entry.num_left - num_planned
         entry.num_left -= count
         self._budget -= count * price
         self._may_exceed = False
+        count += num_planned
+        self._encodes[key] = Encode(key, picture, count, slot)
+        self._costs[key] = sequence, int((before + count) * price) - int(before * price)
+
+    def _key(self, sequence: Sequence, picture: PromptPicture) -> PictureKey:
+        request = sequence.request
+        is_own = bool(request.key) and self.changes_pictures(request.key)
+        return PictureKey(request.cache_seed, request.key if is_own else "", picture.digest)
 
     def _may_compute(self, key: PictureKey) -> bool:
         """Returns whether no other picture is begun. One whose sequences do not run any more is
@@ -291,24 +298,28 @@ class PictureMemory:
             self._turns.pop(entry.tenant, None)
         self.num_bytes -= entry.num_bytes
         self._dropped.append(key)
-        self._encodes.pop(key, None)  # planned for a sequence that was preempted since
 
     def _let_go(self, sequence: Sequence, index: int) -> None:
-        if index in sequence.held_pictures:
-            sequence.held_pictures.remove(index)
-            request = sequence.request
-            key = request.cache_seed, request.pictures[index].digest
-            entry = self._entries[key]
-            entry.num_holders -= 1
-            if not entry.num_holders:
-                self._tenants[entry.tenant].idle[key] = None
+        key = sequence.held_pictures.pop(index, None)
+        if key is None:
+            return
+        entry = self._entries[key]
+        entry.num_holders -= 1
+        if entry.num_holders:
+            return
+        self._tenants[entry.tenant].idle[key] = None
+        # It was preempted in this step: at its slot there may be another adapter already.
+        planned = self._encodes.pop(key, None)
+        if planned is not None:
+            del self._costs[key]
+            entry.num_left += planned.num_units
+            self._budget += planned.num_units * self.costs.of_unit(planned.picture)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Asserts that bytes and holders agree with the running sequences."""
         holders: dict[PictureKey, int] = {}
         for sequence in running:
-            for index in sequence.held_pictures:
-                key = sequence.request.cache_seed, sequence.request.pictures[index].digest
+            for key in sequence.held_pictures.values():
                 holders[key] = holders.get(key, 0) + 1
         assert holders == {k: e.num_holders for k, e in self._entries.items() if e.num_holders}
         assert self.num_bytes == sum(each.num_bytes for each in self._entries.values())
