@@ -62,10 +62,9 @@ def build_layout(
     """Returns the targets of a decoder, by the names of Hugging Face's modules. `adapter_dtype` is
     the type of A and B, "fp8"; "auto": `dtype`. If it `is_fully_sharded`, a rank's part of a
     projection has a part of A's inputs and of B's outputs. Adapters may have a classifier's head of
-    their own if it `has_classifiers`, or the model is one. They may change the tower and the
-    connector of a model that reads pictures. A stage's layout has the targets of all stages, and
-    says of the others' that they are elsewhere. Raises UnsupportedModel for inputs or outputs that
-    ranks cannot share."""
+    their own if it `has_classifiers`, or the model is one. A stage's layout has the targets of all
+    stages, and says of the others' that they are elsewhere; towers' ones come last. Raises
+    UnsupportedModel for inputs or outputs that ranks cannot share."""
     stage, decoder = decoder, decoder.of_all_stages
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
@@ -89,19 +88,17 @@ def build_layout(
     rename = _renaming(decoder)
     targets, more = list(map(rename, targets)), tuple(map(rename, more))
     for tower in decoder.towers:
-        targets += linear_targets(tower)
-        more += tuple(vector_targets(tower))
+        targets, more = [*targets, *linear_targets(tower)], (*more, *vector_targets(tower))
     summed = frozenset(target.group for target in targets if target.in_slice is not None)
     if is_fully_sharded and decoder.rank is not None:
         targets = [_shared(target, decoder.rank) for target in targets]
     if stage is not decoder:
         targets = [_placed(target, stage) for target in targets]
         more = tuple(_placed(target, stage) for target in more)
-    config = decoder.config_sha256
     is_float8 = adapter_dtype == "fp8"
     return ModelLayout(
         base_model,
-        config,
+        decoder.config_sha256,
         dtype,
         FLOAT8_FORMATS if is_float8 else IMAGE_FORMATS,
         tuple(targets),
