@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from google.protobuf.message import Message
@@ -36,7 +37,8 @@ from inference_svc.results.logprobs import MAX_LOGPROBS, LogprobsOption
 from inference_svc.results.scores import ScoresOption
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat
-from inference_svc.text.prompt import Prompt, Text
+from inference_svc.text.pair import Encoded, Pair
+from inference_svc.text.prompt import Prompt, Question, Text
 from servicekit.errors import InvalidArgument
 from servicekit.refs import DEFAULT_TENANT, parse_ref, parse_sha256
 from servicekit.rpc.requests import RequestTable
@@ -48,6 +50,8 @@ BASE_MODEL = "base"
 VOCABULARY, MODEL_LEN = 1000, 64
 RULE = EmbeddingRule(64, prompts={"query": "find: "})
 LABELS = ClassifierRule(("sad", "happy"))
+GENERATES: Any = SimpleNamespace(generates=True, base_model="base")
+CROSS_ENCODER: Any = SimpleNamespace(generates=False, base_model="base")
 EOS_TOKEN_IDS = (2,)
 ADDED_TOKENS = 3
 INVOCATION_TOKENS = (7, 8)
@@ -133,7 +137,7 @@ _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     ),
     "Embed": lambda request: requests_of(from_embed_request(request, rule=RULE)),
     "Classify": lambda request: requests_of(from_classify_request(request, rule=LABELS)),
-    "Score": lambda request: requests_of(from_score_request(request)),
+    "Score": lambda request: [_scored(request, facts) for facts in (GENERATES, CROSS_ENCODER)],
     "Tokenize": lambda request: from_tokenize_request(request),
     "Detokenize": lambda request: tuple(request.token_ids),
     "InspectAdapter": lambda request: parse_ref(request.ref),
@@ -149,6 +153,14 @@ _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
 # --- from a call to the engine's requests -------------------------------------------------------
 
 
+def _scored(request: Any, facts: Any) -> Sequence[Request]:
+    """Returns the engine's requests on a server with these facts; none if it refuses the call."""
+    try:
+        return requests_of(from_score_request(request, facts=facts))
+    except InvalidArgument:
+        return ()
+
+
 def requests_of(call: GenerateCall) -> Sequence[Request]:
     """Returns the engine's requests of a call. Raises InvalidArgument.
 
@@ -159,7 +171,7 @@ def requests_of(call: GenerateCall) -> Sequence[Request]:
     for index, prompt in enumerate(call.prompts):
         requests += call.to_requests(
             index,
-            _tokens_of(prompt),
+            Encoded(_tokens_of(prompt)),
             binding,
             "default",
             MODEL_LEN,
@@ -199,8 +211,12 @@ def _bind(call: GenerateCall) -> Binding | None:
 def _tokens_of(prompt: Prompt) -> tuple[int, ...]:
     """Returns a prompt's tokens, which are the bytes of a text. Raises InvalidArgument as the
     encoder does."""
+    if isinstance(prompt, Question):
+        prompt = prompt.chat
     if isinstance(prompt, Text):
         ids: tuple[int, ...] = tuple(prompt.text.encode())
+    elif isinstance(prompt, Pair):
+        ids = tuple(f"{prompt.first} {prompt.second}".encode())
     elif isinstance(prompt, Chat):
         assert not (prompt.add_generation_prompt and prompt.continue_final_message)
         ids = tuple("".join(f"{each.role} {each.content}" for each in prompt.messages).encode())

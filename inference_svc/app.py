@@ -42,7 +42,7 @@ from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.fault_report import hold
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
-from inference_svc.model.checkpoint.classifier import read_activation
+from inference_svc.model.checkpoint.classifier import read_activation, read_score_activation
 from inference_svc.model.checkpoint.generation_config import FILE_NAME, read_sampling_defaults
 from inference_svc.model.checkpoint.sentence_transformers import read_embedding_rule
 from inference_svc.model.description import Decoder, Rank
@@ -333,8 +333,16 @@ def _classifier_rule(config: InferenceSettings, decoder: Decoder) -> ClassifierR
     per_token, pooling = decoder.labels_tokens, Pooling.LAST
     if decoder.encoder is not None and decoder.encoder.head is not None:
         pooling = decoder.encoder.head.pooling
-    activation = read_activation(config.model)
-    return ClassifierRule(decoder.labels, activation, refusal, pooling, per_token)
+    score_activation, score_refusal = read_score_activation(config.model)
+    return ClassifierRule(
+        decoder.labels,
+        read_activation(config.model),
+        refusal,
+        pooling,
+        per_token,
+        score_activation,
+        score_refusal,
+    )
 
 
 def _embedding_rule(config: InferenceSettings, decoder: Decoder) -> EmbeddingRule:

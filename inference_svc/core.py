@@ -166,9 +166,10 @@ class Request:
     `wanted`. Of requests of one `group`, which have one prompt, the first one computes it, and the
     others wait for that; "" is none. `vocab_size` is how many tokens it may name: the model's, and
     its adapter's; 0: all that there are. `grammar` is the form of its output, and `budget` bounds
-    its thoughts. `pictures` are the prompt's, in order. `tenant` is the caller's: tenants share the
-    machine in equal parts. `trace` is the SpanContext that loads for it belong to, or None. Times
-    are `time.monotonic()` seconds.
+    its thoughts. `pictures` are the prompt's, in order. `second_start` is the index of the first
+    token of a pair's second text, where token types become 1; 0: all are 0. `tenant` is the
+    caller's: tenants share the machine in equal parts. `trace` is the SpanContext that loads for it
+    belong to, or None. Times are `time.monotonic()` seconds.
     """
 
     request_id: str
@@ -190,6 +191,7 @@ class Request:
     grammar: Grammar | None = None
     budget: ThoughtBudget | None = None
     pictures: tuple[PromptPicture, ...] = ()
+    second_start: int = 0
 
     @property
     def kind(self) -> Kind:

@@ -17,7 +17,9 @@ from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.base import NOTHING, Kind, Scope, Wanted
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat, ChatMessage, Tool, Variable
-from inference_svc.text.prompt import NO_LIMIT, Prompt, PromptLimit
+from inference_svc.text.cut import NO_LIMIT, PromptLimit
+from inference_svc.text.pair import Encoded
+from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
 MAX_ID_CHARS = 256
@@ -121,7 +123,7 @@ class GenerateCall:
     def to_requests(
         self,
         prompt_index: int,
-        prompt_token_ids: tuple[int, ...],
+        prompt: Encoded,
         binding: Binding | None,
         home_tenant: str,
         max_model_len: int,
@@ -136,18 +138,19 @@ class GenerateCall:
         if binding is not None:
             tenant, key, names = binding.tenant, binding.key, binding.names
             if binding.invocation_tokens:
-                found = activation_of(prompt_token_ids, binding.invocation_tokens)
+                found = activation_of(prompt.token_ids, binding.invocation_tokens)
                 # Until then the pages are the base model's, and it is the base model's request
                 # where the prompt does not invoke the adapter.
                 tenant = ""
                 key, activation = ("", 0) if found is None else (key, found)
-        max_tokens = min(self.sampling.max_tokens, max_model_len - len(prompt_token_ids))
+        max_tokens = min(self.sampling.max_tokens, max_model_len - len(prompt.token_ids))
         vocab_size += 0 if binding is None else binding.added_tokens
         # A tokenizer may have tokens that neither the model nor the adapter has rows for.
         end_ids = tuple(token for token in end_ids if token < vocab_size)
         request = Request(
             request_id=self.request_id,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=prompt.token_ids,
+            second_start=prompt.second_start,
             sampling=_ended_by(end_ids, _shortened(self.sampling, max_tokens)),
             key=key,
             activation=activation,

@@ -22,7 +22,8 @@ from inference_svc.metrics.requests import CANCELLED, Metrics, RequestEnd
 from inference_svc.results.base import Kind
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat
-from inference_svc.text.prompt import Prompt, Text
+from inference_svc.text.pair import Pair
+from inference_svc.text.prompt import Prompt, Question, Text
 from servicekit.errors import ServiceError
 from servicekit.telemetry import spans
 
@@ -176,7 +177,7 @@ class RequestLog:
 
     def note_of(self, prompt: Prompt) -> PromptNote:
         return PromptNote(
-            isinstance(prompt, Chat), _prompt_text(prompt) if self._log_prompts else ""
+            isinstance(prompt, Chat | Question), _prompt_text(prompt) if self._log_prompts else ""
         )
 
     @contextmanager
@@ -230,8 +231,12 @@ def _close_trace(record: RequestRecord, status: str, error: BaseException | None
 
 
 def _prompt_text(prompt: Prompt) -> str:
+    if isinstance(prompt, Question):
+        prompt = prompt.chat
     if isinstance(prompt, Text):
         lines = [prompt.text]
+    elif isinstance(prompt, Pair):
+        lines = [prompt.first, prompt.second]
     elif isinstance(prompt, Chat):
         lines = [f"{each.role}: {each.content}" for each in prompt.messages[:MAX_PROMPT_CHARS]]
     else:

@@ -55,6 +55,12 @@ class ServerFacts:
         return self.embedding.max_tokens or self.max_model_len
 
     @property
+    def scores_pairs(self) -> bool:
+        """Whether the model is a cross-encoder: its head has one output, for a pair of texts."""
+        rule = self.classifier
+        return len(rule.labels) == 1 and not (rule.per_token or rule.score_refusal)
+
+    @property
     def expert_token_bytes(self) -> int:
         """The bytes of a token's experts; 0 for a model without experts."""
         return 0 if self.experts is None else self.experts.token_bytes

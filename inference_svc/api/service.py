@@ -219,7 +219,7 @@ class Service:
                 prompt, principal.account, text, num_added, pictures=own
             )
             pictures.release()
-        return encoded, text
+        return encoded.token_ids, text
 
     async def _text_of(self, binding: Binding | None, principal: Principal) -> TextModel:
         """Returns the text model that converts a call's prompts and answers: the adapter's, or the
@@ -329,7 +329,7 @@ class Service:
         for index, prompt in enumerate(call.prompts):
             with child_span("tokenize"), _naming_prompt(call, index):
                 own = self._of_prompt(prompt, principal, text, pictures)
-                token_ids = await self._prompts.encode(
+                encoded = await self._prompts.encode(
                     prompt,
                     principal.account,
                     text,
@@ -341,11 +341,11 @@ class Service:
                 )
             num_chars += max(num_chars_of(prompt), MIN_CHARS)
             notes.append(self._request_log.note_of(prompt))
-            num_tokens += len(token_ids)
+            num_tokens += len(encoded.token_ids)
             _check_prompt_tokens(call, num_tokens)
             made = call.to_requests(
                 index,
-                token_ids,
+                encoded,
                 binding,
                 principal.home_tenant,
                 self.facts.max_model_len,
@@ -475,7 +475,7 @@ def _readers(
 def _served(call: GenerateCall, facts: ServerFacts) -> GenerateCall:
     """Returns the call with this server's facts. Raises InvalidArgument, naming it, for a field
     that this server cannot honour."""
-    if call.kind in (Kind.GENERATE, Kind.SCORE) and not facts.generates:
+    if call.kind is Kind.GENERATE and not facts.generates:
         raise InvalidArgument(
             f"{facts.base_model} has no head, and does not generate: it embeds", subject="adapter"
         )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from inference_svc.core import BatchRow, Sequence
 from inference_svc.results.base import Kind
+from inference_svc.results.chosen_logits import ChosenLogitsOption
 
 
 class ScoredRun(NamedTuple):
@@ -53,7 +54,8 @@ def scored_slices(runs: Iterable[ScoredRun], max_tokens: int) -> Iterator[list[S
 
 
 def _pools_hidden(sequence: Sequence) -> bool:
-    return sequence.request.wanted.kind in (Kind.EMBED, Kind.CLASSIFY)
+    wanted = sequence.request.wanted
+    return wanted.kind is not Kind.GENERATE and wanted.get(ChosenLogitsOption) is None
 
 
 def pooled_runs(rows: Iterable[BatchRow]) -> list[ScoredRun]:

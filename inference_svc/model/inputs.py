@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.core import Batch
+from inference_svc.core import Batch, BatchRow
 from inference_svc.model.recurrent_states import RecurrentPlan, RecurrentStates
 from inference_svc.pictures.positions import NUM_AXES, PicturePositions
 from kernels.attention import AttentionPlan
@@ -44,10 +45,10 @@ class StepInputs:
     holds the index of each row's last token: only these get logits, which say whether the row is
     computed soundly, also where it does not sample. `attention` holds where keys and values are
     stored and the positions that each token attends to; `recurrent`, of a model with such layers,
-    where states are. `pictures` are embeddings that take the place of tokens' own. A step of a
-    vision tower computes a `part` of a tile's tokens, within whose windows `attention` is, and
-    begins with `patches` instead of token ids: fp32 [patches, 3, side, side]. If positions are
-    blended, `blend` has them.
+    where states are. `pictures` are embeddings that take the place of tokens' own. `types`, int64
+    [T], are token types; None: all are 0. A step of a vision tower computes a `part` of a tile's
+    tokens, within whose windows `attention` is, and begins with `patches` instead of token ids:
+    fp32 [patches, 3, side, side]. If positions are blended, `blend` has them.
     """
 
     token_ids: Tensor
@@ -59,6 +60,7 @@ class StepInputs:
     patches: Tensor | None = None
     part: slice | None = None
     blend: Blend | None = None
+    types: Tensor | None = None
 
     @classmethod
     def build(
@@ -80,6 +82,8 @@ class StepInputs:
         page_ids = [row.sequence.page_ids for row in batch.rows]
         plan = None if states is None else states.plan(batch.rows)
         made = cls.of(token_ids, starts, counts, page_ids, page_size, device, plan, mutual)
+        if (types := token_types(batch.rows)) is not None:
+            made = replace(made, types=torch.from_numpy(types).to(device))
         if places is None:
             return made
         own = made.positions.cpu().numpy()
@@ -113,3 +117,17 @@ class StepInputs:
             attention=AttentionPlan.build(starts, counts, page_ids, page_size, device, mutual),
             recurrent=recurrent,
         )
+
+
+def token_types(rows: Sequence[BatchRow]) -> NDArray[np.int64] | None:
+    """Returns the type of each token, int64 [T], in the order of the rows: 1 in the second text of
+    a pair; None: all are 0."""
+    if not any(row.sequence.request.second_start for row in rows):
+        return None
+    types = []
+    for row in rows:
+        own = np.zeros(row.num_tokens, dtype=np.int64)
+        if second := row.sequence.request.second_start:
+            own[max(second - row.start, 0) :] = 1
+        types.append(own)
+    return np.concatenate(types)

@@ -115,11 +115,15 @@ class Option:
     overrides whatever differs."""
 
     scope: ClassVar[Scope]
-    kind: ClassVar[Kind] = Kind.GENERATE
-    """The kind of requests with this option. Of another kind than GENERATE it is the only one."""
     cache_seed: ClassVar[str] = ""
     """Before the seed of the request's page keys, if it must not share the pages of requests
     without this option. No tenant, with which seeds begin, has a "\\0"."""
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of requests with this option. Of another kind than GENERATE it is the only
+        one."""
+        return Kind.GENERATE
 
     def served_by(self, server: Server) -> Self:
         """Returns the option with the server's facts. Raises InvalidArgument if the server does not

@@ -16,7 +16,7 @@ class ChosenLogitsOption(Option):
     request's tokenizer is known."""
 
     scope: ClassVar[Scope] = Scope.POOLED
-    kind: ClassVar[Kind] = Kind.SCORE
+    kind = Kind.SCORE
 
     texts: tuple[str, ...]
     token_ids: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_svc.results.base import FP32_BYTES, OBJECT_BYTES, Kind, Option, Scope, Server
-from inference_svc.results.classifier_rule import MAX_LABELS
+from inference_svc.results.classifier_rule import MAX_LABELS, ClassifierRule
 from inference_svc.results.embedding_rule import Pooling
 from servicekit.errors import InvalidArgument
 
@@ -22,24 +22,32 @@ PER_TOKEN = "per_token"
 class ClassLogitsOption(Option):
     """The outputs of a classifier, of the hidden states of the prompt's tokens that `pooling` says;
     or of each token, if `per_token`, where None stands for the model's own choice. The server knows
-    these. The head, which may be an adapter's own, has at most `num_labels`."""
+    these. The head, which may be an adapter's own, has at most `num_labels`. If it `is_score`, the
+    prompt is a pair of texts, and the head's only output says how relevant the second is."""
 
     scope: ClassVar[Scope] = Scope.POOLED
-    kind: ClassVar[Kind] = Kind.CLASSIFY
 
     pooling: Pooling = Pooling.LAST
     per_token: bool | None = None
     num_labels: int = MAX_LABELS
+    is_score: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.SCORE if self.is_score else Kind.CLASSIFY
 
     def served_by(self, server: Server) -> ClassLogitsOption:
         """See `Option`. Raises InvalidArgument for a server that does not classify, and for one
         that does not classify tokens, or prompts, where the request asks for these."""
         if server.classifier.refusal:
+            verb = "score" if self.is_score else "classify"
             raise InvalidArgument(
-                f"{server.base_model} does not classify: {server.classifier.refusal}",
+                f"{server.base_model} does not {verb}: {server.classifier.refusal}",
                 subject="model",
             )
         rule = server.classifier
+        if self.is_score:
+            _check_scores(rule, server.base_model)
         if self.per_token and not rule.per_token and rule.pooling is not Pooling.LAST:
             raise InvalidArgument(
                 f"{server.base_model} classifies whole inputs: it has no labels of each token",
@@ -61,6 +69,17 @@ class ClassLogitsOption(Option):
         if not self.per_token:
             return OBJECT_BYTES + FP32_BYTES * MAX_LABELS
         return OBJECT_BYTES + FP32_BYTES * self.num_labels * num_tokens
+
+
+def _check_scores(rule: ClassifierRule, base_model: str) -> None:
+    """Raises InvalidArgument for a server whose head has no score of a pair of texts."""
+    reason = rule.score_refusal
+    if rule.per_token:
+        reason = "it has labels of each token"
+    elif len(rule.labels) > 1:
+        reason = f"its head has {len(rule.labels)} labels, and a score is a head's only output"
+    if reason:
+        raise InvalidArgument(f"{base_model} does not score: {reason}", subject="model")
 
 
 class ClassLogits(NamedTuple):

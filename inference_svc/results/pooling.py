@@ -29,7 +29,7 @@ class PoolingOption(Option):
     is the length of the model's vectors."""
 
     scope: ClassVar[Scope] = Scope.POOLED
-    kind: ClassVar[Kind] = Kind.EMBED
+    kind = Kind.EMBED
 
     pooling: Pooling | None = None
     is_normalised: bool | None = None

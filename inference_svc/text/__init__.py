@@ -1,6 +1,8 @@
 """Text on both sides of the engine, which knows only token ids.
 
 prompt             prompts of every form to token ids, off the event loop when they are long
+pair               two texts of one prompt, for cross-encoders
+cut                prompts that are too long
 chat               a conversation: its messages, and the calls of tools in them
 answers            reads answers: text, thoughts and calls of tools
 chat_template      a chat template, bounded in time and size

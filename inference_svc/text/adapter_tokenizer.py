@@ -32,6 +32,7 @@ from inference_svc.errors import TokenizerChanged
 from inference_svc.text.answers.families import AnswerSyntax
 from inference_svc.text.chat import Chat
 from inference_svc.text.chat_template import Renderer
+from inference_svc.text.pair import PairTokens
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.tokenizer import (
@@ -134,6 +135,7 @@ class BaseTokenizer:
             self._answers(template),
         )
         text.pieces = Pieces(text, base.pieces, frozenset(each.id for each in new))
+        text.has_types = base.has_types
         return text
 
     def _answers(self, template: str) -> AnswerSyntax:
@@ -262,13 +264,22 @@ class AdapterText(BackendText):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises TokenizerChanged where texts would begin or end otherwise than the model's do."""
-        if self.prompt_refusal and add_special_tokens:
+        if add_special_tokens:
+            self._check_prompts()
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_pair(self, first: str, second: str) -> PairTokens:
+        """Raises TokenizerChanged as `encode`."""
+        self._check_prompts()
+        return super().encode_pair(first, second)
+
+    def _check_prompts(self) -> None:
+        if self.prompt_refusal:
             raise TokenizerChanged(
                 f"the adapter's tokenizer changes {self.prompt_refusal}: send a chat or token ids, "
                 "or register the adapter without its tokenizer's files",
                 subject="tokenizer.json",
             )
-        return super().encode(text, add_special_tokens=add_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)

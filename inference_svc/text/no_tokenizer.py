@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from inference_svc.text.answers.families import PLAIN
 from inference_svc.text.chat import Chat
+from inference_svc.text.cut import Kept
+from inference_svc.text.pair import PairTokens
 from inference_svc.text.pieces import Pieces
 from servicekit.errors import InvalidArgument
 
@@ -29,6 +31,14 @@ class NoTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidArgument."""
         raise InvalidArgument(f"prompt: {NO_TOKENIZER}: send token ids", subject="prompt")
+
+    def encode_pair(self, first: str, second: str) -> PairTokens:
+        """Raises InvalidArgument."""
+        raise InvalidArgument(f"prompt: {NO_TOKENIZER}", subject="prompt")
+
+    def shortened(self, text: str, num_fewer: int, kept: Kept) -> str:
+        """Raises InvalidArgument."""
+        raise InvalidArgument(f"prompt: {NO_TOKENIZER}", subject="prompt")
 
     def encode_chat(
         self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,8 @@ from inference_svc.errors import AdapterUnusable, TemplateTimeout
 from inference_svc.pictures.decoding import Tiles
 from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.text.chat import Chat
+from inference_svc.text.cut import KEPT_TIMES, NO_LIMIT, WHOLE_TIMES, Kept, PromptLimit
+from inference_svc.text.pair import Encoded, Pair, PairTokens
 from servicekit.errors import InvalidArgument
 from servicekit.shares import FairExecutor, Shares
 from servicekit.work_budget import WorkBudget
@@ -25,12 +26,8 @@ INLINE_CHARS = 2000
 MIN_CHARS, SHORT_CHARS = 20, 200
 """The tokenising of any text takes at least about as long as of the first; up to the second, it is
 quicker than a change of threads however many texts a call has."""
-KEPT_TIMES = 2
-"""How often as many characters as fit are tokenised of a text that is cut: where it ends in the
-middle of a word, its last tokens are others."""
-WHOLE_TIMES = 8
-"""How often as many characters as the context holds may a text have that is cut, if a tokenizer
-leaves out so many that its kept end has too few tokens."""
+MAX_CUTS = 4
+"""How often the document of a question is cut until its chat fits."""
 NUM_THREADS = 2
 INLINE_SECONDS, TEMPLATE_SECONDS = 0.05, 2.0
 """How long a chat template may take on the event loop, and in a thread."""
@@ -47,35 +44,21 @@ class Text:
     """Whether the tokenizer adds those with which texts begin or end."""
 
 
-Prompt = Text | tuple[int, ...] | Chat
-
-
-class Kept(enum.Enum):
-    """The tokens of a prompt that is too long which are kept, besides the tokenizer's own."""
-
-    FIRST = "first"
-    LAST = "last"
-
-
 @dataclass(frozen=True, slots=True)
-class PromptLimit:
-    """The most tokens of each prompt of a call, in addition to the context's limit; 0: no more
-    limits. `kept` None: a longer prompt is refused, in words with `why`."""
+class Question:
+    """A chat about a document, which alone is cut if the chat is too long."""
 
-    max_tokens: int = 0
-    kept: Kept | None = None
-    why: str = "fit into the context"
+    document: str
+    ask: Callable[[str], Chat]
+    """Returns the chat about a document, or about a part of it."""
 
-    def cut(self, token_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-        """Returns so many of the tokens, of longer ones that may be cut."""
-        if self.kept is None or len(token_ids) <= num_tokens:
-            return token_ids
-        if self.kept is Kept.FIRST:
-            return token_ids[:num_tokens]
-        return token_ids[len(token_ids) - num_tokens :]
+    @property
+    def chat(self) -> Chat:
+        return self.ask(self.document)
 
 
-NO_LIMIT = PromptLimit()
+Prompt = Text | tuple[int, ...] | Chat | Pair | Question
+Texts = Text | Chat | Pair | Question
 
 
 class Encoder(Protocol):
@@ -90,6 +73,11 @@ class Encoder(Protocol):
 
     def name_of(self, token_id: int) -> str: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode_pair(self, first: str, second: str) -> PairTokens: ...
+    def shortened(self, text: str, num_fewer: int, kept: Kept) -> str:
+        """Returns the text of all but so many of a text's tokens; "" if there are no others."""
+        ...
+
     def encode_chat(
         self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
     ) -> list[int]:
@@ -162,7 +150,7 @@ class PromptEncoder:
         num_chars_before: int = 0,
         limit: PromptLimit = NO_LIMIT,
         pictures: PromptPictures | None = None,
-    ) -> tuple[int, ...]:
+    ) -> Encoded:
         """Encodes with an adapter's own encoder if it has one; it has rows for so many tokens
         behind the model's. A prompt leaves room for so many tokens of an answer, and may be cut if
         its `limit` says so. The earlier prompts of its call have `num_chars_before`: many hold up
@@ -175,16 +163,17 @@ class PromptEncoder:
         base = self._base
         vocab_size = base.vocab_size + num_added_tokens
         text = TextLimits(encoder or base.encoder, vocab_size, num_answer_tokens, limit)
-        if isinstance(prompt, (Text, Chat)):
-            found = await self._encode_in_time(prompt, account, text, num_chars_before)
+        if isinstance(prompt, tuple):
+            found = Encoded(limit.cut(prompt, self._most_tokens(text)))
+            self._check(found.token_ids, text)
         else:
-            found = limit.cut(prompt, self._most_tokens(text))
-            self._check(found, text)
+            found = await self._encode_in_time(prompt, account, text, num_chars_before)
         rule = self.picture_rule
-        self._check_words(found, text)
+        self._check_words(found.token_ids, text)
         if rule is None:
             return found
-        return await self._with_pictures(found, text, rule, pictures)
+        expanded = await self._with_pictures(found.token_ids, text, rule, pictures)
+        return found._replace(token_ids=expanded)
 
     async def _with_pictures(
         self,
@@ -224,36 +213,70 @@ class PromptEncoder:
 
     def _encode_text(self, prompt: Text, text: TextLimits) -> list[int]:
         """Returns a text's tokens, cut if they may be. Raises InvalidArgument."""
-        shorter = self._with_fewer_chars(prompt, text)
+        shorter = replace(prompt, text=self._with_fewer_chars(prompt.text, text))
         token_ids = _tokens_of(shorter, text)
-        most = self._most_tokens(text)
-        if shorter is not prompt and len(token_ids) < most:
-            # Tokenizers leave out white space, or have one token for a long word that they do not
-            # know: the characters beyond have tokens that are kept.
-            num_chars, num_shorter = len(prompt.text), len(shorter.text)
-            most_chars = WHOLE_TIMES * self.max_chars(text.encoder)
-            if num_chars > most_chars:
-                raise InvalidArgument(
-                    f"prompt has {num_chars} characters, and the {num_shorter} at its kept end "
-                    f"are {len(token_ids)} tokens: the server cuts no longer text than of "
-                    f"{most_chars} to {most}; leave out white space and words that the tokenizer "
-                    "does not know",
-                    subject="prompt",
-                )
+        if shorter != prompt and len(token_ids) < self._most_tokens(text):
+            self._check_whole(prompt.text, shorter.text, len(token_ids), "prompt", text)
             shorter, token_ids = prompt, _tokens_of(prompt, text)
         return self._cut(shorter, token_ids, text)
 
-    def _with_fewer_chars(self, prompt: Text, text: TextLimits) -> Text:
+    def _check_whole(
+        self, given: str, shorter: str, num_tokens: int, field: str, text: TextLimits
+    ) -> None:
+        """Raises InvalidArgument for a text that is too long to be tokenised whole, though the
+        characters at its kept end have too few tokens. Tokenizers leave out white space, or have
+        one token for a long word that they do not know: the characters beyond have tokens that are
+        kept."""
+        most_chars = WHOLE_TIMES * self.max_chars(text.encoder)
+        if len(given) > most_chars:
+            raise InvalidArgument(
+                f"{field} has {len(given)} characters, and the {len(shorter)} at its kept end are "
+                f"{num_tokens} tokens: the server cuts no longer text than of {most_chars} to "
+                f"{self._most_tokens(text)}; leave out white space and words that the tokenizer "
+                "does not know",
+                subject=field,
+            )
+
+    def _with_fewer_chars(self, given: str, text: TextLimits) -> str:
         """Returns a text that is to be cut, without characters that none of the tokens that are
         kept can have, unless the tokenizer leaves out others."""
         if text.limit.kept is None:
-            return prompt
+            return given
         num_chars = KEPT_TIMES * self._most_tokens(text) * text.encoder.max_chars_per_token
-        if len(prompt.text) <= num_chars:
-            return prompt
-        is_first = text.limit.kept is Kept.FIRST
-        kept = prompt.text[:num_chars] if is_first else prompt.text[-num_chars:]
-        return replace(prompt, text=kept)
+        return text.limit.kept.text(given, num_chars)
+
+    def _encode_pair(self, prompt: Pair, text: TextLimits) -> Encoded:
+        """Returns a pair's tokens, cut if they may be. Raises InvalidArgument."""
+        both, most = (prompt.first, prompt.second), self._most_tokens(text)
+        fewer = tuple(self._with_fewer_chars(each, text) for each in both)
+        made = text.encoder.encode_pair(*fewer)
+        if fewer != both and len(made.token_ids) < most:
+            for given, short, field in zip(both, fewer, prompt.fields, strict=True):
+                self._check_whole(given, short, len(made.token_ids), field, text)
+            made = text.encoder.encode_pair(*both)
+        return made.encoded(most, text.limit.kept)
+
+    def _encode_question(
+        self, prompt: Question, text: TextLimits, max_chars: int, max_seconds: float
+    ) -> list[int]:
+        """Returns the tokens of a chat whose document is cut until they fit: tokens at its end may
+        be others than in the whole. Raises InvalidArgument."""
+        document, kept = self._with_fewer_chars(prompt.document, text), text.limit.kept
+        most, num_more = self._most_tokens(text), 0
+        for _ in range(MAX_CUTS):
+            chat = prompt.ask(document)
+            token_ids = text.encoder.encode_chat(chat, max_chars, max_seconds)
+            num_more = len(token_ids) - most
+            if kept is None or num_more <= 0:
+                return token_ids
+            document = text.encoder.shortened(document, num_more, kept)
+            if not document:
+                break
+        raise InvalidArgument(
+            f"prompt has {num_more} tokens more than the {most} that {text.limit.why} if its "
+            "document is cut: shorten the query or the instruction",
+            subject="prompt",
+        )
 
     def _cut(self, prompt: Text, token_ids: list[int], text: TextLimits) -> list[int]:
         """Returns a text's tokens, cut to as many as may be: the tokenizer's own stay where they
@@ -307,8 +330,8 @@ class PromptEncoder:
         )
 
     async def _encode_in_time(
-        self, prompt: Text | Chat, account: str, text: TextLimits, num_chars_before: int
-    ) -> tuple[int, ...]:
+        self, prompt: Texts, account: str, text: TextLimits, num_chars_before: int
+    ) -> Encoded:
         num_chars = num_chars_of(prompt)
         if num_chars_before > INLINE_CHARS:
             await asyncio.sleep(0)
@@ -317,9 +340,9 @@ class PromptEncoder:
                 self._check_fits(prompt, text)
         elif num_chars > SHORT_CHARS and num_chars_before + num_chars > INLINE_CHARS:
             pass  # one of many
-        elif isinstance(prompt, Chat) and text.encoder.renders_in_child:
+        elif isinstance(prompt, Chat | Question) and text.encoder.renders_in_child:
             pass
-        elif isinstance(prompt, Text) or time.monotonic() >= self._inline_from_s:
+        elif isinstance(prompt, Text | Pair) or time.monotonic() >= self._inline_from_s:
             try:
                 return self._encode(prompt, account, text, INLINE_SECONDS)
             except TemplateTimeout as error:
@@ -332,9 +355,16 @@ class PromptEncoder:
         encoding = self._threads.submit(account, *job)
         return await asyncio.wrap_future(encoding)
 
-    def _check_fits(self, prompt: Text | Chat, text: TextLimits) -> None:
+    def _check_fits(self, prompt: Texts, text: TextLimits) -> None:
         """Raises InvalidArgument for a text that has too many tokens, however it is cut."""
-        texts = [prompt.text] if isinstance(prompt, Text) else [m.content for m in prompt.messages]
+        if isinstance(prompt, Question):
+            prompt = prompt.chat
+        if isinstance(prompt, Pair):
+            texts = [prompt.first, prompt.second]
+        elif isinstance(prompt, Text):
+            texts = [prompt.text]
+        else:
+            texts = [m.content for m in prompt.messages]
         if isinstance(prompt, Chat) and len(texts) > self._max_model_len:
             raise InvalidArgument(
                 f"prompt has {len(texts)} messages, more than fit into this model's context of "
@@ -351,29 +381,37 @@ class PromptEncoder:
 
     def _encode(
         self,
-        prompt: Text | Chat,
+        prompt: Texts,
         account: str,
         text: TextLimits,
         max_seconds: float,
-    ) -> tuple[int, ...]:
+    ) -> Encoded:
         # A child process's time is not this thread's.
         clock = time.monotonic if text.encoder.renders_in_child else time.thread_time
         start_s = clock()
         try:
-            if isinstance(prompt, Text):
-                token_ids = self._encode_text(prompt, text)
+            if isinstance(prompt, Pair):
+                found = self._encode_pair(prompt, text)
+            elif isinstance(prompt, Text):
+                found = Encoded(tuple(self._encode_text(prompt, text)))
             else:
-                # An adapter's tokens may be long, which is no reason for a longer template.
-                of_base = self.max_chars(self._base.encoder) + num_chars_of(prompt)
-                max_chars = min(self.max_chars(text.encoder), of_base) + INLINE_CHARS
-                framed = self._framed_by(text.encoder)
-                token_ids = text.encoder.encode_chat(prompt, max_chars, max_seconds, framed)
-            found = tuple(token_ids)
-            self._check(found, text)
+                found = Encoded(tuple(self._encode_chat(prompt, text, max_seconds)))
+            self._check(found.token_ids, text)
         except (InvalidArgument, AdapterUnusable):
             self._work.charge(account, clock() - start_s)
             raise
         return found
+
+    def _encode_chat(
+        self, prompt: Chat | Question, text: TextLimits, max_seconds: float
+    ) -> list[int]:
+        # An adapter's tokens may be long, which is no reason for a longer template.
+        of_base = self.max_chars(self._base.encoder) + num_chars_of(prompt)
+        max_chars = min(self.max_chars(text.encoder), of_base) + INLINE_CHARS
+        if isinstance(prompt, Question):
+            return self._encode_question(prompt, text, max_chars, max_seconds)
+        framed = self._framed_by(text.encoder)
+        return text.encoder.encode_chat(prompt, max_chars, max_seconds, framed)
 
 
 def _tokens_of(prompt: Text, text: TextLimits) -> list[int]:
@@ -384,4 +422,8 @@ def num_chars_of(prompt: Prompt) -> int:
     """Returns the length to tokenise; an empty message still has the template's additions."""
     if isinstance(prompt, tuple):
         return 0
+    if isinstance(prompt, Pair):
+        return len(prompt.first) + len(prompt.second)
+    if isinstance(prompt, Question):
+        prompt = prompt.chat
     return len(prompt.text) if isinstance(prompt, Text) else prompt.num_chars

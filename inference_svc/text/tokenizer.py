@@ -13,7 +13,9 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.text.answers.families import PLAIN, AnswerSyntax
 from inference_svc.text.chat import Chat
 from inference_svc.text.chat_template import ChatTemplate, Renderer
+from inference_svc.text.cut import Kept
 from inference_svc.text.detokenizer import TokenDecoder
+from inference_svc.text.pair import PairTokens
 from inference_svc.text.pieces import Pieces
 from servicekit.errors import InvalidArgument
 
@@ -71,8 +73,10 @@ class BackendText:
 
     `specials` are the texts of special tokens by their roles; `template` is None where there is no
     chat template. `end_ids` end an answer in addition to the model's; `answers` is how its answers
-    are read.
+    are read. A pair's tokens have types if it `has_types`.
     """
+
+    has_types = False
 
     def __init__(
         self,
@@ -112,6 +116,22 @@ class BackendText:
         would change shared padding state on every call."""
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
+
+    def encode_pair(self, first: str, second: str) -> PairTokens:
+        """Returns the tokens of two texts as one prompt, with Hugging Face's special tokens."""
+        (made,) = self.backend.encode_batch_fast([(first, second)])
+        types = made.type_ids if self.has_types else [0] * len(made.ids)
+        return PairTokens(made.ids, types, made.sequence_ids)
+
+    def shortened(self, text: str, num_fewer: int, kept: Kept) -> str:
+        """Returns the text of all but so many of a text's tokens; "" if there are no others."""
+        (made,) = self.backend.encode_batch([text], add_special_tokens=False)
+        num_kept = len(made.ids) - num_fewer
+        if num_kept <= 0:
+            return ""
+        if kept is Kept.FIRST:
+            return text[: made.offsets[num_kept - 1][1]]
+        return text[made.offsets[num_fewer][0] :]
 
     def encode_chat(
         self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
@@ -216,6 +236,7 @@ class Tokenizer(BackendText):
             answers=AnswerSyntax.of(_sources(tokenizer), tool_parser),
         )
         self.tool_parser = tool_parser
+        self.has_types = "token_type_ids" in tokenizer.model_input_names
         self.vocab_size = max(vocabulary.values()) + 1
         """The largest token id plus one."""
 

@@ -108,7 +108,8 @@ class _ActivateArgs(ctypes.Structure):
 class _AddRowsArgs(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
-        ("row", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("types", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("num_tokens", ctypes.c_void_p),
@@ -327,36 +328,40 @@ def _activate_op(name: str, x: Tensor, out: Tensor, num_tokens: Tensor) -> Nativ
 
 def add_rows_op(
     x: Tensor,
-    row: Tensor | None,
+    rows: Tensor | None,
+    types: Tensor | None,
     table: Tensor | None,
     positions: Tensor,
     num_tokens: Tensor,
     *,
     first_row: int = 0,
 ) -> NativeOp:
-    """Builds x[t] = round(x[t] + row) + table[first_row + positions[t]], in place, for the first
-    `num_tokens` rows.
+    """Builds x[t] = round(x[t] + rows[types[t]]) + table[first_row + positions[t]], in place, for
+    the first `num_tokens` rows.
 
     Args:
         x: [T, size], contiguous.
-        row: [size] of x's dtype. None: not added.
+        rows: [K, size] of x's dtype, contiguous. None: nothing of them is added.
+        types: int64 [T], below K. None: all are 0.
         table: [S, size] of x's dtype, contiguous. None: nothing of it is added.
         positions: int64 [T]; all rows that they name are in the table.
         num_tokens: int32 [1], read when the program runs.
         first_row: The row of position 0.
     """
-    _check(num_tokens, x, *(each for each in (row, table) if each is not None))
+    _check(num_tokens, x, *(each for each in (rows, table) if each is not None))
     assert positions.dtype == torch.int64
+    assert types is None or types.dtype == torch.int64
     args = _AddRowsArgs(
         x.data_ptr(),
-        pointer(row),
+        pointer(rows),
+        pointer(types),
         pointer(table),
         positions.data_ptr(),
         num_tokens.data_ptr(),
         x.shape[1],
         first_row,
     )
-    keep = (x, row, table, positions, num_tokens)
+    keep = (x, rows, types, table, positions, num_tokens)
     return NativeOp(f"add_rows_{dtype_name(x.dtype)}", args, keep)
 
 

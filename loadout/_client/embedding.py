@@ -89,6 +89,9 @@ class EmbeddingCalls(Caller):
         documents: Sequence[str],
         *,
         instruction: str = "",
+        raw: bool = False,
+        truncation: types.Truncation | None = None,
+        max_tokens: int = 0,
         adapter: str | None = "",
         adapters: Adapters = (),
         min_revision: int = 0,
@@ -98,24 +101,33 @@ class EmbeddingCalls(Caller):
         timeout_s: float | None = None,
     ) -> tuple[types.Score, ...]:
         """Scores documents for a query: how probable it is that the model answers "yes", and not
-        "no". Other arguments are those of `embed`.
+        "no", or the score of a cross-encoder. Other arguments are those of `embed`.
 
         Args:
             query: The query.
             documents: Up to 2,048 texts.
-            instruction: What makes a document relevant. "": it answers a web search query.
+            instruction: What makes a document relevant. "": it answers a web search query. Only
+                for models that generate.
+            raw: Return a cross-encoder's output in place of the score that is made of it.
+            truncation: The end at which documents that are too long are cut; a cross-encoder cuts
+                the longer one of query and document first. None: they are refused.
+            max_tokens: Most tokens of a query and a document. 0: as many as fit into the context.
 
         Returns:
             The scores, in the order of the documents.
 
         Raises:
-            InvalidArgument: The model has no chat template, or a document does not fit.
+            InvalidArgument: The model has neither a chat template nor a head with one output, or a
+                document does not fit.
             StreamLost: The call ended without all scores.
         """
         call = pooled_calls.scores(
             documents,
+            truncation,
             query=query,
             instruction=instruction,
+            raw=raw,
+            max_tokens=max_tokens,
             adapter=adapter,
             adapters=adapters,
             min_revision=min_revision,

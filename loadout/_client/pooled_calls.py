@@ -27,9 +27,10 @@ def embed(
     return _pooled("Embed", request, pooling_types.embedding, len(given))
 
 
-def scores(documents: Sequence[str], **fields: Any) -> StreamCall[types.Score]:
+def scores(documents: Sequence[str], truncation: Any, **fields: Any) -> StreamCall[types.Score]:
     if isinstance(documents, str):  # a sequence of texts, too: its letters
         raise invalid("documents", "must be a list of texts, not one text")
+    fields["truncation"] = _truncation(truncation)
     request = _pool(inference_pb.ScoreRequest, documents=documents, **fields)
     return _pooled("Score", request, pooling_types.score, len(documents))
 

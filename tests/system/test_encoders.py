@@ -127,7 +127,7 @@ def test_a_server_of_an_encoder_sleeps_and_reports(services: Services) -> None:
 def test_an_encoder_does_not_generate(services: Services) -> None:
     with pytest.raises(InvalidArgument, match="has no head, and does not generate: it embeds"):
         services.client.complete("a", max_tokens=1)
-    with pytest.raises(InvalidArgument, match="does not generate"):
+    with pytest.raises(InvalidArgument, match="does not score: it has no classification head"):
         services.client.score("a", ["b"])
 
 

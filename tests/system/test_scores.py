@@ -23,6 +23,8 @@ from tests.system.services import Services
 ADAPTER = "r16"
 LONG = 100_000
 """Characters that no context of the model can hold."""
+MOST = 512
+"""The tokens of the model's context."""
 QUERY = "Where is it?"
 DOCUMENTS = ["It stands in Paris.", "No.", "yes", "a b c " * 10, "In Rome, I think."]
 TASK = (
@@ -64,8 +66,8 @@ class Judge(NamedTuple):
     def client(self) -> Client:
         return self.services.client
 
-    def score(self, adapter: str, query: str, document: str, instruction: str = "") -> float:
-        """Returns the oracle's score."""
+    def ids(self, query: str, document: str, instruction: str = "") -> list[int]:
+        """Returns the tokens of the question about a document."""
         text = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
         ids = self.tokenizer.apply_chat_template(
             [{"role": "system", "content": TASK}, {"role": "user", "content": text}],
@@ -73,7 +75,12 @@ class Judge(NamedTuple):
             enable_thinking=False,
             return_dict=False,
         )
-        logits = self.services.zoo.logits(adapter, list(ids), torch.float32)[-1]
+        return list(ids)
+
+    def score(self, adapter: str, query: str, document: str, instruction: str = "") -> float:
+        """Returns the oracle's score."""
+        ids = self.ids(query, document, instruction)
+        logits = self.services.zoo.logits(adapter, ids, torch.float32)[-1]
         return float(logits[[4, 3]].softmax(-1)[1])
 
     def post(self, path: str, status: int = 200, **fields: Any) -> Any:
@@ -89,7 +96,7 @@ def judge(zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory) 
     shutil.copytree(zoo.model_dir, model_dir)
     tokenizer = save_judging_tokenizer(model_dir)
     judging = Zoo(zoo.kind, model_dir, zoo.reference, zoo.adapter_dirs)
-    flags = ("--http", "127.0.0.1:0", "--max-model-len", "512", "--max-batch-tokens", "60")
+    flags = ("--http", "127.0.0.1:0", "--max-model-len", str(MOST), "--max-batch-tokens", "60")
     with ExitStack() as stack:
         services = stack.enter_context(Services(judging, folder / "run", inference_flags=flags))
         made = services.client.register(ADAPTER, str(zoo.adapter_dirs[ADAPTER]))
@@ -165,6 +172,41 @@ def test_texts_are_ranked_as_by_text_embeddings_inference(judge: Judge) -> None:
     assert {frozenset(each) for each in plain} == {frozenset(("index", "score"))}
 
 
+@pytest.mark.parametrize("end", ["end", "start"])
+@pytest.mark.parametrize("most", [0, 450])
+def test_documents_alone_are_cut(judge: Judge, end: Any, most: int) -> None:
+    """Each token is a character here."""
+    document = "It stands in Paris, I think. " * 30
+    room = (most or MOST) - len(judge.ids(QUERY, ""))
+    cut = document[:room] if end == "end" else document[-room:]
+    found = judge.client.score(
+        QUERY, ["a", document], adapter=ADAPTER, truncation=end, max_tokens=most
+    )
+    for each, text in zip(found, ("a", cut), strict=True):
+        assert abs(each.score - judge.score(ADAPTER, QUERY, text)) < 1e-4
+        assert each.usage is not None
+        assert each.usage.prompt_tokens == len(judge.ids(QUERY, text))
+    assert found[1].usage is not None
+    assert found[1].usage.prompt_tokens == (most or MOST)
+    fields = {"truncate_prompt_tokens": most or -1}
+    fields |= {"truncation_side": "left"} if end == "start" else {}
+    answer = judge.post("/v1/score", text_1=QUERY, text_2=document, **fields)
+    assert answer["data"][0]["score"] == pytest.approx(found[1].score, abs=1e-5)
+    if not most:
+        cutting = {"truncate": True, "truncation_direction": "Left" if end == "start" else "Right"}
+        [rank] = judge.post("/rerank", query=QUERY, texts=[document], **cutting)
+        assert rank["score"] == pytest.approx(found[1].score, abs=1e-5)
+
+
+def test_a_question_that_is_too_long_without_its_document_is_refused(judge: Judge) -> None:
+    with pytest.raises(InvalidArgument, match="shorten the query or the instruction") as caught:
+        judge.client.score("q" * 300, ["a"], truncation="end")
+    assert caught.value.subject == "documents[0]"
+    with pytest.raises(InvalidArgument, match="8 times as many") as caught:
+        judge.client.score(QUERY, ["b" * LONG], truncation="end")
+    assert caught.value.subject == "documents[0]"
+
+
 def test_bad_input_is_refused_by_name(judge: Judge) -> None:
     refused: list[tuple[str, Any, dict[str, Any], str]] = [
         ("", ["a"], {}, "query"),
@@ -176,6 +218,8 @@ def test_bad_input_is_refused_by_name(judge: Judge) -> None:
         ("a", ["a", "b" * LONG], {}, "documents[1]"),
         ("a", "abc", {}, "documents"),
         ("a", ["a"], {"instruction": "i" * 4097}, "instruction"),
+        ("a", ["a"], {"raw": True}, "raw"),
+        ("a", ["a"], {"max_tokens": MOST - 300}, "documents[0]"),
     ]
     for query, documents, fields, subject in refused:
         with pytest.raises(InvalidArgument) as caught:
@@ -196,6 +240,8 @@ def test_bad_input_is_refused_by_name(judge: Judge) -> None:
         ("/rerank", {"query": "a", "texts": ["a"], "top_n": 1}, "top_n"),
         ("/rerank", {"query": "a", "texts": ["a"], "return_documents": False}, "return_documents"),
         ("/rerank", {"query": "a", "documents": ["a"], "return_text": True}, "return_text"),
+        ("/rerank", {"query": "a", "texts": ["a"], "raw_scores": True}, "raw_scores"),
+        ("/rerank", {"query": "a", "documents": ["a"], "use_activation": False}, "use_activation"),
     ):
         assert judge.post(path, 400, **fields)["error"]["param"] == param
 

@@ -223,11 +223,10 @@ def test_what_is_not_served_is_refused_by_name(serving: Serving) -> None:
     assert answer.status_code == 501
     assert "no sparse vectors" in answer.json()["error"]["message"]
     assert serving.refused("/predict", inputs="a")[0] == "model"
-    assert serving.refused("/predict", inputs=[["a", "b"]])[0] == "inputs"
+    assert serving.refused("/predict", inputs=[["a", "b"]])[0] == "model"
     assert serving.refused("/embed", inputs=["a", ""])[0] == "inputs[1]"
     assert serving.refused("/embed", inputs="a", truncation_direction="up") is not None
-    assert serving.refused("/rerank", query="q", texts=["a"], raw_scores=True)[0] == "raw_scores"
-    assert serving.refused("/rerank", query="q", texts=["a"], truncate=True)[0] == "truncate"
+    assert serving.refused("/rerank", query="q", texts=["a"])[0] == "model"
     assert serving.refused("/rerank", query="q")[0] == "documents"
 
 

@@ -55,8 +55,8 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_bad_input_is_refused_by_name test_one_call_does_not_fill_the_queue",
     ),
     line(
-        "Embed.{pooling,normalize,dimensions} Classify.{raw,per_token} "
-        "{Embed,Classify}.{truncation,max_tokens}",
+        "Embed.{pooling,normalize,dimensions} Classify.per_token {Score,Classify}.raw "
+        "{Embed,Score,Classify}.{truncation,max_tokens}",
         NOTHING,
         QUEUED,
         ACCOUNT,

@@ -35,7 +35,8 @@ from inference_svc.core import MAX_PARTS, Principal, sum_label
 from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.pooling import PoolingOption
-from inference_svc.text.prompt import Kept, Prompt, Text
+from inference_svc.text.cut import Kept
+from inference_svc.text.prompt import Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
 from servicekit.rpc.call import Call
@@ -84,17 +85,21 @@ def from_embed_request(
     return call.to_call(rule)
 
 
-def from_score_request(request: pb.ScoreRequest, deadline_s: float | None = None) -> GenerateCall:
-    """Converts as `from_embed_request`."""
+def from_score_request(
+    request: pb.ScoreRequest, deadline_s: float | None = None, *, facts: ServerFacts
+) -> GenerateCall:
+    """Converts as `from_embed_request`; `facts` are the server's."""
     documents = request.documents[: MAX_INPUTS + 1]
     query = request.query  # each access makes another copy
     call = ScoreCall(
         **_common(request, deadline_s),
+        **_limit(request),
+        is_raw=request.raw,
         pairs=tuple((query, document) for document in documents),
         instruction=request.instruction,
         inputs_field="documents",
     )
-    return call.to_call()
+    return call.to_call(facts, generates=facts.generates)
 
 
 def from_classify_request(
@@ -110,7 +115,7 @@ def from_classify_request(
     return call.to_call(rule)
 
 
-def _limit(request: pb.EmbedRequest | pb.ClassifyRequest) -> dict[str, Any]:
+def _limit(request: PoolRequest) -> dict[str, Any]:
     """Returns the fields of `PoolCall` about the lengths of inputs."""
     given = request.truncation
     check(given in _KEPT, "truncation", f"END or START, not {given}")

@@ -109,9 +109,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         await self._answer(incoming, context, partial(embeddings, rule=rule), to_embed_responses)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> None:  # noqa: N802
-        incoming = IncomingPoolCall(request, context, from_score_request)
+        facts = self._service.facts
+        activation = facts.classifier.activation_of_score(is_raw=request.raw)
+        convert_request = partial(from_score_request, facts=facts)
+        incoming = IncomingPoolCall(request, context, convert_request)
         del request  # the call lets go of it once it is converted
-        await self._answer(incoming, context, scores, to_score_responses)
+        results = partial(scores, activation=activation)
+        await self._answer(incoming, context, results, to_score_responses)
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> None:  # noqa: N802
         rule, is_raw = self._service.facts.classifier, request.raw

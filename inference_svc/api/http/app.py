@@ -24,7 +24,7 @@ from inference_svc.api.http.models import Models
 from inference_svc.api.http.pooling.embeddings import Embeddings
 from inference_svc.api.http.pooling.pooling import Classify, PoolingTasks
 from inference_svc.api.http.pooling.route import Endpoint, PoolRoute
-from inference_svc.api.http.pooling.scores import Rerank, Scores
+from inference_svc.api.http.pooling.scores import Rerank, Score
 from inference_svc.api.http.pooling.tei import (
     Embed,
     EmbedAll,
@@ -48,7 +48,7 @@ from servicekit.telemetry.tracing import Tracing
 
 POOLING: Mapping[str, Endpoint[Any]] = {
     "/v1/embeddings": Embeddings(),
-    **dict.fromkeys(("/v1/score", "/score"), Scores()),
+    **dict.fromkeys(("/v1/score", "/score"), Score()),
     "/classify": Classify(),
     "/pooling": PoolingTasks(),
     "/embed": Embed(),

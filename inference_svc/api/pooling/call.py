@@ -18,7 +18,8 @@ from inference_svc.engine.transport.messages import Timings, Usage
 from inference_svc.errors import Interrupted
 from inference_svc.results.base import Option, ResultPart, Wanted
 from inference_svc.results.pooling import HiddenSum
-from inference_svc.text.prompt import Kept, Prompt, PromptLimit
+from inference_svc.text.cut import Kept, PromptLimit
+from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
 MAX_INPUTS = 2048

@@ -17,7 +17,9 @@ from inference_svc.results.base import FP32_BYTES, Server, Wanted, of_kind
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from inference_svc.results.classifier_rule import MAX_LABELS, Activation, ClassifierRule
 from inference_svc.store.adapter_resolver import Binding
-from inference_svc.text.prompt import NO_LIMIT, Prompt, Text
+from inference_svc.text.cut import NO_LIMIT
+from inference_svc.text.pair import Pair
+from inference_svc.text.prompt import Prompt, Text
 from servicekit.errors import InvalidArgument
 
 
@@ -33,7 +35,7 @@ class ClassifyCall(PoolCall):
         the field."""
         self._check_count(len(self.inputs))
         for index, each in enumerate(self.inputs):
-            self._check_filled(index, bool(each.text if isinstance(each, Text) else each))
+            self._check_filled(index, _is_filled(each))
         per_token = rule.per_token if self.per_token is None else self.per_token
         # An adapter may have a head of its own.
         num_labels = MAX_LABELS if self.adapter or self.parts else len(rule.labels) or MAX_LABELS
@@ -81,6 +83,8 @@ def with_head(call: GenerateCall, binding: Binding | None, server: Server) -> Ge
     if binding is not None and binding.has_head:
         # Heads of a sum may differ. One that was registered without names has any number.
         own = 0 if binding.parts else len(binding.class_labels)
+        if option.is_score and own:
+            check_one_output(binding.label, own)
         num_labels = max(own or MAX_LABELS, len(rule.labels))
         return replace(call, wanted=Wanted((replace(option, num_labels=num_labels),)))
     if rule.labels:
@@ -93,6 +97,22 @@ def with_head(call: GenerateCall, binding: Binding | None, server: Server) -> Ge
         f'modules_to_save=["{rule.head_module}"], or serve a model that has one',
         subject=subject,
     )
+
+
+def check_one_output(adapter: str, num_outputs: int) -> None:
+    """Raises InvalidArgument for an adapter whose head has no single output to score with."""
+    if num_outputs != 1:
+        raise InvalidArgument(
+            f"{adapter} does not score: its head has {num_outputs} labels, and a score is a head's "
+            "only output: classify with it",
+            subject="adapter",
+        )
+
+
+def _is_filled(given: Prompt) -> bool:
+    if isinstance(given, Pair):
+        return bool(given.first and given.second)
+    return bool(given.text if isinstance(given, Text) else given)
 
 
 async def classes(

@@ -23,7 +23,8 @@ from inference_svc.results.pooling import (
     pooled,
     token_vectors,
 )
-from inference_svc.text.prompt import NO_LIMIT, Prompt, PromptLimit, Text
+from inference_svc.text.cut import NO_LIMIT, PromptLimit
+from inference_svc.text.prompt import Prompt, Text
 from servicekit.errors import InvalidArgument
 
 MAX_DIMENSIONS = 1 << 20

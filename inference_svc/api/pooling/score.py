@@ -1,8 +1,9 @@
-"""A call to score documents for queries, independent of its transport: its fields, the question
-that the model is asked about each pair, and the scores.
+"""A call to score documents for queries, independent of its transport: its fields, the prompts of
+its pairs, and the scores.
 
-The model judges each document in a chat, by the words of Qwen3-Reranker, and answers with one
-token: the score is the probability of "yes" against "no".
+A model that generates judges each document in a chat, by the words of Qwen3-Reranker, and answers
+with one token: the score is the probability of "yes" against "no". A cross-encoder, a classifier
+with one output, reads query and document as a pair of texts: the score is made of that output.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.pooling.call import PoolCall, pooled_inputs
+from inference_svc.api.pooling.classify import check_one_output
 from inference_svc.engine.transport.messages import Timings, Usage
-from inference_svc.results.base import Wanted, of_kind
+from inference_svc.results.base import Server, Wanted, of_kind
 from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
+from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
+from inference_svc.results.embedding_rule import DenseActivation
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat, ChatMessage
-from inference_svc.text.prompt import NO_LIMIT, Encoder, PromptEncoder
+from inference_svc.text.cut import NO_LIMIT, WHOLE_TIMES, Kept
+from inference_svc.text.pair import Pair
+from inference_svc.text.prompt import Encoder, PromptEncoder, Question
 from servicekit.errors import InvalidArgument
 
 MAX_INSTRUCTION_CHARS = 4096
@@ -36,14 +43,18 @@ _ANSWERS = ("no", "yes")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreCall(PoolCall):
     """Each of the `pairs` has a query and a document; `queries_field` is the caller's name of the
-    first. `instruction` says what makes a document relevant; "": the default."""
+    first. `instruction` says what makes a document relevant; "": the default. If it `is_raw`, which
+    the caller says in `raw_field`, scores are a cross-encoder's outputs as they are."""
 
     pairs: tuple[tuple[str, str], ...]
     instruction: str = ""
     queries_field: str = "query"
+    is_raw: bool = False
+    raw_field: str = "raw"
 
-    def to_call(self) -> GenerateCall:
-        """Raises InvalidArgument naming the field."""
+    def to_call(self, server: Server, *, generates: bool) -> GenerateCall:
+        """Returns the call of a server that `generates`, or scores as a cross-encoder. Raises
+        InvalidArgument naming the field."""
         self._check_count(len(self.pairs))
         if not all(query for query, _ in self.pairs):
             field = self.queries_field
@@ -55,16 +66,33 @@ class ScoreCall(PoolCall):
         for index, (_, document) in enumerate(self.pairs):
             self._check_filled(index, bool(document))
         fields = self.queries_field, self.inputs_field
-        questions = Questions(self.instruction or INSTRUCTION, self.pairs, fields)
+        if not generates:
+            return self._to_pairs(server, fields)
+        if self.is_raw:
+            raise InvalidArgument(
+                f"{self.raw_field}: {server.base_model} generates, and its scores are "
+                "probabilities: outputs as they are have only classifiers",
+                subject=self.raw_field,
+            )
+        questions = Questions(self.instruction or INSTRUCTION, self.pairs, fields, self.kept)
         return self._to_call(questions, ChosenLogitsOption(_ANSWERS), NO_LIMIT)
+
+    def _to_pairs(self, server: Server, fields: tuple[str, str]) -> GenerateCall:
+        if self.instruction:
+            raise InvalidArgument(
+                f"instruction: {server.base_model} is no model that generates, and reads a query "
+                "and a document alone",
+                subject="instruction",
+            )
+        option = ClassLogitsOption(per_token=False, is_score=True)
+        return self._to_call(Pairs(self.pairs, fields), option, NO_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
-class Questions(Sequence[Chat]):
-    """The prompts about `pairs`, each made as it is read: a query that all share is copied into
-    every one. `fields` are the caller's names of queries and documents."""
+class Pairs(Sequence[Pair]):
+    """The prompts of `pairs`, each made as it is read. `fields` are the caller's names of queries
+    and documents."""
 
-    instruction: str
     pairs: tuple[tuple[str, str], ...]
     fields: tuple[str, str]
 
@@ -72,17 +100,43 @@ class Questions(Sequence[Chat]):
         return len(self.pairs)
 
     def __getitem__(self, index: Any) -> Any:
-        return _question(self.instruction, *self.pairs[index])
+        query, document = self.pairs[index]
+        return Pair(query, document, (self.fields[0], f"{self.fields[1]}[{index}]"))
+
+
+@dataclass(frozen=True, slots=True)
+class Questions(Sequence[Chat | Question]):
+    """The prompts about `pairs`, each made as it is read: a query that all share is copied into
+    every one. `fields` are the caller's names of queries and documents. Documents that are too long
+    are cut if some tokens are `kept`."""
+
+    instruction: str
+    pairs: tuple[tuple[str, str], ...]
+    fields: tuple[str, str]
+    kept: Kept | None = None
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        query, document = self.pairs[index]
+        ask = partial(_question, self.instruction, query)
+        return ask(document) if self.kept is None else Question(document, ask)
 
     def check_lengths(self, max_chars: int) -> None:
         """Raises InvalidArgument, naming it, for a text longer than the context can hold."""
         queries_field, documents_field = self.fields
+        most_of_document = max_chars if self.kept is None else WHOLE_TIMES * max_chars
         for index, (query, document) in enumerate(self.pairs):
-            for text, field in ((query, queries_field), (document, f"{documents_field}[{index}]")):
-                if len(text) > max_chars:
+            for text, field, most in (
+                (query, queries_field, max_chars),
+                (document, f"{documents_field}[{index}]", most_of_document),
+            ):
+                if len(text) > most:
                     raise InvalidArgument(
                         f"{field} has {len(text)} characters; this model's context holds at most "
-                        f"{max_chars}",
+                        f"{max_chars}, and no longer text is cut than of {WHOLE_TIMES} times as "
+                        "many",
                         subject=field,
                     )
 
@@ -128,7 +182,7 @@ def with_answer_tokens(
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How relevant a document is, from 0 to 1."""
+    """How relevant a document is: from 0 to 1, unless a cross-encoder has other scores."""
 
     index: int
     score: float
@@ -136,9 +190,25 @@ class Score:
     timings: Timings
 
 
-async def scores(stream: GenerateStream) -> AsyncGenerator[Score, None]:
-    """Yields the score of each pair as it is there, in any order. Raises like `pooled_inputs`."""
+async def scores(
+    stream: GenerateStream, activation: DenseActivation
+) -> AsyncGenerator[Score, None]:
+    """Yields the score of each pair as it is there, in any order: of a cross-encoder's output the
+    `activation` makes it. Raises InvalidArgument for an adapter whose head has several outputs, and
+    like `pooled_inputs`."""
     async with aclosing(pooled_inputs(stream)) as found:
         async for each in found:
-            [logits] = of_kind(each.parts, ChosenLogits)
-            yield Score(each.index, logits.share_of_last(), each.usage, each.timings)
+            if judged := of_kind(each.parts, ChosenLogits):
+                score = judged[0].share_of_last()
+            else:
+                [made] = of_kind(each.parts, ClassLogits)
+                score = _score_of(made, stream, activation)
+            yield Score(each.index, score, each.usage, each.timings)
+
+
+def _score_of(made: ClassLogits, stream: GenerateStream, activation: DenseActivation) -> float:
+    """Raises InvalidArgument for a head that has several outputs."""
+    if len(made.logits) != 1:
+        assert stream.binding is not None, "the model's head is known to have one output"
+        check_one_output(stream.binding.label, len(made.logits))
+    return float(activation(made.logits)[0])

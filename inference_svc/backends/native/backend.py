@@ -156,6 +156,7 @@ class NativeBackend(AdapterMemory):
         self._step.fill(columns)
         if self._loaded.states is not None:
             self._loaded.states.fill(batch.rows)
+        self._loaded.encoder.fill(batch.rows)
         groups = self._lora.plan(batch.rows)
         self.num_lora_steps += bool(groups)
         placed = () if self.pictures is None else self.pictures.placed(batch.rows)

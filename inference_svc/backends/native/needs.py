@@ -67,20 +67,21 @@ def held_bytes(config: EngineConfig, decoder: Decoder) -> int:
     return (
         workspace_bytes(config, decoder)
         + routings_bytes(decoder, config.max_batch_tokens)
-        + _attention_bytes(config, decoder)
+        + _rows_bytes(config, decoder)
         + _adapters_bytes(config, decoder)
     )
 
 
-def _attention_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns the memory of attention: each thread's, and the work items of each window."""
+def _rows_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the memory of attention, each thread's and the work items of each window, and of an
+    encoder's token types."""
     item_bytes = getattr(torch, config.dtype).itemsize
     num_threads = compute_threads(config.num_threads, config.num_computing)
     windows: dict[AttentionShape, set[int | None]] = {}
     for each in decoder.attentions:
         shape = AttentionShape(each.num_heads, each.num_kv_heads, each.head_dim, item_bytes)
         windows.setdefault(shape, set()).add(each.window)
-    return encoder.attention_bytes(config, decoder, num_threads) + sum(
+    return encoder.encoder_bytes(config, decoder, num_threads) + sum(
         shape.num_bytes(config.max_batch_tokens, config.max_sequences, num_threads, len(found))
         for shape, found in windows.items()
     )

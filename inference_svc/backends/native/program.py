@@ -114,6 +114,7 @@ class NativeTransformer:
         self._library = library
         self._choices = empty_choices(description, len(step.positions), torch.device("cpu"))
         self.states = None if states is None else NativeStates(states, step)
+        self.encoder = NativeEncoder(description, weights.tables, step, weights.embedding.dtype)
         self._ops = NativeOps(
             weights,
             step,
@@ -123,7 +124,7 @@ class NativeTransformer:
             self.states,
             _routings(description, self._choices),
             adapters,
-            NativeEncoder(description, weights.tables, step, weights.embedding.dtype),
+            self.encoder,
             exchange,
         )
         self._openings: dict[_Part, list[_Opening]] = {}

@@ -18,7 +18,6 @@ from inference_svc.core import BatchRow, Sequence
 from inference_svc.engine.compute.sampler import known_tokens
 from inference_svc.host.copies import to_device
 from inference_svc.model.checkpoint.classifier import ClassifierHead
-from inference_svc.results.base import Kind
 from inference_svc.results.chosen_logits import ChosenLogits, ChosenLogitsOption
 from inference_svc.results.class_logits import ClassLogits, ClassLogitsOption
 from inference_svc.results.pooling import HiddenSum, PoolingOption, TokenStates
@@ -169,7 +168,7 @@ def _classified(sums: list[_Sum], base_head: ClassifierHead | None) -> dict[int,
     once."""
     of_heads: dict[int, list[int]] = {}
     for place, each in enumerate(sums):
-        if each.run.sequence.request.wanted.kind is Kind.CLASSIFY:
+        if each.run.sequence.request.wanted.get(ClassLogitsOption) is not None:
             of_heads.setdefault(id(each.head), []).append(place)
     made = {}
     for places in of_heads.values():

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.checkpoint.dense import read_named
 from inference_svc.model.checkpoint.files import CONFIG, read_json
 from inference_svc.model.checkpoint.tensors import opened, text_tensors
 from inference_svc.model.description import SCORE, Activation, Decoder, Norm, NormKind
 from inference_svc.model.layers import activate
 from inference_svc.results import classifier_rule
 from inference_svc.results.classifier_rule import MAX_LABELS
+from inference_svc.results.embedding_rule import DenseActivation
 from kernels.elementwise import NormWeight, rms_norm
 
+_OLDER = "sbert_ce_default_activation_function"
+"""The key of older files for the activation of a cross-encoder."""
 _BY_PROBLEM = {
     "regression": classifier_rule.Activation.NONE,
     "single_label_classification": None,
@@ -120,6 +124,27 @@ def _read_norm(norm: Norm, read: Callable[..., Tensor]) -> NormWeight:
     bias = read(f"{norm.module}.bias", norm.size) if norm.has_bias else None
     weight = read(f"{norm.module}.weight", norm.size)
     return NormWeight(weight, norm.eps, norm.kind is NormKind.LAYER, bias=bias)
+
+
+def read_score_activation(model_dir: Path) -> tuple[DenseActivation, str]:
+    """Returns what makes a score of a cross-encoder's output, by the config that
+    sentence-transformers saves; and why there are no scores, or ""."""
+    path = model_dir / CONFIG
+    config: Mapping[str, Any] = read_json(path) if path.exists() else {}
+    saved = config.get("sentence_transformers")
+    named = {
+        "sentence_transformers.activation_fn": (
+            saved.get("activation_fn") if isinstance(saved, Mapping) else None
+        ),
+        _OLDER: config.get(_OLDER),
+    }
+    for key, name in named.items():
+        if name is not None:
+            try:
+                return read_named(name, f"{CONFIG}: {key}"), ""
+            except UnsupportedModel as error:
+                return DenseActivation.SIGMOID, str(error)
+    return DenseActivation.SIGMOID, ""
 
 
 def read_activation(model_dir: Path) -> classifier_rule.Activation | None:

@@ -25,6 +25,7 @@ MAX_WEIGHTS = 1 << 24
 """Numbers in the weights of all layers of a model. Each input is multiplied with them between the
 API's other work: as many take about 10 ms. A layer of 2,048 x 8,192 has no more."""
 _WEIGHT, _BIAS = "linear.weight", "linear.bias"
+_ACTIVATION = "activation_function"
 _VECTOR = "sentence_embedding"
 """The name of the pooled vector among the values that modules hand on."""
 
@@ -47,7 +48,9 @@ def read_dense(model_dir: Path, folder: str, size: int, max_weights: int) -> Den
         )
     shapes = {_WEIGHT: (out, size)} | ({_BIAS: (out,)} if config.get("bias", True) else {})
     found = _tensors(model_dir / folder, folder, shapes)
-    return DenseLayer(found[_WEIGHT], found.get(_BIAS), _activation(config, where))
+    name = config.get(_ACTIVATION, "torch.nn.modules.activation.Tanh")
+    activation = read_named(name, f"{where}: {_ACTIVATION}")
+    return DenseLayer(found[_WEIGHT], found.get(_BIAS), activation)
 
 
 def _check_form(config: Mapping[str, Any], where: str) -> None:
@@ -61,15 +64,14 @@ def _check_form(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _activation(config: Mapping[str, Any], where: str) -> DenseActivation:
-    """Returns the activation by the last component of its class's name."""
-    name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+def read_named(name: object, where: str) -> DenseActivation:
+    """Returns an activation by the last component of its class's name, as sentence-transformers
+    saves it. Raises UnsupportedModel, naming the field."""
     known = {each.value: each for each in DenseActivation}
-    if name.rpartition(".")[2] not in known:
-        raise UnsupportedModel(
-            f"{where}: activation_function = {name!r}: supported are {', '.join(known)} of torch"
-        )
-    return known[name.rpartition(".")[2]]
+    found = known.get(str(name).rpartition(".")[2])
+    if found is None:
+        raise UnsupportedModel(f"{where} = {name!r}: supported are {', '.join(known)} of torch")
+    return found
 
 
 def _tensors(

@@ -42,7 +42,7 @@ _IGNORED_FILE_KEEPING = """
     task_specific_params problem_type id2label label2id num_labels prefix
     bos_token_id pad_token_id sep_token_id unk_token_id cls_token_id decoder_start_token_id
     return_dict output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss
-    matryoshka_dimensions is_matryoshka
+    matryoshka_dimensions is_matryoshka sentence_transformers sbert_ce_default_activation_function
     is_decoder attn_implementation experts_implementation tie_last_hidden_states
     transformers.js_config
 """

@@ -66,10 +66,10 @@ TOKENS_HEAD = EncoderHead("", "classifier", is_adapters=False, pooling=Pooling.N
 @dataclass(frozen=True, slots=True)
 class EncoderInputs:
     """What becomes of the tokens' embeddings before the first layer: `positions` add theirs, and a
-    table of `num_token_types` rows, the module `token_types`, its first row; the sum is normed, if
-    there is a norm. Without `positions`, or with 0 types, nothing is added. The checkpoint may have
-    tensors whose names begin with one of `unused`. `head` is the head that a classifier of this
-    kind has.
+    table of `num_token_types` rows, the module `token_types`, the row of each token's type: 1 from
+    the second text of a pair on, else 0. The sum is normed, if there is a norm. Without
+    `positions`, or with 0 types, nothing is added. The checkpoint may have tensors whose names
+    begin with one of `unused`. `head` is the head that a classifier of this kind has.
     """
 
     norm: Norm | None

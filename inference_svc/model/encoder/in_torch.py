@@ -41,7 +41,11 @@ def _add_inputs(op: AddInputs, step: Step) -> Tensor:
     out: Tensor = step.values[op.out]
     tables = step.weights.tables
     if op.types is not None:
-        out += tables[op.types.key][0]
+        table, types = tables[op.types.key], step.inputs.types
+        if types is None or len(table) == 1:
+            out += table[0]
+        else:
+            out += table.index_select(0, types)
     if op.positions is not None and op.side:
         blend = step.inputs.blend
         assert blend is not None, "a tower's first step has it"

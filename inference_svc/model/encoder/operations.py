@@ -19,9 +19,9 @@ POSITIONS_KEY, TOKEN_TYPES_KEY = "positions", "token_types"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddInputs(Op):
-    """Adds to the tokens' embeddings, in place: the first row of the table of token types, and then
-    each position's row, counted from `first_row` on; or, with a `side`, the rows of a square as the
-    step blends them."""
+    """Adds to the tokens' embeddings, in place: each token's row of the table of token types, and
+    then each position's row, counted from `first_row` on; or, with a `side`, the rows of a square
+    as the step blends them."""
 
     types: Table | None
     positions: Table | None

@@ -285,12 +285,13 @@ void activate(const ActivateArgs& args, const Slice& slice) {
   }
 }
 
-// x[t] = round(x[t] + row) + table[first_row + positions[t]], in place; a part that is null is left
-// out.
+// x[t] = round(x[t] + rows[types[t]]) + table[first_row + positions[t]], in place; a part that is
+// null is left out, and null types are 0.
 struct AddRowsArgs {
-  void* x;            // [T, size]
-  const void* row;    // [size], or null
-  const void* table;  // [S, size], or null
+  void* x;               // [T, size]
+  const void* rows;      // [K, size], or null
+  const int64_t* types;  // [T], below K, or null
+  const void* table;     // [S, size], or null
   const int64_t* positions;
   const int32_t* num_tokens;
   int64_t size;
@@ -300,9 +301,10 @@ struct AddRowsArgs {
 template <typename T>
 void add_rows(const AddRowsArgs& args, const Slice& slice) {
   const auto mine = slice.range(*args.num_tokens);
-  const T* row = static_cast<const T*>(args.row);
   for (int64_t t = mine.begin; t < mine.end; ++t) {
     T* x = static_cast<T*>(args.x) + t * args.size;
+    const T* row = static_cast<const T*>(args.rows);
+    if (row && args.types) row += args.types[t] * args.size;
     const T* own = static_cast<const T*>(args.table);
     if (own) own += (args.first_row + args.positions[t]) * args.size;
     for_vectors(args.size, [&](int64_t at, auto lanes) {

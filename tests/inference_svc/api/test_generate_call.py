@@ -23,6 +23,7 @@ from inference_svc.api.generate_call import (
 )
 from inference_svc.core import MAX_PARTS, Request, SamplingParams
 from inference_svc.store.adapter_resolver import Binding
+from inference_svc.text.pair import Encoded
 from servicekit.errors import InvalidArgument
 from tests.support.inference.results import asking
 
@@ -87,7 +88,9 @@ def requests(
     return [
         request
         for index in range(len(made_from.prompts))
-        for request in made_from.to_requests(index, (1, 2, 3), binding, "home", max_model_len)
+        for request in made_from.to_requests(
+            index, Encoded((1, 2, 3)), binding, "home", max_model_len
+        )
     ]
 
 
@@ -103,7 +106,7 @@ def test_lengths_are_cut_to_the_context() -> None:
 def test_an_answer_ends_with_tokens_that_its_adapter_adds(added: int, is_known: bool) -> None:
     binding = Binding("t/n@1", "t", "sha256:0", 8, added_tokens=added)
     ended = call(sampling=SamplingParams(stop_token_ids=(VOCAB + 1,)))
-    made = ended.to_requests(0, (1,), binding, "home", 20, vocab_size=VOCAB)
+    made = ended.to_requests(0, Encoded((1,)), binding, "home", 20, vocab_size=VOCAB)
     if is_known:
         ended.check_stops(made, ())
         return
@@ -119,7 +122,7 @@ def test_an_adapters_end_without_a_row_ends_nothing(added: int, ends: tuple[int,
     """Its tokenizer names one that is no token of the model; the others end the answer."""
     binding = Binding("t/n@1", "t", "sha256:0", 8, added_tokens=added)
     ended = call(sampling=SamplingParams(stop_token_ids=(2,)))
-    (made,) = ended.to_requests(0, (1,), binding, "home", 20, (9, VOCAB + 1), VOCAB)
+    (made,) = ended.to_requests(0, Encoded((1,)), binding, "home", 20, (9, VOCAB + 1), VOCAB)
     assert made.sampling.stop_token_ids == ends
     ended.check_stops([made], ())
 
@@ -134,7 +137,7 @@ def test_arrival_is_on_the_monotonic_clock() -> None:
 def test_prefixes_are_seeded_by_both_tenants_and_the_salt() -> None:
     def seed(home: str, tenant: str, salt: str) -> str:
         binding = Binding(f"{tenant}/n@1", tenant, "sha256:0", 8) if tenant else None
-        (request,) = call(cache_salt=salt).to_requests(0, (1,), binding, home, 20)
+        (request,) = call(cache_salt=salt).to_requests(0, Encoded((1,)), binding, home, 20)
         return request.cache_seed
 
     parts = itertools.product(("a", "b", "a-b"), ("", "a", "b"), ("", "b", "/b", "a/", "a/b"))
@@ -160,11 +163,11 @@ def test_tokens_beyond_any_vocabulary_activate_nothing() -> None:
 
 def test_adapter_with_invocation_tokens_shares_the_bases_prefixes() -> None:
     binding = Binding("a/n@1", "a", "sha256:0", 8, invocation_tokens=(2, 3))
-    (base,) = call(cache_salt="s").to_requests(0, (1, 2, 3, 4), None, "home", 20)
-    (active,) = call(cache_salt="s").to_requests(0, (1, 2, 3, 4), binding, "home", 20)
+    (base,) = call(cache_salt="s").to_requests(0, Encoded((1, 2, 3, 4)), None, "home", 20)
+    (active,) = call(cache_salt="s").to_requests(0, Encoded((1, 2, 3, 4)), binding, "home", 20)
     assert (active.key, active.activation) == ("sha256:0", 1)
     assert not active.has_inactive_adapter
-    (inactive,) = call(cache_salt="s").to_requests(0, (1, 3, 2), binding, "home", 20)
+    (inactive,) = call(cache_salt="s").to_requests(0, Encoded((1, 3, 2)), binding, "home", 20)
     assert (inactive.key, inactive.activation, inactive.adapter) == ("", 0, "a/n@1")
     assert inactive.has_inactive_adapter
     assert base.cache_seed == active.cache_seed == inactive.cache_seed

@@ -21,12 +21,14 @@ from servicekit.errors import InvalidArgument
 from servicekit.rpc.requests import INLINE_ENTRIES
 from servicekit.work_budget import WorkBudget
 
+GENERATES: Any = SimpleNamespace(generates=True)
+
 
 def test_the_query_is_not_copied_for_each_document() -> None:
     request = pb.ScoreRequest(query="q" * 1_000_000, documents=["d"] * 2048)
     tracemalloc.start()
     try:
-        call = from_score_request(request)
+        call = from_score_request(request, facts=GENERATES)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -54,7 +56,7 @@ def test_many_characters_are_converted_by_a_parser(num_entries: int) -> None:
 
     def watched(*args: Any) -> GenerateCall:
         threads.append(threading.current_thread().name)
-        return from_score_request(*args)
+        return from_score_request(*args, facts=GENERATES)
 
     request = pb.ScoreRequest(query="q" * (num_entries - 3), documents=["dd"])
     context: Any = SimpleNamespace(time_remaining=lambda: None)
@@ -79,7 +81,7 @@ def test_answers_have_logits(yes_id: int, num_added: int | None, subject: str) -
         encode=lambda text, add_special_tokens: [yes_id if text == "yes" else 3],
     )
     binding: Any = None if num_added is None else SimpleNamespace(added_tokens=num_added)
-    call = from_score_request(pb.ScoreRequest(query="q", documents=["d"]))
+    call = from_score_request(pb.ScoreRequest(query="q", documents=["d"]), facts=GENERATES)
     prompts = PromptEncoder(encoder, 100, 10, WorkBudget("work", 1.0))
     try:
         if subject:

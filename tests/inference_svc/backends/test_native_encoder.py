@@ -47,7 +47,11 @@ def rows_of(folder: Path) -> tuple[BatchRow, ...]:
         option = PoolingOption([*Pooling][index % len(Pooling)], False, size, size)
         rng, sampling = np.random.default_rng(index), SamplingParams(max_tokens=0)
         ids = tuple(rng.integers(5, 120, length).tolist())
-        sequence = Sequence(Request(f"{index}", ids, sampling, wanted=Wanted((option,))))
+        # Half of them are pairs: tokens of the second text have another type.
+        second = length // 2 if index % 2 else 0
+        wanted = Wanted((option,))
+        request = Request(f"{index}", ids, sampling, wanted=wanted, second_start=second)
+        sequence = Sequence(request)
         sequence.page_ids = [*range(-(-length // 16))]
         rows.append(BatchRow(sequence, 0, length, samples=False))
     return tuple(rows)

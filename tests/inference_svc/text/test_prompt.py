@@ -12,16 +12,9 @@ from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.processor import HALF, Form, Processor
 from inference_svc.pictures.sizes import Size, TileForm
 from inference_svc.text.chat import TEMPLATE_CHARS, Chat, ChatMessage
-from inference_svc.text.prompt import (
-    INLINE_CHARS,
-    WHOLE_TIMES,
-    Encoder,
-    Kept,
-    Prompt,
-    PromptEncoder,
-    PromptLimit,
-    Text,
-)
+from inference_svc.text.cut import WHOLE_TIMES, Kept, PromptLimit
+from inference_svc.text.pair import Encoded, PairTokens
+from inference_svc.text.prompt import INLINE_CHARS, Encoder, Prompt, PromptEncoder, Text
 from inference_svc.text.tokenizer import Tokenizer
 from servicekit.errors import InvalidArgument
 from servicekit.shared_memory import SharedBytes
@@ -47,6 +40,14 @@ class Recording:
         self.thread = threading.current_thread()
         return [ord(char) for char in text]
 
+    def encode_pair(self, first: str, second: str) -> PairTokens:
+        texts = [0] * len(first) + [None] + [1] * len(second)
+        types = [int(place > len(first)) for place in range(len(texts))]
+        return PairTokens(self.encode(f"{first}|{second}"), types, texts)
+
+    def shortened(self, text: str, num_fewer: int, kept: Kept) -> str:
+        return kept.text(text, len(text) - num_fewer) if num_fewer < len(text) else ""
+
     def encode_chat(
         self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
     ) -> list[int]:
@@ -57,7 +58,7 @@ def encode(prompt: Prompt, max_model_len: int = 10**6) -> tuple[tuple[int, ...],
     async def body() -> tuple[int, ...]:
         prompts = PromptEncoder(recording, max_model_len, 128, WorkBudget("work", 1.0))
         try:
-            return await prompts.encode(prompt)
+            return (await prompts.encode(prompt)).token_ids
         finally:
             prompts.close()
 
@@ -192,9 +193,10 @@ def test_tenants_take_turns(are_bodies: bool) -> None:
                     for name in "a" * 20 + "bc"
                 ]
                 return [tuple(await asyncio.wrap_future(each)) for each in parsing]
-            return await asyncio.gather(
+            found = await asyncio.gather(
                 *(prompts.encode(Text(name * 3000), f"tenant {name}") for name in "a" * 20 + "bc")
             )
+            return [each.token_ids for each in found]
         finally:
             prompts.close()
 
@@ -221,7 +223,7 @@ def test_slow_template_leaves_the_event_loop(
         prompts = PromptEncoder(Slow(), 10**6, 128, WorkBudget("work", 1.0))
         try:
             for _ in range(2):
-                assert await prompts.encode(chat_of(("user", "hi"))) == (1,)
+                assert await prompts.encode(chat_of(("user", "hi"))) == Encoded((1,))
         finally:
             prompts.close()
 
@@ -249,8 +251,8 @@ def test_an_adapter_has_tokens_behind_the_models() -> None:
 
     async def body() -> None:
         prompts = PromptEncoder(Recording(), 100, 128, WorkBudget("work", 1.0))
-        assert await prompts.encode(Text("01"), "", Adapters(), 2) == (128, 129)
-        assert await prompts.encode((129,), "", Adapters(), 2) == (129,)
+        assert await prompts.encode(Text("01"), "", Adapters(), 2) == Encoded((128, 129))
+        assert await prompts.encode((129,), "", Adapters(), 2) == Encoded((129,))
         for prompt in (Text("2"), (130,)):
             with pytest.raises(InvalidArgument, match=r"token 130 \('<130>'\).* knows 130"):
                 await prompts.encode(prompt, "", Adapters(), 2)
@@ -290,7 +292,7 @@ def test_a_prompt_is_cut(prompt: Prompt, kept: Kept, tokens: tuple[int, ...]) ->
     async def body(limit: PromptLimit) -> tuple[int, ...]:
         prompts = PromptEncoder(encoder, 10, 128, WorkBudget("work", 1.0))
         try:
-            return await prompts.encode(prompt, num_answer_tokens=0, limit=limit)
+            return (await prompts.encode(prompt, num_answer_tokens=0, limit=limit)).token_ids
         finally:
             prompts.close()
 
@@ -306,7 +308,7 @@ def cut(encoder: Encoder, max_model_len: int, prompt: Text, limit: PromptLimit) 
     async def body() -> tuple[int, ...]:
         prompts = PromptEncoder(encoder, max_model_len, 1000, WorkBudget("work", 1.0))
         try:
-            return await prompts.encode(prompt, num_answer_tokens=0, limit=limit)
+            return (await prompts.encode(prompt, num_answer_tokens=0, limit=limit)).token_ids
         finally:
             prompts.close()
 
@@ -359,7 +361,7 @@ def test_placeholders_are_no_words_of_a_server_of_text(prompt: Prompt) -> None:
         work = WorkBudget("work", 1.0)
         prompts = PromptEncoder(Recording(), 100, 128, work, placeholder_ids=ids)
         try:
-            return await prompts.encode(prompt)
+            return (await prompts.encode(prompt)).token_ids
         finally:
             prompts.close()
 
@@ -418,7 +420,7 @@ def test_pictures_are_read_once_their_prompt_may_fit(prompt: tuple[int, ...], wo
         work = WorkBudget("work", 1.0)
         prompts = PromptEncoder(Recording(), 20, 128, work, picture_rule=rule)
         try:
-            return await prompts.encode(prompt, pictures=pictures)
+            return (await prompts.encode(prompt, pictures=pictures)).token_ids
         finally:
             prompts.close()
 

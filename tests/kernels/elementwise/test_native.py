@@ -100,18 +100,19 @@ def test_activations_of_what_is_no_number(library: Library, op: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_are_added(library: Library, dtype: torch.dtype, size: int) -> None:
-    """One of all tokens, and one by position; each sum is rounded."""
-    x, row, table = rows(9, size, dtype), rows(1, size, dtype)[0], rows(12, size, dtype, 3)
+    """One by type, or the first one of all tokens, and one by position; each sum is rounded."""
+    x, by_type, table = rows(9, size, dtype), rows(2, size, dtype), rows(12, size, dtype, 3)
+    kinds = torch.tensor([0, 0, 1, 1, 0, 1, 0, 1, 1])
     positions, ones = torch.tensor([4, 0, 1, 9, 2, 2, 7, 9, 9]), torch.ones(9, size)
-    for row_or_none, table_or_none in product((row, None), (table, None)):
+    for kept, types, used in product((by_type, None), (kinds, None), (table, None)):
         expected = x.clone()
-        if row_or_none is not None:
-            expected += row
-        if table_or_none is not None:
+        if kept is not None:
+            expected += kept[0] if types is None else kept[types]
+        if used is not None:
             expected += table[positions + 2]
         found = torch.cat((x, ones.to(dtype)))
-        options = {"first_row": 2}
-        library.run(add_rows_op(found, row_or_none, table_or_none, positions, count(8), **options))
+        op = add_rows_op(found, kept, types, used, positions, count(8), first_row=2)
+        library.run(op)
         assert torch.equal(found[:8], expected[:8])
         assert torch.equal(found[8], x[8]), "a row beyond the count was written"
 

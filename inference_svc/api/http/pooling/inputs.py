@@ -18,10 +18,12 @@ from inference_svc.api.http.response import AnswerMemory
 from inference_svc.api.http.sse import to_json
 from inference_svc.api.pooling.call import MAX_INPUTS
 from inference_svc.engine.transport.messages import Usage
-from inference_svc.text.prompt import Kept, Prompt, Text
+from inference_svc.text.cut import Kept
+from inference_svc.text.prompt import Prompt, Text
 from servicekit.errors import InvalidArgument
 
 Inputs = tuple[str | tuple[int, ...], ...]
+Direction = Literal["Left", "Right", "left", "right"]
 MAX_TRUNCATED_TOKENS = (1 << 32) - 1
 
 
@@ -45,16 +47,22 @@ def to_prompt(given: str | tuple[int, ...], add_special_tokens: bool | None) -> 
     return Text(given, add_special_tokens is not False) if isinstance(given, str) else given
 
 
-class InputsBody(PoolBody):
-    """The fields of bodies that have inputs, by the names of OpenAI and vLLM."""
+def kept_of(truncate: bool | None, direction: str | None) -> Kept | None:
+    """Returns the tokens that are kept of an input that is too long, by the words of
+    text-embeddings-inference; None: it is refused."""
+    if not truncate:
+        return None
+    return Kept.LAST if (direction or "").lower() == "left" else Kept.FIRST
 
-    input: Annotated[Inputs, PlainValidator(to_inputs)]
-    add_special_tokens: bool | None = None
+
+class CutBody(PoolBody):
+    """The fields of bodies whose prompts may be cut, by vLLM's names."""
+
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TRUNCATED_TOKENS)] | None = None
     truncation_side: Literal["left", "right"] | None = None
 
-    def with_inputs(self, request_id: str, adapter: str) -> dict[str, Any]:
-        """Returns the fields of `PoolCall`, and its inputs. Raises InvalidArgument."""
+    def cut(self, request_id: str, adapter: str) -> dict[str, Any]:
+        """Returns the fields of `PoolCall`. Raises InvalidArgument."""
         most, side = self.truncate_prompt_tokens, self.truncation_side
         if most == 0:
             raise InvalidArgument(
@@ -64,11 +72,24 @@ class InputsBody(PoolBody):
         kept = None if most is None else Kept.LAST if side == "left" else Kept.FIRST
         return {
             **self.common(request_id, adapter),
-            "inputs": tuple(to_prompt(each, self.add_special_tokens) for each in self.input),
-            "inputs_field": "input",
             "kept": kept,
             "max_tokens": max(most or 0, 0),
             "max_tokens_field": "truncate_prompt_tokens",
+        }
+
+
+class InputsBody(CutBody):
+    """The fields of bodies that have inputs, by the names of OpenAI and vLLM."""
+
+    input: Annotated[Inputs, PlainValidator(to_inputs)]
+    add_special_tokens: bool | None = None
+
+    def with_inputs(self, request_id: str, adapter: str) -> dict[str, Any]:
+        """Returns the fields of `PoolCall`, and its inputs. Raises InvalidArgument."""
+        return {
+            **self.cut(request_id, adapter),
+            "inputs": tuple(to_prompt(each, self.add_special_tokens) for each in self.input),
+            "inputs_field": "input",
         }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,10 @@ from starlette.responses import JSONResponse, Response
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.http.pooling.inputs import (
+    Direction,
     Inputs,
     collected,
+    kept_of,
     rows,
     to_inputs,
     to_prompt,
@@ -44,7 +46,8 @@ from inference_svc.core import Action
 from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.pooling import PoolingOption
-from inference_svc.text.prompt import Kept
+from inference_svc.text.pair import Pair
+from inference_svc.text.prompt import Prompt
 
 POOLINGS = {Pooling.FIRST: "cls", Pooling.MEAN: "mean", Pooling.LAST: "last_token"}
 """The words of /info."""
@@ -56,24 +59,18 @@ class TeiBody(PoolBody):
     """The fields that all bodies have; null means absent."""
 
     truncate: bool | None = None
-    truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
+    truncation_direction: Direction | None = None
 
     def cut(self, request_id: str, adapter: str) -> dict[str, Any]:
         """Returns the fields of `PoolCall`."""
-        return {**self.common(request_id, adapter), "kept": kept_of(self)}
+        kept = kept_of(self.truncate, self.truncation_direction)
+        return {**self.common(request_id, adapter), "kept": kept}
 
 
 class SimilarityParameters(Body):
     truncate: bool | None = None
-    truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
+    truncation_direction: Direction | None = None
     prompt_name: PromptName | None = None
-
-
-def kept_of(body: TeiBody | SimilarityParameters) -> Kept | None:
-    """Returns the tokens that are kept of an input that is too long; None: it is refused."""
-    if not body.truncate:
-        return None
-    return Kept.LAST if (body.truncation_direction or "").lower() == "left" else Kept.FIRST
 
 
 class EmbedBody(TeiBody):
@@ -146,33 +143,44 @@ class EmbedAll:
         return Vectors(facts.embedding)
 
 
-def _to_texts(value: object) -> tuple[tuple[str, ...], bool]:
-    """Accepts a text, or a list of lists with one text each; returns the texts, and whether they
-    are a list."""
+Given = tuple[str, ...]
+"""A text, or two that are read as a pair."""
+_EXPECTED = 'must be a text, a pair of texts, or a list such as [["a text"], ["one", "of a pair"]]'
+
+
+def _to_given(value: object) -> tuple[tuple[Given, ...], bool]:
+    """Accepts a text, a list with one or two texts, or a list of such lists; returns the texts, and
+    whether they are a list."""
     if isinstance(value, str):
-        return (value,), False
+        return ((value,),), False
     if not isinstance(value, list) or not value:
-        raise ValueError('must be a text, or a list such as [["a text"], ["another"]]')
+        raise ValueError(_EXPECTED)
     if len(value) > MAX_INPUTS:
         raise ValueError(f"must have at most {MAX_INPUTS} items, not {len(value)}")
     lists = value if isinstance(value[0], list) else [value]
-    if not all(
-        isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists
-    ):
-        raise ValueError('must be a text, or a list such as [["a text"], ["another"]]')
-    if any(len(each) != 1 for each in lists):
-        raise ValueError("must have single texts: pairs of texts are not classified")
-    return tuple(each[0] for each in lists), lists is value
+    if not all(isinstance(each, list) and 1 <= len(each) <= 2 for each in lists):
+        raise ValueError(_EXPECTED)
+    if not all(isinstance(text, str) for each in lists for text in each):
+        raise ValueError(_EXPECTED)
+    return tuple(map(tuple, lists)), lists is value
 
 
 class PredictBody(TeiBody):
-    inputs: Annotated[tuple[tuple[str, ...], bool], PlainValidator(_to_texts)]
+    inputs: Annotated[tuple[tuple[Given, ...], bool], PlainValidator(_to_given)]
     raw_scores: bool | None = None
 
     def to_call(self, request_id: str, adapter: str, facts: ServerFacts) -> GenerateCall:
-        inputs = tuple(to_prompt(each, None) for each in self.inputs[0])
+        inputs = tuple(_to_input(each, index) for index, each in enumerate(self.inputs[0]))
         call = ClassifyCall(**self.cut(request_id, adapter), inputs=inputs, per_token=False)
         return call.to_call(facts.classifier)
+
+
+def _to_input(given: Given, index: int) -> Prompt:
+    if len(given) == 1:
+        return to_prompt(given[0], None)
+    first, second = given
+    field = f"inputs[{index}]"
+    return Pair(first, second, (field, field))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +235,7 @@ class SimilarityBody(PoolBody):
             inputs=tuple(to_prompt(each, None) for each in texts),
             inputs_field="inputs.sentences",
             last_input_field="inputs.source_sentence",
-            kept=kept_of(parameters),
+            kept=kept_of(parameters.truncate, parameters.truncation_direction),
             option=PoolingOption(is_normalised=True),
             prompt_name=parameters.prompt_name or "",
         )
@@ -303,7 +311,7 @@ def _max_input_tokens(facts: ServerFacts) -> int:
 
 def _model_type(facts: ServerFacts) -> dict[str, Any] | None:
     """Returns the type by the words of text-embeddings-inference; None: the model neither embeds
-    nor classifies. A head with one output is no reranker: /rerank asks models that generate."""
+    nor classifies."""
     labels = facts.classifier.labels
     if not labels:
         if facts.embedding.refusal:
@@ -311,4 +319,5 @@ def _model_type(facts: ServerFacts) -> dict[str, Any] | None:
         return {"embedding": {"pooling": POOLINGS[facts.embedding.pooling]}}
     by_id = {str(index): label for index, label in enumerate(labels)}
     by_label = {label: index for index, label in enumerate(labels)}
-    return {"classifier": {"id2label": by_id, "label2id": by_label}}
+    kind = "reranker" if facts.scores_pairs else "classifier"
+    return {kind: {"id2label": by_id, "label2id": by_label}}

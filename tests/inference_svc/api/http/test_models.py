@@ -135,8 +135,12 @@ ONE = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         ({"embedding": EMBEDDING}, "last_token", 5),
         ({"embedding": replace(EMBEDDING, max_tokens=0)}, "last_token", MAX_MODEL_LEN),
         ({"embedding": replace(EMBEDDING, refusal="no")}, None, MAX_MODEL_LEN),
-        ({"embedding": EMBEDDING, "classifier": ClassifierRule(LABELS)}, BY_LABEL, MAX_MODEL_LEN),
-        ({"classifier": ClassifierRule(("LABEL_0",))}, ONE, MAX_MODEL_LEN),
+        (
+            {"embedding": EMBEDDING, "classifier": ClassifierRule(LABELS)},
+            {"classifier": BY_LABEL},
+            MAX_MODEL_LEN,
+        ),
+        ({"classifier": ClassifierRule(("LABEL_0",))}, {"reranker": ONE}, MAX_MODEL_LEN),
     ],
     ids=["first", "mean", "last", "context", "refused", "labels", "one-label"],
 )
@@ -150,8 +154,6 @@ def test_info_has_the_words_of_text_embeddings_inference(
         wanted = model_type
         if isinstance(model_type, str):
             wanted = {"embedding": {"pooling": model_type}}
-        elif model_type is not None:
-            wanted = {"classifier": model_type}
         assert (found["model_type"], found["max_input_length"]) == (wanted, most)
 
     serve_http(body, facts=facts)
