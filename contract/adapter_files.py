@@ -82,6 +82,16 @@ def is_text_file(name: str) -> bool:
     return name in TEXT_FILES
 
 
+def size_advice(name: str) -> str:
+    """Returns advice about a text file that is too large."""
+    if name == MODEL_CONFIG:
+        return (
+            "leave it out, and the adapter's own labels are LABEL_0, LABEL_1 and so on, or save "
+            "one that has no more than the id2label of the adapter's own head"
+        )
+    return "without this file the adapter uses its model's tokenizer and chat template"
+
+
 def check_size(name: str, size_bytes: int) -> None:
     """Checks the size of a file that is read as a whole.
 
@@ -94,10 +104,7 @@ def check_size(name: str, size_bytes: int) -> None:
     """
     most = "has more than {} bytes, the limit"
     if name in TEXT_FILES and size_bytes > TEXT_FILES[name]:
-        advice = "without this file the adapter uses its model's tokenizer and chat template"
-        if name == MODEL_CONFIG:
-            advice = "without this file the adapter's own labels are LABEL_0, LABEL_1 and so on"
-        raise TooLarge(name, f"{most.format(TEXT_FILES[name])}: {advice}")
+        raise TooLarge(name, f"{most.format(TEXT_FILES[name])}: {size_advice(name)}")
     limit = {CONFIG_FILE: MAX_CONFIG_BYTES, INDEX_FILE: MAX_HEADER_BYTES}.get(name)
     if limit is not None and size_bytes > limit:
         raise TooLarge(name, f"{most.format(limit)}: is this the right file?")

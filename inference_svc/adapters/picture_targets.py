@@ -20,7 +20,7 @@ from inference_svc.adapters.projections import targets_of
 from inference_svc.model.checkpoint.headers import TowerModule, tower_modules
 from inference_svc.model.checkpoint.parameters import parameters, vectors
 from inference_svc.model.checkpoint.wrapper import Wrapper
-from inference_svc.model.description import Decoder, Norm, Projection
+from inference_svc.model.description import Decoder, Projection
 from inference_svc.model.walk import weights_of
 
 PREFIX = "pictures."
@@ -40,9 +40,6 @@ def vector_targets(tower: Decoder) -> Iterator[Target]:
     """Yields their biases, and the weights and biases of norms."""
     for vector in vectors(tower):
         yield _vector(vector.name, vector.outputs.whole, tower.wrapper)
-    for spec, layer in weights_of(tower):
-        if isinstance(spec, Norm) and spec.has_bias:
-            yield _vector(f"{spec.path(layer)}.bias", spec.size, tower.wrapper)
 
 
 def _vector(name: str, size: int, wrapper: Wrapper) -> Target:

@@ -144,11 +144,14 @@ class LoraStep:
 
     def norm(self, module: str, norm: NormWeight, *, logits_only: bool = False) -> NormWeight:
         plan = self.head_plan if logits_only else self.plan
-        weight = self.targets.weights.get(module)
-        if weight is None or weight not in plan.weights:
-            return norm
-        weights = token_weights(norm.weight, self.arena.table, plan, weight, norm.offset)
-        return norm._replace(weight=weights)
+        table, places = self.arena.table, self.targets.weights
+        weight, bias = places.get(module), places.get(f"{module}.bias")
+        if weight is not None and weight in plan.weights:
+            found = token_weights(norm.weight, table, plan, weight, norm.offset)
+            norm = norm._replace(weight=found)
+        if norm.bias is not None and bias is not None and bias in plan.weights:
+            norm = norm._replace(bias=token_weights(norm.bias, table, plan, bias))
+        return norm
 
 
 @dataclass(frozen=True, slots=True)

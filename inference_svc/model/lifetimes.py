@@ -121,11 +121,13 @@ def _form(op: Op) -> tuple[object, ...]:
 
 
 def token_weights_bytes(op: Op, sizes: ValueSizes, replaced: Collection[str]) -> int:
-    """Returns the bytes of the weights of an operation's norms, with one for each row, if adapters
-    may replace them: `replaced` has the names of weights."""
+    """Returns the bytes of the weights and biases of an operation's norms, with one for each row,
+    if adapters may replace them: `replaced` has the names of weights."""
     size = sum(
         spec.size * (4 if spec.is_wide else sizes.dtype.itemsize)
         for spec, layer in op.weights
-        if isinstance(spec, Norm) and spec.path(layer) in replaced
+        if isinstance(spec, Norm)
+        for name in (spec.path(layer), f"{spec.path(layer)}.bias")
+        if name in replaced
     )
     return sizes.rows(op.out) * size

@@ -63,7 +63,7 @@ __all__ = [
 
 class NormWeight(NamedTuple):
     """A norm over the last dimension; see `reference.rms_norm`. `offset` is added to the
-    checkpoint's values in `weight`, [size]. `bias`, fp32 [size], is for CPUs alone."""
+    checkpoint's values in `weight`, [size]. `bias`, fp32, is for CPUs alone."""
 
     weight: Tensor
     eps: float

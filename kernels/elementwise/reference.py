@@ -23,14 +23,15 @@ def rms_norm(
             Of x's dtype or float32.
         eps: Added to the mean square.
         is_centred: Norm x - mean(x), a LayerNorm (Ba et al., 2016).
-        bias: Added to the product, float32 [size]; the weight is float32, too. None: none.
+        bias: Added to the product, float32, shaped as weights are; the weight is float32, too.
+            None: none.
 
     Returns:
         [..., size] of x's dtype.
     """
     if weight.dim() == 2 and x.dim() == 3:
         weight = weight[:, None]
-    if is_centred and bias is not None and weight.dim() == 1:
+    if is_centred and bias is not None and weight.dim() == bias.dim() == 1:
         return F.layer_norm(x, weight.shape, weight, bias, eps)  # the same in one pass
     # One fp32 copy that is worked on in place: fresh memory costs more than the arithmetic.
     wide = x.to(torch.float32, copy=True)

@@ -30,7 +30,7 @@ from tests.support.models.encoders import (
     save_encoder,
     save_modules,
 )
-from tests.support.models.zoo import quiet
+from tests.support.models.zoo import Zoo, quiet
 from tests.support.store.cards import copied_cards
 from tests.system.embedded import embedding, option
 from tests.system.services import Services
@@ -167,12 +167,72 @@ def test_where_memory_is_short_fewer_prompts_are_computed_at_once(
     running.check_idle()
 
 
+CHANGES: dict[str, dict[str, Any]] = {
+    "all-biases": {"bias": "all"},
+    "own-biases": {"bias": "lora_only"},
+    "norms": {"modules_to_save": ["LayerNorm"]},
+    "plain": {},
+}
+"""Adapters that train more than A and B."""
+
+
+def make_changed(family: str, folder: Path) -> tuple[Zoo, dict[str, Encoder]]:
+    """A model, and an oracle of each of its adapters, whose trained values are random."""
+    save_encoder(family, folder / "model", "Model")
+    load = getattr(transformers, f"{FAMILIES[family][0]}Model").from_pretrained
+    is_modern = family.startswith("modernbert")
+    extra = {} if is_modern else {"add_pooling_layer": False}
+    made, dirs = {}, {}
+    for seed, (name, options) in enumerate(CHANGES.items()):
+        if is_modern and "bias" in options:
+            continue  # fused projections have no biases of their own, which is refused by name
+        torch.manual_seed(30 + seed)
+        if is_modern and "modules_to_save" in options:
+            options = {"modules_to_save": ["attn_norm", "mlp_norm", "final_norm"]}
+        targets = ["Wqkv", "Wi"] if is_modern else ["query", "output.dense"]
+        config = peft.LoraConfig(r=8, target_modules=targets, init_lora_weights=False, **options)
+        with quiet(), copied_cards():
+            adapted = peft.get_peft_model(load(folder / "model", **extra), config, name).eval()
+            for key, parameter in adapted.named_parameters():
+                if parameter.requires_grad and "lora_" not in key:
+                    parameter.data += 0.3 * torch.randn(parameter.shape)
+            adapted.save_pretrained(folder / "adapters", save_embedding_layers=False)
+        dirs[name] = folder / "adapters" / name
+        made[name] = Encoder(folder / "model", adapted, dirs)
+    return Zoo("encoder", folder / "model", None, dirs), made
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
+def test_biases_and_norms_of_adapters_equal_peft(
+    start: Callable[..., Any], family: str, tmp_path: Path, *, native: bool
+) -> None:
+    """Rows of each adapter, and of the base, in one flood."""
+    zoo, made = make_changed(family, tmp_path)
+    running = start(zoo, max_model_len=MAX_TOKENS, max_sequences=16, native_kernels=native)
+    rng = np.random.default_rng(3)
+    asked = {
+        f"{name} {length}": (name, rng.integers(5, 120, length).tolist())
+        for length in (1, 9, 64, 33)
+        for name in ("", *made)
+    }
+    pooling = Pooling.NONE
+    for key, (name, ids) in asked.items():
+        running.submit(key, ids, name, max_tokens=0, embedding=option(pooling))
+    for key, (name, ids) in asked.items():
+        found = embedding(running, key, option(pooling))
+        wanted = made[name or "plain"].vector(name, ids, pooling)
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+    running.check_idle()
+
+
 @pytest.mark.parametrize(
     ("options", "culprit"),
     [
         ({"target_modules": ["dense"]}, "pooler"),
         ({"target_modules": ["query", "position_embeddings"]}, "position_embeddings"),
-        ({"target_modules": ["query"], "bias": "all"}, "LayerNorm.bias"),
+        ({"target_modules": ["query"], "bias": "all"}, "pooler.dense.bias"),
+        ({"target_modules": ["query"], "modules_to_save": ["pooler"]}, "pooler"),
     ],
 )
 def test_other_modules_are_refused_by_name(

@@ -27,6 +27,8 @@ from contract.adapter_files import (
     TEXT_FILES,
     check_size,
     is_shard,
+    is_text_file,
+    size_advice,
 )
 from contract.folders import (
     FileChanged,
@@ -143,10 +145,11 @@ def has_file(folder: AnyFolder, name: str) -> bool:
 
 def read_capped(folder: AnyFolder, name: str, max_bytes: int) -> bytes:
     """Reads a small file. Raises InvalidAdapter: FILE_TOO_LARGE, and as AdapterFile."""
+    advice = f": {size_advice(name)}" if is_text_file(name) else ""
     with open_file(folder, name) as file:
         if file.size_bytes > max_bytes:
             raise InvalidAdapter(
-                f"{name}: {file.size_bytes} bytes is over the limit of {max_bytes}",
+                f"{name}: {file.size_bytes} bytes is over the limit of {max_bytes}{advice}",
                 subject=name,
                 reason="FILE_TOO_LARGE",
             )

@@ -55,9 +55,9 @@ class AdapterOps(Protocol):
 
     def token_weights(
         self, module: str, norm: NormWeight, *, logits_only: bool
-    ) -> tuple[NativeOp, NormWeight] | None:
-        """Returns the operation that fills the weight of a norm for each token, and the norm with
-        that; None if no adapter replaces it."""
+    ) -> tuple[list[NativeOp], NormWeight] | None:
+        """Returns the operations that fill the weight of a norm for each token, and its bias, and
+        the norm with these; None if no adapter replaces it."""
 
 
 def is_in(group: str, groups: frozenset[str]) -> bool:

@@ -135,12 +135,15 @@ class NativeLoraOps:
 
     def by_weight(self, counts: Mapping[str, int], contents: LoraContents) -> dict[str, int]:
         """Returns counts of operations by group with each weight that one adapter replaces by its
-        name: norms of queries, keys and values are one group, of an operation each."""
+        name: norms of queries, keys and values are one group, of an operation each, as are the
+        weight and the bias of another norm."""
         found = dict(counts)
-        for name in self._targets.names_of(contents.weights):
+        names = set(self._targets.names_of(contents.weights))
+        for name in names:
             group = _weight_group(name)
             if group != name:
-                found.pop(group, None)
+                if group not in names:
+                    found.pop(group, None)
                 found[name] = 1
         return found
 
@@ -195,32 +198,43 @@ class NativeLoraOps:
 
     def token_weights(
         self, module: str, norm: NormWeight, *, logits_only: bool
-    ) -> tuple[NativeOp, NormWeight] | None:
-        index = self._targets.weights.get(module)
-        if index is None:
-            return None
+    ) -> tuple[list[NativeOp], NormWeight] | None:
         plan = self._logits_plan if logits_only else self._plan
-        weight = norm.weight
-        key = (norm_role(module), plan.max_tokens, weight.nbytes)
-        if key not in self._token_weights:  # norms that come one after the other share memory
-            made = allocate_host(plan.max_tokens * weight.nbytes).view(weight.dtype)
-            self._token_weights[key] = made.view(plan.max_tokens, -1)
-        out = self._token_weights[key]
-        op = token_weights_op(weight, out, self._table, plan, index, norm.offset)
-        return op, norm._replace(weight=out)
+        ops: list[NativeOp] = []
+
+        def own(name: str, values: Tensor, offset: float) -> Tensor:
+            index = self._targets.weights.get(name)
+            if index is None:
+                return values
+            key = (norm_role(name), plan.max_tokens, values.nbytes)
+            if key not in self._token_weights:  # norms that come one after the other share memory
+                made = allocate_host(plan.max_tokens * values.nbytes).view(values.dtype)
+                self._token_weights[key] = made.view(plan.max_tokens, -1)
+            out = self._token_weights[key]
+            ops.append(token_weights_op(values, out, self._table, plan, index, offset))
+            return out
+
+        changed = norm._replace(weight=own(module, norm.weight, norm.offset))
+        if norm.bias is not None:
+            changed = changed._replace(bias=own(f"{module}{BIAS}", norm.bias, 0.0))
+        return (ops, changed) if ops else None
 
 
+BIAS = ".bias"
 _HEAD_NORMS = ("q_norm", "k_norm", "v_norm", "query_layernorm", "key_layernorm")
 """Modules of norms that are needed at the same time, by the names that architectures give them."""
 
 
 def norm_role(module: str) -> str:
     """Returns the common name of norms that are not needed at the same time."""
+    if module.endswith(BIAS):
+        return f"{norm_role(module.removesuffix(BIAS))}{BIAS}"
     last = module.rpartition(".")[2]
     return last if last in _HEAD_NORMS else "norm"
 
 
 def _weight_group(name: str) -> str:
     """Returns the group of a weight of the base: norms of queries, keys and values of a layer are
-    one operation."""
+    one operation, and so are a norm's weight and its bias."""
+    name = name.removesuffix(BIAS)
     return head_norms(name) if name.rpartition(".")[2] in _HEAD_NORMS else name

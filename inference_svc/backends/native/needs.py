@@ -9,7 +9,7 @@ from inference_svc.adapters.targets import computed_groups
 from inference_svc.backends.base import MemoryNeeds, states_bytes, table_bytes
 from inference_svc.backends.native import encoder
 from inference_svc.backends.native.exchange import shared_bytes
-from inference_svc.backends.native.lora import MAX_EXPERTS_TARGETS, norm_role
+from inference_svc.backends.native.lora import BIAS, MAX_EXPERTS_TARGETS, norm_role
 from inference_svc.backends.native.program import routings_bytes
 from inference_svc.backends.native.workspace import max_outputs, workspace_bytes
 from inference_svc.core import EngineConfig
@@ -109,12 +109,15 @@ def _adapters_bytes(config: EngineConfig, decoder: Decoder) -> int:
 def _token_weights_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """Returns the memory of norms' weights that are each token's own."""
     dtype = getattr(torch, config.dtype)
-    sizes = {
-        (norm_role(name), each.num_bytes(dtype))
+    norms = [
+        (name, each.num_bytes(dtype), each.norm.has_bias)
         for each in parameters(decoder)
         if each.norm is not None
         for name in each.members
-    }
+    ]
+    sizes = {(norm_role(name), size) for name, size, _ in norms}
+    # Biases are as wide as the weights of norms that have them.
+    sizes |= {(norm_role(f"{name}{BIAS}"), size) for name, size, has_bias in norms if has_bias}
     of_rows = (size for role, size in sizes if role == "norm")
     of_tokens = (size for _, size in sizes)
     # Of an encoder the outputs are as many, and share the memory.

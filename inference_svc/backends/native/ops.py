@@ -221,8 +221,7 @@ class NativeOps:
             yield "", norm_op(weight)
             return
         yield WITHOUT + module, norm_op(weight)
-        yield module, own[0]
-        yield module, norm_op(own[1])
+        yield from _of_group(module, [*own[0], norm_op(own[1])])
 
     def project(self, op: Project, at: Tensors) -> Iterator[GroupedOp]:
         x, out, linear = at[op.inputs[0]], at[op.out], self.weights.projections[op.group]
@@ -262,7 +261,7 @@ class NativeOps:
             if found is not None:
                 group = head_norms(path)
                 own[side] = found[1].weight
-                yield group, found[0]
+                yield from _of_group(group, found[0])
         if group:
             yield group, store_op(norms._replace(q=own["q"], k=own["k"], v=own["v"]))
         yield WITHOUT + group if group else "", store_op(norms)
@@ -433,8 +432,7 @@ def _norm_by_sums(ops: NativeOps, op: NormBySums, at: Tensors) -> Iterator[Group
             continue
         group = head_norms(path)
         yield WITHOUT + group, norm_op(weight)
-        yield group, own[0]
-        yield group, norm_op(own[1])
+        yield from _of_group(group, [*own[0], norm_op(own[1])])
 
 
 def _states(ops: NativeOps, op: Op) -> tuple[StateRows, tuple[Tensor, ...]]:

@@ -257,6 +257,8 @@ def vectors(decoder: Decoder) -> Iterator[Vector]:
         for name, outputs in parameter.members.items():
             if parameter.role is Role.NORM:
                 yield Vector(name, f"{name}.weight", parameter.layer, *outputs)
+                if parameter.norm is not None and parameter.norm.has_bias:
+                    yield Vector(f"{name}.bias", f"{name}.bias", parameter.layer, *outputs)
             elif parameter.has_bias:
                 yield Vector(f"{name}.bias", f"{name}.bias", parameter.layer, *outputs)
 

@@ -191,3 +191,4 @@ def test_a_models_config_that_is_too_large_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidAdapter) as caught:
         read_text(tmp_path, [MODEL_CONFIG])
     assert (caught.value.reason, caught.value.subject) == ("FILE_TOO_LARGE", MODEL_CONFIG)
+    assert "1048577 bytes is over the limit of 1048576: leave it out" in str(caught.value)
