@@ -42,7 +42,7 @@ VISION = {
     "initializer_range": 0.2,
 }
 _IDEFICS3: dict[str, Any] = {"text_config": _TEXT, "vision_config": VISION, "scale_factor": 2}
-_QWEN_TEXT = _TEXT | {
+_QWEN_TEXT: dict[str, Any] = _TEXT | {
     "num_attention_heads": 4,
     "head_dim": 12,
     "initializer_range": 0.25,
@@ -453,8 +453,8 @@ class ReaderZoo:
         given = {"images": [each.convert("RGB") for each in pictures]} if pictures else {}
         options = {"add_special_tokens": False, "return_tensors": "pt"}
         found = self.processor(text=text, **given, **options)
-        kept = ("input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids")
-        kept += ("token_type_ids", "image_sizes")
+        kept = ["input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids"]
+        kept += ["token_type_ids", "image_sizes"]
         return {k: found[k] for k in kept if k in found}
 
     def greedy(self, adapter: str, inputs: dict[str, torch.Tensor], count: int) -> list[int]:
@@ -479,6 +479,7 @@ def make_reader_zoo(name: str, folder: Path, specs: Sequence[AdapterSpec] = SPEC
     marks = {"extra_special_tokens": GEMMA3_TOKENS} if name == "Gemma3" else {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model", **marks)
     pictures = image_processor(name)
+    processor: Any
     if name.startswith("Qwen"):
         processor = QwenProcessor(pictures, tokenizer)
     elif name == "Mistral3":
