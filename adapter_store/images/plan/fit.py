@@ -338,8 +338,7 @@ def _check_invocation(checkpoint: Checkpoint, uses: Iterable[Use]) -> None:
     """Requires that an adapter which is active from its invocation tokens on changes nothing that
     pictures pass: the place in a prompt does not say where it is active in a picture."""
     for use in uses:
-        is_passed = use.target.is_of_pictures and use.target.held is Held.HERE
-        if checkpoint.invocation_tokens and is_passed:
+        if checkpoint.invocation_tokens and use.target.is_of_pictures:
             detail = (
                 f"it has invocation tokens (aLoRA) and changes {use.target.name}, which pictures "
                 "pass: train it without the modules of towers and connectors in target_modules"
