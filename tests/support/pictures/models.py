@@ -453,9 +453,8 @@ class ReaderZoo:
         given = {"images": [each.convert("RGB") for each in pictures]} if pictures else {}
         options = {"add_special_tokens": False, "return_tensors": "pt"}
         found = self.processor(text=text, **given, **options)
-        kept = ["input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids"]
-        kept += ["token_type_ids", "image_sizes"]
-        return {k: found[k] for k in kept if k in found}
+        others = {"attention_mask", "pixel_attention_mask"}
+        return {key: each for key, each in found.items() if key not in others}
 
     def greedy(self, adapter: str, inputs: dict[str, torch.Tensor], count: int) -> list[int]:
         """Returns the oracle's tokens, in fp32, past any end token."""
