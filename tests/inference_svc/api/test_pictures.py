@@ -69,7 +69,7 @@ def test_small_pictures_count_as_their_files(
     """A process may open so many: a quarter of them may have pixels."""
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (400, 400))
     save_processor("Llava", tmp_path)
-    rule = PictureRule(read_processor(tmp_path, TILE), 80, 4, 2)
+    rule = PictureRule(read_processor(tmp_path, FORM), 80, FORM, 2)
     reader = PictureReader(rule, "model", Shares("prompt_image_bytes", 100 << 20, 0.5))
     with reader.of_call() as call:
         read(call, chat(encoded(picture(TILE, TILE)), encoded(picture(200, 100))))

@@ -62,7 +62,8 @@ def encode(tokenizer: Tokenizer, rule: PictureRule, prompt: Prompt, count: int) 
     async def body() -> tuple[int, ...]:
         prompts = PromptEncoder(tokenizer, 200, VOCAB, WorkBudget("work", 1.0), picture_rule=rule)
         try:
-            return await prompts.encode(prompt, pictures=Pictures(count))
+            found = await prompts.encode(prompt, pictures=Pictures(count))
+            return found.token_ids
         finally:
             prompts.close()
 

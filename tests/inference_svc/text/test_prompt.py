@@ -380,7 +380,7 @@ def test_placeholders_of_videos_are_no_words_of_a_server_that_reads_images() -> 
             Recording(), 100, 128, work, picture_rule=rule, placeholder_ids=(80, 81)
         )
         try:
-            return await prompts.encode(ids)
+            return (await prompts.encode(ids)).token_ids
         finally:
             prompts.close()
 
