@@ -138,7 +138,7 @@ def test_logits_are_those_of_peft(whole: Whole, path: str, start: Callable) -> N
 
 @pytest.fixture(scope="module")
 def services(whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    flags = ("--aliases", whole.zoo.kind)
+    flags = ("--aliases", whole.zoo.kind, "--max-prompt-images", "0")
     with Services(whole.zoo, tmp_path_factory.mktemp("services"), (), flags) as made:
         yield made
         made.check_exit_codes()
