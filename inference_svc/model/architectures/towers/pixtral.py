@@ -28,7 +28,7 @@ from inference_svc.pictures.sizes import MAX_SLICE, TileForm
 
 MODEL_TYPE = "pixtral"
 EPS = 1e-5
-"""Of all norms, whatever a config says."""
+"""The epsilon of all norms, whatever a config says."""
 MAX_PATCH = 128
 _DEFAULTS = {
     "hidden_size": 1024,
