@@ -39,6 +39,7 @@ from inference_svc.text.answers.families import AnswerReader
 from inference_svc.text.chat import Chat
 from inference_svc.text.detokenizer import TokenDecoder
 from inference_svc.text.no_tokenizer import NO_TOKENIZER
+from inference_svc.text.pair import Encoded
 from inference_svc.text.prompt import MIN_CHARS, Prompt, PromptEncoder, num_chars_of
 from inference_svc.text.text_model import TextModel
 from servicekit.errors import InvalidArgument
@@ -326,11 +327,13 @@ class Service:
         notes: list[PromptNote] = []
         num_tokens = num_chars = 0
         num_added_tokens = 0 if binding is None else binding.added_tokens
+        ahead: list[Encoded] = []
         for index, prompt in enumerate(call.prompts):
             with child_span("tokenize"), _naming_prompt(call, index):
                 own = self._of_prompt(prompt, principal, text, pictures)
-                encoded = await self._prompts.encode(
-                    prompt,
+                ahead = ahead or await self._prompts.encode_next(
+                    call.prompts,
+                    index,
                     principal.account,
                     text,
                     num_added_tokens,
@@ -339,6 +342,7 @@ class Service:
                     call.prompt_limit,
                     own,
                 )
+                encoded, *ahead = ahead
             num_chars += max(num_chars_of(prompt), MIN_CHARS)
             notes.append(self._request_log.note_of(prompt))
             num_tokens += len(encoded.token_ids)

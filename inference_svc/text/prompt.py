@@ -23,6 +23,9 @@ from servicekit.work_budget import WorkBudget
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenised inline: a change of threads would cost more."""
+GROUP_CHARS = 8000
+"""Texts of a call with so many characters are tokenised with one change of threads: it takes some
+milliseconds, and as many changes would double them."""
 MIN_CHARS, SHORT_CHARS = 20, 200
 """The tokenising of any text takes at least about as long as of the first; up to the second, it is
 quicker than a change of threads however many texts a call has."""
@@ -174,6 +177,63 @@ class PromptEncoder:
             return found
         expanded = await self._with_pictures(found.token_ids, text, rule, pictures)
         return found._replace(token_ids=expanded)
+
+    async def encode_next(
+        self,
+        prompts: Sequence[Prompt],
+        index: int,
+        account: str = "",
+        encoder: Encoder | None = None,
+        num_added_tokens: int = 0,
+        num_answer_tokens: int = 1,
+        num_chars_before: int = 0,
+        limit: PromptLimit = NO_LIMIT,
+        pictures: PromptPictures | None = None,
+    ) -> list[Encoded]:
+        """Encodes the prompt of a call with this index, as `encode`, and perhaps some texts behind
+        it. Raises for the first alone: of the others that are refused none is returned."""
+        prompt = prompts[index]
+        if self.picture_rule is not None or not _is_one_of_many(prompt, num_chars_before):
+            made = await self.encode(
+                prompt,
+                account,
+                encoder,
+                num_added_tokens,
+                num_answer_tokens,
+                num_chars_before,
+                limit,
+                pictures,
+            )
+            return [made]
+        text = TextLimits(
+            encoder or self._base.encoder,
+            self._base.vocab_size + num_added_tokens,
+            num_answer_tokens,
+            limit,
+        )
+        encoding = self._threads.submit(account, self._encode_group, prompts, index, account, text)
+        return await asyncio.wrap_future(encoding)
+
+    def _encode_group(
+        self, prompts: Sequence[Prompt], index: int, account: str, text: TextLimits
+    ) -> list[Encoded]:
+        found: list[Encoded] = []
+        num_chars = 0
+        for place in range(index, len(prompts)):
+            prompt = prompts[place]
+            num_chars += num_chars_of(prompt)
+            if found and (not _is_one_of_many(prompt, INLINE_CHARS) or num_chars > GROUP_CHARS):
+                break
+            assert isinstance(prompt, Text | Pair)
+            try:
+                encoded = self._encode(prompt, account, text, TEMPLATE_SECONDS)
+                self._check_words(encoded.token_ids, text)
+            except (InvalidArgument, AdapterUnusable):
+                if not found:
+                    raise
+                break
+            found.append(encoded)
+        return found
 
     async def _with_pictures(
         self,
@@ -412,6 +472,13 @@ class PromptEncoder:
             return self._encode_question(prompt, text, max_chars, max_seconds)
         framed = self._framed_by(text.encoder)
         return text.encoder.encode_chat(prompt, max_chars, max_seconds, framed)
+
+
+def _is_one_of_many(prompt: Prompt, num_chars_before: int) -> bool:
+    """Returns whether a text is tokenised in a thread only because of those before it."""
+    num_chars = num_chars_of(prompt)
+    is_text = isinstance(prompt, Text | Pair) and SHORT_CHARS < num_chars <= INLINE_CHARS
+    return is_text and num_chars_before + num_chars > INLINE_CHARS
 
 
 def _tokens_of(prompt: Text, text: TextLimits) -> list[int]:

@@ -14,7 +14,14 @@ from inference_svc.pictures.sizes import Size, TileForm
 from inference_svc.text.chat import TEMPLATE_CHARS, Chat, ChatMessage
 from inference_svc.text.cut import WHOLE_TIMES, Kept, PromptLimit
 from inference_svc.text.pair import Encoded, PairTokens
-from inference_svc.text.prompt import INLINE_CHARS, Encoder, Prompt, PromptEncoder, Text
+from inference_svc.text.prompt import (
+    GROUP_CHARS,
+    INLINE_CHARS,
+    Encoder,
+    Prompt,
+    PromptEncoder,
+    Text,
+)
 from inference_svc.text.tokenizer import Tokenizer
 from servicekit.errors import InvalidArgument
 from servicekit.shared_memory import SharedBytes
@@ -260,6 +267,31 @@ def test_an_adapter_has_tokens_behind_the_models() -> None:
             await prompts.encode((128,))
         prompts.close()
 
+    asyncio.run(body())
+
+
+def test_texts_of_a_call_share_a_change_of_threads() -> None:
+    """Up to one that is refused, which raises when it is the first."""
+
+    async def body() -> None:
+        prompts = PromptEncoder(recording, 10**6, 128, WorkBudget("work", 1.0))
+        try:
+            assert len(await prompts.encode_next(texts, 0, num_chars_before=INLINE_CHARS)) == 1
+            assert len(await prompts.encode_next(texts, 1, num_chars_before=0)) == 1
+            assert recording.thread is threading.main_thread()
+            group = await prompts.encode_next(texts, 1, num_chars_before=INLINE_CHARS)
+            assert recording.thread is not threading.main_thread()
+            assert group == [await prompts.encode(each) for each in texts[1:21]]
+            assert sum(map(len, (each.token_ids for each in group))) == GROUP_CHARS
+            rest = await prompts.encode_next(texts, 21, num_chars_before=INLINE_CHARS)
+            assert len(rest) == 9
+            with pytest.raises(InvalidArgument, match="token 233"):
+                await prompts.encode_next(texts, 30, num_chars_before=INLINE_CHARS)
+        finally:
+            prompts.close()
+
+    recording = Recording()
+    texts = [Text("a"), *[Text("x" * 400)] * 29, Text("é" * 400), Text("x" * 400)]
     asyncio.run(body())
 
 
