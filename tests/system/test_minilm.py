@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from tests.support.models.minilm import download_minilm
 from tests.support.models.zoo import Zoo
+from tests.system.minilm import download_minilm
 from tests.system.services import Services
 
 pytestmark = pytest.mark.long

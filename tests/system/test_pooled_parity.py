@@ -21,9 +21,9 @@ from inference_svc.results.embedding_rule import Pooling
 from inference_svc.results.pooling import HiddenSum, PoolingOption, pooled
 from tests.support.inference.results import parts_of
 from tests.support.models.encoders import MAX_TOKENS, save_encoder, save_modules
-from tests.support.models.minilm import download_minilm
 from tests.support.models.zoo import Zoo, make_model, quiet, save_tokenizer
 from tests.support.store.cards import copied_cards
+from tests.system.minilm import download_minilm
 
 pytestmark = pytest.mark.long
 
