@@ -232,11 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         peer = running.enter_context(Peer(shape, folder / "model", adapters, folder / "peer.log"))
         ours = running.enter_context(Ours(folder / "model", adapters, folder))
         check(ours, peer, next(files))
-        rows = [
-            first_tokens(ours, peer, files, options.rounds),
-            rates(ours, peer, files, options.rounds),
-            beside(ours, files, options.rounds),
-        ]
+        rows = []
+        for measure in (
+            lambda: first_tokens(ours, peer, files, options.rounds),
+            lambda: rates(ours, peer, files, options.rounds),
+            lambda: beside(ours, files, options.rounds),
+        ):
+            rows.append(measure())
+            print(rows[-1], flush=True)
     workload = {
         "shape": options.shape,
         "tiles": options.tiles,
