@@ -22,6 +22,7 @@ from inference_svc.auto_settings import (
     ModelFacts,
     check_sharded_loras,
     resolve,
+    resolve_images,
     resolve_model,
     to_engine_config,
 )
@@ -93,8 +94,9 @@ async def serve(config: InferenceSettings) -> None:
 
 
 async def _serve(config: InferenceSettings, stop: asyncio.Event) -> None:
-    decoder = _description(config)
     machine = await asyncio.to_thread(find_machine, config)
+    config = resolve_images(config, has_cuda=machine.has_cuda)
+    decoder = _description(config)
     config = resolve_settings(config, machine, decoder)
     access = read_store_access(config)
     facts = _facts(config, decoder)
@@ -145,8 +147,9 @@ async def _serve_node(config: InferenceSettings, stop: asyncio.Event) -> None:
     """Computes for rank 0 of another machine until `stop`, and then as long as that one drains.
     Raises as `serve`; EngineFailed, too, when a rank ends, as all do when rank 0 has."""
     withdraw_ready(config.ready_file)
-    decoder = _description(config)
     machine = await asyncio.to_thread(find_machine, config)
+    config = resolve_images(config, has_cuda=machine.has_cuda)
+    decoder = _description(config)
     config = resolve_settings(config, machine, decoder)
     read_store_access(config)
     engine_config = to_engine_config(config)
@@ -189,6 +192,7 @@ async def _serve_node(config: InferenceSettings, stop: asyncio.Event) -> None:
 
 def _description(config: InferenceSettings) -> Decoder:
     """Raises UnsupportedModel."""
+    assert config.max_prompt_images is not None, "the setting is resolved"
     with_pictures = config.max_prompt_images > 0
     return load_description(config.model, config.quantize, with_pictures=with_pictures)
 
@@ -200,6 +204,7 @@ def _load_tokenizer(config: InferenceSettings) -> TextModel:
 def describe_layout(config: InferenceSettings) -> str:
     """Returns the description of a server with these settings that it gives to the store: a
     RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
+    config = resolve_images(config, has_cuda=torch.cuda.is_available())
     decoder = _description(config)
     config = resolve_model(config, _model_facts(decoder))
     check_sharded_loras(config)
@@ -312,7 +317,7 @@ def _facts(config: InferenceSettings, decoder: Decoder) -> ServerFacts:
         classifier=_classifier_rule(config, decoder),
         generates=decoder.generates,
         placeholder_ids=decoder.placeholder_ids,
-        pictures=picture_rule(decoder, config.max_prompt_images),
+        pictures=picture_rule(decoder, config.max_prompt_images or 0),
     )
 
 

@@ -32,6 +32,7 @@ FP8_BYTES = 1
 KV_SCALE_BYTES = 4
 """The scale of a key or value in FP8, whose elements have one byte."""
 EVERY_TARGET = "all"
+CPU_PROMPT_IMAGES = 8
 MAX_RANKS = 64
 """The processes of all stages."""
 
@@ -106,6 +107,7 @@ def resolve(
     Raises InvalidSetting for a setting that this machine or this model cannot fulfil, and as
     `fit_device`.
     """
+    settings = resolve_images(settings, has_cuda=machine.has_cuda)
     device = settings.device
     if device == "auto":
         device = "cuda" if machine.has_cuda else "cpu"
@@ -138,6 +140,16 @@ def resolve(
             "max_model_len": _max_model_len(settings, model, sizes, device),
         }
     )
+
+
+def resolve_images(settings: InferenceSettings, *, has_cuda: bool) -> InferenceSettings:
+    """Returns the settings with the number of images in a request decided, before the model is
+    read: with images its vision tower is a part of it."""
+    if settings.max_prompt_images is not None:
+        return settings
+    on_cpu = settings.device == "cpu" or (settings.device == "auto" and not has_cuda)
+    number = CPU_PROMPT_IMAGES if on_cpu and settings.num_ranks == 1 else 0
+    return settings.model_copy(update={"max_prompt_images": number})
 
 
 def _check_devices(settings: InferenceSettings, num_devices: int) -> None:
@@ -338,6 +350,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
     assert settings.host_memory is not None, "the settings are resolved"
     assert settings.adapter_memory is not None, "the settings are resolved"
     assert settings.stored_states is not None, "the settings are resolved"
+    assert settings.max_prompt_images is not None, "the settings are resolved"
     return EngineConfig(
         model_dir=settings.model,
         base_model=settings.base_model_names[0],

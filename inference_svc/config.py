@@ -291,8 +291,9 @@ class InferenceSettings(ServiceSettings):
     KiB. A request whose output does not fit ends with RESOURCE_EXHAUSTED. --tenant-share limits
     each tenant."""
 
-    max_prompt_images: Annotated[OptionalCount, MODEL] = 8
-    """For models that read images: maximum number of images in a request. 0: text alone."""
+    max_prompt_images: Annotated[OptionalCount | None, MODEL] = None
+    """For models that read images: maximum number of images in a request. 0: text alone. Default: 8
+    where one process computes on a CPU, elsewhere 0."""
 
     prompt_image_memory: Annotated[Size, Field(ge=2 * MIB), MEMORY] = ByteSize(512 * MIB)
     """For models that read images: one half for pixels of open requests, one for embeddings."""

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from contract.images.segment_kinds import FURTHER_KINDS, SegmentKind
-from inference_svc.auto_settings import Machine, ModelFacts, Sizes, resolve, to_engine_config
+from inference_svc.auto_settings import (
+    Machine,
+    ModelFacts,
+    Sizes,
+    resolve,
+    resolve_images,
+    to_engine_config,
+)
 from inference_svc.config import InferenceSettings
 from inference_svc.core import padding_pages
 from inference_svc.server import announcement_of
@@ -125,6 +132,26 @@ def test_sizes_on_a_device_are_chosen_by_what_knows_it(model: Path) -> None:
     assert (config.kv_memory, config.adapter_memory) == (1000 * MIB, 3 * MIB)
     assert (config.host_memory, config.max_sequences, config.max_batch_tokens) == (5 * MIB, 7, 9)
     assert resolve(config, GPU, MODEL, fit) == config
+
+
+@pytest.mark.parametrize(
+    ("args", "machine", "number"),
+    [
+        ([], CPU, 8),
+        ([], GPU, 0),
+        (["--device", "cpu"], GPU, 8),
+        (["--device", "cpu", "--tensor-parallel", "2"], CPU, 0),
+        (["--max-prompt-images", "3"], GPU, 3),
+        (["--max-prompt-images", "0"], CPU, 0),
+    ],
+)
+def test_one_process_on_a_cpu_reads_images(
+    args: list[str], machine: Machine, number: int, model: Path
+) -> None:
+    """Elsewhere a server that was not told to reads text, and starts as it did before."""
+    config = resolve_images(parse(model, *args), has_cuda=machine.has_cuda)
+    assert config.max_prompt_images == number
+    assert resolve_images(config, has_cuda=not machine.has_cuda) == config
 
 
 def test_context_is_as_long_as_the_pages_allow(model: Path) -> None:
