@@ -29,7 +29,7 @@ from inference_svc.engine.policy.preemption import Places, last_of_largest
 from inference_svc.engine.policy.prices import FREE, Prices
 from inference_svc.engine.policy.siblings import Siblings
 from inference_svc.engine.policy.states.states import States
-from inference_svc.engine.policy.step_budget import Grants, share_step
+from inference_svc.engine.policy.step_budget import Grants, Turns, share_step
 from inference_svc.engine.policy.throughput import PrefixMissRatio
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.pictures.prompt import NO_WORK
@@ -118,6 +118,7 @@ class Scheduler:
     num_pooling: int = 0
     is_short: bool = False
     hold: Hold = Hold.NOTHING
+    _turns: Turns = field(default_factory=Turns)
     prefix_miss_ratio: PrefixMissRatio = field(default_factory=PrefixMissRatio)
 
     def __post_init__(self) -> None:
@@ -250,7 +251,8 @@ class Scheduler:
         can_start = self.num_free > 0 and not self.is_short
         waiting = self.queue.ready_tokens if can_start else 0
         chunk = self.limits.max_prefill_chunk
-        grants = share_step(self.running, self._max_tokens, chunk, waiting, self.prices)
+        budget = self._max_tokens
+        grants = share_step(self.running, budget, chunk, waiting, self.prices, self._turns)
         grants.computes_whole = self.limits.computes_whole
         rows: list[BatchRow] = []
         for sequence in list(self.running):

@@ -84,11 +84,44 @@ class Grants:
         return sequence.is_computed_anew and bool(self.generating - {sequence.request.tenant})
 
 
+@dataclass(slots=True)
+class Turns:
+    """The turns of tenants at tokens that are computed at once, whose part of the budget may always
+    be too small for them. Beside generated tokens a step has room for one such sequence, which may
+    leave nothing to others: so every second step is for the others' prompts."""
+
+    _number: int = 0
+    _last: dict[str, int] = field(default_factory=dict)
+    _was_used: bool = False
+
+    def next(self, prompts: list[Sequence]) -> Sequence | None:
+        """Returns the sequence that gets all these tokens in this step: the first in rank of the
+        tenant that has waited longest; None: there is none, or the step is for others."""
+        able = [each for each in prompts if not each.awaits_picture]
+        waiting = [each for each in able if each.num_at_once]
+        tenants = {each.request.tenant for each in waiting}
+        has_others = any(each.request.tenant not in tenants for each in able)
+        if not waiting or (self._was_used and has_others):
+            self._was_used = False
+            return None
+        self._last = {name: turn for name, turn in self._last.items() if name in tenants}
+        found = min(waiting, key=lambda each: self._last.get(each.request.tenant, 0))
+        self._number += 1
+        self._last[found.request.tenant], self._was_used = self._number, True
+        return found
+
+
 def share_step(
-    running: Iterable[Sequence], budget: int, max_chunk: int, waiting_tokens: int, prices: Prices
+    running: Iterable[Sequence],
+    budget: int,
+    max_chunk: int,
+    waiting_tokens: int,
+    prices: Prices,
+    turns: Turns | None = None,
 ) -> Grants:
     """Grants every generated token, then tokens of prompts. `running` is in order of rank. For
-    waiting sequences, of so many tokens, up to a quarter of the budget for prompts stays."""
+    waiting sequences, of so many tokens, up to a quarter of the budget for prompts stays.
+    `turns` are of the steps before."""
     generating: list[Sequence] = []
     prompts: list[Sequence] = []
     for sequence in running:
@@ -98,7 +131,8 @@ def share_step(
     grants = Grants(float(budget), max_chunk, prices, anew_most, tenants)
     _grant_choices(grants, generating, budget)
     if prompts:
-        _grant_at_once(grants, prompts)
+        if (at_once := (turns or Turns()).next(prompts)) is not None:
+            grants.give_at_once(at_once)
         kept = min(max(0.0, grants.left) // 4, waiting_tokens)
         grants.left -= kept
         _grant_prompts(grants, prompts)
@@ -138,14 +172,6 @@ def _in_turns(
 ) -> Iterator[tuple[float, float, Sequence]]:
     """Yields the first of each list, then the second of each, and so on."""
     return (each for each in chain.from_iterable(zip_longest(*lists)) if each is not None)
-
-
-def _grant_at_once(grants: Grants, prompts: list[Sequence]) -> None:
-    """The first in rank whose tokens are computed at once has room for them: its part of the budget
-    may always be too small. Beside generated tokens a step has room for one such sequence."""
-    waiting = next((each for each in prompts if each.num_at_once), None)
-    if waiting is not None:
-        grants.give_at_once(waiting)
 
 
 def _grant_prompts(grants: Grants, prompts: list[Sequence]) -> None:

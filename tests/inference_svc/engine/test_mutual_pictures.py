@@ -38,7 +38,7 @@ def sequence(
 def make_scheduler(
     num_pages: int = 1000, capacity: int = 1000, *, are_mutual: bool = True
 ) -> Scheduler:
-    memory = PictureMemory(capacity, COSTS, MAX_TOKENS, are_mutual=are_mutual)
+    memory = PictureMemory(capacity, COSTS, MAX_TOKENS, lambda key: False, are_mutual=are_mutual)
     states = States(Pages(num_pages, PAGE))
     return Scheduler(
         Limits(MAX_SEQUENCES, MAX_TOKENS, MAX_TOKENS), states, TwoAdapterRows(), pictures=memory
@@ -179,7 +179,7 @@ def test_every_prompt_is_computed(
 
 @pytest.mark.parametrize("are_mutual", [False, True])
 def test_other_models_cut_pictures(are_mutual: bool) -> None:
-    memory = PictureMemory(1000, COSTS, MAX_TOKENS, are_mutual=are_mutual)
+    memory = PictureMemory(1000, COSTS, MAX_TOKENS, lambda key: False, are_mutual=are_mutual)
     own = sequence(10)
     memory.begin([own])
     assert memory.num_computable(own, 24) == (10 if are_mutual else 24)

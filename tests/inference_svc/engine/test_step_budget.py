@@ -14,6 +14,7 @@ from inference_svc.engine.policy.step_budget import (
     ANEW_BESIDE_SHARE,
     ANEW_SHARE,
     CHOICES_SHARE,
+    Turns,
     share_step,
 )
 from tests.support.examples import examples
@@ -42,6 +43,30 @@ def anew(tenant: str, num_tokens: int) -> Sequence:
 def granted(running: list[Sequence], budget: int, prices: Prices = FREE, waiting: int = 0) -> Any:
     grants = share_step(running, budget, 1 << 20, waiting, prices)
     return [grants.of(sequence) for sequence in running], grants.left
+
+
+def test_tokens_that_are_computed_at_once_take_turns_with_others() -> None:
+    """Beside generated tokens there is room for one picture: another tenant's prompt has every
+    second step, and a picture of another tenant comes first."""
+
+    def picture(tenant: str) -> Sequence:
+        made = prompt(tenant, 300)
+        made.num_at_once = 256
+        return made
+
+    pictures, text = [picture("a") for _ in range(4)], prompt("b", 1000)
+    running = [*pictures, text, *(generating("c") for _ in range(31))]
+    turns = Turns()
+
+    def tenants(sequences: list[Sequence]) -> str:
+        grants = share_step(sequences, 288, 1 << 20, 0, FREE, turns)
+        return "".join(e.request.tenant for e in sequences if grants.of(e) > 200)
+
+    assert [tenants(running) for _ in range(4)] == ["a", "b", "a", "b"]
+    running[4:4] = [picture("d"), picture("e")]
+    assert [tenants(running) for _ in range(6)] == ["d", "b", "e", "b", "a", "b"]
+    running.remove(text)
+    assert [tenants(running) for _ in range(3)] == ["d", "e", "a"]
 
 
 def test_generated_tokens_come_first() -> None:
