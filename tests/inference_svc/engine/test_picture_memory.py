@@ -6,6 +6,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from inference_svc.core import Request, SamplingParams, Sequence
 from inference_svc.engine.policy.pictures.memory import PictureMemory, TowerCosts
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
@@ -130,6 +132,22 @@ def test_a_picture_that_is_begun_is_completed_first() -> None:
     tenants = [encodes[0].key[0] for encodes in served]
     assert tenants == [name for name in ("one", "two", "three", "one") for _ in range(4)]
     assert all(each.num_computed for each in own)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 9])
+def test_no_tenant_waits_for_ever(room: int) -> None:
+    """However few pictures stay: a tenant keeps its turn when its last picture is dropped."""
+    found = memory(capacity=50 * room, max_tokens=8)
+    served = ""
+    waiting = {name: sequence(0, tenant=name, digest="0 ") for name in "abc"}
+    for number in range(1, 40):
+        _, work = step(found, *((each, 10) for each in waiting.values()))
+        served += "".join(each.key.cache_seed for each in work.encodes)
+        for name, each in waiting.items():
+            if each.num_computed:
+                found.release(each)
+                waiting[name] = sequence(0, tenant=name, digest=f"{number} ")
+    assert {served[index : index + 3].count("c") for index in range(0, 27, 3)} == {1}
 
 
 def test_the_work_of_pictures_is_charged_once() -> None:

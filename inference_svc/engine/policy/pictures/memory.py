@@ -129,6 +129,9 @@ class PictureMemory:
                 yield each
             else:
                 others.setdefault(each.request.tenant, deque()).append(each)
+        if others:  # a tenant that has neither a picture here nor waits for one begins anew
+            kept = self._tenants.keys() | others.keys()
+            self._turns = {name: turn for name, turn in self._turns.items() if name in kept}
         turns = [(self._turns.get(name, 0), place, name) for place, name in enumerate(others)]
         heapq.heapify(turns)
         while turns:
@@ -295,7 +298,6 @@ class PictureMemory:
         tenant.num_bytes -= entry.num_bytes
         if not tenant.num_bytes:
             del self._tenants[entry.tenant]
-            self._turns.pop(entry.tenant, None)
         self.num_bytes -= entry.num_bytes
         self._dropped.append(key)
 
