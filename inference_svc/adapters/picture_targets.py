@@ -115,4 +115,5 @@ def _bias_of(target: Target) -> Target:
 def changes_pictures(layout: ModelLayout, header: ImageHeader) -> bool:
     """Returns whether an image, as `read_header` returned it, changes the embeddings of
     pictures."""
-    return any(layout.all_targets[each.target].is_of_pictures for each in header.segments)
+    targets = layout.all_targets
+    return any(targets[each.target].is_of_pictures for each in header.segments)

@@ -20,6 +20,9 @@ from inference_svc.engine.policy.prices import (
 from inference_svc.model.description import BothWays, Decoder, ExpertsProjection
 from inference_svc.model.walk import layer_projections
 
+MAX_KNOWN_IMAGES = 1 << 14
+"""Images of adapters of which it is remembered whether they change pictures."""
+
 
 def check_pictures(config: EngineConfig, decoder: Decoder) -> None:
     """Raises ValueError for settings with which no pictures are read, or too little memory for the
@@ -83,8 +86,18 @@ def make_pictures(
         row_bytes=found.row_size * dtype.itemsize,
     )
 
+    known: dict[str, bool] = {}
+
     def changes(key: AdapterKey) -> bool:
-        return any(changes_pictures(layout, each) for each in residency.headers(key).values())
+        found = False
+        for header in residency.headers(key).values():
+            # Each waiting sequence asks in each step, and an image has hundreds of segments.
+            if header.image_id not in known:
+                if len(known) == MAX_KNOWN_IMAGES:
+                    known.clear()
+                known[header.image_id] = changes_pictures(layout, header)
+            found |= known[header.image_id]
+        return found
 
     sizes = config.prompt_image_bytes, costs, config.max_batch_tokens
     return PictureMemory(*sizes, changes, are_mutual=found.are_mutual)
