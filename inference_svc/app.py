@@ -287,6 +287,8 @@ def _model_facts(decoder: Decoder) -> ModelFacts:
         expert_elements_per_rank=max(each.expert_elements_per_rank for each in layouts),
         state_bytes=max(map(slot_bytes, stages)),
         is_encoder=decoder.encoder is not None,
+        picture_tokens=0 if decoder.pictures is None else decoder.pictures.max_tokens,
+        picture_elements=0 if decoder.pictures is None else decoder.pictures.row_size,
     )
 
 

@@ -33,6 +33,7 @@ KV_SCALE_BYTES = 4
 """The scale of a key or value in FP8, whose elements have one byte."""
 EVERY_TARGET = "all"
 CPU_PROMPT_IMAGES = 8
+PROMPT_IMAGE_MEMORY = 512 << 20
 MAX_RANKS = 64
 """The processes of all stages."""
 
@@ -66,7 +67,8 @@ class ModelFacts:
     `expert_elements_per_rank` are values of A and B, of all experts. `state_bytes` has a sequence's
     recurrent state, 0 for a model without recurrent layers. Models with further tables of tokens
     have no place for tokens that adapters add. If it `is_encoder`, prompts are computed whole and
-    have no keys and values."""
+    have no keys and values. The largest image has `picture_tokens`, with embeddings of
+    `picture_elements` each."""
 
     dtype: str
     max_position_embeddings: int
@@ -78,6 +80,8 @@ class ModelFacts:
     expert_elements_per_rank: int = 0
     state_bytes: int = 0
     is_encoder: bool = False
+    picture_tokens: int = 0
+    picture_elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,10 @@ def resolve(
     else:
         assert fit_device is not None, "a device's sizes are to be chosen"
         sizes = fit_device(settings, machine)
+    max_model_len = _max_model_len(settings, model, sizes, device)
+    image_memory = settings.prompt_image_memory
+    if image_memory is None:
+        image_memory = ByteSize(_image_memory(settings, model, max_model_len))
     return settings.model_copy(
         update={
             "adapter_memory": ByteSize(sizes.adapter_memory),
@@ -137,9 +145,17 @@ def resolve(
             "max_sequences": sizes.max_sequences,
             "max_batch_tokens": sizes.max_batch_tokens,
             "stored_states": sizes.stored_states,
-            "max_model_len": _max_model_len(settings, model, sizes, device),
+            "max_model_len": max_model_len,
+            "prompt_image_memory": image_memory,
         }
     )
+
+
+def _image_memory(settings: InferenceSettings, model: ModelFacts, max_model_len: int) -> int:
+    """Returns memory of which one half keeps the embeddings of the largest image."""
+    num_tokens = min(model.picture_tokens, max_model_len)
+    largest = num_tokens * model.picture_elements * ITEM_BYTES[settings.dtype]
+    return max(PROMPT_IMAGE_MEMORY, 2 * largest)
 
 
 def resolve_images(settings: InferenceSettings, *, has_cuda: bool) -> InferenceSettings:
@@ -351,6 +367,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
     assert settings.adapter_memory is not None, "the settings are resolved"
     assert settings.stored_states is not None, "the settings are resolved"
     assert settings.max_prompt_images is not None, "the settings are resolved"
+    assert settings.prompt_image_memory is not None, "the settings are resolved"
     return EngineConfig(
         model_dir=settings.model,
         base_model=settings.base_model_names[0],

@@ -295,8 +295,9 @@ class InferenceSettings(ServiceSettings):
     """For models that read images: maximum number of images in a request. 0: text alone. Default: 8
     where one process computes on a CPU, elsewhere 0."""
 
-    prompt_image_memory: Annotated[Size, Field(ge=2 * MIB), MEMORY] = ByteSize(512 * MIB)
-    """For models that read images: one half for pixels of open requests, one for embeddings."""
+    prompt_image_memory: Annotated[Size | None, Field(ge=2 * MIB), MEMORY] = None
+    """For models that read images: one half for pixels of open requests, one for embeddings.
+    Default: 512 MiB, or as much as the embeddings of the largest image need."""
 
     fair_quantum_tokens: Annotated[Count, Level.FILE, SCHEDULING] = 1024
     """Number of tokens per turn of a tenant, and of an adapter within its tenant. A higher value

@@ -210,6 +210,7 @@ class InferenceServer:
         return PromptEncoder(text, *sizes, work, share, facts.pictures, facts.placeholder_ids)
 
     def _open_pictures(self, facts: ServerFacts) -> PictureReader:
+        assert self._config.prompt_image_memory is not None, "the settings are resolved"
         size, share = int(self._config.prompt_image_memory) // 2, self._config.share
         setting = "--prompt-image-memory"
         pixels = Shares("prompt_image_bytes", size, share, setting=setting)

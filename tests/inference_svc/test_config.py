@@ -154,6 +154,15 @@ def test_one_process_on_a_cpu_reads_images(
     assert resolve_images(config, has_cuda=not machine.has_cuda) == config
 
 
+def test_the_largest_image_has_room(model: Path) -> None:
+    """By default, whatever the model; and not more than the longest prompt needs."""
+    large = dataclasses.replace(MODEL, picture_tokens=16384, picture_elements=4 * 40960)
+    assert resolve(parse(model), CPU, MODEL).prompt_image_memory == 512 * MIB
+    assert resolve(parse(model), CPU, large).prompt_image_memory == 2 * 4096 * 4 * 40960 * 2
+    own = ("--prompt-image-memory", "3MiB")
+    assert resolve(parse(model, *own), CPU, large).prompt_image_memory == 3 * MIB
+
+
 def test_context_is_as_long_as_the_pages_allow(model: Path) -> None:
     config = resolve(parse(model, "--kv-memory", "1MiB"), CPU, MODEL)
     assert config.max_model_len == MIB // (1024 * 2)
