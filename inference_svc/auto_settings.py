@@ -367,7 +367,6 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
     assert settings.adapter_memory is not None, "the settings are resolved"
     assert settings.stored_states is not None, "the settings are resolved"
     assert settings.max_prompt_images is not None, "the settings are resolved"
-    assert settings.prompt_image_memory is not None, "the settings are resolved"
     return EngineConfig(
         model_dir=settings.model,
         base_model=settings.base_model_names[0],
@@ -411,7 +410,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         nodes=_nodes(settings),
         record_steps=settings.cuda_graphs,
         max_prompt_images=settings.max_prompt_images,
-        prompt_image_bytes=int(settings.prompt_image_memory) // 2,
+        prompt_image_bytes=int(settings.prompt_image_memory or PROMPT_IMAGE_MEMORY) // 2,
     )
 
 
