@@ -34,11 +34,15 @@ class NoTokenizer:
 
     def encode_pair(self, first: str, second: str) -> PairTokens:
         """Raises InvalidArgument."""
-        raise InvalidArgument(f"prompt: {NO_TOKENIZER}", subject="prompt")
+        raise InvalidArgument(
+            f"prompt: {NO_TOKENIZER}: use a server with a tokenizer", subject="prompt"
+        )
 
     def shortened(self, text: str, num_fewer: int, kept: Kept) -> str:
         """Raises InvalidArgument."""
-        raise InvalidArgument(f"prompt: {NO_TOKENIZER}", subject="prompt")
+        raise InvalidArgument(
+            f"prompt: {NO_TOKENIZER}: use a server with a tokenizer", subject="prompt"
+        )
 
     def encode_chat(
         self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
@@ -50,7 +54,9 @@ class NoTokenizer:
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Raises InvalidArgument."""
-        raise InvalidArgument(f"tokens: {NO_TOKENIZER}", subject="tokens")
+        raise InvalidArgument(
+            f"tokens: {NO_TOKENIZER}: use a server with a tokenizer", subject="tokens"
+        )
 
     def special_id(self, marker: str) -> int | None:
         return None

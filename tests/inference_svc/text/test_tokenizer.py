@@ -13,6 +13,8 @@ from transformers import AutoTokenizer
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.text.chat import Chat, ChatMessage
+from inference_svc.text.cut import Kept
+from inference_svc.text.no_tokenizer import NoTokenizer
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from servicekit.errors import InvalidArgument
 from tests.support.models.tokenizers import CHAT_TEMPLATE, byte_level, save_tokenizer
@@ -162,3 +164,15 @@ def test_memory_of_other_tokenizers(tmp_path: Path) -> None:
     bare_bytes = tokenizer_bytes(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(bytes(1000))
     assert tokenizer_bytes(tmp_path) == bare_bytes + 100_000
+
+
+def test_a_server_without_a_tokenizer_says_what_to_do() -> None:
+    server = NoTokenizer()
+    for call in (
+        lambda: server.encode("a"),
+        lambda: server.encode_pair("a", "b"),
+        lambda: server.shortened("a b", 1, Kept.FIRST),
+        lambda: server.decode_all([1]),
+    ):
+        with pytest.raises(InvalidArgument, match=r"--no-tokenizer\): (send|use a server with)"):
+            call()
