@@ -38,9 +38,10 @@ from inference_svc.store.types import AdapterPage, Registry
 from inference_svc.text.answers.families import AnswerReader
 from inference_svc.text.chat import Chat
 from inference_svc.text.detokenizer import TokenDecoder
+from inference_svc.text.encoder import Terms
 from inference_svc.text.no_tokenizer import NO_TOKENIZER
 from inference_svc.text.pair import Encoded
-from inference_svc.text.prompt import MIN_CHARS, Prompt, PromptEncoder, num_chars_of
+from inference_svc.text.prompt import MIN_CHARS, Prompt, PromptEncoder, Refused, num_chars_of
 from inference_svc.text.text_model import TextModel
 from servicekit.errors import InvalidArgument
 from servicekit.shares import Shares
@@ -216,9 +217,8 @@ class Service:
         num_added = 0 if binding is None else binding.added_tokens
         with self._pictures.of_call() as pictures:
             own = self._of_prompt(prompt, principal, text, pictures)
-            encoded = await self._prompts.encode(
-                prompt, principal.account, text, num_added, pictures=own
-            )
+            terms = Terms(principal.account, text, num_added)
+            encoded = await self._prompts.encode(prompt, terms, pictures=own)
             pictures.release()
         return encoded.token_ids, text
 
@@ -326,23 +326,27 @@ class Service:
         requests: list[Request] = []
         notes: list[PromptNote] = []
         num_tokens = num_chars = 0
-        num_added_tokens = 0 if binding is None else binding.added_tokens
-        ahead: list[Encoded] = []
+        terms = Terms(
+            principal.account,
+            text,
+            0 if binding is None else binding.added_tokens,
+            call.num_answer_tokens,
+            call.prompt_limit,
+        )
+        ahead: list[Encoded | Refused] = []
         for index, prompt in enumerate(call.prompts):
             with child_span("tokenize"), _naming_prompt(call, index):
                 own = self._of_prompt(prompt, principal, text, pictures)
                 ahead = ahead or await self._prompts.encode_next(
                     call.prompts,
                     index,
-                    principal.account,
-                    text,
-                    num_added_tokens,
-                    call.num_answer_tokens,
+                    terms,
                     num_chars,
-                    call.prompt_limit,
                     own,
                 )
                 encoded, *ahead = ahead
+                if not isinstance(encoded, Encoded):
+                    raise encoded
             num_chars += max(num_chars_of(prompt), MIN_CHARS)
             notes.append(self._request_log.note_of(prompt))
             num_tokens += len(encoded.token_ids)

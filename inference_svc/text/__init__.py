@@ -1,6 +1,7 @@
 """Text on both sides of the engine, which knows only token ids.
 
 prompt             prompts of every form to token ids, off the event loop when they are long
+encoder            the part of a tokenizer that encodes prompts, and the terms of a call
 pair               two texts of one prompt, for cross-encoders
 cut                prompts that are too long
 chat               a conversation: its messages, and the calls of tools in them

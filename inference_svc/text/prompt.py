@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from inference_svc.errors import AdapterUnusable, TemplateTimeout
 from inference_svc.pictures.decoding import Tiles
 from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.text.chat import Chat
-from inference_svc.text.cut import KEPT_TIMES, NO_LIMIT, WHOLE_TIMES, Kept, PromptLimit
-from inference_svc.text.pair import Encoded, Pair, PairTokens
+from inference_svc.text.cut import KEPT_TIMES, NO_LIMIT, WHOLE_TIMES, PromptLimit
+from inference_svc.text.encoder import NO_TERMS, Encoder, Terms
+from inference_svc.text.pair import Encoded, Pair
 from servicekit.errors import InvalidArgument
 from servicekit.shares import FairExecutor, Shares
 from servicekit.work_budget import WorkBudget
@@ -36,6 +37,8 @@ INLINE_SECONDS, TEMPLATE_SECONDS = 0.05, 2.0
 """How long a chat template may take on the event loop, and in a thread."""
 INLINE_RETRY_SECONDS = 60.0
 """How long all chats are rendered in a thread after one took too long on the event loop."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -62,30 +65,7 @@ class Question:
 
 Prompt = Text | tuple[int, ...] | Chat | Pair | Question
 Texts = Text | Chat | Pair | Question
-
-
-class Encoder(Protocol):
-    """The part of a tokenizer that encoding needs. May raise InvalidArgument."""
-
-    @property
-    def max_chars_per_token(self) -> int: ...
-    @property
-    def renders_in_child(self) -> bool:
-        """Whether its chats wait for a child process."""
-        ...
-
-    def name_of(self, token_id: int) -> str: ...
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def encode_pair(self, first: str, second: str) -> PairTokens: ...
-    def shortened(self, text: str, num_fewer: int, kept: Kept) -> str:
-        """Returns the text of all but so many of a text's tokens; "" if there are no others."""
-        ...
-
-    def encode_chat(
-        self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str
-    ) -> list[int]:
-        """Raises TemplateTimeout if the messages' text is not there in time."""
-        ...
+Refused = InvalidArgument | AdapterUnusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,34 +123,34 @@ class PromptEncoder:
         """Returns an account's executor for other long work before its prompts are tokenised."""
         return self._threads.of(account)
 
+    def _limits(self, terms: Terms) -> TextLimits:
+        return TextLimits(
+            terms.encoder or self._base.encoder,
+            self._base.vocab_size + terms.num_added_tokens,
+            terms.num_answer_tokens,
+            terms.limit,
+        )
+
     async def encode(
         self,
         prompt: Prompt,
-        account: str = "",
-        encoder: Encoder | None = None,
-        num_added_tokens: int = 0,
-        num_answer_tokens: int = 1,
+        terms: Terms = NO_TERMS,
         num_chars_before: int = 0,
-        limit: PromptLimit = NO_LIMIT,
         pictures: PromptPictures | None = None,
     ) -> Encoded:
-        """Encodes with an adapter's own encoder if it has one; it has rows for so many tokens
-        behind the model's. A prompt leaves room for so many tokens of an answer, and may be cut if
-        its `limit` says so. The earlier prompts of its call have `num_chars_before`: many hold up
+        """Encodes a prompt. The earlier prompts of its call have `num_chars_before`: many hold up
         the loop as a long one does. A chat's `pictures`, which have all of their tokens, are read
         once the text is known to have room for them.
 
         Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
         template, ShareExceeded if too many prompts of the account wait, and errors of the
         encoder."""
-        base = self._base
-        vocab_size = base.vocab_size + num_added_tokens
-        text = TextLimits(encoder or base.encoder, vocab_size, num_answer_tokens, limit)
+        text = self._limits(terms)
         if isinstance(prompt, tuple):
-            found = Encoded(limit.cut(prompt, self._most_tokens(text)))
+            found = Encoded(terms.limit.cut(prompt, self._most_tokens(text)))
             self._check(found.token_ids, text)
         else:
-            found = await self._encode_in_time(prompt, account, text, num_chars_before)
+            found = await self._encode_in_time(prompt, terms.account, text, num_chars_before)
         rule = self.picture_rule
         self._check_words(found.token_ids, text)
         if rule is None:
@@ -182,42 +162,24 @@ class PromptEncoder:
         self,
         prompts: Sequence[Prompt],
         index: int,
-        account: str = "",
-        encoder: Encoder | None = None,
-        num_added_tokens: int = 0,
-        num_answer_tokens: int = 1,
+        terms: Terms = NO_TERMS,
         num_chars_before: int = 0,
-        limit: PromptLimit = NO_LIMIT,
         pictures: PromptPictures | None = None,
-    ) -> list[Encoded]:
+    ) -> list[Encoded | Refused]:
         """Encodes the prompt of a call with this index, as `encode`, and perhaps some texts behind
-        it. Raises for the first alone: of the others that are refused none is returned."""
+        it, of which the last may be refused: its error is there in its place. Raises like `encode`
+        for the first."""
         prompt = prompts[index]
         if self.picture_rule is not None or not _is_one_of_many(prompt, num_chars_before):
-            made = await self.encode(
-                prompt,
-                account,
-                encoder,
-                num_added_tokens,
-                num_answer_tokens,
-                num_chars_before,
-                limit,
-                pictures,
-            )
-            return [made]
-        text = TextLimits(
-            encoder or self._base.encoder,
-            self._base.vocab_size + num_added_tokens,
-            num_answer_tokens,
-            limit,
-        )
-        encoding = self._threads.submit(account, self._encode_group, prompts, index, account, text)
-        return await asyncio.wrap_future(encoding)
+            return [await self.encode(prompt, terms, num_chars_before, pictures)]
+        text = self._limits(terms)
+        encode = partial(self._encode_group, prompts, index, terms.account, text)
+        return await self._in_thread(encode, terms.account, text)
 
     def _encode_group(
         self, prompts: Sequence[Prompt], index: int, account: str, text: TextLimits
-    ) -> list[Encoded]:
-        found: list[Encoded] = []
+    ) -> list[Encoded | Refused]:
+        found: list[Encoded | Refused] = []
         num_chars = 0
         for place in range(index, len(prompts)):
             prompt = prompts[place]
@@ -228,9 +190,10 @@ class PromptEncoder:
             try:
                 encoded = self._encode(prompt, account, text, TEMPLATE_SECONDS)
                 self._check_words(encoded.token_ids, text)
-            except (InvalidArgument, AdapterUnusable):
+            except (InvalidArgument, AdapterUnusable) as error:
                 if not found:
                     raise
+                found.append(error)
                 break
             found.append(encoded)
         return found
@@ -310,10 +273,13 @@ class PromptEncoder:
         both, most = (prompt.first, prompt.second), self._most_tokens(text)
         fewer = tuple(self._with_fewer_chars(each, text) for each in both)
         made = text.encoder.encode_pair(*fewer)
-        if fewer != both and len(made.token_ids) < most:
-            for given, short, field in zip(both, fewer, prompt.fields, strict=True):
-                self._check_whole(given, short, len(made.token_ids), field, text)
-            made = text.encoder.encode_pair(*both)
+        places, texts = range(len(both)), list(fewer)
+        for at, given, short, field in zip(places, both, fewer, prompt.fields, strict=True):
+            if short != given and (count := made.texts.count(at)) < most:
+                self._check_whole(given, short, count, field, text)
+                texts[at] = given
+        if texts != list(fewer):
+            made = text.encoder.encode_pair(*texts)
         return made.encoded(most, text.limit.kept)
 
     def _encode_question(
@@ -321,17 +287,27 @@ class PromptEncoder:
     ) -> list[int]:
         """Returns the tokens of a chat whose document is cut until they fit: tokens at its end may
         be others than in the whole. Raises InvalidArgument."""
-        document, kept = self._with_fewer_chars(prompt.document, text), text.limit.kept
-        most, num_more = self._most_tokens(text), 0
+        given, kept = prompt.document, text.limit.kept
+        assert kept is not None, "a question is made of a document that may be cut"
+        document, most, num_more = self._with_fewer_chars(given, text), self._most_tokens(text), 0
+
+        def encode(document: str) -> list[int]:
+            return text.encoder.encode_chat(
+                prompt.ask(document), max_chars + len(document), max_seconds
+            )
+
+        token_ids = encode(document)
+        if document != given and len(token_ids) < most:
+            self._check_whole(given, document, len(token_ids), "prompt", text)
+            document, token_ids = given, encode(given)
         for _ in range(MAX_CUTS):
-            chat = prompt.ask(document)
-            token_ids = text.encoder.encode_chat(chat, max_chars, max_seconds)
             num_more = len(token_ids) - most
-            if kept is None or num_more <= 0:
+            if num_more <= 0:
                 return token_ids
             document = text.encoder.shortened(document, num_more, kept)
             if not document:
                 break
+            token_ids = encode(document)
         raise InvalidArgument(
             f"prompt has {num_more} tokens more than the {most} that {text.limit.why} if its "
             "document is cut: shorten the query or the instruction",
@@ -409,16 +385,17 @@ class PromptEncoder:
                 # Nor is any other chat rendered here for a while: they would hold up the loop.
                 self._inline_from_s = time.monotonic() + INLINE_RETRY_SECONDS
                 logger.warning("chats are rendered in a thread", extra={"why": error.message})
+        encode = partial(self._encode, prompt, account, text, TEMPLATE_SECONDS)
+        return await self._in_thread(encode, account, text)
+
+    async def _in_thread(self, encode: Callable[[], T], account: str, text: TextLimits) -> T:
         if text.encoder.renders_in_child:
             await self._work.wait(account)  # until its debt for costly templates is paid
-        job = self._encode, prompt, account, text, TEMPLATE_SECONDS
-        encoding = self._threads.submit(account, *job)
-        return await asyncio.wrap_future(encoding)
+        return await asyncio.wrap_future(self._threads.submit(account, encode))
 
     def _check_fits(self, prompt: Texts, text: TextLimits) -> None:
         """Raises InvalidArgument for a text that has too many tokens, however it is cut."""
-        if isinstance(prompt, Question):
-            prompt = prompt.chat
+        assert not isinstance(prompt, Question), "its document may be cut"
         if isinstance(prompt, Pair):
             texts = [prompt.first, prompt.second]
         elif isinstance(prompt, Text):

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from inference_svc.text.answers.families import AnswerSyntax
 from inference_svc.text.detokenizer import TokenDecoder
+from inference_svc.text.encoder import Encoder
 from inference_svc.text.pieces import Pieces, Vocabulary
-from inference_svc.text.prompt import Encoder
 
 
 class TextModel(Encoder, TokenDecoder, Vocabulary, Protocol):

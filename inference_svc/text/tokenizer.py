@@ -129,9 +129,10 @@ class BackendText:
         num_kept = len(made.ids) - num_fewer
         if num_kept <= 0:
             return ""
+        # The tokens of one character's bytes all have its place: it goes with the first that does.
         if kept is Kept.FIRST:
-            return text[: made.offsets[num_kept - 1][1]]
-        return text[made.offsets[num_fewer][0] :]
+            return text[: min(made.offsets[num_kept - 1][1], made.offsets[num_kept][0])]
+        return text[max(made.offsets[num_fewer][0], made.offsets[num_fewer - 1][1]) :]
 
     def encode_chat(
         self, chat: Chat, max_chars: int, max_seconds: float, framed: Callable[[str], str] = str

@@ -26,8 +26,9 @@ from inference_svc.results.embedding_rule import DenseActivation
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat, ChatMessage
 from inference_svc.text.cut import NO_LIMIT, WHOLE_TIMES, Kept
+from inference_svc.text.encoder import Encoder
 from inference_svc.text.pair import Pair
-from inference_svc.text.prompt import Encoder, PromptEncoder, Question
+from inference_svc.text.prompt import PromptEncoder, Question
 from servicekit.errors import InvalidArgument
 
 MAX_INSTRUCTION_CHARS = 4096

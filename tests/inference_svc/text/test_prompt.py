@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tokenizers.processors import TemplateProcessing
 
 from inference_svc.errors import TemplateTimeout
 from inference_svc.pictures.decoding import Tiles
@@ -12,21 +11,20 @@ from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.processor import HALF, Form, Processor
 from inference_svc.pictures.sizes import Size, TileForm
 from inference_svc.text.chat import TEMPLATE_CHARS, Chat, ChatMessage
-from inference_svc.text.cut import WHOLE_TIMES, Kept, PromptLimit
+from inference_svc.text.cut import Kept, PromptLimit
+from inference_svc.text.encoder import Terms
 from inference_svc.text.pair import Encoded, PairTokens
 from inference_svc.text.prompt import (
     GROUP_CHARS,
     INLINE_CHARS,
-    Encoder,
     Prompt,
     PromptEncoder,
+    Refused,
     Text,
 )
-from inference_svc.text.tokenizer import Tokenizer
-from servicekit.errors import InvalidArgument
+from servicekit.errors import InvalidArgument, ShareExceeded
 from servicekit.shared_memory import SharedBytes
 from servicekit.work_budget import WorkBudget
-from tests.support.models import tokenizer_files as files
 
 
 def chat_of(*messages: tuple[str, str]) -> Chat:
@@ -90,7 +88,7 @@ def test_what_a_template_may_make_does_not_grow_with_an_adapters_tokens(
 
     async def body() -> None:
         prompts = PromptEncoder(Recording(), 10, 128, WorkBudget("work", 1.0))
-        await prompts.encode(chat_of(("", "")), encoder=Adapters())
+        await prompts.encode(chat_of(("", "")), Terms(encoder=Adapters()))
         prompts.close()
 
     found: list[int] = []
@@ -166,11 +164,11 @@ def test_refused_prompts_are_a_debt() -> None:
     async def main() -> None:
         prompts = PromptEncoder(Slow(), 5000, 128, work, share=0.5)
         try:
-            assert await prompts.encode(Text("x" * 4000), "a")
+            assert await prompts.encode(Text("x" * 4000), Terms("a"))
             assert work.debt_s("a") == 0
             for prompt in (Text("x" * 5000), Text("é"), chat_of(("user", "x" * 4999))):
                 with pytest.raises(InvalidArgument):
-                    await prompts.encode(prompt, "a")
+                    await prompts.encode(prompt, Terms("a"))
         finally:
             prompts.close()
 
@@ -201,7 +199,10 @@ def test_tenants_take_turns(are_bodies: bool) -> None:
                 ]
                 return [tuple(await asyncio.wrap_future(each)) for each in parsing]
             found = await asyncio.gather(
-                *(prompts.encode(Text(name * 3000), f"tenant {name}") for name in "a" * 20 + "bc")
+                *(
+                    prompts.encode(Text(name * 3000), Terms(f"tenant {name}"))
+                    for name in "a" * 20 + "bc"
+                )
             )
             return [each.token_ids for each in found]
         finally:
@@ -258,11 +259,11 @@ def test_an_adapter_has_tokens_behind_the_models() -> None:
 
     async def body() -> None:
         prompts = PromptEncoder(Recording(), 100, 128, WorkBudget("work", 1.0))
-        assert await prompts.encode(Text("01"), "", Adapters(), 2) == Encoded((128, 129))
-        assert await prompts.encode((129,), "", Adapters(), 2) == Encoded((129,))
+        assert await prompts.encode(Text("01"), Terms("", Adapters(), 2)) == Encoded((128, 129))
+        assert await prompts.encode((129,), Terms("", Adapters(), 2)) == Encoded((129,))
         for prompt in (Text("2"), (130,)):
             with pytest.raises(InvalidArgument, match=r"token 130 \('<130>'\).* knows 130"):
-                await prompts.encode(prompt, "", Adapters(), 2)
+                await prompts.encode(prompt, Terms("", Adapters(), 2))
         with pytest.raises(InvalidArgument, match="token 128"):
             await prompts.encode((128,))
         prompts.close()
@@ -271,7 +272,7 @@ def test_an_adapter_has_tokens_behind_the_models() -> None:
 
 
 def test_texts_of_a_call_share_a_change_of_threads() -> None:
-    """Up to one that is refused, which raises when it is the first."""
+    """Up to one that is refused, whose error comes last, or is raised when it is the first."""
 
     async def body() -> None:
         prompts = PromptEncoder(recording, 10**6, 128, WorkBudget("work", 1.0))
@@ -284,7 +285,9 @@ def test_texts_of_a_call_share_a_change_of_threads() -> None:
             assert group == [await prompts.encode(each) for each in texts[1:21]]
             assert sum(map(len, (each.token_ids for each in group))) == GROUP_CHARS
             rest = await prompts.encode_next(texts, 21, num_chars_before=INLINE_CHARS)
-            assert len(rest) == 9
+            assert rest[:9] == group[:9]
+            assert isinstance(rest[9], InvalidArgument)
+            assert len(rest) == 10
             with pytest.raises(InvalidArgument, match="token 233"):
                 await prompts.encode_next(texts, 30, num_chars_before=INLINE_CHARS)
         finally:
@@ -293,6 +296,46 @@ def test_texts_of_a_call_share_a_change_of_threads() -> None:
     recording = Recording()
     texts = [Text("a"), *[Text("x" * 400)] * 29, Text("é" * 400), Text("x" * 400)]
     asyncio.run(body())
+
+
+def test_a_refused_text_of_a_group_is_tokenised_once() -> None:
+    class Counting(Recording):
+        num_texts = 0
+
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            self.num_texts += 1
+            return super().encode(text)
+
+    async def main() -> list[Encoded | Refused]:
+        found: list[Encoded | Refused] = []
+        prompts = PromptEncoder(encoder, 10**6, 128, WorkBudget("work", 1.0))
+        while not (found and isinstance(found[-1], InvalidArgument)):
+            found += await prompts.encode_next(texts, len(found), num_chars_before=INLINE_CHARS)
+        prompts.close()
+        return found
+
+    encoder, texts = Counting(), [Text("x" * 400), Text("x" * 400), Text("é" * 400)]
+    assert len(asyncio.run(main())) == encoder.num_texts == 3
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_call_waits_until_the_debt_for_costly_templates_is_paid(index: int) -> None:
+    """Also its texts that share a change of threads."""
+
+    class InChild(Recording):
+        renders_in_child = True
+
+    async def main() -> None:
+        prompts = PromptEncoder(InChild(), 10**6, 128, work)
+        texts = [Text("x" * 3000), Text("x" * 400)]
+        await prompts.encode_next(texts, index, Terms("b"), INLINE_CHARS)
+        with pytest.raises(ShareExceeded):
+            await prompts.encode_next(texts, index, Terms("a"), INLINE_CHARS)
+        prompts.close()
+
+    work = WorkBudget("work", 0.5, processors=1e-6, wait_s=0.05)
+    work.charge("a", 1.0)
+    asyncio.run(main())
 
 
 class Framed(Recording):
@@ -324,7 +367,8 @@ def test_a_prompt_is_cut(prompt: Prompt, kept: Kept, tokens: tuple[int, ...]) ->
     async def body(limit: PromptLimit) -> tuple[int, ...]:
         prompts = PromptEncoder(encoder, 10, 128, WorkBudget("work", 1.0))
         try:
-            return (await prompts.encode(prompt, num_answer_tokens=0, limit=limit)).token_ids
+            terms = Terms(num_answer_tokens=0, limit=limit)
+            return (await prompts.encode(prompt, terms)).token_ids
         finally:
             prompts.close()
 
@@ -334,55 +378,6 @@ def test_a_prompt_is_cut(prompt: Prompt, kept: Kept, tokens: tuple[int, ...]) ->
     if len(tokens) < (len(prompt) if isinstance(prompt, tuple) else len(prompt.text)):
         with pytest.raises(InvalidArgument, match=r"at most 4 are taken|context of 10 tokens"):
             asyncio.run(body(PromptLimit(4, why="are taken")))
-
-
-def cut(encoder: Encoder, max_model_len: int, prompt: Text, limit: PromptLimit) -> tuple[int, ...]:
-    async def body() -> tuple[int, ...]:
-        prompts = PromptEncoder(encoder, max_model_len, 1000, WorkBudget("work", 1.0))
-        try:
-            return (await prompts.encode(prompt, num_answer_tokens=0, limit=limit)).token_ids
-        finally:
-            prompts.close()
-
-    return asyncio.run(body())
-
-
-@pytest.fixture(scope="module")
-def word_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    tokenizer = files.word_piece()
-    tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    return Tokenizer(files.save(tokenizer, tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.mark.parametrize("kept", Kept)
-@pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize("filling", [" " * 1500, " " * 3000, "q" * 3000])
-def test_a_prompt_that_is_cut_keeps_words_that_are_far_from_its_end(
-    word_piece: Tokenizer, filling: str, adds: bool, kept: Kept
-) -> None:
-    """BERT's tokenizer leaves out white space, and has one token for a long word that it does not
-    know."""
-    words = "the quick brown fox jumps over the lazy dog"
-    text = f"{filling} {words}" if kept is Kept.FIRST else f"{words} {filling}"
-    own = word_piece.encode(text, add_special_tokens=False)
-    num_own = 4 if adds else 6
-    own = own[:num_own] if kept is Kept.FIRST else own[-num_own:]
-    assert set(own) & set(word_piece.encode(words, add_special_tokens=False))
-    found = cut(word_piece, 100, Text(text, adds), PromptLimit(6, kept))
-    assert found == ((0, *own, 1) if adds else tuple(own))
-
-
-def test_a_prompt_that_is_cut_has_few_characters_without_tokens(word_piece: Tokenizer) -> None:
-    """They are tokenised up to a multiple of the context's characters."""
-    most = WHOLE_TIMES * 6 * word_piece.max_chars_per_token
-    text, limit = Text("a".rjust(most)), PromptLimit(6, Kept.FIRST)
-    assert len(cut(word_piece, 6, text, limit)) == 3
-    message = rf"has {most + 1} .* are 2 tokens: the server cuts no longer text than of {most} to 6"
-    with pytest.raises(InvalidArgument, match=message) as caught:
-        cut(word_piece, 6, Text("a".rjust(most + 1)), limit)
-    assert caught.value.subject == "prompt"
 
 
 @pytest.mark.parametrize("prompt", [(5, 80, 6), Text("aPb")])
