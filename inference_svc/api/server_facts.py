@@ -58,7 +58,7 @@ class ServerFacts:
     def scores_pairs(self) -> bool:
         """Whether the model is a cross-encoder: its head has one output, for a pair of texts."""
         rule = self.classifier
-        return len(rule.labels) == 1 and not (rule.per_token or rule.score_refusal)
+        return len(rule.labels) == 1 and not rule.per_token
 
     @property
     def expert_token_bytes(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_svc.results.base import FP32_BYTES, OBJECT_BYTES, Kind, Option, Scope, Server
-from inference_svc.results.classifier_rule import MAX_LABELS, ClassifierRule
+from inference_svc.results.classifier_rule import MAX_LABELS
 from inference_svc.results.embedding_rule import Pooling
 from servicekit.errors import InvalidArgument
 
@@ -46,8 +46,10 @@ class ClassLogitsOption(Option):
                 subject="model",
             )
         rule = server.classifier
-        if self.is_score:
-            _check_scores(rule, server.base_model)
+        if self.is_score and rule.per_token:
+            raise InvalidArgument(
+                f"{server.base_model} does not score: it has labels of each token", subject="model"
+            )
         if self.per_token and not rule.per_token and rule.pooling is not Pooling.LAST:
             raise InvalidArgument(
                 f"{server.base_model} classifies whole inputs: it has no labels of each token",
@@ -69,17 +71,6 @@ class ClassLogitsOption(Option):
         if not self.per_token:
             return OBJECT_BYTES + FP32_BYTES * MAX_LABELS
         return OBJECT_BYTES + FP32_BYTES * self.num_labels * num_tokens
-
-
-def _check_scores(rule: ClassifierRule, base_model: str) -> None:
-    """Raises InvalidArgument for a server whose head has no score of a pair of texts."""
-    reason = rule.score_refusal
-    if rule.per_token:
-        reason = "it has labels of each token"
-    elif len(rule.labels) > 1:
-        reason = f"its head has {len(rule.labels)} labels, and a score is a head's only output"
-    if reason:
-        raise InvalidArgument(f"{base_model} does not score: {reason}", subject="model")
 
 
 class ClassLogits(NamedTuple):

@@ -39,7 +39,8 @@ class ClassifierRule:
     `activation` None: softmax of several outputs, and the sigmoid of one. `refusal` says why the
     server does not classify; "": it does. The head reads the mean of the tokens that `pooling`
     says; the model's own is for each token, if `per_token`. `score_activation` makes a score of the
-    only output for a pair of texts, unless a `score_refusal` says why there are no scores."""
+    only output for a pair of texts, unless a `score_refusal` says why the server does not know it:
+    the output as it is can be had."""
 
     labels: tuple[str, ...] = ()
     activation: Activation | None = None

@@ -270,6 +270,26 @@ def test_bad_pairs_are_refused_by_name(serving: Serving) -> None:
     assert caught.value.subject == "documents[1]"
 
 
+def check_unknown(running: Services, logit: float) -> None:
+    """Checks a server whose config names an activation that it does not know."""
+    words = r"activation_fn = .*GELU.*: supported are.* send raw: true"
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        running.client.score(QUERY, ["a"])
+    assert caught.value.subject == "raw"
+    [raw] = running.client.score(QUERY, ["a"], raw=True)
+    assert raw.score == pytest.approx(logit, abs=1e-4)
+    with httpx2.Client(base_url=f"http://{running.http_address}", timeout=60) as http:
+        pair = {"text_1": QUERY, "text_2": "a"}
+        refused = http.post("/score", json=pair).json()["error"]
+        assert refused["param"] == "use_activation"
+        assert refused["message"].endswith("send use_activation: false")
+        found = http.post("/score", json={**pair, "use_activation": False}).json()
+        assert found["data"][0]["score"] == pytest.approx(logit, abs=1e-4)
+        [found] = http.post("/rerank", json={"query": QUERY, "texts": ["a"]}).json()
+        assert found["score"] == pytest.approx(1 / (1 + np.exp(-logit)), abs=1e-4)
+        assert "reranker" in http.get("/info").json()["model_type"]
+
+
 @pytest.mark.parametrize(
     ("changes", "activation"),
     [
@@ -286,7 +306,8 @@ def test_the_config_names_the_activation(
     activation: str,
     tmp_path: Path,
 ) -> None:
-    """As sentence-transformers reads it; one that is not known is refused by name."""
+    """As sentence-transformers reads it. One that is not known is refused by name where a call
+    uses it, and the output can be had as it is."""
     model = tmp_path / "model"
     shutil.copytree(serving.made.folder, model)
     config = json.loads((model / "config.json").read_text()) | changes
@@ -294,8 +315,7 @@ def test_the_config_names_the_activation(
     zoo = Zoo("bert", model, None, {})
     with Services(zoo, tmp_path, inference_flags=flags()) as running:
         if activation == "GELU":
-            with pytest.raises(InvalidArgument, match=r"activation_fn = .*GELU.*: supported are"):
-                running.client.score(QUERY, ["a"])
+            check_unknown(running, serving.made.logit("", QUERY, "a"))
             return
         [found] = running.client.score(QUERY, ["a"])
         logit = serving.made.logit("", QUERY, "a")

@@ -84,10 +84,12 @@ def with_head(call: GenerateCall, binding: Binding | None, server: Server) -> Ge
         # Heads of a sum may differ. One that was registered without names has any number.
         own = 0 if binding.parts else len(binding.class_labels)
         if option.is_score and own:
-            check_one_output(binding.label, own)
+            check_one_output(binding.label, own, "adapter")
         num_labels = max(own or MAX_LABELS, len(rule.labels))
         return replace(call, wanted=Wanted((replace(option, num_labels=num_labels),)))
     if rule.labels:
+        if option.is_score:
+            check_one_output(server.base_model, len(rule.labels), "model")
         option = replace(option, num_labels=len(rule.labels))
         return replace(call, wanted=Wanted((option,)))
     subject = "model" if binding is None else "adapter"
@@ -99,13 +101,14 @@ def with_head(call: GenerateCall, binding: Binding | None, server: Server) -> Ge
     )
 
 
-def check_one_output(adapter: str, num_outputs: int) -> None:
-    """Raises InvalidArgument for an adapter whose head has no single output to score with."""
+def check_one_output(name: str, num_outputs: int, subject: str) -> None:
+    """Raises InvalidArgument for a model or adapter whose head has no single output to score
+    with."""
     if num_outputs != 1:
         raise InvalidArgument(
-            f"{adapter} does not score: its head has {num_outputs} labels, and a score is a head's "
-            "only output: classify with it",
-            subject="adapter",
+            f"{name} does not score: its head has {num_outputs} labels, and a score is a head's "
+            "only output: classify with it, or score with an adapter whose own head has one",
+            subject=subject,
         )
 
 

@@ -45,13 +45,16 @@ _ANSWERS = ("no", "yes")
 class ScoreCall(PoolCall):
     """Each of the `pairs` has a query and a document; `queries_field` is the caller's name of the
     first. `instruction` says what makes a document relevant; "": the default. If it `is_raw`, which
-    the caller says in `raw_field`, scores are a cross-encoder's outputs as they are."""
+    the caller says in `raw_field`, such as by `raw_words`, scores are a cross-encoder's outputs as
+    they are; otherwise the activation that its config names makes them, if it `is_configured`."""
 
     pairs: tuple[tuple[str, str], ...]
     instruction: str = ""
     queries_field: str = "query"
     is_raw: bool = False
     raw_field: str = "raw"
+    raw_words: str = "raw: true"
+    is_configured: bool = True
 
     def to_call(self, server: Server, *, generates: bool) -> GenerateCall:
         """Returns the call of a server that `generates`, or scores as a cross-encoder. Raises
@@ -84,6 +87,13 @@ class ScoreCall(PoolCall):
                 f"instruction: {server.base_model} is no model that generates, and reads a query "
                 "and a document alone",
                 subject="instruction",
+            )
+        refusal = server.classifier.score_refusal
+        if refusal and self.is_configured and not self.is_raw:
+            raise InvalidArgument(
+                f"{server.base_model} has no scores: {refusal}; to have its output as it is, send "
+                f"{self.raw_words}",
+                subject=self.raw_field,
             )
         option = ClassLogitsOption(per_token=False, is_score=True)
         return self._to_call(Pairs(self.pairs, fields), option, NO_LIMIT)
@@ -211,5 +221,5 @@ def _score_of(made: ClassLogits, stream: GenerateStream, activation: DenseActiva
     """Raises InvalidArgument for a head that has several outputs."""
     if len(made.logits) != 1:
         assert stream.binding is not None, "the model's head is known to have one output"
-        check_one_output(stream.binding.label, len(made.logits))
+        check_one_output(stream.binding.label, len(made.logits), "adapter")
     return float(activation(made.logits)[0])

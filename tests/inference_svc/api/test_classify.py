@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,12 @@ from numpy.typing import NDArray
 from inference_svc.api.http.pooling.embeddings import encoded
 from inference_svc.api.pooling.call import SLICE_NUMBERS, of_tokens
 from inference_svc.api.pooling.classify import ClassifyCall, with_head
+from inference_svc.api.pooling.score import ScoreCall
 from inference_svc.results.base import FP32_BYTES, OBJECT_BYTES
+from inference_svc.results.class_logits import ClassLogitsOption
 from inference_svc.results.classifier_rule import MAX_LABELS, Activation, ClassifierRule
 from inference_svc.store.adapter_resolver import Binding
+from servicekit.errors import InvalidArgument
 
 NAMES = ("a", "b", "c", "d", "e")
 
@@ -53,6 +57,38 @@ def test_labels_of_tokens_are_reserved_for_the_head_that_computes_them(
     ).to_call(server.classifier)
     served = with_head(call, bound, server).wanted.served_by(server)
     assert served.prompt_bytes(10) == OBJECT_BYTES + FP32_BYTES * num_labels * 10
+
+
+@pytest.mark.parametrize(
+    ("labels", "bound", "refused"),
+    [
+        (("x", "y"), None, "base"),
+        (("x", "y"), binding(), "base"),
+        (("x", "y"), binding(has_head=True, class_labels=("a",)), ""),
+        (("x",), NAMED, "t/n@1"),
+        (("x",), None, ""),
+        ((), binding(has_head=True, class_labels=("a",)), ""),
+    ],
+    ids=["the model's", "a plain adapter's", "its own", "its own labels", "one", "its own alone"],
+)
+def test_a_head_of_one_output_scores(
+    labels: tuple[str, ...], bound: Binding | None, refused: str
+) -> None:
+    """An adapter's own may, on a model that has several labels."""
+    server: Any = SimpleNamespace(
+        classifier=ClassifierRule(labels), base_model="base", generates=False
+    )
+    call = ScoreCall(request_id="r", adapter="n", pairs=(("q", "d"),)).to_call(
+        server, generates=False
+    )
+    option = call.wanted.served_by(server)
+    call = replace(call, wanted=option)
+    if not refused:
+        assert with_head(call, bound, server).wanted.get(ClassLogitsOption)
+        return
+    with pytest.raises(InvalidArgument, match=f"^{refused} does not score: its head has") as caught:
+        with_head(call, bound, server)
+    assert caught.value.subject == ("model" if refused == "base" else "adapter")
 
 
 def test_results_of_many_tokens_are_made_in_turns() -> None:
