@@ -137,19 +137,40 @@ class Questions(Sequence[Chat | Question]):
     def check_lengths(self, max_chars: int) -> None:
         """Raises InvalidArgument, naming it, for a text longer than the context can hold."""
         queries_field, documents_field = self.fields
-        most_of_document = max_chars if self.kept is None else WHOLE_TIMES * max_chars
+        whole = f"this model's context holds at most {max_chars}"
+        cut = f"no longer text is cut than of {WHOLE_TIMES * max_chars}"
+        of_query = max_chars, whole
+        of_document = of_query if self.kept is None else (WHOLE_TIMES * max_chars, cut)
         for index, (query, document) in enumerate(self.pairs):
-            for text, field, most in (
-                (query, queries_field, max_chars),
-                (document, f"{documents_field}[{index}]", most_of_document),
+            for text, field, (most, why) in (
+                (query, queries_field, of_query),
+                (document, f"{documents_field}[{index}]", of_document),
             ):
                 if len(text) > most:
                     raise InvalidArgument(
-                        f"{field} has {len(text)} characters; this model's context holds at most "
-                        f"{max_chars}, and no longer text is cut than of {WHOLE_TIMES} times as "
-                        "many",
-                        subject=field,
+                        f"{field} has {len(text)} characters; {why}: shorten it", subject=field
                     )
+
+    def check_words(self, names: Sequence[str]) -> None:
+        """Raises InvalidArgument, naming it, for a text with one of the `names` of the tokens that
+        stand for images: documents are judged by their text alone."""
+        queries_field, documents_field = self.fields
+        checked = ""
+        _check_words(self.instruction, "instruction", names)
+        for index, (query, document) in enumerate(self.pairs):
+            if query is not checked:  # all pairs may share one
+                _check_words(query, queries_field, names)
+            checked = query
+            _check_words(document, f"{documents_field}[{index}]", names)
+
+
+def _check_words(text: str, field: str, names: Sequence[str]) -> None:
+    if name := next((each for each in names if each and each in text), ""):
+        raise InvalidArgument(
+            f"{field} has {name!a}, which stands for an image: leave it out, since queries and "
+            "documents are texts alone",
+            subject=field,
+        )
 
 
 def _question(instruction: str, query: str, document: str) -> Chat:
@@ -164,13 +185,16 @@ def with_answer_tokens(
     call: GenerateCall, encoder: Encoder, prompts: PromptEncoder, binding: Binding | None
 ) -> GenerateCall:
     """Returns the call with the tokens of its answers, if it scores. Raises InvalidArgument for a
-    text that is too long for `prompts`, and if the `encoder` of the model or adapter has no single
-    tokens for the answers, or such that the model has no logits of."""
+    text that is too long for `prompts`, or has the name of a token of images, and if the `encoder`
+    of the model or adapter has no single tokens for the answers, or such that the model has no
+    logits of."""
     option = call.wanted.get(ChosenLogitsOption)
     if option is None:
         return call
     assert isinstance(call.prompts, Questions)
     call.prompts.check_lengths(prompts.max_chars(encoder))
+    if (rule := prompts.picture_rule) is not None:
+        call.prompts.check_words(rule.names(encoder.name_of))
     subject = "model" if binding is None else "adapter"
     vocab_size = prompts.vocab_size + (0 if binding is None else binding.added_tokens)
     token_ids = []

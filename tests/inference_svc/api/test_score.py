@@ -13,8 +13,14 @@ import pytest
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc.pooling import IncomingPoolCall, from_score_request
+from inference_svc.api.pooling.call import NOTHING_GENERATED
 from inference_svc.api.pooling.score import Questions, with_answer_tokens
+from inference_svc.pictures.placeholders import PictureRule
+from inference_svc.pictures.processor import HALF, Form, Processor
+from inference_svc.pictures.sizes import TileForm
+from inference_svc.results.base import Wanted
 from inference_svc.results.chosen_logits import ChosenLogitsOption
+from inference_svc.text.cut import Kept
 from inference_svc.text.prompt import PromptEncoder
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
@@ -47,6 +53,60 @@ def test_a_text_longer_than_the_context_is_refused(query: str, document: str, su
     with pytest.raises(InvalidArgument, match="11 characters") as caught:
         questions.check_lengths(10)
     assert caught.value.subject == subject
+    assert "is cut" not in str(caught.value)
+
+
+def test_the_limit_of_a_document_that_is_cut_is_a_multiple_of_the_context() -> None:
+    for query, document, words in (
+        ("q", "d" * 80, ""),
+        ("q", "d" * 81, r"documents\[0\] has 81 characters; no longer text is cut than of 80:"),
+        ("q" * 11, "d", "query has 11 characters; this model's context holds at most 10:"),
+    ):
+        pairs = ((query, document),)
+        questions = Questions("", pairs, ("query", "documents"), kept=Kept.FIRST)
+        if not words:
+            questions.check_lengths(10)
+            continue
+        with pytest.raises(InvalidArgument, match=words):
+            questions.check_lengths(10)
+
+
+@pytest.mark.parametrize("kept", [None, Kept.FIRST])
+@pytest.mark.parametrize("subject", ["instruction", "query", "documents[1]", ""])
+def test_texts_that_are_judged_show_no_images(subject: str, kept: Kept | None) -> None:
+    """The advice is not to send images as parts of a chat: this call has none."""
+    texts = {"instruction": "i", "query": "q", "documents[1]": "d"}
+    if subject:
+        texts[subject] += "<image>"
+    pairs = ((texts["query"], "d"), (texts["query"], texts["documents[1]"]))
+    questions = Questions(texts["instruction"], pairs, ("query", "documents"), kept)
+    processor = Processor(Form.WHOLE, 8, 3, HALF, HALF)
+    names = {"<image>": 9, "yes": 7, "no": 8}
+    encoder: Any = SimpleNamespace(
+        max_chars_per_token=9,
+        encode=lambda text, add_special_tokens: [names[text]],
+        name_of=lambda token_id: "<image>" if token_id == 9 else "",
+    )
+    call: Any = GenerateCall(
+        request_id="r",
+        adapter="",
+        prompts=questions,
+        sampling=NOTHING_GENERATED,
+        wanted=Wanted((ChosenLogitsOption(("no", "yes")),)),
+    )
+    rule = PictureRule(processor, 9, TileForm(8, 4), 2)
+    prompts = PromptEncoder(encoder, 100, 10, WorkBudget("work", 1.0), picture_rule=rule)
+    try:
+        if not subject:
+            with_answer_tokens(call, encoder, prompts, None)
+            return
+        with pytest.raises(
+            InvalidArgument, match="'<image>', which stands for an image: leave"
+        ) as caught:
+            with_answer_tokens(call, encoder, prompts, None)
+        assert caught.value.subject == subject
+    finally:
+        prompts.close()
 
 
 @pytest.mark.parametrize("num_entries", [INLINE_ENTRIES, INLINE_ENTRIES + 1])
