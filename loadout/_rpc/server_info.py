@@ -133,6 +133,8 @@ class ClassifierInfo:
     """The labels of the model's own head; empty: it has none, and adapters bring theirs."""
     per_token: bool
     """Whether the model's own head labels each token."""
+    scores_pairs: bool = False
+    """Whether the model's own head scores pairs of texts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,6 +276,9 @@ def check_unknown(running: Services, logit: float) -> None:
     with pytest.raises(InvalidArgument, match=words) as caught:
         running.client.score(QUERY, ["a"])
     assert caught.value.subject == "raw"
+    classifier = running.client.server_info().classifier
+    assert classifier is not None
+    assert classifier.scores_pairs
     [raw] = running.client.score(QUERY, ["a"], raw=True)
     assert raw.score == pytest.approx(logit, abs=1e-4)
     with httpx2.Client(base_url=f"http://{running.http_address}", timeout=60) as http:

@@ -272,4 +272,6 @@ def to_classifier_info(facts: ServerFacts) -> pb.ClassifierInfo | None:
     rule = facts.classifier
     if rule.refusal:
         return None
-    return pb.ClassifierInfo(labels=rule.labels, per_token=rule.per_token)
+    return pb.ClassifierInfo(
+        labels=rule.labels, per_token=rule.per_token, scores_pairs=facts.scores_pairs
+    )

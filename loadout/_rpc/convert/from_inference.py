@@ -285,7 +285,7 @@ def _embedding_info(message: inference_pb.EmbeddingInfo) -> types.EmbeddingInfo:
 
 def _classifier_info(message: inference_pb.GetServerInfoResponse) -> types.ClassifierInfo:
     found = message.classifier
-    return types.ClassifierInfo(tuple(found.labels), found.per_token)
+    return types.ClassifierInfo(tuple(found.labels), found.per_token, found.scores_pairs)
 
 
 def _rank(message: inference_pb.RankStatus) -> types.RankStatus:

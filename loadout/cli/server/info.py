@@ -190,7 +190,7 @@ def _served(server: ServerInfo) -> str:
     kinds += ["embed"] if server.embedding is not None else []
     if (classifier := server.classifier) is not None:
         kinds.append("classify tokens" if classifier.per_token else "classify")
-        kinds += ["score"] if len(classifier.labels) == 1 and not classifier.per_token else []
+        kinds += ["score"] if classifier.scores_pairs else []
     return ", ".join(kinds)
 
 
