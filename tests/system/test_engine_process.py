@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from inference_svc.core import EngineConfig
+from inference_svc.engine.transport import process
 from inference_svc.engine.transport.messages import Command
 from inference_svc.engine.transport.process import EngineProcess
 from inference_svc.errors import EngineFailed, UnsupportedModel
@@ -126,6 +128,27 @@ def test_what_cannot_be_sent_is_a_failed_engine(config: EngineConfig, caplog: An
     engine._reader.join(GONE_S)
     assert [type(failure) for failure in failures] == [EngineFailed]
     assert "messages to the engine cannot be sent" in caplog.text
+    engine.stop()
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_system_without_memory_is_a_failed_engine(
+    config: EngineConfig, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket is whole, and no later message would be told from the files of this one."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOBUFS, "no buffers")
+
+    running = start_engine("process", config, {})
+    engine: Any = running.engine
+    failures: list[Exception] = []
+    engine._on_outputs = lambda step: failures.append(step.failure)
+    monkeypatch.setattr(process, "send_pixels", fail)
+    running.submit("last", [5], max_tokens=1)
+    engine._reader.join(GONE_S)
+    assert [type(each) for each in failures if each is not None] == [EngineFailed]
+    assert "no buffers" in caplog.text
     engine.stop()
 
 

@@ -105,7 +105,9 @@ def test_more_files_arrive_than_one_piece_has(running: Running, reader: Reader) 
     count = 2 * FILES_AT_ONCE + 5
     data = bytes(picture.pixels.view)
     pictures = tuple(
-        PromptPicture(b"%032d" % i, SharedBytes.of("loadout-pixels", data), 1, picture.runs)
+        PromptPicture(
+            b"%032d" % i, SharedBytes.of("loadout-pixels", data), picture.tile, 1, picture.runs
+        )
         for i in range(count)
     )
     with paused(running):
@@ -133,6 +135,21 @@ def test_without_files_a_request_is_refused_and_others_go_on(
     text = submit(running, reader, "", "text")
     assert running.result(text)[0] == reader.expected("", "text")
     resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
+    again = submit(running, reader, "", "one")
+    assert running.result(again)[0] == reader.expected("", "one")
+
+
+def test_pixels_that_cannot_be_sent_are_refused_and_others_go_on(
+    running: Running, reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt, pictures = reader.prompt("one")
+    pixels = pictures[0].pixels
+    os.close(pixels.file)  # the system finds no file of this number
+    running.submit("closed", prompt, pictures=pictures, max_tokens=1)
+    _, last = running.result("closed")
+    pixels.file = -1
+    assert isinstance(last.error, Unavailable)
+    assert "pixels of an image cannot be sent" in caplog.text
     again = submit(running, reader, "", "one")
     assert running.result(again)[0] == reader.expected("", "one")
 

@@ -30,18 +30,13 @@ RETRY_SECONDS = 0.005
 
 
 def send_pixels(connection: socket.socket, messages: Iterable[Any]) -> None:
-    """Sends the files of the pixels of messages, which were sent before. Raises OSError once the
-    other end is gone."""
+    """Sends the files of the pixels of messages, which were sent before. A piece whose files the
+    system does not take goes without them: see `lost`. Raises ConnectionError once the other end is
+    gone, and OSError if not even a byte can be sent."""
     files = [each.file for each in _pixels_of(messages)]
     for part in _parts(files):
-        while True:
-            try:
-                socket.send_fds(connection, [MARK], part)
-                break
-            except OSError as error:
-                if error.errno != errno.ETOOMANYREFS:
-                    raise
-                time.sleep(RETRY_SECONDS)
+        while not _send(connection, part):
+            time.sleep(RETRY_SECONDS)
 
 
 def receive_pixels(connection: socket.socket, messages: Iterable[Any]) -> None:
@@ -82,8 +77,23 @@ def _parts(items: list[Any]) -> Iterator[list[Any]]:
         yield items[start : start + FILES_AT_ONCE]
 
 
+def _send(connection: socket.socket, files: list[int]) -> bool:
+    """Sends a piece. Returns False if too many files are on their way."""
+    try:
+        socket.send_fds(connection, [MARK], files)
+    except ConnectionError:
+        raise
+    except OSError as error:
+        if error.errno == errno.ETOOMANYREFS:
+            return False
+        logger.error("pixels of an image cannot be sent: %s", error)
+        connection.sendall(MARK)
+    return True
+
+
 def _receive(connection: socket.socket, count: int) -> list[int]:
-    """Returns so many descriptors, or fewer if this process may have no more."""
+    """Returns so many descriptors, or fewer if this process may have no more, or the other end had
+    to leave them out."""
     files = array.array("i")
     # Not for programs that another thread starts meanwhile: recv_fds ignores its flags.
     mark, given, _, _ = connection.recvmsg(

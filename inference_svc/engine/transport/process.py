@@ -190,7 +190,7 @@ class EngineProcess:
             try:
                 self._connection.send_bytes(encode(messages))
                 send_pixels(self._socket, messages)
-            except OSError:
+            except ConnectionError:
                 return  # the reader finds out why
             except Exception:  # lost messages would leave their senders waiting for ever
                 logger.exception("messages to the engine cannot be sent")
