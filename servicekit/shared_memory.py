@@ -39,6 +39,15 @@ class SharedMemory:
         self.view = _mapped(self.file, num_bytes)
         """The memory, read-only. It stays mapped as long as a part of it is used."""
 
+    def clear(self) -> None:
+        """Makes all of it zeros, as it was at first, and gives it back to the machine. Raises
+        OSError if the machine has no files for it."""
+        with mmap.mmap(self.file, self.num_bytes) as memory:
+            if hasattr(mmap, "MADV_REMOVE"):
+                memory.madvise(mmap.MADV_REMOVE)
+            else:
+                memory[:] = bytes(self.num_bytes)
+
     def close(self) -> None:
         """Closes the file: no more processes get it. Idempotent."""
         file, self.file = self.file, -1

@@ -83,7 +83,11 @@ class PictureDecoder:
                 if answer.kind == b"T":  # before the next file takes the memory
                     return self._tiles(answer.content, child, where)
         except (CannotStart, OSError) as error:
-            raise Unavailable(f"images cannot be decoded now: {error}") from error
+            raise Unavailable(
+                f"{where}: images cannot be decoded now: {error}: try again",
+                subject=where,
+                retry_after_s=RETRY_SECONDS,
+            ) from error
         except SandboxFailure as failure:
             logger.warning("the decoding of an image ended: %s", failure)
             raise _failed(failure, where) from None

@@ -17,7 +17,8 @@ class CannotStart(Exception):
 class SandboxPool:
     """At most `size` processes, started when they are needed, each for one caller at a time.
     `prepare` is called with each new one. Each has a memory of its own of `memory_bytes`, unless
-    these are 0. Blocking and thread-safe."""
+    these are 0, which is zeros for each caller: copy your part before you leave. Blocking and
+    thread-safe."""
 
     def __init__(
         self,
@@ -59,6 +60,20 @@ class SandboxPool:
                 raise
             self._put(process)
 
+    def _put(self, process: SandboxProcess) -> None:
+        """Keeps a process without its last caller's memory."""
+        try:
+            if process.memory is not None:
+                process.memory.clear()
+        except OSError:  # no files for it
+            process.end()
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(process)
+                return
+        process.end()
+
     def _take(self) -> SandboxProcess:
         with self._lock:
             while self._idle:
@@ -83,10 +98,3 @@ class SandboxPool:
 
     def _make_memory(self) -> SharedMemory | None:
         return SharedMemory("loadout-sandbox", self._memory_bytes) if self._memory_bytes else None
-
-    def _put(self, process: SandboxProcess) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(process)
-                return
-        process.end()

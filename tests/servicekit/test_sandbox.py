@@ -153,6 +153,30 @@ def test_each_process_of_a_pool_has_a_memory_of_its_own(make: Make) -> None:
     pool.close()
 
 
+def test_the_memory_of_a_process_is_zeros_for_each_caller(make: Make) -> None:
+    """Where it cannot be cleared the process ends, and the caller has its answer all the same."""
+    write = "mmap.mmap(request['file'], 0).write(b'secret')"
+    pool = SandboxPool(make(write, before="import mmap"), 1, memory_bytes=100)
+    pids = set()
+    for _ in range(2):
+        with pool.process() as process:
+            assert process.memory is not None
+            assert not any(process.memory.view)
+            process.ask({"file": process.memory.file}, 100)
+            pids.add(process.pid)
+            assert bytes(process.memory.view[:6]) == b"secret"
+        assert not any(process.memory.view)
+    assert len(pids) == 1
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with pool.process():
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, usual[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    assert pool.idle == ()
+    pool.close()
+
+
 def test_messages_may_be_longer_than_a_pipe(make: Make) -> None:
     text = "x" * (1 << 20)
     assert ask(make("request['text'] * 3"), text=text) == text * 3

@@ -48,6 +48,21 @@ def test_the_one_writes_and_the_other_reads() -> None:
     assert bytes(part) == b"abc", "it stays mapped"
 
 
+def test_cleared_memory_is_zeros_and_takes_no_room() -> None:
+    memory = SharedMemory(NAME, 1 << 20)
+    written = mmap.mmap(memory.file, 0)
+    written[:] = b"a" * (1 << 20)
+    part = memory.view[100:200]
+    before = os.fstat(memory.file).st_blocks
+    memory.clear()
+    assert before > os.fstat(memory.file).st_blocks == 0
+    assert bytes(part) == bytes(100)
+    assert not any(memory.view)
+    written[:3] = b"abc"
+    assert bytes(memory.view[:4]) == b"abc\0", "who has it mapped writes on"
+    assert os.fstat(memory.file).st_size == 1 << 20
+
+
 def test_bytes_are_received_whole_and_nobody_changes_them() -> None:
     made = SharedBytes.of(NAME, DATA)
     assert len(pickle.dumps(made)) < 200

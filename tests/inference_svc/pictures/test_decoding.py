@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import struct
 import time
@@ -284,6 +285,33 @@ def test_a_process_that_gives_no_answer_says_whose_fault_it_is(
         with pytest.raises(error, match=words) as refused:
             decoding_it.result()
     assert refused.value.subject == WHERE
+
+
+def test_without_files_it_is_said_when_to_try_again(decoder_of: Any) -> None:
+    """A process, its memory and the tiles take some each."""
+    decoder, _ = decoder_of("Llava")
+    data = encoded(picture(30, 30))
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for prepare in (lambda: None, lambda: decoder.decode(data, WHERE)):
+        prepare()  # the second time there is a process
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, usual[1]))
+        try:
+            with pytest.raises(Unavailable, match=r"Too many open files: try again$") as refused:
+                decoder.decode(data, WHERE)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        assert refused.value.subject == WHERE
+        assert refused.value.retry_after_s == decoding.RETRY_SECONDS
+
+
+def test_a_process_keeps_no_pixels(decoder_of: Any) -> None:
+    """Of one tenant, while it waits for the file of the next one."""
+    decoder, _ = decoder_of("Llava")
+    tiles = decoder.decode(encoded(picture(30, 30)), WHERE)
+    assert any(tiles.pixels.view)
+    [child] = decoder.pool.idle
+    assert child.memory is not None
+    assert not any(child.memory.view)
 
 
 def test_pictures_that_differ_have_different_digests(llava: Any) -> None:
