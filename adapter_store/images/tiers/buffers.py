@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import sys
@@ -16,6 +17,8 @@ import torch
 from adapter_store.images.tiers.memory_lock import MemoryLock
 from contract.images.sharing import ADD_SEALS, SEAL_SEAL, SEALS
 from servicekit.shared_memory import descriptors_for
+
+logger = logging.getLogger(__name__)
 
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 MIN_FILE_BYTES = 256 << 10
@@ -58,26 +61,31 @@ class Buffer:
     def sealed_file(self) -> int:
         """Returns the descriptor of the file, whose bytes nobody can change any more, and which
         lives as long as the buffer, which is final. Raises NotSealed: as long as others use the
-        memory as it was before, it could be written to."""
+        memory as it was before, it could be written to. A mapping takes a file more, which the
+        process may not have now."""
         assert self._is_final
         assert self._file is not None
-        if not self._is_private:
-            self._is_private = True
-            mapped = mmap.mmap(
-                self._file, self.num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-            )
-            self._lock.unlock(self.data)
-            self.data = torch.frombuffer(mapped, dtype=torch.uint8)
-            self._lock.lock(self.data)
-        if not self._is_sealed:
-            try:
-                fcntl.fcntl(self._file, ADD_SEALS, SEALS | SEAL_SEAL)
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise
+        if self._is_sealed:
+            return self._file
+        try:
+            if not self._is_private:
+                self._make_private(self._file)
+            fcntl.fcntl(self._file, ADD_SEALS, SEALS | SEAL_SEAL)
+        except OSError as error:
+            if error.errno == errno.EBUSY:
                 raise NotSealed("in_use") from None
-            self._is_sealed = True
+            logger.warning("an image cannot be shared now: %s", error)
+            raise NotSealed("no_file") from error
+        self._is_sealed = True
         return self._file
+
+    def _make_private(self, file: int) -> None:
+        """Has the memory mapped so that the file cannot be written through it. Raises OSError."""
+        mapped = mmap.mmap(file, self.num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._is_private = True
+        self._lock.unlock(self.data)
+        self.data = _tensor(mapped)
+        self._lock.lock(self.data)
 
 
 class BufferPool:

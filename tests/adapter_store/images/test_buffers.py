@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,38 @@ def test_a_buffer_in_use_is_not_sealed():
             buffer.sealed_file()
     del reader
     buffer.sealed_file()
+
+
+def test_without_files_a_buffer_is_sealed_later(caplog):
+    """Its mapping takes one more: until then its image is complete, and is streamed."""
+    buffer = BufferPool(NUM_BYTES, has_files=True).make(NUM_BYTES)
+    buffer.data.fill_(7)
+    buffer.set_final()
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, usual[1]))
+    try:
+        for _ in range(2):
+            with pytest.raises(NotSealed, match="no_file"):
+                buffer.sealed_file()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    assert "Too many open files" in caplog.text
+    assert os.pread(buffer.sealed_file(), NUM_BYTES, 0) == b"\x07" * NUM_BYTES
+    assert torch.equal(buffer.data, torch.full((NUM_BYTES,), 7, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_mapping_may_have_huge_pages(is_shared):
+    """Also the one that a shared image has once it is complete: `hg` of its flags."""
+    buffer = BufferPool(8 << 20, has_files=True).make(8 << 20)
+    if is_shared:
+        buffer.set_final()
+        buffer.sealed_file()
+    maps = Path("/proc/self/smaps").read_text()
+    start = f"{buffer.data.data_ptr():08x}-"
+    flags = re.search(rf"^{start}.*?^VmFlags: (.*?)$", maps, re.MULTILINE | re.DOTALL)
+    assert flags is not None
+    assert "hg" in flags[1].split()
 
 
 def test_files_are_for_images_worth_it(monkeypatch):
