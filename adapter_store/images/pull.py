@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -33,6 +33,8 @@ TAKE_SECONDS = 10.0
 AWAITED_BYTES = 16 << 20
 """An image of at most so many bytes is shared even if it is being built, once that ends: its last
 bytes come sooner than if the same processors also sent and received the first ones."""
+AWAITED_SECONDS = 1.0
+"""How long it is waited for: one that is built slowly is streamed part by part."""
 CHUNK_BYTES = 512 << 10
 """The approximate length of a chunk: the chunks of a part have equal lengths, at most half more."""
 
@@ -131,8 +133,8 @@ class Pulls:
                 self._use_layout(key.layout_id)
                 plan = await image.wait_plan()
                 start = start_offset(offset, image_id, plan.image_id, plan.total_bytes)
-                self._metrics.pull_wait_seconds.observe(time.monotonic() - start_s)
                 async with self._offered(image, start, share_id, account) as (offer, reason):
+                    self._metrics.pull_wait_seconds.observe(time.monotonic() - start_s)
                     phases.enter("stream" if offer is None else "share")
                     ticket = b"" if offer is None else offer.ticket
                     yield replace(plan.header(start), share_ticket=ticket, not_shared=reason)
@@ -177,7 +179,9 @@ class Pulls:
                 reason = "resumed"
             else:
                 if image.plan.total_bytes <= AWAITED_BYTES:
-                    await image.wait_complete()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(AWAITED_SECONDS):
+                            await image.wait_complete()
                 try:
                     file = await image.sealed_file()
                     offer = stack.enter_context(self._offers.offer(file, account))

@@ -39,7 +39,8 @@ CALLS = (
     _OWN.counter("pulls", "Pulls by result: complete, cancelled, or the error's reason.", "result"),
     _OWN.histogram(
         "pull_wait_seconds",
-        "Time from a pull's call to its first answer: lookup, a free worker, and space in memory.",
+        "Time from a pull's call to its first answer: lookup, a free worker, space in memory, and, "
+        "with --share-socket, the building of a small image, for at most a second.",
         bounds_s=_BOUNDS_S,
     ),
     _OWN.counter("pulled_bytes", "Image bytes sent."),

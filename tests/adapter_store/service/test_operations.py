@@ -8,19 +8,17 @@ import signal
 import socket
 import threading
 import time
-import urllib.request
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from adapter_store.__main__ import _run as run_process
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.support.store.served import Served
+from tests.support.store.served import Served, read_metrics
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
@@ -41,18 +39,6 @@ def test_reflection(client):
     (response,) = stub.ServerReflectionInfo(iter([request]))
     names = {service.name for service in response.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= names
-
-
-def read_metrics(store) -> dict[tuple[str, ...], float]:
-    url = f"http://{store.running.metrics_address}/metrics"
-    with urllib.request.urlopen(url, timeout=60) as response:
-        text = response.read().decode()
-    return {
-        (sample.name.removeprefix("loadout_store_"), *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name.startswith("loadout_store_")
-    }
 
 
 def test_metrics(store, client, make_adapter, make_layout, refused):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import urllib.request
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from adapter_store.app import RunningStore, running_store
 from adapter_store.config import StoreSettings
@@ -71,6 +73,19 @@ class Served:
         assert not self._thread.is_alive()
         if self._error is not None:
             raise self._error
+
+
+def read_metrics(store: Served) -> dict[tuple[str, ...], float]:
+    """The values of a store's own metrics, by name and the values of their labels."""
+    url = f"http://{store.running.metrics_address}/metrics"
+    with urllib.request.urlopen(url, timeout=60) as response:
+        text = response.read().decode()
+    return {
+        (sample.name.removeprefix("loadout_store_"), *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("loadout_store_")
+    }
 
 
 @contextmanager
