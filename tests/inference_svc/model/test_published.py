@@ -115,7 +115,7 @@ _GEMMA3 = {
 _PIXTRAL = {
     "size": {"longest_edge": 1540},
     "image_processor_type": "PixtralImageProcessor",
-    "patch_size": 16,
+    "patch_size": 14,
 }
 PROCESSORS = {
     "ministral-3-3b": _PIXTRAL,

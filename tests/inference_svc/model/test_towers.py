@@ -181,6 +181,31 @@ def test_a_tower_that_is_not_computed_is_refused(
     _check_refused("Llava", part, key, value, named, tmp_path)
 
 
+ROTATED = ("Mistral3", "Qwen2_5_VL", "Qwen3VL")
+"""Their towers rotate by rows and columns; the name of that depends on transformers' release."""
+
+
+@pytest.mark.parametrize("model", ROTATED)
+def test_a_rotation_has_two_names(model: str, tmp_path: Path) -> None:
+    make_reader(model, tmp_path)
+    towers = []
+    for kind in ("axial", "default"):
+        _change_config(
+            tmp_path, "vision_config", "rope_parameters", {"rope_type": kind, "rope_theta": 99.0}
+        )
+        towers.append(load_description(tmp_path, with_pictures=True).pictures.tower)
+    assert towers[0] == towers[1]
+    assert [rope.rope_theta for rope, _ in towers[0].ropes] == [99.0]
+
+
+@pytest.mark.parametrize("model", ROTATED)
+@pytest.mark.parametrize(
+    "value", [{"rope_type": "yarn"}, {"type": "linear"}, {"rope_type": ["axial"]}, [1]]
+)
+def test_another_rotation_is_refused(model: str, value: object, tmp_path: Path) -> None:
+    _check_refused(model, "vision_config", "rope_parameters", value, "rope_parameters", tmp_path)
+
+
 @pytest.mark.parametrize("count", [15, 9, 0, None])
 def test_tokens_of_an_image_that_are_no_square_of_patches_are_refused(
     count: object, tmp_path: Path
@@ -193,13 +218,17 @@ def _check_refused(
 ) -> None:
     """Asserts that a config with this value has text alone."""
     make_reader(model, tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    (config[part] if part else config)[key] = value
-    path.write_text(json.dumps(config))
+    _change_config(tmp_path, part, key, value)
     with pytest.raises(UnsupportedModel, match=named):
         load_description(tmp_path, with_pictures=True)
     assert load_description(tmp_path).pictures is None
+
+
+def _change_config(folder: Path, part: str, key: str, value: object) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    (config[part] if part else config)[key] = value
+    path.write_text(json.dumps(config))
 
 
 def test_text_alone_needs_no_processor(tmp_path: Path) -> None:

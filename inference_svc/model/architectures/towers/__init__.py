@@ -3,4 +3,5 @@
 vit      CLIP and SigLIP
 qwen     Qwen 2 VL and its successors
 pixtral  Pixtral, of Mistral 3
+axial    the rotation by rows and columns of the last two
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from inference_svc.model.architectures.towers.axial import read_theta
 from inference_svc.model.architectures.towers.vit import TOWER, WHERE
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import check_keys, names
@@ -120,10 +121,7 @@ def _attention(config: ConfigReader, width: int) -> BothWays:
         raise config.unsupported(HEADS, f"{width} must be as many heads of a multiple of 4")
     if config.get("head_dim") not in (None, head_dim):
         raise config.unsupported("head_dim", f"must be {head_dim}")
-    rope = config.get("rope_parameters") or config.given
-    if not isinstance(rope, Mapping) or rope.get("rope_type", "axial") != "axial":
-        raise config.unsupported("rope_parameters", "rope_type must be axial")
-    theta = ConfigReader(rope, {"rope_theta": 10_000.0}, WHERE).number("rope_theta")
+    theta = read_theta(config, config.get("rope_parameters") or config.given)
     pairs = head_dim // 4
     members = tuple(Member(f"attention.{name}_proj", width) for name in "qkv")
     return BothWays(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from inference_svc.model.architectures.towers.axial import read_theta
 from inference_svc.model.architectures.towers.vit import TOWER, WHERE
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import check_keys, names
@@ -225,10 +226,7 @@ def _attention(config: ConfigReader, width: int) -> BothWays:
     head_dim = width // num_heads
     if width % num_heads or head_dim % 4:
         raise config.unsupported("num_heads", f"{width} must be as many heads of a multiple of 4")
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping) or rope.get("rope_type", "axial") != "axial":
-        raise config.unsupported("rope_parameters", "rope_type must be axial")
-    theta = ConfigReader(rope, {"rope_theta": 10_000.0}, WHERE).number("rope_theta")
+    theta = read_theta(config, config.get("rope_parameters") or {})
     pairs = head_dim // 4
     return BothWays(
         num_heads,

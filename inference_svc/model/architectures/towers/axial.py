@@ -1,0 +1,22 @@
+"""The rotation by rows and columns of patches, as configs of towers describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from inference_svc.model.config.reader import ConfigReader
+
+_KINDS = (None, "axial", "default")
+"""The names that releases of transformers have for it."""
+
+
+def read_theta(config: ConfigReader, rope: Any) -> float:
+    """Returns the base of the rotation's frequencies, as `rope` has it: the tower's
+    `rope_parameters`, or the config itself. Raises UnsupportedModel naming `rope_parameters` or
+    `rope_theta`."""
+    if not isinstance(rope, Mapping):
+        raise config.unsupported("rope_parameters", "must be an object")
+    if rope.get("rope_type", rope.get("type")) not in _KINDS:
+        raise config.unsupported("rope_parameters", "rope_type must be axial or default")
+    return ConfigReader(rope, {"rope_theta": 10_000.0}, config.where).number("rope_theta")
