@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.support.models.parity import relative_rms
 from tests.support.pictures.models import (
     FREE,
     PATCH,
+    READERS,
     SQUARES,
     TILE,
     VISION,
@@ -90,13 +92,33 @@ def test_tiles_of_any_size_equal_transformers(
     num_parts = 1 + (size == (36, 40))
     assert len(pictures.tiles.slices(tile)) == num_parts
     assert num_turns == -(-num_parts * (pictures.tower.num_layers + 1) // num_units)
-    patches = cell_patches(normalised(pixels, pictures.processor)[0])
-    both = patches[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1)
-    with torch.no_grad():
-        found = model.model.get_image_features(both, torch.tensor([[1, *size]]))
-    of_taps = getattr(found, "deepstack_features", None) or ()
-    expected = torch.cat([torch.cat(list(rows)) for rows in (found.pooler_output, *of_taps)], 1)
+    expected = free_rows(model, normalised(pixels, pictures.processor)[0])
     assert encoding.rows.shape == expected.shape
+    assert relative_rms(encoding.rows, expected) <= 1e-5
+
+
+def free_rows(model: Any, tile: torch.Tensor) -> torch.Tensor:
+    """Returns transformers' embeddings of a tile [3, height, width] for Qwen's classes, with the
+    ones of taps beside them: [tokens, hidden_size * (1 + taps)]."""
+    both = cell_patches(tile)[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1)
+    grid = torch.tensor([[1, *(side // PATCH for side in tile.shape[1:])]])
+    with torch.no_grad():
+        found = model.model.get_image_features(both, grid)
+    of_taps = getattr(found, "deepstack_features", None) or ()
+    return torch.cat([torch.cat(list(rows)) for rows in (found.pooler_output, *of_taps)], 1)
+
+
+def test_taps_count_in_order_of_layers(tmp_path: Path) -> None:
+    """Wherever a config lists them; a tap's place in the list is its module's."""
+    vision = READERS["Qwen3VL"][1]["vision_config"] | {"deepstack_visual_indexes": [2, 0]}
+    model = make_reader("Qwen3VL", tmp_path, vision_config=vision)
+    tower = tower_of(tmp_path)
+    tile = Size(4 * PATCH, 6 * PATCH)
+    pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
+    encoding = tower.begin(tile, 1)
+    tower.go_on(encoding, pixels.numpy().tobytes(), 100)
+    pictures = load_description(tmp_path, with_pictures=True).pictures
+    expected = free_rows(model, normalised(pixels, pictures.processor)[0])
     assert relative_rms(encoding.rows, expected) <= 1e-5
 
 

@@ -264,14 +264,16 @@ def _merger(kind: Kind, module: str, suffix: str, size: int, out_size: int) -> C
 
 
 def _taps(config: ConfigReader, kind: Kind, size: int, out_size: int) -> tuple[Tap, ...]:
-    """Returns the mergers behind some of the layers, each with a norm of whole cells."""
+    """Returns the mergers behind some of the layers, each with a norm of whole cells, in order of
+    layers: the text adds their outputs in this order, wherever the config lists them."""
     if "deepstack_visual_indexes" not in kind.defaults:
         return ()
+    layers = _layers(config, "deepstack_visual_indexes")
     return tuple(
         Tap(
             layer,
             _norm(kind, f"{TAPS}.{index}.{kind.merger_norm}", size),
             _merger(kind, f"{TAPS}.{index}", f"_{index}", size, out_size),
         )
-        for index, layer in enumerate(_layers(config, "deepstack_visual_indexes"))
+        for layer, index in sorted((layer, index) for index, layer in enumerate(layers))
     )
