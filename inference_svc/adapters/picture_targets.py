@@ -58,6 +58,7 @@ def _in_whole(target: Target, wrapper: Wrapper, suffix: str = "") -> Target:
         for each in names
         for name in wrapper.whole_names(each.name)
     ]
+    assert found, f"no prefix of the whole model's names fits {target.name}"
     first, *others = found
     return replace(
         target,

@@ -152,9 +152,9 @@ class TorchTower:
             state.qkv[layer % len(state.qkv)][own] = step.values[layers.qkv]
         count, size = self._pictures.tiles.tokens(encoding.tile), self._pictures.size
         rows = encoding.rows[encoding.index * count :]
-        for index, out in enumerate(layers.outs):
+        for place, out in enumerate(layers.outs):
             if out in step.values:
-                rows[part.cells, index * size : (index + 1) * size] = step.values[out]
+                rows[part.cells, place * size : (place + 1) * size] = step.values[out]
 
     def _patches(
         self, encoding: Encoding, state: TileState, pixels: bytes | memoryview, part: TilePart

@@ -182,28 +182,36 @@ class _Reader:
         return value
 
     def filter(self, default: int) -> int:
-        value = self.values.get("resample", default)
-        if value not in FILTERS:
+        value = self.values.get("resample")
+        if value is None:
+            return default
+        if type(value) is not int or value not in FILTERS:
             raise self.unsupported("resample", "must be 0 to 5, as Pillow numbers filters")
-        return int(value)
+        return value
 
     def channels(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
         value = self.values.get(key)
         if value is None:
             return default
         is_list = isinstance(value, list) and len(value) == CHANNELS
-        if not is_list or not all(isinstance(each, int | float) for each in value):
-            raise self.unsupported(key, f"must be {CHANNELS} numbers")
+        if not is_list or not all(_is_number(each) and abs(each) <= 255 for each in value):
+            raise self.unsupported(key, f"must be {CHANNELS} numbers, of at most 255")
         if key == "image_std" and not all(each > 0 for each in value):
             raise self.unsupported(key, "must be above 0")
         return tuple(map(float, value))
 
     @property
     def scale(self) -> float:
-        value = self.values.get("rescale_factor", RESCALE)
-        if not isinstance(value, int | float) or not 0 < value <= 1:
+        value = self.values.get("rescale_factor")
+        if value is None:
+            return RESCALE
+        if not _is_number(value) or not 0 < value <= 1:
             raise self.unsupported("rescale_factor", "must be above 0, and at most 1")
         return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read(model_dir: Path) -> _Reader:

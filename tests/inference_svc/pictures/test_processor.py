@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,15 @@ def test_sizes_may_be_numbers(tmp_path: Path) -> None:
     assert read_processor(tmp_path, FORM).size == Size(TILE, TILE)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_null_counts_as_left_out(name: str, tmp_path: Path) -> None:
+    save_processor(name, tmp_path)
+    expected = read_processor(tmp_path, tile_form(name))
+    keys = ("resample", "rescale_factor", "image_mean", "image_std")
+    save_processor(name, tmp_path, **dict.fromkeys(keys))
+    assert read_processor(tmp_path, tile_form(name)) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
@@ -64,9 +74,19 @@ def test_sizes_may_be_numbers(tmp_path: Path) -> None:
         ("Llava", {"do_center_crop": False}, "size"),
         ("Llava", {"do_center_crop": "no"}, "do_center_crop"),
         ("Llava", {"resample": 9}, "resample"),
+        ("Llava", {"resample": True}, "resample"),
+        ("Llava", {"resample": [2]}, "resample"),
         ("Llava", {"image_mean": [1, 2]}, "image_mean"),
+        ("Llava", {"image_mean": [0.5, math.nan, 0.5]}, "image_mean"),
+        ("Llava", {"image_mean": [0.5, -math.inf, 0.5]}, "image_mean"),
+        ("Llava", {"image_mean": [True, False, True]}, "image_mean"),
         ("Llava", {"image_std": [0, 1, 1]}, "image_std"),
+        ("Llava", {"image_std": [True, 1, 1]}, "image_std"),
+        ("Llava", {"image_std": [math.nan, 1, 1]}, "image_std"),
+        ("Llava", {"image_std": [10**400, 1, 1]}, "image_std"),
         ("Llava", {"rescale_factor": 0}, "rescale_factor"),
+        ("Llava", {"rescale_factor": True}, "rescale_factor"),
+        ("Llava", {"rescale_factor": math.nan}, "rescale_factor"),
         ("LlavaOfSiglip", {"size": {"height": TILE, "width": 9}}, "size"),
         ("Gemma3", {"size": {"height": TILE, "width": 9}}, "size"),
         ("Gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan"),
