@@ -16,7 +16,7 @@ from inference_svc.backends.pictures import PictureRows
 from inference_svc.core import Part, Sum, VersionPolicy
 from inference_svc.engine.transport.messages import Command, Move
 from inference_svc.pictures.prompt import PictureWork
-from tests.support.pictures.models import FURTHER
+from tests.support.pictures.contents import FURTHER
 from tests.support.wait import until
 from tests.system.engines import Running
 from tests.system.picture_readers import NUM_TOKENS, PROMPTS, SETTINGS, Reader, submit
@@ -32,17 +32,27 @@ def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         yield made
 
 
+CONTENTS = {
+    "Llava": ("magnitudes", "base-biases", "norms", "whole-projector"),
+    "SmolVLM": ("magnitudes", "base-biases", "norms", "whole-projection"),
+    "Gemma3": ("norms-of-gemma", "magnitudes", "base-biases"),
+    "Mistral3": ("whole-projector", "magnitudes", "norms-of-mistral"),
+    "Qwen2_5_VL": ("base-biases", "magnitudes", "norms-of-qwen2.5", "whole-merger"),
+    "Qwen3VL": ("whole-taps", "magnitudes", "base-biases", "norms-of-qwen3"),
+}
+"""The kinds of contents that each model's tower and connector have a place for."""
+QUICK = ("Llava", "SmolVLM")
+"""The models of which all kinds are tested always: of the others the first."""
+
+
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        ("Llava", "magnitudes"),
-        ("SmolVLM", "magnitudes"),
-        ("Llava", "base-biases"),
-        ("SmolVLM", "base-biases"),
-        ("Llava", "norms"),
-        ("SmolVLM", "norms"),
-        ("Llava", "whole-projector"),
-        ("SmolVLM", "whole-projection"),
+        pytest.param(
+            model, kind, marks=() if model in QUICK or kind == kinds[0] else pytest.mark.long
+        )
+        for model, kinds in CONTENTS.items()
+        for kind in kinds
     ],
 )
 def test_contents_besides_a_and_b_are_computed_as_peft_does(

@@ -277,23 +277,6 @@ SPECS = (
 )
 """Adapters of the language part, the tower, the connector, and all of them. PEFT saves tensors of
 another adapter along if an adapter has a name that begins as a module's does."""
-_BOTH = f"{TOWER}|{CONNECTOR}"
-FURTHER = {
-    "magnitudes": (
-        AdapterSpec("of-dora", 4, _BOTH, {"use_dora": True}),
-        AdapterSpec("of-biases", 4, _BOTH, {"lora_bias": True}),
-    ),
-    "base-biases": (AdapterSpec("of-base-biases", 4, _BOTH, {"bias": "lora_only"}),),
-    "norms": (AdapterSpec("of-norms", 4, TOWER, {"modules_to_save": ["norm1", "post_layernorm"]}),),
-    "whole-projector": (
-        AdapterSpec("of-saved", 4, TOWER, {"modules_to_save": ["multi_modal_projector"]}),
-    ),
-    "whole-projection": (
-        AdapterSpec("of-saved", 4, TOWER, {"modules_to_save": ["modality_projection"]}),
-    ),
-}
-"""Adapters of towers and connectors with contents besides A and B, by what PEFT can have in one
-model."""
 
 
 def cell_patches(pixels: torch.Tensor) -> torch.Tensor:
