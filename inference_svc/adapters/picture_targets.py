@@ -29,9 +29,10 @@ _LAYER = re.compile(r".+\.\d+(?=\.)")
 
 
 def linear_targets(tower: Decoder) -> Iterator[Target]:
-    """Yields the linear layers of a tower and its connector, in order of use."""
+    """Yields the linear layers of a tower and its connector, in order of use. Gemma 3's connector
+    has a parameter [in, out] in place of one, whose name no adapter can give: it is left out."""
     for spec, layer in weights_of(tower):
-        if isinstance(spec, Projection):
+        if isinstance(spec, Projection) and not spec.is_transposed:
             for target in targets_of(spec, layer):
                 yield _in_whole(target, tower.wrapper)
 

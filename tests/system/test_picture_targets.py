@@ -23,6 +23,8 @@ from contract.images.layouts import Layout
 from inference_svc.adapters.picture_targets import with_unread
 from inference_svc.adapters.targets import build_layout
 from inference_svc.model.architectures import load_description
+from tests.support.pictures.contents import FURTHER
+from tests.support.pictures.models import NAMES, make_reader
 from tests.system.engines import CompilingStore
 from tests.system.picture_readers import Reader
 
@@ -46,6 +48,35 @@ def layout(reader: Reader) -> Layout:
         with_unread(build_layout(decoder, "tiny", torch.float32), folder, decoder)
     )
     return store.layout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_linear_layers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """All that are computed, and no parameter that is no module, as Gemma 3's connector has."""
+    model = make_reader(name, tmp_path)
+    decoder = load_description(tmp_path, with_pictures=True)
+    layout = build_layout(decoder, "tiny", torch.float32)
+    linear = {n for n, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    text = {n for n in linear if "language_model" in n or "text_model" in n or n == "lm_head"}
+    unread = {n for n in linear - text if ".head." in n}
+    if name == "Llava":
+        unread |= {n for n in linear - text if "layers.2." in n}
+    found = [
+        linear & {each.name, *(other.name for other in each.other_names)}
+        for each in layout.targets
+        if each.is_of_pictures
+    ]
+    assert all(len(each) == 1 for each in found)
+    assert set().union(*found) == linear - text - unread
+
+
+def test_gemmas_projection_is_refused_by_name(tmp_path: Path) -> None:
+    """Saved with its connector; alone the connector's norm can be saved."""
+    [spec] = FURTHER["whole-projector"]
+    with closing(Reader("Gemma3", tmp_path, (spec,))) as made:
+        folder = made.zoo.adapter_dirs[spec.name]
+    with pytest.raises(InvalidAdapter, match=r"mm_input_projection_weight.*layers and norms"):
+        open_checkpoint(folder)
 
 
 RENAMED = {
