@@ -123,14 +123,6 @@ class PromptEncoder:
         """Returns an account's executor for other long work before its prompts are tokenised."""
         return self._threads.of(account)
 
-    def _limits(self, terms: Terms) -> TextLimits:
-        return TextLimits(
-            terms.encoder or self._base.encoder,
-            self._base.vocab_size + terms.num_added_tokens,
-            terms.num_answer_tokens,
-            terms.limit,
-        )
-
     async def encode(
         self,
         prompt: Prompt,
@@ -145,7 +137,7 @@ class PromptEncoder:
         Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
         template, ShareExceeded if too many prompts of the account wait, and errors of the
         encoder."""
-        text = self._limits(terms)
+        text = _limits(self._base, terms)
         if isinstance(prompt, tuple):
             found = Encoded(terms.limit.cut(prompt, self._most_tokens(text)))
             self._check(found.token_ids, text)
@@ -172,7 +164,7 @@ class PromptEncoder:
         prompt = prompts[index]
         if self.picture_rule is not None or not _is_one_of_many(prompt, num_chars_before):
             return [await self.encode(prompt, terms, num_chars_before, pictures)]
-        text = self._limits(terms)
+        text = _limits(self._base, terms)
         encode = partial(self._encode_group, prompts, index, terms.account, text)
         return await self._in_thread(encode, terms.account, text)
 
@@ -215,11 +207,6 @@ class PromptEncoder:
         expanded = rule.expanded(found, tiles, name_of(rule.token_id), encode)
         self._check(expanded, text)
         return expanded
-
-    def _framed_by(self, encoder: Encoder) -> Callable[[str], str]:
-        """Returns the function that puts frames around the pictures of a conversation's text."""
-        rule = self.picture_rule
-        return str if rule is None else partial(rule.framed, name_of=encoder.name_of)
 
     @property
     def vocab_size(self) -> int:
@@ -447,8 +434,22 @@ class PromptEncoder:
         max_chars = min(self.max_chars(text.encoder), of_base) + INLINE_CHARS
         if isinstance(prompt, Question):
             return self._encode_question(prompt, text, max_chars, max_seconds)
-        framed = self._framed_by(text.encoder)
+        framed = _framed_by(self.picture_rule, text.encoder)
         return text.encoder.encode_chat(prompt, max_chars, max_seconds, framed)
+
+
+def _limits(base: TextLimits, terms: Terms) -> TextLimits:
+    return TextLimits(
+        terms.encoder or base.encoder,
+        base.vocab_size + terms.num_added_tokens,
+        terms.num_answer_tokens,
+        terms.limit,
+    )
+
+
+def _framed_by(rule: PictureRule | None, encoder: Encoder) -> Callable[[str], str]:
+    """Returns the function that puts frames around the pictures of a conversation's text."""
+    return str if rule is None else partial(rule.framed, name_of=encoder.name_of)
 
 
 def _is_one_of_many(prompt: Prompt, num_chars_before: int) -> bool:
