@@ -17,9 +17,11 @@ from inference_svc.core import Part, Sum, VersionPolicy
 from inference_svc.engine.transport.messages import Command, Move
 from inference_svc.pictures.prompt import PictureWork
 from tests.support.pictures.contents import FURTHER
+from tests.support.pictures.files import picture
+from tests.support.pictures.models import PATCH, PROCESSORS
 from tests.support.wait import until
 from tests.system.engines import Running
-from tests.system.picture_readers import NUM_TOKENS, PROMPTS, SETTINGS, Reader, submit
+from tests.system.picture_readers import NUM_TOKENS, PROMPTS, SETTINGS, Reader, asked, submit
 
 CUT = {"max_batch_tokens": 8, "max_prefill_chunk": 8, "max_sequences": 4}
 OWN = ("of-tower", "of-connector", "of-all")
@@ -79,6 +81,44 @@ def check_answers(running: Running, made: Reader, cells: Sequence[tuple[str, str
         tokens, last = running.result(request_id)
         assert last.error is None
         assert tokens == made.expected(adapter, name), (adapter, name)
+
+
+SIDE = 40 * PATCH
+LARGE: dict[str, dict[str, int]] = {
+    "Qwen2_5_VL": {"shortest_edge": PATCH * PATCH, "longest_edge": SIDE * SIDE},
+    "Qwen3VL": {"shortest_edge": PATCH * PATCH, "longest_edge": SIDE * SIDE},
+    "Mistral3": {"longest_edge": SIDE},
+}
+"""Sizes of processors that leave large pictures as they are."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param(CUT | {"native_kernels": False}, id="cut", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("model", LARGE)
+def test_adapters_change_pictures_of_several_parts(
+    model: str,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    start: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of windows, of taps and of blended positions, too; each unit of work is a part's."""
+    monkeypatch.setitem(PROCESSORS, model, PROCESSORS[model] | {"size": LARGE[model]})
+    large = asked("jumps over", picture(SIDE, SIDE - 4 * PATCH), "the lazy dog")
+    monkeypatch.setitem(PROMPTS, "large", large)
+    with closing(Reader(model, tmp_path / "reader")) as made:
+        [own] = made.prompt("large")[1]
+        assert len(made.pictures.tiles.slices(own.tile)) == 2
+        running = start(made.zoo, **SETTINGS | {"prompt_image_bytes": 8 << 20} | settings)
+        cells = [(each, "large") for each in ("", "of-tower")]
+        check_answers(running, made, cells)
+        assert len({tuple(made.expected(*cell)) for cell in cells}) == len(cells)
+    running.check_idle()
 
 
 def test_embeddings_are_shared_by_adapters_that_leave_them_alone(
