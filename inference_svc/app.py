@@ -204,7 +204,7 @@ def _load_tokenizer(config: InferenceSettings) -> TextModel:
 def describe_layout(config: InferenceSettings) -> str:
     """Returns the description of a server with these settings that it gives to the store: a
     RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
-    config = resolve_images(config, has_cuda=torch.cuda.is_available())
+    config = resolve_images(config, has_cuda=find_machine(config).has_cuda)
     decoder = _description(config)
     config = resolve_model(config, _model_facts(decoder))
     check_sharded_loras(config)

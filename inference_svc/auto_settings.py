@@ -366,7 +366,6 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
     assert settings.host_memory is not None, "the settings are resolved"
     assert settings.adapter_memory is not None, "the settings are resolved"
     assert settings.stored_states is not None, "the settings are resolved"
-    assert settings.max_prompt_images is not None, "the settings are resolved"
     return EngineConfig(
         model_dir=settings.model,
         base_model=settings.base_model_names[0],
@@ -409,7 +408,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         pipeline_parallel=settings.pipeline_parallel,
         nodes=_nodes(settings),
         record_steps=settings.cuda_graphs,
-        max_prompt_images=settings.max_prompt_images,
+        max_prompt_images=settings.max_prompt_images or 0,
         prompt_image_bytes=int(settings.prompt_image_memory or PROMPT_IMAGE_MEMORY) // 2,
     )
 

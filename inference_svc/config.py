@@ -268,9 +268,8 @@ class InferenceSettings(ServiceSettings):
     quarter of the memory that the weights leave (CUDA)."""
 
     max_batch_tokens: Annotated[OptionalCount, SCHEDULING] = 0
-    """Maximum number of tokens per step. A higher value makes prompts faster and each step longer.
-    0: 512 on CPU; on CUDA 8192, halved in the same way as --max-sequences. At least
-    --max-sequences."""
+    """Maximum number of tokens per step, at least --max-sequences. A higher value makes prompts
+    faster and each step longer. 0: 512 on CPU; on CUDA 8192, halved as --max-sequences."""
 
     max_queue: Annotated[OptionalCount, SCHEDULING] = 1024
     """Maximum number of waiting requests. Further requests fail with RESOURCE_EXHAUSTED."""
@@ -287,9 +286,8 @@ class InferenceSettings(ServiceSettings):
     --tenant-share limits each tenant."""
 
     answer_memory: Annotated[Size, Field(ge=4 * MIB), MEMORY] = ByteSize(256 * MIB)
-    """Maximum memory for output that callers have not read yet; each request counts at least 16
-    KiB. A request whose output does not fit ends with RESOURCE_EXHAUSTED. --tenant-share limits
-    each tenant."""
+    """Maximum memory for output that callers have not read yet; a request counts at least 16 KiB,
+    and ends with RESOURCE_EXHAUSTED if it does not fit. --tenant-share limits each tenant."""
 
     max_prompt_images: Annotated[OptionalCount | None, MODEL] = None
     """For models that read images: maximum number of images in a request. 0: text alone. Default: 8
