@@ -11,6 +11,7 @@ from pydantic import ByteSize
 
 from inference_svc.config import InferenceSettings
 from inference_svc.core import EngineConfig, Nodes, padding_pages
+from inference_svc.pictures.processor import has_processor
 from servicekit.errors import InvalidSetting
 
 CPU_SEQUENCES, CPU_BATCH_TOKENS = 64, 512
@@ -111,7 +112,7 @@ def resolve(
     Raises InvalidSetting for a setting that this machine or this model cannot fulfil, and as
     `fit_device`.
     """
-    settings = resolve_images(settings, has_cuda=machine.has_cuda)
+    settings = resolve_images(settings, machine)
     device = settings.device
     if device == "auto":
         device = "cuda" if machine.has_cuda else "cpu"
@@ -158,13 +159,14 @@ def _image_memory(settings: InferenceSettings, model: ModelFacts, max_model_len:
     return max(PROMPT_IMAGE_MEMORY, 2 * largest)
 
 
-def resolve_images(settings: InferenceSettings, *, has_cuda: bool) -> InferenceSettings:
+def resolve_images(settings: InferenceSettings, machine: Machine) -> InferenceSettings:
     """Returns the settings with the number of images in a request decided, before the model is
     read: with images its vision tower is a part of it."""
     if settings.max_prompt_images is not None:
         return settings
-    on_cpu = settings.device == "cpu" or (settings.device == "auto" and not has_cuda)
-    number = CPU_PROMPT_IMAGES if on_cpu and settings.num_ranks == 1 else 0
+    on_cpu = settings.device == "cpu" or (settings.device == "auto" and not machine.has_cuda)
+    can_read = on_cpu and settings.num_ranks == 1 and has_processor(settings.model)
+    number = CPU_PROMPT_IMAGES if can_read else 0
     return settings.model_copy(update={"max_prompt_images": number})
 
 

@@ -125,6 +125,11 @@ class Processor:
         )
 
 
+def has_processor(model_dir: Path) -> bool:
+    """Returns whether a checkpoint has a file that may have the facts of a processor."""
+    return any((model_dir / name).is_file() for name in (PREPROCESSOR, PROCESSOR))
+
+
 def read_processor(model_dir: Path, form: TileForm) -> Processor:
     """Reads the facts of a checkpoint whose tower reads tiles of this form.
 

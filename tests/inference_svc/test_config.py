@@ -148,10 +148,13 @@ def test_sizes_on_a_device_are_chosen_by_what_knows_it(model: Path) -> None:
 def test_one_process_on_a_cpu_reads_images(
     args: list[str], machine: Machine, number: int, model: Path
 ) -> None:
-    """Elsewhere a server that was not told to reads text, and starts as it did before."""
-    config = resolve_images(parse(model, *args), has_cuda=machine.has_cuda)
+    """Elsewhere a server that was not told to reads text, and starts as it did before; so does one
+    of a checkpoint without a processor."""
+    assert resolve_images(parse(model), CPU).max_prompt_images == 0
+    (model / "preprocessor_config.json").write_text("{}")
+    config = resolve_images(parse(model, *args), machine)
     assert config.max_prompt_images == number
-    assert resolve_images(config, has_cuda=not machine.has_cuda) == config
+    assert all(resolve_images(config, each) == config for each in (CPU, GPU))
 
 
 def test_the_largest_image_has_room(model: Path) -> None:
