@@ -13,7 +13,9 @@ from prometheus_client.utils import floatToGoString
 import adapter_store.errors
 import inference_svc.errors
 from adapter_store.metrics.registry import Metrics as StoreMetrics
+from inference_svc import server
 from inference_svc.adapters.load_metrics import LoadSource
+from inference_svc.api import pictures
 from inference_svc.api.http import app
 from inference_svc.api.http.errors import CLIENT_CLOSED_REQUEST, ERROR_STATUSES
 from inference_svc.errors import DeviceFault
@@ -61,6 +63,7 @@ def _inference() -> Known:
         "le": {floatToGoString(bound) for bound in IDLE_BOUNDS_S},
         "level": set(LEVELS.values()),
         "method": {method.name for method in service.methods} | routes,
+        "place": {name for module in (server, pictures) for name in _places(module)},
         "reason": _reasons(inference_svc.errors),
         "route": routes,
         "source": _values(LoadSource),
@@ -68,6 +71,12 @@ def _inference() -> Known:
         | {"200", str(CLIENT_CLOSED_REQUEST)},
         "tier": set(LEVELS),
     }
+
+
+def _places(module: ModuleType) -> list[str]:
+    """Returns the names of resources that a module shares out."""
+    pattern = r'(?:Shares\(|FairExecutor\(\w+, )"(\w+)"'
+    return re.findall(pattern, inspect.getsource(module))
 
 
 def _codes() -> set[str]:

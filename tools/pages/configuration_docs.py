@@ -159,6 +159,7 @@ SAMPLES = {
     "shared-s3": "s3://my-bucket/store",
     "trace-sample-ratio": "0.1",
     "stored-states": "64",
+    "max-prompt-images": "8",
     "KEY,...": "trainer_version",
     "UID,...": "65532",
     "URL": "http://127.0.0.1:4317",

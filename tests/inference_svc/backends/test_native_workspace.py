@@ -185,7 +185,7 @@ def native_backend(
         ),
         weights,
         model.caches(),
-        Reload(model.caches, lambda: weights, model.states, lambda: None),
+        Reload(model.caches, lambda: weights, model.states, lambda arena: None),
         arena,
         step,
         lora,
