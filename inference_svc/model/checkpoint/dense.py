@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.files import CONFIG, read_json
@@ -84,6 +83,8 @@ def _tensors(
                 f"model with sentence-transformers again, which writes {WEIGHTS}"
             )
         raise UnsupportedModel(f"{folder}/{WEIGHTS} does not exist")
+    from safetensors import SafetensorError, safe_open  # see `tensors`
+
     try:
         with safe_open(str(path / WEIGHTS), framework="pt") as file:
             names = set(file.keys())
