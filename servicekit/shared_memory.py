@@ -83,8 +83,9 @@ class SharedBytes:
         while start < len(data):
             # Of memory that others may write the hash is of these bytes, too.
             part = bytes(data[start : start + _PART_BYTES])
-            start += os.write(made.file, part)
-            digest.update(part)
+            count = os.write(made.file, part)
+            digest.update(part[:count])
+            start += count
         made.sha256 = digest.digest()
         with contextlib.suppress(OSError):  # Linux before 5.1
             _add_seals(made.file, _NO_WRITES)

@@ -342,17 +342,7 @@ def _qwen2_vl(reader: _Reader, form: TileForm) -> Processor:
     most = reader.area("max_pixels", "size", size.get("longest_edge"))
     if least > most:
         raise reader.unsupported("size", f"the least pixels, {least}, are more than the most")
-    return Processor(
-        Form.FREE,
-        0,
-        reader.filter(BICUBIC),
-        reader.channels("image_mean", CLIP_MEAN),
-        reader.channels("image_std", CLIP_STD),
-        reader.scale,
-        factor=form.cell_size,
-        min_pixels=least,
-        max_pixels=most,
-    )
+    return replace(_free(reader, form), min_pixels=least, max_pixels=most)
 
 
 def _pixtral(reader: _Reader, form: TileForm) -> Processor:
@@ -365,6 +355,11 @@ def _pixtral(reader: _Reader, form: TileForm) -> Processor:
         raise reader.unsupported("patch_size", f"must be the tower's, {own}")
     if reader.flag("do_center_crop", False):
         raise reader.unsupported("do_center_crop", "pictures are not cut: leave it out")
+    return replace(_free(reader, form), longest=reader.side("size", size["longest_edge"]))
+
+
+def _free(reader: _Reader, form: TileForm) -> Processor:
+    """Returns the processor of tiles of any size, without bounds."""
     return Processor(
         Form.FREE,
         0,
@@ -372,7 +367,6 @@ def _pixtral(reader: _Reader, form: TileForm) -> Processor:
         reader.channels("image_mean", CLIP_MEAN),
         reader.channels("image_std", CLIP_STD),
         reader.scale,
-        longest=reader.side("size", size["longest_edge"]),
         factor=form.cell_size,
     )
 

@@ -2,8 +2,8 @@
 
 The kind of an answer is T, how many bytes of tiles it has written to the request's `memory`, their
 rows and columns, and the height and width of a tile; R, why the file is refused; or M, nothing, for
-a file that takes too much memory. Pillow's other formats are never
-tried: their decoders are large, and few of them are safe.
+a file that takes too much memory. Pillow's other formats are never tried: their decoders are large,
+and few of them are safe.
 """
 
 from __future__ import annotations

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import pytest
 import torch
 
+from inference_svc.adapters.pulls.registration import Registrations
+from tests.adapter_store.service.receivers import Receiver
 from tests.support.store.catalogs import make_data_folder
 from tests.support.store.client import Client
 from tests.support.store.process import Process
@@ -101,3 +106,26 @@ def refused():
             return True
 
     return Refused
+
+
+@pytest.fixture
+def receive():
+    with ExitStack() as stack:
+
+        def make(
+            address: str, path: Path | None, registrations: Registrations | None = None
+        ) -> Receiver:
+            receiver = Receiver(address, path, registrations)
+            stack.callback(receiver.close)
+            return receiver
+
+        yield make
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Short enough for a socket."""
+    folder = Path(f"/tmp/loadout-{os.getpid()}-{tmp_path.name[-20:]}")
+    folder.mkdir()
+    yield folder / "share.sock"
+    shutil.rmtree(folder)

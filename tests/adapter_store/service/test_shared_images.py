@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
-import gc
 import mmap
 import os
-import queue
 import resource
-import shutil
 import signal
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from adapter_store.images import builder, pull, share
+from adapter_store.images import pull, share
 from contract.images.header import ImageChunk, ImageHeader
 from contract.images.sharing import (
     ADD_SEALS,
@@ -28,106 +23,22 @@ from contract.images.sharing import (
     GREETING,
     SEAL_SEAL,
     SEALS,
-    SHARE_ID_BYTES,
     TICKET_BYTES,
 )
-from inference_svc.adapters.memory.extents import Extent
-from inference_svc.adapters.pulls.pull import (
-    ImageSink,
-    PullDone,
-    PullFailed,
-    PullFilled,
-    PullJob,
-    PullOpened,
-)
 from inference_svc.adapters.pulls.registration import Registrations
-from inference_svc.adapters.pulls.threads import Puller
 from inference_svc.errors import CorruptImage
 from inference_svc.store import shared_images
-from inference_svc.store.client import ImageClient
-from inference_svc.store.replicas import Replicas
 from inference_svc.store.shared_images import PullCall, ShareSocket
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import ShareExceeded
+from tests.adapter_store.service.receivers import ask, greeted, until_released, until_sealed
 from tests.support.inference.memory_store import MemoryRegistrar
 from tests.support.store.adapters import make_large
-from tests.support.store.served import read_metrics
-from tests.support.wait import TIMEOUT_S, until
+from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
 
 DATA = bytes(range(256)) * 256
-
-
-class Receiver:
-    """An inference service's pulls, each into memory of its own."""
-
-    def __init__(
-        self, address: str, path: Path | None, registrations: Registrations | None = None
-    ) -> None:
-        self.replicas = Replicas.at(address)
-        self.client = ImageClient(self.replicas, share_socket=path)
-        self.events: queue.SimpleQueue = queue.SimpleQueue()
-        self._known: dict[str, int] = {}
-        self.puller = Puller(
-            self.client,
-            2,
-            self.events.put,
-            lambda header: header,
-            lambda header, read: None,
-            registrations=registrations,
-        )
-
-    def pull(self, digest: str, layout_id: str) -> bytes:
-        """The image's bytes, or raises why there are none."""
-        job, memory = PullJob(digest, layout_id), bytearray()
-        self.puller.start(job)
-        while isinstance(event := self.events.get(timeout=TIMEOUT_S), PullOpened):
-            size = event.header.total_bytes
-            memory = bytearray(size)
-            if job.grant(ImageSink(memoryview(memory), [Extent(0, 0, size)])):
-                self.puller.start(job)
-        if isinstance(event, PullFailed):
-            assert event.error is not None
-            raise event.error
-        assert isinstance(event, PullDone)
-        if event.registered is not None:
-            assert self.events.get(timeout=TIMEOUT_S) == PullFilled(job)
-        return bytes(memory)
-
-    def ways(self) -> set[str]:
-        """How the bytes came since the last time; an attempt that waited for memory counts, too."""
-        found = self.replicas.shares()
-        new = {how for how, count in found.items() if count > self._known.get(how, 0)}
-        self._known = found
-        return new
-
-    def close(self) -> None:
-        self.puller.close()
-        self.client.close()
-
-
-@pytest.fixture
-def receive():
-    with ExitStack() as stack:
-
-        def make(
-            address: str, path: Path | None, registrations: Registrations | None = None
-        ) -> Receiver:
-            receiver = Receiver(address, path, registrations)
-            stack.callback(receiver.close)
-            return receiver
-
-        yield make
-
-
-@pytest.fixture
-def path(tmp_path):
-    """Short enough for a socket."""
-    folder = Path(f"/tmp/loadout-{os.getpid()}-{tmp_path.name[-20:]}")
-    folder.mkdir()
-    yield folder / "share.sock"
-    shutil.rmtree(folder)
 
 
 @pytest.fixture
@@ -144,28 +55,6 @@ def ready(serve, path, make_adapter, make_layout):
         return store, key, data
 
     return start
-
-
-def until_released(store) -> None:
-    """Waits until no receiver has an image, for the store."""
-    places = store.running.store.use_cases.pulls.shared_images
-    until(lambda: places.used == 0)
-
-
-def until_sealed(store, key, path: Path) -> None:
-    """Waits until an image can be shared: views of its earlier, writable memory may live on in a
-    stream that has just ended."""
-
-    def is_sealed() -> bool:
-        gc.collect()
-        connection, share_id = greeted(path)
-        call, header = ask(store, key, share_id)
-        call.cancel()
-        connection.close()
-        until_released(store)
-        return header.not_shared != "in_use"
-
-    until(is_sealed)
 
 
 def num_open(path: Path) -> int:
@@ -227,138 +116,6 @@ def test_a_lie_is_not_registered_for_long(ready, receive, path):
     assert not registrar.registered
 
 
-class Gate:
-    """Lets a store compile the first part of each image, and the rest once it is `open`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-        self._compile = builder.compile_parts
-        monkeypatch.setattr(builder, "compile_parts", self._gated)
-
-    def _gated(self, *args, **options):
-        with closing(self._compile(*args, **options)) as parts:
-            for part in parts:
-                yield part
-                self.reached.set()
-                assert self.open.wait(TIMEOUT_S)
-
-
-def test_a_small_image_that_is_built_is_waited_for(
-    serve, receive, path, make_adapter, make_layout, monkeypatch
-):
-    monkeypatch.setattr(pull, "AWAITED_SECONDS", TIMEOUT_S)  # however busy the machine is
-    gate = Gate(monkeypatch)
-    store = serve(share_socket=path, lock_images="off")
-    receiver = receive(store.running.grpc_address, path)
-    key = make_large(store.client, make_adapter, make_layout, features=1 << 15)
-    with ThreadPoolExecutor(1) as threads:
-        pulling = threads.submit(receiver.pull, *key)
-        assert gate.reached.wait(TIMEOUT_S)
-        until(lambda: store.running.store.use_cases.pulls.num_active)
-        gate.open.set()
-        data = pulling.result(TIMEOUT_S)
-    assert receiver.ways() == {"shared"}
-    assert data == store.client.pull(*key).data
-
-
-def test_a_small_image_that_is_built_slowly_is_streamed(
-    serve, path, make_adapter, make_layout, monkeypatch
-):
-    """Its first bytes come before its last are there."""
-    monkeypatch.setattr(pull, "AWAITED_SECONDS", 0.2)
-    gate = Gate(monkeypatch)
-    store = serve(share_socket=path, lock_images="off")
-    key = make_large(store.client, make_adapter, make_layout, features=1 << 15)
-    connection, share_id = greeted(path)
-    connection.close()
-    call, header = ask(store, key, share_id)
-    assert not gate.open.is_set()
-    assert (header.share_ticket, header.not_shared) == (b"", "building")
-    assert next(call).chunk.data
-    assert read_metrics(store)["pull_wait_seconds_sum",] >= 0.2, "the header came after it"
-    gate.open.set()
-    assert list(call)[-1].WhichOneof("part") == "trailer"
-
-
-def test_an_image_is_shared_while_it_is_written(
-    serve, receive, path, make_adapter, make_layout, monkeypatch
-):
-    writing, may_write = threading.Event(), threading.Event()
-    write_image = builder.write_image
-
-    def gated(*args):
-        writing.set()
-        assert may_write.wait(TIMEOUT_S)
-        return write_image(*args)
-
-    monkeypatch.setattr(builder, "write_image", gated)
-    store = serve(share_socket=path, lock_images="off")
-    receiver = receive(store.running.grpc_address, path)
-    key = make_large(store.client, make_adapter, make_layout, features=1 << 15)
-    try:
-        assert writing.wait(TIMEOUT_S)
-        data = receiver.pull(*key)
-        assert receiver.ways() == {"shared"}
-    finally:
-        may_write.set()
-    store.idle()
-    assert receiver.pull(*key) == data == store.client.pull(*key).data
-    assert store.running.store.images.disk_counts.images == 1
-
-
-def test_an_image_that_cannot_be_sealed_is_kept_and_streamed(
-    serve, receive, path, make_adapter, make_layout, monkeypatch
-):
-    """The process has no file for its mapping; later it has."""
-    mapped = mmap.mmap
-
-    def without_files(*args, **options):
-        if args[2:] == (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE):
-            raise OSError(errno.EMFILE, "Too many open files")
-        return mapped(*args, **options)
-
-    store = serve(share_socket=path, lock_images="off")
-    receiver = receive(store.running.grpc_address, path)
-    with monkeypatch.context() as patch:
-        patch.setattr(mmap, "mmap", without_files)
-        key = make_large(store.client, make_adapter, make_layout, features=1 << 15)
-        store.idle()
-        assert store.running.store.images.disk_counts.images == 1
-        record = store.client.get("large")
-        assert [each.state for each in record.layout_states] == [pb.IMAGE_STATE_READY]
-        data = receiver.pull(*key)
-        assert receiver.ways() == {"no_file"}
-    until_sealed(store, key, path)
-    assert receiver.pull(*key) == data
-    assert receiver.ways() == {"shared"}
-
-
-def test_a_large_image_is_streamed_while_it_is_built(
-    serve, receive, path, make_adapter, make_layout, monkeypatch
-):
-    """And later as long as others read it as it was built."""
-    gate = Gate(monkeypatch)
-    store = serve(share_socket=path, lock_images="off")
-    receiver = receive(store.running.grpc_address, path)
-    key = make_large(store.client, make_adapter, make_layout)
-    request = pb.PullAdapterRequest(digest=key[0], layout_id=key[1])
-    reading = store.client.stub.PullAdapter(request)
-    next(reading)
-    with ThreadPoolExecutor(1) as threads:
-        pulling = threads.submit(receiver.pull, *key)
-        until(lambda: store.running.store.use_cases.pulls.num_active == 2)
-        gate.open.set()
-        streamed = pulling.result(TIMEOUT_S)
-    assert receiver.ways() == {"building"}
-    store.idle()
-    assert receiver.pull(*key) == streamed
-    assert receiver.ways() == {"in_use"}
-    reading.cancel()
-    until_sealed(store, key, path)
-    assert receiver.pull(*key) == streamed
-    assert receiver.ways() == {"shared"}
-
-
 def test_what_cannot_be_shared_is_streamed(ready, receive, path, make_adapter, make_layout, serve):
     store, key, data = ready()
     address = store.running.grpc_address
@@ -381,28 +138,6 @@ def test_what_cannot_be_shared_is_streamed(ready, receive, path, make_adapter, m
     unaware = receive(address, None)
     assert unaware.pull(*key) == data
     assert unaware.ways() == set()
-
-
-def greeted(path: Path) -> tuple[socket.socket, bytes]:
-    """A connection, and the id that the store greets it with."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(TIMEOUT_S)
-    connection.connect(str(path))
-    greeting = b""
-    while len(greeting) < len(GREETING) + SHARE_ID_BYTES:
-        data = connection.recv(100)
-        if not data:
-            connection.close()
-            raise ConnectionError
-        greeting += data
-    return connection, greeting.removeprefix(GREETING)
-
-
-def ask(store, key: tuple[str, str], share_id: bytes):
-    """A call with its header."""
-    request = pb.PullAdapterRequest(digest=key[0], layout_id=key[1], share_id=share_id)
-    call = store.client.stub.PullAdapter(request)
-    return call, next(call).header
 
 
 def take(connection: socket.socket, ticket: bytes) -> list[int]:

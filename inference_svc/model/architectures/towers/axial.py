@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inference_svc.model.config.reader import ConfigReader
+from inference_svc.model.config.reader import MAX_HEADS, ConfigReader
 
 _KINDS = (None, "axial", "default")
 """The names that releases of transformers have for it."""
+
+
+def read_heads(config: ConfigReader, key: str, width: int) -> tuple[int, int]:
+    """Returns the number of heads, which `key` has, and the elements of one, half of which turn by
+    rows. Raises UnsupportedModel."""
+    num_heads = config.within(key, 1, MAX_HEADS)
+    head_dim = width // num_heads
+    if width % num_heads or head_dim % 4:
+        raise config.unsupported(key, f"{width} must be as many heads of a multiple of 4")
+    return num_heads, head_dim
 
 
 def read_theta(config: ConfigReader, rope: Any) -> float:

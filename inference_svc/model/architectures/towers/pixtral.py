@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from inference_svc.model.architectures.towers.axial import read_theta
+from inference_svc.model.architectures.towers.axial import read_heads, read_theta
 from inference_svc.model.architectures.towers.vit import TOWER, WHERE
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import check_keys, names
-from inference_svc.model.config.reader import HEADS, MAX_HEADS, ConfigReader
+from inference_svc.model.config.reader import HEADS, ConfigReader
 from inference_svc.model.description import (
     Activation,
     Block,
@@ -115,10 +115,7 @@ def describe_tower(
 
 
 def _attention(config: ConfigReader, width: int) -> BothWays:
-    num_heads = config.within(HEADS, 1, MAX_HEADS)
-    head_dim = width // num_heads
-    if width % num_heads or head_dim % 4:
-        raise config.unsupported(HEADS, f"{width} must be as many heads of a multiple of 4")
+    num_heads, head_dim = read_heads(config, HEADS, width)
     if config.get("head_dim") not in (None, head_dim):
         raise config.unsupported("head_dim", f"must be {head_dim}")
     theta = read_theta(config, config.get("rope_parameters") or config.given)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from inference_svc.model.architectures.towers.axial import read_theta
+from inference_svc.model.architectures.towers.axial import read_heads, read_theta
 from inference_svc.model.architectures.towers.vit import TOWER, WHERE
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import check_keys, names
-from inference_svc.model.config.reader import MAX_HEADS, ConfigReader
+from inference_svc.model.config.reader import ConfigReader
 from inference_svc.model.description import (
     Activation,
     Block,
@@ -222,10 +222,7 @@ def _inputs(config: ConfigReader, kind: Kind) -> EncoderInputs:
 
 
 def _attention(config: ConfigReader, width: int) -> BothWays:
-    num_heads = config.within("num_heads", 1, MAX_HEADS)
-    head_dim = width // num_heads
-    if width % num_heads or head_dim % 4:
-        raise config.unsupported("num_heads", f"{width} must be as many heads of a multiple of 4")
+    num_heads, head_dim = read_heads(config, "num_heads", width)
     theta = read_theta(config, config.get("rope_parameters") or {})
     pairs = head_dim // 4
     return BothWays(
