@@ -68,7 +68,7 @@ def test_one_view_in_a_pipe(arguments: list[str], capfd: Any) -> None:
         assert text in out
     [busy] = [line.split() for line in out.splitlines() if "default/topmost " in line]
     tokens_per_second = busy[busy.index("device") + 6]
-    assert float(tokens_per_second) > 0
+    assert float(tokens_per_second.replace(",", "")) > 0
 
 
 def test_json(arguments: list[str], capfd: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -189,7 +190,10 @@ def _is_collected(client: Any, traces: Traces) -> bool:
 
 
 @pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_a_stream_that_is_left_is_no_error(connect, replica, traces, how: str) -> None:
+def test_a_stream_that_is_left_is_no_error(connect, replica, traces, caplog, how: str) -> None:
+    # gRPC gives late events of an earlier test's closed loop to this one, which logs an error. The
+    # record would keep the frames that run the loop, and with them the stream.
+    caplog.set_level(logging.CRITICAL, logger="asyncio")
     replica.hold.clear()
     client = connect()
     stream, _ = client.start()
