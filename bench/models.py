@@ -194,16 +194,16 @@ def projections(name: str) -> list[tuple[str, int, int]]:
     ]
 
 
-def image_bytes(name: str) -> int:
-    """Returns the size of one adapter's bf16 image, whose segments need no padding at this rank. A
-    module that computes several targets has one A."""
-    return 2 * RANK * sum(into + out for _, into, out in projections(name))
+def image_bytes(name: str, rank: int = RANK) -> int:
+    """Returns the size of one adapter's bf16 image, whose segments need no padding at ranks that
+    are multiples of 4. A module that computes several targets has one A."""
+    return 2 * rank * sum(into + out for _, into, out in projections(name))
 
 
-def arena_bytes(name: str, num_adapters: int) -> int:
+def arena_bytes(name: str, num_adapters: int, rank: int = RANK) -> int:
     """Returns an arena's size for `num_adapters` adapters, or for one that changes all weights."""
     layout = build_layout(decoder(name), name, torch.bfloat16)
-    return max(image_bytes(name) * num_adapters, layout.largest_image(RANK).num_bytes)
+    return max(image_bytes(name, rank) * num_adapters, layout.largest_image(rank).num_bytes)
 
 
 def kv_bytes(name: str, num_tokens: int) -> int:
@@ -224,8 +224,9 @@ class Prepared:
         return decoder(self.name).vocab_size
 
 
-def prepare(name: str, num_adapters: int, root: Path = ROOT) -> Prepared:
-    """Makes a model and its adapters, if they are missing."""
+def prepare(name: str, num_adapters: int, root: Path = ROOT, rank: int = RANK) -> Prepared:
+    """Makes a model and its adapters, if they are missing. The real model's have ranks of their
+    own."""
     if name == REAL:
         from bench.workloads.real_model import prepare_real  # which needs this module
 
@@ -237,10 +238,11 @@ def prepare(name: str, num_adapters: int, root: Path = ROOT) -> Prepared:
         partial = root / "model.partial"
         make_model(partial, name)
         partial.rename(model_dir)
-    adapters = {str(index): root / f"adapter-{index}" for index in range(num_adapters)}
+    stem = "adapter" if rank == RANK else f"adapter-rank-{rank}"
+    adapters = {str(index): root / f"{stem}-{index}" for index in range(num_adapters)}
     prepared = Prepared(name, model_dir, adapters)
     for number, folder in adapters.items():
-        prepare_adapter(prepared, folder, int(number))
+        prepare_adapter(prepared, folder, int(number), rank=rank)
     return prepared
 
 

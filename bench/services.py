@@ -54,7 +54,7 @@ class Wanted:
             "--max-loras": self.max_resident,
             "--max-rank": self.max_rank,
             "--adapter-memory": self.adapter_bytes
-            or arena_bytes(self.base_model, self.max_resident),
+            or arena_bytes(self.base_model, self.max_resident, self.max_rank),
             "--kv-memory": 2 << 30,
             "--dtype": "bfloat16",
             "--device": "cpu",

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,16 @@ def copy_rate(repeats: int = 5) -> float:
     return BUFFER_BYTES / median(seconds(lambda: target.copy_(source), repeats))
 
 
-def hash_rate(repeats: int = 5) -> float:
-    """Returns the bytes per second of sha256 on one core."""
+def hash_rate(repeats: int = 5, threads: int = 1) -> float:
+    """Returns the bytes per second of sha256 in so many threads, each with a core of its own."""
     data = bytes(HASH_BYTES)
-    return HASH_BYTES / median(seconds(lambda: hashlib.sha256(data), repeats))
+    with ThreadPoolExecutor(threads) as pool:
+
+        def hash_all() -> None:
+            for done in [pool.submit(hashlib.sha256, data) for _ in range(threads)]:
+                done.result()
+
+        return threads * HASH_BYTES / median(seconds(hash_all, repeats))
 
 
 def stream_rate(repeats: int = 5) -> float:
