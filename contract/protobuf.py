@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 from contract.images.dtypes import DataType
-from contract.images.header import ImageHeader, Segment
+from contract.images.header import ImageHeader, ImageTrailer, LayerEnd, Segment
 from contract.images.layouts import InvalidLayout, Layout
 from contract.images.segment_kinds import SegmentKind
 from contract.images.targets import Held, OtherName, Target, TargetKind
@@ -191,7 +191,17 @@ def write_header(header: ImageHeader) -> pb.ImageHeader:
         offset=header.offset,
         share_ticket=header.share_ticket,
         not_shared=header.not_shared,
+        ends=map(write_layer_end, header.ends),
+        trailer=None if header.trailer is None else write_trailer(header.trailer),
     )
+
+
+def write_layer_end(end: LayerEnd) -> pb.LayerEnd:
+    return pb.LayerEnd(part=end.part, end_offset=end.end_offset, sha256=end.sha256)
+
+
+def write_trailer(trailer: ImageTrailer) -> pb.ImageTrailer:
+    return pb.ImageTrailer(sha256=trailer.sha256)
 
 
 def _write_segment(segment: Segment, image_format: int) -> pb.Segment:
@@ -223,7 +233,17 @@ def read_header(message: pb.ImageHeader) -> ImageHeader:
         offset=message.offset,
         share_ticket=message.share_ticket,
         not_shared=message.not_shared,
+        ends=tuple(map(read_layer_end, message.ends)),
+        trailer=read_trailer(message.trailer) if message.HasField("trailer") else None,
     )
+
+
+def read_layer_end(message: pb.LayerEnd) -> LayerEnd:
+    return LayerEnd(message.part, message.end_offset, message.sha256)
+
+
+def read_trailer(message: pb.ImageTrailer) -> ImageTrailer:
+    return ImageTrailer(message.sha256)
 
 
 def _read_segment(message: pb.Segment) -> Segment:

@@ -34,7 +34,14 @@ from adapter_store.sources.upload import FileChunk
 from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
 from contract.images.layouts import InvalidLayout, Layout
 from contract.images.segment_kinds import FURTHER_KINDS, LORA_KINDS, SegmentKind
-from contract.protobuf import SEGMENT_KIND_NUMBERS, SEGMENT_KINDS, read_layout, write_header
+from contract.protobuf import (
+    SEGMENT_KIND_NUMBERS,
+    SEGMENT_KINDS,
+    read_layout,
+    write_header,
+    write_layer_end,
+    write_trailer,
+)
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
 from servicekit.refs import (
@@ -438,11 +445,10 @@ def to_pull_response(message: PullMessage) -> bytes:
             head += encode_varint(len(data))
             prefix = _CHUNK_TAG + encode_varint(len(head) + len(data))
             return b"".join((prefix, head, data))
-        case LayerEnd(part, end_offset, sha256):
-            end = pb.LayerEnd(part=part, end_offset=end_offset, sha256=sha256)
-            response = pb.PullAdapterResponse(layer_end=end)
-        case ImageTrailer(sha256):
-            response = pb.PullAdapterResponse(trailer=pb.ImageTrailer(sha256=sha256))
+        case LayerEnd():
+            response = pb.PullAdapterResponse(layer_end=write_layer_end(message))
+        case ImageTrailer():
+            response = pb.PullAdapterResponse(trailer=write_trailer(message))
         case ImageHeader():
             response = pb.PullAdapterResponse(header=write_header(message))
     return response.SerializeToString()

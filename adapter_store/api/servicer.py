@@ -277,6 +277,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             caller.tenants,
             caller.account,
             request.share_id,
+            wants_ends=request.wants_ends,
         )
         async with aclosing(pull) as messages:
             async for message in messages:

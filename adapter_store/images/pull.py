@@ -16,7 +16,13 @@ from adapter_store.images.share import Offer, Offers
 from adapter_store.images.tiers.buffers import NotSealed
 from adapter_store.images.tiers.cache import ImageCache
 from adapter_store.metrics.registry import Metrics
-from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessage
+from contract.images.header import (
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    PullMessage,
+)
 from servicekit.errors import InvalidArgument, ReaderStalled, ServiceError, ShareExceeded
 from servicekit.shares import MinimumRate, Pace, Reservation, Shares
 from servicekit.telemetry.spans import Phases
@@ -108,10 +114,12 @@ class Pulls:
         tenants: Tenants = None,
         account: str = "",
         share_id: bytes = b"",
+        *,
+        wants_ends: bool = False,
     ) -> AsyncGenerator[PullMessage]:
         """Streams an image of one of these tenants from `offset` of `image_id`, or from 0 if the
         image has another id now. With this process's `share_id` a complete image is offered as a
-        file, and its bytes are left out.
+        file, and its bytes are left out; with `wants_ends` its header is the only message.
 
         Each part is sent as soon as it is final, while others are still being built; if those
         fail, the stream ends with the error, and without its trailer. The image is held as long as
@@ -136,8 +144,16 @@ class Pulls:
                 async with self._offered(image, start, share_id, account) as (offer, reason):
                     self._metrics.pull_wait_seconds.observe(time.monotonic() - start_s)
                     phases.enter("stream" if offer is None else "share")
+                    header = replace(plan.header(start), not_shared=reason)
+                    if offer is not None and wants_ends:
+                        yield _whole(header, offer, image)
+                        num_bytes = plan.total_bytes
+                        self._metrics.pulled_bytes.inc(num_bytes)
+                        active.sent_bytes, result = num_bytes, "complete"
+                        await _wait_released(offer)
+                        return
                     ticket = b"" if offer is None else offer.ticket
-                    yield replace(plan.header(start), share_ticket=ticket, not_shared=reason)
+                    yield replace(header, share_ticket=ticket)
                     data = image.buffer.numpy().data if offer is None else None
                     for index in itertools.count(first_part(plan.parts, start)):
                         part = await image.wait_part(index)
@@ -275,6 +291,16 @@ def part_messages(
         begin, end = (start + (part.end - start) * i // num_chunks for i in (index, index + 1))
         yield ImageChunk(begin, image[begin:end])
     yield LayerEnd(part.index, part.end, part.sha256)
+
+
+def _whole(header: ImageHeader, offer: Offer, image: PartialImage) -> ImageHeader:
+    """Returns the header of a complete image with all messages that would follow it."""
+    return replace(
+        header,
+        share_ticket=offer.ticket,
+        ends=tuple(LayerEnd(part.index, part.end, part.sha256) for part in image.parts),
+        trailer=ImageTrailer(image.image.sha256),
+    )
 
 
 async def _wait_released(offer: Offer) -> None:

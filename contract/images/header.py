@@ -50,7 +50,8 @@ class Segment(NamedTuple):
 class ImageHeader:
     """The first message of a pull. The stream starts at `offset`: 0 if another `image_id` was
     requested. With a `share_ticket` no chunks follow: it is for the image's file; see `sharing`.
-    `not_shared` is why there is none although the request could use one."""
+    `not_shared` is why there is none although the request could use one. `ends` and `trailer` are
+    the messages that would follow the header of an image with a ticket, if it has them all."""
 
     image_id: str
     digest: str
@@ -61,6 +62,8 @@ class ImageHeader:
     offset: int = 0
     share_ticket: bytes = field(default=b"", repr=False)
     not_shared: str = ""
+    ends: tuple[LayerEnd, ...] = field(default=(), repr=False)
+    trailer: ImageTrailer | None = field(default=None, repr=False)
 
     @property
     def rank(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, PullMessage
+from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pulls.image_source import MappedImage, PullStream
 from inference_svc.config import InferenceSettings
@@ -345,7 +345,7 @@ class ImageClient:
 
         def start(share_id: bytes) -> Any:
             self._channels.hold(pooled)
-            request.share_id = share_id
+            request.share_id, request.wants_ends = share_id, bool(share_id)
             call = pooled.pull(request, metadata=metadata)
             call.add_done_callback(lambda _: self._channels.release(pooled))
             return call
@@ -406,6 +406,8 @@ class _ImageStream:
                     self._channels.report_success(self._pooled)
                 elif isinstance(message, ImageChunk):
                     num_bytes += len(message.data)
+                elif isinstance(message, LayerEnd) and self.mapped is not None:
+                    num_bytes = message.end_offset
                 elif isinstance(message, ImageTrailer):
                     result = "done"
                 yield message

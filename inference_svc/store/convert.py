@@ -9,9 +9,16 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from contract.images.header import ImageChunk, ImageTrailer, LayerEnd, PullMessage
+from contract.images.header import ImageChunk, PullMessage
 from contract.images.segment_kinds import LORA_KINDS, SegmentKind
-from contract.protobuf import SEGMENT_KIND_NUMBERS, SEGMENT_KINDS, read_header, write_layout
+from contract.protobuf import (
+    SEGMENT_KIND_NUMBERS,
+    SEGMENT_KINDS,
+    read_header,
+    read_layer_end,
+    read_trailer,
+    write_layout,
+)
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import (
     AdapterNotFound,
@@ -191,7 +198,11 @@ MAX_DIMENSIONS = 4 * MAX_SEGMENTS
 """Bounds the shapes of all segments together."""
 _counter = Counter(
     pb.PullAdapterResponse,
-    {"header.segments": MAX_SEGMENTS, "header.segments.shape": MAX_DIMENSIONS},
+    {
+        "header.segments": MAX_SEGMENTS,
+        "header.segments.shape": MAX_DIMENSIONS,
+        "header.ends": MAX_SEGMENTS,
+    },
 )
 
 
@@ -216,10 +227,9 @@ def to_pull_message(data: bytes) -> PullMessage:
     if part == "chunk":
         return ImageChunk(response.chunk.offset, response.chunk.data)
     if part == "layer_end":
-        end = response.layer_end
-        return LayerEnd(end.part, end.end_offset, end.sha256)
+        return read_layer_end(response.layer_end)
     if part == "trailer":
-        return ImageTrailer(response.trailer.sha256)
+        return read_trailer(response.trailer)
     if part == "header":
         return read_header(response.header)
     raise CorruptImage("the store sent an unknown pull message")

@@ -17,6 +17,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from contract.images.sharing import (
     SHARE_ID_BYTES,
     TICKET_BYTES,
 )
-from inference_svc.errors import CorruptImage
+from inference_svc.errors import CorruptImage, StoreUnavailable
 from inference_svc.store.convert import to_pull_message
 
 logger = logging.getLogger(__name__)
@@ -42,9 +44,6 @@ RETRY_SECONDS = 1.0
 LOG_SECONDS = 600.0
 """How often the log has a line of the same kind."""
 _DESCRIPTOR = struct.Struct("i")
-CHUNK_BYTES = 512 << 10
-"""The bytes between two pauses of a paced pull, which fit a core's cache while they are hashed and
-copied."""
 
 
 class NotShared(Exception):
@@ -59,20 +58,8 @@ class SharedImage:
         self._connection = connection
         self._mapping = mapping
         self.data = memoryview(mapping)
-        self._position = 0
         self._lock = threading.Lock()
         self._num_holders, self._is_closed = 1, False
-
-    def chunks(self, end: int) -> Iterator[ImageChunk]:
-        """Yields the bytes up to `end` from where the last call ended. Each is valid until the next
-        one is asked for. Raises CorruptImage if the file ends before."""
-        if not self._position <= end <= len(self.data):
-            raise CorruptImage(f"a part of the image ends at {end} of its {len(self.data)} bytes")
-        while self._position < end:
-            begin = self._position
-            self._position = min(end, begin + CHUNK_BYTES)
-            with self.data[begin : self._position] as data:
-                yield ImageChunk(begin, data)
 
     def close(self) -> None:
         """Ends what the stream holds. Idempotent."""
@@ -122,13 +109,15 @@ class ShareSocket:
 
     def take(self, header: ImageHeader) -> SharedImage:
         """Returns the image that the header has a ticket for. Raises NotShared."""
+        if len(header.share_ticket) != TICKET_BYTES:
+            raise NotShared("refused")
         try:
-            connection, _ = self._connect()
+            connection, _ = self._connect(header.share_ticket)
         except OSError:
             self.forget()
             raise NotShared("unreachable") from None
         try:
-            return SharedImage(connection, _map(_receive(connection, header), header.total_bytes))
+            return SharedImage(connection, _map(_receive(connection), header.total_bytes))
         except BaseException:
             connection.close()
             raise
@@ -154,13 +143,15 @@ class ShareSocket:
         with self._lock:
             self._share_id = b""
 
-    def _connect(self) -> tuple[socket.socket, bytes]:
-        """Returns a connection and the id that it was greeted with. Raises OSError."""
+    def _connect(self, ticket: bytes = b"") -> tuple[socket.socket, bytes]:
+        """Returns a connection, over which the ticket is sent at once, and the id that it was
+        greeted with. Raises OSError."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         deadline_s = time.monotonic() + ANSWER_SECONDS
         try:
             connection.settimeout(ANSWER_SECONDS)
             connection.connect(str(self._path))
+            connection.sendall(ticket)
             greeting = b""
             while len(greeting) < len(GREETING) + SHARE_ID_BYTES:
                 if time.monotonic() >= deadline_s:  # it comes byte by byte
@@ -211,9 +202,9 @@ class PullCall:
                 self._call.cancel()
 
     def messages(self) -> Iterator[PullMessage]:
-        """Yields the messages, with chunks, which of a mapped image are valid until the next one.
-        Raises CorruptImage, and as the call."""
-        messages = map(to_pull_message, self._call)
+        """Yields the messages. Of a mapped image they have no chunks; what its header may have of
+        them follows it. Raises CorruptImage, and as the call."""
+        messages: Iterator[PullMessage] = map(to_pull_message, self._call)
         for message in messages:
             if isinstance(message, ImageHeader) and self._sharing is not None and self._share_id:
                 if not message.share_ticket:
@@ -229,7 +220,9 @@ class PullCall:
                 self._sharing.report("shared")
                 self.mapped = image
                 with contextlib.closing(image):
-                    yield message
+                    yield replace(message, ends=(), trailer=None)
+                    if message.trailer is not None:
+                        messages = chain(message.ends, (message.trailer,))
                     yield from self._mapped(image, messages)
                 return
             yield message
@@ -244,25 +237,27 @@ class PullCall:
         yield from map(to_pull_message, self._call)
 
     def _mapped(self, image: SharedImage, messages: Iterator[PullMessage]) -> Iterator[PullMessage]:
-        """Yields the messages after a header with a ticket, with the chunks of each part before its
-        end."""
+        """Yields the messages after a header with a ticket. Raises StoreUnavailable if the call is
+        cancelled, whether they come from the store or have come with the header."""
         for message in messages:
+            if self._is_cancelled:
+                raise StoreUnavailable("the pull is cancelled")
             if isinstance(message, ImageChunk | ImageHeader):
                 raise CorruptImage("the store sent bytes of an image that it hands over as a file")
             if isinstance(message, LayerEnd):
-                yield from image.chunks(message.end_offset)
+                end, size = message.end_offset, len(image.data)
+                if end > size:
+                    raise CorruptImage(f"a part of the image ends at {end} of its {size} bytes")
             else:
                 self._is_whole = True  # the store ends the call as soon as the file is let go of
                 image.close()
             yield message
 
 
-def _receive(connection: socket.socket, header: ImageHeader) -> int:
-    """Returns the descriptor for the header's ticket, which the caller closes. Raises NotShared."""
-    if len(header.share_ticket) != TICKET_BYTES:
-        raise NotShared("refused")
+def _receive(connection: socket.socket) -> int:
+    """Returns the descriptor for the ticket that was sent, which the caller closes. Raises
+    NotShared."""
     try:
-        connection.sendall(header.share_ticket)
         # Not for programs that another thread starts meanwhile: recv_fds ignores its flags.
         answer, given, _, _ = connection.recvmsg(
             1, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC

@@ -34,8 +34,8 @@ class PullStream(Protocol):
 
     @property
     def mapped(self) -> MappedImage | None:
-        """The image that the chunks are views of, as soon as the header is here; None if their
-        bytes are sent. The stream holds it until the trailer, or its end."""
+        """The image, of which no chunks come, as soon as the header is here; None if its bytes are
+        sent. The stream holds it until the trailer, or its end."""
 
     def __iter__(self) -> Generator[PullMessage]: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
@@ -29,12 +29,12 @@ class PartHashers:
             num_threads, thread_name_prefix="loadout-hash", initializer=begin_thread
         )
 
-    def submit(self, views: Sequence[memoryview]) -> Future[bytes]:
-        """Returns the sha256 of these bytes, of one part."""
-        if sum(map(len, views)) >= INLINE_BYTES:
-            return self._pool.submit(_hash, views)
+    def submit(self, pieces: Iterable[memoryview], num_bytes: int) -> Future[bytes]:
+        """Returns the sha256 of the bytes of one part, whose pieces are taken one by one."""
+        if num_bytes >= INLINE_BYTES:
+            return self._pool.submit(_hash, pieces)
         done: Future[bytes] = Future()
-        done.set_result(_hash(views))
+        done.set_result(_hash(pieces))
         return done
 
     def run(self, work: Callable[[], T]) -> Future[T]:
@@ -52,18 +52,18 @@ class _Pending(NamedTuple):
 
 class PartChecks:
     """The parts of one attempt that are in their place and not verified yet. In its context
-    `progress` has only verified ones, and at its end nothing is read any more. `views` returns the
-    memory of the image's bytes from one offset to another."""
+    `progress` has only verified ones, and at its end nothing is read or copied any more. `pieces`
+    iterates over the image's bytes from one offset to another, in the thread that hashes them."""
 
     def __init__(
         self,
         progress: Progress,
         hashers: PartHashers,
-        views: Callable[[int, int], Sequence[memoryview]],
+        pieces: Callable[[int, int], Iterable[memoryview]],
     ) -> None:
         self._progress = progress
         self._hashers = hashers
-        self._views = views
+        self._pieces = pieces
         self._pending: deque[_Pending] = deque()
         self._start = progress.offset
 
@@ -75,10 +75,11 @@ class PartChecks:
         if end.end_offset != position:
             raise _corrupt(end)
         num_parts = len(progress.part_hashes) + len(self._pending)
-        if position == self._start or num_parts >= len(progress.header.segments):
+        if position <= self._start or num_parts >= len(progress.header.segments):
             raise CorruptImage(f"part {end.part} of the image has no segment")
-        views = self._views(self._start, position)
-        self._pending.append(_Pending(end, self._hashers.submit(views)))
+        pieces = self._pieces(self._start, position)
+        sha256 = self._hashers.submit(pieces, position - self._start)
+        self._pending.append(_Pending(end, sha256))
         self._start = position
         while self._pending and (
             len(self._pending) > MAX_PENDING or self._pending[0].sha256.done()
@@ -111,15 +112,19 @@ class PartChecks:
         """Counts the parts that are right up to the first that is not."""
         for pending in self._pending:
             pending.sha256.exception()  # waits: their memory may be others' soon
-        while self._pending and self._pending[0].sha256.result() == self._pending[0].end.sha256:
+        while self._pending and _is_right(self._pending[0]):
             self._verify()
 
 
-def _hash(views: Sequence[memoryview]) -> bytes:
+def _hash(pieces: Iterable[memoryview]) -> bytes:
     hasher = hashlib.sha256()
-    for view in views:
-        hasher.update(view)
+    for piece in pieces:
+        hasher.update(piece)
     return hasher.digest()
+
+
+def _is_right(part: _Pending) -> bool:
+    return part.sha256.exception() is None and part.sha256.result() == part.end.sha256
 
 
 def _corrupt(end: LayerEnd) -> CorruptImage:

@@ -22,6 +22,10 @@ from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, use_span
 
 logger = logging.getLogger(__name__)
 
+PIECE_BYTES = 256 << 10
+"""A mapped image is copied and hashed in such pieces, which fit a core's cache. A paced pull pauses
+between them."""
+
 PULL_METHOD = "loadout.adapter_store.v1.AdapterStoreService/PullAdapter"
 """The RPC's name in traces."""
 
@@ -57,6 +61,10 @@ class ImageSink:
                 found.append(self._memory[at : at + last - first])
         return found
 
+    def pieces(self, start: int, end: int) -> Iterator[memoryview]:
+        """Yields the image's bytes [start, end), which were written, in order."""
+        yield from self.views(start, end)
+
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Returns bytes of the image that were written; they lie within one extent."""
         for extent in self.extents:
@@ -67,16 +75,23 @@ class ImageSink:
 
 
 class MappedPlace:
-    """The place of a mapped image, whose bytes need not be written. See `ImageSink`."""
+    """A mapped image, whose bytes are not sent. With a `sink` they are copied there when they are
+    checked, in any order. See `ImageSink`."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, sink: ImageSink | None = None) -> None:
         self._data = data
+        self._sink = sink
 
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Returns: chunks are views of the image."""
-
-    def views(self, start: int, end: int) -> list[memoryview]:
-        return [self._data[start:end]]
+    def pieces(self, start: int, end: int) -> Iterator[memoryview]:
+        """Yields the bytes [start, end) in order, where they are to be checked: in the sink, if
+        there is one. A piece has just been copied, and lies in the core's cache."""
+        for first in range(start, end, PIECE_BYTES):
+            last = min(end, first + PIECE_BYTES)
+            if self._sink is None:
+                yield self._data[first:last]
+            else:
+                self._sink.write(first, self._data[first:last])
+                yield from self._sink.views(first, last)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         return bytes(self._data[offset : offset + num_bytes])

@@ -235,13 +235,11 @@ class Puller:
         messages = iter(stream)
         try:
             self._open(job, next(messages, None))
-            registrations = self.registrations
-            image = None if registrations is None else stream.mapped
-            if registrations is None or image is None or not registrations.admit(len(image.data)):
-                assert progress.sink is not None
+            assert progress.sink is not None
+            if stream.mapped is None:
                 self._receive(job, messages, progress.sink)
                 return None
-            return self._verify_mapped(job, messages, image, registrations)
+            return self._take_mapped(job, messages, stream.mapped, progress.sink)
         finally:
             job.detach()
             stream.cancel()
@@ -252,15 +250,19 @@ class Puller:
     ) -> None:
         """Takes the messages after the header, and verifies the bytes in their place."""
         progress = job.progress
-        with PartChecks(progress, self._hashers, place.views) as checks:
+        pieces = place.pieces
+        if isinstance(place, MappedPlace):
+            pieces = partial(self._mapped_pieces, job, place)
+        with PartChecks(progress, self._hashers, pieces) as checks:
             position = progress.offset
             for message in messages:
                 job.on_message()
-                if isinstance(message, ImageChunk):
+                if isinstance(message, ImageChunk) and isinstance(place, ImageSink):
                     position = _write(progress, place, message, position)
-                    if self._pace is not None:
-                        job.pause(self._pace.delay_s(position, len(message.data)))
+                    self._pause(job, position, len(message.data))
                 elif isinstance(message, LayerEnd):
+                    if isinstance(place, MappedPlace):
+                        position = message.end_offset
                     checks.add(message, position)
                 else:
                     checks.finish()
@@ -269,6 +271,41 @@ class Puller:
                     self._check_contents(progress.header, place.read)
                     return
         raise StoreUnavailable("the adapter store breaks off before it has sent all of it")
+
+    def _mapped_pieces(
+        self, job: PullJob, place: MappedPlace, start: int, end: int
+    ) -> Iterator[memoryview]:
+        """Yields pieces of a mapped image at the pace of pulls. Raises Cancelled."""
+        position = start
+        for piece in place.pieces(start, end):
+            if job.is_cancelled:
+                raise Cancelled
+            job.on_message()
+            yield piece
+            position += len(piece)
+            self._pause(job, position, len(piece))
+
+    def _pause(self, job: PullJob, position: int, num_bytes: int) -> None:
+        """Waits as the pace demands after `num_bytes` that end at `position` of the image."""
+        if self._pace is not None:
+            job.pause(self._pace.delay_s(position, num_bytes))
+
+    def _take_mapped(
+        self,
+        job: PullJob,
+        messages: Iterator[PullMessage],
+        image: MappedImage,
+        sink: ImageSink,
+    ) -> RegisteredImage | None:
+        """Verifies a mapped image, and copies it or registers it."""
+        image.hold()
+        try:
+            if self.registrations is not None and self.registrations.admit(len(image.data)):
+                return self._verify_mapped(job, messages, image, self.registrations)
+            self._receive(job, messages, MappedPlace(image.data, sink))
+            return None
+        finally:
+            image.release()
 
     def _verify_mapped(
         self,
@@ -280,24 +317,20 @@ class Puller:
         """Verifies an image where it is mapped, and registers it meanwhile. If the device refuses
         it, its bytes are in the granted memory as ever."""
         progress, is_verified = job.progress, False
-        image.hold()
         registering = self._hashers.run(partial(registrations.register, image))
         try:
-            try:
-                self._receive(job, messages, MappedPlace(image.data))
-                is_verified = True
-            finally:
-                registered = registering.result()
-                if not is_verified:
-                    progress.restart()  # the granted memory has none of it
-                    if registered is not None:
-                        registered.release()
-            if registered is None:
-                assert progress.sink is not None
-                progress.sink.write(0, image.data)
-            return registered
+            self._receive(job, messages, MappedPlace(image.data))
+            is_verified = True
         finally:
-            image.release()
+            registered = registering.result()
+            if not is_verified:
+                progress.restart()  # the granted memory has none of it
+                if registered is not None:
+                    registered.release()
+        if registered is None:
+            assert progress.sink is not None
+            progress.sink.write(0, image.data)
+        return registered
 
     def _fill(self, job: PullJob, registered: RegisteredImage) -> None:
         """Copies a registered image to the granted memory, for the time when it is unmapped."""
@@ -343,9 +376,7 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PULL_NICENESS)
 
 
-def _write(
-    progress: Progress, place: ImageSink | MappedPlace, chunk: ImageChunk, position: int
-) -> int:
+def _write(progress: Progress, place: ImageSink, chunk: ImageChunk, position: int) -> int:
     assert progress.header is not None
     end = position + len(chunk.data)
     if chunk.offset != position or end > progress.header.total_bytes:
