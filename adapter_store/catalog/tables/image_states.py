@@ -6,10 +6,20 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Select, and_, delete, exists, func, literal, or_, select
+from sqlalchemy import (
+    Connection,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    func,
+    literal,
+    or_,
+    select,
+)
 
 from adapter_store.catalog.database import now_micros, upsert
-from adapter_store.catalog.tables.filters import within
 from adapter_store.catalog.tables.layouts import is_live
 from adapter_store.catalog.tables.lookup import (
     dump_content,
@@ -50,10 +60,11 @@ def image_access(
 ) -> ImageAccess:
     """Returns the facts that decide whether these tenants may pull an image now."""
     found = verdict_at(to_micros(now), verdict(conn, key))
-    is_known = has_record(conn, key.digest, deleted_after, tenants)
+    serves_base = has_record(conn, key.digest, deleted_after, tenants, key.layout_id)
+    is_known = serves_base or has_record(conn, key.digest, deleted_after, tenants)
     return ImageAccess(
         is_known,
-        has_record(conn, key.digest, deleted_after, tenants, key.layout_id),
+        serves_base,
         found,
         _hidden_seconds(conn, key, found, tenants, now) if is_known else 0.0,
     )
@@ -65,17 +76,14 @@ def _hidden_seconds(
     """Returns for how long the oldest record of these tenants does not show the verdict."""
     if tenants is None or verdict.state is ImageState.PENDING:
         return 0.0
-    query = (
-        select(func.min(versions.c.create_time))
-        .join(adapters, adapters.c.id == versions.c.adapter_id)
-        .where(versions.c.digest == key.digest, within(tenants))
-    )
-    oldest = conn.scalar(query) or 0
+    parameters = {"of_digest": key.digest, "of_tenants": sorted(tenants)}
+    oldest = conn.scalar(_OLDEST_OF_TENANTS, parameters) or 0
     return hidden_micros(oldest, verdict, to_micros(now)) / 1_000_000
 
 
 def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
-    row = conn.execute(select(images).where(_is(key))).first()
+    parameters = {"of_digest": key.digest, "of_layout": key.layout_id}
+    row = conn.execute(_VERDICT, parameters).first()
     if row is None:
         return LayoutVerdict(key.layout_id, ImageState.PENDING)
     return to_verdict(row)
@@ -196,22 +204,14 @@ def has_record(
 ) -> bool:
     """Returns whether a record of these tenants, live or deleted after this time, has this digest;
     with a layout, whether such a record is for its base model."""
-    query = (
-        select(versions.c.version)
-        .join(adapters, adapters.c.id == versions.c.adapter_id)
-        .where(
-            versions.c.digest == digest,
-            or_(
-                versions.c.delete_time.is_(None), versions.c.delete_time > to_micros(deleted_after)
-            ),
-            within(tenants),
-        )
-    )
-    if layout_id:
-        query = query.join(layout_bases, layout_bases.c.base_model == versions.c.base_model).where(
-            layout_bases.c.layout_id == layout_id
-        )
-    return conn.execute(query.limit(1)).first() is not None
+    query = _RECORDS[tenants is not None, bool(layout_id)]
+    parameters = {
+        "of_digest": digest,
+        "deleted_after": to_micros(deleted_after),
+        "of_tenants": sorted(tenants or ()),
+        "of_layout": layout_id,
+    }
+    return conn.execute(query, parameters).first() is not None
 
 
 def forget_compiling(conn: Connection) -> None:
@@ -247,6 +247,37 @@ def _is_known(conn: Connection, key: ImageKey) -> bool:
         blobs.c.digest == key.digest, exists().where(layouts.c.layout_id == key.layout_id)
     )
     return conn.execute(known).first() is not None
+
+
+# Made once: it takes longer to make such a query than to run it, and each pull waits for these.
+_OF_TENANTS = adapters.c.tenant.in_(bindparam("of_tenants", expanding=True))
+_VERDICT = select(images).where(
+    images.c.digest == bindparam("of_digest"), images.c.layout_id == bindparam("of_layout")
+)
+_OLDEST_OF_TENANTS = (
+    select(func.min(versions.c.create_time))
+    .join(adapters, adapters.c.id == versions.c.adapter_id)
+    .where(versions.c.digest == bindparam("of_digest"), _OF_TENANTS)
+)
+_RECORD = (
+    select(versions.c.version)
+    .join(adapters, adapters.c.id == versions.c.adapter_id)
+    .where(
+        versions.c.digest == bindparam("of_digest"),
+        or_(versions.c.delete_time.is_(None), versions.c.delete_time > bindparam("deleted_after")),
+    )
+    .limit(1)
+)
+_RECORD_FOR_LAYOUT = _RECORD.join(
+    layout_bases, layout_bases.c.base_model == versions.c.base_model
+).where(layout_bases.c.layout_id == bindparam("of_layout"))
+_RECORDS = {
+    (False, False): _RECORD,
+    (False, True): _RECORD_FOR_LAYOUT,
+    (True, False): _RECORD.where(_OF_TENANTS),
+    (True, True): _RECORD_FOR_LAYOUT.where(_OF_TENANTS),
+}
+"""A record with a digest: of some tenants, or of any; for a layout, or for any."""
 
 
 def _is(key: ImageKey) -> Any:
