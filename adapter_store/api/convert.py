@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TypeVar
 
 from google.protobuf.json_format import Parse, ParseError
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from adapter_store.catalog.tables.lookup import VersionsPage
@@ -31,16 +31,12 @@ from adapter_store.images.tiers.disk_tier import TierCounts
 from adapter_store.registration.registrar import Registration
 from adapter_store.registration.signatures import Signature
 from adapter_store.sources.upload import FileChunk
-from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
 from contract.images.layouts import InvalidLayout, Layout
 from contract.images.segment_kinds import FURTHER_KINDS, LORA_KINDS, SegmentKind
 from contract.protobuf import (
     SEGMENT_KIND_NUMBERS,
     SEGMENT_KINDS,
     read_layout,
-    write_header,
-    write_layer_end,
-    write_trailer,
 )
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
@@ -435,41 +431,6 @@ def to_event(event: AdapterEvent) -> pb.WatchAdaptersResponse:
             time=_to_timestamp(event.time),
         )
     )
-
-
-def to_pull_response(message: PullMessage) -> bytes:
-    """Returns a serialized PullAdapterResponse. A chunk's bytes are copied once, from the image."""
-    match message:
-        case ImageChunk(offset, data):
-            head = pb.ImageChunk(offset=offset).SerializeToString() + _DATA_TAG
-            head += encode_varint(len(data))
-            prefix = _CHUNK_TAG + encode_varint(len(head) + len(data))
-            return b"".join((prefix, head, data))
-        case LayerEnd():
-            response = pb.PullAdapterResponse(layer_end=write_layer_end(message))
-        case ImageTrailer():
-            response = pb.PullAdapterResponse(trailer=write_trailer(message))
-        case ImageHeader():
-            response = pb.PullAdapterResponse(header=write_header(message))
-    return response.SerializeToString()
-
-
-def encode_varint(value: int) -> bytes:
-    """Encodes an unsigned number as Protocol Buffers do: seven bits a byte, the lowest first."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def _length_delimited_tag(message: type[Message], field_name: str) -> bytes:
-    return encode_varint(message.DESCRIPTOR.fields_by_name[field_name].number << 3 | 2)
-
-
-_CHUNK_TAG = _length_delimited_tag(pb.PullAdapterResponse, "chunk")
-_DATA_TAG = _length_delimited_tag(pb.ImageChunk, "data")
 
 
 def to_tier_status(counts: TierCounts) -> pb.TierStatus:

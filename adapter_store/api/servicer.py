@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from adapter_store.api import convert
 from adapter_store.api.bounds import REQUESTS
+from adapter_store.api.pull_messages import to_pull_response
 from adapter_store.core import Action, AdapterRecord, Principal, Recorded, SourceFile
 from adapter_store.debug import DebugInfo
 from adapter_store.errors import RevisionTooOld
@@ -281,7 +282,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         )
         async with aclosing(pull) as messages:
             async for message in messages:
-                await context.write(convert.to_pull_response(message))
+                await context.write(to_pull_response(message))
 
     async def ExportAdapter(  # noqa: N802
         self, request: pb.ExportAdapterRequest, context: Context

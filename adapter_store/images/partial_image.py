@@ -109,6 +109,8 @@ class PartialImage:
         """Returns the descriptor of the image's file, as Buffer.sealed_file. Raises NotSealed."""
         if not self._is_complete:
             raise NotSealed("building")
+        if self.memory.is_sealed:
+            return self.memory.sealed_file()
         self.memory.set_final()  # not later: the pool may get it while it is being sealed
         async with self._sealing:
             # Not on the event loop: of a large image it takes as long as many chunks.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from adapter_store.api import convert as of_store
+from adapter_store.api.pull_messages import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.plan.layout import layout_id
@@ -92,7 +93,7 @@ def store_layout(layout: ModelLayout) -> Layout:
 
 def image_header(image: Image) -> ImageHeader:
     """Returns an image's header as an engine receives it."""
-    received = to_pull_message(of_store.to_pull_response(image.plan.header()))
+    received = to_pull_message(to_pull_response(image.plan.header()))
     assert isinstance(received, ImageHeader)
     return received
 

@@ -16,6 +16,7 @@ from inference_svc.adapters.memory.image_slots import Slots
 from inference_svc.adapters.memory.tiers import STEP_COPY_BYTES, HostTier
 from inference_svc.adapters.picture_targets import with_unread
 from inference_svc.adapters.prefetch import PrefetchPolicy
+from inference_svc.adapters.pulls.headers import HeaderReader
 from inference_svc.adapters.pulls.image_source import AdapterStore
 from inference_svc.adapters.pulls.pace import PullPace
 from inference_svc.adapters.pulls.pull import PullEvent
@@ -432,9 +433,8 @@ def _residency(
     others = None if ranks is None else _rank_pulls(config, ranks, backend, pace)
     registrar = None if ranks is not None or host is None else factory.host_registrar(config)
     registrations = None if registrar is None else Registrations(registrar)
-    puller = Puller(
-        store, num_threads, post, layout.read_header, check, pace, others, registrations
-    )
+    read = HeaderReader(layout).read
+    puller = Puller(store, num_threads, post, read, check, pace, others, registrations)
     residency = build_residency(
         slots,
         host,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adapter_store.api import convert as store_convert
-from adapter_store.api.convert import to_pull_response
+from adapter_store.api.pull_messages import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.plan.layout import layout_id

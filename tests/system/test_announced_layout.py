@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapter_store.api import convert as of_store
+from adapter_store.api.pull_messages import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.compile import compile_image
@@ -88,7 +88,7 @@ def _by_name(layout: Layout) -> dict[str, set[str]]:
 
 def header_of(plan: ImagePlan) -> ImageHeader:
     """As it arrives."""
-    header = to_pull_message(of_store.to_pull_response(plan.header()))
+    header = to_pull_message(to_pull_response(plan.header()))
     assert isinstance(header, ImageHeader)
     return header
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from adapter_store.api.convert import to_pull_response
+from adapter_store.api.pull_messages import to_pull_response
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import Image, compile_image
 from contract.images.header import ImageHeader, Segment

@@ -452,13 +452,15 @@ PULLED_FIELDS: Sequence[Line] = (
     ),
     line(
         "PullAdapterResponse.chunk.{offset,data} PullAdapterResponse.layer_end.{part,end_offset,"
-        "sha256} PullAdapterResponse.trailer.sha256",
+        "sha256} PullAdapterResponse.trailer.sha256 PullAdapterResponse.header.ends "
+        "PullAdapterResponse.header.ends.{part,end_offset,sha256} "
+        "PullAdapterResponse.header.trailer.sha256",
         "bytes of the image; a hash of each part",
         "until the pull ends; the bytes as long as the adapter is resident",
         SERVER,
         "64 MiB a message; no gap between chunks and no byte after the image's end; as many parts "
-        "as segments",
-        "test_broken_streams_are_corrupt",
+        "as segments; in a header 262,144, counted before a large one is parsed",
+        "test_broken_streams_are_corrupt test_large_headers_are_counted_before_they_are_parsed",
     ),
     line(
         "GetTextResponse.content",

@@ -46,7 +46,7 @@ STORE_FIELDS: Sequence[Line] = (
         "test_another_image_starts_again_at_0",
     ),
     line(
-        "PullAdapter.share_id",
+        "PullAdapter.{share_id,wants_ends}",
         "an id; the store compares it with its own, and offers the image's file",
         "until the call ends, or ten minutes after the image",
         ACCOUNT,

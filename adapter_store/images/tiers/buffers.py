@@ -52,6 +52,11 @@ class Buffer:
         """Whether it is not to be written to any more, for a later image either."""
         return self._is_final
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether `sealed_file` has returned before, and returns at once."""
+        return self._is_sealed
+
     def set_final(self) -> None:
         """Its image is complete and is to be shared. Raises NotSealed if it has no file."""
         if self._file is None:

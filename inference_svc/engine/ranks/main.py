@@ -23,6 +23,7 @@ from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange, TableWrite
 from inference_svc.adapters.picture_targets import with_unread
+from inference_svc.adapters.pulls.headers import HeaderReader
 from inference_svc.adapters.pulls.pull import (
     ImageSink,
     PullDone,
@@ -193,9 +194,8 @@ class Follower:
         pace = pull_pace(config, factory, num_threads)
         if pace is not None:
             pace.is_needed = lambda: self._needs_pace
-        self._pulls.puller = Puller(
-            store, config.pull_workers, self._pulls.on_event, layout.read_header, check, pace
-        )
+        read, on_event = HeaderReader(layout).read, self._pulls.on_event
+        self._pulls.puller = Puller(store, config.pull_workers, on_event, read, check, pace)
         return backend
 
     def _take(self, frame: bytes, backend: RankBackend[Any], images: RankImages) -> None:

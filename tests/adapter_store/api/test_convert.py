@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapter_store.api import convert
+from adapter_store.api.pull_messages import MAX_KNOWN_SEGMENTS, to_pull_response
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
@@ -22,6 +23,7 @@ from contract.images.dtypes import DataType
 from contract.images.header import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Segment
 from contract.images.segment_kinds import FURTHER_KINDS, LORA_KINDS, SegmentKind
 from contract.images.targets import Target, TargetKind
+from contract.protobuf import read_header
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
 from servicekit.refs import AdapterName
@@ -143,7 +145,7 @@ def test_registrations_name_the_bad_field(field):
 
 
 def response(message) -> pb.PullAdapterResponse:
-    return pb.PullAdapterResponse.FromString(convert.to_pull_response(message))
+    return pb.PullAdapterResponse.FromString(to_pull_response(message))
 
 
 def test_pull_messages():
@@ -167,6 +169,16 @@ def test_pull_messages():
     assert response(ImageChunk(5, memoryview(b"ab"))).chunk.data == b"ab"
     assert response(LayerEnd(0, 9, b"h")).layer_end.end_offset == 9
     assert response(ImageTrailer(b"t")).trailer.sha256 == b"t"
+
+
+@pytest.mark.parametrize("count", [2, MAX_KNOWN_SEGMENTS + 1])
+def test_headers_with_the_same_segments_differ_in_all_else(count):
+    segments = tuple(Segment(i, KINDS[0], 4, 256 * i, 100) for i in range(count))
+    header = ImageHeader("i", DIGEST, "L", 1, 1 << 33, segments)
+    ends, trailer = (LayerEnd(0, 9, b"h"), LayerEnd(1, 12, b"g")), ImageTrailer(b"t")
+    whole = replace(header, image_id="j", share_ticket=b"k", ends=ends, trailer=trailer)
+    for each in (header, whole, header):
+        assert read_header(response(each).header) == each
 
 
 @given(st.integers(0, 2**64 - 1), st.binary(max_size=300))

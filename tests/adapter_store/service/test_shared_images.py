@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from adapter_store.images import pull, share
-from contract.images.header import ImageHeader
+from contract.images.header import ImageHeader, trailer_sha256
 from contract.images.sharing import (
     ADD_SEALS,
     GIVEN,
@@ -26,12 +27,18 @@ from contract.images.sharing import (
     TICKET_BYTES,
 )
 from inference_svc.adapters.pulls.registration import Registrations
-from inference_svc.errors import CorruptImage
+from inference_svc.errors import CorruptImage, StoreUnavailable
 from inference_svc.store import shared_images
 from inference_svc.store.shared_images import PullCall, ShareSocket
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import ShareExceeded
-from tests.adapter_store.service.receivers import ask, greeted, until_released, until_sealed
+from tests.adapter_store.service.receivers import (
+    Receiver,
+    ask,
+    greeted,
+    until_released,
+    until_sealed,
+)
 from tests.support.inference.memory_store import MemoryRegistrar
 from tests.support.store.adapters import make_large
 from tests.support.wait import until
@@ -351,13 +358,13 @@ def test_files_of_an_impostor_are_not_believed(ready, receive, path, tmp_path, m
 
 
 class LyingCall:
-    """A store's answer to a call: any messages, after a header with a ticket."""
+    """A store's answer to a call: any serialized messages, after a header with a ticket."""
 
-    def __init__(self, messages: list[pb.PullAdapterResponse]) -> None:
+    def __init__(self, messages: Iterable[bytes]) -> None:
         self.messages = messages
 
     def __iter__(self):
-        return iter([message.SerializeToString() for message in self.messages])
+        return iter(self.messages)
 
     def cancel(self) -> None:
         pass
@@ -366,19 +373,21 @@ class LyingCall:
 def test_a_lying_header_maps_nothing_that_it_should_not(ready, path):
     store, key, data = ready()
     connection, share_id = greeted(path)
+    beyond = pb.LayerEnd(end_offset=len(data) + 1)
     for lie, error in (
         ({"total_bytes": 1 << 62}, None),
         ({"share_ticket": b"short"}, None),
         ({}, "hands over as a file"),
         ({}, "ends at"),
+        ({"ends": [beyond], "trailer": pb.ImageTrailer()}, "ends at"),
     ):
         call, header = ask(store, key, share_id)
-        for name, value in lie.items():
-            setattr(header, name, value)
+        header.MergeFrom(pb.ImageHeader(**lie))
         after = pb.PullAdapterResponse(chunk=pb.ImageChunk(data=b"x"))
         if error == "ends at":
-            after = pb.PullAdapterResponse(layer_end=pb.LayerEnd(end_offset=len(data) + 1))
-        first = LyingCall([pb.PullAdapterResponse(header=header), after])
+            after = pb.PullAdapterResponse(layer_end=beyond)
+        answers = [pb.PullAdapterResponse(header=header), after]
+        first = LyingCall([answer.SerializeToString() for answer in answers])
         ways: list[str] = []
         calls = iter([first, LyingCall([])])
         pull = PullCall(
@@ -394,6 +403,44 @@ def test_a_lying_header_maps_nothing_that_it_should_not(ready, path):
         call.cancel()
         until_released(store)
     connection.close()
+
+
+def test_ends_in_the_header_are_the_messages_that_would_follow(ready, path):
+    store, key, data = ready()
+    connection, share_id = greeted(path)
+    connection.close()
+    told = []
+    for wants_ends in (True, False):  # earlier releases send and read them one by one
+        request = pb.PullAdapterRequest(
+            digest=key[0], layout_id=key[1], share_id=share_id, wants_ends=wants_ends
+        )
+        answers = store.client.stub.PullAdapter(request)
+        raw = (message.SerializeToString() for message in answers)
+        pull = PullCall(
+            lambda _, raw=raw: LyingCall(raw), ShareSocket(path, told.append), can_share=True
+        )
+        header, *ends, trailer = pull.messages()
+        assert isinstance(header, ImageHeader)
+        assert (header.ends, header.trailer) == ((), None)
+        assert [end.part for end in ends] == list(range(len(ends)))
+        assert ends[-1].end_offset == header.total_bytes == len(data)
+        hashes = [end.sha256 for end in ends]
+        assert trailer.sha256 == trailer_sha256(hashes, header.segments)
+    assert told == ["shared"] * 2
+    until_released(store)
+
+
+def test_a_cancelled_pull_ends_though_all_messages_are_here(ready, path):
+    store, key, _ = ready()
+    receiver = Receiver(store.running.grpc_address, path)
+    stream = receiver.client.pull(*key)
+    messages = iter(stream)
+    assert isinstance(next(messages), ImageHeader)
+    stream.cancel()
+    with pytest.raises(StoreUnavailable):
+        next(messages)
+    receiver.close()
+    until_released(store)
 
 
 @pytest.mark.processes

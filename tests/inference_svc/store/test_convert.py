@@ -87,20 +87,21 @@ def test_change_event_has_the_digest() -> None:
     assert to_event(event) == NameEvent(7), "it points to what it did before"
 
 
-def test_large_headers_are_counted_before_they_are_parsed() -> None:
+@pytest.mark.parametrize(("field", "tag"), [("segments", 0x32), ("ends", 0x52)])
+def test_large_headers_are_counted_before_they_are_parsed(field: str, tag: int) -> None:
     """Two bytes of an empty segment would take hundreds in memory."""
     for count, found in ((MAX_SEGMENTS, MAX_SEGMENTS), (MAX_SEGMENTS + 1, None)):
-        body = b"\x32\x00" * count
+        body = bytes([tag, 0]) * count
         size = len(body)
         length = bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14])
         data = b"\x0a" + length + body
         if found is None:
-            with pytest.raises(CorruptImage, match=r"header\.segments: more than"):
+            with pytest.raises(CorruptImage, match=rf"header\.{field}: more than"):
                 to_pull_message(data)
             continue
         message = to_pull_message(data)
         assert isinstance(message, ImageHeader)
-        assert len(message.segments) == found
+        assert len(getattr(message, field)) == found
     with pytest.raises(CorruptImage, match="malformed"):
         to_pull_message(data[:-1])
 
