@@ -41,6 +41,10 @@ STALE_WAIT_SECONDS = 1.0
 """How long a lookup may take where the last known answer would do."""
 RETRY_SECONDS = 1.0
 """How long cached names are used without a lookup after one has failed."""
+AHEAD_SECONDS = 0.5
+"""How often one of the names that were not used here yet is looked up when it gets a version. An
+adapter that was just registered is often asked for soon; each server asks the store at most so
+often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ class Directory:
         servable: Servable,
         name_ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
+        ahead_s: float = AHEAD_SECONDS,
     ) -> None:
         self.layout_id = ""
         self.revision = 0
@@ -171,6 +176,8 @@ class Directory:
         self._servable = servable
         self._name_ttl_s = name_ttl_s
         self._clock = clock
+        self._ahead_s = ahead_s
+        self._next_ahead_s = clock() + ahead_s
         self._cache = NameCache()
         self._owners = OwnershipCache()
         self._superseded = SupersededVersions(
@@ -205,6 +212,8 @@ class Directory:
         ref = parse_ref(text, subject, principal.home_tenant)
         key = LookupKey.of(principal, ref)
         record = self._cached_if_live(key, min_revision) or await self._look_up(key, min_revision)
+        for cache_key in key.cache_keys:
+            self._cache.use(cache_key)
         tenant = tenant_of(record.name)
         if record.revision >= self._reset_at:  # older ones would miss the changes since
             self._owners.confirm(record.digest, record.name)
@@ -337,17 +346,19 @@ class Directory:
             subject=MIN_REVISION,
         )
 
-    def _start_lookup(self, key: LookupKey) -> asyncio.Task[AdapterRecord | None]:
+    def _start_lookup(
+        self, key: LookupKey, *, is_ahead: bool = False
+    ) -> asyncio.Task[AdapterRecord | None]:
         def done(task: asyncio.Task[AdapterRecord | None]) -> None:
             del self._lookups[key]
             if not task.cancelled():
                 task.exception()  # retrieved, even if every caller has been cancelled
 
-        task = self._lookups[key] = asyncio.create_task(self._fetch_once(key))
+        task = self._lookups[key] = asyncio.create_task(self._fetch_once(key, is_ahead))
         task.add_done_callback(done)
         return task
 
-    async def _fetch_once(self, key: LookupKey) -> AdapterRecord | None:
+    async def _fetch_once(self, key: LookupKey, is_ahead: bool) -> AdapterRecord | None:
         """Returns None for the answer of a replica that is behind the watch."""
         if self._catalog is None:
             raise AdapterNotFound("this server has no adapter store", subject="adapter")
@@ -365,7 +376,7 @@ class Directory:
         if record.revision < watched_revision:
             return None
         if record.revision >= max(self._reset_at, self._changed_at.get(record.name, 0)):
-            self._cache.put(cache_key, CachedName(record, fetched_s))
+            self._cache.put(cache_key, CachedName(record, fetched_s, is_ahead))
         return record
 
     def is_servable(self, record: AdapterRecord) -> bool:
@@ -425,15 +436,18 @@ class Directory:
                 self.on_moved(event.name, event.revision)
 
     def _move(self, event: NameEvent) -> None:
-        """Forgets a name's target, and remembers the former one if it is in use here: then it looks
-        up the new one, before somebody has to wait for it."""
+        """Forgets a name's target, and remembers the former one if it is in use here. Looks up the
+        new one, before somebody has to wait for it: of names in use here always."""
         cached = self._cache.get(event.name)
+        if cached is not None and cached.is_ahead:
+            cached = None
         self._cache.remove_name(event.name)
         old = self._superseded.previous(event.name)
         if cached is not None:
             record = cached.record
             old = Version(f"{record.name}@{record.version}", record.digest)
         if old is None:
+            self._look_ahead(event)
             return
         new = Version(f"{event.name}@{event.version}", event.digest) if event.digest else None
         if new is not None and new.digest != old.digest:
@@ -443,6 +457,14 @@ class Directory:
                 self._start_lookup(key)
         is_used = any(True for _ in self._cache.refs_of(old.digest))
         self._superseded.move(event.name, old, new, is_used=is_used)
+
+    def _look_ahead(self, event: NameEvent) -> None:
+        """Looks up a name that is not in use here yet, now and then."""
+        key, now_s = LookupKey(parse_ref(event.name, "adapter"), None), self._clock()
+        is_due = self._is_watched and now_s >= self._next_ahead_s
+        if event.digest and is_due and key not in self._lookups:
+            self._next_ahead_s = now_s + self._ahead_s
+            self._start_lookup(key, is_ahead=True)
 
     def watch_lost(self) -> None:
         """Called when the watch ended: changes are no longer removed."""

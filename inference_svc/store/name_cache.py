@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inference_svc.core import Principal
 from inference_svc.errors import AdapterNotFound
@@ -51,10 +51,12 @@ class LookupKey:
 
 @dataclass(frozen=True, slots=True)
 class CachedName:
-    """`fetched_s` is when the store was queried, on the directory's clock."""
+    """`fetched_s` is when the store was queried, on the directory's clock. `is_ahead`: nobody has
+    used it yet."""
 
     record: AdapterRecord
     fetched_s: float
+    is_ahead: bool = False
 
 
 class NameCache:
@@ -71,6 +73,12 @@ class NameCache:
         if entry is not None:
             self._entries.move_to_end(ref)
         return entry
+
+    def use(self, ref: str) -> None:
+        """Records that an entry, if there is one, is used."""
+        entry = self._entries.get(ref)
+        if entry is not None and entry.is_ahead:
+            self._entries[ref] = replace(entry, is_ahead=False)
 
     def put(self, ref: str, entry: CachedName) -> None:
         self.remove(ref)

@@ -1,6 +1,7 @@
 """A directory over a fake catalog, with a virtual clock."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,10 +56,12 @@ def run(body: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
 
 
-def make(live: bool = True, **servable: Any) -> tuple[FakeCatalog, Directory, Clock]:
+def make(
+    live: bool = True, ahead_s: float = math.inf, **servable: Any
+) -> tuple[FakeCatalog, Directory, Clock]:
     catalog, clock = FakeCatalog(), Clock()
     limits = Servable(**{"base_models": ("base", "alias"), "max_lora_rank": 16, **servable})
-    directory = Directory(catalog, limits, name_ttl_s=300.0, clock=clock)
+    directory = Directory(catalog, limits, name_ttl_s=300.0, clock=clock, ahead_s=ahead_s)
     directory.layout_id = "layout"
     if live:
         directory.reset(catalog.revision)

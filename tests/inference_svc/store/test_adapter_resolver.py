@@ -120,6 +120,34 @@ def test_new_version_of_a_name_in_use_is_looked_up_before_it_is_requested() -> N
     run(body)
 
 
+def test_a_new_name_is_looked_up_before_it_is_requested_now_and_then() -> None:
+    catalog, directory, clock = make(ahead_s=0.5)
+    catalog.records["default/other"] = replace(UPPER, name="default/other", digest=B)
+    moves: list[str] = []
+    directory.on_repointed = lambda old_digest, new_digest: moves.append(new_digest)
+
+    async def body() -> None:
+        clock.now_s += 0.5
+        catalog.revision = 7
+        directory.apply(NameEvent(6, "default/upper", A, 1))
+        directory.apply(NameEvent(7, "default/other", B, 1))
+        await until_lookups(catalog, 1)
+        assert (await directory.resolve(ANYONE, "upper", min_revision=7)).digest == A
+        assert catalog.lookups == ["default/upper"], "the other one waits for its first request"
+        clock.now_s += 0.5
+        directory.apply(NameEvent(8, "default/other", A, 2))
+        await until_lookups(catalog, 2)
+        directory.apply(NameEvent(9, "default/other"))
+        directory.apply(NameEvent(10, "default/third"))
+        assert not moves, "nobody has used the other one here"
+        catalog.revision = 11
+        directory.apply(NameEvent(11, "default/upper", B, 2))
+        assert moves == [B]
+        await until_lookups(catalog, 3)
+
+    run(body)
+
+
 def test_superseded_versions_are_told_until_they_are_used_again() -> None:
     catalog, directory, _ = make()
     told: list[tuple[str, bool]] = []
