@@ -51,13 +51,16 @@ class NotShared(Exception):
 
 
 class SharedImage:
-    """An image's file, mapped as long as anybody holds it, first the stream, until `close`. The
-    connection tells the store that it is. See `MappedImage`."""
+    """An image's file, open and mapped as long as anybody holds it: first the stream, until
+    `close`. The connection tells the store that it is. See `MappedImage`."""
 
-    def __init__(self, connection: socket.socket, mapping: mmap.mmap) -> None:
+    def __init__(self, connection: socket.socket, file: int, num_bytes: int) -> None:
+        """Takes the connection and the file, whose bytes nobody can change any more. Raises
+        NotShared, and has neither then."""
+        self._mapping = _map(file, num_bytes)
         self._connection = connection
-        self._mapping = mapping
-        self.data = memoryview(mapping)
+        self._file = file
+        self.data = memoryview(self._mapping)
         self._lock = threading.Lock()
         self._num_holders, self._is_closed = 1, False
 
@@ -66,6 +69,13 @@ class SharedImage:
         if not self._is_closed:
             self._is_closed = True
             self.release()
+
+    def copy(self, offset: int, memory: memoryview) -> None:
+        while len(memory):
+            count = os.preadv(self._file, [memory], offset)
+            if not count:
+                raise CorruptImage(f"the image's file ends at {offset} of its bytes")
+            memory, offset = memory[count:], offset + count
 
     def hold(self) -> None:
         with self._lock:
@@ -81,6 +91,7 @@ class SharedImage:
             with contextlib.suppress(BufferError):  # else it goes with the last who reads it
                 self.data.release()
                 self._mapping.close()
+            os.close(self._file)
             self._connection.close()
 
 
@@ -117,7 +128,12 @@ class ShareSocket:
             self.forget()
             raise NotShared("unreachable") from None
         try:
-            return SharedImage(connection, _map(_receive(connection), header.total_bytes))
+            file = _receive(connection)
+            try:
+                return SharedImage(connection, file, header.total_bytes)
+            except BaseException:
+                os.close(file)
+                raise
         except BaseException:
             connection.close()
             raise
@@ -280,22 +296,19 @@ def _receive(connection: socket.socket) -> int:
 
 
 def _map(file: int, num_bytes: int) -> mmap.mmap:
-    """Maps a file that nobody can change any more, and closes its descriptor. Raises NotShared."""
+    """Maps a file that nobody can change any more. Raises NotShared."""
+    found = os.fstat(file)
     try:
-        found = os.fstat(file)
-        try:
-            seals = fcntl.fcntl(file, GET_SEALS)
-        except OSError:
-            seals = 0  # no file in memory
-        if not stat.S_ISREG(found.st_mode) or seals & SEALS != SEALS:
-            raise NotShared("unsealed")
-        if found.st_size != num_bytes or not num_bytes:
-            raise NotShared("wrong_size")
-        # Linux before 6.7 maps no sealed file as a shared one. Later it copies each page of a
-        # private mapping that a device is to read.
-        for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
-            with contextlib.suppress(OSError, OverflowError, ValueError):
-                return mmap.mmap(file, num_bytes, kind, mmap.PROT_READ)
-        raise NotShared("no_file")
-    finally:
-        os.close(file)
+        seals = fcntl.fcntl(file, GET_SEALS)
+    except OSError:
+        seals = 0  # no file in memory
+    if not stat.S_ISREG(found.st_mode) or seals & SEALS != SEALS:
+        raise NotShared("unsealed")
+    if found.st_size != num_bytes or not num_bytes:
+        raise NotShared("wrong_size")
+    # Linux before 6.7 maps no sealed file as a shared one. Later it copies each page of a private
+    # mapping that a device is to read.
+    for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
+        with contextlib.suppress(OSError, OverflowError, ValueError):
+            return mmap.mmap(file, num_bytes, kind, mmap.PROT_READ)
+    raise NotShared("no_file")

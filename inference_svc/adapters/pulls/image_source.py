@@ -18,6 +18,10 @@ class MappedImage(Protocol):
     @property
     def data(self) -> memoryview: ...
 
+    def copy(self, offset: int, memory: memoryview) -> None:
+        """Copies the bytes from `offset` on to all of `memory`. Faster than from `data`, whose
+        pages have to be mapped one by one. Raises CorruptImage if the image ends before."""
+
     def hold(self) -> None:
         """Adds a holder; the stream that has brought the image is one."""
 

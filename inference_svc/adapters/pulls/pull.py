@@ -14,7 +14,7 @@ import numpy as np
 
 from contract.images.header import ImageHeader
 from inference_svc.adapters.memory.extents import Extent
-from inference_svc.adapters.pulls.image_source import PullStream
+from inference_svc.adapters.pulls.image_source import MappedImage, PullStream
 from inference_svc.adapters.pulls.registration import RegisteredImage
 from inference_svc.errors import StoreUnavailable, notes_of
 from servicekit.errors import ServiceError
@@ -22,9 +22,9 @@ from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, use_span
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 256 << 10
-"""A mapped image is copied and hashed in such pieces, which fit a core's cache. A paced pull pauses
-between them."""
+PIECE_BYTES = 1 << 20
+"""A mapped image is copied and hashed in such pieces, which fit a core's cache. Threads wait for
+each other between smaller ones. A paced pull pauses between them."""
 
 PULL_METHOD = "loadout.adapter_store.v1.AdapterStoreService/PullAdapter"
 """The RPC's name in traces."""
@@ -78,8 +78,8 @@ class MappedPlace:
     """A mapped image, whose bytes are not sent. With a `sink` they are copied there when they are
     checked, in any order. See `ImageSink`."""
 
-    def __init__(self, data: memoryview, sink: ImageSink | None = None) -> None:
-        self._data = data
+    def __init__(self, image: MappedImage, sink: ImageSink | None = None) -> None:
+        self._image = image
         self._sink = sink
 
     def pieces(self, start: int, end: int) -> Iterator[memoryview]:
@@ -88,13 +88,16 @@ class MappedPlace:
         for first in range(start, end, PIECE_BYTES):
             last = min(end, first + PIECE_BYTES)
             if self._sink is None:
-                yield self._data[first:last]
-            else:
-                self._sink.write(first, self._data[first:last])
-                yield from self._sink.views(first, last)
+                yield self._image.data[first:last]
+                continue
+            position = first
+            for view in self._sink.views(first, last):
+                self._image.copy(position, view)
+                position += len(view)
+                yield view
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        return bytes(self._data[offset : offset + num_bytes])
+        return bytes(self._image.data[offset : offset + num_bytes])
 
 
 @dataclass

@@ -302,7 +302,7 @@ class Puller:
         try:
             if self.registrations is not None and self.registrations.admit(len(image.data)):
                 return self._verify_mapped(job, messages, image, self.registrations)
-            self._receive(job, messages, MappedPlace(image.data, sink))
+            self._receive(job, messages, MappedPlace(image, sink))
             return None
         finally:
             image.release()
@@ -319,7 +319,7 @@ class Puller:
         progress, is_verified = job.progress, False
         registering = self._hashers.run(partial(registrations.register, image))
         try:
-            self._receive(job, messages, MappedPlace(image.data))
+            self._receive(job, messages, MappedPlace(image))
             is_verified = True
         finally:
             registered = registering.result()

@@ -77,6 +77,10 @@ class MemoryMapping:
         self.data = memoryview(self._bytes)
         self.num_holders = 1
 
+    def copy(self, offset: int, memory: memoryview) -> None:
+        assert self.num_holders
+        memory[:] = self.data[offset : offset + len(memory)]
+
     def hold(self) -> None:
         assert self.num_holders
         self.num_holders += 1
