@@ -21,7 +21,7 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 MAX_KNOWN = 16
 """Different segments whose messages are kept."""
 MAX_KNOWN_SEGMENTS = 4096
-"""Of images with more nothing is kept: it would take megabytes."""
+"""Images with more are written each time: to keep them would take megabytes."""
 
 
 def to_pull_response(message: PullMessage) -> bytes:

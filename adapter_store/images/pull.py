@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -144,27 +144,16 @@ class Pulls:
                 async with self._offered(image, start, share_id, account) as (offer, reason):
                     self._metrics.pull_wait_seconds.observe(time.monotonic() - start_s)
                     phases.enter("stream" if offer is None else "share")
-                    header = replace(plan.header(start), not_shared=reason)
-                    if offer is not None and wants_ends:
-                        yield _whole(header, offer, image)
-                        num_bytes = plan.total_bytes
-                        self._metrics.pulled_bytes.inc(num_bytes)
-                        active.sent_bytes, result = num_bytes, "complete"
-                        await _wait_released(offer)
-                        return
                     ticket = b"" if offer is None else offer.ticket
-                    yield replace(header, share_ticket=ticket)
-                    data = image.buffer.numpy().data if offer is None else None
-                    for index in itertools.count(first_part(plan.parts, start)):
-                        part = await image.wait_part(index)
-                        if part is None:
-                            break
-                        for message in paced(part_messages(data, part, start), rate):
-                            yield message
-                        num_bytes = part.end - max(part.start, start)
-                        self._metrics.pulled_bytes.inc(num_bytes)
-                        active.sent_bytes += num_bytes
-                    yield ImageTrailer((await image.wait_complete()).sha256)
+                    header = replace(plan.header(start), share_ticket=ticket, not_shared=reason)
+                    if offer is not None and wants_ends:
+                        yield _whole(header, image)
+                        self._count(active, plan.total_bytes)
+                    else:
+                        parts = self._parts(image, header, rate, active)
+                        async with aclosing(parts) as messages:
+                            async for message in messages:
+                                yield message
                     result = "complete"
                     if offer is not None:
                         await _wait_released(offer)
@@ -178,6 +167,29 @@ class Pulls:
             failure = None  # its traceback has this frame, which has the image's bytes
             self.active.discard(active)
             self._metrics.pulls.labels(result).inc()
+
+    async def _parts(
+        self,
+        image: PartialImage,
+        header: ImageHeader,
+        rate: MinimumRate | None,
+        active: ActivePull,
+    ) -> AsyncGenerator[PullMessage]:
+        """Yields the header and the messages that follow it: with a ticket without chunks."""
+        yield header
+        data = None if header.share_ticket else image.buffer.numpy().data
+        for index in itertools.count(first_part(image.plan.parts, header.offset)):
+            part = await image.wait_part(index)
+            if part is None:
+                break
+            for message in paced(part_messages(data, part, header.offset), rate):
+                yield message
+            self._count(active, part.end - max(part.start, header.offset))
+        yield ImageTrailer((await image.wait_complete()).sha256)
+
+    def _count(self, active: ActivePull, num_bytes: int) -> None:
+        self._metrics.pulled_bytes.inc(num_bytes)
+        active.sent_bytes += num_bytes
 
     @asynccontextmanager
     async def _offered(
@@ -293,11 +305,10 @@ def part_messages(
     yield LayerEnd(part.index, part.end, part.sha256)
 
 
-def _whole(header: ImageHeader, offer: Offer, image: PartialImage) -> ImageHeader:
+def _whole(header: ImageHeader, image: PartialImage) -> ImageHeader:
     """Returns the header of a complete image with all messages that would follow it."""
     return replace(
         header,
-        share_ticket=offer.ticket,
         ends=tuple(LayerEnd(part.index, part.end, part.sha256) for part in image.parts),
         trailer=ImageTrailer(image.image.sha256),
     )

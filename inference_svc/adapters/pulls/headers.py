@@ -11,7 +11,7 @@ from inference_svc.adapters.layout import ModelLayout
 MAX_KNOWN = 16
 """Different segments that are remembered."""
 MAX_SEGMENTS = 4096
-"""Of images with more nothing is remembered: it would take megabytes."""
+"""Images with more are read each time: to remember them would take megabytes."""
 
 
 class HeaderReader:

@@ -320,6 +320,15 @@ def impostor(path: Path, share_id: bytes, file: int):
             os.close(file)
 
 
+def is_open(found: os.stat_result) -> bool:
+    """Whether this process has a descriptor of a file."""
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.path.samestat(os.stat(int(number)), found):
+                return True
+    return False
+
+
 def test_files_of_an_impostor_are_not_believed(ready, receive, path, tmp_path, monkeypatch):
     """Nor does a program that another thread starts have them."""
     mapped, inherited = shared_images._map, []
@@ -345,10 +354,11 @@ def test_files_of_an_impostor_are_not_believed(ready, receive, path, tmp_path, m
         (sealed(data + b"x", SEALS), "wrong_size"),
         (sealed(b"", SEALS), "wrong_size"),
     ):
-        receiver = receive(store.running.grpc_address, path)
+        receiver, found = receive(store.running.grpc_address, path), os.fstat(file)
         with impostor(path, share_id, file):
             assert receiver.pull(*key) == data
             assert receiver.ways() == {reason}
+        assert not is_open(found)
     lie = sealed(data[:-1] + bytes([data[-1] ^ 1]), SEALS | SEAL_SEAL)
     receiver = receive(store.running.grpc_address, path)
     with impostor(path, share_id, lie), pytest.raises(CorruptImage, match="sha256"):
