@@ -10,7 +10,12 @@ from loadout._client import pooled_calls
 from loadout._rpc.async_caller import AsyncCaller
 from loadout._rpc.async_stream import AsyncStream
 from loadout._rpc.calls import Adapters, StreamCall
-from loadout._rpc.convert.embedding import Inputs, joined_embedding, joined_tokens
+from loadout._rpc.convert.embedding import (
+    Inputs,
+    LabelInputs,
+    joined_embedding,
+    joined_tokens,
+)
 from loadout.errors import StreamLost
 
 R = TypeVar("R", types.Embedding, types.Score, types.Classification, types.TokenClassification)
@@ -138,7 +143,7 @@ class AsyncEmbeddingCalls(AsyncCaller):
 
     async def classify(
         self,
-        inputs: Inputs,
+        inputs: LabelInputs,
         *,
         raw: bool = False,
         truncation: types.Truncation | None = None,
@@ -155,7 +160,8 @@ class AsyncEmbeddingCalls(AsyncCaller):
         those of `embed`.
 
         Args:
-            inputs: A text, token ids, or up to 2,048 of these.
+            inputs: A text, token ids, or up to 2,048 of these; a list may also have pairs of texts,
+                such as a premise and a hypothesis.
             raw: Return the head's outputs in place of probabilities.
 
         Returns:
@@ -181,7 +187,7 @@ class AsyncEmbeddingCalls(AsyncCaller):
 
     async def classify_tokens(
         self,
-        inputs: Inputs,
+        inputs: LabelInputs,
         *,
         raw: bool = False,
         truncation: types.Truncation | None = None,
@@ -197,7 +203,8 @@ class AsyncEmbeddingCalls(AsyncCaller):
         """Classifies each token of inputs, as `classify` does inputs.
 
         Args:
-            inputs: A text, token ids, or up to 2,048 of these.
+            inputs: A text, token ids, or up to 2,048 of these; a list may also have pairs of texts,
+                such as a premise and a hypothesis.
             raw: Return the head's outputs in place of probabilities.
 
         Returns:

@@ -10,7 +10,12 @@ from loadout import types
 from loadout._client import pooled_calls
 from loadout._rpc.caller import Caller
 from loadout._rpc.calls import Adapters, StreamCall
-from loadout._rpc.convert.embedding import Inputs, joined_embedding, joined_tokens
+from loadout._rpc.convert.embedding import (
+    Inputs,
+    LabelInputs,
+    joined_embedding,
+    joined_tokens,
+)
 from loadout._rpc.stream import Stream
 from loadout.errors import StreamLost
 
@@ -139,7 +144,7 @@ class EmbeddingCalls(Caller):
 
     def classify(
         self,
-        inputs: Inputs,
+        inputs: LabelInputs,
         *,
         raw: bool = False,
         truncation: types.Truncation | None = None,
@@ -156,7 +161,8 @@ class EmbeddingCalls(Caller):
         those of `embed`.
 
         Args:
-            inputs: A text, token ids, or up to 2,048 of these.
+            inputs: A text, token ids, or up to 2,048 of these; a list may also have pairs of texts,
+                such as a premise and a hypothesis.
             raw: Return the head's outputs in place of probabilities.
 
         Returns:
@@ -182,7 +188,7 @@ class EmbeddingCalls(Caller):
 
     def classify_tokens(
         self,
-        inputs: Inputs,
+        inputs: LabelInputs,
         *,
         raw: bool = False,
         truncation: types.Truncation | None = None,
@@ -198,7 +204,8 @@ class EmbeddingCalls(Caller):
         """Classifies each token of inputs, as `classify` does inputs.
 
         Args:
-            inputs: A text, token ids, or up to 2,048 of these.
+            inputs: A text, token ids, or up to 2,048 of these; a list may also have pairs of texts,
+                such as a premise and a hypothesis.
             raw: Return the head's outputs in place of probabilities.
 
         Returns:

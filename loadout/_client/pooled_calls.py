@@ -10,7 +10,13 @@ from google.protobuf.message import Message
 from loadout import types
 from loadout._rpc.calls import Adapters, Service, StreamCall, only_unanswered
 from loadout._rpc.convert import embedding as pooling_types
-from loadout._rpc.convert.embedding import POOLINGS, TRUNCATIONS, Inputs, to_inputs
+from loadout._rpc.convert.embedding import (
+    POOLINGS,
+    TRUNCATIONS,
+    Inputs,
+    LabelInputs,
+    to_inputs,
+)
 from loadout._rpc.convert.messages import build, invalid, named
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
@@ -35,20 +41,22 @@ def scores(documents: Sequence[str], truncation: Any, **fields: Any) -> StreamCa
     return _pooled("Score", request, pooling_types.score, len(documents))
 
 
-def classify(inputs: Inputs, truncation: Any, **fields: Any) -> StreamCall[types.Classification]:
+def classify(
+    inputs: LabelInputs, truncation: Any, **fields: Any
+) -> StreamCall[types.Classification]:
     request = _classify_request(inputs, truncation, per_token=False, **fields)
     return _pooled("Classify", request, pooling_types.classification, len(request.inputs))
 
 
 def classify_tokens(
-    inputs: Inputs, truncation: Any, **fields: Any
+    inputs: LabelInputs, truncation: Any, **fields: Any
 ) -> StreamCall[types.TokenClassification]:
     request = _classify_request(inputs, truncation, per_token=True, **fields)
     return _pooled("Classify", request, pooling_types.token_classification, len(request.inputs))
 
 
 def _classify_request(
-    inputs: Inputs, truncation: Any, **fields: Any
+    inputs: LabelInputs, truncation: Any, **fields: Any
 ) -> inference_pb.ClassifyRequest:
     fields["truncation"] = _truncation(truncation)
     request = _pool(inference_pb.ClassifyRequest, inputs=to_inputs(inputs), **fields)

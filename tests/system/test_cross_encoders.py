@@ -239,6 +239,24 @@ def test_over_routes_of_text_embeddings_inference(serving: Serving) -> None:
     assert info == {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
 
 
+def test_pairs_are_classified_over_grpc(serving: Serving) -> None:
+    made, client = serving.made, serving.services.client
+    pairs = [(QUERY, each) for each in DOCUMENTS]
+    for adapter in ("", "two"):
+        found = client.classify([*pairs, QUERY], adapter=adapter, raw=True)
+        logits = [made.logit(adapter, *each) for each in pairs]
+        np.testing.assert_allclose([e.probabilities[0] for e in found[:-1]], logits, atol=1e-4)
+        assert found[-1].usage.prompt_tokens < found[0].usage.prompt_tokens
+    [cut] = client.classify([(QUERY, LONG)], truncation="end", raw=True)
+    made.tokenizer.truncation_side = "right"
+    logit = made.logit("", QUERY, LONG, truncation="longest_first", max_length=MOST)
+    assert cut.probabilities[0] == pytest.approx(logit, abs=1e-4)
+    for pair in (("a", ""), ("", "a"), (QUERY, LONG)):
+        with pytest.raises(InvalidArgument) as caught:
+            client.classify(["a", pair])
+        assert caught.value.subject == "inputs[1]"
+
+
 def test_info_lists_the_calls(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
     services = serving.services
     places = ("--inference", services.inference_address, "--store", services.store_address)

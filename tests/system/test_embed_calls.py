@@ -197,6 +197,7 @@ def test_bad_input_is_refused_by_name_over_grpc(serving: Serving) -> None:
         ("", {}, "inputs[0]"),
         (["a", ""], {}, "inputs[1]"),
         ([[5], []], {}, "inputs[1]"),
+        (["a", ("a", "b")], {}, "inputs[1]"),
         ([[5], [5] * 257], {}, "inputs[1]"),
         ([[5], [10**6]], {}, "inputs[1]"),
         ([[5]] * 2049, {}, "inputs"),

@@ -34,7 +34,8 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_too_many_entries_are_refused test_invalid_prompts_name_the_field",
     ),
     line(
-        "{Embed,Classify}.inputs {Embed,Classify}.inputs.{text,token_ids.ids}",
+        "{Embed,Classify}.inputs "
+        "{Embed,Classify}.inputs.{text,token_ids.ids,pair.first,pair.second}",
         "inputs to embed or classify, their tokens, and the results of those that are computed",
         "the texts until they are tokenised; the tokens until the last result is sent",
         ACCOUNT,

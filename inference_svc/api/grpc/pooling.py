@@ -36,6 +36,7 @@ from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule, Pooling
 from inference_svc.results.pooling import PoolingOption
 from inference_svc.text.cut import Kept
+from inference_svc.text.pair import Pair
 from inference_svc.text.prompt import Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import InvalidArgument
@@ -74,7 +75,7 @@ def from_embed_request(
     call = EmbedCall(
         **_common(request, deadline_s),
         **_limit(request),
-        inputs=_from_inputs(request.inputs),
+        inputs=_from_inputs(request.inputs, may_be_pairs=False),
         option=PoolingOption(
             _POOLINGS[request.pooling],
             request.normalize if request.HasField("normalize") else None,
@@ -109,7 +110,7 @@ def from_classify_request(
     call = ClassifyCall(
         **_common(request, deadline_s),
         **_limit(request),
-        inputs=_from_inputs(request.inputs),
+        inputs=_from_inputs(request.inputs, may_be_pairs=True),
         per_token=request.per_token if request.HasField("per_token") else None,
     )
     return call.to_call(rule)
@@ -139,17 +140,28 @@ def _common(request: PoolRequest, deadline_s: float | None) -> dict[str, Any]:
     }
 
 
-def _from_inputs(given: Sequence[pb.EmbedInput]) -> tuple[Prompt, ...]:
+def _from_inputs(given: Sequence[pb.EmbedInput], *, may_be_pairs: bool) -> tuple[Prompt, ...]:
     # One more than may be shows that there are too many.
-    return tuple(map(_from_input, given[: MAX_INPUTS + 1], range(MAX_INPUTS + 1)))
+    some = enumerate(given[: MAX_INPUTS + 1])
+    return tuple(_from_input(each, f"inputs[{at}]", may_be_pair=may_be_pairs) for at, each in some)
 
 
-def _from_input(given: pb.EmbedInput, index: int) -> Prompt:
-    kind = given.WhichOneof("input")
-    if kind is None:
-        field = f"inputs[{index}]"
-        raise InvalidArgument(f"{field} is missing: one of text, token_ids", subject=field)
-    return Text(given.text) if kind == "text" else tuple(given.token_ids.ids)
+def _from_input(given: pb.EmbedInput, field: str, *, may_be_pair: bool) -> Prompt:
+    match given.WhichOneof("input"):
+        case "text":
+            return Text(given.text)
+        case "token_ids":
+            return tuple(given.token_ids.ids)
+        case "pair" if may_be_pair:
+            pair = given.pair
+            return Pair(pair.first, pair.second, (f"{field}.pair.first", f"{field}.pair.second"))
+        case "pair":
+            raise InvalidArgument(
+                f"{field} is a pair of texts, which Classify alone reads: send two texts, or one "
+                "text that has both",
+                subject=field,
+            )
+    raise InvalidArgument(f"{field} is missing: one of text, token_ids, pair", subject=field)
 
 
 class IncomingPoolCall(Generic[M]):

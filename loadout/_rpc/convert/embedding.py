@@ -14,6 +14,8 @@ from loadout.inference.v1 import inference_pb2 as inference_pb
 FP32_BYTES = 4
 Inputs = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """Inputs to embed: one text or list of token ids, or several."""
+LabelInputs = Inputs | Sequence[tuple[str, str]]
+"""Inputs to classify: also a list of pairs of texts."""
 
 _Response: TypeAlias = (
     inference_pb.EmbedResponse | inference_pb.ScoreResponse | inference_pb.ClassifyResponse
@@ -31,7 +33,7 @@ TRUNCATIONS: dict[int, str] = {
 }
 
 
-def to_inputs(inputs: Inputs) -> list[inference_pb.EmbedInput]:
+def to_inputs(inputs: LabelInputs) -> list[inference_pb.EmbedInput]:
     """Returns the messages of inputs. Raises InvalidArgument, naming the input."""
     if isinstance(inputs, str) or (inputs and all(isinstance(each, int) for each in inputs)):
         return [_to_input(inputs, "inputs")]
@@ -40,10 +42,14 @@ def to_inputs(inputs: Inputs) -> list[inference_pb.EmbedInput]:
 
 def _to_input(given: object, field: str) -> inference_pb.EmbedInput:
     if not isinstance(given, str | Iterable):
-        raise invalid(field, "must be a text, or token ids")
+        raise invalid(field, "must be a text, a pair of texts, or token ids")
     value: dict[str, object] = {"text": given}
     if not isinstance(given, str):
-        value = {"token_ids": build(inference_pb.TokenIds, field, ids=given)}
+        parts = list(given)
+        if len(parts) == 2 and all(isinstance(each, str) for each in parts):
+            value = {"pair": build(inference_pb.TextPair, field, first=parts[0], second=parts[1])}
+        else:
+            value = {"token_ids": build(inference_pb.TokenIds, field, ids=parts)}
     return cast(inference_pb.EmbedInput, build(inference_pb.EmbedInput, field, **value))
 
 
