@@ -118,22 +118,22 @@ def pool(slices: Iterable[Hidden], base_head: ClassifierHead | None) -> Iterator
     sums = _sums(slices)
     if not sums:
         return
-    # Copied at once.
-    rows = torch.cat([each.states for each in sums]).cpu()
-    hosts = rows.split([len(each.states) for each in sums])
-    classified = _classified(sums, base_head)
-    for place, (each, host) in enumerate(zip(sums, hosts, strict=True)):
+    # Copied and checked at once: calls of torch for each run take longer than their work.
+    rows = torch.cat([each.states for each in sums])
+    sound, host = rows.isfinite().all(dim=1).cpu().numpy(), rows.cpu().numpy()
+    classified, end = _classified(sums, base_head), 0
+    for place, each in enumerate(sums):
         run, made = each.run, classified.get(place)
-        is_sound = bool(host.isfinite().all())
-        first = run.position - 1
+        start, end = end, end + len(each.states)
+        is_sound, first = bool(sound[start:end].all()), run.position - 1
         part: HiddenSum | TokenStates | ClassLogits
         if made is not None:
             # A finite hidden state may have outputs that are not.
             part, is_sound = made, is_sound and bool(np.isfinite(made.logits).all())
         elif _keeps_tokens(run):
-            part = TokenStates(first, run.num_tokens, host.numpy().tobytes())
+            part = TokenStates(first, run.num_tokens, host[start:end].tobytes())
         else:
-            part = HiddenSum(first, run.num_tokens, host.numpy().tobytes())
+            part = HiddenSum(first, run.num_tokens, host[start:end].tobytes())
         yield Pooled(run.sequence, part, is_sound)
 
 
