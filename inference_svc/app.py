@@ -287,6 +287,7 @@ def _model_facts(decoder: Decoder) -> ModelFacts:
         expert_elements_per_rank=max(each.expert_elements_per_rank for each in layouts),
         state_bytes=max(map(slot_bytes, stages)),
         is_encoder=decoder.encoder is not None,
+        hidden_size=decoder.hidden_size,
         picture_tokens=0 if decoder.pictures is None else decoder.pictures.max_tokens,
         picture_elements=0 if decoder.pictures is None else decoder.pictures.row_size,
     )

@@ -15,6 +15,10 @@ from inference_svc.pictures.processor import has_processor
 from servicekit.errors import InvalidSetting
 
 CPU_SEQUENCES, CPU_BATCH_TOKENS = 64, 512
+ENCODER_STEP_NUMBERS = 768 << 10
+"""Hidden states of a step of an encoder, by default: 2,048 tokens of 384 numbers. Small encoders
+compute tokens so fast that the engine's own work between two steps counts, and none of their
+requests waits for a token of each step."""
 CPU_ADAPTER_MEMORY, CPU_KV_MEMORY = 256 << 20, 512 << 20
 CPU_ADAPTER_SHARE = 4
 """Adapters of experts take at most one part in so many of the memory that is left, by default."""
@@ -68,8 +72,8 @@ class ModelFacts:
     `expert_elements_per_rank` are values of A and B, of all experts. `state_bytes` has a sequence's
     recurrent state, 0 for a model without recurrent layers. Models with further tables of tokens
     have no place for tokens that adapters add. If it `is_encoder`, prompts are computed whole and
-    have no keys and values. The largest image has `picture_tokens`, with embeddings of
-    `picture_elements` each."""
+    have no keys and values; a token has `hidden_size` numbers. The largest image has
+    `picture_tokens`, with embeddings of `picture_elements` each."""
 
     dtype: str
     max_position_embeddings: int
@@ -81,6 +85,7 @@ class ModelFacts:
     expert_elements_per_rank: int = 0
     state_bytes: int = 0
     is_encoder: bool = False
+    hidden_size: int = 0
     picture_tokens: int = 0
     picture_elements: int = 0
 
@@ -297,9 +302,10 @@ def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts)
     share_bytes //= settings.num_ranks
     fitting = running_within(share_bytes, model.state_bytes, most)
     max_sequences = settings.max_sequences or fitting
-    kv_memory, kv_tokens, longest = settings.kv_memory or CPU_KV_MEMORY, 0, 0
+    kv_memory, kv_tokens, step_tokens = settings.kv_memory or CPU_KV_MEMORY, 0, CPU_BATCH_TOKENS
     if model.is_encoder:
         kv_memory, longest = 0, settings.max_model_len or model.max_position_embeddings
+        step_tokens = max(step_tokens, longest, ENCODER_STEP_NUMBERS // max(model.hidden_size, 1))
     else:
         kv_tokens = kv_memory // _kv_token_bytes(settings, model)
     return Sizes(
@@ -307,7 +313,7 @@ def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts)
         host_memory=settings.host_memory or 0,
         kv_memory=kv_memory,
         max_sequences=max_sequences,
-        max_batch_tokens=settings.max_batch_tokens or max(CPU_BATCH_TOKENS, max_sequences, longest),
+        max_batch_tokens=settings.max_batch_tokens or max(step_tokens, max_sequences),
         stored_states=stored_within(
             share_bytes,
             model.state_bytes,

@@ -35,7 +35,7 @@ MODEL = ModelFacts(
 HYBRID = dataclasses.replace(MODEL, state_bytes=16 * MIB)
 """A model with recurrent layers."""
 ENCODER = dataclasses.replace(
-    MODEL, kv_elements_per_token=0, kv_vectors_per_token=0, is_encoder=True
+    MODEL, kv_elements_per_token=0, kv_vectors_per_token=0, is_encoder=True, hidden_size=2048
 )
 CPU, GPU = Machine(has_cuda=False), Machine(True, 1000 * MIB, 1200 * MIB)
 
@@ -366,6 +366,19 @@ def test_encoders_have_no_keys_and_values(model: Path) -> None:
     assert (found.kv_memory, found.max_model_len, found.max_batch_tokens) == (0, 4096, 4096)
     found = resolve(parse(model, "--max-model-len", "512"), CPU, ENCODER)
     assert (found.max_model_len, found.max_batch_tokens) == (512, 512)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "num_tokens"), [(32, 24576), (384, 2048), (1024, 768), (4096, 512)]
+)
+def test_steps_of_small_encoders_have_more_tokens(
+    model: Path, hidden_size: int, num_tokens: int
+) -> None:
+    facts = dataclasses.replace(ENCODER, hidden_size=hidden_size)
+    settings = parse(model, "--max-model-len", "512")
+    assert resolve(settings, CPU, facts).max_batch_tokens == num_tokens
+    settings = parse(model, "--max-model-len", "512", "--max-batch-tokens", "600")
+    assert resolve(settings, CPU, facts).max_batch_tokens == 600
 
 
 @pytest.mark.parametrize(
