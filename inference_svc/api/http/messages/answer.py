@@ -120,8 +120,8 @@ class Blocks:
         wrong: dict[str, Any] = {}
         if block["type"] != "tool_use":
             block[PIECES[block["type"]][1]] = text
-        elif self._error:
-            wrong = {"input_error": self._error}
+        elif error := self._error or _unwritable(text):
+            wrong = {"input_error": error}
             block |= {"input_text": text, **wrong}
         else:
             block["input"] = json.loads(text)
@@ -135,6 +135,16 @@ class Blocks:
 
     def _of_block(self, kind: str, **fields: Any) -> bytes:
         return _event(kind, index=len(self._blocks) - 1, **fields)
+
+
+def _unwritable(arguments: str) -> str:
+    """Returns why a call's arguments, which are JSON, cannot be written as a part of other JSON; ""
+    if they can: they may have half of a character, or a number that is too large."""
+    try:
+        to_json(json.loads(arguments)).encode()
+    except (ValueError, RecursionError) as error:
+        return f"the arguments cannot be written as JSON again: {error}"
+    return ""
 
 
 def _event(kind: str, **fields: Any) -> bytes:

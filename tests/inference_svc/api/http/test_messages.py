@@ -231,6 +231,27 @@ def test_a_text_after_a_call_does_not_cut_it(text: Tokenizer) -> None:
     assert (said["content"][0]["text"], last["content"][0]["text"]) == ("Done.", "Bye.")
 
 
+@pytest.mark.parametrize("value", ["1e999", '"\\ud800"'])
+def test_arguments_that_other_json_cannot_have_are_said_to_be_so(
+    serve_messages: Any, value: str
+) -> None:
+    """They are JSON, but a number is too large, or there is half of a character."""
+    arguments = f'{{"city": {value}}}'
+
+    async def body(front: Front) -> None:
+        answer = await ask(front, tools=TOOLS)
+        [call] = answer["content"]
+        assert (call["input"], call["input_text"]) == ({}, arguments)
+        assert call["input_error"].startswith("the arguments cannot be written as JSON again: ")
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "no"}
+        history = [USER, {**answer, "content": [call]}, {"role": "user", "content": [result]}]
+        messages = [{name: each[name] for name in ("role", "content")} for each in history]
+        await ask(front, tools=TOOLS, messages=messages)
+
+    called = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+    serve_messages(body, called, "It rains.")
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
