@@ -17,6 +17,7 @@ from inference_svc.grammars.grammar import Grammar
 from inference_svc.results.base import NOTHING, Kind, Scope, Wanted
 from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat, ChatMessage, Tool, Variable
+from inference_svc.text.conversation import with_names
 from inference_svc.text.cut import NO_LIMIT, PromptLimit
 from inference_svc.text.pair import Encoded
 from inference_svc.text.prompt import Prompt
@@ -321,6 +322,7 @@ def checked_chat(
     )
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
+    messages = tuple(with_names(messages))
     return Chat(messages, add_generation_prompt, continue_final_message, add_special_tokens, tools)
 
 

@@ -56,10 +56,12 @@ class ToolCall:
 
     def to_template(self) -> dict[str, Any]:
         """Returns the call in the form that chat templates read: with the arguments as an object,
-        or as the text that they are if they are none."""
+        or as the text that they are if they are none. No text is no arguments: clients join the
+        pieces of a call's stream, and some servers send none for it."""
         try:
-            found = json.loads(self.arguments)
-            json.dumps(found, ensure_ascii=False).encode()  # no halves of characters
+            found = json.loads(self.arguments or "{}")
+            # No halves of characters, and no number that is too large.
+            json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError):
             found = None
         arguments = found if isinstance(found, dict) else self.arguments

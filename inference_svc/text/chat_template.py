@@ -162,7 +162,8 @@ class _Rendering:
     def _missing(self, messages: Sequence[ChatMessage]) -> int | None:
         """Returns the index of a message that the template leaves out."""
         marks = conversation.Marks()
-        max_chars = self._max_chars + conversation.MARKS_CHARS * len(messages)
+        num_marked = len(messages) + sum(len(each.tool_calls) for each in messages)
+        max_chars = self._max_chars + conversation.MARKS_CHARS * num_marked
         try:
             marked = self._render(marks.around(messages), max_chars)
         except _Refused:  # the template looks into the texts

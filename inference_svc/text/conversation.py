@@ -7,10 +7,13 @@ some look at the first message only.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from jinja2 import meta, nodes
 
@@ -38,7 +41,9 @@ NO_TOOLS = (
     'or tool_choice "none"'
 )
 MARKS_CHARS = 64
-"""The most that the marks of a message have, with what a template makes of them."""
+"""The most that the marks of a message or of a call have, with what a template makes of them."""
+SHORT_ID_CHARS = 9
+"""Mistral's templates take ids of calls with so many letters and digits, and no others."""
 _ADVICE = "put its text into the first user message"
 _PATH = "messages[{0}].{1}"
 
@@ -139,12 +144,35 @@ def _texts(node: nodes.Node) -> set[str]:
     return {text for child in children for text in _texts(child)}
 
 
+def with_names(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yields the messages. Results without the name of their tool, which some templates show and
+    OpenAI's API does not have, get their call's."""
+    names: dict[str, str] = {}
+    for each in messages:
+        names.update((call.call_id, call.name) for call in each.tool_calls if call.call_id)
+        lacks_name = each.tool_call_id in names and not each.name
+        yield replace(each, name=names[each.tool_call_id]) if lacks_name else each
+
+
 def forms(messages: Sequence[ChatMessage], names: TemplateNames) -> Iterator[list[ChatMessage]]:
     """Yields the conversation as it is, and then others for templates that refuse it or leave out a
     part: with developers' messages as the system's, which is the first one for a template that does
-    not know the role, with all of these as one at the begin, and all of these without thoughts.
-    Raises InvalidArgument for a role that the template does not know, and for calls of tools that
-    it does not show."""
+    not know the role, with all of these as one at the begin, and all of these without thoughts; and
+    then all of these with short ids of calls, with one call a message, and with both. Raises
+    InvalidArgument for a role that the template does not know, and for calls of tools that it does
+    not show."""
+    _check_names(messages, names)
+    if not names.reasoning_field:
+        messages = _without_reasoning(messages)
+    yielded: list[list[ChatMessage]] = []
+    for history in _histories(list(messages)):
+        for form in _forms_of_roles(history, names):
+            if form not in yielded:
+                yielded.append(form)
+                yield form
+
+
+def _check_names(messages: Sequence[ChatMessage], names: TemplateNames) -> None:
     for index, message in enumerate(messages):
         if message.role not in (*ROLES, TOOL) and message.role not in names.compared:
             raise field_error(
@@ -160,15 +188,84 @@ def forms(messages: Sequence[ChatMessage], names: TemplateNames) -> Iterator[lis
                 "the chat template shows no calls of tools: write the call into the content, or "
                 "use a model whose template does",
             )
-    if not names.reasoning_field:
-        messages = _without_reasoning(messages)
+
+
+def _histories(messages: list[ChatMessage]) -> Iterator[list[ChatMessage]]:
+    """Yields the messages with their calls as they are, and as some templates want them."""
+    yield messages
+    short = _with_short_ids(messages)
+    if short != messages:
+        yield short
+    single = _with_single_calls(messages)
+    if len(single) > len(messages):
+        yield single
+        yield _with_single_calls(short)
+
+
+def _with_short_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Returns the messages with ids of calls that other models and clients have made shortened."""
+    return [
+        replace(
+            each,
+            tool_calls=tuple(
+                replace(call, call_id=_short_id(call.call_id)) for call in each.tool_calls
+            ),
+            tool_call_id=_short_id(each.tool_call_id),
+        )
+        if each.tool_calls or each.tool_call_id
+        else each
+        for each in messages
+    ]
+
+
+def _short_id(call_id: str) -> str:
+    is_short = len(call_id) == SHORT_ID_CHARS and call_id.isascii() and call_id.isalnum()
+    if is_short or not call_id:
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:SHORT_ID_CHARS]
+
+
+def _with_single_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Returns the messages with each call in one of its own, before its result. The last message
+    stays as it is."""
+    found: list[ChatMessage] = []
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        if len(message.tool_calls) < 2 or place == len(messages):
+            found.append(message)
+            continue
+        results = list(takewhile(lambda each: each.role == TOOL, messages[place:]))
+        place += len(results)
+        found += _one_by_one(message, results)
+    return found
+
+
+def _one_by_one(message: ChatMessage, results: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yields the calls of a message, each with its result; other results come last."""
+    by_id: defaultdict[str, deque[ChatMessage]] = defaultdict(deque)
+    for each in results:
+        by_id[each.tool_call_id].append(each)
+    for call in message.tool_calls:
+        yield replace(message, tool_calls=(call,))
+        message = ChatMessage(ASSISTANT, "")
+        if own := by_id[call.call_id]:
+            yield own.popleft()
+    for others in by_id.values():
+        yield from others
+
+
+def _forms_of_roles(
+    messages: list[ChatMessage], names: TemplateNames
+) -> Iterator[list[ChatMessage]]:
     as_system = [
         replace(each, role=SYSTEM) if each.role == DEVELOPER else each for each in messages
     ]
-    own = list(messages) if DEVELOPER in names.compared else as_system
+    own = messages if DEVELOPER in names.compared else as_system
     found = [own, as_system, _joined(as_system), _joined(own)]
-    found += map(_without_reasoning, found[:])
-    yield from (form for index, form in enumerate(found) if form not in found[:index])
+    yield from found
+    yield from map(_without_reasoning, found)
 
 
 def _without_reasoning(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -194,11 +291,21 @@ class Marks:
         self._base = f"{secrets.randbelow(10**12):012}"
 
     def around(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Returns the messages with marks at both ends of their texts."""
+        """Returns the messages with marks at both ends of their texts, and after the names of
+        calls where a message has several."""
         return [
-            self._marked(index, each) if _is_checked(each) else each
+            self._marked(index, each) if _is_checked(each) else self._with_marked_calls(index, each)
             for index, each in enumerate(messages)
         ]
+
+    def _with_marked_calls(self, index: int, message: ChatMessage) -> ChatMessage:
+        if len(message.tool_calls) < 2:
+            return message
+        calls = (
+            replace(call, name=call.name + self._at(index, place))
+            for place, call in enumerate(message.tool_calls)
+        )
+        return replace(message, tool_calls=tuple(calls))
 
     def _marked(self, index: int, message: ChatMessage) -> ChatMessage:
         before, behind = f"{self._at(index, 0)} ", f" {self._at(index, 1)}"
@@ -210,20 +317,24 @@ class Marks:
 
     def missing(self, messages: Sequence[ChatMessage], prompt: str) -> int | None:
         """Returns the index of the first message of which a prompt of marked messages lacks an
-        end."""
-        found = set(re.findall(self._base + r"\d{7}", prompt))
+        end, or one of several calls."""
+        found = set(re.findall(self._base + r"\d{11}", prompt))
         for index, each in enumerate(messages):
-            if _is_checked(each) and not {self._at(index, 0), self._at(index, 1)} <= found:
+            num_marks = 2 if _is_checked(each) else len(each.tool_calls)
+            marks = {self._at(index, place) for place in range(num_marks)}
+            if num_marks > 1 and not marks <= found:
                 return index
         return None
 
-    def _at(self, index: int, end: int) -> str:
-        return f"{self._base}{index:06}{end}"
+    def _at(self, index: int, place: int) -> str:
+        return f"{self._base}{index:06}{place:05}"
 
 
 def is_certain(messages: Sequence[ChatMessage], prompt: str) -> bool:
     """Returns whether a prompt has the texts of all messages, one after the other, and none that
-    could be there by chance."""
+    could be there by chance. Templates may show only the first of several calls."""
+    if any(len(each.tool_calls) > 1 for each in messages):
+        return False
     place = 0
     for each in filter(_is_checked, messages):
         text = each.content.strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer
 
 from inference_svc.text.chat import Chat, ChatMessage, Tool, ToolCall
 from inference_svc.text.chat_template import ChatTemplate
+from inference_svc.text.conversation import with_names
 from inference_svc.text.template_process import TemplateProcesses
 from inference_svc.text.tokenizer import Tokenizer
 from servicekit.errors import InvalidArgument
@@ -239,8 +241,62 @@ def test_thoughts_are_left_out_where_the_template_has_no_place_for_them() -> Non
     assert "I look" not in render("chatml", Chat((ASKED, answered, ASKED)))
 
 
+CLOCK = ToolCall("clock", "", "call_2")
+BOTH_CALLED = ChatMessage("assistant", "I look", "", (replace(WEATHER, call_id="call_1"), CLOCK))
+NOON = ChatMessage("tool", "noon", tool_call_id="call_2")
+RAIN = ChatMessage("tool", "rain", tool_call_id="call_1")
+
+
+@pytest.mark.parametrize(
+    ("family", "in_order"),
+    [
+        # It refuses two calls in a message.
+        ("llama3.1", ('"weather"', '"rain"', '"clock", "parameters": {}', '"noon"', "yes")),
+        # It shows only the first call of a message, and needs the names of results.
+        ("harmony", ("to=functions.weather<", "rain", "to=functions.clock<", "noon", "yes")),
+        # It refuses other ids than its own.
+        ("mistral", ('"id": "', '"clock"', '"id": "', "noon", "rain", "yes")),
+        ("qwen3", ('"weather"', '"clock", "arguments": {}', "noon", "rain", "yes")),
+    ],
+)
+def test_several_calls_in_a_message_are_shown(family: str, in_order: tuple[str, ...]) -> None:
+    """Histories of frameworks, with their own ids, and results in any order."""
+    messages = (ASKED, BOTH_CALLED, NOON, RAIN, ChatMessage("assistant", "yes"), ASKED)
+    text = render(family, Chat(tuple(with_names(messages))))
+    place = text.index(in_order[0])
+    for each in in_order[1:]:
+        place = text.index(each, place + 1)
+
+
+def test_ids_of_calls_and_of_their_results_are_the_same() -> None:
+    text = render("mistral", Chat((ASKED, BOTH_CALLED, RAIN, NOON)))
+    called = re.findall(r'"id": "([a-z0-9]{9})"', text)
+    assert re.findall(r'"call_id": "([a-z0-9]{9})"', text) == called
+    assert len(set(called)) == 2
+    assert '"id": "abcdefghi"' in render("mistral", HISTORY)
+
+
+def test_results_without_ids_follow_their_calls() -> None:
+    called = replace(
+        BOTH_CALLED, tool_calls=(replace(WEATHER, call_id=""), replace(CLOCK, call_id=""))
+    )
+    results = tuple(ChatMessage("tool", text) for text in ("rain", "noon", "more"))
+    text = render("llama3.1", Chat((ASKED, called, *results, ASKED)))
+    found = re.findall(r'"weather"|"rain"|"clock"|"noon"|"more"|hi', text)
+    assert found == ['"weather"', '"rain"', '"clock"', '"noon"', '"more"']
+
+
+def test_a_history_of_many_calls_is_rendered_in_time() -> None:
+    ids = [f"call_{index}" for index in range(5000)]
+    called = ChatMessage("assistant", "", "", tuple(ToolCall("clock", "{}", each) for each in ids))
+    results = [ChatMessage("tool", "noon", tool_call_id=each) for each in reversed(ids)]
+    chat = Chat((ASKED, called, *results, ASKED))
+    text = ChatTemplate(TOOLED["llama3.1"], {}).render(chat, 1 << 21, 5.0)
+    assert text.count('"clock"') == text.count('"noon"') == 5000
+
+
 def test_arguments_that_are_no_object_are_shown_as_they_are() -> None:
-    for arguments in ('{"city": "Be', "[1]", "", "[" * 100_000):
+    for arguments in ('{"city": "Be', "[1]", '{"a": NaN}', '{"a": 1e999}', "[" * 100_000):
         history = Chat((ASKED, replace(CALLED, tool_calls=(ToolCall("weather", arguments),))))
         text = ChatTemplate(TOOLED["qwen3"], {}).render(history, 1 << 20, 5.0)
         assert f'"arguments": {arguments}}}\n</tool_call>' in text

@@ -154,6 +154,20 @@ TOOLED = {
     "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS] {\"content\": ' + m.content + "
     "', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
     "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
+    # One call in a message: Llama 3.
+    "llama3.1": "{% if tools %}{{ '<|start_header_id|>system<|end_header_id|>\n\n' }}"
+    '{{ tools | tojson + \'{"name": function name, "parameters": dictionary of argument name}\' }}'
+    "{{ '<|eot_id|>' }}{% endif %}"
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "{% set call = m.tool_calls[0].function %}"
+    '{{ \'<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "\' + call.name + '
+    "'\", \"parameters\": ' + call.arguments | tojson + '}<|eot_id|>' }}"
+    "{% elif m.role == 'tool' %}"
+    "{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' + m.content | tojson + '<|eot_id|>' }}"
+    "{% else %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content + '<|eot_id|>' }}"
+    "{% endif %}{% endfor %}",
     # Thoughts in a channel, and never next to a text with a call: gpt-oss.
     "harmony": "{{ '<|start|>system<|message|>Reasoning: ' + reasoning_effort | default('medium') "
     "+ '<|end|>' }}{% if tools %}{{ '<|start|>developer<|message|># Tools' }}{% for t in tools %}"
