@@ -11,6 +11,7 @@ thoughts    thoughts before a form, as a grammar
 budget      a bound on the tokens of thoughts
 vocabulary  the bytes of a model's tokens, which a grammar is matched with
 schema_places  finds the part of a schema that is refused
+schema_keywords  leaves keywords out of a schema that forbid nothing
 compiling   turns a grammar into Lark, compiles and tries it
 task        the program of these processes, which uses both
 checks      compiles a request's grammar once before it runs, and remembers the verdict

@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from inference_svc.grammars import thoughts
 from inference_svc.grammars.calls import Calls, CallsOrForm
 from inference_svc.grammars.parts import literal
+from inference_svc.grammars.schema_keywords import without_idle
 from inference_svc.grammars.schema_places import Refusal, bad_place
 from inference_svc.grammars.vocabulary import unpack
 
@@ -137,7 +138,8 @@ def _json_of(schema: Any) -> str:
         raise Refused("it must be a JSON object")
     if "x-guidance" in schema:
         raise Refused("x-guidance is not supported")
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+    options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return f"%json {json.dumps({**without_idle(schema), **options})}"
 
 
 def _refuse_constant(name: str) -> None:
@@ -173,6 +175,8 @@ def _reason(error: str) -> str:
     line = re.sub(r"^failed to compile JSON schema: ", "", line)
     if line.startswith("NoExtensionBias"):
         line = "no text has this form"
+    if "coerce_one_of" in line:
+        line = "parts of a oneOf may overlap: use anyOf"
     return line[:MAX_ERROR_CHARS]
 
 

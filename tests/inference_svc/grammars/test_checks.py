@@ -20,6 +20,7 @@ from inference_svc.grammars import checks, compiling
 from inference_svc.grammars.checks import CheckProcesses, GrammarChecks
 from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar
 from inference_svc.grammars.lanes import rows
+from inference_svc.grammars.schema_keywords import without_idle
 from servicekit.errors import InvalidArgument, Unavailable
 from servicekit.work_budget import WorkBudget
 from tests.inference_svc.grammars.alphabet import END, SPECIAL, vocabulary
@@ -58,6 +59,9 @@ GOOD = (
     Grammar.regex("[a-z/]+\\d"),
     Grammar.regex("a\\\\"),
     Grammar.choice(['a"', "b\n\\", "日"]),
+    # Zod writes propertyNames for each record.
+    Grammar.json_schema({"items": {"propertyNames": {"type": "string"}}, "uniqueItems": False}),
+    Grammar.json_schema({"properties": {"uniqueItems": {"unevaluatedProperties": True}}}),
     Grammar.grammar('start: "a" B\nB: /[b-d]+/'),
     Grammar.grammar("start: <|call|> %json {}"),
     Grammar.grammar('root ::= "a" | "b" root'),
@@ -81,6 +85,11 @@ REFUSED: list[tuple[Grammar, str]] = [
     (Grammar.json_schema(REF), ": $.$defs.b.items[0]: Unimplemented"),
     (Grammar.json_schema({"uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
     (Grammar.json_schema({"not": {}}), "Unimplemented keys"),
+    (Grammar.json_schema({"propertyNames": {"pattern": "a"}}), "Unimplemented keys"),
+    (
+        Grammar.json_schema({"items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}),
+        "$.items: parts of a oneOf may overlap: use anyOf",
+    ),
     (Grammar.json_schema(False), "it must be a JSON object"),
     (Grammar.json_schema("[]"), "it must be a JSON object"),
     (Grammar.json_schema("{"), "it is no JSON"),
@@ -110,6 +119,13 @@ def test_grammars_are_refused_by_name(processes: CheckProcesses) -> None:
         verdict, _ = processes.check(grammar)
         assert words in verdict.error, (grammar, verdict)
         assert len(verdict.error) < 500
+
+
+def test_keywords_that_forbid_nothing_are_left_out() -> None:
+    names = {"propertyNames": {"type": "string"}, "unevaluatedItems": {}}
+    kept = {"properties": {"uniqueItems": {}}, "uniqueItems": True, "const": names}
+    inner = [{"not": {**kept, **names}}, True]
+    assert without_idle({**names, "anyOf": inner}) == {"anyOf": [{"not": kept}, True]}
 
 
 def nested(depth: int) -> dict[str, Any]:
