@@ -54,18 +54,23 @@ class ToolCall:
     arguments: str
     call_id: str = ""
 
-    def to_template(self) -> dict[str, Any]:
-        """Returns the call in the form that chat templates read: with the arguments as an object,
-        or as the text that they are if they are none. No text is no arguments: clients join the
-        pieces of a call's stream, and some servers send none for it."""
+    @property
+    def found(self) -> dict[str, Any] | None:
+        """The arguments as an object; None if they are none. No text is no arguments: clients join
+        the pieces of a call's stream, and some servers send none for it."""
         try:
             found = json.loads(self.arguments or "{}")
             # No halves of characters, and no number that is too large.
             json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError):
-            found = None
-        arguments = found if isinstance(found, dict) else self.arguments
-        function = {"name": self.name, "arguments": arguments}
+            return None
+        return found if isinstance(found, dict) else None
+
+    def to_template(self) -> dict[str, Any]:
+        """Returns the call in the form that chat templates read: with the arguments as an object,
+        or as the text that they are if they are none."""
+        found = self.found
+        function = {"name": self.name, "arguments": self.arguments if found is None else found}
         identity = {"id": self.call_id} if self.call_id else {}
         return {**identity, "type": "function", "function": function}
 

@@ -8,6 +8,7 @@ some look at the first message only.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 from collections import defaultdict, deque
@@ -17,7 +18,7 @@ from itertools import takewhile
 
 from jinja2 import meta, nodes
 
-from inference_svc.text.chat import Chat, ChatMessage, Tool, Variable
+from inference_svc.text.chat import Chat, ChatMessage, Tool, ToolCall, Variable
 from servicekit.errors import InvalidArgument
 
 SYSTEM, DEVELOPER, USER, ASSISTANT = "system", "developer", "user", "assistant"
@@ -44,6 +45,8 @@ MARKS_CHARS = 64
 """The most that the marks of a message or of a call have, with what a template makes of them."""
 SHORT_ID_CHARS = 9
 """Mistral's templates take ids of calls with so many letters and digits, and no others."""
+ARGUMENTS = "arguments"
+"""The only entry of an object that is made of arguments which are none."""
 _ADVICE = "put its text into the first user message"
 _PATH = "messages[{0}].{1}"
 
@@ -192,14 +195,30 @@ def _check_names(messages: Sequence[ChatMessage], names: TemplateNames) -> None:
 
 def _histories(messages: list[ChatMessage]) -> Iterator[list[ChatMessage]]:
     """Yields the messages with their calls as they are, and as some templates want them."""
-    yield messages
-    short = _with_short_ids(messages)
-    if short != messages:
+    for history in (messages, _with_objects(messages)):
+        yield history
+        short = _with_short_ids(history)
         yield short
-    single = _with_single_calls(messages)
-    if len(single) > len(messages):
-        yield single
+        yield _with_single_calls(history)
         yield _with_single_calls(short)
+
+
+def _with_objects(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Returns the messages with arguments of calls that are no object as the only entry of one, for
+    templates that write arguments one by one."""
+    return [
+        replace(each, tool_calls=tuple(map(_with_object, each.tool_calls)))
+        if each.tool_calls
+        else each
+        for each in messages
+    ]
+
+
+def _with_object(call: ToolCall) -> ToolCall:
+    if call.found is not None:
+        return call
+    text = call.arguments.encode(errors="replace").decode()  # no halves of characters
+    return replace(call, arguments=json.dumps({ARGUMENTS: text}))
 
 
 def _with_short_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -302,6 +302,22 @@ def test_arguments_that_are_no_object_are_shown_as_they_are() -> None:
         assert f'"arguments": {arguments}}}\n</tool_call>' in text
 
 
+def test_arguments_that_are_no_object_are_one_entry_where_templates_want_an_object() -> None:
+    """GLM, Qwen3-Coder: a call that max_tokens has cut goes back into the history."""
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% for key, value in c.function.arguments | items %}{{ key }}={{ value }};{% endfor %}"
+        "{% endfor %}{% endfor %}"
+    )
+    for arguments, expected in (
+        ('{"city": "Be', 'arguments={"city": "Be;'),
+        ("\ud800", "arguments=?;"),
+        ('{"city": 1}', "city=1;"),
+    ):
+        history = Chat((ASKED, replace(CALLED, tool_calls=(ToolCall("weather", arguments),))))
+        assert ChatTemplate(source, {}).render(history, 1000, 1.0).endswith(expected)
+
+
 def test_calls_that_the_template_would_drop_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="shows no calls of tools") as caught:
         render("chatml", HISTORY)
