@@ -16,6 +16,8 @@ START, CHANNEL, MESSAGE, END, CALL = (
     "<|end|>",
     "<|call|>",
 )
+SEPARATOR = "\n\n"
+"""Between two messages of text, or of thoughts."""
 RETURN, CONSTRAIN = "<|return|>", "<|constrain|>"
 THOUGHTS = Thoughts(f"{CHANNEL}analysis{MESSAGE}", END)
 _ENDS = (END, CALL, RETURN, START, CHANNEL)
@@ -53,6 +55,7 @@ class Harmony(CallSyntax):
             yield from say_all(scanner)
             scanner.finish()
             return
+        said: dict[bool, bool] = {}
         while (yield from scanner.peek()):
             header = yield from self._read_header(scanner)
             recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
@@ -62,7 +65,11 @@ class Harmony(CallSyntax):
                 scanner.end_call(is_whole=is_whole)
                 continue
             is_thought = channel is not None and channel[1] == "analysis"
-            yield from self._read_body(scanner, scanner.think if is_thought else scanner.say)
+            add = scanner.think if is_thought else scanner.say
+            if said.get(is_thought):
+                add(SEPARATOR)
+            said[is_thought] = True
+            yield from self._read_body(scanner, add)
             if is_thought:
                 scanner.drop_space()
         scanner.finish()

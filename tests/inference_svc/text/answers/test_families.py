@@ -275,6 +275,17 @@ def test_thoughts() -> None:
     assert of(" yes \n") == ("", " yes \n")
 
 
+def test_messages_of_one_answer_are_apart() -> None:
+    """gpt-oss: a text to the user, and thoughts, may come before the final text."""
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I look.<|end|><|start|>assistant<|channel|>analysis<|message|>so<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It rains."
+    )
+    found = read(reader_of("harmony"), [text])
+    assert (found.thoughts, found.text) == ("hm\n\nso", "I look.\n\nIt rains.")
+
+
 @pytest.mark.parametrize(
     ("template", "calls", "begin"),
     [
