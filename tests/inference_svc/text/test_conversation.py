@@ -260,7 +260,8 @@ RAIN = ChatMessage("tool", "rain", tool_call_id="call_1")
     ],
 )
 def test_several_calls_in_a_message_are_shown(family: str, in_order: tuple[str, ...]) -> None:
-    """Histories of frameworks, with their own ids, and results in any order."""
+    """Histories of frameworks, with their own ids, and results in any order: vllm#9451,
+    vllm#9019, opencode#1680."""
     messages = (ASKED, BOTH_CALLED, NOON, RAIN, ChatMessage("assistant", "yes"), ASKED)
     text = render(family, Chat(tuple(with_names(messages))))
     place = text.index(in_order[0])

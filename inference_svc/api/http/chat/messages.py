@@ -26,6 +26,8 @@ MAX_ANNOTATIONS = 1024
 _HINTS = {"cache_control"}
 """Keys of a part without effect, which LiteLLM and OpenRouter pass: prefixes are cached anyway."""
 _Anything = Annotated[list[Any], Field(max_length=MAX_ANNOTATIONS)]
+_Others = Annotated[dict[str, Any], Field(max_length=MAX_ANNOTATIONS)]
+"""Fields of others, such as signatures of their models' thoughts."""
 
 
 def _to_content(value: object) -> Content | None:
@@ -79,7 +81,10 @@ def _to_part(value: object) -> str:
 class CalledFunction(Body):
     name: Annotated[str, Field(min_length=1, max_length=MAX_MESSAGE_NAME_CHARS)]
     arguments: str
-    parsed_arguments: Any = None  # accepted, without effect: of OpenAI's helpers for streams
+
+    # Accepted, without effect.
+    parsed_arguments: Any = None  # of OpenAI's helpers for streams
+    provider_specific_fields: _Others | None = None  # LiteLLM
 
 
 class CalledTool(Body):
@@ -92,6 +97,8 @@ class CalledTool(Body):
     type: Literal["function"] | None = None
     index: Annotated[int, Field(ge=0)] | None = None  # of streams: LangChain keeps it
     arguments_error: Ignored | None = None  # of our own answers
+    extra_content: _Others | None = None  # Gemini's signatures: kilocode#5267
+    provider_specific_fields: _Others | None = None  # LiteLLM: langchain-litellm#43
 
     def to_call(self) -> ToolCall:
         return ToolCall(self.function.name, self.function.arguments, self.id or "")
@@ -116,6 +123,7 @@ class Message(Body):
     annotations: _Anything | None = None  # OpenAI's responses with web search
     reasoning_details: _Anything | None = None  # OpenRouter: Roo-Code#11429
     thinking_blocks: _Anything | None = None  # LiteLLM: litellm#32684
+    provider_specific_fields: _Others | None = None  # LiteLLM
     parsed: Any = None  # OpenAI's helpers: the content, or null
 
     # Accepted with values that change nothing: OpenAI's responses.

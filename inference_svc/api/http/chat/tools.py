@@ -37,6 +37,9 @@ class ToolItem(Body):
     type: Literal["function"]
     function: FunctionItem
 
+    # Accepted, without effect: of LiteLLM and OpenRouter, since prefixes are cached anyway.
+    cache_control: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+
 
 Tools = Annotated[list[ToolItem], Field(fail_fast=True), Field(max_length=MAX_TOOLS)]
 

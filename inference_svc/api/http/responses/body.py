@@ -126,6 +126,8 @@ class CallItem(Body):
     status: Ignored | None = None
     arguments_error: Ignored | None = None
     parsed_arguments: Any = None  # of OpenAI's helpers
+    namespace: None = None
+    caller: None = None
 
 
 class ResultItem(Body):

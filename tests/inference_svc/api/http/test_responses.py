@@ -45,7 +45,8 @@ def test_a_flow_with_two_tools_and_an_adapter(serve_tools: Any, tooled: Tokenize
             {"type": "function_call_output", "call_id": call.call_id, "output": text}
             for call, text in ((weather, "12 degrees"), (clock, "noon"))
         ]
-        kept = {**clock.to_dict(), "parsed_arguments": {}}  # as the client's helpers have it
+        others = {"parsed_arguments": {}, "namespace": None, "caller": None}
+        kept = {**clock.to_dict(), **others}  # as the client's helpers have it
         outputs = [thoughts, message, weather, kept]
         history = [{"role": "user", "content": "rain?"}, *outputs, *results]
         last = await front.client.responses.create(model="french", input=history, tools=TOOLS)

@@ -38,7 +38,11 @@ WEATHER = {
         },
     },
 }
-CLOCK = {"type": "function", "function": {"name": "clock", "strict": False}}
+CLOCK = {
+    "type": "function",
+    "function": {"name": "clock", "strict": False},
+    "cache_control": {"type": "ephemeral"},
+}
 TOOLS = [WEATHER, CLOCK]
 USER = {"role": "user", "content": "rain?"}
 
@@ -64,6 +68,9 @@ def test_a_flow_with_two_tools_and_an_adapter(serve_tools: Any, tooled: Tokenize
             for call, text in ((weather, "12 degrees"), (clock, "noon"))
         ]
         weather.function.parsed_arguments = None  # as helpers of OpenAI's client for Node have it
+        clock.function.provider_specific_fields = weather.provider_specific_fields = {"a": 1}
+        clock.extra_content = {"google": {"thought_signature": "x"}}
+        message.provider_specific_fields = None
         last = await front.chat(messages=[USER, message, *results], tools=TOOLS, model="french")
         assert last.choices[0].finish_reason == "stop"
         assert last.choices[0].message.tool_calls is None
