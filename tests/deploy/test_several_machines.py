@@ -8,6 +8,7 @@ import kubernetes_validate
 import pytest
 
 from inference_svc.config import InferenceSettings
+from inference_svc.core import EngineConfig, Nodes
 from tests.support.deploy.manifests import Manifests, Workload, overlay
 from tests.support.deploy.policies import (
     ELSEWHERE,
@@ -45,13 +46,14 @@ def worker(manifests: Manifests) -> Workload:
 
 
 def settings_of(
-    workload: Workload, folder: Path, monkeypatch: pytest.MonkeyPatch
+    workload: Workload, folder: Path, monkeypatch: pytest.MonkeyPatch, **more: str
 ) -> InferenceSettings:
-    """Returns the settings of a pod as its service reads them."""
+    """Returns the settings of a pod as its service reads them, of which some are others."""
     (folder / "config.json").write_text("{}")
     environment = workload.environment | {
         name: SAMPLE_SECRETS[name] for name in workload.secret_variables
     }
+    environment |= {f"LOADOUT_INFERENCE_{name.upper()}": value for name, value in more.items()}
     with monkeypatch.context() as patch:
         for name, value in (environment | {"LOADOUT_INFERENCE_MODEL": str(folder)}).items():
             patch.setenv(name, value)
@@ -68,6 +70,35 @@ def test_leader_and_worker_are_one_server(
     assert first.model_copy(update={"node_rank": 1}) == second
     assert first.tensor_parallel % first.nnodes == 0
     assert leader.container["resources"] == worker.container["resources"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_each_pod_may_have_a_stage(
+    leader: Workload,
+    worker: Workload,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_ranks: int,
+) -> None:
+    """With the two settings that docs/kubernetes.md names."""
+    shape = {"pipeline_parallel": "2", "tensor_parallel": str(num_ranks)}
+    pods = [settings_of(each, tmp_path, monkeypatch, **shape) for each in (leader, worker)]
+    ranks = [rank for each in pods for rank in local_ranks(each)]
+    assert ranks == [*range(2 * num_ranks)]
+    for stage, each in enumerate(pods):
+        assert {rank // num_ranks for rank in local_ranks(each)} == {stage}
+
+
+def local_ranks(settings: InferenceSettings) -> range:
+    """Returns the ranks of a pod with these settings."""
+    nodes = Nodes(settings.nnodes, settings.node_rank, settings.rendezvous, 1.0, "")
+    return EngineConfig(
+        settings.model,
+        "model",
+        tensor_parallel=settings.tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
+        nodes=nodes,
+    ).local_ranks
 
 
 @pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1]])

@@ -52,6 +52,17 @@ def test_native_kernels_answer_as_torch_does(kind: str, start: Callable) -> None
         assert 1e-3 < relative_rms(first, wanted) < 0.3, name or "base"
 
 
+@pytest.mark.parametrize("shape", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_ranks_answer_as_one_process_does(shape: dict[str, int], start: Callable) -> None:
+    """Each vector has a scale of its own, whichever rank has its head."""
+    alone = answer(start, "llama", kv_dtype="fp8")
+    ranks = answer(start, "llama", kv_dtype="fp8", **shape)
+    for name, (tokens, logits) in alone.items():
+        own_tokens, own_logits = ranks[name]
+        assert own_tokens == tokens, name or "base"
+        assert relative_rms(own_logits, logits) < 5e-3, name or "base"
+
+
 def test_a_prefix_is_shared_with_the_same_bits(start: Callable) -> None:
     running = start("llama", max_model_len=512, kv_dtype="fp8", prefix_cache=True)
     [prompt] = prompts(1, seed=5)

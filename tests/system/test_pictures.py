@@ -322,12 +322,21 @@ def test_a_step_without_room_for_a_picture_is_refused(gemma3: Reader, start: Cal
     assert running.result(request_id)[0] == gemma3.expected("of-text", "text")
 
 
-@pytest.mark.parametrize("adapter", ["of-tower", "of-connector", "of-all"])
+@pytest.mark.parametrize(
+    ("adapter", "shape"),
+    [
+        ("of-tower", {}),
+        ("of-connector", {}),
+        ("of-all", {}),
+        ("of-all", {"tensor_parallel": 2}),
+        ("of-all", {"pipeline_parallel": 2}),
+    ],
+)
 def test_a_server_of_text_alone_needs_no_tower_for_its_adapters(
-    smolvlm: Reader, adapter: str, start: Callable
+    smolvlm: Reader, adapter: str, shape: dict[str, int], start: Callable
 ) -> None:
-    """No request passes through the parts that they change."""
-    alone = start(smolvlm.zoo, **SETTINGS | {"max_prompt_images": 0})
+    """No request passes through the parts that they change, on any rank."""
+    alone = start(smolvlm.zoo, **SETTINGS | {"max_prompt_images": 0} | shape)
     tokens, last = alone.result(submit(alone, smolvlm, adapter, "text"))
     assert last.error is None
     assert tokens == smolvlm.expected(adapter, "text")

@@ -134,9 +134,11 @@ def test_other_rows_and_batches_change_nothing(start: Callable[..., Running]) ->
     running.check_idle()
 
 
-def test_with_everything_else(start: Callable[..., Running]) -> None:
-    """Adapters and their sums, penalties, cuts, log probabilities, stop tokens and n."""
-    running = structured(start("llama"))
+@pytest.mark.parametrize("shape", [{}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_with_everything_else(shape: dict[str, int], start: Callable[..., Running]) -> None:
+    """Adapters and their sums, penalties, cuts, log probabilities, stop tokens and n; also where
+    another process computes the logits."""
+    running = structured(start("llama", **shape))
     digests = running.digests
     both = Sum((Part(digests["r3"], 0.5), Part(digests["r16"], 1.0)))
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -258,10 +260,20 @@ def test_answers_go_on_with_newer_versions(start: Callable[..., Running]) -> Non
     running.check_idle()
 
 
-def test_a_slow_form_delays_nobody(start: Callable[..., Running]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("llama", {}),
+        ("qwen3_5", {"tensor_parallel": 2}),
+        pytest.param("qwen3_5", {"pipeline_parallel": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_a_slow_form_delays_nobody(
+    kind: str, shape: dict[str, int], start: Callable[..., Running]
+) -> None:
     """While the process of slow forms stands still, answers with other forms, and without one, go
-    on."""
-    running = structured(start("llama"))
+    on. All ranks compute a row that is late once more, from the same state."""
+    running = structured(start(kind, **shape))
     slow = replace(LETTERS, is_slow=True)
     running.submit("first", PROMPT, grammar=slow, **ANSWER)
     running.result("first")
