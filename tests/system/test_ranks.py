@@ -154,6 +154,10 @@ def test_ranks_answer_as_peft(
         names = ADAPTERS[kind]
         check_answers(zoo, services, names)
         check_operators_see_all(services, ranks_of(services), num_stages)
+        if num_stages > 1:
+            refusal = "does not embed: with --pipeline-parallel another process has its hidden"
+            with pytest.raises(errors.LoadoutError, match=refusal):
+                services.client.embed(PROMPT)
         layers = {each.layer for each in services.client.inspect(names[1]).targets}
         assert layers == set(range(load_description(zoo.model_dir).num_layers)), "of all stages"
         print_verdicts(services.client.get(names[1]))

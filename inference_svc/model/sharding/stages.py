@@ -42,6 +42,11 @@ def of_stage(decoder: Decoder, index: int, count: int) -> Decoder:
     if decoder.encoder is not None:
         reason = f"{decoder.architecture} is an encoder, which one process computes"
         raise UnsupportedModel(f"{SETTING} {count}: {reason}")
+    if not decoder.generates:
+        raise UnsupportedModel(
+            f"{SETTING} {count}: the model does not generate, and the hidden states that you would "
+            "ask for are in the last stage; use 1, and --tensor-parallel"
+        )
     if count > decoder.num_layers:
         raise UnsupportedModel(
             f"{SETTING} {count}: num_hidden_layers = {decoder.num_layers}, and each stage needs a "

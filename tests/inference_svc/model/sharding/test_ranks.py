@@ -134,6 +134,10 @@ def test_stages_that_layers_cannot_make(folder_of):
     decoder = load_description(folder_of("llama"))
     with pytest.raises(UnsupportedModel, match="--pipeline-parallel 9: num_hidden_layers = "):
         of_stage(decoder, 0, 9)
+    with pytest.raises(
+        UnsupportedModel, match="--pipeline-parallel 2: the model does not generate"
+    ):
+        of_stage(replace(decoder, generates=False), 0, 2)
     inputs = load_description(folder_of("gemma4"))
     with pytest.raises(UnsupportedModel, match="the model has per-layer inputs"):
         of_stage(inputs, 0, 2)
