@@ -1,4 +1,4 @@
-"""The facts that all nodes must agree on: settings, versions, processors and the model."""
+"""The facts that all nodes must agree on: settings, code, processors and the model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+import contract
+import inference_svc
+import kernels
+import servicekit
 from inference_svc.backends.base import RankFactory
 from inference_svc.core import EngineConfig
 from inference_svc.model.checkpoint.headers import stored_tensors
@@ -43,6 +48,9 @@ _FLAGS = {
     "num_stored_states": "--stored-states",
     "native_kernels": "native-kernels",
 }
+_CODE = (contract, inference_svc, kernels, servicekit)
+"""The packages that a rank runs."""
+_SOURCES = (".py", ".cpp", ".h")
 SAMPLE_BYTES = 64
 """The bytes of each tensor that are compared: two versions of a model differ almost everywhere."""
 
@@ -57,6 +65,7 @@ def facts_of(config: EngineConfig, factory: RankFactory) -> dict[str, str]:
     assert config.nodes is not None
     facts["--nnodes"] = str(config.nodes.count)
     facts["the version of Loadout"] = _version("loadout")
+    facts["a digest of Loadout's code"] = _code_digest()
     facts["the version of torch"] = _version("torch")
     facts["the code that computes"] = f"{factory.name} {factory.instructions}"
     facts["the model's config.json"] = _config_digest(config)
@@ -87,6 +96,20 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:  # a source tree that is not installed
         return "unknown"
+
+
+def _code_digest() -> str:
+    """Returns a digest of Loadout's sources: two builds may have the same version, and ranks send
+    each other objects."""
+    digest = hashlib.sha256()
+    for package in _CODE:
+        folder = Path(package.__path__[0])
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in _SOURCES:
+                name = f"{package.__name__}/{path.relative_to(folder)}"
+                digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+                digest.update(path.read_bytes())
+    return _short(digest)
 
 
 def _config_digest(config: EngineConfig) -> str:

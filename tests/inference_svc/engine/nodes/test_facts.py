@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import contract
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig, Nodes
 from inference_svc.engine.ranks.nodes import facts
@@ -95,6 +98,23 @@ def test_another_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "version", lambda package: "9.9.9")
     other = found(config_of(folder))
     assert "the version of Loadout is 9.9.9, and" in differences(own, other)
+
+
+@pytest.mark.parametrize("name", ["more.py", "folder/more.cpp"])
+def test_other_code_of_the_same_version(
+    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two builds of a source tree have."""
+    own, package = found(config_of(folder)), ModuleType("contract")
+    package.__path__ = [str(tmp_path / "contract")]
+    shutil.copytree(contract.__path__[0], package.__path__[0])
+    monkeypatch.setattr(facts, "_CODE", (package, *facts._CODE[1:]))
+    assert differences(own, found(config_of(folder))) == "", "wherever it is installed"
+    path = tmp_path / "contract" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    differs = differences(own, found(config_of(folder)))
+    assert re.fullmatch("a digest of Loadout's code is [0-9a-f]{16}, and .* on rank 0", differs)
 
 
 def test_facts_that_only_one_side_has() -> None:
