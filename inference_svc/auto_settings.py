@@ -297,9 +297,9 @@ def _max_model_len(
 
 def _cpu_sizes(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> Sizes:
     most = min(settings.max_batch_tokens or CPU_SEQUENCES, CPU_SEQUENCES)
-    left_bytes = settings.memory_limit or machine.host_free_bytes
+    left_bytes = _left_bytes(settings, machine)
     share_bytes = UNKNOWN_STATE_BYTES if left_bytes is None else left_bytes // CPU_STATE_SHARE
-    share_bytes //= settings.num_ranks
+    share_bytes //= settings.num_ranks // settings.nnodes
     fitting = running_within(share_bytes, model.state_bytes, most)
     max_sequences = settings.max_sequences or fitting
     kv_memory, kv_tokens, step_tokens = settings.kv_memory or CPU_KV_MEMORY, 0, CPU_BATCH_TOKENS
@@ -361,11 +361,18 @@ def _cpu_adapter_memory(settings: InferenceSettings, machine: Machine, model: Mo
     all of them, within a part of the machine's free memory."""
     item_bytes = FP8_BYTES if settings.adapter_dtype == "fp8" else ITEM_BYTES[settings.dtype]
     largest = settings.max_rank * model.expert_elements_per_rank * item_bytes
-    left_bytes = settings.memory_limit or machine.host_free_bytes
+    left_bytes = _left_bytes(settings, machine)
     if left_bytes is not None:
-        local_ranks = settings.num_ranks // settings.nnodes
-        largest = min(largest, left_bytes // (CPU_ADAPTER_SHARE * local_ranks))
+        largest = min(largest, left_bytes // (CPU_ADAPTER_SHARE * settings.num_ranks))
     return CPU_ADAPTER_MEMORY + largest
+
+
+def _left_bytes(settings: InferenceSettings, machine: Machine) -> int | None:
+    """Returns the memory that defaults follow from; None if it is not known, or not the same: ranks
+    of several machines must have equal sizes."""
+    if settings.nnodes > 1:
+        return None
+    return settings.memory_limit or machine.host_free_bytes
 
 
 def to_engine_config(settings: InferenceSettings) -> EngineConfig:

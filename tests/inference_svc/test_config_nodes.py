@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.nodes == Nodes(2, 1, "10.0.0.1:29500", 600.0, SECRET)
     assert config.local_ranks == range(2, 4)
     assert SECRET not in f"{settings!r} {config!r}"
+
+
+def test_machines_have_the_same_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever memory each has for states and experts: rank 0 refuses others with other sizes."""
+    facts = replace(FACTS, state_bytes=20 << 20, expert_elements_per_rank=8 << 20)
+    found = []
+    for node, free_bytes, limit in ((0, 1 << 40, ""), (1, 3 << 30, ""), (1, 1 << 30, "2GiB")):
+        if limit:  # no flag
+            monkeypatch.setenv("LOADOUT_INFERENCE_MEMORY_LIMIT", limit)
+        settings = parse(tmp_path, *SECOND[:-1], str(node), *THERE)
+        machine = Machine(has_cuda=False, host_free_bytes=free_bytes)
+        config = to_engine_config(resolve(settings, machine, facts))
+        found.append(replace(config, nodes=None, memory_limit_bytes=0))
+    assert found[0] == found[1] == found[2]
 
 
 def test_one_machine(tmp_path: Path) -> None:
