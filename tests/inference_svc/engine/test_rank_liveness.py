@@ -10,10 +10,11 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from inference_svc.backends.native.backend import NativeFactory
 from inference_svc.core import EngineConfig, Nodes
 from inference_svc.engine.ranks import group
 from inference_svc.engine.ranks.liveness import Limits, Liveness, Progress, progress
+from inference_svc.engine.ranks.nodes import node
+from inference_svc.engine.ranks.nodes.messages import Alive, Joined
 from inference_svc.engine.ranks.nodes.node import Node
 from inference_svc.engine.ranks.nodes.rendezvous import NodeRendezvous
 from inference_svc.errors import EngineFailed
@@ -235,6 +238,36 @@ def test_a_rank_of_a_node_that_cannot_be_started(
         Node(replace(config, tensor_parallel=6, nodes=nodes), {}, hanging_store)
     assert [Path(f"/proc/{pid}").exists() for pid in fails_third] == [False, False]
     assert open_files() == before
+
+
+HANGS = """
+import os, sys, time
+from multiprocessing.connection import Connection
+
+with Connection(os.dup(0)) as parent:
+    parent.recv_bytes()
+    for message in sys.argv[1:]:
+        parent.send_bytes(bytes.fromhex(message))
+        time.sleep(0.3)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.processes
+def test_a_rank_of_a_node_that_hangs(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 goes on without it: this machine has to find out itself, so as to start again."""
+    said = [pickle.dumps(each).hex() for each in (Joined(), Alive(), Alive())]
+    command = [sys.executable, "-c", HANGS, *said]
+    monkeypatch.setattr(node, "rank_command", lambda module: command)
+    monkeypatch.setattr(node, "PING_S", 0.1)
+    monkeypatch.setattr(node, "SILENCE_S", 1.0)
+    nodes = Nodes(2, 1, "127.0.0.1:1", 60, "secret")
+    with closing(Node(replace(config, tensor_parallel=2, nodes=nodes), {}, hanging_store)) as made:
+        until(lambda: made.has_joined)
+        [rank] = made.ranks
+        until(lambda: made.endings)
+        assert made.endings == ["rank 1 does not answer"]
+        assert not Path(f"/proc/{rank.pid}").exists()
 
 
 @pytest.mark.processes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,6 +20,7 @@ from inference_svc.engine.ranks.messages import Start
 from inference_svc.engine.ranks.nodes.connections import limit_time, prepare
 from inference_svc.engine.ranks.nodes.handshake import HANDSHAKE_S, Call, HandshakeFailed, call
 from inference_svc.engine.ranks.nodes.messages import (
+    Alive,
     Coming,
     Joined,
     NotJoined,
@@ -26,7 +29,7 @@ from inference_svc.engine.ranks.nodes.messages import (
     Refused,
     Welcome,
 )
-from inference_svc.engine.ranks.peers import SILENCE_S
+from inference_svc.engine.ranks.peers import PING_S, SILENCE_S
 from inference_svc.engine.transport.process_main import connect_to_parent, encode
 from servicekit.settings.addresses import split_address
 
@@ -75,6 +78,7 @@ def main() -> None:
         parent.send_bytes(encode(Joined()))
     except (EOFError, OSError):
         os._exit(1)  # the node's process has ended
+    threading.Thread(target=_say_alive, args=(parent,), name="loadout-alive", daemon=True).start()
     welcome = accepted.welcome
     start = Start(
         orders.config,
@@ -85,6 +89,14 @@ def main() -> None:
         accepted.steps_fd,
     )
     Follower(accepted.control, start).run()
+
+
+def _say_alive(parent: Connection) -> None:
+    """Says so to the node's process until that has ended, and this one with it."""
+    with contextlib.suppress(OSError):
+        while True:
+            parent.send_bytes(encode(Alive()))
+            time.sleep(PING_S)
 
 
 def come(orders: Orders, on_not_ready: Callable[[str], None]) -> Accepted:

@@ -61,6 +61,11 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """The rank's message to its node's process every PING_S, from then on: it does not hang."""
+
+
+@dataclass(frozen=True, slots=True)
 class NotJoined:
     """The rank's message to its node's process: it ends, because rank 0 has not accepted it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import pickle
 import signal
 import socket
@@ -22,6 +23,7 @@ from inference_svc.engine.memory_budget import check_budgets
 from inference_svc.engine.ranks.nodes.facts import facts_of
 from inference_svc.engine.ranks.nodes.messages import Joined, NotJoined, NotReady, Orders
 from inference_svc.engine.ranks.orphans import rank_command
+from inference_svc.engine.ranks.peers import PING_S, SILENCE_S
 from inference_svc.engine.transport.process_main import encode
 from inference_svc.model.description import Rank
 
@@ -32,8 +34,9 @@ POLL_S = 0.1
 
 
 class NodeRank:
-    """One rank's process. It ends with the thread that makes it. `on_change` is called, from any
-    thread, when it has joined, and when it has ended."""
+    """One rank's process. It ends with the thread that makes it, and is killed if it hangs once it
+    has joined: rank 0 gives it up, but cannot end it. `on_change` is called, from any thread, when
+    it has joined, and when it has ended."""
 
     def __init__(self, orders: Orders, on_change: Callable[[], None]) -> None:
         self._name = f"rank {orders.rank.index}"
@@ -61,9 +64,10 @@ class NodeRank:
         return self._process.pid
 
     def _read(self) -> None:
-        why = ""
+        why, hangs = "", False
         with contextlib.suppress(EOFError, OSError):
             while True:
+                hangs = hangs or not self._answers()
                 message = pickle.loads(self._connection.recv_bytes())
                 if isinstance(message, NotReady):
                     logger.info("%s waits for rank 0: %s", self._name, message.why)
@@ -73,8 +77,18 @@ class NodeRank:
                     logger.info("%s, process %d, has joined", self._name, self.pid)
                     self.has_joined = True
                     self._on_change()
-        self.ending = f"{self._name} {self._how(self._process.wait(), why)}"
+        how = self._how(self._process.wait(), why)
+        self.ending = f"{self._name} {'does not answer' if hangs else how}"
         self._on_change()
+
+    def _answers(self) -> bool:
+        """Waits for its next message, or its end; kills it if none comes for SILENCE_S."""
+        # Looks are counted, and not time: this process may have been stopped itself.
+        for _ in range(math.ceil(SILENCE_S / PING_S)):
+            if self._connection.poll(PING_S if self.has_joined else None):
+                return True
+        self._process.kill()
+        return False
 
     @staticmethod
     def _how(code: int, why: str) -> str:
