@@ -273,14 +273,18 @@ class _Page:
             yield ""
 
     def _fields(self, message: pb.DescriptorProto) -> Iterator[str]:
-        """Yields a line for each field; neighbours that are described elsewhere share one."""
+        """Yields a line for each field; fields that are described at the same other place share
+        one."""
         rows = [self._field(message, place) for place in range(len(message.field))]
-        for meaning, group in groupby(rows, key=lambda row: row.meaning):
-            fields = list(group)
-            if meaning.startswith(ELSEWHERE):
-                yield f"- {', '.join(f'`{each.name}`' for each in fields)}: {meaning}"
-            else:
-                yield from (f"- `{each.name}` ({each.type}): {meaning}" for each in fields)
+        shared: dict[str, list[str]] = {}
+        for row in rows:
+            if row.meaning.startswith(ELSEWHERE):
+                shared.setdefault(row.meaning, []).append(f"`{row.name}`")
+        for row in rows:
+            if names := shared.pop(row.meaning, []):
+                yield f"- {', '.join(names)}: {self._with_link(row.meaning)}"
+            elif not row.meaning.startswith(ELSEWHERE):
+                yield f"- `{row.name}` ({row.type}): {row.meaning}"
         yield ""
         for place, _ in enumerate(message.oneof_decl):
             parts = [
@@ -292,6 +296,14 @@ class _Page:
             ]
             if parts:
                 yield f"Exactly one of {', '.join(parts)} is set.\n"
+
+    def _with_link(self, meaning: str) -> str:
+        """Returns a comment that begins with ELSEWHERE, with a link to the call or type. A request
+        or response is shown at its call."""
+        name = re.match(r"\w+", meaning.removeprefix(ELSEWHERE))
+        assert name is not None, meaning
+        place = re.sub(r"(Request|Response)$", "", name[0])
+        return f"{ELSEWHERE}{self.ref(place)}{meaning.removeprefix(ELSEWHERE + name[0])}"
 
     def _field(self, message: pb.DescriptorProto, place: int) -> _Field:
         field = message.field[place]

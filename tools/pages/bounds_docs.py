@@ -45,7 +45,7 @@ def render() -> str:
     parts = []
     for table in SECTIONS:
         owner = [] if table.owner else ["Counts for"]
-        head = [table.first, "Holds", "Kept", *owner, "Limit", "Tests"]
+        head = [table.first, "Holds", "Kept", *owner, "Limit"]
         parts += [f"### {table.heading}", ""]
         if table.owner:
             parts += [f"A row counts for {table.owner} unless it names another account.", ""]
@@ -59,12 +59,11 @@ def _row(line: Line, table: Table) -> str:
     bounds = [line.bounded_by]
     if table.lines is STORE_FIELDS or table.lines is INFERENCE_FIELDS:
         bounds = [*_limits(line, of_store=table.lines is STORE_FIELDS), *bounds]
-    tests = ", ".join(f"`{name}`" for name in line.tests)
     holds, owner = line.holds, [line.for_whom]
     if table.owner:
         holds += f" (for {line.for_whom})" if line.for_whom != table.owner else ""
         owner = []
-    columns = (_names(line.of), holds, line.how_long, *owner, "; ".join(bounds), tests)
+    columns = (_names(line.of), holds, line.how_long, *owner, "; ".join(bounds))
     return f"| {' | '.join(columns)} |"
 
 
