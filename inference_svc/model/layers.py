@@ -39,17 +39,18 @@ class TorchLinear(Protocol):
         """Copies values [N], of any float dtype, to the bias's values from `start` on."""
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Returns rows [start, end) of the weight, [end - start, in], which may be a view."""
+        """Returns rows [start, end) of the weight, [end - start, in] in the model's dtype, which
+        may be a view."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in] -> [T, out]."""
+        """x: [T, in] -> [T, out], both in the model's dtype."""
 
     def in_fp32(self, x: Tensor) -> Tensor:
         """x: [T, in] -> fp32 [T, out], sums that are not rounded."""
 
     def of_experts(self, x: Tensor, pairs: Pairs, num_experts: int, out_features: int) -> Tensor:
         """Multiplies each pair's row of x [P, in] by the weight of its expert, of `num_experts`
-        that lie below each other: [P, out_features]."""
+        that lie below each other: [P, out_features] of x's dtype."""
 
 
 @dataclass(frozen=True, slots=True)

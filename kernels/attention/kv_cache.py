@@ -142,7 +142,8 @@ class KVCache:
         return self.data.nbytes + scale_bytes
 
     def scales_of(self, layer: int) -> Tensor | None:
-        """Returns a layer of `scales`, without its first dimension."""
+        """Returns a layer of `scales`, fp32, without its first dimension [layers]; None without
+        scales."""
         return None if self.scales is None else self.scales[layer]
 
     def write(self, layer: int, cells: Tensor, kv: Tensor) -> None:

@@ -303,12 +303,14 @@ def silu_op(x: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
 
 
 def gelu_op(x: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
-    """Builds out = gelu(x), as `silu_op`."""
+    """Builds out = gelu(x), as `silu_op`: x, out [T, size] of one float dtype, num_tokens int32
+    [1]."""
     return _activate_op("gelu", x, out, num_tokens)
 
 
 def gelu_tanh_op(x: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
-    """Builds out = gelu(x), approximated by tanh, as `silu_op`."""
+    """Builds out = gelu(x), approximated by tanh, as `gelu_op`: x, out [T, size] of one float
+    dtype, num_tokens int32 [1]."""
     return _activate_op("gelu_tanh", x, out, num_tokens)
 
 

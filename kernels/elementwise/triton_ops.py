@@ -68,14 +68,14 @@ def add_rms_norm(
 
 
 def swiglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
-    """Launches `reference.swiglu`: gate, up [T, size], addend [T, 2 * size] -> [T, size]. Rows have
-    unit stride."""
+    """Launches `reference.swiglu`: gate, up [T, size] of one float dtype, addend [T, 2 * size] ->
+    [T, size] of this dtype. Rows have unit stride."""
     return _gated(gate, up, addend, is_gelu=False)
 
 
 def geglu(gate: Tensor, up: Tensor, addend: Addend | None = None) -> Tensor:
-    """Launches `reference.geglu`: gate, up [T, size], addend [T, 2 * size] -> [T, size]. Rows have
-    unit stride."""
+    """Launches `reference.geglu`: gate, up [T, size] of one float dtype, addend [T, 2 * size] ->
+    [T, size] of this dtype. Rows have unit stride."""
     return _gated(gate, up, addend, is_gelu=True)
 
 
@@ -92,8 +92,8 @@ def _gated(gate: Tensor, up: Tensor, addend: Addend | None, *, is_gelu: bool) ->
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """Launches `reference.clamped_swiglu`: gate, up [T, size] -> [T, size] with rows of unit
-    stride."""
+    """Launches `reference.clamped_swiglu`: gate, up [T, size] of one float dtype -> [T, size] of
+    this dtype, with rows of unit stride."""
     out, grid, sizes = _gated_launch(gate, up)
     kernels.clamped_swiglu_kernel[grid](
         out, gate, up, gate.stride(0), up.stride(0), float(alpha), float(limit), **sizes

@@ -132,7 +132,8 @@ def _summed(ys: Sequence[torch.Tensor], sum_ranks: SumRanks) -> list[torch.Tenso
 def add_lora_embedding(
     out: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
 ) -> None:
-    """Computes `reference.add_lora_embedding`: out [T, out_features], token_ids integers [T]."""
+    """Computes `reference.add_lora_embedding`: out [T, out_features] of a float dtype, token_ids
+    integers [T]."""
     assert table.rank_parts == 1, "others have parts of the shrunk rows"
     group = LoraGroup((target,), 0, (0,), (out.shape[1],))
     parts = _parts(out, plan, group, None)
@@ -176,7 +177,8 @@ def expand(
     group: LoraGroup,
     base_bias: torch.Tensor | None = None,
 ) -> None:
-    """See `reference.expand`. y is `[tokens, b_rank]`, or `[b_rank]`."""
+    """See `reference.expand`: out [T, sum of the group's outs] of a float dtype, base_bias of its
+    width and dtype. y is `[tokens, b_rank]`, or `[b_rank]`."""
     parts = _parts(out, plan, group, base_bias)
     _expand_segments(parts, shrunk.segments)
     if shrunk.rows:

@@ -77,8 +77,8 @@ class VectorValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlainWeights:
-    """Views into the arena, made when first used: `a` is `[a_rank, in]`, for an embedding
-    `[vocab, a_rank]`; `b` is `[b_rank, out]`."""
+    """Views into the arena, of its dtype, made when first used: `a` is `[a_rank, in]`, for an
+    embedding `[vocab, a_rank]`; `b` is `[b_rank, out]`; `a_t` and `b_t` are transposed."""
 
     a: torch.Tensor
     a_t: torch.Tensor
@@ -88,7 +88,7 @@ class PlainWeights:
     vectors: VectorValues | None = None
 
     def rows_of_a(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns rows of an embedding's A, `[len(ids), a_rank]`."""
+        """Returns rows of an embedding's A, `[len(ids), a_rank]` of its dtype. ids: int64 `[n]`."""
         return self.a.index_select(0, ids)
 
 
@@ -107,6 +107,7 @@ class Float8Weights:
 
     @property
     def a(self) -> torch.Tensor:
+        """`a_values` in `dtype`, a copy; likewise the three below."""
         return self.a_values.to(self.dtype)
 
     @property
@@ -122,7 +123,7 @@ class Float8Weights:
         return self.b.t()
 
     def rows_of_a(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns rows of an embedding's A, `[len(ids), a_rank]`."""
+        """Returns rows of an embedding's A, `[len(ids), a_rank]` of `dtype`. ids: int64 `[n]`."""
         rows = self.a_values.view(torch.uint8).index_select(0, ids)
         return rows.view(self.a_values.dtype).to(self.dtype)
 

@@ -40,9 +40,9 @@ def experts_linear(
     step: int,
     out_features: int,
 ) -> Tensor:
-    """Computes `kernels.experts.experts_linear` with a quantised weight: x [P, in] gives [P,
-    out_features]. The rows of an expert begin `step` behind the ones of the expert before it; bias:
-    [experts, out_features]."""
+    """Computes `kernels.experts.experts_linear` with a quantised weight: x [P, in] of a float
+    dtype gives [P, out_features] of this dtype. The rows of an expert begin `step` behind the ones
+    of the expert before it; bias: [experts, out_features]."""
     out = x.new_empty(len(x), out_features)
     x = _inputs(x, weight).to(x.dtype)
     for expert, (start, end) in enumerate(pairwise(pairs.starts.tolist())):

@@ -133,7 +133,7 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     """x *= sigmoid(gate); see `reference.gate_heads`.
 
     Args:
-        x: [T, size], contiguous. Overwritten.
+        x: [T, size] of a float dtype, contiguous. Overwritten.
         gate: As x.
 
     Returns:

@@ -137,7 +137,7 @@ def copy_runs_op(
 
 
 def gate_heads_op(x: Tensor, gate: Tensor, num_tokens: Tensor) -> NativeOp:
-    """x *= sigmoid(gate). Both: [T, size]."""
+    """x *= sigmoid(gate). Both: [T, size] of one float dtype. num_tokens: int32 [1]."""
     assert x.is_contiguous()
     assert gate.is_contiguous()
     args = _GateHeadsArgs(x.data_ptr(), gate.data_ptr(), num_tokens.data_ptr(), x.shape[1])
@@ -148,7 +148,8 @@ def causal_conv_op(
     x: Tensor, out: Tensor, weight: Tensor, states: Tensor, rows: StateRows
 ) -> NativeOp:
     """See `reference.causal_conv`. x: [T, channels] of unit stride in its rows, out: [T, channels],
-    weight: fp32 [channels, size], states: fp32 [slots, size - 1, channels]."""
+    both of one float dtype; weight: fp32 [channels, size], states: fp32 [slots, size - 1,
+    channels]."""
     return _conv_op("causal_conv", x, out, weight, states, rows)
 
 
@@ -227,7 +228,7 @@ def gated_norm_op(
     x: Tensor, gate: Tensor, weight: Tensor, num_tokens: Tensor, *, eps: float
 ) -> NativeOp:
     """See `reference.gated_norm`, in place. x: [T, heads * size]; gate: as x, of unit stride in its
-    rows; weight: [size], or [T, size] for each token."""
+    rows; weight: [size], or [T, size] for each token, of x's float dtype. num_tokens: int32 [1]."""
     assert x.is_contiguous()
     assert weight.dtype == x.dtype
     size = weight.shape[-1]

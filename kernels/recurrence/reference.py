@@ -232,5 +232,5 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
-    """x *= sigmoid(gate), rounded first. Both: [T, size]."""
+    """x *= sigmoid(gate), rounded first. Both: [T, size] of one float dtype."""
     return x.mul_(torch.sigmoid(gate))

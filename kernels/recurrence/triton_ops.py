@@ -23,8 +23,8 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -
 
 
 def gated_conv(x: Tensor, weight: Tensor, states: Tensor, segments: Segments) -> Tensor:
-    """Launches `reference.gated_conv`: x [T, 3 * channels] and the others as for `causal_conv` give
-    [T, channels]."""
+    """Launches `reference.gated_conv`: x [T, 3 * channels] of a float dtype and the others as for
+    `causal_conv` give [T, channels] of x's dtype."""
     assert x.shape[1] == 3 * len(weight)
     return _conv(x, weight, states, segments, is_gated=True)
 
@@ -126,7 +126,7 @@ def delta_rule(
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Launches `reference.gated_norm`, in place: x [T, heads, size], gate of the same shape, whose
-    tokens may be apart, weight [size] or [T, size]."""
+    tokens may be apart, weight [size] or [T, size], all of one float dtype."""
     num_tokens, num_heads, size = x.shape
     assert x.dtype == gate.dtype == weight.dtype
     assert x.is_contiguous()
@@ -152,7 +152,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
-    """Launches `reference.gate_heads`, in place: both [T, size]."""
+    """Launches `reference.gate_heads`, in place: both [T, size] of one float dtype."""
     assert x.is_contiguous()
     assert gate.is_contiguous()
     assert x.shape == gate.shape

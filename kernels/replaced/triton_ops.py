@@ -13,7 +13,7 @@ from kernels.replaced import triton_kernels as kernels
 def token_weights(
     weight: torch.Tensor, table: LoraTable, plan: LoraPlan, index: int, offset: float = 0.0
 ) -> torch.Tensor:
-    """Launches `reference.token_weights`: weight [size] -> [T, size]."""
+    """Launches `reference.token_weights`: weight [size] of a float dtype -> [T, size]."""
     assert weight.is_contiguous()
     size = len(weight)
     out = weight.new_empty(plan.num_tokens, size)
@@ -37,7 +37,8 @@ def token_weights(
 def replace_embeddings(
     out: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, index: int
 ) -> None:
-    """Launches `reference.replace_embeddings`: out [T, features], token_ids [T]."""
+    """Launches `reference.replace_embeddings`: out [T, features] of the arena's dtype, token_ids
+    integers [T]."""
     assert out.is_contiguous()
     assert token_ids.is_contiguous()
     size = out.shape[1]
@@ -64,8 +65,8 @@ def replace_logits(
     index: int,
     vocab_size: int,
 ) -> None:
-    """Launches `reference.replace_logits`: out [T, >= vocab_size], x [T, features]. Rows of `out`
-    have unit stride."""
+    """Launches `reference.replace_logits`: out, float [T, >= vocab_size], x [T, features] of the
+    arena's dtype. Rows of `out` have unit stride."""
     assert out.stride(1) == 1
     assert x.is_contiguous()
     tuned = tuning.constants("replaced")

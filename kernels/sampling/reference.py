@@ -42,13 +42,14 @@ _BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """top_k, top_p and min_p of rows, [N, 1] each; 0, 1 and 0: all tokens."""
+    """top_k, top_p and min_p of rows, int64, fp32 and fp32 [N, 1]; 0, 1 and 0: all tokens."""
 
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
 
     def select(self, rows: Tensor) -> Limits:
+        """Returns the limits of some rows: int64 indices or a bool mask, [n]."""
         return Limits(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
@@ -63,8 +64,18 @@ class Draws:
 
 
 def scaled(logits: Tensor, peaks: Tensor, rows: Tensor, temperatures: Tensor) -> Tensor:
-    """Returns the logits of rows below their peak, divided by the temperatures [N, 1]: at any
-    finite size nothing overflows upwards."""
+    """Returns the logits of rows below their peak, divided by the temperatures: at any finite size
+    nothing overflows upwards.
+
+    Args:
+        logits: fp32 [rows, vocabulary].
+        peaks: fp32 [rows, 1], the largest logit of each row.
+        rows: int64 [N], indices of logits' rows.
+        temperatures: fp32 [N, 1], above 0.
+
+    Returns:
+        fp32 [N, vocabulary].
+    """
     return (logits[rows] - peaks[rows]) / temperatures
 
 
@@ -95,7 +106,8 @@ def draw_uncut(
 def draw_cut(
     logits: Tensor, peaks: Tensor, draws: Draws, numbers: Tensor, num_candidates: int
 ) -> Tensor:
-    """Returns token ids [N] of rows that top_k, top_p or min_p cut. Arguments as of `draw_uncut`.
+    """Returns token ids, int64 [N], of rows that top_k, top_p or min_p cut. Arguments as of
+    `draw_uncut`.
 
     Sorting the full vocabulary is the cost here. The first `num_candidates` nearly always suffice;
     whether they do depends on the row alone, so its numbers do not depend on the batch. Where they
@@ -116,7 +128,8 @@ def draw_cut(
 def draw_sorted(
     logits: Tensor, peaks: Tensor, draws: Draws, numbers: Tensor, token_ids: Tensor
 ) -> Tensor:
-    """Returns token ids of the rows whose token is OPEN, all of `draws`, from all their tokens."""
+    """Returns token ids, int64 [n], of those rows of `draws` whose token in `token_ids`, int64 [R],
+    is OPEN, from all their tokens. Other arguments as of `draw_uncut`."""
     places = (token_ids[draws.rows] == OPEN).nonzero().squeeze(1)
     found = []
     for some in places.split(SORTED_ROWS):
@@ -129,8 +142,8 @@ def draw_sorted(
 
 
 def truncate(probs: Tensor, limits: Limits) -> Tensor:
-    """Returns `probs` [N, width], each row's largest in descending order, with 0 for tokens that
-    top_k, then top_p, then min_p cut. top_p counts within the tokens that top_k leaves."""
+    """Returns `probs`, fp32 [N, width], each row's largest in descending order, with 0 for tokens
+    that top_k, then top_p, then min_p cut. top_p counts within the tokens that top_k leaves."""
     has_top_k = limits.top_k > 0
     ranks = torch.arange(probs.shape[1], device=probs.device)
     probs = probs * (~has_top_k | (ranks < limits.top_k))
@@ -141,7 +154,8 @@ def truncate(probs: Tensor, limits: Limits) -> Tensor:
 
 
 def invert(probs: Tensor, u: Tensor) -> Tensor:
-    """Returns the first index whose cumulative probability exceeds u [N, 1] of the row's total.
+    """Returns the first index, int64 [N], whose cumulative probability exceeds u, fp64 [N, 1], of
+    the row's total. probs: fp32 [N, width].
 
     In fp64, so that a vocabulary of any size keeps its rare tokens; never an index of
     probability 0; some index where probabilities are no numbers. First the block is found, then the

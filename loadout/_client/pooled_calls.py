@@ -34,6 +34,7 @@ def embed(
 
 
 def scores(documents: Sequence[str], truncation: Any, **fields: Any) -> StreamCall[types.Score]:
+    """Raises InvalidArgument for one text in place of a list."""
     if isinstance(documents, str):  # a sequence of texts, too: its letters
         raise invalid("documents", "must be a list of texts, not one text")
     fields["truncation"] = _truncation(truncation)

@@ -45,8 +45,8 @@ class SavedTensor:
         self.shape = record.shape
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """Returns rows of a tensor that has some, into new memory. Raises CorruptData if the file
-        has become shorter."""
+        """Returns rows [start, end) of a tensor that has some, [end - start, ...] of its dtype, in
+        new memory. Raises CorruptData if the file has become shorter."""
         row_bytes = self._record.length_bytes // self.shape[0]
         data = bytearray((end - start) * row_bytes)
         self._file.read_into(self._record.offset + start * row_bytes, memoryview(data))
@@ -73,8 +73,8 @@ class BaseModel:
             raise InvalidArgument(f"{folder} has no {MODEL_FILES}", subject=str(folder))
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a weight as it is saved, mapped from its file. Raises InvalidArgument without
-        it."""
+        """Returns a weight, [out, in] as it is saved, in its dtype, mapped from its file. Raises
+        InvalidArgument without it."""
         if name not in self._places:
             raise InvalidArgument(
                 f"{self.folder} has no tensor {name}: is it the model that the adapter was trained "

@@ -153,7 +153,7 @@ class ExtentAllocator:
 
 
 def locate(extents: Sequence[Extent], offsets: np.ndarray) -> np.ndarray:
-    """Returns the memory's byte offsets of image offsets [n]."""
+    """Returns the memory's byte offsets, int64 [n], of image offsets, int64 [n]."""
     ordered = sorted(extents, key=lambda extent: extent.image_offset)
     firsts = np.array([extent.image_offset for extent in ordered], dtype=np.int64)
     index = np.searchsorted(firsts, offsets, side="right") - 1

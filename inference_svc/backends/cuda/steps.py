@@ -162,12 +162,12 @@ class StepResults:
         return self.logits.nbytes + self.argmax.nbytes + choices_bytes
 
     def logits_of(self, num_rows: int, lora: LoraStep | None) -> Tensor:
-        """Returns the place of a step's logits, [num_rows, tokens]. Tokens that adapters add are
-        among them if there may be any."""
+        """Returns the place of a step's logits, fp32 [num_rows, tokens]. Tokens that adapters add
+        are among them if there may be any."""
         num_added = 0 if lora is None else lora.num_added_tokens
         return self.logits[:num_rows, : self.vocab_size + num_added]
 
     def choices_of(self, num_tokens: int) -> Tensor | None:
-        """Returns the place of the experts that a step's tokens choose, [layers, num_tokens,
+        """Returns the place of the experts that a step's tokens choose, int32 [layers, num_tokens,
         experts of each]; None if the model has none."""
         return None if self.choices is None else self.choices[:, :num_tokens]

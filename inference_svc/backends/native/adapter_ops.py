@@ -40,8 +40,8 @@ class AdapterOps(Protocol):
     def add_experts(
         self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
     ) -> list[NativeOp]:
-        """x: [P, in], out: [P, sum of the group's outs]; their rows are pairs of a token and an
-        expert."""
+        """x: [P, in], out: [P, sum of the group's outs], both in the model's dtype; their rows are
+        pairs of a token and an expert."""
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
         """token_ids: int64 [M], out: [M, hidden_size]."""

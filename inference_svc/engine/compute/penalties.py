@@ -42,7 +42,8 @@ class TokenCounts:
         self._counts = np.zeros(len(prompt), np.int64)
 
     def update(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int64 ids and counts of the sequence as it is now, valid until the next call."""
+        """Returns int64 ids and counts, [n] each, of the sequence as it is now, valid until the
+        next call."""
         tokens = self._sequence.token_ids
         for index in range(self.num_seen, len(tokens)):
             place = self._places.setdefault(tokens[index], len(self._places))

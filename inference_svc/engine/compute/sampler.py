@@ -55,7 +55,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns `uniform` of uint64 arrays: fp64, the same bits."""
+    """Returns `uniform` of uint64 arrays [n]: fp64 [n], the same bits."""
     state = np.zeros_like(seeds)
     for words in (seeds, positions):
         state = state + words + np.uint64(0x9E3779B97F4A7C15)

@@ -195,8 +195,8 @@ def _states(found: _Sum) -> Tensor:
 
 def choose(rows: Iterable[BatchRow], logits: Tensor) -> Iterator[Pooled]:
     """Yields the logits of chosen tokens behind each prompt that asks for them and ends in this
-    step: sound if the largest is finite, as others have no share then. `logits` [rows, vocabulary]
-    are of each row's last token."""
+    step: sound if the largest is finite, as others have no share then. `logits`, float [rows,
+    vocabulary], are of each row's last token."""
     asked: list[tuple[int, Sequence, ChosenLogitsOption]] = []
     for place, (sequence, start, num_tokens, samples) in enumerate(rows):
         if samples or start + num_tokens < sequence.num_prompt:

@@ -137,7 +137,8 @@ class ModelWeights(Generic[P]):
 
     @property
     def embedding(self) -> Tensor:
-        """[vocab_size, hidden_size]; without rows where it is another stage's."""
+        """[vocab_size, hidden_size] in the model's dtype; without rows where it is of another
+        stage."""
         return self.tables[EMBEDDING_KEY]
 
     def norm(self, norm: Norm | None, layer: int | None) -> NormWeight | None:

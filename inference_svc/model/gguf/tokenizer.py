@@ -133,12 +133,14 @@ class Vocabulary:
         return found
 
     def scores(self) -> list[float]:
+        """Returns the score of each token. Raises UnsupportedModel unless there is one for each."""
         found = self._list("scores", float)
         if len(found) != len(self.tokens) or not all(map(math.isfinite, found)):
             raise self.header.unsupported(f"{_KEY}scores", "must be a number for each token")
         return found
 
     def flag(self, name: str, *, default: bool) -> bool:
+        """Returns a setting. Raises UnsupportedModel unless it is true or false."""
         found = self.header.metadata.get(_KEY + name, default)
         if not isinstance(found, bool):
             raise self.header.unsupported(_KEY + name, "must be true or false")
@@ -146,7 +148,8 @@ class Vocabulary:
 
     def roles(self) -> dict[str, str]:
         """Returns the special tokens by their names in transformers, such as "eos_token". Old files
-        give the role of padding to a word: it stays one."""
+        give the role of padding to a word: it stays one. Raises UnsupportedModel for an id that no
+        token has."""
         found = {}
         for role, key in _ROLES.items():
             index = self.header.metadata.get(f"{_KEY}{key}_token_id")

@@ -26,7 +26,7 @@ class Exchange(Protocol):
 
     def side_by_side(self, x: Tensor) -> Tensor:
         """Returns the columns of all ranks, [rows, ranks * columns], in their order. x: [rows,
-        columns], of equal shapes."""
+        columns], of equal shapes and one float dtype."""
 
 
 @runtime_checkable

@@ -67,7 +67,8 @@ class Choice(NamedTuple):
 
 
 def to_choice(value: object) -> Choice | None:
-    """Accepts one of OpenAI's words, the name of a function in its object, or a list of these."""
+    """Accepts one of OpenAI's words, the name of a function in its object, or a list of these.
+    Raises ValueError for anything else."""
     if value is None:
         return None
     if value in (AUTO, NONE, REQUIRED):

@@ -28,7 +28,7 @@ MAX_TRUNCATED_TOKENS = (1 << 32) - 1
 
 
 def to_inputs(value: object) -> Inputs:
-    """Accepts a text, token ids, or a list of one of these."""
+    """Accepts a text, token ids, or a list of one of these. Raises ValueError for anything else."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:

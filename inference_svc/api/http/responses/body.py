@@ -206,7 +206,8 @@ class TextFormat(Body):
     strict: bool | None = None
 
     def to_format(self) -> ResponseFormat:
-        """Returns the same as a chat has it."""
+        """Returns the same as a chat has it. Raises InvalidArgument for a schema that the type does
+        not take, or that is missing."""
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise InvalidArgument(
                 f'{FORMAT}.schema: set it with type "json_schema", and only then',
