@@ -10,8 +10,7 @@ parts       texts and tokens of a grammar
 thoughts    thoughts before a form, as a grammar
 budget      a bound on the tokens of thoughts
 vocabulary  the bytes of a model's tokens, which a grammar is matched with
-schema_places  finds the part of a schema that is refused
-schema_keywords  leaves keywords out of a schema that forbid nothing
+schema_places  finds the part of a schema that is refused, leaves out idle keywords
 compiling   turns a grammar into Lark, compiles and tries it
 task        the program of these processes, which uses both
 checks      compiles a request's grammar once before it runs, and remembers the verdict

@@ -16,8 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from inference_svc.grammars import thoughts
 from inference_svc.grammars.calls import Calls, CallsOrForm
 from inference_svc.grammars.parts import literal
-from inference_svc.grammars.schema_keywords import without_idle
-from inference_svc.grammars.schema_places import Refusal, bad_place
+from inference_svc.grammars.schema_places import Refusal, bad_place, without_idle
 from inference_svc.grammars.vocabulary import unpack
 
 LIMITS = llguidance.LLParserLimits(

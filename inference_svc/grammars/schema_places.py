@@ -1,4 +1,5 @@
-"""Finds the part of a JSON schema that an engine refuses."""
+"""Finds the part of a JSON schema that an engine refuses, and leaves out keywords that forbid
+nothing: libraries write them, and an engine may refuse them by their names."""
 
 from __future__ import annotations
 
@@ -11,10 +12,39 @@ CONDITIONS = ("not", "if", "then", "else")
 SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames")
 SHARED = ("$defs", "definitions")
 """Schemas that others refer to from the root."""
+IDLE: dict[str, tuple[Any, ...]] = {
+    "propertyNames": (True, {}, {"type": "string"}),  # of each record in Zod
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+}
+"""Values of keywords that allow everything."""
 MAX_DEPTH = 64
 
 Refusal = Callable[[dict[str, Any]], str]
 """Returns why a schema is refused; "" if it is not."""
+
+
+def without_idle(schema: Any) -> Any:
+    """Returns the schema without keywords that forbid nothing, here and in the schemas within it.
+    Raises RecursionError for one that is nested too deeply."""
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if value in IDLE.get(name, ()):
+            continue
+        if name in MAPS and isinstance(value, dict):
+            value = {key: without_idle(each) for key, each in value.items()}
+        elif name in LISTS and isinstance(value, list):
+            value = [without_idle(each) for each in value]
+        elif name in SINGLE + CONDITIONS:
+            value = without_idle(value)
+        found[name] = value
+    return found
 
 
 def bad_place(root: Mapping[str, Any], error: str, refusal: Refusal) -> str:

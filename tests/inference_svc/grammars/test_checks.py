@@ -20,7 +20,7 @@ from inference_svc.grammars import checks, compiling
 from inference_svc.grammars.checks import CheckProcesses, GrammarChecks
 from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar
 from inference_svc.grammars.lanes import rows
-from inference_svc.grammars.schema_keywords import without_idle
+from inference_svc.grammars.schema_places import without_idle
 from servicekit.errors import InvalidArgument, Unavailable
 from servicekit.work_budget import WorkBudget
 from tests.inference_svc.grammars.alphabet import END, SPECIAL, vocabulary
