@@ -78,14 +78,19 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "PP 2": STAGES,
     "TP 2 x PP 2": ("--tensor-parallel", "2", *STAGES),
     "TP 2, fully sharded": ("--tensor-parallel", "2", SHARDED),
+    "TP 4, fully sharded": ("--tensor-parallel", "4", SHARDED),
     "TP 2 x PP 2, fully sharded": ("--tensor-parallel", "2", *STAGES, SHARDED),
 }
-EXPERTS = "EP 2"
-OF_EXPERTS = ("--tensor-parallel", "2", "--expert-parallel", "2")
+EXPERTS = ("--tensor-parallel", "2", "--expert-parallel", "2")
+OF_EXPERTS = {
+    "EP 2": EXPERTS,
+    "EP 2 x PP 2": (*EXPERTS, *STAGES),
+    "EP 2, fully sharded": (*EXPERTS, SHARDED),
+}
 CELLS = [
     *(("qwen3", shape) for shape in SHAPES),
-    *(("qwen3_5", shape) for shape in SHAPES if shape != "TP 4"),  # it has two key heads
-    *(("qwen3-moe", shape) for shape in (*SHAPES, EXPERTS)),
+    *(("qwen3_5", shape) for shape in SHAPES if "TP 4" not in shape),  # it has two key heads
+    *(("qwen3-moe", shape) for shape in SHAPES | OF_EXPERTS),
 ]
 
 
@@ -100,7 +105,7 @@ def kinds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_all_kinds_in_any_company(kinds: Kinds, shape: str, tmp_path: Path) -> None:
     """A dense model, a hybrid and a mixture: adapters of every kind that each may have, and a sum
     of two. Greedy in fp32: the tokens are the ones of transformers and PEFT."""
-    flags, chosen = SHAPES.get(shape, OF_EXPERTS), random.Random(shape)
+    flags, chosen = (SHAPES | OF_EXPERTS)[shape], random.Random(shape)
     names = [each for each in kinds.names if SHARDED not in flags or each not in UNSHARED]
     asks: list[Ask] = []
     for name in names:
