@@ -91,7 +91,9 @@ def test_requests_are_counted(texts: dict[str, str]) -> None:
         assert found == inference.one(f"{prefix}step_seconds_count") > 0
     parts = inference.sum(f"{prefix}step_phase_seconds_sum")
     assert 0 < parts < inference.one(f"{prefix}step_seconds_sum")
-    for phase in ("resolve", "wait", "pull"):
+    resolved = inference.one(f"{prefix}load_phase_seconds_count", phase="resolve")
+    assert resolved <= 2, "no request waits for a name that was looked up before it"
+    for phase in ("wait", "pull"):
         assert inference.one(f"{prefix}load_phase_seconds_count", phase=phase) >= 2
     assert inference.one(f"{prefix}inter_token_seconds_count") >= 3 * 7
     assert inference.one(f"{prefix}sampled_tokens_total") >= 3 * 8
