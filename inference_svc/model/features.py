@@ -22,7 +22,8 @@ NOT_COMPUTED = frozenset(
         *("norm.module", "projection.fused", "projection.is_stored_fused", "block.unused"),
         "projection.is_transposed",
         *("norm.tensor", "norm.weight_scale", "experts_projection.is_transposed"),
-        *("experts_projection.is_interleaved", "decoder.wrapper"),
+        *("experts_projection.is_interleaved", "experts_projection.may_be_transposed"),
+        "decoder.wrapper",
         *("decoder.num_unused_layers", "decoder.quantisation", "weight_format.scales"),
         # When a sequence ends, and whether it may begin.
         *("encoder_inputs.token_types", "encoder_inputs.unused", "encoder_inputs.head"),

@@ -16,7 +16,8 @@ from inference_svc.pictures.prompt import PromptPicture
 from inference_svc.text.tokenizer import Tokenizer
 from tests.support.models.zoo import AdapterSpec
 from tests.support.pictures.files import encoded, picture
-from tests.support.pictures.models import SPECS, ReaderZoo, image_name, make_reader_zoo
+from tests.support.pictures.models import SPECS, ReaderZoo, make_reader_zoo
+from tests.support.pictures.templates import image_name
 from tests.system.engines import Running
 
 NUM_TOKENS = 48

@@ -16,7 +16,8 @@ from PIL import Image
 from loadout import errors
 from loadout.prometheus import scrape
 from tests.support.pictures.files import encoded, picture
-from tests.support.pictures.models import IMAGE, ReaderZoo, make_reader_zoo
+from tests.support.pictures.models import ReaderZoo, make_reader_zoo
+from tests.support.pictures.templates import IMAGE
 from tests.system.services import Services
 
 pytestmark = pytest.mark.processes

@@ -17,7 +17,8 @@ from inference_svc.pictures.prompt import PictureWork, PromptPicture
 from servicekit.shared_memory import SharedBytes
 from tests.support.pairs import PATHS
 from tests.support.pictures.files import encoded
-from tests.support.pictures.models import IMAGE, NAMES
+from tests.support.pictures.models import NAMES
+from tests.support.pictures.templates import IMAGE
 from tests.system.engines import Running
 from tests.system.picture_readers import (
     NUM_TOKENS,

@@ -58,6 +58,19 @@ def describe_qwen3_vl(config: ConfigReader) -> Decoder:
     return _describe(config, _qwen3_attention(config, turned))
 
 
+def describe_qwen3_vl_moe(config: ConfigReader) -> Decoder:
+    """Published files have the weights of experts transposed, and others may."""
+    turned = rope(config, theta=500_000.0, kinds=_MROPE, other_keys=_OF_IMAGES)
+    mixture = _mixture(config.with_values(norm_topk_prob=True))
+    mixture = replace(
+        mixture,
+        gate_up=replace(mixture.gate_up, may_be_transposed=True),
+        down=replace(mixture.down, may_be_transposed=True),
+    )
+    mixer, windows = _qwen3_attention(config, turned), config.same_window(None)
+    return _describe_mixture(config, mixer, mixture, windows)
+
+
 def describe_qwen3_moe(config: ConfigReader) -> Decoder:
     window = config.window if config.flag("use_sliding_window") else None
     mixer = _qwen3_attention(config, rope(config))
@@ -153,6 +166,25 @@ OF_QWEN3_VL = Family(
     reads=names("hidden_act rms_norm_eps attention_bias"),
     accepts={"use_sliding_window": False},
     defaults={**_DEFAULTS, "head_dim": 128, "max_position_embeddings": 128000},
+)
+OF_QWEN3_VL_MOE = Family(
+    "Qwen3VLMoeTextModel",
+    describe_qwen3_vl_moe,
+    reads=names("hidden_act rms_norm_eps attention_bias") | (_READS_MOE - {"norm_topk_prob"}),
+    ignores=_IGNORES_MOE,
+    accepts={"use_sliding_window": False, "norm_topk_prob": True},
+    defaults={
+        **_DEFAULTS,
+        **_DEFAULTS_MOE,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "max_position_embeddings": 128000,
+    },
 )
 """The text parts of models that read pictures."""
 

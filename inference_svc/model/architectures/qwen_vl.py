@@ -1,5 +1,6 @@
-"""Qwen 2 VL, 2.5 VL, 3 VL, and the whole models of Qwen 3.5: a tower that reads pictures of any
-size, and a text part whose heads turn by the rows and columns of pictures, too."""
+"""Qwen 2 VL, 2.5 VL, 3 VL, also with mixtures of experts, and the whole models of Qwen 3.5: a tower
+that reads pictures of any size, and a text part whose heads turn by the rows and columns of
+pictures, too."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from inference_svc.model.architectures import Family, describe_text_part
-from inference_svc.model.architectures.qwen import OF_QWEN2_VL, OF_QWEN3_VL
+from inference_svc.model.architectures.qwen import OF_QWEN2_VL, OF_QWEN3_VL, OF_QWEN3_VL_MOE
 from inference_svc.model.architectures.towers import qwen as towers
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import names
@@ -114,6 +115,7 @@ FAMILIES = (
     _qwen2_family("Qwen2VL", towers.QWEN2),
     _qwen2_family("Qwen2_5_VL", towers.QWEN2_5),
     _family("Qwen3VL", towers.QWEN3, {"qwen3_vl_text": OF_QWEN3_VL}, _AXES_3),
+    _family("Qwen3VLMoe", towers.QWEN3, {"qwen3_vl_moe_text": OF_QWEN3_VL_MOE}, _AXES_3),
     _family("Qwen3_5", towers.QWEN3_5, {"qwen3_5_text": _OF_3_5}, _AXES_3_5, **_DEFAULTS_3_5),
     _family(
         "Qwen3_5Moe",

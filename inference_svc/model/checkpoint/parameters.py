@@ -7,7 +7,7 @@ Projections that read the same input are one parameter: q, k and v in `qkv`, gat
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -160,11 +160,16 @@ class Parameter:
             return bias_bytes + sum(_part_bytes(each, self.in_size, dtype) for each in self.parts)
         return self.num_rows * ((self.in_size or 1) + self.has_bias) * item_bytes
 
-    def form(self, names: Collection[str]) -> Form:
-        """Returns the form that a checkpoint with these tensors has; the first where it has none of
-        them."""
-        found = (form for form in self.forms if any(name in names for name in form))
-        return next(found, self.forms[0])
+    def form(self, shapes: Mapping[str, Sequence[int]]) -> Form:
+        """Returns the form that a checkpoint with tensors of these shapes has, by their names, and
+        of several forms with these the one whose shapes it has; the first where it has none."""
+        found = [form for form in self.forms if any(name in shapes for name in form)]
+        fits = (form for form in found if _has_shapes(form, shapes))
+        return next(fits, next(iter(found), self.forms[0]))
+
+
+def _has_shapes(form: Form, shapes: Mapping[str, Sequence[int]]) -> bool:
+    return all(tuple(shapes.get(name, ())) == piece.shape for name, piece in form.items())
 
 
 def _part_bytes(part: WeightPart, in_size: int, dtype: torch.dtype) -> int:
@@ -410,6 +415,8 @@ def _experts_forms(projection: ExpertsProjection, path_of: Callable[[str], str])
     num_names = 1 + min(len(each.others) for each in projection.members)
     for index in reversed(range(0 if projection.is_interleaved else num_names)):
         yield _apart_form(projection, step, index, path_of)
+    if projection.may_be_transposed:
+        yield _stacked_form(replace(projection, is_transposed=True), step, path_of)
     yield _stacked_form(projection, step, path_of)
 
 

@@ -116,6 +116,7 @@ def check_tensors(model_dir: Path, decoder: Decoder) -> list[Source]:
 
 def _sources(decoder: Decoder, tensors: list[TextTensor]) -> list[Source]:
     by_name = {tensor.name: tensor for tensor in tensors}
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
     modules = None
     if decoder.quantisation is not None:
         names = {tensor.name: tensor.stored_name for tensor in tensors}
@@ -123,7 +124,7 @@ def _sources(decoder: Decoder, tensors: list[TextTensor]) -> list[Source]:
     expected: dict[str, TensorSpec] = {}
     sources: list[Source] = []
     for parameter in parameters(decoder):
-        for name, piece in parameter.form(by_name).items():
+        for name, piece in parameter.form(shapes).items():
             matrix = _matrix(modules, piece)
             specs = _specs(name, piece, matrix)
             expected |= dict(specs.values())

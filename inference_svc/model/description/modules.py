@@ -170,9 +170,10 @@ class ExpertsProjection:
     `Projection`.
 
     `parameter` is the one tensor that a checkpoint may have of all experts and members,
-    [experts, out, in], or [experts, in, out] if it `is_transposed`; outputs of the members take
-    turns if it `is_interleaved`, else they lie one behind the other. `parameter`_bias is its bias,
-    [experts, out]. `format` is of the weights of all experts; None: the model's dtype.
+    [experts, out, in], or [experts, in, out] if it `is_transposed`; a file may have either if it
+    `may_be_transposed`. Outputs of the members take turns if it `is_interleaved`, else they lie one
+    behind the other. `parameter`_bias is its bias, [experts, out]. `format` is of the weights of
+    all experts; None: the model's dtype.
     """
 
     name: str
@@ -183,6 +184,7 @@ class ExpertsProjection:
     has_bias: bool = False
     is_transposed: bool = False
     is_interleaved: bool = False
+    may_be_transposed: bool = False
     format: WeightFormat | None = None
     in_cut: Cut | None = None
     cut: Cut | None = None

@@ -93,7 +93,8 @@ def test_transformers_says_the_same(name, values, config, tmp_path):
     assert again == first
 
 
-QWEN = ("qwen2-vl-7b", "qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3.6-27b", "qwen3.6-35b-a3b")
+QWEN_3_5 = "qwen3.6-27b", "qwen3.6-35b-a3b"
+QWEN = ("qwen2-vl-7b", "qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3-vl-30b-a3b", *QWEN_3_5)
 SIDES = {
     "gemma-3-27b": 896,
     "gemma-3-4b": 896,

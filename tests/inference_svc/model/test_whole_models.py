@@ -17,6 +17,7 @@ from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.layers import TorchProjections
 from tests.support.models.whole_models import WHOLE, make_whole
+from tests.support.pictures.models import make_reader
 
 pytestmark = pytest.mark.matrix
 
@@ -145,6 +146,25 @@ def test_a_head_that_differs_is_served(whole, load_decoder, relative_rms, caplog
     )
     save_file(saved | {head: saved[embedding].clone()}, folder / "model.safetensors")
     assert load_description(folder).head.is_tied
+
+
+@pytest.mark.parametrize("path", ["torch", "native"])
+def test_experts_of_published_files_are_transposed(path, tmp_path, load_decoder, relative_rms):
+    """transformers writes the ones that it has made as it computes with them."""
+    model = make_reader("Qwen3VLMoe", tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in saved.items()
+    }
+    assert sum(".experts." in name for name in saved) == 4
+    token_ids = torch.randint(4, 300, (60,)).tolist()
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([token_ids])).logits[0]
+    for tensors in (saved, turned):
+        save_file(tensors, tmp_path / "model.safetensors")
+        decoder = load_decoder(tmp_path, path=path)
+        assert relative_rms(expected, decoder.logits(token_ids, chunk=60)) <= 1e-4
 
 
 @pytest.mark.parametrize(

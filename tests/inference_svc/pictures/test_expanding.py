@@ -13,7 +13,7 @@ from inference_svc.pictures.sizes import Size, TileForm
 from inference_svc.text.tokenizer import Tokenizer
 from servicekit.errors import InvalidArgument
 from servicekit.shared_memory import SharedBytes
-from tests.support.pictures.models import IMAGE, save_reader_tokenizer
+from tests.support.pictures.templates import IMAGE, save_reader_tokenizer
 
 PER_TILE = 64
 FORM = TileForm(8, 1)

@@ -20,13 +20,8 @@ from servicekit.errors import InvalidArgument
 from servicekit.shared_memory import SharedBytes
 from servicekit.shares import Shares
 from servicekit.work_budget import WorkBudget
-from tests.support.pictures.models import (
-    GEMMA3_TOKENS,
-    TILE,
-    VOCAB,
-    save_processor,
-    save_reader_tokenizer,
-)
+from tests.support.pictures.models import TILE, save_processor
+from tests.support.pictures.templates import GEMMA3_TOKENS, VOCAB, save_reader_tokenizer
 
 BEGIN, SOFT, END = GEMMA3_TOKENS.values()
 FORM = TileForm(TILE, TILE // 2)

@@ -1,6 +1,8 @@
 """Models that read pictures, and pictures for them.
 
-models    small models that read pictures, with the files of their processors
-contents  adapters of their towers with contents besides A and B
-files     pictures as files, of every form that callers send
+models      small models that read pictures, with the files of their processors
+templates   their chat templates, and tokenizers with the tokens of pictures
+processors  the processors of transformers that need torchvision
+contents    adapters of their towers with contents besides A and B
+files       pictures as files, of every form that callers send
 """

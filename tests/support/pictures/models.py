@@ -11,14 +11,13 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image
-from tokenizers import AddedToken
 
 from inference_svc.pictures.sizes import TileForm
-from tests.support.models.tokenizers import byte_level, save_tokenizer
 from tests.support.models.zoo import AdapterSpec, Zoo, adapted, shake_norms_and_biases
+from tests.support.pictures.processors import MistralProcessor, QwenProcessor
+from tests.support.pictures.templates import GEMMA3_TOKENS, VOCAB, save_reader_tokenizer
 
-TILE, PATCH, VOCAB = 56, 14, 420
-IMAGE, QWEN_IMAGE, MISTRAL_IMAGE = "<image>", "<|image_pad|>", "[IMG]"
+TILE, PATCH = 56, 14
 _TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -125,6 +124,22 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
             | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
         },
     ),
+    "Qwen3VLMoe": (
+        "Qwen3VLMoe",
+        {
+            "text_config": _QWEN_TEXT
+            | {
+                "rope_parameters": _QWEN_TEXT["rope_parameters"] | {"mrope_section": [3, 2, 1]},
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 40,
+                "mlp_only_layers": [0],
+            },
+            "vision_config": _QWEN_VISION
+            | _QWEN_SIZES
+            | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
+        },
+    ),
     "Qwen3_5": (
         "Qwen3_5",
         {
@@ -182,73 +197,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "Qwen2VL": _FREE | {"min_pixels": TILE * TILE, "max_pixels": 3 * TILE * 3 * TILE, "size": None},
     "Qwen2_5_VL": _FREE,
     "Qwen3VL": _FREE,
+    "Qwen3VLMoe": _FREE,
     "Qwen3_5": _FREE,
 }
 """The preprocessor_config.json of each model."""
-LLAVA_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] != 'system' %}"
-    "{{ message['role'].upper() + ': '}}{% endif %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}"
-    "{{ '<image>\n' }}{% endfor %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{{ content['text'] + ' '}}{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
-)
-SMOLVLM_TEMPLATE = (
-    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
-    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
-    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
-    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
-    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
-)
-QWEN_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% for content in message['content'] %}{% if content['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}"
-    "{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""As published with llava-hf/llava-1.5-7b-hf, HuggingFaceTB/SmolVLM-256M-Instruct, and, without the
-system's message and videos, Qwen/Qwen2.5-VL-7B-Instruct."""
-GEMMA3_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<start_of_turn>' + message['role'] + '\n' }}{% for item in message['content'] %}"
-    "{% if item['type'] == 'image' %}{{ '<start_of_image>' }}"
-    "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}"
-    "{{ '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-"""Writes parts as the one of google/gemma-3-4b-it does."""
-GEMMA3_TOKENS = {
-    "boi_token": "<start_of_image>",
-    "image_token": "<image_soft_token>",
-    "eoi_token": "<end_of_image>",
-}
-MISTRAL_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}[INST]{% for item in message['content'] %}"
-    "{% if item['type'] == 'text' %}{{ item['text'] }}{% else %}[IMG]{% endif %}{% endfor %}"
-    "[/INST]{% endfor %}"
-)
-TEMPLATES = {
-    "Mistral3": MISTRAL_TEMPLATE,
-    "Llava": LLAVA_TEMPLATE,
-    "LlavaOfSiglip": LLAVA_TEMPLATE,
-    "Gemma3": GEMMA3_TEMPLATE,
-    "Idefics3": SMOLVLM_TEMPLATE,
-    "SmolVLM": SMOLVLM_TEMPLATE,
-    "Qwen2VL": QWEN_TEMPLATE,
-    "Qwen2_5_VL": QWEN_TEMPLATE,
-    "Qwen3VL": QWEN_TEMPLATE,
-    "Qwen3_5": QWEN_TEMPLATE,
-}
-_ENDS = ("boi_token", "eoi_token")
-_GEMMA3_MARKS = [*(GEMMA3_TOKENS[key] for key in _ENDS), "<start_of_turn>", "<end_of_turn>"]
-NEWLINES = ["\n" * count for count in range(2, 8)]
-"""One token each, as for Gemma: they join with the ones around a picture."""
-_MARKS = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|im_start|>"]
-_MARKS += [f"<row_{y}_col_{x}>" for y in range(1, 4) for x in range(1, 4)]
-_MISTRAL_MARKS = ["[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"]
-_QWEN_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
 
 
 def tile_form(name: str) -> TileForm:
@@ -317,35 +269,6 @@ def image_processor(name: str, **changes: Any) -> Any:
     return kind(**{key: value for key, value in values.items() if key != "image_processor_type"})
 
 
-def image_name(name: str) -> str:
-    """Returns the text of the placeholder of a model."""
-    if name == "Gemma3":
-        return GEMMA3_TOKENS["image_token"]
-    if name == "Mistral3":
-        return MISTRAL_IMAGE
-    return QWEN_IMAGE if name.startswith("Qwen") else IMAGE
-
-
-def _marks_of(name: str) -> dict[str, str]:
-    """Returns the texts of the tokens whose ids a config has."""
-    ends = {f"{key[:3]}_token_index": GEMMA3_TOKENS[key] for key in _ENDS}
-    return {"image_token_id": image_name(name)} | (ends if name == "Gemma3" else {})
-
-
-def save_reader_tokenizer(name: str, folder: Path) -> dict[str, int]:
-    """Writes a tokenizer with the tokens of pictures; returns the ids that the config has."""
-    backend, image, is_gemma = byte_level(), image_name(name), name == "Gemma3"
-    marks = {MISTRAL_IMAGE: _MISTRAL_MARKS, QWEN_IMAGE: _QWEN_MARKS, IMAGE: _MARKS}
-    texts = [image, *marks.get(image, _GEMMA3_MARKS)]
-    backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in texts])
-    if is_gemma:
-        backend.add_tokens([AddedToken(each, normalized=False) for each in NEWLINES])
-    save_tokenizer(backend, folder, TEMPLATES[name])
-    assert backend.get_vocab_size() <= VOCAB
-    ids = {name: backend.token_to_id(text) for name, text in _marks_of(name).items()}
-    return {name: each for name, each in ids.items() if each is not None}
-
-
 def make_reader(name: str, folder: Path, **changes: Any) -> Any:
     """Saves a small random model that reads pictures in fp32, with its tokenizer and processor, and
     `changes` of its config; returns transformers' model."""
@@ -376,47 +299,6 @@ def _train(reference: Any) -> None:
         is_bias = name.endswith(".bias") and ("lora_B" in name or parameter.requires_grad)
         if is_bias or "modules_to_save" in name:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-
-
-@dataclass
-class QwenProcessor:
-    """Makes inputs as transformers' processors of Qwen do, which need torchvision for videos."""
-
-    pictures: Any
-    tokenizer: Any
-
-    def __call__(self, text: str, images: Sequence[Image.Image] = (), **options: Any) -> Any:
-        made = {}
-        if images:
-            made = dict(self.pictures(images=list(images), return_tensors="pt"))
-            counts = made["image_grid_thw"].prod(1) // self.pictures.merge_size**2
-            first, *others = text.split(QWEN_IMAGE)
-            tokens = (QWEN_IMAGE * int(count) for count in counts)
-            parts = zip(tokens, others, strict=True)
-            text = first + "".join(own + other for own, other in parts)
-        ids = self.tokenizer(text, **options)["input_ids"]
-        is_image = ids == self.tokenizer.convert_tokens_to_ids(QWEN_IMAGE)
-        return made | {"input_ids": ids, "mm_token_type_ids": is_image.int()}
-
-
-@dataclass
-class MistralProcessor:
-    """Makes inputs as transformers' processor of Pixtral does, which needs torchvision."""
-
-    pictures: Any
-    tokenizer: Any
-
-    def __call__(self, text: str, images: Sequence[Image.Image] = (), **options: Any) -> Any:
-        made = {}
-        if images:
-            made = dict(self.pictures(images=list(images), return_tensors="pt"))
-            first, *others = text.split(MISTRAL_IMAGE)
-            for (height, width), other in zip(made["image_sizes"], others, strict=True):
-                rows, columns = int(height) // (2 * PATCH), int(width) // (2 * PATCH)
-                row = MISTRAL_IMAGE * columns
-                first += "[IMG_BREAK]".join([row] * rows) + "[IMG_END]" + other
-            text = first
-        return made | {"input_ids": self.tokenizer(text, **options)["input_ids"]}
 
 
 @dataclass

@@ -3,5 +3,6 @@
 vit      CLIP and SigLIP
 qwen     Qwen 2 VL and its successors
 pixtral  Pixtral, of Mistral 3
+making   makes the description of a tower
 axial    the rotation by rows and columns of the last two
 """

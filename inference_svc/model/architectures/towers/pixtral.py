@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from inference_svc.model.architectures.towers.axial import read_heads, read_theta
+from inference_svc.model.architectures.towers.making import make_tower
 from inference_svc.model.architectures.towers.vit import TOWER, WHERE
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import check_keys, names
@@ -18,14 +19,13 @@ from inference_svc.model.description import (
     Decoder,
     Dense,
     EncoderInputs,
-    Head,
     Member,
     Norm,
     Patches,
     Projection,
 )
 from inference_svc.model.rope import Axes, Rope
-from inference_svc.pictures.sizes import MAX_SLICE, TileForm
+from inference_svc.pictures.sizes import TileForm
 
 MODEL_TYPE = "pixtral"
 EPS = 1e-5
@@ -95,22 +95,15 @@ def describe_tower(
         Norm("attention_norm", width, EPS),
         Norm("ffn_norm", width, EPS),
     )
-    return Decoder(
-        architecture="",
-        config_sha256="",
-        dtype="",
-        vocab_size=0,
-        hidden_size=width,
-        max_position_embeddings=MAX_SLICE,
-        blocks=(block,) * num_layers,
+    return make_tower(
+        width,
+        (block,) * num_layers,
+        EncoderInputs(Norm(f"{TOWER}ln_pre", width, EPS)),
+        Patches(f"{TOWER}patch_conv", form, has_bias=False),
+        connector,
+        wrapper,
         final_norm=last_norm,
-        head=Head(is_tied=False),
-        wrapper=wrapper,
         num_unused_layers=config.num_layers - num_layers,
-        generates=False,
-        encoder=EncoderInputs(Norm(f"{TOWER}ln_pre", width, EPS)),
-        patches=Patches(f"{TOWER}patch_conv", form, has_bias=False),
-        connector=connector,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from inference_svc.model.architectures.towers.axial import read_heads, read_theta
+from inference_svc.model.architectures.towers.making import make_tower
 from inference_svc.model.architectures.towers.vit import TOWER, WHERE
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import check_keys, names
@@ -20,7 +21,6 @@ from inference_svc.model.description import (
     Decoder,
     Dense,
     EncoderInputs,
-    Head,
     Member,
     Norm,
     NormKind,
@@ -157,21 +157,14 @@ def describe_tower(config: ConfigReader, kind: Kind) -> Decoder:
         )
         for layer in range(num_layers)
     )
-    return Decoder(
-        architecture="",
-        config_sha256="",
-        dtype="",
-        vocab_size=0,
-        hidden_size=width,
-        max_position_embeddings=MAX_SLICE,
-        blocks=tuple(blocks),
+    return make_tower(
+        width,
+        tuple(blocks),
+        _inputs(vision, kind),
+        Patches(f"{TOWER}patch_embed.proj", form, has_bias=kind.has_table),
+        _merger(kind, MERGER, "", width * form.merge**2, out_size),
+        WRAPPER,
         final_norm=_norm(kind, f"{MERGER}.{kind.merger_norm}", width),
-        head=Head(is_tied=False),
-        wrapper=WRAPPER,
-        generates=False,
-        encoder=_inputs(vision, kind),
-        patches=Patches(f"{TOWER}patch_embed.proj", form, has_bias=kind.has_table),
-        connector=_merger(kind, MERGER, "", width * form.merge**2, out_size),
         taps=_taps(vision, kind, width * form.merge**2, out_size),
     )
 

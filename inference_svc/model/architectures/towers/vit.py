@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from inference_svc.model.architectures.towers.making import make_tower
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import check_keys, names
 from inference_svc.model.config.reader import HEADS, MAX_HEADS, ConfigReader
@@ -17,7 +18,6 @@ from inference_svc.model.description import (
     Decoder,
     Dense,
     EncoderInputs,
-    Head,
     Member,
     Norm,
     NormKind,
@@ -139,26 +139,20 @@ def describe_tower(
         _norm(config, "layer_norm1"),
         _norm(config, "layer_norm2"),
     )
-    return Decoder(
-        architecture="",
-        config_sha256="",
-        dtype="",
-        vocab_size=0,
-        hidden_size=config.positive("hidden_size"),
-        max_position_embeddings=num_tokens,
-        blocks=(block,) * num_layers,
-        final_norm=last_norm,
-        head=Head(is_tied=False),
-        wrapper=wrapper,
-        num_unused_layers=config.num_layers - num_layers,
-        generates=False,
-        encoder=EncoderInputs(
+    return make_tower(
+        config.positive("hidden_size"),
+        (block,) * num_layers,
+        EncoderInputs(
             first_norm,
             Positions(f"{TOWER}embeddings.position_embedding", num_tokens),
             unused=tuple(unused),
         ),
-        patches=patches,
-        connector=connector,
+        patches,
+        connector,
+        wrapper,
+        final_norm=last_norm,
+        most_tokens=num_tokens,
+        num_unused_layers=config.num_layers - num_layers,
     )
 
 
