@@ -6,6 +6,7 @@ embeddings, with the marks around them that the model was trained with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,10 @@ class PictureRule:
     def min_tokens(self) -> int:
         """The tokens of the smallest picture."""
         return self.tiles.tokens(self.tiles.whole) if self.tiles.tile_size else 1
+
+    def num_tokens(self, tiles: Tiles) -> int:
+        """Returns how many tokens stand for a picture: those that have embeddings."""
+        return math.prod(self._runs(tiles))
 
     def expanded(
         self,

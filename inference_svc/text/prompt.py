@@ -204,6 +204,8 @@ class PromptEncoder:
         rule.check(found, num_pictures, name_of)
         self._check_length(len(found) + num_pictures * (rule.min_tokens - 1), text)
         tiles = () if pictures is None else await pictures.read()
+        num_tokens = sum(map(rule.num_tokens, tiles))  # before they take memory
+        self._check_length(len(found) - num_pictures + num_tokens, text)
         expanded = rule.expanded(found, tiles, name_of(rule.token_id), encode)
         self._check(expanded, text)
         return expanded

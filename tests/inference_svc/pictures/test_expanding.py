@@ -58,6 +58,7 @@ def test_tokens_are_the_ones_of_the_whole_text(tokenizer: tuple) -> None:
         lengths.append(len(text))
         return encode(text)
 
+    assert [rule.num_tokens(each) for each in pictures] == [PER_TILE, 7 * PER_TILE, 4 * PER_TILE]
     found = rule.expanded(prompt, pictures, IMAGE, measured)
     one, two, three = (encode(text_of(each)) for each in pictures)
     assert list(found) == [*before, *one, *between, *two, *three, *after]

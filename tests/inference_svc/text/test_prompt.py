@@ -458,3 +458,21 @@ def test_pictures_are_read_once_their_prompt_may_fit(prompt: tuple[int, ...], wo
     with pytest.raises(InvalidArgument, match=words):
         asyncio.run(body())
     assert pictures.num_reads == 0
+
+
+def test_a_prompt_whose_pictures_do_not_fit_never_has_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pictures of any size may have millions."""
+    monkeypatch.setattr(PictureRule, "expanded", None)
+    rule = PictureRule(Processor(Form.FREE, 0, 3, HALF, HALF), 80, TileForm(0, 1, merge=2), 2)
+
+    async def body() -> None:
+        prompts = PromptEncoder(Recording(), 20, 128, WorkBudget("work", 1.0), picture_rule=rule)
+        try:
+            await prompts.encode((5, 80, 80, 6), pictures=Pictures())
+        finally:
+            prompts.close()
+
+    with pytest.raises(InvalidArgument, match="has 34 tokens; at most 19"):
+        asyncio.run(body())
