@@ -28,12 +28,20 @@ from inference_svc.model.description import (
     Merging,
     Projection,
 )
-from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
+from inference_svc.model.encoder.clips import Clip, Join
+from inference_svc.model.encoder.operations import (
+    Activate,
+    AddInputs,
+    ArrangeHeads,
+    AttendBothWays,
+)
 from inference_svc.model.encoder.towers import (
     AddPictures,
     EmbedPatches,
     MergePatches,
     PlacePictures,
+    ReadPatches,
+    Standardise,
 )
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes, transformer_bytes
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
@@ -244,6 +252,21 @@ def _of_patches(op: EmbedPatches, own: _OwnBytes) -> int:
     return of_pixels + 2 * 4 * own.elements(op)
 
 
+def _of_read(op: ReadPatches, own: _OwnBytes) -> int:
+    """The pixels, scaled in fp64, in fp32, and by patches."""
+    return (1 + 8 + 4 * PIXEL_COPIES) * own.elements(op)
+
+
+def _of_standard(op: Standardise, own: _OwnBytes) -> int:
+    """Copies in fp32: scaled, less the bias, and times the factor."""
+    return 3 * 4 * own.elements(op)
+
+
+def _of_heads(op: ArrangeHeads, own: _OwnBytes) -> int:
+    """Copies of the heads of a kind: as they are, in fp32, normed, and ordered."""
+    return own.elements(op) // 3 * (4 + 3 * own.item_bytes)
+
+
 def _of_merge(op: MergePatches, own: _OwnBytes) -> int:
     """A copy, or the patches and their means in fp32."""
     return own.elements(op) * (2 * 4 if op.merging is Merging.MEAN else own.item_bytes)
@@ -362,8 +385,10 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     AddInputs: _of_copy,
     AddNorm: _of_norm,
     Angles: _nothing,  # see `transformer_bytes`
+    ArrangeHeads: _of_heads,
     Attend: _of_attention,
     AttendBothWays: _of_both_ways,
+    Clip: _of_copy,
     Combine: _of_combine,
     Convolve: _of_convolution,
     DeltaRule: _of_delta_rule,
@@ -376,6 +401,7 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     GatedNorm: _of_gated_norm,
     Growth: _of_embedding,
     HandOn: _of_stages,
+    Join: _nothing,
     Logits: _of_logits,
     MergePatches: _of_merge,
     NormBySums: _of_normed,
@@ -384,12 +410,14 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     PlacePictures: _nothing,
     Project: _of_project,
     ProjectExperts: _of_experts,
+    ReadPatches: _of_read,
     Receive: _of_stages,
     Regroup: _nothing,
     RotateAndStore: _of_rotation,
     Route: _of_route,
     Scale: _nothing,
     Spread: _nothing,
+    Standardise: _of_standard,
     SumRanks: _of_sum,
     SumSquares: _of_normed,
 }

@@ -35,9 +35,9 @@ def check_pictures(config: EngineConfig, decoder: Decoder) -> None:
             "images are read by one process on a CPU: set --max-prompt-images 0 to serve this "
             "model's text alone, or leave out --tensor-parallel, --pipeline-parallel and --device"
         )
-    if found.are_mutual:
-        _check_room(config, found.tiles.tokens(found.tiles.whole))
     num_tokens = min(found.max_tokens, config.max_model_len)
+    if found.are_mutual:
+        _check_room(config, num_tokens)
     needed = num_tokens * found.row_size * getattr(torch, config.dtype).itemsize
     if needed > config.prompt_image_bytes:
         raise ValueError(

@@ -29,7 +29,7 @@ NOT_COMPUTED = frozenset(
         *("encoder_inputs.token_types", "encoder_inputs.unused", "encoder_inputs.head"),
         *("decoder.eos_token_ids", "decoder.generates", "decoder.labels"),
         "decoder.labels_tokens",
-        "decoder.placeholder_ids",
+        *("decoder.placeholder_ids", "layer_inputs.of_padding"),
         # The fields from which `Rope` itself makes frequencies and a scale.
         *("rope.rope_type", "rope.rope_theta", "rope.factor", "rope.attention_factor"),
         *("rope.original_max_position_embeddings", "rope.truncate", "rope.alpha", "rope.is_long"),

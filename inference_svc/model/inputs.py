@@ -18,8 +18,8 @@ from kernels.attention import AttentionPlan
 
 
 class Blend(NamedTuple):
-    """Sums of rows of a table, one for each token: the numbers of the rows, int64 [T, 4], and their
-    weights, fp32 [T, 4]."""
+    """Sums of N rows of a table, one for each token: the numbers of the rows, int64 [T, N], and
+    their weights, fp32 [T, N]."""
 
     rows: Tensor
     weights: Tensor

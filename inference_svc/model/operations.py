@@ -53,13 +53,16 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Table:
     """An embedding: `num_rows` of `size` elements, by token. `cut` are the tokens whose rows this
-    rank has; None: all."""
+    rank has; None: all. `copies`, (row, other), are rows that others take the place of. The
+    checkpoint may have it in several `parts`: [parts, rows, size]."""
 
     key: str
     module: str
     num_rows: int
     size: int
     cut: Cut | None = None
+    copies: tuple[tuple[int, int], ...] = ()
+    parts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +153,7 @@ class Embed(Op):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scale(Op):
-    """Multiplies in place, by the number itself or, if it `is_rounded`, as the model's dtype holds
-    it."""
+    """Multiplies in place, by the number or, if it `is_rounded`, as the model's dtype has it."""
 
     scale: float
     is_rounded: bool
@@ -377,15 +379,14 @@ class NormBySums(Op):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receive(Op):
-    """Gets a value of the rank with the same index in another stage, which hands it on with a
-    `HandOn`."""
+    """Gets a value that the rank with the same index in another stage hands on."""
 
     stage: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HandOn(Op):
-    """Hands a value, which it leaves as it is, to the rank with the same index in another stage."""
+    """Hands a value, which stays as it is, to the same rank of another stage."""
 
     stage: int
 

@@ -17,7 +17,7 @@ from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import RotaryEmbedding, TorchLinear
 from inference_svc.model.lifetimes import last_uses
 from inference_svc.model.lora import Lora
-from inference_svc.model.operations import Angles, Op, Value
+from inference_svc.model.operations import AddNorm, Angles, Op, Value
 from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTE
 from inference_svc.model.walk import operations
@@ -109,8 +109,7 @@ class TorchTower:
             patches = self._tower.patches
             assert patches is not None
             inputs = self._tower.encoder
-            side = 0 if inputs is None or inputs.positions is None else inputs.positions.side
-            plan = TilePlan.of(patches, tile, side)
+            plan = TilePlan.of(patches, tile, None if inputs is None else inputs.positions)
             self._plans = {tile: plan}  # pictures of one size follow each other, as in a video
         layers, count = self._layers, plan.num_tokens
         hidden = torch.empty(count, layers.hidden.width, dtype=self.weights.dtype)
@@ -238,4 +237,5 @@ class _TowerOps:
             layers[-1].append((op, ended))
         qkv = next(op.inputs[0] for op in ops if isinstance(op, AttendBothWays))
         angles = [op for op in ops if isinstance(op, Angles)]
-        return cls(layers, ops[0].out, qkv, outs, angles)
+        hidden = next(op.hidden for op in ops if isinstance(op, AddNorm))
+        return cls(layers, hidden, qkv, outs, angles)

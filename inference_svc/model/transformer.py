@@ -80,7 +80,8 @@ COMPUTED = names(
     attention.kv_layer attention.values_are_keys rope rope.part rope.is_interleaved
     attention.norms_of_all_heads attention.head_dim>256 attention.head_dim>512
     decoder.kv_shapes decoder.ropes decoder.windows
-    attention.has_gate gated_delta gated_delta.is_by_key_head short_conv attention.sinks
+    attention.has_gate attention.sinks attention.only_looks_back
+    gated_delta gated_delta.is_by_key_head short_conv
     dense dense.activation=silu dense.activation=gelu_pytorch_tanh
     experts experts.activation=silu experts.activation=gelu_pytorch_tanh clamped_swiglu
     experts.shared experts.shared_gate experts.norm experts.post_norm experts.shared_post_norm
@@ -357,12 +358,12 @@ def _head_norms(op: RotateAndStore, step: Step) -> HeadNorms:
 def _attend(op: Attend, step: Step) -> Tensor:
     attention = op.attention
     cache, layer = step.kv_caches.of(op.of_layer)
-    qkv = step.values[op.inputs[0]]
+    qkv, plan = step.values[op.inputs[0]], step.inputs.attention
     mixed = attend(
         qkv[:, : attention.q_size].unflatten(1, (-1, attention.head_dim)),
         cache,
         layer,
-        step.inputs.attention,
+        plan.looking_back if attention.only_looks_back else plan,
         scale=attention.scale,
         window=attention.window,
         softcap=attention.softcap,

@@ -29,6 +29,7 @@ from inference_svc.model.description import (
     QueryGrowth,
     layer_path,
 )
+from inference_svc.model.encoder.clips import list_product
 from inference_svc.model.encoder.operations import list_activation, list_attention, list_inputs
 from inference_svc.model.encoder.towers import (
     PlacePictures,
@@ -220,12 +221,12 @@ class Walk:
 
     def _of_all_layers(self, described: LayerInputs) -> None:
         """The per-layer inputs, of all layers side by side."""
-        width = described.total_size
-        table = Table("layer_embedding", described.embedding, described.vocab_size, width)
-        own = self.value("own_inputs", width)
+        own = self.value("own_inputs", described.total_size)
+        sizes, copies = (described.vocab_size, own.width), described.of_padding
+        table = Table("layer_embedding", described.embedding, *sizes, copies=copies)
         self.ops.append(Embed((), own, None, table))
         _scale(self, own, described.embedding_scale, is_rounded=True)
-        made = self._layer_inputs = self.value("layer_inputs", width)
+        made = self._layer_inputs = self.value("layer_inputs", own.width)
         self.ops.append(Project((self._hidden,), made, None, described.projection))
         _scale(self, made, described.projection_scale, is_rounded=False)
         self._norm_of(made, described.norm, None)
@@ -252,7 +253,7 @@ class Walk:
         adds = block.attention_post_norm is not None or block.feed_forward_norm is not None
         out = block.mixer.out
         is_whole = out.in_cut is None
-        self.ops.append(Project((mixed,), delta, layer, out, reader_adds=adds and is_whole))
+        list_product(self, mixed, delta, layer, out, reader_adds=adds and is_whole)
         _sum_ranks(self, delta, layer, is_whole=is_whole)
         scale = block.residual_scale
         self._leave(delta, block.attention_post_norm, scale, layer, block.attention_sum_norm)
@@ -329,7 +330,7 @@ class Walk:
         """Returns the half's output, and whether it is whole, and not one rank's term."""
         if dense.is_gated:
             both = self.value("gate_up", dense.gate_up.out_features)
-            self.ops.append(Project((x,), both, layer, dense.gate_up, reader_adds=True))
+            list_product(self, x, both, layer, dense.gate_up, reader_adds=True)
             gated = self.value("gated", dense.size)
             self.ops.append(Gate((both,), gated, layer, dense.activation))
         else:
@@ -337,7 +338,7 @@ class Walk:
         delta = self.value("delta", dense.down.out_features)
         is_whole = dense.down.in_cut is None
         adds = reader_adds and is_whole
-        self.ops.append(Project((gated,), delta, layer, dense.down, reader_adds=adds))
+        list_product(self, gated, delta, layer, dense.down, reader_adds=adds)
         return delta, is_whole
 
     def _experts(self, layer: int, experts: Experts, x: Value) -> None:

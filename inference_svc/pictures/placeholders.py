@@ -38,7 +38,8 @@ class PictureRule:
     @property
     def placeholder_id(self) -> int:
         """The token that a chat template writes for a picture."""
-        return self.token_id if self.frame is None else self.frame.begin_id
+        frame = self.frame
+        return frame.begin_id if frame is not None and frame.replaces_begin else self.token_id
 
     def names(self, name_of: Callable[[int], str]) -> tuple[str, ...]:
         """Returns the texts of the tokens that stand for pictures, as `name_of` has them."""
@@ -50,8 +51,9 @@ class PictureRule:
         if self.frame is None:
             return text
         begin, end = name_of(self.frame.begin_id), name_of(self.frame.end_id)
-        around = self.frame.around
-        return text.replace(begin, f"{around}{begin}{end}{around}") if begin else text
+        name, around = name_of(self.placeholder_id), self.frame.around
+        inner = "" if name == begin else name
+        return text.replace(name, f"{around}{begin}{inner}{end}{around}") if name else text
 
     @property
     def min_tokens(self) -> int:
@@ -79,7 +81,7 @@ class PictureRule:
             if token_id != self.placeholder_id:
                 found.append(token_id)
                 continue
-            if self.frame is not None:
+            if token_id != self.token_id:
                 found.append(token_id)
             found += self._tokens(next(left), name, encode)
         return tuple(found)
@@ -95,7 +97,7 @@ class PictureRule:
                 f"the chat template shows {count} of the {num_pictures} images of these messages",
                 subject="prompt",
             )
-        has_own = self.frame is not None and self.token_id in token_ids
+        has_own = self.placeholder_id != self.token_id and self.token_id in token_ids
         if count > num_pictures or has_own:
             token_id = self.token_id if has_own else self.placeholder_id
             raise InvalidArgument(

@@ -29,6 +29,9 @@ FILTERS = range(6)
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
+SOFT_TOKENS = (70, 140, 280, 560, 1120)
+"""The most tokens that an image of Gemma 4 may have."""
+_AS_THEY_ARE = (("mean", 0.0), ("std", 1.0))
 
 
 class Form(enum.Enum):
@@ -49,7 +52,8 @@ class Processor:
     `size`, or its shorter side `shortest`; and the middle is cut out, of the size of a tile, if it
     `crops`. SPLIT: its longer side becomes `longest`, and both sides multiples of a tile's; without
     `splits` it becomes one tile. FREE: its sides become multiples of `factor`, and its pixels
-    `min_pixels` to `max_pixels`, if it is not too narrow for that. `filter` is Pillow's number of
+    `min_pixels` to `max_pixels`, if it is not too narrow for that, or if it `fills` as many of
+    `max_pixels` as its proportions allow. `filter` is Pillow's number of
     the filter that changes sizes. Values are `(pixel * scale - mean) / std`, by channel.
     """
 
@@ -68,6 +72,7 @@ class Processor:
     factor: int = 0
     min_pixels: int = 0
     max_pixels: int = 0
+    fills: bool = False
 
     @property
     def max_tiles(self) -> int:
@@ -86,6 +91,8 @@ class Processor:
             return self.tile_size**2
         if self.longest:
             return (-(-self.longest // self.factor) * self.factor) ** 2
+        if self.fills:
+            return self.max_pixels
         # A side may be shorter than a factor before it becomes one, and sides are rounded up in a
         # picture that becomes larger.
         shrunk, grown = (math.sqrt(MAX_RATIO * n) for n in (self.max_pixels, self.min_pixels))
@@ -142,9 +149,11 @@ def read_processor(model_dir: Path, form: TileForm) -> Processor:
     make = kinds.get(kind)
     if make is None:
         raise reader.unsupported("image_processor_type", f"supported are {', '.join(kinds)}")
-    for key in ("do_resize", "do_rescale", "do_normalize"):
-        if reader.values.get(key, True) is not True:
+    for key in ("do_resize", "do_rescale"):
+        if not reader.flag(key, True):
             raise reader.unsupported(key, "must be true")
+    if make is not _gemma4 and not reader.flag("do_normalize", True):
+        raise reader.unsupported("do_normalize", "must be true")
     return make(reader, form)
 
 
@@ -358,6 +367,24 @@ def _pixtral(reader: _Reader, form: TileForm) -> Processor:
     return replace(_free(reader, form), longest=reader.side("size", size["longest_edge"]))
 
 
+def _gemma4(reader: _Reader, form: TileForm) -> Processor:
+    """The tower itself moves values to -1 to 1."""
+    mean, std = (reader.channels(f"image_{name}", (each,) * 3) for name, each in _AS_THEY_ARE)
+    if reader.flag("do_normalize", False) and (mean, std) != ((0.0,) * 3, (1.0,) * 3):
+        raise reader.unsupported("do_normalize", "must be false: the tower scales values itself")
+    for key, own in (("patch_size", form.patch_size), ("pooling_kernel_size", form.merge)):
+        if reader.values.get(key, own) != own:
+            raise reader.unsupported(key, f"must be the tower's, {own}")
+    most = reader.values.get("max_soft_tokens", 280)
+    if type(most) is not int or most not in SOFT_TOKENS:
+        raise reader.unsupported("max_soft_tokens", f"must be one of {SOFT_TOKENS}")
+    if most * form.merge > form.most_per_side:
+        reason = f"the tower has {form.most_per_side} positions for the patches of a side"
+        raise reader.unsupported("max_soft_tokens", reason)
+    found = replace(_free(reader, form), mean=HALF, std=HALF)
+    return replace(found, max_pixels=most * form.cell_size**2, fills=True)
+
+
 def _free(reader: _Reader, form: TileForm) -> Processor:
     """Returns the processor of tiles of any size, without bounds."""
     return Processor(
@@ -383,5 +410,6 @@ _SQUARES: Mapping[str, Callable[[_Reader, TileForm], Processor]] = {
 _FREE: Mapping[str, Callable[[_Reader, TileForm], Processor]] = {
     "Qwen2VLImageProcessor": _qwen2_vl,
     "PixtralImageProcessor": _pixtral,
+    "Gemma4ImageProcessor": _gemma4,
 }
 """The kinds that make a tile of any size."""

@@ -21,11 +21,13 @@ class PictureKey(NamedTuple):
 
 class Frame(NamedTuple):
     """The marks before and behind a picture's tokens in a prompt, and the text `around` these. A
-    chat template writes the first mark alone, which stands for the picture."""
+    chat template writes the first mark alone, which stands for the picture, if it
+    `replaces_begin`; else the token of pictures alone."""
 
     begin_id: int
     end_id: int
-    around: str
+    around: str = ""
+    replaces_begin: bool = True
 
 
 class Run(NamedTuple):

@@ -19,7 +19,8 @@ class TileForm(NamedTuple):
     (0), whose sides are whole cells. A cell is `merge` x `merge` patches of `patch_size` pixels,
     which become one token of a prompt. In the tower a tile has `num_added` tokens before its
     patches, and the connector reads all but the first `num_dropped`. A patch is `frames` times the
-    same picture. `window` is the side of windows, in cells; 0: there are none.
+    same picture. `window` is the side of windows, in cells; 0: there are none. A side may have
+    `most_per_side` patches; 0: any number.
     """
 
     tile_size: int
@@ -29,6 +30,7 @@ class TileForm(NamedTuple):
     num_dropped: int = 0
     frames: int = 1
     window: int = 0
+    most_per_side: int = 0
 
     @property
     def cell_size(self) -> int:

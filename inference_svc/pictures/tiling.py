@@ -37,6 +37,7 @@ def make_tiles(picture: Image.Image, processor: Processor, max_pixels: int) -> T
         return _one(_whole(picture, processor, max_pixels))
     if processor.form is Form.FREE:
         find = _within_square if processor.longest else _free_size
+        find = _filling_size if processor.fills else find
         return _one(_resized(picture, find(picture, processor), processor))
     return _split(picture, processor)
 
@@ -56,6 +57,25 @@ def _within_square(picture: Image.Image, processor: Processor) -> Size:
         raise TooLong
     factor = processor.factor
     return Size(*(-(-side // factor) * factor for side in (height, width)))
+
+
+def _filling_size(picture: Image.Image, processor: Processor) -> Size:
+    """Returns the largest size of about the same proportions whose sides are multiples of a factor
+    and whose pixels are within bounds."""
+    height, width = picture.height, picture.width
+    factor, most = processor.factor, processor.max_pixels
+    grown = math.sqrt(most / (height * width))
+    rows, columns = (math.floor(grown * side / factor) for side in (height, width))
+    if not (rows or columns):
+        raise TooLong
+    longest = most // factor**2
+    if rows == 0:
+        rows, columns = 1, min(width // height, longest)
+    elif columns == 0:
+        rows, columns = min(height // width, longest), 1
+    if rows * columns > longest:
+        raise TooLong
+    return Size(rows * factor, columns * factor)
 
 
 def _free_size(picture: Image.Image, processor: Processor) -> Size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,17 @@ class AttentionPlan:
             host_page_table=table,
             ends=_to(_ends(positions, mutual), device) if mutual else None,
         )
+
+    @property
+    def looking_back(self) -> AttentionPlan:
+        """The plan of layers in which each query sees up to its own position."""
+        if self.ends is None:
+            return self
+        key = "looking back"
+        if key not in self.derived:
+            self.derived[key] = replace(self, ends=None, derived={})
+        found: AttentionPlan = self.derived[key]
+        return found
 
     @property
     def num_rows(self) -> int:

@@ -38,6 +38,8 @@ CONTENTS = {
     "Llava": ("magnitudes", "base-biases", "norms", "whole-projector"),
     "SmolVLM": ("magnitudes", "base-biases", "norms", "whole-projection"),
     "Gemma3": ("norms-of-gemma", "magnitudes", "base-biases"),
+    "Gemma4": ("whole-embedder",),
+    "Gemma4Small": ("norms-of-gemma4", "of-gemma4"),
     "Mistral3": ("whole-projector", "magnitudes", "norms-of-mistral"),
     "Qwen2_5_VL": ("base-biases", "magnitudes", "norms-of-qwen2.5", "whole-merger"),
     "Qwen3VL": ("whole-taps", "magnitudes", "base-biases", "norms-of-qwen3"),

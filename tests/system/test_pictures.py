@@ -17,7 +17,7 @@ from inference_svc.pictures.prompt import PictureWork, PromptPicture
 from servicekit.shared_memory import SharedBytes
 from tests.support.pairs import PATHS
 from tests.support.pictures.files import encoded
-from tests.support.pictures.models import NAMES
+from tests.support.pictures.models import GEMMA4, NAMES
 from tests.support.pictures.templates import IMAGE
 from tests.system.engines import Running
 from tests.system.picture_readers import (
@@ -88,21 +88,25 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     made.close()
 
 
-@pytest.fixture(scope="module", params=["SmolVLM", "Qwen3VL", "Gemma3", "Mistral3"])
+@pytest.fixture(
+    scope="module", params=["SmolVLM", "Qwen3VL", "Gemma3", "Gemma4", "Gemma4Small", "Mistral3"]
+)
 def stepped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Reader]:
     """Tiles of one size with texts between them; a tile of its own size, whose rows and columns are
-    positions, and whose embeddings several layers add; and a tile whose tokens see each other."""
+    positions, and whose embeddings several layers add; tiles whose tokens see each other, in some
+    layers or all; and a model with inputs of each layer."""
     made = Reader(request.param, tmp_path_factory.mktemp("reader"))
     yield made
     made.close()
 
 
 CUT = {"max_batch_tokens": 7, "max_prefill_chunk": 7, "max_sequences": 4}
-WHOLE = {"max_batch_tokens": 20, "max_prefill_chunk": 20}
-"""Beside four generated tokens there is room for the 16 tokens of a picture."""
+WHOLE = {"Gemma3": 20, "Gemma4": 74}
+"""Beside four generated tokens there is room for the 16 or 70 tokens of a picture."""
 NUM_PAGES = {"SmolVLM": 22, "Qwen3VL": 18, "Gemma3": 22, "Mistral3": 22}
+NUM_PAGES |= {"Gemma4": 50, "Gemma4Small": 50}
 """Of all sequences, fewer than they need."""
 CASES: dict[str, dict[str, Any]] = {
     "chunks": CUT,
@@ -119,9 +123,12 @@ def test_answers_do_not_depend_on_steps(stepped: Reader, case: str, start: Calla
     """Pictures across the borders of chunks, preempted prompts, embeddings that do not stay, and
     prompts whose log probabilities are returned, for which another program is run."""
     settings = SETTINGS | CASES[case]
-    if "max_batch_tokens" in CASES[case] and stepped.oracle.name == "Gemma3":
-        settings |= WHOLE
+    if "max_batch_tokens" in CASES[case] and stepped.oracle.name in WHOLE:
+        most = WHOLE[stepped.oracle.name]
+        settings |= {"max_batch_tokens": most, "max_prefill_chunk": most}
     if case == "preemption":
+        if stepped.oracle.name in GEMMA4:  # its pictures have more tokens
+            settings["max_model_len"] = 320
         per_token = load_description(stepped.zoo.model_dir).kv_elements_per_token
         settings["kv_bytes"] = NUM_PAGES[stepped.oracle.name] * PAGE * 4 * per_token
     if case == "little-memory":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from inference_svc.backends.native.buffers import StepArrays
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Attention, Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.operations import Attend, Op
 from kernels.attention.kv_cache import KVCache
@@ -16,22 +18,35 @@ from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from kernels.native.library import NativeOp
 
 
+class _Kind(NamedTuple):
+    """The layers whose queries see the same positions."""
+
+    shape: AttentionShape
+    window: int | None
+    only_looks_back: bool
+
+    @classmethod
+    def of(cls, attention: Attention, cache: KVCache) -> _Kind:
+        shape = AttentionShape.of(cache, attention.num_heads)
+        return cls(shape, attention.window, attention.only_looks_back)
+
+
 class NativeAttentions:
-    """Layers of one shape share their workspace; layers of one window, too, their work items."""
+    """Layers of one shape share their workspace; layers of one kind, too, their work items."""
 
     def __init__(self, decoder: Decoder, kv_caches: KVCaches, step: StepArrays) -> None:
         self._kv_caches = kv_caches
         self._scratches: dict[AttentionShape, AttentionScratch] = {}
-        self._attention: dict[tuple[AttentionShape, int | None], NativeAttention] = {}
+        self._attention: dict[_Kind, NativeAttention] = {}
         for layer, attention in decoder.attention_of.items():
             cache, _ = kv_caches.of(layer)
-            shape, window = AttentionShape.of(cache, attention.num_heads), attention.window
-            if shape not in self._scratches:
-                self._scratches[shape] = AttentionScratch(shape)
-            if (shape, window) not in self._attention:
-                scratch = self._scratches[shape]
-                made = NativeAttention(cache, step.rows, scratch, window)
-                self._attention[shape, window] = made
+            kind = _Kind.of(attention, cache)
+            if kind.shape not in self._scratches:
+                self._scratches[kind.shape] = AttentionScratch(kind.shape)
+            if kind not in self._attention:
+                rows = replace(step.rows, ends=None) if kind.only_looks_back else step.rows
+                scratch = self._scratches[kind.shape]
+                self._attention[kind] = NativeAttention(cache, rows, scratch, kind.window)
 
     def items_ops(self) -> Iterator[NativeOp]:
         """Yields the operations that cut a step into work items: before any `attend_op`."""
@@ -45,8 +60,7 @@ class NativeAttentions:
     def attend_op(self, op: Attend, qkv: Tensor, out: Tensor, sinks: Tensor | None) -> NativeOp:
         """qkv: [T, at least q_size], out: [T, q_size], sinks: fp32 [heads]."""
         (cache, layer), attention = self.cache_of(op), op.attention
-        shape = AttentionShape.of(cache, attention.num_heads)
-        return self._attention[shape, attention.window].attend_op(
+        return self._attention[_Kind.of(attention, cache)].attend_op(
             qkv,
             out,
             layer,

@@ -201,6 +201,10 @@ def _with_pictures(decoder: Decoder, found: Pictures, model_dir: Path) -> Decode
             f"{CONFIG}: vision_config: deepstack_visual_indexes has {num_taps} layers, and must "
             f"have fewer than the text, {decoder.num_layers}"
         )
+    inputs = decoder.layer_inputs
+    if inputs is not None and found.padding_id is not None:
+        inputs = replace(inputs, of_padding=((found.token_id, found.padding_id),))
+        decoder = replace(decoder, layer_inputs=inputs)
     facts = read_processor(model_dir, found.tiles)
     if found.axes is not None:
         decoder = _with_axes(decoder, found.axes)

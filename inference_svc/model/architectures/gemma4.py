@@ -3,7 +3,8 @@ and may be the keys. The last layers read the keys and values of earlier layers;
 `k_proj` and `v_proj`. Per-layer inputs come from an embedding of their own,
 `embed_tokens_per_layer`, which adapters may not change; they may change
 `per_layer_model_projection`, `per_layer_input_gate` and `per_layer_projection`. Mixtures have a
-dense half and experts in parallel, each with its own norm of the residual stream."""
+dense half and experts in parallel, each with its own norm of the residual stream. In layers with
+windows the tokens of an image may see each other."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,14 +50,14 @@ from kernels.experts import Choice
 _norm = partial(norm, is_wide=True)
 _UNUSED = tuple(f"self_attn.{name}" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 """The tensors in published files of layers that read other layers' keys and values."""
+MUTUAL = "use_bidirectional_attention"
 _THETAS = {FULL: 1e6, SLIDING: 1e4}
 
 
 def describe_gemma4(config: ConfigReader) -> Decoder:
     """Raises UnsupportedModel."""
-    if config.get("use_bidirectional_attention") not in (None, "vision"):
-        reason = "text that attends to later tokens is not supported"
-        raise config.unsupported("use_bidirectional_attention", reason)
+    if config.get(MUTUAL) not in (None, "vision"):
+        raise config.unsupported(MUTUAL, "text that attends to later tokens is not supported")
     types = list(config.layer_types(every_full(6)))
     types[-1] = FULL  # as transformers does
     mixers = _mixers(config, types)
@@ -87,7 +88,8 @@ def _mixers(config: ConfigReader, types: Sequence[str]) -> list[Attention]:
         if kv_layer is not None and mixer.kv_shape != mixers[kv_layer].kv_shape:
             reason = f"layer {layer} cannot read the keys of layer {kv_layer}, of another shape"
             raise config.unsupported("num_kv_shared_layers", reason)
-        mixers.append(replace(mixer, window=windows[layer]))
+        only_back = config.get(MUTUAL) is not None and kind == FULL
+        mixers.append(replace(mixer, window=windows[layer], only_looks_back=only_back))
     return mixers
 
 

@@ -222,7 +222,10 @@ def _parameter(weight: Weight) -> Parameter:
     if isinstance(spec, Table):
         num_rows = spec.num_rows if spec.cut is None else spec.cut.whole
         cuts = () if spec.cut is None else (spec.cut,)
-        form: Form = {f"{spec.module}.weight": Piece((num_rows, spec.size), part=part_of(cuts))}
+        shape: tuple[int, ...] = (num_rows, spec.size)
+        if spec.parts:
+            shape = (spec.parts, num_rows // spec.parts, spec.size)
+        form: Form = {f"{spec.module}.weight": Piece(shape, part=part_of(cuts))}
         members = {spec.module: cuts or (_all(num_rows),)}
         return Parameter(spec.key, Role.TABLE, spec.num_rows, lambda: [form], members, spec.size)
     if isinstance(spec, Scalar):

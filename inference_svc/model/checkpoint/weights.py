@@ -35,6 +35,7 @@ from inference_svc.model.operations import (
     Logits,
     Numbers,
     Scalar,
+    Table,
     Weight,
     WeightSpec,
     norm_bias,
@@ -264,6 +265,9 @@ class _Assembly(Generic[P]):
             tables[EMBEDDING_KEY] = torch.empty(size, dtype=self._dtype, device=self._device)
         norms = made[Role.NORM]
         for spec, layer in weights_of(self._decoder):
+            if isinstance(spec, Table):
+                for row, other in spec.copies:
+                    tables[spec.key][row] = tables[spec.key][other]
             if not isinstance(spec, Norm):
                 continue
             key, bias = norm_key(spec, layer), norm_bias(spec, layer)
@@ -282,7 +286,9 @@ def _put_plain(made: Any, piece: Piece, tensor: TextTensor) -> None:
         return
     reads_parts = piece.num_experts > 0 or piece.part is not None
     with opened(tensor, reads_parts=reads_parts) as stored:
-        if piece.num_experts and piece.put is not None:
+        if not tensor.shape:  # one number
+            made.copy_(stored)
+        elif piece.num_experts and piece.put is not None:
             for place, expert in piece.places:
                 piece.put(made, _of_rank(_of_expert(stored, piece, expert), piece), place)
         elif piece.is_transposed and piece.put is not None:

@@ -52,7 +52,7 @@ from inference_svc.model.description.modules import (
     WeightPart,
     layer_path,
 )
-from inference_svc.model.description.tower import Connector, Merging, Patches, Tap
+from inference_svc.model.description.tower import Connector, Merging, Patches, Standard, Tap
 
 __all__ = [
     "EMBED_TOKENS",
@@ -90,6 +90,7 @@ __all__ = [
     "Recurrence",
     "Router",
     "Stage",
+    "Standard",
     "Tap",
     "WeightPart",
     "layer_path",

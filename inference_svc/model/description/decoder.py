@@ -79,7 +79,7 @@ class LayerInputs:
 
     scale * (norm(projection_scale * projection(x)) + embedding_scale * embedding[token]), where x
     is the scaled embedding. The table of embeddings has the parts of all layers side by side, as
-    the projection makes them.
+    the projection makes them. Of the tokens `of_padding`, (token, padding), it has padding's row.
     """
 
     embedding: str
@@ -90,6 +90,7 @@ class LayerInputs:
     embedding_scale: float
     projection_scale: float
     scale: float
+    of_padding: tuple[tuple[int, int], ...] = ()
 
     @property
     def total_size(self) -> int:
@@ -367,7 +368,8 @@ class Pictures:
     processor's, once its file is read. If tokens have several positions, these turn the pairs of
     heads along `axes`. The tokens of a picture see each other in both directions if they
     `are_mutual`; then they are neighbours. A prompt may have a `frame` around them, or a mark
-    behind each row of them if it `has_rows`."""
+    behind each row of them if it `has_rows`. Where layers have inputs of their own, these have the
+    ones of the token `padding_id`."""
 
     tower: Decoder
     token_id: int
@@ -376,6 +378,7 @@ class Pictures:
     are_mutual: bool = False
     frame: Frame | None = None
     has_rows: bool = False
+    padding_id: int | None = None
 
     @property
     def processor(self) -> Processor:

@@ -17,7 +17,9 @@ class BothWays:
 
     `scale` multiplies scores. `reach` is how many positions away a query sees, to either side;
     None: all. `in_windows`: a patch sees the ones of its window alone. `rope` None: positions do
-    not enter.
+    not enter. `head_norms` are of each head's queries, keys and values, before the rotation; and
+    then the quarters of a head of queries and keys are put in this order, `quarters`, if one is
+    said: the rotation turns elements of the first half with ones of the second.
     """
 
     num_heads: int
@@ -28,6 +30,11 @@ class BothWays:
     rope: Rope | None = None
     reach: int | None = None
     in_windows: bool = False
+    head_norms: tuple[Norm, Norm, Norm] | None = None
+    quarters: tuple[int, int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.quarters is None or self.head_norms is not None, "they are one operation"
 
     @property
     def size(self) -> int:
@@ -37,12 +44,19 @@ class BothWays:
 class Positions(NamedTuple):
     """An embedding of positions: its module, its rows, and the row of the first position. With a
     `side` it is a square of so many rows each side, whose rows are blended for the places of a
-    tile's patches."""
+    tile's patches. If it is `of_axes`, its first half has a row for each column of patches, and its
+    second half one for each row of them."""
 
     module: str
     num_rows: int
     first: int = 0
     side: int = 0
+    of_axes: bool = False
+
+    @property
+    def are_blended(self) -> bool:
+        """Whether the embedding of a patch is a sum of several rows."""
+        return self.side > 0 or self.of_axes
 
 
 class EncoderHead(NamedTuple):

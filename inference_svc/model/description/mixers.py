@@ -42,6 +42,7 @@ class Attention:
     its own. Where `values_are_keys`, values are the keys before their norm and rotation. `sinks` is
     the tensor with a number for each head: a score without a value, which takes part in the
     softmax. If it `has_gate`, `qkv` also makes gates, whose sigmoids multiply the heads' outputs.
+    If it `only_looks_back`, the tokens of a picture do not see each other in both directions here.
     """
 
     num_heads: int
@@ -62,6 +63,7 @@ class Attention:
     query_growth: QueryGrowth | None = None
     sinks: str = ""
     has_gate: bool = False
+    only_looks_back: bool = False
 
     def __post_init__(self) -> None:
         norms = (self.q_norm, self.k_norm, self.v_norm)

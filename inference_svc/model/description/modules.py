@@ -120,6 +120,9 @@ class Projection:
 
     `in_cut` is the range of inputs that this rank has; None: all. Such outputs are one term of the
     sum over ranks, and the first rank's has the bias.
+
+    If it `is_clipped`, each member's inputs and outputs are clipped to bounds of its own: numbers
+    beside the member in the checkpoint.
     """
 
     name: str
@@ -131,8 +134,10 @@ class Projection:
     is_stored_fused: bool = False
     formats: tuple[WeightFormat | None, ...] = ()
     in_cut: Cut | None = None
+    is_clipped: bool = False
 
     def __post_init__(self) -> None:
+        assert not self.is_clipped or not (self.is_stored_fused or self.in_cut)
         assert not self.formats or len(self.formats) == len(self.stored)
 
     @property

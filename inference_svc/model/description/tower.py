@@ -13,8 +13,9 @@ from inference_svc.pictures.sizes import TileForm
 @dataclass(frozen=True, slots=True)
 class Patches:
     """The inputs of a tower: tiles of this `form`, in patches, which the convolution `module` makes
-    tokens of. The tensor `class_token`, if there is one, is a token before the patches of each
-    tile. `has_fractions`: the positions of patches follow from fractions of a side.
+    tokens of, or, if there is one, the linear `layer`: it reads a patch pixel by pixel, row by row.
+    The tensor `class_token`, if there is one, is a token before the patches of each tile.
+    `has_fractions`: the positions of patches follow from fractions of a side.
     """
 
     module: str
@@ -22,6 +23,7 @@ class Patches:
     has_bias: bool
     class_token: str = ""
     has_fractions: bool = False
+    layer: Projection | None = None
 
 
 class Merging(enum.Enum):
@@ -34,14 +36,26 @@ class Merging(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Standard:
+    """factor * (scale * x - bias), in fp32: `bias` and `factor` are tensors of numbers for each
+    element; "": scale * x."""
+
+    scale: float
+    bias: str = ""
+    factor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Connector:
     """Makes embeddings of a tower's outputs: the patches of a cell become one row; then come the
-    `norm`, if there is one, and the `layers`, with the activation before the last."""
+    `standard` and the `norm`, if there are any, and the `layers`, with the activation before the
+    last."""
 
     layers: tuple[Projection, ...]
     activation: Activation | None = None
     merging: Merging = Merging.SIDE_BY_SIDE
     norm: Norm | None = None
+    standard: Standard | None = None
 
 
 @dataclass(frozen=True, slots=True)

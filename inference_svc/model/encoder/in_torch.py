@@ -11,18 +11,27 @@ from torch import Tensor
 
 from inference_svc.model.config.keys import names
 from inference_svc.model.description import Merging
-from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
+from inference_svc.model.encoder.clips import Clip, Join
+from inference_svc.model.encoder.operations import (
+    Activate,
+    AddInputs,
+    ArrangeHeads,
+    AttendBothWays,
+)
 from inference_svc.model.encoder.towers import (
     AddPictures,
     EmbedPatches,
     MergePatches,
     PlacePictures,
+    ReadPatches,
+    Standardise,
 )
 from inference_svc.model.layers import activate
-from inference_svc.model.operations import Gather, Op
+from inference_svc.model.operations import Gather, Op, Rows
 from inference_svc.model.step import Step
 from kernels.attention import both_ways
 from kernels.attention.reference import rotate
+from kernels.elementwise import rms_norm
 
 OF_ENCODERS = names(
     """
@@ -46,7 +55,7 @@ def _add_inputs(op: AddInputs, step: Step) -> Tensor:
             out += table[0]
         else:
             out += table.index_select(0, types)
-    if op.positions is not None and op.side:
+    if op.positions is not None and op.are_blended:
         blend = step.inputs.blend
         assert blend is not None, "a tower's first step has it"
         found = tables[op.positions.key][blend.rows] * blend.weights[:, :, None]
@@ -76,6 +85,31 @@ def _attend(op: AttendBothWays, step: Step) -> Tensor:
     return mixed.flatten(1)
 
 
+def _arrange_heads(op: ArrangeHeads, step: Step) -> Tensor:
+    qkv: Tensor = step.values[op.out]
+    mixer, quarters = op.mixer, op.mixer.quarters
+    heads = qkv.unflatten(1, (3, mixer.num_heads, mixer.head_dim))
+    assert mixer.head_norms is not None
+    for kind, described in enumerate(mixer.head_norms):
+        norm = step.norm(described, op.layer, Rows.TOKENS)
+        assert norm is not None
+        normed = rms_norm(heads[:, kind].reshape(-1, mixer.head_dim), norm)
+        if quarters is not None and kind < 2:
+            normed = normed.unflatten(1, (4, -1))[:, list(quarters)].flatten(1)
+        heads[:, kind] = normed.view_as(heads[:, kind])
+    return qkv
+
+
+def _clip(op: Clip, step: Step) -> Tensor:
+    x: Tensor = step.values[op.inputs[0]]
+    least, most = (float(step.weights.numbers[each.name]) for each in (op.least, op.most))
+    return x.clamp(least, most)
+
+
+def _join(op: Join, step: Step) -> Tensor:
+    return torch.cat([step.values[each] for each in op.inputs], 1)
+
+
 def _activate(op: Activate, step: Step) -> Tensor:
     return activate(step.values[op.inputs[0]], op.activation)
 
@@ -100,6 +134,13 @@ def _embed_patches(op: EmbedPatches, step: Step) -> Tensor:
     return made.to(step.dtype)
 
 
+def _read_patches(op: ReadPatches, step: Step) -> Tensor:
+    """[patches, side * side * 3]"""
+    patches = step.inputs.patches
+    assert patches is not None, "a tower's first step has patches"
+    return patches.permute(0, 2, 3, 1).flatten(1).to(step.dtype)
+
+
 def _merge_patches(op: MergePatches, step: Step) -> Tensor:
     x: Tensor = step.values[op.inputs[0]]
     cells = x.view(-1, op.count, x.shape[1])
@@ -108,6 +149,15 @@ def _merge_patches(op: MergePatches, step: Step) -> Tensor:
     if op.merging is Merging.TAKING_TURNS:
         cells = cells.transpose(1, 2)
     return cells.reshape(-1, op.out.width)
+
+
+def _standardise(op: Standardise, step: Step) -> Tensor:
+    x: Tensor = step.values[op.out]
+    scaled = x.float() * op.standard.scale
+    bias, factor = (step.weights.numbers_of(each) for each in (op.bias, op.factor))
+    if bias is not None and factor is not None:
+        scaled = (scaled - bias) * factor
+    return scaled.to(x.dtype)
 
 
 def _place_pictures(op: PlacePictures, step: Step) -> Tensor:
@@ -129,10 +179,15 @@ COMPUTE: Mapping[type[Op], Callable[[Any, Step], Tensor]] = {
     Activate: _activate,
     AddPictures: _add_pictures,
     AddInputs: _add_inputs,
+    ArrangeHeads: _arrange_heads,
     AttendBothWays: _attend,
+    Clip: _clip,
     EmbedPatches: _embed_patches,
     Gather: _gather,
+    Join: _join,
     MergePatches: _merge_patches,
     PlacePictures: _place_pictures,
+    ReadPatches: _read_patches,
+    Standardise: _standardise,
 }
 """Computes each operation that encoders alone have; `transformer.COMPUTE` has the others."""

@@ -11,7 +11,8 @@ from inference_svc.model.description import (
     Dense,
     EncoderInputs,
 )
-from inference_svc.model.operations import Listing, NormOf, Op, Project, Table, Value, WeightSpec
+from inference_svc.model.encoder.clips import list_product
+from inference_svc.model.operations import Listing, NormOf, Op, Table, Value, WeightSpec
 
 POSITIONS_KEY, TOKEN_TYPES_KEY = "positions", "token_types"
 """The keys of the tables of positions and of token types."""
@@ -20,13 +21,13 @@ POSITIONS_KEY, TOKEN_TYPES_KEY = "positions", "token_types"
 @dataclass(frozen=True, slots=True, eq=False)
 class AddInputs(Op):
     """Adds to the tokens' embeddings, in place: each token's row of the table of token types, and
-    then each position's row, counted from `first_row` on; or, with a `side`, the rows of a square
+    then each position's row, counted from `first_row` on; or, if they `are_blended`, several rows
     as the step blends them."""
 
     types: Table | None
     positions: Table | None
     first_row: int
-    side: int = 0
+    are_blended: bool = False
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
@@ -43,6 +44,17 @@ class AttendBothWays(Op):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ArrangeHeads(Op):
+    """Norms the heads of qkv, and orders the quarters of queries and keys, in place."""
+
+    mixer: BothWays
+
+    @property
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
+        return self.mixer.head_norms or ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Activate(Op):
     """Applies an activation."""
 
@@ -52,14 +64,18 @@ class Activate(Op):
 def list_inputs(walk: Listing, hidden: Value, inputs: EncoderInputs) -> None:
     """Lists the operations between the tokens' embeddings and the first layer."""
     types = positions = None
-    first_row, side, size = 0, 0, hidden.width
+    first_row, are_blended, size = 0, False, hidden.width
     if inputs.num_token_types:
         types = Table(TOKEN_TYPES_KEY, inputs.token_types, inputs.num_token_types, size)
     if inputs.positions is not None:
-        module, num_rows, first_row, side = inputs.positions
-        positions = Table(POSITIONS_KEY, module, num_rows, size)
+        first_row, are_blended = inputs.positions.first, inputs.positions.are_blended
+        module, num_rows = inputs.positions[:2]
+        parts = 2 if inputs.positions.of_axes else 0
+        positions = Table(POSITIONS_KEY, module, num_rows, size, parts=parts)
     if types is not None or positions is not None:
-        walk.ops.append(AddInputs((hidden,), hidden, None, types, positions, first_row, side))
+        walk.ops.append(
+            AddInputs((hidden,), hidden, None, types, positions, first_row, are_blended)
+        )
     if inputs.norm is not None:
         walk.ops.append(NormOf((hidden,), hidden, None, inputs.norm))
 
@@ -67,7 +83,9 @@ def list_inputs(walk: Listing, hidden: Value, inputs: EncoderInputs) -> None:
 def list_attention(walk: Listing, layer: int, mixer: BothWays, x: Value) -> Value:
     """Lists the operations up to the last projection; see `walk.MIXERS`."""
     qkv = walk.value("qkv", mixer.qkv.out_features)
-    walk.ops.append(Project((x,), qkv, layer, mixer.qkv))
+    list_product(walk, x, qkv, layer, mixer.qkv)
+    if mixer.head_norms is not None:
+        walk.ops.append(ArrangeHeads((qkv,), qkv, layer, mixer))
     angles = None if mixer.rope is None else walk.angles[mixer.rope, mixer.head_dim]
     inputs = (qkv,) if angles is None else (qkv, angles)
     mixed = walk.value("mixed", mixer.size)
@@ -78,7 +96,7 @@ def list_attention(walk: Listing, layer: int, mixer: BothWays, x: Value) -> Valu
 def list_activation(walk: Listing, layer: int, dense: Dense, x: Value) -> Value:
     """Lists the first two operations of a half without a gate."""
     made = walk.value("gate_up", dense.gate_up.out_features)
-    walk.ops.append(Project((x,), made, layer, dense.gate_up))
+    list_product(walk, x, made, layer, dense.gate_up)
     active = walk.value("gated", dense.size)
     walk.ops.append(Activate((made,), active, layer, dense.activation))
     return active

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_svc.model.description import Patches
+from inference_svc.model.description import Patches, Positions
 from inference_svc.model.inputs import Blend
 from inference_svc.pictures.sizes import Size, TileForm
 from kernels.attention import AttentionPlan
@@ -46,8 +46,8 @@ class TilePlan:
         return self.parts[-1].end
 
     @classmethod
-    def of(cls, patches: Patches, tile: Size, side: int = 0) -> TilePlan:
-        """Returns the plan of a tile. The table of positions is a square of this `side`, if any."""
+    def of(cls, patches: Patches, tile: Size, table: Positions | None = None) -> TilePlan:
+        """Returns the plan of a tile. `table` is the tower's table of positions, if it has one."""
         form = patches.form
         cells, order = _cells(form, tile)
         merge = form.merge
@@ -59,7 +59,7 @@ class TilePlan:
         positions = _positions(patches, places) if form.tile_size else found
         windows = form.windows(tile) if form.window else []
         parts = tuple(_part(form, order, windows, *part) for part in form.slices(tile))
-        blend = _blend(form.grid(tile), found, side) if side else None
+        blend = None if table is None else _blend(form.grid(tile), found, table)
         return cls(found, positions, parts, blend)
 
 
@@ -102,9 +102,15 @@ def _positions(patches: Patches, places: Tensor) -> Tensor:
     return torch.cat((torch.arange(added), found + added))
 
 
-def _blend(grid: Size, patches: Tensor, side: int) -> Blend:
-    """Returns the rows of a square around each patch, and their weights: the square's corners are
-    those of the grid, and weights are linear between its rows and columns."""
+def _blend(grid: Size, patches: Tensor, table: Positions) -> Blend | None:
+    """Returns the rows of the table that are blended for each patch, and their weights. Of a
+    square these are the rows around the patch: the square's corners are those of the grid, and
+    weights are linear between its rows and columns."""
+    if table.of_axes:
+        both = torch.stack((patches[1], patches[0] + table.num_rows // 2), 1)
+        return Blend(both, torch.ones(both.shape))
+    if not (side := table.side):
+        return None
     rows: list[Tensor] = []
     weights: list[Tensor] = []
     for places, count in zip(patches, grid, strict=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from inference_svc.model.description import Connector, Decoder, Merging, Patches
+from inference_svc.model.description import Connector, Decoder, Merging, Patches, Standard
 from inference_svc.model.encoder.operations import Activate
 from inference_svc.model.operations import (
     Listing,
@@ -50,11 +50,36 @@ class EmbedPatches(Op):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ReadPatches(Op):
+    """The step's patches, pixel by pixel."""
+
+    patches: Patches
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MergePatches(Op):
     """Makes one row of the `count` patches of each cell, which follow each other."""
 
     count: int
     merging: Merging
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Standardise(Op):
+    """Applies a `Standard`, in place."""
+
+    standard: Standard
+    bias: Numbers | None = field(init=False)
+    factor: Numbers | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("bias", "factor"):
+            tensor = getattr(self.standard, name)
+            object.__setattr__(self, name, Numbers(tensor, self.out.width) if tensor else None)
+
+    @property
+    def _specs(self) -> tuple[WeightSpec | None, ...]:
+        return self.bias, self.factor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +96,12 @@ class AddPictures(Op):
 
 def list_patches(walk: Listing, hidden: Value, patches: Patches) -> None:
     """Lists the operations that take the place of a lookup of tokens."""
-    walk.ops.append(EmbedPatches((), hidden, None, patches))
+    if patches.layer is None:
+        walk.ops.append(EmbedPatches((), hidden, None, patches))
+        return
+    read = walk.value("patches", patches.layer.in_features)
+    walk.ops.append(ReadPatches((), read, None, patches))
+    walk.ops.append(Project((read,), hidden, None, patches.layer))
 
 
 def has_taps(decoder: Decoder, layer: int) -> bool:
@@ -98,6 +128,8 @@ def list_outputs(walk: Listing, x: Value, decoder: Decoder) -> Value:
     connector = decoder.connector
     assert connector is not None
     x = _list_merge(walk, x, decoder)
+    if connector.standard is not None:
+        walk.ops.append(Standardise((x,), x, None, connector.standard))
     if connector.norm is not None:
         walk.ops.append(NormOf((x,), x, None, connector.norm))
     return _list_connector(walk, x, connector)

@@ -20,6 +20,7 @@ from inference_svc.pictures.sizes import Size
 from tests.support.models.parity import relative_rms
 from tests.support.pictures.models import (
     FREE,
+    GEMMA4,
     PATCH,
     READERS,
     SQUARES,
@@ -141,6 +142,33 @@ def test_pixtral_equals_transformers(layer: int, size: tuple[int, int], tmp_path
     expected = torch.cat(list(found.pooler_output))
     assert encoding.rows.shape == expected.shape
     assert relative_rms(encoding.rows, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("size", [(2, 4), (8, 14), (6, 46), (36, 40)])
+@pytest.mark.parametrize("name", GEMMA4)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+def test_gemma4_equals_transformers(
+    name: str, size: tuple[int, int], dtype: torch.dtype, most: float, tmp_path: Path
+) -> None:
+    """Of one part and of several; clipped, or standardised."""
+    model = make_reader(name, tmp_path)
+    tower = tower_of(tmp_path, dtype)
+    pictures = load_description(tmp_path, with_pictures=True).pictures
+    tile = Size(*(PATCH * each for each in size))
+    pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
+    encoding = tower.begin(tile, 1)
+    while not encoding.is_done:
+        tower.go_on(encoding, pixels.numpy().tobytes(), 1)
+    cut = (pixels[0] / 255).unflatten(1, (-1, PATCH)).unflatten(0, (-1, PATCH))
+    patches = cut.transpose(1, 2).flatten(0, 1).flatten(1)
+    places = torch.cartesian_prod(torch.arange(size[0]), torch.arange(size[1])).flip(1)
+    with torch.no_grad():
+        found = model.model.get_image_features(patches[None], places[None])
+    expected = torch.cat(list(found.pooler_output))
+    assert encoding.rows.shape == expected.shape == (size[0] * size[1] // 4, 48)
+    assert encoding.rows.dtype is dtype
+    assert relative_rms(encoding.rows.float(), expected) <= most
+    assert pictures.are_mutual == (name == "Gemma4")
 
 
 @pytest.mark.parametrize(("num_per_side", "merge"), [(19, 1), (25, 5), (27, 3)])

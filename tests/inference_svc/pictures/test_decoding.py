@@ -27,6 +27,7 @@ from inference_svc.pictures.processor import Form, Processor, read_processor
 from servicekit.errors import InvalidArgument, ServiceError, Unavailable
 from tests.support.pictures.files import encoded, picture
 from tests.support.pictures.models import (
+    GEMMA4,
     NAMES,
     PATCH,
     TILE,
@@ -75,7 +76,10 @@ def values(tiles: Tiles, processor: Processor) -> torch.Tensor:
 
 def expected_values(found: Image.Image, name: str, **changes: Any) -> torch.Tensor:
     oracle = image_processor(name, **changes)
-    made = oracle(images=[found], return_tensors="pt")["pixel_values"]
+    inputs = oracle(images=[found], return_tensors="pt")
+    made = inputs["pixel_values"]
+    if name in GEMMA4:
+        return filled_values(made[0], inputs["image_position_ids"][0])
     if "Qwen" in name:
         patches = made.unflatten(1, (3, 2, PATCH, PATCH))
         assert torch.equal(patches[:, :, 0], patches[:, :, 1]), "both frames are the picture"
@@ -83,6 +87,14 @@ def expected_values(found: Image.Image, name: str, **changes: Any) -> torch.Tens
     if name == "Mistral3":
         return cell_patches(made[0])
     return made.flatten(0, -4).float()
+
+
+def filled_values(patches: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Returns Gemma 4's patches, cell by cell, as its tower moves their values to -1 to 1."""
+    is_there = (places >= 0).all(1)
+    columns, rows = (places[is_there].max(0).values + 1).tolist()
+    grid = patches[is_there].view(rows, columns, PATCH, PATCH, 3)
+    return cell_patches(grid.permute(4, 0, 2, 1, 3).flatten(3).flatten(1, 2).float() * 2 - 1)
 
 
 SIZES = [(28, 28), (29, 31), (100, 28), (28, 100), (7, 5), (1, 1), (200, 133), (3, 60), (90, 91)]
@@ -119,6 +131,7 @@ def test_tiles_equal_transformers(name: str, decoder_of: Any) -> None:
         ("Qwen2_5_VL", {"size": {"shortest_edge": 1, "longest_edge": 28 * 28}}),
         ("Qwen2VL", {"min_pixels": 100 * 100, "resample": 1}),
         ("Mistral3", {"size": {"longest_edge": 43}, "resample": 2}),
+        ("Gemma4", {"max_soft_tokens": 140, "resample": 2}),
     ],
 )
 def test_processors_may_differ(name: str, changes: dict[str, Any], decoder_of: Any) -> None:

@@ -94,6 +94,11 @@ def test_null_counts_as_left_out(name: str, tmp_path: Path) -> None:
         ("Mistral3", {"size": {"height": 9, "width": 9}}, "size"),
         ("Mistral3", {"size": {"longest_edge": 0}}, "size"),
         ("Mistral3", {"do_center_crop": True}, "do_center_crop"),
+        ("Gemma4", {"do_normalize": True, "image_std": [0.5] * 3}, "do_normalize"),
+        ("Gemma4", {"patch_size": 9}, "patch_size"),
+        ("Gemma4", {"pooling_kernel_size": 3}, "pooling_kernel_size"),
+        ("Gemma4", {"max_soft_tokens": 71}, "max_soft_tokens"),
+        ("Gemma4", {"max_soft_tokens": 280}, "max_soft_tokens"),
         ("Idefics3", {"max_image_size": {"longest_edge": 9}}, "max_image_size"),
         ("Idefics3", {"size": {"height": 9, "width": 9}}, "size"),
         ("Qwen2_5_VL", {"image_processor_type": "CLIPImageProcessor"}, "image_processor_type"),
@@ -157,6 +162,15 @@ def test_no_free_picture_is_larger(
     assert processor.makes(tiles.tile)
     assert len(tiles.pixels) <= processor.max_bytes
     assert not processor.makes(Size(tiles.tile.height + 1, tiles.tile.width))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 900), (900, 3), (31, 47), (2000, 3000), (1, 69)])
+def test_a_picture_that_fills_has_no_more_pixels(size: tuple[int, int], tmp_path: Path) -> None:
+    save_processor("Gemma4", tmp_path)
+    processor = read_processor(tmp_path, tile_form("Gemma4"))
+    tile = make_tiles(Image.new("RGB", size), processor, 1 << 20).tile
+    assert processor.makes(tile)
+    assert tile.height * tile.width <= processor.max_tile_pixels == 70 * 28 * 28
 
 
 def test_a_picture_may_be_too_narrow(tmp_path: Path) -> None:

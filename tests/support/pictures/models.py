@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from PIL import Image
 
 from inference_svc.pictures.sizes import TileForm
 from tests.support.models.zoo import AdapterSpec, Zoo, adapted, shake_norms_and_biases
-from tests.support.pictures.processors import MistralProcessor, QwenProcessor
+from tests.support.pictures.processors import Gemma4Processor, MistralProcessor, QwenProcessor
 from tests.support.pictures.templates import GEMMA3_TOKENS, VOCAB, save_reader_tokenizer
 
 TILE, PATCH = 56, 14
@@ -54,6 +54,25 @@ _QWEN_VISION = {
     "initializer_range": 0.2,
 }
 _QWEN_SIZES = {"hidden_size": 32, "intermediate_size": 52, "out_hidden_size": 48}
+_GEMMA4_TEXT: dict[str, Any] = _TEXT | {
+    "num_attention_heads": 4,
+    "head_dim": 12,
+    "global_head_dim": 16,
+    "sliding_window": 10,
+    "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+_GEMMA4_VISION = {
+    key: VISION[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
+} | {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "patch_size": PATCH,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 300,
+    "initializer_range": 0.2,
+}
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llava": (
         "Llava",
@@ -86,6 +105,29 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
             },
             "vision_config": VISION | {"model_type": "siglip_vision_model", "patch_size": 7},
             "mm_tokens_per_image": 16,
+        },
+    ),
+    "Gemma4": (
+        "Gemma4",
+        {
+            "text_config": _GEMMA4_TEXT
+            | {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+            "vision_config": _GEMMA4_VISION | {"standardize": True},
+        },
+    ),
+    "Gemma4Small": (
+        "Gemma4",
+        {
+            "text_config": _GEMMA4_TEXT
+            | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1},
+            "vision_config": _GEMMA4_VISION | {"use_clipped_linears": True},
+            "audio_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "subsampling_conv_channels": [4, 4],
+                "output_proj_dims": 16,
+            },
         },
     ),
     "Mistral3": (
@@ -165,13 +207,20 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 """The class of each model, and the values of its config."""
 NAMES = tuple(READERS)
 FREE = tuple(name for name in NAMES if name.startswith("Qwen"))
-SQUARES = tuple(name for name in NAMES if name not in (*FREE, "Mistral3"))
+GEMMA4 = ("Gemma4", "Gemma4Small")
+SQUARES = tuple(name for name in NAMES if name not in (*FREE, "Mistral3", *GEMMA4))
 """The models that read tiles of any size, and of one."""
 _SPLIT = {"size": {"longest_edge": 3 * TILE}, "max_image_size": {"longest_edge": TILE}}
 _FREE = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "size": {"shortest_edge": 56 * 28, "longest_edge": 3 * TILE * 3 * TILE},
     "patch_size": PATCH,
+}
+_FILLING = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "patch_size": PATCH,
+    "pooling_kernel_size": 2,
+    "max_soft_tokens": 70,
 }
 PROCESSORS: dict[str, dict[str, Any]] = {
     "Llava": {
@@ -192,6 +241,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"longest_edge": 3 * TILE},
         "patch_size": {"height": PATCH, "width": PATCH},
     },
+    "Gemma4": _FILLING,
+    "Gemma4Small": _FILLING,
     "Idefics3": _SPLIT | {"image_processor_type": "Idefics3ImageProcessor"},
     "SmolVLM": _SPLIT | {"image_processor_type": "SmolVLMImageProcessor"},
     "Qwen2VL": _FREE | {"min_pixels": TILE * TILE, "max_pixels": 3 * TILE * 3 * TILE, "size": None},
@@ -207,6 +258,8 @@ def tile_form(name: str) -> TileForm:
     """Returns the form of a model's tiles, as far as processors read it."""
     if name == "Mistral3":
         return TileForm(0, PATCH, merge=2)
+    if name in GEMMA4:
+        return TileForm(0, PATCH, merge=2, most_per_side=300)
     if name.startswith("Qwen"):
         return TileForm(0, PATCH, merge=2, frames=2)
     return TileForm(TILE, PATCH)
@@ -217,8 +270,11 @@ TOWER = (
     r".*((vision_tower|vision_model)\..*(q_proj|v_proj|out_proj|fc1|fc2)|"
     r"visual\.blocks\..*(qkv|attn\.proj|down_proj|fc2))"
 )
+GEMMA4_TOWER = r".*vision_tower\..*(input_proj|[qvo]_proj\.linear|(up|down)_proj\.linear)"
+"""Its linear layers lie in others that may clip."""
 CONNECTOR = (
     r".*(multi_modal_projector\.linear_[12]|modality_projection\.proj|"
+    r"embed_vision\.embedding_projection|"
     r"visual\.merger\.(mlp\.[02]|linear_fc[12]))"
 )
 SPECS = (
@@ -239,6 +295,10 @@ def cell_patches(pixels: torch.Tensor) -> torch.Tensor:
 
 def specs_of(name: str) -> tuple[AdapterSpec, ...]:
     """Returns the adapters of parts that a model has: Gemma 3's connector has no linear layer."""
+    if name in GEMMA4:
+        return tuple(
+            replace(each, targets=GEMMA4_TOWER) if each.targets == TOWER else each for each in SPECS
+        )
     return tuple(each for each in SPECS if name != "Gemma3" or each.name != "of-connector")
 
 
@@ -281,16 +341,29 @@ def make_reader(name: str, folder: Path, **changes: Any) -> Any:
     model = kind._from_config(config, dtype=torch.float32).eval()
     shake_norms_and_biases(model)
     with torch.no_grad():  # else answers hardly depend on pictures
-        projectors = ("multi_modal_projector", "connector")
+        projectors = ("multi_modal_projector", "connector", "embed_vision")
         for key, each in model.model.named_parameters():
             if key.endswith("mm_input_projection_weight"):  # it is zeros
                 each.normal_(std=0.5)
             each.mul_(8 if each.dim() > 1 and key.startswith(projectors) else 1)
+        _shake_buffers(model)
+        if name in GEMMA4:  # where it generates one of these, transformers goes on with padding
+            placeholders = [ids[f"{each}_token_id"] for each in ("image", "audio", "video")]
+            model.get_input_embeddings().weight[placeholders] = 0
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     save_processor(name, folder)
     model.name_or_path = model.config.name_or_path = name
     return model
+
+
+def _shake_buffers(model: Any) -> None:
+    """Moves the bounds of clipped layers, and what standardises, which do nothing at first."""
+    for name, each in model.model.named_buffers():
+        if name.endswith(("_min", "_max")):
+            each.fill_((1 if name.endswith("max") else -1) * (0.5 + torch.rand(()).item()))
+        elif name.endswith(("std_bias", "std_scale")):
+            each.normal_(float(name.endswith("scale")), 0.2)
 
 
 def _train(reference: Any) -> None:
@@ -346,6 +419,8 @@ def make_reader_zoo(name: str, folder: Path, specs: Sequence[AdapterSpec] = SPEC
     processor: Any
     if name.startswith("Qwen"):
         processor = QwenProcessor(pictures, tokenizer)
+    elif name in GEMMA4:
+        processor = Gemma4Processor(pictures, tokenizer)
     elif name == "Mistral3":
         processor = MistralProcessor(pictures, tokenizer)
     elif name == "Gemma3":

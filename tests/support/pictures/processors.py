@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from tests.support.pictures.templates import MISTRAL_IMAGE, QWEN_IMAGE
+from tests.support.pictures.templates import GEMMA4_TOKENS, MISTRAL_IMAGE, QWEN_IMAGE
 
 
 @dataclass
@@ -51,3 +51,25 @@ class MistralProcessor:
                 first += "[IMG_BREAK]".join([row] * rows) + "[IMG_END]" + other
             text = first
         return made | {"input_ids": self.tokenizer(text, **options)["input_ids"]}
+
+
+@dataclass
+class Gemma4Processor:
+    """Makes inputs as transformers' processor of Gemma 4 does, which needs torchvision."""
+
+    pictures: Any
+    tokenizer: Any
+
+    def __call__(self, text: str, images: Sequence[Image.Image] = (), **options: Any) -> Any:
+        made = {}
+        begin, image, end = GEMMA4_TOKENS.values()
+        if images:
+            made = dict(self.pictures(images=list(images), return_tensors="pt"))
+            counts = made.pop("num_soft_tokens_per_image")
+            first, *others = text.split(image)
+            for count, other in zip(counts, others, strict=True):
+                first += f"{begin}{image * int(count)}{end}{other}"
+            text = first
+        ids = self.tokenizer(text, **options)["input_ids"]
+        is_image = ids == self.tokenizer.convert_tokens_to_ids(image)
+        return made | {"input_ids": ids, "mm_token_type_ids": is_image.int()}

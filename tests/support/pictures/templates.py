@@ -50,6 +50,15 @@ GEMMA3_TOKENS = {
     "image_token": "<image_soft_token>",
     "eoi_token": "<end_of_image>",
 }
+GEMMA4_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|turn>' + message['role'] + '\n' }}"
+    "{% for item in message['content'] %}"
+    "{% if item['type'] == 'image' %}{{ '\n\n<|image|>\n\n' }}"
+    "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}"
+    "{{ '<turn|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}"
+)
+"""Writes parts as the one of google/gemma-4-e2b-it does."""
+GEMMA4_TOKENS = {"boi": "<|image>", "image": "<|image|>", "eoi": "<image|>"}
 MISTRAL_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[INST]{% for item in message['content'] %}"
     "{% if item['type'] == 'text' %}{{ item['text'] }}{% else %}[IMG]{% endif %}{% endfor %}"
@@ -57,6 +66,8 @@ MISTRAL_TEMPLATE = (
 )
 TEMPLATES = {
     "Mistral3": MISTRAL_TEMPLATE,
+    "Gemma4": GEMMA4_TEMPLATE,
+    "Gemma4Small": GEMMA4_TEMPLATE,
     "Llava": LLAVA_TEMPLATE,
     "LlavaOfSiglip": LLAVA_TEMPLATE,
     "Gemma3": GEMMA3_TEMPLATE,
@@ -74,6 +85,7 @@ NEWLINES = ["\n" * count for count in range(2, 8)]
 """One token each, as for Gemma: they join with the ones around a picture."""
 _MARKS = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|im_start|>"]
 _MARKS += [f"<row_{y}_col_{x}>" for y in range(1, 4) for x in range(1, 4)]
+_GEMMA4_MARKS = ["<|image>", "<image|>", "<|turn>", "<turn|>", "<|audio|>", "<|video|>"]
 _MISTRAL_MARKS = ["[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"]
 _QWEN_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
 
@@ -82,6 +94,8 @@ def image_name(name: str) -> str:
     """Returns the text of the placeholder of a model."""
     if name == "Gemma3":
         return GEMMA3_TOKENS["image_token"]
+    if name.startswith("Gemma4"):
+        return GEMMA4_TOKENS["image"]
     if name == "Mistral3":
         return MISTRAL_IMAGE
     return QWEN_IMAGE if name.startswith("Qwen") else IMAGE
@@ -89,6 +103,9 @@ def image_name(name: str) -> str:
 
 def _marks_of(name: str) -> dict[str, str]:
     """Returns the texts of the tokens whose ids a config has."""
+    if name.startswith("Gemma4"):
+        others = {"audio_token_id": "<|audio|>", "video_token_id": "<|video|>"}
+        return {f"{key}_token_id": text for key, text in GEMMA4_TOKENS.items()} | others
     ends = {f"{key[:3]}_token_index": GEMMA3_TOKENS[key] for key in _ENDS}
     return {"image_token_id": image_name(name)} | (ends if name == "Gemma3" else {})
 
@@ -97,6 +114,7 @@ def save_reader_tokenizer(name: str, folder: Path) -> dict[str, int]:
     """Writes a tokenizer with the tokens of pictures; returns the ids that the config has."""
     backend, image, is_gemma = byte_level(), image_name(name), name == "Gemma3"
     marks = {MISTRAL_IMAGE: _MISTRAL_MARKS, QWEN_IMAGE: _QWEN_MARKS, IMAGE: _MARKS}
+    marks[GEMMA4_TOKENS["image"]] = _GEMMA4_MARKS
     texts = [image, *marks.get(image, _GEMMA3_MARKS)]
     backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in texts])
     if is_gemma:

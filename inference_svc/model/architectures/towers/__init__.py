@@ -3,6 +3,7 @@
 vit      CLIP and SigLIP
 qwen     Qwen 2 VL and its successors
 pixtral  Pixtral, of Mistral 3
+gemma4   Gemma 4
 making   makes the description of a tower
-axial    the rotation by rows and columns of the last two
+axial    the rotation by rows and columns of the last three
 """

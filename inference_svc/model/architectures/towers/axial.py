@@ -21,12 +21,12 @@ def read_heads(config: ConfigReader, key: str, width: int) -> tuple[int, int]:
     return num_heads, head_dim
 
 
-def read_theta(config: ConfigReader, rope: Any) -> float:
+def read_theta(config: ConfigReader, rope: Any, default: float = 10_000.0) -> float:
     """Returns the base of the rotation's frequencies, as `rope` has it: the tower's
-    `rope_parameters`, or the config itself. Raises UnsupportedModel naming `rope_parameters` or
-    `rope_theta`."""
+    `rope_parameters`, or the config itself; the `default` if it has none. Raises UnsupportedModel
+    naming `rope_parameters` or `rope_theta`."""
     if not isinstance(rope, Mapping):
         raise config.unsupported("rope_parameters", "must be an object")
     if rope.get("rope_type", rope.get("type")) not in _KINDS:
         raise config.unsupported("rope_parameters", "rope_type must be axial or default")
-    return ConfigReader(rope, {"rope_theta": 10_000.0}, config.where).number("rope_theta")
+    return ConfigReader(rope, {"rope_theta": default}, config.where).number("rope_theta")
