@@ -1,10 +1,11 @@
 """Answers about images: ours over gRPC, beside transformers and PEFT in their own process.
 
-    python -m bench.images.compare [--shape smolvlm-256m] [--tiles 1] [--rounds 5] [--out FILE]
+    python -m bench.images.compare [--shape smolvlm-256m] [--tiles 1] [--dtype float32]
+        [--rounds 5] [--out FILE]
 
-Both compute a random model of SmolVLM's shape in fp32, on as many threads, and decode each file
-themselves. No image is sent twice, so that none is found again. Systems run in turns; results are
-medians, and how many times as fast ours are:
+Both compute a random model of SmolVLM's shape, on as many threads, and decode each file themselves;
+in fp32 their tokens are equal. No image is sent twice, so that none is found again. Systems run in
+turns; results are medians, and how many times as fast ours are:
 
 * the first token of one request with an image,
 * tokens per second of 8 requests, each with an image, for 4 adapters: PEFT computes them in one
@@ -53,13 +54,15 @@ NUM_TEXTS, TEXT_OUT = 4, 96
 class Ours:
     """Both services, as `loadout up` starts them, within the context."""
 
-    def __init__(self, model_dir: Path, adapters: dict[str, Path], folder: Path) -> None:
+    def __init__(
+        self, model_dir: Path, adapters: dict[str, Path], folder: Path, dtype: str
+    ) -> None:
         flags = {
             "--num-threads": THREADS,
             "--max-model-len": 2048,
             "--max-rank": RANK,
             "--kv-memory": 1 << 30,
-            "--dtype": "float32",
+            "--dtype": dtype,
             "--device": "cpu",
             "--log-level": "warning",
         }
@@ -132,13 +135,19 @@ class Ours:
 class Peer:
     """transformers and PEFT within the context."""
 
-    def __init__(self, shape: Shape, model_dir: Path, adapters: dict[str, Path], log: Path) -> None:
+    def __init__(
+        self, shape: Shape, model_dir: Path, adapters: dict[str, Path], log: Path, dtype: str
+    ) -> None:
         command = [sys.executable, "-m", "bench.images.peer"]
         variables = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
         self._worker = Worker("PEFT", command, log, variables)
         folders = {name: str(path) for name, path in adapters.items()}
         self._worker.ask(
-            "load", model_dir=str(model_dir), adapters=folders, tokens=shape.tile_tokens
+            "load",
+            model_dir=str(model_dir),
+            adapters=folders,
+            tokens=shape.tile_tokens,
+            dtype=dtype,
         )
 
     def __enter__(self) -> Self:
@@ -148,11 +157,12 @@ class Peer:
         self._worker.__exit__(None, None, None)
 
     def run(self, files: Sequence[bytes], adapters: Sequence[str], num_out: int) -> dict[str, Any]:
-        """Returns the seconds and the tokens of one batch."""
+        """Returns the seconds and the tokens of one batch, once the process is idle again."""
         sent = [base64.b64encode(each).decode() for each in files]
         found: dict[str, Any] = self._worker.ask(
             "run", files=sent, adapters=list(adapters), count=num_out
         )
+        self._worker.wait_for_rest()
         return found
 
 
@@ -160,11 +170,13 @@ def _greedy(num_out: int) -> Any:
     return {"temperature": 0.0, "max_tokens": num_out, "ignore_eos": True}
 
 
-def check(ours: Ours, peer: Peer, file: bytes) -> None:
-    """Raises AssertionError unless both have the same tokens, for each adapter. Also warms up."""
+def check(ours: Ours, peer: Peer, file: bytes, dtype: str) -> None:
+    """Raises AssertionError unless both have the same tokens in fp32, for each adapter. Also warms
+    up."""
     for adapter in ("", *ADAPTERS):
         found, expected = (each.run([file], [adapter], NUM_CHECKED) for each in (ours, peer))
-        assert found["tokens"] == expected["tokens"], f"other tokens with {adapter or 'no adapter'}"
+        is_equal = found["tokens"] == expected["tokens"] or dtype != "float32"
+        assert is_equal, f"other tokens with {adapter or 'no adapter'}"
 
 
 def first_tokens(ours: Ours, peer: Peer, files: Iterator[bytes], rounds: int) -> dict[str, Any]:
@@ -220,6 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="smolvlm-256m")
     parser.add_argument("--tiles", type=int, default=1, help="tiles each side of an image")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=FOLDER / "images.json")
     options = parser.parse_args(arguments)
@@ -229,9 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(scratch)
         make_model(shape, options.tiles, folder / "model")
         adapters = make_adapters(folder / "model", folder / "adapters")
-        peer = running.enter_context(Peer(shape, folder / "model", adapters, folder / "peer.log"))
-        ours = running.enter_context(Ours(folder / "model", adapters, folder))
-        check(ours, peer, next(files))
+        read = folder / "model", adapters
+        peer = running.enter_context(Peer(shape, *read, folder / "peer.log", options.dtype))
+        ours = running.enter_context(Ours(*read, folder, options.dtype))
+        check(ours, peer, next(files), options.dtype)
         rows = []
         for measure in (
             lambda: first_tokens(ours, peer, files, options.rounds),
@@ -243,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     workload = {
         "shape": options.shape,
         "tiles": options.tiles,
+        "dtype": options.dtype,
         "threads": THREADS,
         "rounds": options.rounds,
     }

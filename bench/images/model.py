@@ -13,7 +13,7 @@ import torch
 import transformers
 from PIL import Image
 
-from tests.support.pictures.templates import save_reader_tokenizer
+from tests.support.pictures.models import save_reader_tokenizer
 
 ADAPTERS = tuple(f"adapter-{index}" for index in range(4))
 RANK = 8
@@ -51,7 +51,7 @@ def make_model(shape: Shape, num_tiles: int, folder: Path) -> None:
     side, and one of the whole; 1: it is one tile."""
     torch.manual_seed(0)
     folder.mkdir(parents=True)
-    ids = save_reader_tokenizer("SmolVLM", folder)
+    token_ids = save_reader_tokenizer("SmolVLM", folder)
     text = {
         "model_type": "llama",
         "vocab_size": shape.vocab,
@@ -77,7 +77,7 @@ def make_model(shape: Shape, num_tiles: int, folder: Path) -> None:
         text_config=text,
         vision_config=vision,
         scale_factor=shape.merge,
-        **ids,
+        **token_ids,
         tie_word_embeddings=True,
     )
     model: Any = transformers.SmolVLMForConditionalGeneration._from_config(

@@ -32,15 +32,19 @@ class Peer:
 
     def answer(self, message: dict[str, Any]) -> Any:
         if message["action"] == "load":
-            return self._load(Path(message["model_dir"]), message["adapters"], message["tokens"])
+            dtype = getattr(torch, message["dtype"])
+            folder, adapters = Path(message["model_dir"]), message["adapters"]
+            return self._load(folder, adapters, message["tokens"], dtype)
         began_s = time.perf_counter()
         files = [base64.b64decode(each) for each in message["files"]]
         tokens = self._run(files, message["adapters"], message["count"])
         return {"seconds": time.perf_counter() - began_s, "tokens": tokens}
 
-    def _load(self, model_dir: Path, adapters: dict[str, str], tile_tokens: int) -> None:
+    def _load(
+        self, model_dir: Path, adapters: dict[str, str], tile_tokens: int, dtype: torch.dtype
+    ) -> None:
         kind = transformers.SmolVLMForConditionalGeneration
-        model: Any = kind.from_pretrained(model_dir, dtype=torch.float32)
+        model: Any = kind.from_pretrained(model_dir, dtype=dtype)
         for index, (name, folder) in enumerate(adapters.items()):
             if index:
                 model.load_adapter(folder, name)
@@ -66,7 +70,7 @@ class Peer:
             images=images,
             add_special_tokens=False,
             return_tensors="pt",
-        )
+        ).to(self._model.dtype)
         options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False}
         if len(set(adapters)) > 1:
             options["adapter_names"] = adapters  # PEFT's mixed batches
