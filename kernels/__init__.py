@@ -8,6 +8,7 @@ host_memory       large host memory that is there from the start
 linear            base projections on the CPU, with weights packed once
 lora              LoRA of many adapters in one batch, over one arena
 native            the C++ sources: compiled, loaded and called through a C ABI
+pictures          operations that vision towers alone have
 quantised         weights in few bits: their formats, and products with them
 ranks             values that processes exchange, each of which computes a part of a model
 recurrence        mixers whose state of a sequence has a fixed size

@@ -23,7 +23,19 @@ _MAX_PRODUCT_ROWS = 16
 _LINE_BYTES = 64
 
 
-class _BothWaysArgs(ctypes.Structure):
+class PackedArgs(ctypes.Structure):
+    """Addresses of `PackedCells`; none: there are none."""
+
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("max_cells", ctypes.c_int64),
+    )
+
+
+class BothWaysArgs(ctypes.Structure):
+    """`qkv`, `first`, `end` and `packed` may change between runs."""
+
     _fields_ = (
         ("qkv", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
@@ -38,8 +50,51 @@ class _BothWaysArgs(ctypes.Structure):
         ("scratch", ctypes.c_void_p),
         ("scratch_bytes", ctypes.c_int64),
         ("max_threads", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("packed", PackedArgs),
         ("scale", ctypes.c_float),
     )
+
+
+class PackBothWaysArgs(ctypes.Structure):
+    """`first` and `packed` may change between runs."""
+
+    _fields_ = (
+        ("qkv", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("qkv_stride", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("packed", PackedArgs),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCells:
+    """Keys and values of a row, as products read them; see both_ways.cpp."""
+
+    keys: Tensor
+    values: Tensor
+    max_cells: int
+
+    @classmethod
+    def allocate(cls, num_heads: int, shape: BothWaysShape, dtype: torch.dtype) -> PackedCells:
+        """Returns memory for a row of the shape's length."""
+        size = cls.size_of(num_heads, shape) // 2
+        keys, values = (torch.zeros(size, dtype=dtype) for _ in range(2))
+        return cls(keys, values, shape.max_cells)
+
+    @staticmethod
+    def size_of(num_heads: int, shape: BothWaysShape) -> int:
+        """Returns the elements of both."""
+        return 2 * num_heads * shape.max_cells * shape.width
+
+    @property
+    def args(self) -> PackedArgs:
+        """The addresses."""
+        return PackedArgs(self.keys.data_ptr(), self.values.data_ptr(), self.max_cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +112,14 @@ class BothWaysShape:
         return -(-self.max_length // _BLOCK_CELLS) * _BLOCK_CELLS
 
     @property
+    def width(self) -> int:
+        """The elements of a head, in whole tiles."""
+        return -(-self.head_dim // TILE_CELLS) * TILE_CELLS
+
+    @property
     def thread_bytes(self) -> int:
         """The memory of a thread, as both_ways.cpp carves it up, for the widest vectors."""
-        width, rows = -(-self.head_dim // TILE_CELLS) * TILE_CELLS, _MAX_PRODUCT_ROWS
+        width, rows = self.width, _MAX_PRODUCT_ROWS
         elements = 2 * self.max_cells * width + rows * (width + _SEGMENT_CELLS) + width
         state_floats = rows * (width + 16) + rows
         num_bytes = elements * self.item_bytes + 4 * (rows * _SEGMENT_CELLS + state_floats)
@@ -99,7 +159,8 @@ def both_ways_op(
     scale: float,
     reach: int | None = None,
 ) -> NativeOp:
-    """Builds out = `both_ways.attend` of a step's tokens.
+    """Builds out = `both_ways.attend` of a step's tokens, or of the ones from `first` to `end`, the
+    first of which has row 0 of `out` then.
 
     Args:
         qkv: [T, 3 * heads * head_dim]: q, then k, then v, of all heads; rows of unit stride may be
@@ -121,7 +182,7 @@ def both_ways_op(
     for each in (num_rows, query_starts):
         assert each.dtype == torch.int32
         assert each.is_contiguous()
-    args = _BothWaysArgs(
+    args = BothWaysArgs(
         qkv=qkv.data_ptr(),
         out=out.data_ptr(),
         num_rows=num_rows.data_ptr(),
@@ -135,10 +196,32 @@ def both_ways_op(
         scratch=scratch.address,
         scratch_bytes=shape.thread_bytes,
         max_threads=scratch.max_threads,
+        end=1 << 62,
         scale=scale,
     )
     keep = (qkv, out, num_rows, query_starts, scratch)
     return NativeOp("attend_both_ways_" + dtype_name(qkv.dtype), args, keep)
+
+
+def pack_op(qkv: Tensor, num_heads: int, count: Tensor) -> NativeOp:
+    """Builds a copy of the first tokens' keys and values to packed cells, from `first` on; these
+    are said before each run.
+
+    Args:
+        qkv: [T, 3 * heads * head_dim], as in `both_ways_op`.
+        num_heads: Number of heads.
+        count: Number of tokens, int32 [1], read when the program runs.
+    """
+    assert qkv.stride(1) == 1
+    assert count.dtype == torch.int32
+    args = PackBothWaysArgs(
+        qkv=qkv.data_ptr(),
+        count=count.data_ptr(),
+        qkv_stride=qkv.stride(0),
+        num_heads=num_heads,
+        head_dim=qkv.shape[1] // 3 // num_heads,
+    )
+    return NativeOp("pack_both_ways_" + dtype_name(qkv.dtype), args, (qkv, count))
 
 
 def attend(

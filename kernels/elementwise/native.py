@@ -314,6 +314,11 @@ def gelu_tanh_op(x: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
     return _activate_op("gelu_tanh", x, out, num_tokens)
 
 
+def quick_gelu_op(x: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
+    """out[t] = x[t] * sigmoid(1.702 * x[t]), rounded once; see `silu_op`."""
+    return _activate_op("quick_gelu", x, out, num_tokens)
+
+
 def _activate_op(name: str, x: Tensor, out: Tensor, num_tokens: Tensor) -> NativeOp:
     _check(num_tokens)
     _check_rows(out.shape[1], out.dtype, x, out)

@@ -71,9 +71,10 @@ def replace_logits(
     plan: LoraPlan,
     index: int,
     vocab_size: int,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """out[t, i] = x[t] . (row i of the weight that t's adapter has in place of head `index`), if it
-    has row i. See `reference.replace_logits`.
+    """out[t, i] = x[t] . (row i of the weight that t's adapter has in place of head `index`), plus
+    bias[i], if it has row i. See `reference.replace_logits`.
 
     Args:
         out: [T, >= vocab_size], as wide as the highest row; of the arena's dtype or float32.
@@ -82,10 +83,12 @@ def replace_logits(
         plan: Tokens by slot.
         index: Index of the replaced weight.
         vocab_size: Size of the base's vocabulary.
+        bias: Of a whole weight on a CPU, [vocab_size]. None: none.
     """
     if uses_triton(out):
         from kernels.replaced import triton_ops
 
+        assert bias is None, "towers are computed on CPUs"
         triton_ops.replace_logits(out, x, table, plan, index, vocab_size)
     else:
-        reference.replace_logits(out, x, table, plan, index, vocab_size)
+        reference.replace_logits(out, x, table, plan, index, vocab_size, bias)

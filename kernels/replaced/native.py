@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.lora import LoraPlan, LoraTable
 from kernels.lora.native import NativeLoraPlan, PlanArgs
-from kernels.native.library import Library, NativeOp, dtype_name
+from kernels.native.library import Library, NativeOp, dtype_name, pointer
 
 
 class _Weights(ctypes.Structure):
@@ -56,6 +56,7 @@ class _LogitsArgs(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
         ("vocab_size", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
     )
 
 
@@ -108,13 +109,20 @@ def replace_embeddings_op(
 
 
 def replace_logits_op(
-    x: Tensor, out: Tensor, table: LoraTable, plan: NativeLoraPlan, index: int, vocab_size: int
+    x: Tensor,
+    out: Tensor,
+    table: LoraTable,
+    plan: NativeLoraPlan,
+    index: int,
+    vocab_size: int,
+    bias: Tensor | None = None,
 ) -> NativeOp:
     """See `reference.replace_logits`. x: [max_tokens, size] of the arena's dtype; out: [max_tokens,
-    >= the highest row] of the same, or fp32."""
+    >= the highest row] of the same, or fp32; bias: fp32 [vocab_size]."""
     assert x.dtype == table.arena.dtype
     assert x.stride(1) == out.stride(1) == 1
     assert out.dtype in (x.dtype, torch.float32)
+    assert bias is None or (bias.dtype == torch.float32 and len(bias) == vocab_size)
     args = _LogitsArgs(
         weights=_weights(table, index),
         plan=plan.args(),
@@ -124,9 +132,10 @@ def replace_logits_op(
         out=out.data_ptr(),
         out_stride=out.stride(0),
         vocab_size=vocab_size,
+        bias=pointer(bias),
     )
     suffix = "" if out.dtype == x.dtype else "_to_float"
-    return NativeOp(f"replace_logits_{_dtype(table)}{suffix}", args, (x, out, table, plan))
+    return NativeOp(f"replace_logits_{_dtype(table)}{suffix}", args, (x, out, table, plan, bias))
 
 
 def token_weights(
@@ -158,10 +167,11 @@ def replace_logits(
     plan: LoraPlan,
     index: int,
     vocab_size: int,
+    bias: Tensor | None = None,
 ) -> None:
-    """Runs `reference.replace_logits`: out [T, >= vocab_size], x [T, features]. `out` may be
-    float32 with a bfloat16 arena."""
-    library.run(replace_logits_op(x, out, table, _native(plan), index, vocab_size))
+    """Runs `reference.replace_logits`: out [T, >= vocab_size], x [T, features], bias fp32
+    [vocab_size]. `out` may be float32 with a bfloat16 arena."""
+    library.run(replace_logits_op(x, out, table, _native(plan), index, vocab_size, bias))
 
 
 def _native(plan: LoraPlan) -> NativeLoraPlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 
 from kernels.lora import LoraPlan, LoraTable, ReplacedWeight
 from kernels.lora.rows import ABSENT
@@ -71,9 +72,10 @@ def replace_logits(
     plan: LoraPlan,
     index: int,
     vocab_size: int,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """out[t, i] = x[t] . (row i of the weight that t's adapter has in place of head `index`), if it
-    has row i.
+    """out[t, i] = x[t] . (row i of the weight that t's adapter has in place of head `index`), plus
+    bias[i], if it has row i.
 
     Args:
         out: [T, >= vocab_size], as wide as the highest row; of the arena's dtype or float32.
@@ -82,13 +84,15 @@ def replace_logits(
         plan: Tokens by slot.
         index: Index of the replaced weight.
         vocab_size: Size of the base's vocabulary.
+        bias: Of a whole weight on a CPU, [vocab_size]. None: none.
     """
     for start, end, own in _replaced(table, plan, index):
         rows, features = x[start:end], x.shape[1]
         if own.full != ABSENT:
             matrix = vector_at(table.arena, own.full, vocab_size * features)
             assert matrix is not None
-            out[start:end, :vocab_size] = rows @ matrix.view(-1, features).t()
+            whole = matrix.view(-1, features)
+            out[start:end, :vocab_size] = F.linear(rows, whole, bias)
             continue
         row_ids, matrix = _rows(table, own, features)
         out[start:end, row_ids.long()] = (rows @ matrix.t()).to(out.dtype)

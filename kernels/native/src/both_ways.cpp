@@ -2,7 +2,8 @@
 // and behind it, all of them or those within reach. Nothing is stored, and nothing is padded.
 //
 // A work item is one head of a span of a row's queries. Its keys and values are copied once, as the
-// products read them, and then each few queries pass over all of them, segment by segment: first
+// products read them, unless they were packed before, for all items. Then each few queries pass over
+// all of them, segment by segment: first
 // their scores, then the softmax, carried along in fp32, then the weighted values. Segments begin at
 // fixed positions of the row, so that a query's bits depend on its own row alone.
 #include <algorithm>
@@ -13,6 +14,16 @@
 #include "slice.h"
 
 namespace loadout {
+
+// Keys and values of a row, of one head after the other, as the products read them: keys
+// [num_heads, max_cells / BLOCK, width / P, BLOCK, P], values [num_heads, max_cells / P, width, P],
+// where the width is the head's in whole tiles, and P the elements of a pair. What nothing was
+// written to is 0.
+struct PackedCells {
+  void* keys;  // null: there are none
+  void* values;
+  int64_t max_cells;  // in whole blocks
+};
 
 struct BothWaysArgs {
   const void* qkv;  // [T, qkv_stride]: q, then k, then v, of all heads
@@ -28,7 +39,9 @@ struct BothWaysArgs {
   char* scratch;      // [max_threads, scratch_bytes], on 64 bytes
   int64_t scratch_bytes;
   int64_t max_threads;
-  float scale;  // above 0
+  int64_t first, end;  // the tokens whose queries are computed; the first one's output is row 0
+  PackedCells packed;  // of the step's only row, or none
+  float scale;         // above 0
 };
 
 namespace {
@@ -51,11 +64,14 @@ class SpanItems {
     for (; row_ < *args_.num_rows; ++row_) {
       const int64_t start = args_.query_starts[row_];
       const int64_t length = args_.query_starts[row_ + 1] - start;
-      const int64_t spans = (length + MAX_SPAN - 1) / MAX_SPAN, count = spans * args_.num_heads;
+      const int64_t first = std::clamp<int64_t>(args_.first - start, 0, length);
+      const int64_t queries = std::clamp<int64_t>(args_.end - start, first, length) - first;
+      const int64_t spans = (queries + MAX_SPAN - 1) / MAX_SPAN, count = spans * args_.num_heads;
       if (number - before_ < count) {
         const int64_t span = (number - before_) / args_.num_heads;
         const int64_t head = (number - before_) % args_.num_heads;
-        return {start, length, length * span / spans, length * (span + 1) / spans, head};
+        return {start, length, first + queries * span / spans,
+                first + queries * (span + 1) / spans, head};
       }
       before_ += count;
     }
@@ -107,6 +123,18 @@ inline void copy_pair(bf16* to, const bf16* first, const bf16* second, int64_t s
   }
 }
 
+// The key of a cell to its place among packed ones.
+template <typename T>
+inline void pack_key(T* keys, int64_t cell, const T* key, int64_t size, int64_t width) {
+  constexpr int P = Pair<T>::SIZE;
+  T* to = keys + cell / BLOCK * BLOCK * width + cell % BLOCK * P;
+  int64_t d = 0;
+  for (; d + P <= size; d += P) std::memcpy(to + d * BLOCK, key + d, P * sizeof(T));
+  for (; d < width; d += P) {
+    for (int i = 0; i < P; ++i) to[d * BLOCK + i] = d + i < size ? key[d + i] : T{};
+  }
+}
+
 template <typename T>
 class BothWays {
  public:
@@ -116,11 +144,20 @@ class BothWays {
   BothWays(const BothWaysArgs& args, char* memory)
       : args_(args),
         width_(round_up(args.head_dim, TILE)),
-        scratch_(memory, args.max_cells, width_) {}
+        scratch_(memory, args.max_cells, width_),
+        keys_(scratch_.keys),
+        values_(scratch_.values) {}
 
   void run(const SpanItem& item) {
-    begin_ = first_seen(item.first) / BLOCK * BLOCK;
-    pack(item, end_seen(item, item.last - 1));
+    const PackedCells& packed = args_.packed;
+    if (packed.keys) {
+      const int64_t first = item.head * packed.max_cells * width_;
+      keys_ = static_cast<const T*>(packed.keys) + first;
+      values_ = static_cast<const T*>(packed.values) + first;
+    } else {
+      begin_ = first_seen(item.first) / BLOCK * BLOCK;
+      pack(item, end_seen(item, item.last - 1));
+    }
     for (int64_t first = item.first; first < item.last; first += ROWS) {
       compute_rows(item, first, static_cast<int>(std::min<int64_t>(item.last - first, ROWS)));
     }
@@ -146,13 +183,7 @@ class BothWays {
     const int64_t size = args_.head_dim;
     for (int64_t cell = begin_; cell < end; ++cell) {
       const int64_t at = cell - begin_;
-      T* to = scratch_.keys + at / BLOCK * BLOCK * width_ + at % BLOCK * P;
-      const T* key = part(item, cell, 1);
-      int64_t d = 0;
-      for (; d + P <= size; d += P) std::memcpy(to + d * BLOCK, key + d, P * sizeof(T));
-      for (; d < width_; d += P) {
-        for (int i = 0; i < P; ++i) to[d * BLOCK + i] = d + i < size ? key[d + i] : T{};
-      }
+      pack_key<T>(scratch_.keys, at, part(item, cell, 1), size, width_);
     }
     const int64_t filled = begin_ + round_up(end - begin_, TILE);
     for (int64_t cell = begin_; cell < filled; cell += P) {
@@ -167,9 +198,9 @@ class BothWays {
     cells.key_stride = BLOCK * P;
     cells.value_stride = width_ * P;
     cells.key_size = round_up(args_.head_dim, P);
-    for (int j = 0; j < BLOCK_VECTORS; ++j) cells.keys[j] = scratch_.keys + first + j * VF_WIDTH * P;
+    for (int j = 0; j < BLOCK_VECTORS; ++j) cells.keys[j] = keys_ + first + j * VF_WIDTH * P;
     for (int tile = 0; tile < BLOCK_TILES; ++tile) {
-      cells.values[tile] = scratch_.values + first + tile * TILE * width_;
+      cells.values[tile] = values_ + first + tile * TILE * width_;
     }
   }
 
@@ -268,7 +299,8 @@ class BothWays {
   void write(const SpanItem& item, int64_t first, int count) const {
     const State& state = scratch_.state;
     for (int i = 0; i < count; ++i) {
-      T* token = static_cast<T*>(args_.out) + (item.start + first + i) * args_.out_stride;
+      const int64_t row = item.start + first + i - args_.first;
+      T* token = static_cast<T*>(args_.out) + row * args_.out_stride;
       T* out = token + item.head * args_.head_dim;
       const VF scale = vset1(1.0f / reduce_add(vload(state.weights + i * VF_WIDTH)));
       for_vectors(args_.head_dim, [&](int64_t d, auto lanes) {
@@ -280,6 +312,8 @@ class BothWays {
   const BothWaysArgs& args_;
   const int64_t width_;
   BothWaysScratch<T, ROWS> scratch_;
+  const T* keys_;
+  const T* values_;
   Products products_;
   int64_t begin_ = 0;  // the first cell that is packed
 };
@@ -294,8 +328,41 @@ void attend_both_ways(const BothWaysArgs& args, const Slice& slice) {
   for (SpanItem item; (item = items.find(slice.take())).length >= 0;) attention.run(item);
 }
 
+// Packs keys and values of some tokens of a row.
+struct PackBothWaysArgs {
+  const void* qkv;  // [count, qkv_stride], as in BothWaysArgs
+  const int32_t* count;
+  int64_t qkv_stride;
+  int64_t num_heads;
+  int64_t head_dim;
+  int64_t first;  // the first token's place in its row
+  PackedCells packed;
+};
+
+template <typename T>
+void pack_both_ways(const PackBothWaysArgs& args, const Slice& slice) {
+  constexpr int P = Pair<T>::SIZE;
+  const int64_t size = args.head_dim, width = round_up(size, TILE);
+  const int64_t count = *args.count;
+  const auto mine = slice.range(count * args.num_heads);
+  for (int64_t i = mine.begin; i < mine.end; ++i) {
+    // Neighbouring tokens of a head write to the same lines.
+    const int64_t head = i / count, token = i % count;
+    const int64_t cell = args.first + token, before = head * args.packed.max_cells * width;
+    const T* key = static_cast<const T*>(args.qkv) + token * args.qkv_stride +
+                   (args.num_heads + head) * size;
+    pack_key<T>(static_cast<T*>(args.packed.keys) + before, cell, key, size, width);
+    const T* value = key + args.num_heads * size;
+    T* to = static_cast<T*>(args.packed.values) + before + cell / P * P * width + cell % P;
+    for (int64_t d = 0; d < size; ++d) to[d * P] = value[d];
+  }
+}
+
 }  // namespace loadout
 
+LOADOUT_EXPORT(pack_both_ways_float, loadout::PackBothWaysArgs, loadout::pack_both_ways<float>)
+LOADOUT_EXPORT(pack_both_ways_bf16, loadout::PackBothWaysArgs,
+               loadout::pack_both_ways<loadout::bf16>)
 LOADOUT_EXPORT(attend_both_ways_float, loadout::BothWaysArgs, loadout::attend_both_ways<float>)
 LOADOUT_EXPORT(attend_both_ways_bf16, loadout::BothWaysArgs,
                loadout::attend_both_ways<loadout::bf16>)

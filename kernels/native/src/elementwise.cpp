@@ -230,6 +230,12 @@ struct GeluTanh {
   }
 };
 
+// x * sigmoid(1.702 x).
+struct QuickGelu {
+  template <typename T>
+  static VF apply(VF x) { return times_sigmoid(x, vmul(x, vset1(1.702f))); }
+};
+
 // x times the share of the normal distribution below x. The share above |x| is by formula 7.1.26 of
 // Abramowitz and Stegun, within 8e-8; of a result that is rounded to bf16, within 2^-10 of itself.
 struct Gelu {
@@ -391,6 +397,9 @@ LOADOUT_EXPORT(gelu_tanh_bf16, loadout::ActivateArgs,
                (loadout::activate<loadout::bf16, loadout::GeluTanh>))
 LOADOUT_EXPORT(gelu_float, loadout::ActivateArgs, (loadout::activate<float, loadout::Gelu>))
 LOADOUT_EXPORT(gelu_bf16, loadout::ActivateArgs, (loadout::activate<loadout::bf16, loadout::Gelu>))
+LOADOUT_EXPORT(quick_gelu_float, loadout::ActivateArgs, (loadout::activate<float, loadout::QuickGelu>))
+LOADOUT_EXPORT(quick_gelu_bf16, loadout::ActivateArgs,
+               (loadout::activate<loadout::bf16, loadout::QuickGelu>))
 LOADOUT_EXPORT(add_rows_float, loadout::AddRowsArgs, loadout::add_rows<float>)
 LOADOUT_EXPORT(add_rows_bf16, loadout::AddRowsArgs, loadout::add_rows<loadout::bf16>)
 LOADOUT_EXPORT(clamped_swiglu_float, loadout::ClampedSwigluArgs, loadout::clamped_swiglu<float>)

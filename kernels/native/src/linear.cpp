@@ -223,6 +223,7 @@ void linear_experts(const ExpertsLinearArgs& args, const Slice& slice) {
 }  // namespace loadout
 
 LOADOUT_EXPORT(linear_float, loadout::LinearArgs, (loadout::linear<float, float>))
+LOADOUT_EXPORT(linear_float_bf16, loadout::LinearArgs, (loadout::linear<float, loadout::bf16>))
 LOADOUT_EXPORT(linear_bf16, loadout::LinearArgs, (loadout::linear<loadout::bf16, loadout::bf16>))
 LOADOUT_EXPORT(linear_bf16_float, loadout::LinearArgs, (loadout::linear<loadout::bf16, float>))
 LOADOUT_EXPORT(linear_experts_float, loadout::ExpertsLinearArgs,

@@ -96,8 +96,8 @@ void replace_embeddings(const ReplaceEmbeddingsArgs& args, const Slice& slice) {
   }
 }
 
-// out[t, i] = x[t] . row i of what t's adapter has, where it has row i. Tokens of one item share one
-// read of the rows.
+// out[t, i] = x[t] . row i of what t's adapter has, plus bias[i], where it has row i. Tokens of one
+// item share one read of the rows.
 struct ReplaceLogitsArgs {
   ReplacedWeights weights;
   LoraPlan plan;
@@ -107,6 +107,7 @@ struct ReplaceLogitsArgs {
   void* out;  // [T, out_stride]
   int64_t out_stride;
   int64_t vocab_size;  // the base's: rows of a whole weight
+  const float* bias;   // [vocab_size], or null
 };
 
 constexpr int64_t ROWS_AT_ONCE = 256;  // of a part that a thread takes
@@ -114,7 +115,7 @@ constexpr int64_t ROWS_AT_ONCE = 256;  // of a part that a thread takes
 // Dot products of M tokens with R rows, to the columns `ids` (null: from `first` on).
 template <typename T, typename Out, int M, int R>
 void replace_tile(const T* const* x, const T* rows, int64_t size, Out* const* out,
-                  const int32_t* ids, int64_t first) {
+                  const int32_t* ids, int64_t first, const float* bias) {
   constexpr int SIZE = Dot<T>::SIZE;
   VF sums[M][R];
   LOADOUT_UNROLL for (int m = 0; m < M; ++m)
@@ -126,7 +127,10 @@ void replace_tile(const T* const* x, const T* rows, int64_t size, Out* const* ou
   LOADOUT_UNROLL for (int m = 0; m < M; ++m) {
     float numbers[VF_WIDTH];
     store_sums(sums[m], numbers);
-    for (int r = 0; r < R; ++r) out[m][ids ? ids[r] : first + r] = from_float<Out>(numbers[r]);
+    for (int r = 0; r < R; ++r) {
+      const int64_t place = ids ? ids[r] : first + r;
+      out[m][place] = from_float<Out>(numbers[r] + (bias ? bias[place] : 0.0f));
+    }
   }
 }
 
@@ -142,9 +146,9 @@ void replace_tokens(const ReplaceLogitsArgs& args, const LoraItem& item, const T
       x[i] = static_cast<const T*>(args.x) + tokens[t + i] * args.x_stride;
       out[i] = static_cast<Out*>(args.out) + tokens[t + i] * args.out_stride;
     }
-    if (m == 1) replace_tile<T, Out, 1, R>(x, rows, args.size, out, ids, first);
-    else if (m == 2) replace_tile<T, Out, 2, R>(x, rows, args.size, out, ids, first);
-    else replace_tile<T, Out, DOT_TOKENS, R>(x, rows, args.size, out, ids, first);
+    if (m == 1) replace_tile<T, Out, 1, R>(x, rows, args.size, out, ids, first, args.bias);
+    else if (m == 2) replace_tile<T, Out, 2, R>(x, rows, args.size, out, ids, first, args.bias);
+    else replace_tile<T, Out, DOT_TOKENS, R>(x, rows, args.size, out, ids, first, args.bias);
     t += m;
   }
 }

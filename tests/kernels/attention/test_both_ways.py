@@ -3,6 +3,7 @@ and in C++ in every variant."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -96,6 +97,64 @@ def test_a_row_depends_on_itself_alone(
         assert torch.equal(found[1:71], alone), threads
         assert found[:1].isnan().all()
         assert found[71:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("first", "end"), [(0, 1300), (0, 5), (40, 41), (700, 1300), (1299, 1300)])
+def test_some_queries_see_all_keys(
+    library: Library, first: int, end: int, dtype: torch.dtype
+) -> None:
+    """Bit for bit as among all queries; the first one is row 0 of the output."""
+    torch.manual_seed(4)
+    qkv, lengths = torch.randn(1330, 3 * 2 * 16).to(dtype), [30, 1300]
+    whole = native_both_ways.attend(qkv, 2, plan_of(lengths), 0.2, None, library)
+    starts = torch.tensor([0, 30, 1330], dtype=torch.int32)
+    out = torch.full((1300, 2 * 16), torch.nan, dtype=dtype)
+    shape = native_both_ways.BothWaysShape(16, dtype.itemsize, 1300)
+    op = native_both_ways.both_ways_op(
+        qkv,
+        out,
+        torch.tensor([2], dtype=torch.int32),
+        starts,
+        native_both_ways.BothWaysScratch(shape),
+        scale=0.2,
+    )
+    op.args.first, op.args.end = 30 + first, 30 + end
+    library.run(op)
+    assert torch.equal(out[: end - first], whole[30 + first : 30 + end])
+    assert out[end - first :].isnan().all(), "a row beyond the queries was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [10, 16, 72])
+def test_packed_keys_and_values_are_those_of_the_row(
+    library: Library, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Bit for bit, whatever pieces they were packed in."""
+    torch.manual_seed(5)
+    length, size = 131, 2 * head_dim
+    qkv = torch.randn(length, 3 * size).to(dtype)
+    whole = native_both_ways.attend(qkv, 2, plan_of([length]), 0.2, None, library)
+    shape = native_both_ways.BothWaysShape(head_dim, dtype.itemsize, length)
+    packed = native_both_ways.PackedCells.allocate(2, shape, dtype)
+    for first, end in ((0, 33), (33, 34), (34, length)):
+        own = qkv[first:end].clone()
+        op = native_both_ways.pack_op(own, 2, torch.tensor([len(own)], dtype=torch.int32))
+        op.args.first, op.args.packed = first, packed.args
+        library.run(op)
+    queries, out = qkv.clone(), torch.full((length, size), torch.nan, dtype=dtype)
+    queries[:, size:] = torch.nan
+    op = native_both_ways.both_ways_op(
+        queries,
+        out,
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([0, length], dtype=torch.int32),
+        native_both_ways.BothWaysScratch(replace(shape, max_length=1)),
+        scale=0.2,
+    )
+    op.args.packed = packed.args
+    library.run(op)
+    assert torch.equal(out, whole)
 
 
 def test_large_scores_overflow_nothing(library: Library) -> None:

@@ -18,6 +18,7 @@ from kernels.elementwise import (
     gelu_op,
     gelu_tanh_op,
     norm_by_sum_op,
+    quick_gelu_op,
     rms_norm_op,
     scale_rows_op,
     silu_op,
@@ -69,10 +70,20 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    ("op", "definition"), [(silu_op, F.silu), (gelu_op, F.gelu), (gelu_tanh_op, gelu_tanh)]
+    ("op", "definition"),
+    [
+        (silu_op, F.silu),
+        (gelu_op, F.gelu),
+        (gelu_tanh_op, gelu_tanh),
+        (quick_gelu_op, quick_gelu),
+    ],
 )
 def test_activations(
     library: Library, dtype: torch.dtype, size: int, op: Any, definition: Any

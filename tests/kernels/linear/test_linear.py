@@ -65,6 +65,8 @@ def test_bias_and_fp32_out(library, assert_close, dtype) -> None:
     assert_close("own", definition(x, weight, bias), linear(library, x, packed), ratio(dtype))
     got = linear(library, x, packed, torch.float32)
     assert_close("fp32", definition(x, weight, bias, torch.float32), got, 1e-6)
+    got = linear(library, x, packed, torch.bfloat16)
+    assert_close("bf16", definition(x, weight, bias, torch.bfloat16), got, 3e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

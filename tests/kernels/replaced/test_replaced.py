@@ -179,6 +179,23 @@ def test_fp32_logits_of_a_bf16_model(library, assert_close):
     assert_close("logits", expected, got[row, :VOCAB], 1e-5)
 
 
+@pytest.mark.parametrize("path", ["torch", "native"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_whole_weight_keeps_the_bias_of_the_base(library, assert_close, path, dtype):
+    case = build(dtype)
+    plan = case.plan()
+    x, bias = torch.randn(plan.num_tokens, SIZE).to(dtype), torch.randn(VOCAB).to(dtype)
+    got = torch.zeros(plan.num_tokens, VOCAB, dtype=dtype)
+    if path == "native":
+        native.replace_logits(library, got, x, case.table, plan, HEAD, VOCAB, bias.float())
+    else:
+        whole = case.plan([1], [plan.num_tokens])
+        replaced.replace_logits(got, x, case.table, whole, HEAD, VOCAB, bias)
+    row = plan.token_slots.tolist().index(1)
+    expected = x[row].double() @ case.dense[1, HEAD].double().t() + bias.double()
+    assert_close("logits", expected.to(dtype), got[row], RATIOS[dtype])
+
+
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_token_weights(case, run, is_wide):
     plan, offset = case.plan(), 1.0 if is_wide else 0.0
