@@ -58,6 +58,7 @@ def set_limits(limits: dict[str, Any]) -> None:
         # SIGXCPU at the soft limit, which the starter recognises; SIGKILL at the hard one.
         seconds = used_seconds + limits["cpu_seconds"]
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    os.nice(limits["niceness"])
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if limits["ends_with_starter"]:

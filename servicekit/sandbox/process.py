@@ -43,6 +43,7 @@ class Limits:
     file_bytes: the largest file that it may write.
     open_files: how many files it may have open.
     includes_loading: memory and processor time are limited in all, with the use of loading.
+    niceness: added to the one of the starter: where others need the processors, it has fewer turns.
     """
 
     memory_bytes: int
@@ -51,6 +52,7 @@ class Limits:
     file_bytes: int = 0
     open_files: int = 32
     includes_loading: bool = False
+    niceness: int = 0
 
 
 @dataclass(frozen=True, slots=True)
