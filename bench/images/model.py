@@ -13,7 +13,7 @@ import torch
 import transformers
 from PIL import Image
 
-from tests.support.pictures.models import save_reader_tokenizer
+from tests.support.pictures.templates import save_reader_tokenizer
 
 ADAPTERS = tuple(f"adapter-{index}" for index in range(4))
 RANK = 8

@@ -14,11 +14,11 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.tiers import ResidencyChange
 from inference_svc.adapters.pulls.registration import HostRegistrar
-from inference_svc.adapters.targets import layout_of
+from inference_svc.adapters.targets import applied_to_pictures, layout_of
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.exchange import Meeting
 from inference_svc.backends.magnitudes import Divided
-from inference_svc.backends.pictures import PictureRows
+from inference_svc.backends.pictures import IN_TORCH, PictureRows, TowerMaker
 from inference_svc.backends.prompt_runs import ScoredRun
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow, EngineConfig, padding_pages
@@ -28,7 +28,6 @@ from inference_svc.model.checkpoint.files import weight_stamps
 from inference_svc.model.checkpoint.weights import ModelWeights, Projections, load_weights
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes, stored_dtype
-from inference_svc.model.layers import TorchProjections
 from inference_svc.model.recurrent_states import RecurrentStates, num_slots, slot_bytes
 from inference_svc.model.sharding.exchange import Exchange, StagedExchange
 from inference_svc.results.routed_experts import ExpertsOption
@@ -202,8 +201,7 @@ class RankBackend(Backend[Inputs], Protocol):
 
 
 class Reload(NamedTuple):
-    """Makes the pages, the weights, and the recurrent states that a backend has freed, as they were
-    made at first. Embeddings of pictures read their tower again themselves."""
+    """Makes what a backend has freed, as at first. Pictures' embeddings read their tower again."""
 
     pages: Callable[[], KVCaches]
     weights: Callable[[], ModelWeights[Any]]
@@ -215,6 +213,7 @@ def make_reload(
     config: EngineConfig,
     decoder: Decoder,
     projections: Callable[[], Projections[Any]],
+    tower: TowerMaker = IN_TORCH,
     *,
     prefers_tiles: bool = False,
 ) -> Reload:
@@ -225,17 +224,17 @@ def make_reload(
     def read(described: Decoder, made: Callable[[], Projections[Any]]) -> ModelWeights[Any]:
         for path, stamp in weight_stamps(config.model_dir).items():
             if stamps.get(path) != stamp:
-                raise UnsupportedModel(
-                    f"{path} has changed since the server started: restart the server"
-                )
+                changed = f"{path} has changed since the server started: restart the server"
+                raise UnsupportedModel(changed)
         dtype = getattr(torch, config.dtype)
         return load_weights(config.model_dir, described, dtype, config.device, made())
 
     def pictures(arena: Arena) -> PictureRows | None:
         if (found := decoder.pictures) is None:
             return None
-        weights = partial(read, found.tower, TorchProjections)
-        return PictureRows(found, weights, arena, config.lora_targets)
+        targets = applied_to_pictures(arena.layout, config.lora_targets)
+        weights = partial(read, found.tower, tower.projections)
+        return PictureRows(found, lambda: tower.make(found, weights(), arena, targets))
 
     pages = partial(allocate_kv_caches, config, decoder, prefers_tiles=prefers_tiles)
     states = partial(allocate_states, config, decoder)

@@ -191,9 +191,8 @@ class TileLora(LoraStep):
             weight = self.targets.weights.get(arena.layout.targets[target].name)
             if weight is not None and weight in plan.weights:
                 own = out[:, start : start + size]
-                replace_logits(own, x, arena.table, plan, weight, size)
-                if bias is not None:
-                    own += bias[start : start + size]
+                own_bias = None if bias is None else bias[start : start + size]
+                replace_logits(own, x, arena.table, plan, weight, size, own_bias)
         add_lora(out, x, arena.flat, arena.table, plan, found, bias)
 
     def norm(self, module: str, norm: NormWeight, *, logits_only: bool = False) -> NormWeight:

@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from inference_svc.adapters.targets import applied_to_pictures
+from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.lora_step import plan_tile
 from inference_svc.core import BASE_SLOT, BatchRow
-from inference_svc.model.checkpoint.weights import ModelWeights
+from inference_svc.model.checkpoint.weights import ModelWeights, Projections
 from inference_svc.model.description import Pictures
 from inference_svc.model.inputs import PlacedRows
-from inference_svc.model.layers import TorchLinear
-from inference_svc.model.tower import Encoding, TorchTower
+from inference_svc.model.layers import TorchLinear, TorchProjections
+from inference_svc.model.tower import Encoding, TorchTower, Tower
 from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture
+from inference_svc.pictures.sizes import MAX_SLICE
+
+MakeTower: TypeAlias = Callable[[Pictures, ModelWeights[Any], Arena, AppliedTargets], Tower[Any]]
+"""Makes a tower, whose weights adapters in the arena change."""
+
+
+class TowerMaker(NamedTuple):
+    """Makes a tower of weights whose parameters `projections` makes."""
+
+    projections: Callable[[], Projections[Any]]
+    make: MakeTower
+
+
+def _make_torch_tower(
+    pictures: Pictures, weights: ModelWeights[TorchLinear], arena: Arena, targets: AppliedTargets
+) -> TorchTower:
+    """See `MakeTower`."""
+    return TorchTower(pictures, weights, partial(plan_tile, arena=arena, targets=targets))
+
+
+IN_TORCH = TowerMaker(TorchProjections, _make_torch_tower)
 
 
 class PictureRows:
-    """Embeddings by picture, finished or begun, as the scheduler decides. `read_weights` reads the
-    tower's weights, which may be freed and read again. Adapters in the `arena` change the modules
-    `lora_targets` of the tower and its connector; none: all."""
+    """Embeddings by picture, finished or begun, as the scheduler decides. `read_tower` reads the
+    tower, which may be freed and read again."""
 
-    def __init__(
-        self,
-        pictures: Pictures,
-        read_weights: Callable[[], ModelWeights[TorchLinear]],
-        arena: Arena,
-        lora_targets: Collection[str] = (),
-    ) -> None:
-        self._arena = arena
-        self._targets = applied_to_pictures(arena.layout, lora_targets)
+    def __init__(self, pictures: Pictures, read_tower: Callable[[], Tower[Any]]) -> None:
         self._pictures = pictures
-        self._read_weights = read_weights
-        self._tower: TorchTower | None = TorchTower(pictures, read_weights())
+        self._read_tower = read_tower
+        self._tower: Tower[Any] | None = read_tower()
         self._encodings: dict[PictureKey, Encoding] = {}
 
     @property
-    def weights(self) -> ModelWeights[TorchLinear]:
+    def weights(self) -> ModelWeights[Any]:
         """The tower's and its connector's."""
         assert self._tower is not None, "the weights are freed"
         return self._tower.weights
@@ -58,9 +72,8 @@ class PictureRows:
         for key in work.dropped:
             self._encodings.pop(key, None)
         for key, picture, num_units, slot in work.encodes:
-            lora = plan_tile(slot, self._arena, self._targets)
             encoding = self._encoding(key, picture)
-            self._tower.go_on(encoding, picture.pixels.view, num_units, lora)
+            self._tower.go_on(encoding, picture.pixels.view, num_units, slot)
 
     def _encoding(self, key: PictureKey, picture: PromptPicture) -> Encoding:
         """Returns a picture's embeddings as they are, and begins them if they are not there."""
@@ -74,8 +87,7 @@ class PictureRows:
         encoding = self._encoding(key, picture)
         while not encoding.is_done:
             assert self._tower is not None
-            lora = plan_tile(slot, self._arena, self._targets)
-            self._tower.go_on(encoding, picture.pixels.view, 1, lora)
+            self._tower.go_on(encoding, picture.pixels.view, MAX_SLICE, slot)
         return encoding.rows
 
     def placed(self, rows: Sequence[BatchRow]) -> tuple[PlacedRows, ...]:
@@ -121,6 +133,6 @@ class PictureRows:
             self._tower = None
 
     def restore(self) -> None:
-        """Reads the tower again. Raises as `read_weights` does."""
+        """Reads the tower again. Raises as `read_tower` does."""
         if self._tower is None:
-            self._tower = TorchTower(self._pictures, self._read_weights())
+            self._tower = self._read_tower()

@@ -34,6 +34,7 @@ from inference_svc.model.encoder.operations import (
     AddInputs,
     ArrangeHeads,
     AttendBothWays,
+    RotateHeads,
 )
 from inference_svc.model.encoder.towers import (
     AddPictures,
@@ -74,7 +75,6 @@ from inference_svc.model.operations import (
     SumSquares,
 )
 from inference_svc.pictures.processor import CHANNELS
-from inference_svc.pictures.sizes import MAX_SLICE
 from kernels.lora.table import MAX_PARTS
 from kernels.quantised.weight import BLOCK_ELEMENTS, COPY_BYTES
 from kernels.recurrence.reference import CHUNK
@@ -88,6 +88,9 @@ WIDENED_BYTES, ROUNDED_BYTES = 9, 13
 that is written: in fp32, its magnitude, over the scale, its code."""
 SCORE_COPIES = 3
 """Copies of attention's scores in fp32, where they are bounded or have sinks."""
+BOTH_WAYS_COPIES = 5
+"""Copies of the outputs of attention without a causal mask: queries, keys and values, outputs, and
+their rows in order."""
 SCORED_QUERIES = 512
 """Queries whose scores torch's attention without a causal mask holds at once, at most."""
 CLAMPED_COPIES = 6
@@ -145,13 +148,9 @@ def picture_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     found = decoder.pictures
     if found is None:
         return MemoryNeeds(0, 0)
-    dtype, tower, form = getattr(torch, config.dtype), found.tower, found.tiles
-    if form.tile_size:
-        count = part = form.inner_tokens(form.whole)
-    else:  # a longer prompt is refused
-        most = found.processor.max_tile_pixels // form.patch_size**2
-        count = min(most, config.max_model_len * form.merge**2)
-        part = min(count, MAX_SLICE)
+    dtype, tower = getattr(torch, config.dtype), found.tower
+    count = found.max_inner_tokens(config.max_model_len)
+    part = found.tiles.max_part(count)
     sizes = ValueSizes.of(tower, part, part, dtype)
     of_tile = replace(config, max_model_len=count, max_batch_tokens=part, max_prefill_chunk=part)
     targets = applied_to_pictures(layout_of(config, decoder), config.lora_targets)
@@ -238,11 +237,16 @@ def _of_both_ways(op: AttendBothWays, own: _OwnBytes) -> int:
     """Copies of queries, keys and values, and of the outputs; the scores, where torch does not
     compute them in blocks; and the mask as numbers."""
     mixer, longest = op.mixer, own.config.max_model_len
-    copies = 5 if op.angles is None else 8
-    num_bytes = copies * own.elements(op) * own.item_bytes
+    num_bytes = BOTH_WAYS_COPIES * own.elements(op) * own.item_bytes
     if mixer.reach is not None:
         num_bytes += longest * longest * own.item_bytes
     return num_bytes + 4 * mixer.num_heads * longest * min(longest, SCORED_QUERIES)
+
+
+def _of_turning(op: RotateHeads, own: _OwnBytes) -> int:
+    """Queries and keys as they are turned, in the model's dtype and in fp32."""
+    elements = own.sizes.rows(op.out) * 2 * op.mixer.size
+    return elements * (2 * own.item_bytes + 4)
 
 
 def _of_patches(op: EmbedPatches, own: _OwnBytes) -> int:
@@ -414,6 +418,7 @@ OWN_BYTES: dict[type[Op], Callable[[Any, _OwnBytes], int]] = {
     Receive: _of_stages,
     Regroup: _nothing,
     RotateAndStore: _of_rotation,
+    RotateHeads: _of_turning,
     Route: _of_route,
     Scale: _nothing,
     Spread: _nothing,

@@ -137,6 +137,8 @@ class Engine:
             return False
         scheduled_s = time.monotonic()
         sampled, timings, lost, parts, late = self.runner.run(batch)
+        if self.scheduler.pictures is not None:
+            self.scheduler.pictures.note(batch, timings.pictures, timings.of_rows)
         if lost or late:
             left_out = late.union(lost)
             rows = tuple(row for row in batch.rows if row.sequence not in left_out)

@@ -16,13 +16,14 @@ from inference_svc.model.walk import operations
 
 class ValueSizes(NamedTuple):
     """The most rows of values, and the dtype of the model. A value without width has `pair_bytes`
-    for each pair."""
+    for each pair; a cell has `merge` patches each side."""
 
     max_tokens: int
     max_logits: int
     max_pairs: int
     dtype: torch.dtype
     pair_bytes: int = 0
+    merge: int = 1
 
     @classmethod
     def of(
@@ -34,13 +35,15 @@ class ValueSizes(NamedTuple):
         pair_bytes: int = 0,
     ) -> ValueSizes:
         chosen = max((each.num_chosen for each in decoder.mixtures), default=0)
-        return cls(max_tokens, max_logits, max_tokens * chosen, dtype, pair_bytes)
+        merge = 1 if decoder.patches is None else decoder.patches.form.merge
+        return cls(max_tokens, max_logits, max_tokens * chosen, dtype, pair_bytes, merge)
 
     def rows(self, value: Value) -> int:
         of_rows = {
             Rows.TOKENS: self.max_tokens,
             Rows.LOGITS: self.max_logits,
             Rows.PAIRS: self.max_pairs,
+            Rows.CELLS: self.max_logits // self.merge**2,
         }
         return of_rows[value.rows]
 

@@ -31,12 +31,13 @@ EMBEDDING_KEY, HEAD_KEY = "embedding", "head"
 
 
 class Rows(enum.Enum):
-    """The rows of a value: the step's tokens, the tokens that get logits, or the pairs of a token
-    and an expert."""
+    """The rows of a value: the step's tokens, the tokens that get logits, the pairs of a token and
+    an expert, or the cells of a tower's patches."""
 
     TOKENS = "tokens"
     LOGITS = "logits"
     PAIRS = "pairs"
+    CELLS = "cells"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,17 +1,22 @@
-"""A vision tower in torch: makes the embeddings of a picture's tokens, some layers at a time."""
+"""Vision towers: make the embeddings of a picture's tokens, some layers of a strip at a time."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.model.checkpoint.weights import ModelWeights
+from inference_svc.model.checkpoint.weights import ModelWeights, P
 from inference_svc.model.description import Decoder, Pictures
 from inference_svc.model.encoder.operations import AttendBothWays
 from inference_svc.model.encoder.tiles import TilePart, TilePlan
+from inference_svc.model.encoder.towers import outputs_of
 from inference_svc.model.inputs import Blend, StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import RotaryEmbedding, TorchLinear
@@ -23,18 +28,25 @@ from inference_svc.model.transformer import COMPUTE
 from inference_svc.model.walk import operations
 from inference_svc.pictures.processor import CHANNELS, Processor
 from inference_svc.pictures.sizes import Size
+from kernels.attention import AttentionPlan
+from kernels.pictures.reference import cut_patches
 
 
 @dataclass(slots=True)
 class TileState:
-    """A tile that is being computed: the stream [tokens, size], and queries, keys and values
-    [tokens, 3 * size] of the last two layers, of which each reads the one before. `angles` are of
-    all tokens."""
+    """A tile that is being computed."""
 
     plan: TilePlan
+
+
+@dataclass(slots=True)
+class TorchTile(TileState):
+    """The stream [tokens, size], and queries, keys and values [tokens, 3 * size] of the last two
+    layers, of which each reads the one before. `angles` are of all tokens."""
+
     hidden: Tensor
-    qkv: tuple[Tensor, ...]
-    angles: dict[Value, object] = field(default_factory=dict)
+    qkv: tuple[Tensor, Tensor]
+    angles: dict[Value, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -55,26 +67,17 @@ class Encoding:
         return self.index == self.num_tiles
 
 
-class TorchTower:
-    """Computes tiles one by one. The unit of its work is a layer of a part of a tile: from the
-    attention of a layer up to the one of the next, before the first layer or behind the last."""
+class Tower(ABC, Generic[P]):
+    """Computes tiles one by one. The unit of its work is a layer of a strip of a tile: from the
+    attention of a layer up to the one of the next, before the first layer or behind the last.
+    Strips that follow each other are computed at once."""
 
-    def __init__(self, pictures: Pictures, weights: ModelWeights[TorchLinear]) -> None:
+    def __init__(self, pictures: Pictures, weights: ModelWeights[P], units: Units) -> None:
         self._pictures = pictures
-        self._tower = tower = pictures.tower
+        self._tower = pictures.tower
         self.weights = weights
-        self._layers = _TowerOps.of(tower)
-        device = torch.device("cpu")
-        self._rotary = {key: RotaryEmbedding(*key, device) for key in tower.ropes}
+        self._units = units
         self._plans: dict[Size, TilePlan] = {}
-        self._no_caches = KVCaches.allocate(
-            tower,
-            num_pages=1,
-            page_size=1,
-            dtype=torch.float32,
-            stored=torch.float32,
-            device=device,
-        )
 
     def begin(self, tile: Size, num_tiles: int) -> Encoding:
         """Returns a picture of so many tiles of this size, of which nothing is computed."""
@@ -84,120 +87,156 @@ class TorchTower:
 
     @torch.inference_mode()
     def go_on(
-        self,
-        encoding: Encoding,
-        pixels: bytes | memoryview,
-        num_units: int,
-        lora: Lora | None = None,
+        self, encoding: Encoding, pixels: bytes | memoryview, num_units: int, slot: int
     ) -> None:
         """Computes so many more units of a picture's tiles, or as many as are left. `pixels` are
         uint8 [tiles, height, width, 3], which only requests keep: they are many times as large as
-        the embeddings. `lora` is the adapter that changes them, where it lies now."""
-        for _ in range(num_units):
-            if encoding.is_done:
-                return
-            if encoding.state is None:
-                encoding.state = self._begin_tile(encoding.tile)
-            self._compute(encoding, encoding.state, pixels, lora)
-            encoding.num_units += 1
-            if encoding.num_units == len(encoding.state.plan.parts) * len(self._layers.layers):
+        the embeddings. At `slot` is the adapter that changes them now; -1: none."""
+        while num_units and not encoding.is_done:
+            state = encoding.state
+            if state is None:
+                state = encoding.state = self._begin_tile(self._plan(encoding.tile))
+            num_strips = len(state.plan.strips)
+            layer, first = divmod(encoding.num_units, num_strips)
+            part = state.plan.part(first, num_units)
+            tile = self._pixels(encoding, pixels)
+            for out, rows in self._compute(state, layer, part, tile, slot):
+                self._place(encoding, part, out, rows)
+            num_units -= part.num_strips
+            encoding.num_units += part.num_strips
+            if encoding.num_units == num_strips * len(self._units.ops):
                 encoding.index, encoding.num_units, encoding.state = encoding.index + 1, 0, None
+                self._end_tile(state)
 
-    def _begin_tile(self, tile: Size) -> TileState:
+    def _plan(self, tile: Size) -> TilePlan:
         plan = self._plans.get(tile)
         if plan is None:
-            patches = self._tower.patches
+            patches, inputs = self._tower.patches, self._tower.encoder
             assert patches is not None
-            inputs = self._tower.encoder
             plan = TilePlan.of(patches, tile, None if inputs is None else inputs.positions)
             self._plans = {tile: plan}  # pictures of one size follow each other, as in a video
-        layers, count = self._layers, plan.num_tokens
-        hidden = torch.empty(count, layers.hidden.width, dtype=self.weights.dtype)
-        num_copies = min(2, len(plan.parts))
-        qkv = tuple(
-            torch.empty(count, layers.qkv.width, dtype=self.weights.dtype)
-            for _ in range(num_copies)
+        return plan
+
+    def _pixels(self, encoding: Encoding, pixels: bytes | memoryview) -> NDArray[np.uint8]:
+        """Returns the tile that is being computed, uint8 [height, width, 3]."""
+        shape = (*encoding.tile, CHANNELS)
+        count = encoding.tile.height * encoding.tile.width * CHANNELS
+        return np.frombuffer(pixels, np.uint8, count, encoding.index * count).reshape(shape)
+
+    def _place(self, encoding: Encoding, part: TilePart, out: Value, rows: Tensor) -> None:
+        """Puts the outputs of the connector, or of a tap, to their places."""
+        count, size = self._pictures.tiles.tokens(encoding.tile), self._pictures.size
+        own = encoding.rows[encoding.index * count :]
+        place = self._units.outs.index(out) * size
+        own[part.cells, place : place + size] = rows
+
+    @abstractmethod
+    def _begin_tile(self, plan: TilePlan) -> TileState: ...
+
+    @abstractmethod
+    def _compute(
+        self, state: Any, layer: int, part: TilePart, pixels: NDArray[np.uint8], slot: int
+    ) -> Sequence[tuple[Value, Tensor]]:
+        """Computes a unit of each strip of a part, of a tile with these pixels. Returns the outputs
+        [cells, size] that it makes."""
+
+    def _end_tile(self, state: Any) -> None:
+        """A tile has been computed."""
+
+
+class TorchTower(Tower[TorchLinear]):
+    """A tower in torch. `lora_at` returns the adapter at a slot."""
+
+    def __init__(
+        self,
+        pictures: Pictures,
+        weights: ModelWeights[TorchLinear],
+        lora_at: Callable[[int], Lora | None],
+    ) -> None:
+        found = operations(pictures.tower)
+        super().__init__(pictures, weights, Units.of(pictures.tower, (*found.layers, *found.head)))
+        self._lora_at = lora_at
+        self._values = byte_values(pictures.processor)
+        device = torch.device("cpu")
+        self._rotary = {key: RotaryEmbedding(*key, device) for key in self._tower.ropes}
+        self._no_caches = KVCaches.allocate(
+            self._tower,
+            num_pages=1,
+            page_size=1,
+            dtype=torch.float32,
+            stored=torch.float32,
+            device=device,
         )
-        state = TileState(plan, hidden, qkv)
-        step = self._step(plan, plan.parts[0], plan.positions)
-        state.angles |= {op.out: COMPUTE[Angles](op, step) for op in layers.angles}
-        return state
+
+    def _begin_tile(self, plan: TilePlan) -> TorchTile:
+        units, count, dtype = self._units, plan.num_tokens, self.weights.dtype
+        hidden = torch.empty(count, units.hidden.width, dtype=dtype)
+        first, second = (torch.empty(count, units.qkv.width, dtype=dtype) for _ in range(2))
+        angles = {
+            op.out: self._rotary[op.rope, op.head_dim](plan.positions, dtype) for op in units.angles
+        }
+        return TorchTile(plan, hidden, (first, second), angles)
 
     def _compute(
-        self,
-        encoding: Encoding,
-        state: TileState,
-        pixels: bytes | memoryview,
-        lora: Lora | None,
-    ) -> None:
-        """Computes the next unit of a tile."""
-        plan, layers = state.plan, self._layers
-        layer, index = divmod(encoding.num_units, len(plan.parts))
-        part = plan.parts[index]
-        own = slice(part.start, part.end)
-        positions = plan.positions[..., own]
-        patches = None if layer else self._patches(encoding, state, pixels, part)
-        step = self._step(plan, part, positions, patches, lora)
-        step.values |= state.angles
+        self, state: TorchTile, layer: int, part: TilePart, pixels: NDArray[np.uint8], slot: int
+    ) -> Sequence[tuple[Value, Tensor]]:
+        units, own = self._units, slice(part.start, part.end)
+        step = self._step(state.plan, part, None if layer else pixels, slot)
+        for angles, made in state.angles.items():
+            step.values[angles] = type(made)(*(each[own] for each in made))
         if layer:
-            step.values[layers.hidden] = state.hidden[own]
-            step.values[layers.qkv] = state.qkv[(layer - 1) % len(state.qkv)]
-        for op, ended in layers.layers[layer]:
-            step.values[op.out] = COMPUTE[type(op)](op, step)
+            step.values[units.hidden] = state.hidden[own]
+            step.values[units.qkv] = state.qkv[(layer - 1) % 2]
+        for op, ended in units.ops[layer]:
+            if not isinstance(op, Angles):
+                step.values[op.out] = COMPUTE[type(op)](op, step)
             for value in ended:
                 del step.values[value]
-        if layer + 1 < len(layers.layers):
-            state.hidden[own] = step.values[layers.hidden]
-            state.qkv[layer % len(state.qkv)][own] = step.values[layers.qkv]
-        count, size = self._pictures.tiles.tokens(encoding.tile), self._pictures.size
-        rows = encoding.rows[encoding.index * count :]
-        for place, out in enumerate(layers.outs):
-            if out in step.values:
-                rows[part.cells, place * size : (place + 1) * size] = step.values[out]
-
-    def _patches(
-        self, encoding: Encoding, state: TileState, pixels: bytes | memoryview, part: TilePart
-    ) -> Tensor:
-        """Returns the patches of a part, fp32 [patches, 3, side, side]."""
-        form, (height, width) = self._pictures.tiles, encoding.tile
-        first = encoding.index * CHANNELS * height * width
-        tile = np.frombuffer(pixels, np.uint8, CHANNELS * height * width, first)
-        (rows, columns), side = form.grid(encoding.tile), form.patch_size
-        tile = tile.reshape(height, width, CHANNELS)[: rows * side, : columns * side]
-        cut = tile.reshape(rows, side, columns, side, CHANNELS)
-        start = max(0, part.start - form.num_added)
-        own = state.plan.patches[:, start : part.end - form.num_added].numpy()
-        return normalised(torch.from_numpy(cut[own[0], :, own[1]]), self._pictures.processor)
+        if layer + 1 < len(units.ops):
+            state.hidden[own] = step.values[units.hidden]
+            state.qkv[layer % 2][own] = step.values[units.qkv]
+        return [(out, step.values[out]) for out in units.outs if out in step.values]
 
     def _step(
-        self,
-        plan: TilePlan,
-        part: TilePart,
-        positions: Tensor,
-        patches: Tensor | None = None,
-        lora: Lora | None = None,
+        self, plan: TilePlan, part: TilePart, pixels: NDArray[np.uint8] | None, slot: int
     ) -> Step:
         own = slice(part.start, part.end)
-        blend = None if plan.blend is None else Blend(*(each[own] for each in plan.blend))
+        starts = part.window_starts
+        counts = np.diff(starts) if len(starts) > 1 else np.array([part.num_tokens])
+        zeros, pages = np.zeros(len(counts), np.int64), [[0]] * len(counts)
+        positions, rows = plan.positions[..., own], torch.arange(part.first_row, part.num_tokens)
+        patches = None
+        if pixels is not None:
+            added = plan.form.num_added
+            own_patches = slice(max(part.start - added, 0), part.end - added)
+            rows_of, columns_of = plan.patches[:, own_patches]
+            tile, side = torch.from_numpy(pixels.copy()), plan.form.patch_size
+            patches = cut_patches(tile, self._values, rows_of, columns_of, side)
         return Step(
             weights=self.weights,
             rotary=self._rotary,
             inputs=StepInputs(
                 token_ids=positions,
                 positions=positions,
-                logit_rows=part.rows,
-                attention=part.windows,
+                logit_rows=rows,
+                attention=AttentionPlan.build(zeros, counts, pages, int(counts.max()), "cpu"),
                 patches=patches,
                 part=own,
-                blend=blend,
+                blend=None if plan.blend is None else Blend(*(each[own] for each in plan.blend)),
             ),
             kv_caches=self._no_caches,
-            lora=lora,
+            lora=self._lora_at(slot),
             columns={},
-            rows=part.rows,
+            rows=rows,
             choices={},
             token_order=None,
         )
+
+
+def byte_values(processor: Processor) -> Tensor:
+    """Returns the number that a processor makes of each byte of each channel, fp32 [3, 256]."""
+    every = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 1, CHANNELS)
+    return normalised(every, processor).view(256, CHANNELS).t().contiguous()
 
 
 def normalised(pixels: Tensor, processor: Processor) -> Tensor:
@@ -209,33 +248,28 @@ def normalised(pixels: Tensor, processor: Processor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _TowerOps:
+class Units:
     """The operations of units, with the values to let go of: the ones before the first attention,
     from each attention to the next, and from the last to the connector's end. `hidden` and `qkv`
     are what a unit leaves for the next, and `outs` the outputs of the connector and of taps.
-    `angles` are computed once a tile."""
+    `angles` are of the first unit."""
 
-    layers: list[list[tuple[Op, tuple[Value, ...]]]]
+    ops: list[list[tuple[Op, tuple[Value, ...]]]]
     hidden: Value
     qkv: Value
     outs: tuple[Value, ...]
     angles: list[Angles]
 
     @classmethod
-    def of(cls, tower: Decoder) -> _TowerOps:
-        found = operations(tower)
-        ops = (*found.layers, *found.head)
-        names = [tap.connector.layers[-1].name for tap in tower.taps]
-        made = {op.out.name: op.out for op in ops}
-        outs = (ops[-1].out, *(made[name] for name in names))
-        layers: list[list[tuple[Op, tuple[Value, ...]]]] = [[]]
-        for op, ended in zip(ops, last_uses(ops, outs), strict=True):
-            if isinstance(op, Angles):
-                continue
-            if isinstance(op, AttendBothWays):
-                layers.append([])
-            layers[-1].append((op, ended))
-        qkv = next(op.inputs[0] for op in ops if isinstance(op, AttendBothWays))
+    def of(cls, tower: Decoder, ops: Sequence[Op]) -> Units:
+        """Returns the units of a tower's operations."""
+        outs = outputs_of(tower, ops)
         angles = [op for op in ops if isinstance(op, Angles)]
+        units: list[list[tuple[Op, tuple[Value, ...]]]] = [[]]
+        for op, ended in zip(ops, last_uses(ops, (*outs, *(op.out for op in angles))), strict=True):
+            if isinstance(op, AttendBothWays):
+                units.append([])
+            units[-1].append((op, ended))
+        qkv = next(op.inputs[0] for op in ops if isinstance(op, AttendBothWays))
         hidden = next(op.hidden for op in ops if isinstance(op, AddNorm))
-        return cls(layers, hidden, qkv, outs, angles)
+        return cls(units, hidden, qkv, outs, angles)

@@ -63,7 +63,7 @@ class PromptPicture:
 
 
 class Encode(NamedTuple):
-    """Computes so many more units of a picture, which are layers of parts of tiles, with the
+    """Computes so many more units of a picture, which are layers of strips of tiles, with the
     adapter at `slot`; -1: none."""
 
     key: PictureKey

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
-MAX_SLICE = 1024
-"""The most patches that a tower computes at once, of tiles of any size."""
+STRIP, MAX_SLICE = 32, 1024
+"""The tokens of a strip of a tile, which is the least that a tower computes at once, and the most
+tokens of strips that follow each other."""
 
 
 class Size(NamedTuple):
@@ -64,10 +66,14 @@ class TileForm(NamedTuple):
         """Returns the most tokens of a prompt for a tile of at most so many pixels."""
         return num_pixels // self.cell_size**2 + self.num_added
 
-    def slices(self, tile: Size) -> tuple[tuple[int, int], ...]:
-        """Returns the parts in which the tower computes a tile's tokens, each [start, end): whole
-        windows, or whole cells, of at most MAX_SLICE tokens. A square of one size is one part."""
-        return _slices(self, tile)
+    def strips(self, tile: Size) -> tuple[tuple[int, int], ...]:
+        """Returns the strips of a tile's tokens, each [start, end): of whole windows, or whole
+        cells, some STRIP tokens each."""
+        return _strips(self, tile)
+
+    def max_part(self, num_tokens: int) -> int:
+        """Returns the most tokens that a tower computes at once, of tiles of at most so many."""
+        return min(num_tokens, MAX_SLICE)
 
     def windows(self, tile: Size) -> list[int]:
         """Returns the numbers of patches of a tile's windows, row by row; of a tile without windows
@@ -84,18 +90,16 @@ class TileForm(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _slices(form: TileForm, tile: Size) -> tuple[tuple[int, int], ...]:
+def _strips(form: TileForm, tile: Size) -> tuple[tuple[int, int], ...]:
     total = form.inner_tokens(tile)
-    if form.tile_size:
-        return ((0, total),)
-    sizes = form.windows(tile)
     if not form.window:
-        step = MAX_SLICE // form.merge**2 * form.merge**2
-        return tuple((start, min(start + step, total)) for start in range(0, total, step))
+        step = max(STRIP // form.merge**2, 1) * form.merge**2
+        borders = [0, *range(form.num_dropped + step, total, step), total]
+        return tuple(pairwise(borders))
     found: list[tuple[int, int]] = []
     start = end = 0
-    for size in sizes:
-        if end + size - start > MAX_SLICE:
+    for size in form.windows(tile):
+        if start < end and end + size - start > STRIP:
             found.append((start, end))
             start = end
         end += size

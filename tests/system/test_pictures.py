@@ -298,10 +298,8 @@ def test_generated_tokens_do_not_wait_for_a_whole_picture(
     running.submit("three", prompt, pictures=pictures, max_tokens=NUM_TOKENS)
     assert running.result("three")[0] == smolvlm.expected("", "three")
     memory = running.engine.built.engine.scheduler.pictures
-    num_units = sum(map(memory.costs.num_units, pictures))
-    assert sum(counts) == num_units
-    budget = max(1, int(7 / 8 / memory.costs.of_unit(pictures[0])))
-    assert len(counts) >= num_units // budget > 3
+    assert sum(counts) == sum(map(memory.costs.num_units, pictures))
+    assert len(counts) > 3
     running.cancel("text")
     running.result("text")
     running.check_idle()

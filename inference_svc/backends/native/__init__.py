@@ -7,6 +7,7 @@ adapter_ops  the interface of adapters' operations, and their groups
 projections  packed weights, and the operations that compute with them
 attention    the memory and the operations of attention
 encoder      the operations of encoders, and the memory of their attention
+towers       vision towers, whose units are programs
 states       where a step's rows find recurrent states
 workspace    the memory of a step's values, which is shared over time
 needs        its memory, before any of it is allocated

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from inference_svc.model.operations import Rows
 from kernels.elementwise import NormWeight
 from kernels.experts import Pairs
 from kernels.native.library import NativeOp
@@ -22,8 +24,8 @@ WITHOUT = "without "
 class AdapterOps(Protocol):
     """Operations that apply the step's adapters, after the base has computed; groups as in
     `model.lora.Lora`, and the modules of replaced weights. They read a plan that is refilled before
-    each run. Tensors are in the model's dtype unless they say otherwise; M is `max_tokens`, or
-    `max_rows` with `logits_only`."""
+    each run. Tensors are in the model's dtype unless they say otherwise; M is the most `rows` of
+    this kind."""
 
     @property
     def every_group(self) -> frozenset[str]:
@@ -31,17 +33,16 @@ class AdapterOps(Protocol):
         their programs alike, although some have fewer operations."""
 
     def add(
-        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, logits_only: bool
-    ) -> list[NativeOp]:
-        """x: [M, in], out: [M, >= sum of the group's outs], in the model's dtype or fp32; their
-        rows are the tokens of the step, or only the ones that get logits. `bias`, fp32 [sum of the
-        group's outs], is the base's in `out`."""
+        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, rows: Rows
+    ) -> Iterator[GroupedOp]:
+        """x: [M, in], out: [M, >= sum of the group's outs], in the model's dtype or fp32. `bias`,
+        fp32 [sum of the group's outs], is the base's in `out`."""
 
     def add_experts(
-        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
+        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, rows: Rows
     ) -> list[NativeOp]:
         """x: [P, in], out: [P, sum of the group's outs], both in the model's dtype; their rows are
-        pairs of a token and an expert."""
+        pairs of a token, one of `rows`, and an expert."""
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
         """token_ids: int64 [M], out: [M, hidden_size]."""
@@ -54,9 +55,9 @@ class AdapterOps(Protocol):
         tokens that get logits."""
 
     def token_weights(
-        self, module: str, norm: NormWeight, *, logits_only: bool
+        self, module: str, norm: NormWeight, rows: Rows
     ) -> tuple[list[NativeOp], NormWeight] | None:
-        """Returns the operations that fill the weight of a norm for each token, and its bias, and
+        """Returns the operations that fill the weight of a norm for each row, and its bias, and
         the norm with these; None if no adapter replaces it."""
 
 

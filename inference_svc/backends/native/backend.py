@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -36,15 +37,16 @@ from inference_svc.backends.native.exchange import (
     SharedMeeting,
 )
 from inference_svc.backends.native.lora import NativeLoraOps
-from inference_svc.backends.native.needs import memory_needs
+from inference_svc.backends.native.needs import memory_needs, tower_needs
 from inference_svc.backends.native.program import NativeTransformer
 from inference_svc.backends.native.projections import PackedProjection, PackedProjections
+from inference_svc.backends.native.towers.tower import NativeTower, has_kernels
 from inference_svc.backends.native.workspace import Workspace, max_outputs
+from inference_svc.backends.pictures import IN_TORCH, TowerMaker
 from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_runs, scored_slices
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.speed_notes import native_notes, thread_notes
 from inference_svc.backends.step_data import StepData
-from inference_svc.backends.torch_needs import picture_needs
 from inference_svc.core import Batch, BatchRow, EngineConfig
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.weights import ModelWeights
@@ -307,7 +309,7 @@ class NativeFactory:
         return "native"
 
     def memory_needs(self, config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
-        return memory_needs(config, decoder).plus(picture_needs(config, decoder))
+        return memory_needs(config, decoder).plus(tower_needs(config, decoder))
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return None
@@ -347,9 +349,8 @@ class NativeFactory:
         library, dtype = load(), getattr(torch, config.dtype)
         assert library is not None, "the backend is supported"
         max_tokens = config.max_batch_tokens
-        reload = make_reload(
-            config, decoder, lambda: PackedProjections(Slab().take), prefers_tiles=True
-        )
+        tower = _tower_maker(decoder, library, config.max_model_len)
+        reload = make_reload(config, decoder, _projections, tower, prefers_tiles=True)
         kv_caches = reload.pages()
         arena = allocate_arena(config, layout)
         weights = reload.weights()
@@ -384,6 +385,19 @@ class NativeFactory:
             reload.states(),
             exchange,
         )
+
+
+def _projections() -> PackedProjections:
+    return PackedProjections(Slab().take)
+
+
+def _tower_maker(decoder: Decoder, library: Library, max_model_len: int) -> TowerMaker:
+    """A tower with operations that the kernels lack is computed in torch. A tile is no larger than
+    a prompt of this length."""
+    if decoder.pictures is None or not has_kernels(decoder.pictures.tower):
+        return IN_TORCH
+    longest = decoder.pictures.max_inner_tokens(max_model_len)
+    return TowerMaker(_projections, partial(NativeTower, library=library, longest=longest))
 
 
 def _step_arrays(config: EngineConfig, decoder: Decoder, num_outputs: int) -> StepArrays:

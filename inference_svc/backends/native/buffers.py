@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.core import BatchColumns
+from inference_svc.model.operations import Rows
 from inference_svc.model.rope import Axes
 from inference_svc.pictures.positions import NUM_AXES, PicturePositions
 from kernels.attention.native import StepRows
@@ -58,6 +59,27 @@ class BatchPages:
             self._table[row, : num_pages[row]] = pages[row]
             self._lists[row], self._num_pages[row] = pages[row], num_pages[row]
         return self._row_numbers[:num_rows]
+
+
+class StepMemory(Protocol):
+    """The inputs of a step at fixed addresses, as operations read them; see `StepArrays`."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def logit_rows(self) -> Tensor: ...
+
+    @property
+    def rows(self) -> StepRows: ...
+
+    def count(self, rows: Rows) -> Tensor:
+        """Returns where the number of these rows is, int32 [1]."""
+
+    def positions_along(self, axes: Axes | None) -> tuple[Tensor, Tensor | None]: ...
 
 
 class StepArrays:
@@ -121,6 +143,11 @@ class StepArrays:
             self.cells,
             self.ends,
         )
+
+    def count(self, rows: Rows) -> Tensor:
+        """Returns where the number of these rows is, int32 [1]: of all tokens, or of the ones that
+        get logits."""
+        return self.num_logits if rows is Rows.LOGITS else self.num_tokens
 
     def positions_along(self, axes: Axes | None) -> tuple[Tensor, Tensor | None]:
         """Returns the positions that turn heads, and, if tokens have several, which of them turns

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,18 +13,47 @@ from inference_svc.backends.native.adapter_ops import GroupedOp
 from inference_svc.backends.native.buffers import StepArrays
 from inference_svc.core import BatchRow, EngineConfig
 from inference_svc.model.description import Activation, BothWays, Decoder
-from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
+from inference_svc.model.encoder.operations import (
+    Activate,
+    AddInputs,
+    AttendBothWays,
+    RotateHeads,
+)
+from inference_svc.model.encoder.towers import EmbedPatches, MergePatches
 from inference_svc.model.inputs import token_types
-from inference_svc.model.operations import Value
+from inference_svc.model.operations import Op, Value
 from kernels.attention.native import rotate_op
 from kernels.attention.native_both_ways import BothWaysScratch, BothWaysShape, both_ways_op
-from kernels.elementwise import add_rows_op, gelu_op, gelu_tanh_op, silu_op
+from kernels.elementwise import add_rows_op, gelu_op, gelu_tanh_op, quick_gelu_op, silu_op
+from kernels.native.library import NativeOp
 
 _ACTIVATE = {
     Activation.SILU: silu_op,
     Activation.GELU_TANH: gelu_tanh_op,
     Activation.GELU: gelu_op,
+    Activation.QUICK_GELU: quick_gelu_op,
 }
+
+
+Tensors: TypeAlias = Mapping[Value, Tensor]
+
+
+class EncoderOps(Protocol):
+    """Makes the operations that encoders, or towers, alone have."""
+
+    def add_inputs(self, op: AddInputs, at: Tensors) -> Iterator[GroupedOp]: ...
+
+    def rotate(self, op: RotateHeads, at: Tensors) -> Iterator[GroupedOp]: ...
+
+    def attend(self, op: AttendBothWays, at: Tensors) -> Iterator[GroupedOp]: ...
+
+    def activate(self, op: Activate, at: Tensors) -> Iterator[GroupedOp]: ...
+
+    def embed_patches(self, op: EmbedPatches, at: Tensors) -> Iterator[GroupedOp]:
+        """Towers have it."""
+
+    def merge_patches(self, op: MergePatches, at: Tensors) -> Iterator[GroupedOp]:
+        """Towers have it."""
 
 
 class NativeEncoder:
@@ -62,7 +92,7 @@ class NativeEncoder:
         if types is not None:
             self._types[: self._num_typed] = torch.from_numpy(types)
 
-    def add_inputs(self, op: AddInputs, at: Mapping[Value, Tensor]) -> Iterator[GroupedOp]:
+    def add_inputs(self, op: AddInputs, at: Tensors) -> Iterator[GroupedOp]:
         rows = None if op.types is None else self._tables[op.types.key]
         table = None if op.positions is None else self._tables[op.positions.key]
         made = add_rows_op(
@@ -76,13 +106,12 @@ class NativeEncoder:
         )
         yield "", made
 
-    def attend(self, op: AttendBothWays, at: Mapping[Value, Tensor]) -> Iterator[GroupedOp]:
-        mixer, step, qkv = op.mixer, self._step, at[op.inputs[0]]
-        if op.angles is not None:
-            cos, sin = at[op.angles].view(2, len(step.positions), -1)
-            qk = qkv[:, : 2 * mixer.size]
-            yield "", rotate_op(qk, cos, sin, step.num_tokens, head_dim=mixer.head_dim)
-        rows, scratch = step.rows, self._scratches[mixer.head_dim]
+    def rotate(self, op: RotateHeads, at: Tensors) -> Iterator[GroupedOp]:
+        yield "", rotate_heads_op(op, at, self._step.num_tokens)
+
+    def attend(self, op: AttendBothWays, at: Tensors) -> Iterator[GroupedOp]:
+        mixer, qkv = op.mixer, at[op.inputs[0]]
+        rows, scratch = self._step.rows, self._scratches[mixer.head_dim]
         made = both_ways_op(
             qkv,
             at[op.out],
@@ -94,9 +123,31 @@ class NativeEncoder:
         )
         yield "", made
 
-    def activate(self, op: Activate, at: Mapping[Value, Tensor]) -> Iterator[GroupedOp]:
-        made = _ACTIVATE[op.activation](at[op.inputs[0]], at[op.out], self._step.num_tokens)
-        yield "", made
+    def activate(self, op: Activate, at: Tensors) -> Iterator[GroupedOp]:
+        yield "", activate_op(op, at, self._step.num_tokens)
+
+    def embed_patches(self, op: EmbedPatches, at: Tensors) -> Iterator[GroupedOp]:
+        raise AssertionError("an encoder of texts has no patches")
+
+    def merge_patches(self, op: MergePatches, at: Tensors) -> Iterator[GroupedOp]:
+        raise AssertionError("an encoder of texts has no patches")
+
+
+def rotate_heads_op(op: RotateHeads, at: Tensors, count: Tensor) -> NativeOp:
+    """Returns a rotation of queries and keys of so many rows."""
+    (cos, sin), mixer = angles_of(at[op.inputs[1]]), op.mixer
+    return rotate_op(at[op.out][:, : 2 * mixer.size], cos, sin, count, head_dim=mixer.head_dim)
+
+
+def angles_of(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin, each [T, half], one after the other in memory."""
+    cos, sin = angles.view(2, len(angles), -1)
+    return cos, sin
+
+
+def activate_op(op: Activate, at: Tensors, count: Tensor) -> NativeOp:
+    """Returns an activation of so many rows."""
+    return _ACTIVATE[op.activation](at[op.inputs[0]], at[op.out], count)
 
 
 def encoder_bytes(config: EngineConfig, decoder: Decoder, num_threads: int) -> int:
@@ -114,3 +165,14 @@ def _shapes(decoder: Decoder, longest: int, dtype: torch.dtype) -> Iterator[Both
     mixers = (block.mixer for block in decoder.blocks)
     sizes = {each.head_dim for each in mixers if isinstance(each, BothWays)}
     return (BothWaysShape(size, dtype.itemsize, longest) for size in sorted(sizes))
+
+
+MAKE_ENCODERS: Mapping[type[Op], Callable[[EncoderOps, Any, Tensors], Iterator[GroupedOp]]] = {
+    Activate: lambda own, op, at: own.activate(op, at),
+    AddInputs: lambda own, op, at: own.add_inputs(op, at),
+    AttendBothWays: lambda own, op, at: own.attend(op, at),
+    EmbedPatches: lambda own, op, at: own.embed_patches(op, at),
+    MergePatches: lambda own, op, at: own.merge_patches(op, at),
+    RotateHeads: lambda own, op, at: own.rotate(op, at),
+}
+"""The function that makes each kind of operation that encoders alone have."""

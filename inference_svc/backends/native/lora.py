@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -11,11 +11,12 @@ from torch import Tensor
 from inference_svc.adapters.layout import EMBEDDING
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.arena import Arena
-from inference_svc.backends.native.adapter_ops import ADDED_TOKENS, head_norms
+from inference_svc.backends.native.adapter_ops import ADDED_TOKENS, GroupedOp, head_norms
 from inference_svc.backends.native.exchange import ProgramExchange
 from inference_svc.backends.slot_runs import SlotRuns, last_slots, slot_runs
 from inference_svc.core import BASE_SLOT, BatchRow
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD
+from inference_svc.model.operations import Rows
 from kernels.elementwise import NormWeight
 from kernels.experts import Pairs
 from kernels.host_memory import allocate_host
@@ -53,6 +54,7 @@ class NativeLoraOps:
         most = max((len(group.targets) for group in groups.values()), default=1)
         self._lora = NativeLora.create(arena.table, self._plan, most)
         self._logits_lora = NativeLora.create(arena.table, self._logits_plan, most)
+        self._of_rows = {Rows.TOKENS: self._lora, Rows.LOGITS: self._logits_lora}
         num_pairs = max_tokens * max_chosen
         pairs = NativeLoraPlan(num_pairs, has_experts=True, table=arena.table)
         self._pairs_lora = NativeLora.create(arena.table, pairs, MAX_EXPERTS_TARGETS)
@@ -72,7 +74,7 @@ class NativeLoraOps:
 
     @property
     def workspace_bytes(self) -> int:
-        created = (self._lora, self._logits_lora, self._pairs_lora)
+        created = (*self._of_rows.values(), self._pairs_lora)
         shrunk = sum(each.shrunk.nbytes + each.plan.num_bytes for each in created)
         return shrunk + sum(each.nbytes for each in self._token_weights.values())
 
@@ -151,19 +153,18 @@ class NativeLoraOps:
         return frozenset(name for name, is_in in zip(self._names, changed, strict=True) if is_in)
 
     def add(
-        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, *, logits_only: bool
-    ) -> list[NativeOp]:
-        if group not in self._groups:
-            return []
-        lora = self._logits_lora if logits_only else self._lora
-        return self._add_ops(lora, group, x, out, bias)
+        self, group: str, x: Tensor, out: Tensor, bias: Tensor | None, rows: Rows
+    ) -> Iterator[GroupedOp]:
+        if group in self._groups:
+            for op in self._add_ops(self._of_rows[rows], group, x, out, bias):
+                yield group, op
 
     def add_experts(
-        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, *, logits_only: bool
+        self, group: str, x: Tensor, out: Tensor, pairs: Pairs, rows: Rows
     ) -> list[NativeOp]:
         if group not in self._groups:
             return []
-        tokens, lora = self._logits_plan if logits_only else self._plan, self._pairs_lora
+        tokens, lora = self._of_rows[rows].plan, self._pairs_lora
         plan_op = lora.plan.of_pairs_op(tokens, pairs.tokens, pairs.starts)
         return [plan_op, *self._add_ops(lora, group, x, out, None)]
 
@@ -197,9 +198,9 @@ class NativeLoraOps:
         return [replace_logits_op(x, out, self._table, self._logits_plan, weight, vocab_size)]
 
     def token_weights(
-        self, module: str, norm: NormWeight, *, logits_only: bool
+        self, module: str, norm: NormWeight, rows: Rows
     ) -> tuple[list[NativeOp], NormWeight] | None:
-        plan = self._logits_plan if logits_only else self._plan
+        plan = self._of_rows[rows].plan
         ops: list[NativeOp] = []
 
         def own(name: str, values: Tensor, offset: float) -> Tensor:

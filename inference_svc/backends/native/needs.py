@@ -3,19 +3,26 @@ that `backend` and `program` allocate, by the same functions."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from inference_svc.adapters.targets import computed_groups
+from inference_svc.adapters.targets import applied_to_pictures, computed_groups, layout_of
 from inference_svc.backends.base import MemoryNeeds, states_bytes, table_bytes
 from inference_svc.backends.native import encoder
 from inference_svc.backends.native.exchange import shared_bytes
 from inference_svc.backends.native.lora import BIAS, MAX_EXPERTS_TARGETS, norm_role
 from inference_svc.backends.native.program import routings_bytes
+from inference_svc.backends.native.towers.memory import PartArrays, tower_shapes
+from inference_svc.backends.native.towers.tiles import tile_bytes
+from inference_svc.backends.native.towers.tower import has_kernels
 from inference_svc.backends.native.workspace import max_outputs, workspace_bytes
+from inference_svc.backends.torch_needs import picture_needs
 from inference_svc.core import EngineConfig
 from inference_svc.host.cpus import compute_threads
 from inference_svc.model.checkpoint.parameters import parameters, weights_bytes
 from inference_svc.model.description import Decoder
+from inference_svc.pictures.processor import CHANNELS
 from kernels.attention.native_memory import AttentionShape
 from kernels.lora.native import NativeLora, NativeLoraPlan
 from kernels.quantised.pack import packed_bytes
@@ -70,6 +77,53 @@ def held_bytes(config: EngineConfig, decoder: Decoder) -> int:
         + _rows_bytes(config, decoder)
         + _adapters_bytes(config, decoder)
     )
+
+
+def tower_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
+    """Returns the weights of the vision tower, if there is one; and the workspace of a part of a
+    tile, the state of the largest tile, which stays while other steps are computed, and the
+    embeddings of pictures."""
+    found = decoder.pictures
+    if found is None:
+        return MemoryNeeds(0, 0)
+    if not has_kernels(found.tower):
+        return picture_needs(config, decoder)
+    dtype, tower, form = getattr(torch, config.dtype), found.tower, found.tiles
+    longest = found.max_inner_tokens(config.max_model_len)
+    most = form.max_part(longest)
+    of_part = replace(config, max_batch_tokens=most, max_added_tokens=0)
+    num_threads = compute_threads(config.num_threads, config.num_computing)
+    num_pixels = CHANNELS * form.patch_size**2
+    others_bytes = (
+        workspace_bytes(of_part, tower)
+        + PartArrays.bytes_of(most)
+        + most * num_pixels * torch.float32.itemsize
+        + sum(each.num_bytes(num_threads) for each in tower_shapes(tower, dtype, most))
+        + tile_bytes(tower, dtype, longest)
+        + _tower_adapters_bytes(of_part, decoder)
+        + config.prompt_image_bytes
+    )
+    kernel_bytes = tower.hidden_size * num_pixels * torch.float32.itemsize
+    return MemoryNeeds(weights_bytes(tower, dtype) + kernel_bytes, others_bytes)
+
+
+def _tower_adapters_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Returns the memory of adapters' operations in parts of `max_batch_tokens`: of tokens, of the
+    ones that the connector reads, and of cells."""
+    found = decoder.pictures
+    assert found is not None
+    itemsize, num_mixes = getattr(torch, config.dtype).itemsize, config.max_sequences
+    targets = applied_to_pictures(layout_of(config, decoder), config.lora_targets)
+    most = max((len(group.targets) for group in targets.groups.values()), default=1)
+    num_tokens = config.max_batch_tokens
+    num_cells = num_tokens // found.tiles.merge**2
+    of_cells = replace(config, max_batch_tokens=num_cells)
+    num_bytes = sum(_token_weights_bytes(each, found.tower) for each in (config, of_cells))
+    for max_tokens in (num_tokens, num_tokens, num_cells, 0):
+        sizes = max_tokens, num_mixes, config.max_lora_rank
+        num_bytes += NativeLora.shrunk_bytes(most, *sizes, itemsize)
+        num_bytes += NativeLoraPlan.bytes_of(max_tokens, num_mixes, has_experts=not max_tokens)
+    return num_bytes
 
 
 def _rows_bytes(config: EngineConfig, decoder: Decoder) -> int:

@@ -7,8 +7,8 @@ An operation comes with the group of adapters that it is part of: "" always runs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -20,14 +20,13 @@ from inference_svc.backends.native.adapter_ops import (
     head_norms,
 )
 from inference_svc.backends.native.attention import NativeAttentions
-from inference_svc.backends.native.buffers import StepArrays
-from inference_svc.backends.native.encoder import NativeEncoder
+from inference_svc.backends.native.buffers import StepMemory
+from inference_svc.backends.native.encoder import MAKE_ENCODERS, EncoderOps, Tensors, angles_of
 from inference_svc.backends.native.exchange import ProgramExchange
 from inference_svc.backends.native.projections import PackedProjection, experts_ops, project_ops
 from inference_svc.backends.native.states import NativeStates
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Activation, ClampedSwiglu
-from inference_svc.model.encoder.operations import Activate, AddInputs, AttendBothWays
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.mixers.short_conv import GatedConvolve
 from inference_svc.model.operations import (
@@ -92,7 +91,6 @@ from kernels.recurrence.native import (
     gated_norm_op,
 )
 
-Tensors: TypeAlias = Mapping[Value, Tensor]
 _GATED = {
     Activation.SILU: swiglu_op,
     Activation.GELU_TANH: geglu_op,
@@ -108,14 +106,14 @@ class NativeOps:
     a model that is cut exchange."""
 
     weights: ModelWeights[PackedProjection]
-    step: StepArrays
+    step: StepMemory
     logits: Tensor
     int8_inputs: Int8Inputs
-    attention: NativeAttentions
-    states: NativeStates | None
-    routings: Mapping[int, PairsBuffer]
     adapters: AdapterOps
-    encoder: NativeEncoder
+    encoder: EncoderOps
+    attention: NativeAttentions | None = None
+    states: NativeStates | None = None
+    routings: Mapping[int, PairsBuffer] = field(default_factory=dict)
     exchange: ProgramExchange | None = None
 
     def make(self, ops: Sequence[Op], tensors: Iterable[Tensors]) -> Iterator[GroupedOp]:
@@ -126,7 +124,7 @@ class NativeOps:
 
     def count(self, value: Value) -> Tensor:
         """Returns where the step has the number of rows, int32 [1], of a value."""
-        return self.step.num_logits if value.rows is Rows.LOGITS else self.step.num_tokens
+        return self.step.count(value.rows)
 
     def embed(self, op: Embed, at: Tensors) -> Iterator[GroupedOp]:
         out, token_ids = at[op.out], self.step.token_ids
@@ -148,7 +146,7 @@ class NativeOps:
 
     def angles(self, op: Angles, at: Tensors) -> Iterator[GroupedOp]:
         frequencies = op.rope.inverse_frequencies(op.head_dim)
-        cos, sin = _angles_of(at[op.out])
+        cos, sin = angles_of(at[op.out])
         positions, axes = self.step.positions_along(op.rope.axes)
         count, scaling = self.count(op.out), op.rope.attention_scaling
         yield "", rotary_angles_op(positions, frequencies, cos, sin, count, axes, scaling=scaling)
@@ -160,7 +158,7 @@ class NativeOps:
 
     def gather(self, op: Gather, at: Tensors) -> Iterator[GroupedOp]:
         source = _part(at[op.inputs[0]], op.part, op.out.width)
-        yield "", gather_op(source, at[op.out], self.step.logit_rows, self.step.num_logits)
+        yield "", gather_op(source, at[op.out], self.step.logit_rows, self.count(op.out))
 
     def add_norm(self, op: AddNorm, at: Tensors) -> Iterator[GroupedOp]:
         hidden, delta = at[op.hidden], None if op.delta is None else at[op.delta]
@@ -215,8 +213,7 @@ class NativeOps:
         out: Value,
     ) -> Iterator[GroupedOp]:
         """Yields the operation of a norm, and those with weights of tokens that stand in for it."""
-        logits_only = out.rows is Rows.LOGITS
-        own = self.adapters.token_weights(module, weight, logits_only=logits_only)
+        own = self.adapters.token_weights(module, weight, out.rows)
         if own is None:
             yield "", norm_op(weight)
             return
@@ -226,14 +223,12 @@ class NativeOps:
     def project(self, op: Project, at: Tensors) -> Iterator[GroupedOp]:
         x, out, linear = at[op.inputs[0]], at[op.out], self.weights.projections[op.group]
         yield from _of_group("", project_ops(x, linear, out, self.count(op.out), self.int8_inputs))
-        logits_only = op.out.rows is Rows.LOGITS
-        ops = self.adapters.add(op.group, x, out, linear.bias, logits_only=logits_only)
-        yield from _of_group(op.group, ops)
+        yield from self.adapters.add(op.group, x, out, linear.bias, op.out.rows)
 
     def rotate_and_store(self, op: RotateAndStore, at: Tensors) -> Iterator[GroupedOp]:
         attention = op.attention
-        cos, sin = (None, None) if op.angles is None else _angles_of(at[op.angles])
-        cache, layer = self.attention.cache_of(op)
+        cos, sin = (None, None) if op.angles is None else angles_of(at[op.angles])
+        cache, layer = self.attentions.cache_of(op)
 
         def store_op(norms: HeadNorms) -> NativeOp:
             return rope_and_store_op(
@@ -257,7 +252,7 @@ class NativeOps:
             if norm is None or weight is None or not norm.module:
                 continue
             path = norm.path(op.layer)
-            found = self.adapters.token_weights(path, weight, logits_only=False)
+            found = self.adapters.token_weights(path, weight, Rows.TOKENS)
             if found is not None:
                 group = head_norms(path)
                 own[side] = found[1].weight
@@ -268,7 +263,7 @@ class NativeOps:
 
     def attend(self, op: Attend, at: Tensors) -> Iterator[GroupedOp]:
         sinks = self.weights.numbers_of(op.sinks)
-        yield "", self.attention.attend_op(op, at[op.inputs[0]], at[op.out], sinks)
+        yield "", self.attentions.attend_op(op, at[op.inputs[0]], at[op.out], sinks)
 
     def regroup(self, op: Regroup, at: Tensors) -> Iterator[GroupedOp]:
         yield "", copy_runs_op(at[op.inputs[0]], at[op.out], self.count(op.out), op.runs)
@@ -306,9 +301,14 @@ class NativeOps:
         routing, linear = self._routing(op), self.weights.projections[op.group]
         x, out = at[op.inputs[0]], at[op.out]
         yield from _of_group("", experts_ops(x, linear, out, routing, self.int8_inputs))
-        logits_only = op.inputs[1].rows is Rows.LOGITS
-        ops = self.adapters.add_experts(op.group, x, out, routing.pairs, logits_only=logits_only)
+        ops = self.adapters.add_experts(op.group, x, out, routing.pairs, op.inputs[1].rows)
         yield from _of_group(op.group, ops)
+
+    @property
+    def attentions(self) -> NativeAttentions:
+        """The attention of a model that has it."""
+        assert self.attention is not None, "the model has no attention to stored keys"
+        return self.attention
 
     @property
     def program_exchange(self) -> ProgramExchange:
@@ -326,7 +326,7 @@ class NativeOps:
         return self.routings[op.layer]
 
     def of_logits(self, op: Logits, at: Tensors) -> Iterator[GroupedOp]:
-        normed, logits, count = at[op.inputs[0]], self.logits, self.step.num_logits
+        normed, logits, count = at[op.inputs[0]], self.logits, self.count(op.out)
         linear, cut = self.weights.projections[HEAD_KEY], op.cut
         whole = logits[:, : op.out.width]
         own = whole if cut is None else whole[:, cut.start : cut.end]
@@ -336,8 +336,7 @@ class NativeOps:
             if cut.start:
                 return  # the first rank's are used, and adapters add to these alone
         yield from _of_group(LM_HEAD, self.adapters.replace_logits(normed, logits))
-        added = self.adapters.add(HEAD, normed, logits, None, logits_only=True)
-        yield from _of_group(HEAD, added)
+        yield from self.adapters.add(HEAD, normed, logits, None, Rows.LOGITS)
         head = op.head
         if head.scale != 1.0 or head.softcap is not None:
             yield "", scale_rows_op(logits, count, scale=head.scale, softcap=head.softcap)
@@ -426,7 +425,7 @@ def _norm_by_sums(ops: NativeOps, op: NormBySums, at: Tensors) -> Iterator[Group
 
         path, weight = each.norm.path(op.layer), ops.weights.norm(each.norm, op.layer)
         assert weight is not None
-        own = ops.adapters.token_weights(path, weight, logits_only=False)
+        own = ops.adapters.token_weights(path, weight, Rows.TOKENS)
         if own is None:
             yield "", norm_op(weight)
             continue
@@ -439,6 +438,10 @@ def _states(ops: NativeOps, op: Op) -> tuple[StateRows, tuple[Tensor, ...]]:
     """Returns the step's rows of states, and the states of an operation's layer."""
     assert ops.states is not None, "the model has recurrent layers"
     return ops.states.rows, ops.states.memory.layers[op.of_layer]
+
+
+def _of_encoder(make: Callable[..., Iterator[GroupedOp]]) -> Callable[..., Iterator[GroupedOp]]:
+    return lambda ops, op, at: make(ops.encoder, op, at)
 
 
 _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]]] = {
@@ -460,9 +463,6 @@ _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]
     Route: NativeOps.route,
     Scale: NativeOps.scale,
     Spread: NativeOps.spread,
-    Activate: lambda ops, op, at: ops.encoder.activate(op, at),
-    AddInputs: lambda ops, op, at: ops.encoder.add_inputs(op, at),
-    AttendBothWays: lambda ops, op, at: ops.encoder.attend(op, at),
     Convolve: _convolve,
     DeltaRule: _delta_rule,
     GatedConvolve: _gated_convolve,
@@ -472,14 +472,14 @@ _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]
     Receive: _receive,
     SumRanks: _sum_ranks,
     SumSquares: _sum_squares,
+    **{kind: _of_encoder(make) for kind, make in MAKE_ENCODERS.items()},
 }
 """The function that makes each kind of operation."""
 
 
-def _angles_of(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin, each [T, half], one after the other in memory."""
-    cos, sin = angles.view(2, len(angles), -1)
-    return cos, sin
+def can_make(ops: Iterable[Op]) -> bool:
+    """Returns whether all of these can be made."""
+    return all(type(op) in _MAKE for op in ops)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -120,11 +120,11 @@ class NativeTransformer:
             step,
             workspace.logits,
             workspace.int8_inputs,
+            adapters,
+            self.encoder,
             NativeAttentions(description, kv_caches, step),
             self.states,
             _routings(description, self._choices),
-            adapters,
-            self.encoder,
             exchange,
         )
         self._openings: dict[_Part, list[_Opening]] = {}
@@ -271,7 +271,7 @@ class NativeTransformer:
         openings = self._openings[part] = []
         of_head = tensors[num_layers_ops:]
         if part in (_Part.STEP, _Part.LAYERS):
-            made += [("", op) for op in self._ops.attention.items_ops()]
+            made += [("", op) for op in self._ops.attentions.items_ops()]
             for op, at in zip(found.layers, tensors, strict=False):
                 if isinstance(op, PlacePictures | AddPictures):
                     tap = op.tap if isinstance(op, AddPictures) else None
@@ -290,7 +290,7 @@ class NativeTransformer:
     def num_bytes(self) -> int:
         """The memory that steps are computed in."""
         routings = routings_bytes(self._description, len(self._step.positions))
-        attention_bytes = self._ops.attention.num_bytes + self._ops.encoder.num_bytes
+        attention_bytes = self._ops.attentions.num_bytes + self.encoder.num_bytes
         return self._workspace.num_bytes + routings + attention_bytes
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import Decoder
-from inference_svc.model.encoder.operations import Activate, AttendBothWays
+from inference_svc.model.encoder.operations import Activate, AttendBothWays, RotateHeads
+from inference_svc.model.encoder.towers import outputs_of
 from inference_svc.model.lifetimes import ValueSizes, last_uses
 from inference_svc.model.operations import (
     AddNorm,
@@ -93,7 +94,7 @@ def _strided(op: Op) -> tuple[Value | None, ...]:
             return (op.delta, None if op.out == op.hidden else op.out)
         case Attend() | AttendBothWays():
             return (op.inputs[0], op.out)
-        case RotateAndStore() | SumRanks() | NormBySums() | Receive() | HandOn():
+        case RotateHeads() | RotateAndStore() | SumRanks() | NormBySums() | Receive() | HandOn():
             return (op.out,)
         case Gather() | Logits() | SumSquares():
             return (op.inputs[0],)
@@ -117,13 +118,14 @@ class Workspace:
 
     `logits` are fp32 [max_logits, vocab_size, and tokens that adapters may add]; [0, ...] where
     other ranks have them. `int8_inputs` is for the inputs of a product that the format of its
-    weight rounds to INT8.
+    weight rounds to INT8. Values are `taken` out of a tower's steps.
     """
 
     sizes: ValueSizes
     flat: Tensor
     logits: Tensor
     int8_inputs: Int8Inputs
+    taken: tuple[Value, ...] = ()
 
     @classmethod
     def allocate(
@@ -139,12 +141,13 @@ class Workspace:
         vocab_size = decoder.vocab_size + max_added_tokens
         logits = allocate_host(_logits_bytes(decoder, max_logits, vocab_size)).view(torch.float32)
         inputs = Int8Inputs(allocate_host(_int8_bytes(decoder, sizes)))
-        return cls(sizes, flat, logits.view(-1, vocab_size), inputs)
+        shape = logits.numel() // max(vocab_size, 1), vocab_size
+        return cls(sizes, flat, logits.view(shape), inputs, _taken(decoder))
 
     def tensors(self, found: Operations, *, is_apart: bool) -> Iterator[Mapping[Value, Tensor]]:
         """Yields the tensors of each operation, [rows, width], but the logits; rows may be apart.
         If the head runs `is_apart`, as often as it must, the values that it reads stay."""
-        placed = _placed(found, self.sizes, is_apart=is_apart)
+        placed = _placed(found, self.sizes, self.taken, is_apart=is_apart)
         for offsets in placed.offsets:
             yield {
                 value: self._tensor(value, start, is_spaced=value in placed.spaced)
@@ -198,15 +201,26 @@ def _int8_bytes(decoder: Decoder, sizes: ValueSizes) -> int:
 
 
 def _values_bytes(decoder: Decoder, sizes: ValueSizes) -> int:
-    apart = _placed(operations(decoder, Narrowing.BEFORE_HEAD), sizes, is_apart=True)
+    found = operations(decoder, Narrowing.BEFORE_HEAD)
+    apart = _placed(found, sizes, _taken(decoder), is_apart=True)
     if decoder.encoder is not None:
         return apart.num_bytes
-    whole = _placed(operations(decoder, Narrowing.IN_LAST_LAYER), sizes, is_apart=False)
+    whole = _placed(operations(decoder, Narrowing.IN_LAST_LAYER), sizes, (), is_apart=False)
     return max(whole.num_bytes, apart.num_bytes)
 
 
-def _placed(found: Operations, sizes: ValueSizes, *, is_apart: bool) -> Placed:
+def _taken(decoder: Decoder) -> tuple[Value, ...]:
+    """Returns the outputs of a tower's taps, and of its connector."""
+    if decoder.patches is None:
+        return ()
+    found = operations(decoder, Narrowing.BEFORE_HEAD)
+    return outputs_of(decoder, (*found.layers, *found.head))
+
+
+def _placed(
+    found: Operations, sizes: ValueSizes, taken: tuple[Value, ...], *, is_apart: bool
+) -> Placed:
     ops = (*found.layers, *found.head)
     ends = found.head[-1:]
     apart = {op.out for op in ends if isinstance(op, Logits | HandOn | Receive)}
-    return place(ops, sizes, found.kept if is_apart else (), apart)
+    return place(ops, sizes, (*found.kept, *taken) if is_apart else (), apart)

@@ -46,6 +46,12 @@ class RunTimings(NamedTuple):
     prepare: float = 0.0
     forward: float = 0.0
     sample: float = 0.0
+    pictures: float = 0.0
+
+    @property
+    def of_rows(self) -> float:
+        """The seconds that rows took."""
+        return self.prepare + self.forward + self.sample
 
 
 class StepResult(NamedTuple):
@@ -126,10 +132,12 @@ class Runner:
         self._has_logged, self._pools = False, batch.pools
         with self._marks("change_residency"):
             self.backend.apply(batch.residency)
+        applied_s = time.perf_counter()
         if batch.pictures.encodes or batch.pictures.dropped:
             with self._marks("pictures"):
                 self._encode(batch.pictures)
-        result = StepResult([], RunTimings(time.perf_counter() - began_s), {}, {})
+        timings = RunTimings(applied_s - began_s, pictures=time.perf_counter() - applied_s)
+        result = StepResult([], timings, {}, {})
         left, ran_out = batch.rows, False
         while left:
             part, rest = self._limit.cut(left)

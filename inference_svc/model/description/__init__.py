@@ -52,7 +52,8 @@ from inference_svc.model.description.modules import (
     WeightPart,
     layer_path,
 )
-from inference_svc.model.description.tower import Connector, Merging, Patches, Standard, Tap
+from inference_svc.model.description.tower import Connector, Patches, Standard, Tap
+from kernels.pictures.reference import Merging
 
 __all__ = [
     "EMBED_TOKENS",

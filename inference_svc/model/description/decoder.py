@@ -408,6 +408,15 @@ class Pictures:
         """The elements of all embeddings of a token, the ones of taps too."""
         return (1 + len(self.tower.taps)) * self.size
 
+    def max_inner_tokens(self, max_model_len: int) -> int:
+        """Returns the most tokens of a tile in the tower, of prompts that are no longer than this:
+        longer ones are refused."""
+        form = self.tiles
+        if form.tile_size:
+            return form.inner_tokens(form.whole)
+        most = self.processor.max_tile_pixels // form.patch_size**2
+        return min(most, max_model_len * form.merge**2)
+
     @property
     def max_tokens(self) -> int:
         """The most tokens of a prompt that stand for a picture."""

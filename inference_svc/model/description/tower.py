@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from inference_svc.model.description.feed_forward import Activation
 from inference_svc.model.description.modules import Norm, Projection
 from inference_svc.pictures.sizes import TileForm
+from kernels.pictures.reference import Merging
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +24,6 @@ class Patches:
     class_token: str = ""
     has_fractions: bool = False
     layer: Projection | None = None
-
-
-class Merging(enum.Enum):
-    """The row that the patches of a cell become. SIDE_BY_SIDE: one patch behind the other.
-    TAKING_TURNS: the first element of each patch, then the second of each. MEAN: their mean."""
-
-    SIDE_BY_SIDE = "side_by_side"
-    TAKING_TURNS = "taking_turns"
-    MEAN = "mean"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc.model.config.keys import names
-from inference_svc.model.description import Merging
 from inference_svc.model.encoder.clips import Clip, Join
 from inference_svc.model.encoder.operations import (
     Activate,
     AddInputs,
     ArrangeHeads,
     AttendBothWays,
+    RotateHeads,
 )
 from inference_svc.model.encoder.towers import (
     AddPictures,
@@ -32,6 +32,7 @@ from inference_svc.model.step import Step
 from kernels.attention import both_ways
 from kernels.attention.reference import rotate
 from kernels.elementwise import rms_norm
+from kernels.pictures.reference import add_blend, merge_patches
 
 OF_ENCODERS = names(
     """
@@ -58,29 +59,30 @@ def _add_inputs(op: AddInputs, step: Step) -> Tensor:
     if op.positions is not None and op.are_blended:
         blend = step.inputs.blend
         assert blend is not None, "a tower's first step has it"
-        found = tables[op.positions.key][blend.rows] * blend.weights[:, :, None]
-        out += found.sum(1).to(out.dtype)
+        add_blend(out, tables[op.positions.key], blend.rows, blend.weights)
     elif op.positions is not None:
         rows = step.inputs.positions + op.first_row
         out += tables[op.positions.key].index_select(0, rows)
     return out
 
 
+def _rotate(op: RotateHeads, step: Step) -> Tensor:
+    qkv: Tensor = step.values[op.out]
+    cos, sin = step.values[op.inputs[1]]
+    heads = qkv[:, : 2 * op.mixer.size].unflatten(1, (-1, op.mixer.head_dim))
+    heads.copy_(rotate(heads, cos, sin))
+    return qkv
+
+
 def _attend(op: AttendBothWays, step: Step) -> Tensor:
-    mixer, qkv = op.mixer, step.values[op.inputs[0]]
-    angles = None if op.angles is None else step.values[op.angles]
-    every, part = slice(None), step.inputs.part
-    queries, keys = every if part is None else part, every
-    if part is not None and mixer.in_windows:
-        keys = part
-    heads = qkv.unflatten(1, (3, mixer.num_heads, mixer.head_dim))
-    q, k, v = heads[queries, 0], heads[keys, 1], heads[keys, 2]
-    if angles is not None:
-        cos, sin = angles
-        q = rotate(q, cos[queries], sin[queries])
-        k = rotate(k, cos[keys], sin[keys])
+    """A tower's queries are the step's part of a tile."""
+    mixer, part = op.mixer, step.inputs.part
+    heads = step.values[op.inputs[0]].unflatten(1, (3, mixer.num_heads, mixer.head_dim))
     if part is not None and not mixer.in_windows:
+        q, (_, k, v) = heads[part, 0], heads.unbind(1)
         return both_ways.attend_all(q, k, v, mixer.scale).flatten(1)
+    own = heads if part is None else heads[part]
+    q, k, v = own.unbind(1)
     mixed = both_ways.attend(q, k, v, step.inputs.attention, mixer.scale, mixer.reach)
     return mixed.flatten(1)
 
@@ -120,16 +122,13 @@ def _gather(op: Gather, step: Step) -> Tensor:
 
 
 def _embed_patches(op: EmbedPatches, step: Step) -> Tensor:
-    """[tokens, size]. The convolution is a product, because patches do not overlap; of frames that
-    are equal it is one with the sum of their kernels."""
+    """[tokens, size]"""
     patches, weights = step.inputs.patches, step.weights
     assert patches is not None, "a tower's first step has patches"
-    kernel = weights.numbers[op.weight.name].view(op.weight.shape)
-    if op.patches.form.frames > 1:
-        kernel = kernel.sum(2)
-    made = F.linear(patches.flatten(1), kernel.flatten(1), weights.numbers_of(op.bias))
+    kernel = op.kernel(weights.numbers[op.weight.name])
+    made = F.linear(patches.flatten(1), kernel, weights.numbers_of(op.bias))
     token = weights.numbers_of(op.class_token)
-    if token is not None:
+    if token is not None and step.inputs.part is not None and not step.inputs.part.start:
         made = torch.cat((token[None], made))
     return made.to(step.dtype)
 
@@ -142,13 +141,7 @@ def _read_patches(op: ReadPatches, step: Step) -> Tensor:
 
 
 def _merge_patches(op: MergePatches, step: Step) -> Tensor:
-    x: Tensor = step.values[op.inputs[0]]
-    cells = x.view(-1, op.count, x.shape[1])
-    if op.merging is Merging.MEAN:
-        return cells.float().mean(1).to(x.dtype)
-    if op.merging is Merging.TAKING_TURNS:
-        cells = cells.transpose(1, 2)
-    return cells.reshape(-1, op.out.width)
+    return merge_patches(step.values[op.inputs[0]], op.count, op.merging)
 
 
 def _standardise(op: Standardise, step: Step) -> Tensor:
@@ -188,6 +181,7 @@ COMPUTE: Mapping[type[Op], Callable[[Any, Step], Tensor]] = {
     MergePatches: _merge_patches,
     PlacePictures: _place_pictures,
     ReadPatches: _read_patches,
+    RotateHeads: _rotate,
     Standardise: _standardise,
 }
 """Computes each operation that encoders alone have; `transformer.COMPUTE` has the others."""

@@ -35,12 +35,17 @@ class AddInputs(Op):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttendBothWays(Op):
-    """Attends from each query to the keys and values of its row. `inputs` are qkv, and the angles
-    if it has these, by which queries and keys are turned first."""
+class RotateHeads(Op):
+    """Turns the heads of queries and keys, in place. `inputs` are qkv and the angles."""
 
     mixer: BothWays
-    angles: Value | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendBothWays(Op):
+    """Attends from each query to the keys and values of its row."""
+
+    mixer: BothWays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,10 +91,11 @@ def list_attention(walk: Listing, layer: int, mixer: BothWays, x: Value) -> Valu
     list_product(walk, x, qkv, layer, mixer.qkv)
     if mixer.head_norms is not None:
         walk.ops.append(ArrangeHeads((qkv,), qkv, layer, mixer))
-    angles = None if mixer.rope is None else walk.angles[mixer.rope, mixer.head_dim]
-    inputs = (qkv,) if angles is None else (qkv, angles)
+    if mixer.rope is not None:
+        angles = walk.angles[mixer.rope, mixer.head_dim]
+        walk.ops.append(RotateHeads((qkv, angles), qkv, layer, mixer))
     mixed = walk.value("mixed", mixer.size)
-    walk.ops.append(AttendBothWays(inputs, mixed, layer, mixer, angles))
+    walk.ops.append(AttendBothWays((qkv,), mixed, layer, mixer))
     return mixed
 
 

@@ -6,25 +6,36 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.model.description import Patches, Positions
 from inference_svc.model.inputs import Blend
-from inference_svc.pictures.sizes import Size, TileForm
-from kernels.attention import AttentionPlan
+from inference_svc.pictures.sizes import MAX_SLICE, Size, TileForm
 
 
 @dataclass(frozen=True, slots=True)
 class TilePart:
-    """The tokens [start, end) of a tile, which a tower computes at once, and the plan of attention
-    within their windows. `rows`, int64 [N], are the ones that the connector reads, counted from
-    `start`, and `cells`, int64 [M], the places of its outputs among the tile's."""
+    """The tokens [start, end) of a tile, `num_strips` of it, which a tower computes at once. Their
+    windows, if layers have any, begin at `window_starts`, int64 [windows + 1], counted from
+    `start`, of which the last is the end. The connector reads the tokens from `first_row` on,
+    counted from `start`, and `cells`, int64 [M], are the places of its outputs among the tile's."""
 
     start: int
     end: int
-    windows: AttentionPlan
-    rows: Tensor
+    num_strips: int
+    window_starts: NDArray[np.int64]
+    first_row: int
     cells: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_rows(self) -> int:
+        """The tokens that the connector reads."""
+        return self.num_tokens - self.first_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +43,21 @@ class TilePlan:
     """The tokens of a tile in the tower's order: window by window, cell by cell.
 
     `patches` are the rows and columns of patches, int64 [2, P]. `positions` are the rows of the
-    table of positions, int64 [T]; of tiles of any size `patches`. `blend` has the rows of a table
-    that is a square.
+    table of positions, int64 [T]; of tiles of any size `patches`. `cells` are the places of cells,
+    and `windows` the borders of windows. `blend` has the rows of a table that is a square.
     """
 
+    form: TileForm
     patches: Tensor
     positions: Tensor
-    parts: tuple[TilePart, ...]
+    cells: Tensor
+    strips: tuple[tuple[int, int], ...]
+    windows: NDArray[np.int64]
     blend: Blend | None = None
 
     @property
     def num_tokens(self) -> int:
-        return self.parts[-1].end
+        return self.strips[-1][1]
 
     @classmethod
     def of(cls, patches: Patches, tile: Size, table: Positions | None = None) -> TilePlan:
@@ -57,10 +71,27 @@ class TilePlan:
         places = rows * form.grid(tile).width + columns
         found = torch.stack((rows, columns))
         positions = _positions(patches, places) if form.tile_size else found
-        windows = form.windows(tile) if form.window else []
-        parts = tuple(_part(form, order, windows, *part) for part in form.slices(tile))
+        if form.tile_size:  # it may have other tokens than the ones of cells
+            order = torch.arange(form.tokens(tile))
+        windows = np.cumsum([0, *form.windows(tile)]) if form.window else np.zeros(1, np.int64)
         blend = None if table is None else _blend(form.grid(tile), found, table)
-        return cls(found, positions, parts, blend)
+        return cls(form, found, positions, order, form.strips(tile), windows, blend)
+
+    def part(self, first: int, num_strips: int) -> TilePart:
+        """Returns strips from `first` on, at most so many: one, or as many as have at most
+        MAX_SLICE tokens."""
+        start, end = self.strips[first]
+        last = first + 1
+        while last < min(first + num_strips, len(self.strips)):
+            if self.strips[last][1] - start > MAX_SLICE:
+                break
+            end = self.strips[last][1]
+            last += 1
+        dropped, cell = self.form.num_dropped, self.form.merge**2
+        first_row = max(dropped - start, 0)
+        own = slice((start + first_row - dropped) // cell, (end - dropped) // cell)
+        inner = self.windows[(self.windows >= start) & (self.windows <= end)] - start
+        return TilePart(start, end, last - first, inner, first_row, self.cells[own])
 
 
 def _cells(form: TileForm, tile: Size) -> tuple[Tensor, Tensor]:
@@ -75,24 +106,6 @@ def _cells(form: TileForm, tile: Size) -> tuple[Tensor, Tensor]:
         order = torch.argsort(own, stable=True)
         return torch.stack((rows[order], columns[order])), order
     return torch.stack((rows, columns)), places
-
-
-def _part(form: TileForm, order: Tensor, windows: list[int], start: int, end: int) -> TilePart:
-    """Returns a part of a tile whose cells are in this order, and windows so large."""
-    counts = np.array([end - start])
-    if windows:
-        borders = np.cumsum([0, *windows])
-        first, last = np.searchsorted(borders, (start, end))
-        counts = np.diff(borders[first : last + 1])
-    zeros = np.zeros(len(counts), np.int64)
-    plan = AttentionPlan.build(zeros, counts, [[0]] * len(counts), int(counts.max()), "cpu")
-    dropped = form.num_dropped
-    rows = torch.arange(dropped, end - start)
-    first, count = start // form.merge**2, len(rows) // form.merge**2
-    cells = order[first : first + count]
-    if form.tile_size:  # it may have other tokens than the ones of cells
-        cells = torch.arange(count)
-    return TilePart(start, end, plan, rows, cells)
 
 
 def _positions(patches: Patches, places: Tensor) -> Tensor:

@@ -4,9 +4,19 @@ outputs."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from inference_svc.model.description import Connector, Decoder, Merging, Patches, Standard
+from torch import Tensor
+
+from inference_svc.model.description import (
+    BothWays,
+    Connector,
+    Decoder,
+    Merging,
+    Patches,
+    Standard,
+)
 from inference_svc.model.encoder.operations import Activate
 from inference_svc.model.operations import (
     Listing,
@@ -43,6 +53,13 @@ class EmbedPatches(Op):
         object.__setattr__(self, "weight", Numbers(f"{name}.weight", size, shape))
         object.__setattr__(self, "bias", bias)
         object.__setattr__(self, "class_token", token)
+
+    def kernel(self, numbers: Tensor) -> Tensor:
+        """Returns the weight of the product that makes tokens of patches, fp32 [width, CHANNELS *
+        side * side]. The convolution is one, because patches do not overlap; of frames that are
+        equal it has the sum of their kernels."""
+        kernel = numbers.view(self.weight.shape)
+        return (kernel.sum(2) if self.patches.form.frames > 1 else kernel).flatten(1)
 
     @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
@@ -118,9 +135,22 @@ def list_taps(walk: Listing, hidden: Value, decoder: Decoder, layer: int) -> Non
     for tap in decoder.taps:
         if tap.layer == layer:
             merged = _list_merge(walk, hidden, decoder)
-            normed = walk.value("merged_normed", merged.width, Rows.LOGITS)
+            normed = walk.value("merged_normed", merged.width, merged.rows)
             walk.ops.append(NormOf((merged,), normed, None, tap.norm))
             _list_connector(walk, normed, tap.connector)
+
+
+def attention_of(tower: Decoder) -> tuple[BothWays, ...]:
+    """Returns the attention of each layer of a tower."""
+    mixers = (block.mixer for block in tower.blocks)
+    return tuple(each for each in mixers if isinstance(each, BothWays))
+
+
+def outputs_of(tower: Decoder, ops: Sequence[Op]) -> tuple[Value, ...]:
+    """Returns the outputs of a tower's connector, and then of its taps."""
+    names = [tap.connector.layers[-1].name for tap in tower.taps]
+    made = {op.out.name: op.out for op in ops}
+    return (ops[-1].out, *(made[name] for name in names))
 
 
 def list_outputs(walk: Listing, x: Value, decoder: Decoder) -> Value:
@@ -142,7 +172,7 @@ def _list_merge(walk: Listing, x: Value, decoder: Decoder) -> Value:
     count, merging = decoder.patches.form.merge**2, decoder.connector.merging
     if count == 1:
         return x
-    merged = walk.value("merged", x.width * (1 if merging is Merging.MEAN else count), Rows.LOGITS)
+    merged = walk.value("merged", x.width * (1 if merging is Merging.MEAN else count), Rows.CELLS)
     walk.ops.append(MergePatches((x,), merged, None, count, merging))
     return merged
 
@@ -150,10 +180,10 @@ def _list_merge(walk: Listing, x: Value, decoder: Decoder) -> Value:
 def _list_connector(walk: Listing, x: Value, connector: Connector) -> Value:
     for index, projection in enumerate(connector.layers):
         if 0 < index == len(connector.layers) - 1 and connector.activation is not None:
-            active = walk.value(f"active_{index}", x.width, Rows.LOGITS)
+            active = walk.value(f"active_{index}", x.width, x.rows)
             walk.ops.append(Activate((x,), active, None, connector.activation))
             x = active
-        made = walk.value(projection.name, projection.out_features, Rows.LOGITS)
+        made = walk.value(projection.name, projection.out_features, x.rows)
         walk.ops.append(Project((x,), made, None, projection))
         x = made
     return x

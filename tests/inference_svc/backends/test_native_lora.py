@@ -10,6 +10,7 @@ from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.native.adapter_ops import ADDED_TOKENS
 from inference_svc.backends.native.lora import MAX_KNOWN, NativeLoraOps
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
+from inference_svc.model.operations import Rows
 from kernels.lora import LoraGroup
 from kernels.lora.plan import LoraContents
 from kernels.lora.rows import TableEntry
@@ -58,6 +59,6 @@ def test_targets_of_no_group_are_not_computed() -> None:
     ops = NativeLoraOps(SimpleNamespace(table=table), targets, max_tokens=4, max_outputs=4)
     assert ops.groups_of(LoraContents.of(table, [0])) == ops.plan([row(0)]) == {"o"}
     x, out = torch.zeros(4, 8), torch.zeros(4, 8)
-    assert ops.add("o", x, out, None, logits_only=False)
-    assert ops.add("down", x, out, None, logits_only=False) == []
+    assert list(ops.add("o", x, out, None, Rows.TOKENS))
+    assert not list(ops.add("down", x, out, None, Rows.TOKENS))
     assert ops.add_embedding(torch.zeros(4, dtype=torch.int64), out) == []

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from inference_svc.core import Request, SamplingParams, Sequence
-from inference_svc.engine.policy.pictures.memory import PictureMemory, TowerCosts
+from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
+from inference_svc.engine.policy.pictures.memory import BESIDE_SHARE, PictureMemory, TowerCosts
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture, Run
-from inference_svc.pictures.sizes import MAX_SLICE, Size, TileForm
+from inference_svc.pictures.sizes import Size, TileForm
 from servicekit.shared_memory import SharedBytes
 from tests.support.inference.loop import TwoAdapterRows
 
@@ -94,13 +94,43 @@ def test_tokens_wait_at_a_picture_that_is_not_there_in_this_step() -> None:
     assert (counts, units(work)) == ([50], [2])
 
 
-def test_while_others_generate_a_step_computes_an_eighth() -> None:
-    found, own, other = memory(max_tokens=16), sequence(0), sequence()
+def test_beside_generated_tokens_of_texts_a_step_computes_one_unit() -> None:
+    found, own, other = memory(), sequence(0), sequence()
     other.num_computed = 99
     for _ in range(3):
         counts, work = step(found, (own, 10), (other, 0))
         assert (counts, units(work)) == ([0, 0], [1])
     assert step(found, (own, 10), (other, 0))[0] == [10, 0]
+
+
+def test_pictures_take_a_share_of_the_time_of_texts() -> None:
+    """Seconds are the ones of late: work that costs 2 tokens a unit, at 10 tokens a
+    second, beside steps of 8 seconds."""
+    found, own, other = memory(), sequence(0), sequence()
+    other.num_computed = 99
+    counts, work = step(found, (own, 10), (other, 0))
+    [row] = (BatchRow(other, 99, 1, samples=True),)
+    found.note(Batch((row,), pictures=work), pictures_s=0.2, rows_s=8.0)
+    assert found.pace.beside == pytest.approx(8 * BESIDE_SHARE * 10)
+    counts, work = step(found, (own, 10), (other, 0))
+    assert (counts, units(work)) == ([0, 0], [2])
+    found.note(Batch((row,), pictures=work), pictures_s=400.0, rows_s=8.0)
+    counts, work = step(found, (own, 10), (other, 0))
+    assert (counts, units(work)) == ([10, 0], [1])
+
+
+def test_requests_with_pictures_wait_for_each_others() -> None:
+    """They wait for each other's prompts, too."""
+    found, own, other = memory(), sequence(0), sequence(0, digest="other")
+    other.num_computed = 99
+    assert step(found, (own, 10), (other, 0))[0] == [10, 0]
+
+
+def test_prompts_are_no_measure_of_generated_tokens() -> None:
+    found, own = memory(), sequence()
+    found.note(Batch((BatchRow(own, 0, 50, samples=False),)), pictures_s=0.0, rows_s=8.0)
+    found.pace.note_pictures(1.0, 1.0)
+    assert found.pace.beside == 0
 
 
 def test_a_step_computes_one_unit_at_least() -> None:
@@ -318,15 +348,15 @@ def test_one_picture_is_begun_at_a_time() -> None:
     assert (work.dropped, units(work)) == ((PictureKey("", "", b"b0"),), [3])
 
 
-def test_large_pictures_are_computed_in_parts_whose_cost_counts_pairs() -> None:
-    """Of patches that see all others, or the ones of their window."""
+def test_pictures_are_computed_in_strips_whose_cost_counts_pairs() -> None:
+    """Of patches that see all others, or the ones of their window. A strip has whole windows."""
     form = TileForm(0, 2, merge=2, window=4)
     large, side = Size(4 * 20, 4 * 20), 40 * 40
     for sees_all, num_seen in ((True, side), (False, 64)):
         costs = TowerCosts(form, 3, 1.0, 0.5, sees_all=sees_all, row_bytes=10)
         picture = PromptPicture(b"", b"", large, 1, (Run(0, 400),))
-        assert costs.num_units(picture) == 2 * 4
-        assert costs.of_unit(picture) == MAX_SLICE * (1 + 0.5 * num_seen)
+        assert costs.num_units(picture) == 25 * 4
+        assert costs.of_unit(picture) == 64 * (1 + 0.5 * num_seen)
 
 
 def test_a_sequence_that_stops_lets_go() -> None:

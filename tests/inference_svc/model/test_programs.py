@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from inference_svc.backends.native.adapter_ops import ADDED_TOKENS
+from inference_svc.backends.native.adapter_ops import ADDED_TOKENS, GroupedOp
 from inference_svc.backends.native.program import MAX_PROGRAMS
+from inference_svc.model.operations import Rows
 from kernels.attention.native import rotary_angles_op
 from kernels.native.library import NativeOp
 from tests.support.models.decoders import NoAdapters
@@ -27,11 +30,10 @@ class CountedAdapters(NoAdapters):
         x: torch.Tensor,
         out: torch.Tensor,
         bias: torch.Tensor | None,
-        *,
-        logits_only: bool,
-    ) -> list[NativeOp]:
+        rows: Rows,
+    ) -> Iterator[GroupedOp]:
         self.groups.add(group)
-        return [self._nothing()]
+        yield group, self._nothing()
 
     def add_embedding(self, token_ids: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
         return [self._nothing()]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from inference_svc.core import BASE_SLOT
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
-from inference_svc.model.checkpoint.weights import load_weights
-from inference_svc.model.layers import TorchProjections
-from inference_svc.model.tower import TorchTower, normalised
+from inference_svc.model.description import Pictures
+from inference_svc.model.tower import normalised
 from inference_svc.pictures.sizes import Size
 from tests.support.models.parity import relative_rms
 from tests.support.pictures.models import (
@@ -30,16 +30,20 @@ from tests.support.pictures.models import (
     make_reader,
     save_processor,
 )
+from tests.support.pictures.towers import BACKENDS, compute, tower_of
 
 SQUARE = Size(TILE, TILE)
 
 
-def tower_of(folder: Path, dtype: torch.dtype = torch.float32) -> TorchTower:
-    pictures = load_description(folder, with_pictures=True).pictures
-    assert pictures is not None
-    return TorchTower(
-        pictures, load_weights(folder, pictures.tower, dtype, "cpu", TorchProjections())
-    )
+def pictures_of(folder: Path) -> Pictures:
+    found = load_description(folder, with_pictures=True).pictures
+    assert found is not None
+    return found
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def expected_rows(model: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
@@ -55,19 +59,18 @@ def expected_rows(model: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", SQUARES)
 @pytest.mark.parametrize("num_units", [1, 3, 100])
-def test_embeddings_equal_transformers(name: str, num_units: int, tmp_path: Path) -> None:
-    """Computed at once, or a few layers at a time."""
+def test_embeddings_equal_transformers(
+    name: str, num_units: int, backend: str, tmp_path: Path
+) -> None:
+    """Computed at once, or a few layers of strips at a time."""
     model = make_reader(name, tmp_path)
-    tower = tower_of(tmp_path)
+    tower, pictures = tower_of(tmp_path, backend), pictures_of(tmp_path)
     tiles = torch.randint(0, 256, (3, TILE, TILE, 3), dtype=torch.uint8)
     encoding = tower.begin(SQUARE, 3)
-    num_turns = 0
-    while not encoding.is_done:
-        tower.go_on(encoding, tiles.numpy().tobytes(), num_units)
-        num_turns += 1
-    num_layers = len(load_description(tmp_path, with_pictures=True).pictures.tower.layers)
-    assert num_turns == -(-3 * (num_layers + 1) // num_units)
-    processor = load_description(tmp_path, with_pictures=True).pictures.processor
+    num_turns = compute(tower, encoding, tiles.numpy().tobytes(), num_units)
+    num_units_of_tile = len(pictures.tiles.strips(SQUARE)) * (pictures.tower.num_layers + 1)
+    assert num_turns == -(-3 * num_units_of_tile // num_units)
+    processor = pictures.processor
     expected = expected_rows(model, normalised(tiles, processor))
     assert encoding.rows.shape == expected.shape
     assert relative_rms(encoding.rows, expected) <= 1e-5
@@ -75,24 +78,19 @@ def test_embeddings_equal_transformers(name: str, num_units: int, tmp_path: Path
 
 @pytest.mark.parametrize("name", FREE)
 @pytest.mark.parametrize("size", [(2, 2), (8, 14), (14, 6), (36, 40)])
-@pytest.mark.parametrize("num_units", [1, 100])
+@pytest.mark.parametrize("num_units", [7, 1000])
 def test_tiles_of_any_size_equal_transformers(
-    name: str, size: tuple[int, int], num_units: int, tmp_path: Path
+    name: str, size: tuple[int, int], num_units: int, backend: str, tmp_path: Path
 ) -> None:
-    """Rows and columns of patches of one part, of cut windows, and of several parts."""
+    """Rows and columns of patches of one strip, of cut windows, and of several parts."""
     model = make_reader(name, tmp_path)
-    tower = tower_of(tmp_path)
-    pictures = load_description(tmp_path, with_pictures=True).pictures
+    tower, pictures = tower_of(tmp_path, backend), pictures_of(tmp_path)
     tile = Size(*(PATCH * each for each in size))
     pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
     encoding = tower.begin(tile, 1)
-    num_turns = 0
-    while not encoding.is_done:
-        tower.go_on(encoding, pixels.numpy().tobytes(), num_units)
-        num_turns += 1
-    num_parts = 1 + (size == (36, 40))
-    assert len(pictures.tiles.slices(tile)) == num_parts
-    assert num_turns == -(-num_parts * (pictures.tower.num_layers + 1) // num_units)
+    num_turns = compute(tower, encoding, pixels.numpy().tobytes(), num_units)
+    num_strips = len(pictures.tiles.strips(tile))
+    assert num_turns == -(-num_strips * (pictures.tower.num_layers + 1) // num_units)
     expected = free_rows(model, normalised(pixels, pictures.processor)[0])
     assert encoding.rows.shape == expected.shape
     assert relative_rms(encoding.rows, expected) <= 1e-5
@@ -109,32 +107,32 @@ def free_rows(model: Any, tile: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.cat(list(rows)) for rows in (found.pooler_output, *of_taps)], 1)
 
 
-def test_taps_count_in_order_of_layers(tmp_path: Path) -> None:
+def test_taps_count_in_order_of_layers(backend: str, tmp_path: Path) -> None:
     """Wherever a config lists them; a tap's place in the list is its module's."""
     vision = READERS["Qwen3VL"][1]["vision_config"] | {"deepstack_visual_indexes": [2, 0]}
     model = make_reader("Qwen3VL", tmp_path, vision_config=vision)
-    tower = tower_of(tmp_path)
+    tower = tower_of(tmp_path, backend)
     tile = Size(4 * PATCH, 6 * PATCH)
     pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
     encoding = tower.begin(tile, 1)
-    tower.go_on(encoding, pixels.numpy().tobytes(), 100)
-    pictures = load_description(tmp_path, with_pictures=True).pictures
+    compute(tower, encoding, pixels.numpy().tobytes(), 100)
+    pictures = pictures_of(tmp_path)
     expected = free_rows(model, normalised(pixels, pictures.processor)[0])
     assert relative_rms(encoding.rows, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("size", [(2, 4), (8, 14), (14, 6), (36, 40)])
 @pytest.mark.parametrize("layer", [-1, 2])
-def test_pixtral_equals_transformers(layer: int, size: tuple[int, int], tmp_path: Path) -> None:
+def test_pixtral_equals_transformers(
+    layer: int, size: tuple[int, int], backend: str, tmp_path: Path
+) -> None:
     """Of a grid of its own, of one part and of several, up to the last layer or before."""
     model = make_reader("Mistral3", tmp_path, vision_feature_layer=layer)
-    tower = tower_of(tmp_path)
-    pictures = load_description(tmp_path, with_pictures=True).pictures
+    tower, pictures = tower_of(tmp_path, backend), pictures_of(tmp_path)
     tile = Size(*(PATCH * each for each in size))
     pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
     encoding = tower.begin(tile, 1)
-    while not encoding.is_done:
-        tower.go_on(encoding, pixels.numpy().tobytes(), 1)
+    compute(tower, encoding, pixels.numpy().tobytes(), 20)
     with torch.no_grad():
         found = model.model.get_image_features(
             normalised(pixels, pictures.processor), [tile], vision_feature_layer=layer
@@ -152,13 +150,12 @@ def test_gemma4_equals_transformers(
 ) -> None:
     """Of one part and of several; clipped, or standardised."""
     model = make_reader(name, tmp_path)
-    tower = tower_of(tmp_path, dtype)
+    tower = tower_of(tmp_path, "torch", dtype)
     pictures = load_description(tmp_path, with_pictures=True).pictures
     tile = Size(*(PATCH * each for each in size))
     pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
     encoding = tower.begin(tile, 1)
-    while not encoding.is_done:
-        tower.go_on(encoding, pixels.numpy().tobytes(), 1)
+    compute(tower, encoding, pixels.numpy().tobytes(), 1)
     cut = (pixels[0] / 255).unflatten(1, (-1, PATCH)).unflatten(0, (-1, PATCH))
     patches = cut.transpose(1, 2).flatten(0, 1).flatten(1)
     places = torch.cartesian_prod(torch.arange(size[0]), torch.arange(size[1])).flip(1)
@@ -173,7 +170,7 @@ def test_gemma4_equals_transformers(
 
 @pytest.mark.parametrize(("num_per_side", "merge"), [(19, 1), (25, 5), (27, 3)])
 def test_positions_and_borders_of_patches_are_those_of_transformers(
-    num_per_side: int, merge: int, tmp_path: Path
+    num_per_side: int, merge: int, backend: str, tmp_path: Path
 ) -> None:
     """For some numbers of patches two have the same position; and the last pixels of a side may
     belong to no patch."""
@@ -181,34 +178,34 @@ def test_positions_and_borders_of_patches_are_those_of_transformers(
     vision = VISION | {"image_size": side, "patch_size": 2}
     model = make_reader("Idefics3", tmp_path, vision_config=vision, scale_factor=merge)
     save_processor("Idefics3", tmp_path, max_image_size={"longest_edge": side})
-    tower = tower_of(tmp_path)
+    tower = tower_of(tmp_path, backend)
     tiles = torch.randint(0, 256, (1, side, side, 3), dtype=torch.uint8)
     encoding = tower.begin(Size(side, side), 1)
-    tower.go_on(encoding, tiles.numpy().tobytes(), 100)
-    processor = load_description(tmp_path, with_pictures=True).pictures.processor
+    compute(tower, encoding, tiles.numpy().tobytes(), 1000)
+    processor = pictures_of(tmp_path).processor
     assert relative_rms(encoding.rows, expected_rows(model, normalised(tiles, processor))) <= 1e-5
 
 
-def test_begun_and_finished_pictures_keep_no_pixels(tmp_path: Path) -> None:
+def test_begun_and_finished_pictures_keep_no_pixels(backend: str, tmp_path: Path) -> None:
     """Their bytes are the ones of their embeddings, within which the engine keeps them."""
     make_reader("SmolVLM", tmp_path)
-    tower = tower_of(tmp_path)
+    tower = tower_of(tmp_path, backend)
     pixels = random.Random(0).randbytes(2 * TILE * TILE * 3)
     encoding = tower.begin(SQUARE, 2)
-    for _ in range(2):
-        tower.go_on(encoding, pixels, 4)
+    while not encoding.is_done:
+        tower.go_on(encoding, pixels, 4, BASE_SLOT)
         assert pixels[:PATCH] not in pickle.dumps(encoding)
-    assert encoding.is_done
 
 
-def test_the_embeddings_are_in_the_models_dtype(tmp_path: Path) -> None:
-    model = make_reader("Llava", tmp_path)
-    tower = tower_of(tmp_path, torch.bfloat16)
+@pytest.mark.parametrize("name", SQUARES)
+def test_the_embeddings_are_in_the_models_dtype(name: str, backend: str, tmp_path: Path) -> None:
+    model = make_reader(name, tmp_path)
+    tower = tower_of(tmp_path, backend, torch.bfloat16)
     tiles = torch.randint(0, 256, (1, TILE, TILE, 3), dtype=torch.uint8)
     encoding = tower.begin(SQUARE, 1)
-    tower.go_on(encoding, tiles.numpy().tobytes(), 100)
+    compute(tower, encoding, tiles.numpy().tobytes(), 100)
     assert encoding.rows.dtype is torch.bfloat16
-    processor = load_description(tmp_path, with_pictures=True).pictures.processor
+    processor = pictures_of(tmp_path).processor
     expected = expected_rows(model, normalised(tiles, processor))
     assert relative_rms(encoding.rows.float(), expected) <= 3e-2
 

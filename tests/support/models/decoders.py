@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from inference_svc import core
-from inference_svc.backends.native.adapter_ops import ADDED_TOKENS
+from inference_svc.backends.native.adapter_ops import ADDED_TOKENS, GroupedOp
 from inference_svc.backends.native.buffers import StepArrays
 from inference_svc.backends.native.program import NativeTransformer
+from inference_svc.model import operations
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.lora import Lora
@@ -156,10 +157,9 @@ class NoAdapters:
         x: torch.Tensor,
         out: torch.Tensor,
         bias: torch.Tensor | None,
-        *,
-        logits_only: bool,
-    ) -> list[NativeOp]:
-        return []
+        rows: operations.Rows,
+    ) -> Iterator[GroupedOp]:
+        return iter(())
 
     def add_experts(
         self,
@@ -167,8 +167,7 @@ class NoAdapters:
         x: torch.Tensor,
         out: torch.Tensor,
         pairs: Pairs,
-        *,
-        logits_only: bool,
+        rows: operations.Rows,
     ) -> list[NativeOp]:
         return []
 
@@ -181,7 +180,7 @@ class NoAdapters:
     def replace_logits(self, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
         return []
 
-    def token_weights(self, module: str, norm: NormWeight, *, logits_only: bool) -> None:
+    def token_weights(self, module: str, norm: NormWeight, rows: operations.Rows) -> None:
         """No adapter replaces any."""
 
 

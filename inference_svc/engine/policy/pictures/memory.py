@@ -1,8 +1,8 @@
 """Decides which pictures a step computes, and which embeddings stay.
 
 A prompt's tokens before a picture are computed without it; its rows wait at the picture until the
-embeddings are there. They are made some layers of a part of a tile at a time, so that a large
-picture stalls no one's tokens, and one picture after the other, because a picture that is begun
+embeddings are there. They are made some layers of a strip of a tile at a time, so that a large
+picture stalls no tokens of texts, and one picture after the other, because a picture that is begun
 takes much memory. Tenants whose pictures wait take turns. Plain Python over plain data; no tensors.
 """
 
@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from inference_svc.core import BASE_SLOT, AdapterKey, Sequence
+from inference_svc.core import BASE_SLOT, AdapterKey, Batch, Sequence
 from inference_svc.pictures.prompt import Encode, PictureKey, PictureWork, PromptPicture
 from inference_svc.pictures.sizes import TileForm
 
-BESIDE_SHARE = 1 / 8
-"""Share of a step's tokens that pictures may cost while others generate, whose tokens wait for the
-end of the step."""
+BESIDE_SHARE = 1 / 16
+"""Share of the time of a step of generated tokens that pictures may take beside them."""
+KEPT = 0.9
+"""Share of earlier steps in what is known, behind each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +38,47 @@ class TowerCosts:
     row_bytes: int
 
     def num_units(self, picture: PromptPicture) -> int:
-        """Returns the units of a picture's work: one for each part of a tile before the first
+        """Returns the units of a picture's work: one for each strip of a tile before the first
         layer's attention, and one for each layer."""
-        return picture.num_tiles * len(self.tiles.slices(picture.tile)) * (self.num_layers + 1)
+        return picture.num_tiles * len(self.tiles.strips(picture.tile)) * (self.num_layers + 1)
 
     def of_unit(self, picture: PromptPicture) -> float:
         """Returns the cost of the largest unit of a picture."""
         tile = picture.tile
-        most = max(end - start for start, end in self.tiles.slices(tile))
+        most = max(end - start for start, end in self.tiles.strips(tile))
         num_seen = self.tiles.inner_tokens(tile)
         if not self.sees_all:
             num_seen = max(self.tiles.windows(tile))
         return most * (self.tokens_per_patch + num_seen * self.tokens_per_pair)
+
+
+@dataclass
+class Pace:
+    """The seconds that pictures and steps of generated tokens have taken lately, as decayed sums:
+    of pictures by cost, of steps by number."""
+
+    _cost: float = 0.0
+    _cost_s: float = 0.0
+    _num_steps: float = 0.0
+    _steps_s: float = 0.0
+
+    def note_pictures(self, cost: float, seconds: float) -> None:
+        """Notes work of pictures of this cost, in tokens of a prompt."""
+        self._cost = KEPT * self._cost + cost
+        self._cost_s = KEPT * self._cost_s + seconds
+
+    def note_step(self, seconds: float) -> None:
+        """Notes a step in which each row had one token, without its pictures."""
+        self._num_steps = KEPT * self._num_steps + 1
+        self._steps_s = KEPT * self._steps_s + seconds
+
+    @property
+    def beside(self) -> float:
+        """The cost of pictures that a step may have beside generated tokens; 0 until both are
+        known."""
+        if not self._cost_s or not self._num_steps:
+            return 0.0
+        return BESIDE_SHARE * self._steps_s / self._num_steps * self._cost / self._cost_s
 
 
 @dataclass(slots=True)
@@ -103,6 +133,7 @@ class PictureMemory:
     _turns: dict[str, int] = field(default_factory=dict)
     """When each tenant had its last turn, as a number of pictures that were begun."""
     _costs: dict[PictureKey, tuple[Sequence, int]] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def num_kept(self) -> int:
@@ -111,9 +142,11 @@ class PictureMemory:
 
     def begin(self, running: SequenceOf[Sequence]) -> None:
         """Begins a step of these running sequences, in order of rank: says how much it may compute
-        of pictures, and plans the ones that sequences have come to."""
-        generates = any(each.num_uncomputed == 1 for each in running)
-        self._budget = self.max_tokens * (BESIDE_SHARE if generates else 1)
+        of pictures, as of prompts, or little while texts generate; and plans the ones that
+        sequences have come to."""
+        texts = (each for each in running if not each.request.pictures)
+        generates = any(each.num_uncomputed == 1 for each in texts)
+        self._budget = min(self.pace.beside, self.max_tokens) if generates else self.max_tokens
         self._may_exceed = True
         for sequence in self._in_turn(running):
             self._come(sequence)
@@ -185,6 +218,15 @@ class PictureMemory:
         work = PictureWork(tuple(self._dropped), tuple(self._encodes.values()))
         self._dropped, self._encodes = [], {}
         return work
+
+    def note(self, batch: Batch, pictures_s: float, rows_s: float) -> None:
+        """Notes the seconds that a step has taken for its pictures and for its rows."""
+        encodes = batch.pictures.encodes
+        cost = sum(each.num_units * self.costs.of_unit(each.picture) for each in encodes)
+        if cost:
+            self.pace.note_pictures(cost, pictures_s)
+        if batch.rows and all(row.num_tokens == 1 for row in batch.rows):
+            self.pace.note_step(rows_s)
 
     def pop_costs(self) -> list[tuple[Sequence, int]]:
         """Returns the costs of the step's work, in tokens of a prompt, with the sequences that it

@@ -1,0 +1,91 @@
+"""Native towers: their memory, and tiles that are computed in turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference_svc.backends.native.needs import tower_needs
+from inference_svc.backends.native.towers.tiles import NativeTile, tile_bytes
+from inference_svc.backends.native.towers.tower import NativeTower
+from inference_svc.core import BASE_SLOT, EngineConfig
+from inference_svc.model.architectures import load_description
+from inference_svc.model.tower import TorchTower
+from inference_svc.pictures.sizes import Size
+from kernels.lora.table import MAX_PARTS
+from tests.support.pictures.models import GEMMA4, PATCH, READERS, TILE, make_reader
+from tests.support.pictures.towers import compute, tower_of
+
+NATIVE = [name for name in READERS if name not in GEMMA4]
+
+
+def bytes_of(tile: NativeTile) -> int:
+    waves = [each for both in tile.angles.values() for each in both]
+    packed = [each for cells in tile.packed for each in (cells.keys, cells.values)]
+    rows = (tile.hidden, tile.qkv, *waves)
+    return sum(each.untyped_storage().nbytes() for each in (*rows, *packed))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NATIVE)
+def test_memory_is_counted_before_it_is_taken(name: str, dtype: str, tmp_path: Path) -> None:
+    make_reader(name, tmp_path)
+    config = EngineConfig(
+        tmp_path,
+        "model",
+        dtype=dtype,
+        max_model_len=64,
+        max_sequences=1,
+        max_batch_tokens=64,
+        max_lora_rank=8,
+        arena_bytes=1 << 20,
+        num_threads=torch.get_num_threads(),
+    )
+    decoder = load_description(tmp_path, with_pictures=True)
+    pictures = decoder.pictures
+    assert pictures is not None
+    longest = pictures.max_inner_tokens(config.max_model_len)
+    tower = tower_of(tmp_path, "native", getattr(torch, dtype), longest)
+    assert isinstance(tower, NativeTower)
+    counted = tower_needs(config, decoder).workspace_bytes
+    held = tower.num_bytes + tile_bytes(pictures.tower, getattr(torch, dtype), longest)
+    assert held <= counted <= held + MAX_PARTS * (1 << 20)
+
+
+def test_a_tower_without_kernels_is_in_torch(tmp_path: Path) -> None:
+    make_reader(GEMMA4[0], tmp_path)
+    assert isinstance(tower_of(tmp_path, "native"), TorchTower)
+
+
+@pytest.mark.parametrize("name", ["SmolVLM", "Qwen2_5_VL", "Qwen3VL"])
+def test_a_tile_has_the_memory_that_was_counted(name: str, tmp_path: Path) -> None:
+    make_reader(name, tmp_path)
+    tower = tower_of(tmp_path, "native")
+    encoding = tower.begin(Size(TILE, TILE), 1)
+    tower.go_on(encoding, bytes(3 * TILE * TILE), 1, BASE_SLOT)
+    pictures = load_description(tmp_path, with_pictures=True).pictures
+    assert pictures is not None
+    assert isinstance(encoding.state, NativeTile)
+    counted = tile_bytes(pictures.tower, torch.float32, encoding.state.plan.num_tokens)
+    assert bytes_of(encoding.state) == counted
+
+
+@pytest.mark.parametrize("name", ["SmolVLM", "Qwen2VL"])
+def test_tiles_that_are_computed_in_turns_do_not_mix(name: str, tmp_path: Path) -> None:
+    """The work of one may have failed, which is then computed with its row."""
+    make_reader(name, tmp_path)
+    tower, tile = tower_of(tmp_path, "native"), Size(4 * PATCH, 4 * PATCH)
+    tile = tile if name == "Qwen2VL" else Size(TILE, TILE)
+    torch.manual_seed(0)
+    pixels = torch.randint(0, 256, (2, *tile, 3), dtype=torch.uint8).numpy()
+    alone = [tower.begin(tile, 1) for _ in range(2)]
+    for encoding, own in zip(alone, pixels, strict=True):
+        compute(tower, encoding, own.tobytes(), 1)
+    both = [tower.begin(tile, 1) for _ in range(2)]
+    while not all(each.is_done for each in both):
+        for encoding, own in zip(both, pixels, strict=True):
+            tower.go_on(encoding, own.tobytes(), 1, BASE_SLOT)
+    for encoding, wanted in zip(both, alone, strict=True):
+        assert torch.equal(encoding.rows, wanted.rows)
