@@ -468,9 +468,8 @@ def empty_choices(decoder: Decoder, max_tokens: int, device: torch.device) -> Te
 
 
 def gather_choices(choices: Tensor | None, decoder: Decoder, exchange: Exchange | None) -> None:
-    """Hands the experts that tokens choose in the layers of a stage to the first rank of all, whose
-    `choices`, int32 [layers, T, experts of each] as `empty_choices` has them, are of all layers
-    then."""
+    """Hands the experts that tokens choose in a stage's layers to the first rank of all, whose
+    `choices`, int32 [layers, T, num_chosen] (see `empty_choices`), have all layers then."""
     stage, shape = decoder.stage, decoder.expert_layers
     if choices is None or stage is None or not decoder.is_first_rank:
         return
