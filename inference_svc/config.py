@@ -268,9 +268,8 @@ class InferenceSettings(ServiceSettings):
     quarter of the memory that the weights leave (CUDA)."""
 
     max_batch_tokens: Annotated[OptionalCount, SCHEDULING] = 0
-    """Maximum number of tokens per step, at least --max-sequences. A higher value makes prompts
-    faster and each step longer. 0: 512 on CPU, and for encoders of fewer than 1,536 numbers a token
-    more, such as 2048 of 384; on CUDA 8192, halved as --max-sequences."""
+    """Maximum tokens per step, at least --max-sequences. More make prompts faster and each step
+    longer. 0: 512 on CPU, more for small encoders; on CUDA 8192, halved as --max-sequences."""
 
     max_queue: Annotated[OptionalCount, SCHEDULING] = 1024
     """Maximum number of waiting requests. Further requests fail with RESOURCE_EXHAUSTED."""

@@ -53,9 +53,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An embedding: `num_rows` of `size` elements, by token. `cut` are the tokens whose rows this
-    rank has; None: all. `copies`, (row, other), are rows that others take the place of. The
-    checkpoint may have it in several `parts`: [parts, rows, size]."""
+    """An embedding: `num_rows` of `size` elements, by token. This rank has the tokens of `cut`;
+    None: all. `copies` are (row, the row in its place); `parts`: saved as [parts, rows, size]."""
 
     key: str
     module: str

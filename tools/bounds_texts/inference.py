@@ -363,9 +363,10 @@ HTTP_FIELDS: Sequence[Line] = (
     line(
         "metadata user safety_identifier prompt_cache_{key,options,retention} service_tier "
         "prediction messages.{id,"
-        "annotations,reasoning_details,thinking_blocks,parsed} "
-        "messages.tool_calls.{type,index,arguments_error} "
-        "messages.tool_calls.function.parsed_arguments tools.function.strict tools.strict",
+        "annotations,reasoning_details,thinking_blocks,provider_specific_fields,parsed} "
+        "messages.tool_calls.{type,index,arguments_error,extra_content,provider_specific_fields} "
+        "messages.tool_calls.function.{parsed_arguments,provider_specific_fields} "
+        "tools.function.strict tools.strict",
         "nothing; the service discards them",
         "until the body is read",
         CALLER,
