@@ -28,8 +28,8 @@ SECONDS = 10.0
 """Several times as long as the slowest valid file takes on a quiet machine."""
 RETRY_SECONDS = 1.0
 MAX_REASON_BYTES = 1024
-NICENESS = 5
-"""Steps have about three times as many turns on a processor that decoding takes, too."""
+NICENESS = 10
+"""Steps have about nine times as many turns on a processor that decoding takes, too."""
 TASK = Task(
     Path(__file__).with_name("task.py"),
     Limits(MEMORY_BYTES, wall_seconds=SECONDS, open_files=16, niceness=NICENESS),
