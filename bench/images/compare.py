@@ -46,6 +46,7 @@ from bench.systems.worker import Worker
 from loadout import Client
 from loadout.demo.system import System, SystemSettings
 
+BASE = "images"
 NUM_REQUESTS, NUM_OUT, NUM_CHECKED = 8, 32, 8
 NUM_TEXTS, TEXT_OUT = 4, 96
 """Requests of text beside images, and the tokens of each."""
@@ -68,7 +69,7 @@ class Ours:
         }
         settings = SystemSettings(
             model_dir,
-            "images",
+            BASE,
             source_roots=(folder.resolve(),),
             store_flags=("--log-level", "warning"),
             inference_flags=tuple(str(word) for flag in flags.items() for word in flag),
@@ -82,7 +83,9 @@ class Ours:
         made = Client(inference=addresses.inference, store=addresses.store, timeout_s=None)
         self._client = self._exits.enter_context(made)
         for name, path in self._adapters.items():
-            revision = self._client.register(name, f"file://{path.resolve()}").revision
+            # The server may not have announced its model yet.
+            found = self._client.register(name, f"file://{path.resolve()}", base_model=BASE)
+            revision = found.revision
             options: Any = {"min_revision": revision, "max_tokens": 1}
             self._client.complete("a", adapter=name, **options)
         self._callers = self._exits.enter_context(ThreadPoolExecutor(NUM_REQUESTS))

@@ -74,16 +74,16 @@ class Stream:
     def _messages(self) -> Iterator[PullMessage]:
         image = self.store.image(self.digest, self.layout_id)
         start = self.offset if self.image_id == image.plan.image_id else 0
-        data: bytes | memoryview = image.buffer.numpy().tobytes()
+        data = image.buffer.numpy().tobytes()
         plan = image.plan
         if self.store.maps and not start:
             self.mapped = MemoryMapping(data)
-            data = self.mapped.data
         header = replace(plan.header(), layout_id=self.layout_id, offset=start)
         yield to_pull_message(to_pull_response(header))
         for part in image.parts:
             if part.start >= start:
-                yield ImageChunk(part.start, data[part.start : part.end])
+                if self.mapped is None:
+                    yield ImageChunk(part.start, data[part.start : part.end])
                 yield LayerEnd(part.index, part.end, part.sha256)
         yield ImageTrailer(image.sha256)
 

@@ -37,7 +37,7 @@ def config_of(folder: Path, dtype: str = "float32", max_sequences: int = 4) -> E
         max_sequences=max_sequences,
         max_batch_tokens=512,
         arena_bytes=1 << 20,
-        num_threads=1,
+        num_threads=torch.get_num_threads(),
     )
 
 
