@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 STRIP, MAX_SLICE = 32, 1024
 """The tokens of a strip of a tile, which is the least that a tower computes at once, and the most
-tokens of strips that follow each other."""
+tokens of strips that follow each other. A strip of one cell, or of one window, may have more."""
 
 
 class Size(NamedTuple):
@@ -72,8 +72,9 @@ class TileForm(NamedTuple):
         return _strips(self, tile)
 
     def max_part(self, num_tokens: int) -> int:
-        """Returns the most tokens that a tower computes at once, of tiles of at most so many."""
-        return min(num_tokens, MAX_SLICE)
+        """Returns the most tokens that a tower computes at once, of tiles of at most so many: a
+        strip has whole cells, however large they are."""
+        return min(num_tokens, max(MAX_SLICE, self.num_dropped + self.merge**2))
 
     def windows(self, tile: Size) -> list[int]:
         """Returns the numbers of patches of a tile's windows, row by row; of a tile without windows

@@ -16,7 +16,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Pictures
 from inference_svc.model.tower import normalised
-from inference_svc.pictures.sizes import Size
+from inference_svc.pictures.sizes import MAX_SLICE, Size
 from tests.support.models.parity import relative_rms
 from tests.support.pictures.models import (
     FREE,
@@ -73,6 +73,21 @@ def test_embeddings_equal_transformers(
     processor = pictures.processor
     expected = expected_rows(model, normalised(tiles, processor))
     assert encoding.rows.shape == expected.shape
+    assert relative_rms(encoding.rows, expected) <= 1e-5
+
+
+def test_a_cell_may_have_more_patches_than_a_part(backend: str, tmp_path: Path) -> None:
+    """Gemma 3 may have one token for an image, whatever its number of patches."""
+    side = 2 * 34
+    vision = VISION | {"model_type": "siglip_vision_model", "image_size": side, "patch_size": 2}
+    model = make_reader("Gemma3", tmp_path, vision_config=vision, mm_tokens_per_image=1)
+    save_processor("Gemma3", tmp_path, size={"height": side, "width": side})
+    tower, pictures = tower_of(tmp_path, backend), pictures_of(tmp_path)
+    assert pictures.tiles.inner_tokens(pictures.tiles.whole) == 34**2 > MAX_SLICE
+    tiles = torch.randint(0, 256, (1, side, side, 3), dtype=torch.uint8)
+    encoding = tower.begin(Size(side, side), 1)
+    compute(tower, encoding, tiles.numpy().tobytes(), 1)
+    expected = expected_rows(model, normalised(tiles, pictures.processor))
     assert relative_rms(encoding.rows, expected) <= 1e-5
 
 
