@@ -205,13 +205,7 @@ class TorchTower(Tower[TorchLinear]):
         counts = np.diff(starts) if len(starts) > 1 else np.array([part.num_tokens])
         zeros, pages = np.zeros(len(counts), np.int64), [[0]] * len(counts)
         positions, rows = plan.positions[..., own], torch.arange(part.first_row, part.num_tokens)
-        patches = None
-        if pixels is not None:
-            added = plan.form.num_added
-            own_patches = slice(max(part.start - added, 0), part.end - added)
-            rows_of, columns_of = plan.patches[:, own_patches]
-            tile, side = torch.from_numpy(pixels.copy()), plan.form.patch_size
-            patches = cut_patches(tile, self._values, rows_of, columns_of, side)
+        patches = None if pixels is None else self._patches(plan, part, pixels)
         return Step(
             weights=self.weights,
             rotary=self._rotary,
@@ -231,6 +225,15 @@ class TorchTower(Tower[TorchLinear]):
             choices={},
             token_order=None,
         )
+
+    def _patches(self, plan: TilePlan, part: TilePart, pixels: NDArray[np.uint8]) -> Tensor:
+        """Returns the part's patches, fp32 [P, 3, side, side]. Of the tile's pixels only the rows
+        around them are copied: a tile may have hundreds of parts."""
+        added, side = plan.form.num_added, plan.form.patch_size
+        rows, columns = plan.patches[:, max(part.start - added, 0) : part.end - added]
+        first, last = int(rows.min()), int(rows.max())
+        around = torch.from_numpy(pixels[first * side : (last + 1) * side].copy())
+        return cut_patches(around, self._values, rows - first, columns, side)
 
 
 def byte_values(processor: Processor) -> Tensor:
