@@ -127,17 +127,17 @@ def _tower_adapters_bytes(config: EngineConfig, decoder: Decoder) -> int:
 
 
 def _rows_bytes(config: EngineConfig, decoder: Decoder) -> int:
-    """Returns the memory of attention, each thread's and the work items of each window, and of an
-    encoder's token types."""
+    """Returns the memory of attention, each thread's and the work items of each kind of layers, and
+    of an encoder's token types."""
     item_bytes = getattr(torch, config.dtype).itemsize
     num_threads = compute_threads(config.num_threads, config.num_computing)
-    windows: dict[AttentionShape, set[int | None]] = {}
+    kinds: dict[AttentionShape, set[tuple[int | None, bool]]] = {}
     for each in decoder.attentions:
         shape = AttentionShape(each.num_heads, each.num_kv_heads, each.head_dim, item_bytes)
-        windows.setdefault(shape, set()).add(each.window)
+        kinds.setdefault(shape, set()).add((each.window, each.only_looks_back))
     return encoder.encoder_bytes(config, decoder, num_threads) + sum(
         shape.num_bytes(config.max_batch_tokens, config.max_sequences, num_threads, len(found))
-        for shape, found in windows.items()
+        for shape, found in kinds.items()
     )
 
 

@@ -83,7 +83,7 @@ class PartArrays:
     @staticmethod
     def bytes_of(max_tokens: int) -> int:
         """Returns the memory for parts of so many tokens."""
-        return max_tokens * (6 * torch.int64.itemsize + 4 * (8 + 4) + torch.int32.itemsize) + 32
+        return max_tokens * (6 * torch.int64.itemsize + 4 * (8 + 4) + torch.int32.itemsize) + 40
 
 
 def tower_shapes(tower: Decoder, dtype: torch.dtype, most: int) -> Iterator[BothWaysShape]:
