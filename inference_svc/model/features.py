@@ -64,7 +64,7 @@ def _features(part: Any) -> Iterator[str]:
         elif each.default is not MISSING and value != each.default:
             yield name
         if isinstance(value, Pictures):
-            continue  # torch computes a tower, whatever computes the decoder
+            continue  # torch computes a tower that the decoder's backend does not
         for inner in value if isinstance(value, tuple) else (value,):
             if is_dataclass(inner):
                 yield from _features(inner)

@@ -44,7 +44,7 @@ OF_ENCODERS = names(
 """The features of encoders alone, which torch computes."""
 
 OF_PICTURES = names("decoder.pictures rope.axes")
-"""The features of decoders that read pictures. Torch computes the towers themselves."""
+"""The features of decoders that read pictures. Towers need none: torch computes all of them."""
 
 
 def _add_inputs(op: AddInputs, step: Step) -> Tensor:
