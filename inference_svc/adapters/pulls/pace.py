@@ -39,9 +39,13 @@ class PullPace:
         is_shared = num_processors - num_threads < PULLING_PROCESSORS
         return cls(num_processors, num_ranks) if is_shared else None
 
+    def applies(self, received_bytes: int) -> bool:
+        """Returns whether an image of which so much has come comes at this pace now."""
+        return received_bytes > self._unpaced_bytes and self.is_needed()
+
     def delay_s(self, received_bytes: int, num_bytes: int) -> float:
         """Returns how long to wait after `num_bytes` more of an image of which so much has come."""
-        if received_bytes <= self._unpaced_bytes or not self.is_needed():
+        if not self.applies(received_bytes):
             return 0.0
         with self._lock:
             now_s, due_s = time.monotonic(), num_bytes / self.bytes_per_s

@@ -14,6 +14,8 @@ from inference_svc.adapters.pulls.pull import Progress
 from inference_svc.errors import CorruptImage
 
 T = TypeVar("T")
+Pause = Callable[[int], None]
+"""Waits as long as it should after so many bytes."""
 
 INLINE_BYTES = 256 << 10
 """Smaller parts are hashed at once: handing one to another thread takes as long."""
@@ -29,12 +31,15 @@ class PartHashers:
             num_threads, thread_name_prefix="loadout-hash", initializer=begin_thread
         )
 
-    def submit(self, pieces: Iterable[memoryview], num_bytes: int) -> Future[bytes]:
-        """Returns the sha256 of the bytes of one part, whose pieces are taken one by one."""
-        if num_bytes >= INLINE_BYTES:
+    def submit(
+        self, pieces: Iterable[memoryview], num_bytes: int, pause: Pause | None = None
+    ) -> Future[bytes]:
+        """Returns the sha256 of the bytes of one part, whose pieces are taken one by one. With
+        pauses they are taken in the calling thread: other images wait for these threads."""
+        if pause is None and num_bytes >= INLINE_BYTES:
             return self._pool.submit(_hash, pieces)
         done: Future[bytes] = Future()
-        done.set_result(_hash(pieces))
+        done.set_result(_hash(pieces, pause))
         return done
 
     def run(self, work: Callable[[], T]) -> Future[T]:
@@ -67,9 +72,9 @@ class PartChecks:
         self._pending: deque[_Pending] = deque()
         self._start = progress.offset
 
-    def add(self, end: LayerEnd, position: int) -> None:
-        """Ends a part, of which everything up to `position` is written. Raises CorruptImage, also
-        for an earlier part."""
+    def add(self, end: LayerEnd, position: int, pause: Pause | None = None) -> None:
+        """Ends a part, of which everything up to `position` is written, or is copied when it is
+        hashed; see `PartHashers.submit`. Raises CorruptImage, also for an earlier part."""
         progress = self._progress
         assert progress.header is not None
         if end.end_offset != position:
@@ -78,7 +83,7 @@ class PartChecks:
         if position <= self._start or num_parts >= len(progress.header.segments):
             raise CorruptImage(f"part {end.part} of the image has no segment")
         pieces = self._pieces(self._start, position)
-        sha256 = self._hashers.submit(pieces, position - self._start)
+        sha256 = self._hashers.submit(pieces, position - self._start, pause)
         self._pending.append(_Pending(end, sha256))
         self._start = position
         while self._pending and (
@@ -116,10 +121,12 @@ class PartChecks:
             self._verify()
 
 
-def _hash(pieces: Iterable[memoryview]) -> bytes:
+def _hash(pieces: Iterable[memoryview], pause: Pause | None = None) -> bytes:
     hasher = hashlib.sha256()
     for piece in pieces:
         hasher.update(piece)
+        if pause is not None:
+            pause(len(piece))
     return hasher.digest()
 
 

@@ -252,7 +252,7 @@ class Puller:
         progress = job.progress
         pieces = place.pieces
         if isinstance(place, MappedPlace):
-            pieces = partial(self._mapped_pieces, job, place)
+            pieces = partial(_mapped_pieces, job, place)
         with PartChecks(progress, self._hashers, pieces) as checks:
             position = progress.offset
             for message in messages:
@@ -261,9 +261,12 @@ class Puller:
                     position = _write(progress, place, message, position)
                     self._pause(job, position, len(message.data))
                 elif isinstance(message, LayerEnd):
+                    pause = None
                     if isinstance(place, MappedPlace):
                         position = message.end_offset
-                    checks.add(message, position)
+                        if self._pace is not None and self._pace.applies(position):
+                            pause = partial(self._pause, job, position)
+                    checks.add(message, position, pause)
                 else:
                     checks.finish()
                     _check_trailer(progress, message, position)
@@ -271,19 +274,6 @@ class Puller:
                     self._check_contents(progress.header, place.read)
                     return
         raise StoreUnavailable("the adapter store breaks off before it has sent all of it")
-
-    def _mapped_pieces(
-        self, job: PullJob, place: MappedPlace, start: int, end: int
-    ) -> Iterator[memoryview]:
-        """Yields pieces of a mapped image at the pace of pulls. Raises Cancelled."""
-        position = start
-        for piece in place.pieces(start, end):
-            if job.is_cancelled:
-                raise Cancelled
-            job.on_message()
-            yield piece
-            position += len(piece)
-            self._pause(job, position, len(piece))
 
     def _pause(self, job: PullJob, position: int, num_bytes: int) -> None:
         """Waits as the pace demands after `num_bytes` that end at `position` of the image."""
@@ -344,8 +334,7 @@ class Puller:
         progress = job.progress
         if not isinstance(header, ImageHeader):
             raise StoreUnavailable("the adapter store breaks off before it has sent anything of it")
-        known = progress.header
-        if known is not None and known.image_id == header.image_id and progress.sink is not None:
+        if progress.sink is not None and _is_same(progress.header, header):
             if header.offset == 0:
                 progress.restart()
             if header.offset == progress.offset:
@@ -374,6 +363,23 @@ def _lower_priority() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PULL_NICENESS)
+
+
+def _is_same(known: ImageHeader | None, header: ImageHeader) -> bool:
+    """Returns whether a header is of the image that memory was granted for."""
+    return known is not None and (known.image_id, known.total_bytes) == (
+        header.image_id,
+        header.total_bytes,
+    )
+
+
+def _mapped_pieces(job: PullJob, place: MappedPlace, start: int, end: int) -> Iterator[memoryview]:
+    """Yields pieces of a mapped image, which count as bytes that come. Raises Cancelled."""
+    for piece in place.pieces(start, end):
+        if job.is_cancelled:
+            raise Cancelled
+        job.on_message()
+        yield piece
 
 
 def _write(progress: Progress, place: ImageSink, chunk: ImageChunk, position: int) -> int:

@@ -10,6 +10,7 @@ import pytest
 from contract.images.header import ImageChunk
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pulls import pace as pull_pace
+from inference_svc.adapters.pulls import part_checks
 from inference_svc.adapters.pulls.pace import PROCESSOR_BYTES_PER_S, UNPACED_BYTES, PullPace
 from inference_svc.adapters.pulls.pull import PullDone, PullJob
 from tests.support.inference.memory_store import LAYOUT_ID
@@ -86,3 +87,21 @@ def test_a_pull_pauses_and_cancelling_ends_its_pause(
     job.cancel()
     pausing.join(timeout=60)
     assert not pausing.is_alive()
+
+
+def test_a_mapped_image_pauses_in_the_thread_of_its_pull(
+    monkeypatch: pytest.MonkeyPatch, store, layout: ModelLayout
+) -> None:
+    """Others wait for the threads that hash."""
+    store.maps = True
+    num_parts = len(store.add("aaaa").ends)
+    monkeypatch.setattr(pull_pace, "UNPACED_BYTES", 0)
+    monkeypatch.setattr(part_checks, "INLINE_BYTES", 0)
+    paused: list[str] = []
+
+    def pause(job: PullJob, seconds: float) -> None:
+        paused.append(threading.current_thread().name)
+
+    monkeypatch.setattr(PullJob, "pause", pause)
+    assert isinstance(outcome_of(store, layout, busy()), PullDone)
+    assert paused == ["loadout-pull-0"] * num_parts

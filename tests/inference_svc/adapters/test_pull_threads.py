@@ -382,6 +382,21 @@ def test_silent_source_is_left(
     assert store.num_pulls == 2
 
 
+def test_an_image_goes_on_only_with_its_size(good: list[PullMessage], layout: ModelLayout) -> None:
+    """The memory that was granted has no other."""
+    header, *others = good
+    assert isinstance(header, ImageHeader)
+    grown = replace(header, total_bytes=header.total_bytes + 256)
+
+    class Grown(Scripted):
+        def __iter__(self) -> Generator[PullMessage]:
+            yield from self.messages if self.num_pulls == 1 else [grown, *others]
+
+    event = outcome_of(Grown(good[:-1]), layout)
+    assert isinstance(event, PullFailed)
+    assert isinstance(event.error, CorruptImage)
+
+
 def test_only_pull_threads_have_low_priority(store, layout) -> None:
     store.add("aaaa")
     nicenesses: list[int] = []
