@@ -25,6 +25,23 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]{1,256})")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
+class _Messages:
+    """Adds messages to one text, apart from each other. One without text adds nothing."""
+
+    def __init__(self, add: Callable[[str], None]) -> None:
+        self._add = add
+        self._separator = ""
+        self._has_text = False
+
+    def begin(self) -> None:
+        self._separator = SEPARATOR if self._has_text else ""
+
+    def add(self, text: str) -> None:
+        if text:
+            self._add(self._separator + text)
+            self._separator, self._has_text = "", True
+
+
 class Harmony(CallSyntax):
     """A message without a header, such as one that the prompt has begun, is the answer's text."""
 
@@ -55,7 +72,7 @@ class Harmony(CallSyntax):
             yield from say_all(scanner)
             scanner.finish()
             return
-        said: dict[bool, bool] = {}
+        texts, thought = _Messages(scanner.say), _Messages(scanner.think)
         while (yield from scanner.peek()):
             header = yield from self._read_header(scanner)
             recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
@@ -65,11 +82,9 @@ class Harmony(CallSyntax):
                 scanner.end_call(is_whole=is_whole)
                 continue
             is_thought = channel is not None and channel[1] == "analysis"
-            add = scanner.think if is_thought else scanner.say
-            if said.get(is_thought):
-                add(SEPARATOR)
-            said[is_thought] = True
-            yield from self._read_body(scanner, add)
+            messages = thought if is_thought else texts
+            messages.begin()
+            yield from self._read_body(scanner, messages.add)
             if is_thought:
                 scanner.drop_space()
         scanner.finish()

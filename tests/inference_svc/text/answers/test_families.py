@@ -282,8 +282,10 @@ def test_messages_of_one_answer_are_apart() -> None:
         "I look.<|end|><|start|>assistant<|channel|>analysis<|message|>so<|end|>"
         "<|start|>assistant<|channel|>final<|message|>It rains."
     )
-    found = read(reader_of("harmony"), [text])
-    assert (found.thoughts, found.text) == ("hm\n\nso", "I look.\n\nIt rains.")
+    empty = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    for end in ("", empty, "<|end|><|start|>assistant<|chan"):
+        found = read(reader_of("harmony"), [text + end])
+        assert (found.thoughts, found.text) == ("hm\n\nso", "I look.\n\nIt rains.")
 
 
 @pytest.mark.parametrize(
