@@ -161,7 +161,8 @@ def _from_input(given: pb.EmbedInput, field: str, *, may_be_pair: bool) -> Promp
                 "text that has both",
                 subject=field,
             )
-    raise InvalidArgument(f"{field} is missing: one of text, token_ids, pair", subject=field)
+    kinds = "text, token_ids, pair" if may_be_pair else "text, token_ids"
+    raise InvalidArgument(f"{field} is missing: one of {kinds}", subject=field)
 
 
 class IncomingPoolCall(Generic[M]):
