@@ -86,14 +86,14 @@ class AttentionShape:
         return self.num_kv_heads * blocks + _SLOTS_PER_THREAD * max_threads * _MAX_PARTS
 
     def num_bytes(
-        self, max_tokens: int, max_rows: int, max_threads: int, num_windows: int = 1
+        self, max_tokens: int, max_rows: int, max_threads: int, num_kinds: int = 1
     ) -> int:
-        """Of the scratch memory, and of the work items of so many windows."""
-        items = num_windows * self.max_items(max_tokens, max_rows, max_threads)
+        """Of the scratch memory, and of the work items of so many kinds of layers."""
+        items = num_kinds * self.max_items(max_tokens, max_rows, max_threads)
         num_slots = _SLOTS_PER_THREAD * max_threads
         slot_bytes = 4 + _MAX_PARTS * self.partial_floats * 4
         scratch_bytes = num_slots * slot_bytes + max_threads * self.thread_bytes + 64
-        return items * ctypes.sizeof(WorkItem) + num_windows * 4 + scratch_bytes
+        return items * ctypes.sizeof(WorkItem) + num_kinds * 4 + scratch_bytes
 
 
 class AttentionScratch:
