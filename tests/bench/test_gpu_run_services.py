@@ -208,6 +208,12 @@ def test_figures_of_a_round():
     assert text.splitlines()[-1] == "| 2 | 5 | 16, cold | 3 | 0.50 | 200 | 200.0 (900.0) |"
 
 
+def test_tokens_of_the_first_message_have_nothing_between_them():
+    """A machine may send all of a short stream at once."""
+    row = row_of(Round(1, 0, 5, 3), Streams(1.0, ((Message(0.1, 3),),)), [])
+    assert row["between_tokens_p50_ms"] == row["between_tokens_p99_ms"] == 0.0
+
+
 def test_goals_of_services_are_of_resident_adapters():
     rows = [
         {"streams": 32, "adapters": 16, "is_cold": True, "share_of_base": 0.2},

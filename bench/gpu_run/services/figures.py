@@ -67,7 +67,9 @@ def row_of(wanted: Round, found: Streams, earlier: Sequence[Found]) -> Found:
 
 def gaps_of(stream: Stream) -> Iterator[float]:
     """Yields the seconds between tokens. Tokens that arrived together share the time since the
-    message before."""
+    message before; there are none between tokens of the first message."""
+    for _ in range(stream[0].num_tokens - 1):
+        yield 0.0
     for before, after in pairwise(stream):
         for _ in range(after.num_tokens):
             yield (after.arrival_s - before.arrival_s) / after.num_tokens
