@@ -62,7 +62,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The rank's message to its node's process every PING_S, from then on: it does not hang."""
+    """The rank's message to its node's process every PING_S, from then on: its process runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,11 @@ that are learned for each. Linear layers may be clipped."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from inference_svc.model.architectures.towers.axial import read_theta
-from inference_svc.model.architectures.towers.making import make_tower
+from inference_svc.model.architectures.towers.making import make_tower, read_vision
 from inference_svc.model.architectures.towers.vit import TOWER, WHERE
 from inference_svc.model.checkpoint.wrapper import Wrapper
-from inference_svc.model.config.keys import check_keys, names
+from inference_svc.model.config.keys import names
 from inference_svc.model.config.reader import HEADS, KV_HEADS, MAX_HEADS, ConfigReader
 from inference_svc.model.description import (
     Block,
@@ -77,15 +75,7 @@ _IGNORES = names("attention_bias global_head_dim default_output_length")
 def describe_tower(config: ConfigReader, out_size: int) -> Decoder:
     """Returns the tower that `vision_config` describes, with the connector to embeddings of
     `out_size` elements. Raises UnsupportedModel."""
-    values = config.get("vision_config")
-    if not isinstance(values, Mapping):
-        raise config.unsupported("vision_config", "must describe the vision tower")
-    name = values.get("model_type") or MODEL_TYPE
-    if name != MODEL_TYPE:
-        reason = f"supported is {MODEL_TYPE}; --max-prompt-images 0 serves the text alone"
-        raise config.unsupported("vision_config.model_type", reason, name)
-    check_keys(values, MODEL_TYPE, _READS, _IGNORES, {}, WHERE)
-    vision = ConfigReader(values, _DEFAULTS, WHERE)
+    vision = read_vision(config, MODEL_TYPE, _READS, _IGNORES, _DEFAULTS, WHERE)
     width = vision.positive("hidden_size")
     num_positions = vision.within("position_embedding_size", 1, MAX_POSITIONS)
     return make_tower(

@@ -3,13 +3,12 @@ columns of patches, and no biases."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from inference_svc.model.architectures.towers import making
 from inference_svc.model.architectures.towers.axial import read_heads, read_theta
 from inference_svc.model.architectures.towers.making import make_tower
 from inference_svc.model.architectures.towers.vit import TOWER, WHERE
 from inference_svc.model.checkpoint.wrapper import Wrapper
-from inference_svc.model.config.keys import check_keys, names
+from inference_svc.model.config.keys import names
 from inference_svc.model.config.reader import HEADS, ConfigReader
 from inference_svc.model.description import (
     Activation,
@@ -63,15 +62,7 @@ def wrapper(tower: str, connector: str, others: tuple[str, ...]) -> Wrapper:
 
 def read_vision(config: ConfigReader) -> ConfigReader:
     """Returns the reader of `vision_config`. Raises UnsupportedModel."""
-    values = config.get("vision_config")
-    if not isinstance(values, Mapping):
-        raise config.unsupported("vision_config", "must describe the vision tower")
-    name = values.get("model_type") or MODEL_TYPE
-    if name != MODEL_TYPE:
-        reason = f"supported is {MODEL_TYPE}; --max-prompt-images 0 serves the text alone"
-        raise config.unsupported("vision_config.model_type", reason, name)
-    check_keys(values, MODEL_TYPE, _READS, _IGNORES, {}, WHERE)
-    return ConfigReader(values, _DEFAULTS, WHERE)
+    return making.read_vision(config, MODEL_TYPE, _READS, _IGNORES, _DEFAULTS, WHERE)
 
 
 def describe_tower(
