@@ -34,6 +34,7 @@ WHITESPACE = r" |\n[ \t]{0,40}"
 """Between the parts of a JSON text, on a line or indented: a model that likes whitespace must go on
 all the same."""
 MAX_ERROR_CHARS = 300
+TOO_DEEP = "it is nested too deeply"
 TRIAL_TOKENS = 48
 """The tokens of a random text that a check tries a grammar with."""
 PLACING_SECONDS = 0.2
@@ -124,7 +125,7 @@ def _loaded(source: str) -> Any:
     try:
         return json.loads(source, parse_constant=_refuse_constant)
     except RecursionError:
-        raise Refused("it is nested too deeply") from None
+        raise Refused(TOO_DEEP) from None
     except ValueError as error:
         raise Refused(f"it is no JSON: {error}") from None
 
@@ -174,6 +175,8 @@ def _reason(error: str) -> str:
     line = re.sub(r"^failed to compile JSON schema: ", "", line)
     if line.startswith("NoExtensionBias"):
         line = "no text has this form"
+    if "recursion" in line:  # Python's, or of the engine's parser
+        line = TOO_DEEP
     if "coerce_one_of" in line:
         line = "parts of a oneOf may overlap: use anyOf"
     return line[:MAX_ERROR_CHARS]

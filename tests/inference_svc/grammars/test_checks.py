@@ -142,6 +142,12 @@ def loop(length: int) -> dict[str, Any]:
     return {"$defs": loops, "$ref": "#/$defs/d0"}
 
 
+def test_a_deep_schema_is_refused_in_plain_words(processes: CheckProcesses) -> None:
+    source = '{"items":' * 600 + "{}" + "}" * 600
+    verdict, _ = processes.check(Grammar.json_schema(source))
+    assert verdict.error.endswith("it is nested too deeply")
+
+
 MANY = {f"p{index}": {"type": "string"} for index in range(4000)}
 HOSTILE = {
     "depth": Grammar.json_schema("[" * 100_000),
