@@ -21,6 +21,7 @@ _BLOCK_CELLS = 64
 _SEGMENT_CELLS = 256
 _MAX_PRODUCT_ROWS = 16
 _LINE_BYTES = 64
+_PAIR_BYTES = 4
 
 
 class PackedArgs(ctypes.Structure):
@@ -81,9 +82,14 @@ class PackedCells:
 
     @classmethod
     def allocate(cls, num_heads: int, shape: BothWaysShape, dtype: torch.dtype) -> PackedCells:
-        """Returns memory for a row of the shape's length."""
+        """Returns memory for a row of the shape's length. Only the end of the values is written
+        to: to clear all of a large image's memory takes longer than a step of text."""
         size = cls.size_of(num_heads, shape) // 2
-        keys, values = (torch.zeros(size, dtype=dtype) for _ in range(2))
+        keys, values = (torch.empty(size, dtype=dtype) for _ in range(2))
+        pair = _PAIR_BYTES // dtype.itemsize
+        pairs = values.view(num_heads, shape.max_cells // pair, shape.width * pair)
+        # The weights of cells behind the row's end are 0, and so must be their products.
+        pairs[:, shape.max_length // pair :].zero_()
         return cls(keys, values, shape.max_cells)
 
     @staticmethod

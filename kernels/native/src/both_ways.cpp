@@ -17,8 +17,8 @@ namespace loadout {
 
 // Keys and values of a row, of one head after the other, as the products read them: keys
 // [num_heads, max_cells / BLOCK, width / P, BLOCK, P], values [num_heads, max_cells / P, width, P],
-// where the width is the head's in whole tiles, and P the elements of a pair. What nothing was
-// written to is 0.
+// where the width is the head's in whole tiles, and P the elements of a pair. Values behind the row's
+// end are 0; the rest that nothing was written to may be anything.
 struct PackedCells {
   void* keys;  // null: there are none
   void* values;
