@@ -66,6 +66,10 @@ class Encoding:
     def is_done(self) -> bool:
         return self.index == self.num_tiles
 
+    def begin_again(self) -> None:
+        """Counts as computed no longer what was."""
+        self.index, self.num_units, self.state = 0, 0, None
+
 
 class Tower(ABC, Generic[P]):
     """Computes tiles one by one. The unit of its work is a layer of a strip of a tile: from the
@@ -91,7 +95,17 @@ class Tower(ABC, Generic[P]):
     ) -> None:
         """Computes so many more units of a picture's tiles, or as many as are left. `pixels` are
         uint8 [tiles, height, width, 3], which only requests keep: they are many times as large as
-        the embeddings. At `slot` is the adapter that changes them now; -1: none."""
+        the embeddings. At `slot` is the adapter that changes them now; -1: none. If it fails, none
+        is computed: a unit may have changed some of its own inputs."""
+        try:
+            self._compute_units(encoding, pixels, num_units, slot)
+        except BaseException:
+            encoding.begin_again()
+            raise
+
+    def _compute_units(
+        self, encoding: Encoding, pixels: bytes | memoryview, num_units: int, slot: int
+    ) -> None:
         while num_units and not encoding.is_done:
             state = encoding.state
             if state is None:

@@ -15,7 +15,9 @@ from inference_svc.core import BASE_SLOT
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Pictures
+from inference_svc.model.operations import Project
 from inference_svc.model.tower import normalised
+from inference_svc.model.transformer import COMPUTE
 from inference_svc.pictures.sizes import MAX_SLICE, Size
 from tests.support.models.parity import relative_rms
 from tests.support.pictures.models import (
@@ -210,6 +212,33 @@ def test_begun_and_finished_pictures_keep_no_pixels(backend: str, tmp_path: Path
     while not encoding.is_done:
         tower.go_on(encoding, pixels, 4, BASE_SLOT)
         assert pixels[:PATCH] not in pickle.dumps(encoding)
+
+
+@pytest.mark.parametrize("place", [5, 7, 10])
+def test_a_picture_begins_again_behind_an_error(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit that fails in the middle has changed the stream that it began with."""
+    make_reader("Llava", tmp_path)
+    tower, num_products = tower_of(tmp_path, "torch"), 0
+    pixels = random.Random(0).randbytes(TILE * TILE * 3)
+    expected = tower.begin(SQUARE, 1)
+    compute(tower, expected, pixels, 1)
+    project = COMPUTE[Project]
+
+    def fail_once(op: Any, step: Any) -> Any:
+        nonlocal num_products
+        num_products += 1
+        if num_products == place:
+            raise MemoryError
+        return project(op, step)
+
+    monkeypatch.setitem(COMPUTE, Project, fail_once)
+    encoding = tower.begin(SQUARE, 1)
+    with pytest.raises(MemoryError):
+        compute(tower, encoding, pixels, 1)
+    compute(tower, encoding, pixels, 1)
+    assert torch.equal(encoding.rows, expected.rows)
 
 
 @pytest.mark.parametrize("name", SQUARES)
