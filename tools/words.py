@@ -32,6 +32,7 @@ FOR_USERS = (
     *("docs/agents.md", "docs/engines.md"),
     *("docs/kubernetes.md", "docs/security.md", "docs/supply-chain.md"),
     *("docs/operations/sizing.md", "docs/operations/runbook.md", "docs/operations/backup.md"),
+    *("docs/operations/ranks.md", "docs/operations/one-machine.md"),
     *("docs/operations/upgrades.md", "docs/observability/dashboards.md"),
     *("docs/observability/tracing.md", "deploy/README.md", "deploy/gateway/README.md"),
 )

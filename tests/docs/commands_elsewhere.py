@@ -136,13 +136,13 @@ ELSEWHERE = (
         "def test_the_steps_secure_both_services",
     ),
     Elsewhere(
-        r"docs/operations/sizing.md: (export|loadout serve .* --nnodes) .*",
+        r"docs/operations/ranks.md: (export|loadout serve .* --nnodes) .*",
         "tests/system/nodes.py",
         '"--nnodes", "2"',
         "addresses of one machine",
     ),
     Elsewhere(
-        r"docs/operations/sizing.md: loadout serve .* --tensor-parallel 2",
+        r"docs/operations/ranks.md: loadout serve .* --tensor-parallel 2",
         "tests/system/test_ranks.py",
         '"--tensor-parallel"',
         "a small model",

@@ -15,6 +15,6 @@ metric_docs         generates docs/observability/metrics.md from the services' d
 model_docs          writes docs/models.md from the descriptions in the modules of model families
 proto_comments      reads the comments above the declarations of a proto file
 sbom_docs           writes docs/sbom, the Python packages of each container image, without a build
-sizing_docs         writes the tables of docs/operations/sizing.md and docs/kubernetes.md, computed
-                    by the services' own code
+sizing_docs         writes the tables of sizes of docs/kubernetes.md, and of sizing.md and ranks.md
+                    in docs/operations, computed by the services' own code
 """

@@ -81,7 +81,7 @@ on CPUs and on GPUs. Your adapters may change every linear layer, the embedding 
 the table says otherwise, and replace
 [norms, biases, embedding and head](adapters.md#what-adapters-have-besides-a-and-b). Each family is
 one module of data; you can [add one](development/add-an-architecture.md). On CPUs you can divide a
-model of each family over [several processes](operations/sizing.md#models-in-several-processes), if
+model of each family over [several processes](operations/ranks.md), if
 its sizes divide.
 
 | architecture | family and features |

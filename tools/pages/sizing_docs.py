@@ -1,5 +1,5 @@
-"""Writes the tables of docs/operations/sizing.md and docs/kubernetes.md, computed by the services'
-own code.
+"""Writes the tables of sizes of docs/operations/sizing.md, docs/operations/ranks.md and
+docs/kubernetes.md, computed by the services' own code.
 
 python -m tools.pages.sizing_docs
 """
@@ -39,6 +39,7 @@ from tools.sizing_models import (
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "operations" / "sizing.md"
+RANKS_PATH = ROOT / "docs" / "operations" / "ranks.md"
 KUBERNETES_PATH = ROOT / "docs" / "kubernetes.md"
 OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "production"
 
@@ -83,8 +84,17 @@ PROCESS_GIB = 8
 """Memory of inference's container besides host tier and the model's files, with a reserve."""
 
 
-def render() -> dict[str, str]:
-    """Returns the tables by name."""
+def render() -> dict[Path, dict[str, str]]:
+    """Returns the tables of each page, by name."""
+    return {
+        PATH: render_sizing(),
+        RANKS_PATH: {"ranks": _ranks(), "stages": _stages()},
+        KUBERNETES_PATH: render_kubernetes(),
+    }
+
+
+def render_sizing() -> dict[str, str]:
+    """Returns the tables of docs/operations/sizing.md by name."""
     production = _overlay("inference.env", "LOADOUT_INFERENCE_")
     ours = _plan(LLAMA_8B, production, DEVICE_BYTES)
     larger = {"adapter_memory": "8GiB", "host_memory": "80GiB", "max_loras": "256"}
@@ -97,8 +107,6 @@ def render() -> dict[str, str]:
         "kv": _kv_types(),
         "forms": _weight_forms(),
         "cpu": _side_by_side({"defaults, two cores": on_cpu}),
-        "ranks": _ranks(),
-        "stages": _stages(),
         "states": _states(),
         "hits": _hits(ours, 1000),
         "store": _stores(ours),
@@ -363,8 +371,8 @@ def _tier(replica_bytes: int, num_images: int) -> str:
 
 
 def main() -> None:
-    PATH.write_text(replaced(PATH.read_text(), render()))
-    KUBERNETES_PATH.write_text(replaced(KUBERNETES_PATH.read_text(), render_kubernetes()))
+    for path, tables in render().items():
+        path.write_text(replaced(path.read_text(), tables))
 
 
 if __name__ == "__main__":
