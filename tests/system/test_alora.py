@@ -174,8 +174,9 @@ def test_preempted_aloras_keep_their_activation(zoo: Zoo, start: Callable) -> No
     page_bytes = 2 * 2 * 16 * 16 * 2 * 4  # keys and values, of 2 layers, 16 tokens of 2 heads of 16
     running = start(zoo, kv_bytes=14 * page_bytes, max_model_len=128)
     asked = {str(index): prompt_of(20, index, seed=index) for index in range(5)}
-    for name, prompt in asked.items():
-        submit(running, name, prompt, "alora")
+    with running.together("alora"):
+        for name, prompt in asked.items():
+            submit(running, name, prompt, "alora")
     for name, prompt in asked.items():
         tokens, last = running.result(name)
         assert last.error is None

@@ -156,8 +156,9 @@ def test_decoding(start: Callable) -> None:
 def test_preempted(start: Callable) -> None:
     running = start(kv_bytes=96 << 10, max_model_len=96)
     before = snapshot(running)
-    for index in range(4):
-        running.submit(f"{index}", [5 + index] * 40, max_tokens=50)
+    with running.together():
+        for index in range(4):
+            running.submit(f"{index}", [5 + index] * 40, max_tokens=50)
     scheduler = running.engine.built.engine.scheduler
     until(lambda: scheduler.num_preemptions)
     for index in range(4):

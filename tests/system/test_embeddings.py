@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from inference_svc.core import FinishReason
-from inference_svc.engine.transport.messages import Command, PauseMode
 from inference_svc.results.embedding_rule import Pooling
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import Zoo
@@ -41,22 +40,17 @@ def test_any_mix_equals_transformers(
     zoo = zoos("llama")
     running = start("llama", max_model_len=320, native_kernels=PATHS[path], **CASES[case])
     asked = prompts(16, seed=5)
-    for adapter in ADAPTERS:
-        running.submit(f"first {adapter}", asked[0], adapter, max_tokens=1)
-        running.result(f"first {adapter}")
-    # All at once, with their adapters: else a busy machine may end each row before the next one.
-    running.call(Command.PAUSE, pause_mode=PauseMode.KEEP)
-    for index, adapter in enumerate(ADAPTERS):
-        running.submit(f"tokens {index}", asked[index], adapter, max_tokens=20)
     wanted = {}
-    for index, prompt in enumerate(asked):
-        for pooling in Pooling:
-            adapter = ADAPTERS[(index + len(wanted)) % len(ADAPTERS)]
-            name, size = f"{pooling.value} {index}", (SIZE, 24)[index % 2]
-            each = option(pooling, is_normalised=index % 3 > 0, dimensions=size)
-            running.submit(name, prompt, adapter, max_tokens=0, embedding=each)
-            wanted[name] = adapter, prompt, each
-    running.call(Command.RESUME)
+    with running.together(*ADAPTERS[1:]):
+        for index, adapter in enumerate(ADAPTERS):
+            running.submit(f"tokens {index}", asked[index], adapter, max_tokens=20)
+        for index, prompt in enumerate(asked):
+            for pooling in Pooling:
+                adapter = ADAPTERS[(index + len(wanted)) % len(ADAPTERS)]
+                name, size = f"{pooling.value} {index}", (SIZE, 24)[index % 2]
+                each = option(pooling, is_normalised=index % 3 > 0, dimensions=size)
+                running.submit(name, prompt, adapter, max_tokens=0, embedding=each)
+                wanted[name] = adapter, prompt, each
     for name, (adapter, prompt, each) in wanted.items():
         found = embedding(running, name, each)
         np.testing.assert_allclose(found, expected(zoo, adapter, prompt, each), atol=1e-4)

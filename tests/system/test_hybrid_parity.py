@@ -74,9 +74,10 @@ def test_greedy_tokens_in_chunks_and_with_preemption(
         kv_bytes=KV_BYTES[zoo.kind],
     )
     asked = requests()
-    for name, (adapter, prompt) in asked.items():
-        running.submit(name, prompt, adapter, max_tokens=NUM_TOKENS)
-        running.submit(f"{name} cancelled", prompt[::-1], adapter, max_tokens=NUM_TOKENS)
+    with running.together():
+        for name, (adapter, prompt) in asked.items():
+            running.submit(name, prompt, adapter, max_tokens=NUM_TOKENS)
+            running.submit(f"{name} cancelled", prompt[::-1], adapter, max_tokens=NUM_TOKENS)
     scheduler = running.engine.built.engine.scheduler
     # Cancelled earlier, on a busy machine, they would leave room for all others.
     running.until(lambda: "base 70 cancelled" in running.outputs and scheduler.num_preemptions)

@@ -160,14 +160,14 @@ def test_adapters_come_and_go_while_pictures_are_computed(
     """Preempted, evicted and loaded again, at another slot, between the layers of a picture."""
     running = start(smolvlm.zoo, **SETTINGS | PRESSURE[case])
     cells = [(a, n) for n in ("three", "one") for a in (*OWN, "", "of-text")] * 2
-    ids = []
-    for index, (adapter, name) in enumerate(cells):
-        prompt, pictures = smolvlm.prompt(name)
-        request_id, seed = f"{index}", f"{index // len(OWN)}"
-        running.submit(
-            request_id, prompt, adapter, pictures=pictures, max_tokens=NUM_TOKENS, cache_seed=seed
-        )
-        ids.append(request_id)
+    options = {"max_tokens": NUM_TOKENS}
+    with running.together():
+        for index, (adapter, name) in enumerate(cells):
+            prompt, pictures = smolvlm.prompt(name)
+            seed = f"{index // len(OWN)}"
+            more = {"pictures": pictures, "cache_seed": seed, **options}
+            running.submit(f"{index}", prompt, adapter, **more)
+    ids = [f"{index}" for index in range(len(cells))]
     for (adapter, name), request_id in zip(cells, ids, strict=True):
         tokens, last = running.result(request_id)
         assert last.error is None

@@ -137,7 +137,10 @@ def test_answers_do_not_depend_on_steps(stepped: Reader, case: str, start: Calla
     running = start(stepped.zoo, **settings)
     cells = [(a, n) for a in ("", "of-text") for n in PROMPTS] * 2
     more = {"prompt_logprobs": 0} if case == "scored" else {}
-    ids = [(cell, submit_as(running, stepped, i, *cell, **more)) for i, cell in enumerate(cells)]
+    with running.together():
+        ids = [
+            (each, submit_as(running, stepped, i, *each, **more)) for i, each in enumerate(cells)
+        ]
     for (adapter, name), request_id in ids:
         tokens, last = running.result(request_id)
         assert last.error is None

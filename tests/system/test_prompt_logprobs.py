@@ -88,8 +88,9 @@ def test_preempted_requests_score_each_token_once(
         zoo, max_model_len=128, native_kernels=native, max_prefill_chunk=8, kv_bytes=12 * page_bytes
     )
     asked = [prompt[:60] for prompt in prompts(6, seed=7) if len(prompt) > 1]
-    for index, prompt in enumerate(asked):
-        ask(running, str(index), prompt, max_tokens=count, prompt_logprobs=index)
+    with running.together():
+        for index, prompt in enumerate(asked):
+            ask(running, str(index), prompt, max_tokens=count, prompt_logprobs=index)
     for index, prompt in enumerate(asked):
         check(scores(running, str(index)), prompt, zoo.logits("", prompt, torch.float32), index)
     assert running.engine.built.engine.scheduler.num_preemptions > 0

@@ -144,8 +144,9 @@ def test_preempted_requests_return_each_position_once(
     running = start(
         zoo, max_model_len=128, native_kernels=native, prefix_cache=False, kv_bytes=12 * page_bytes
     )
-    for index, prompt in enumerate(short):
-        ask(running, str(index), prompt[:30], max_tokens=count)
+    with running.together():
+        for index, prompt in enumerate(short):
+            ask(running, str(index), prompt[:30], max_tokens=count)
     for index, prompt in enumerate(short):
         tokens = running.result(str(index))[0]
         wanted = choices(zoo, "", prompt[:30] + tokens[:-1])

@@ -175,8 +175,9 @@ def test_preempted_answers_go_on(start: Callable[..., Running]) -> None:
     found = {}
     for name, kv_bytes in (("plenty", 4 << 20), ("short", 150 << 10)):
         running = structured(start("llama", kv_bytes=kv_bytes, prefix_cache=False))
-        for seed in range(6):
-            running.submit(f"{seed}", PROMPT, seed=seed, **options)
+        with running.together():
+            for seed in range(6):
+                running.submit(f"{seed}", PROMPT, seed=seed, **options)
         found[name] = [running.result(f"{seed}")[0] for seed in range(6)]
         assert all(re.fullmatch("[a-e]{90}", text_of(each)) for each in found[name])
         is_preempted = running.engine.built.engine.scheduler.num_preemptions > 0
@@ -233,8 +234,9 @@ def test_preempted_thoughts_keep_their_budget(start: Callable[..., Running]) -> 
     found = {}
     for name, kv_bytes in (("plenty", 4 << 20), ("short", 150 << 10)):
         running = structured(start("llama", kv_bytes=kv_bytes, prefix_cache=False))
-        for seed in range(6):
-            running.submit(f"{seed}", PROMPT, seed=seed, **options)
+        with running.together():
+            for seed in range(6):
+                running.submit(f"{seed}", PROMPT, seed=seed, **options)
         found[name] = [running.result(f"{seed}")[0] for seed in range(6)]
         assert max(len(thoughts_of(each)[0]) for each in found[name]) <= 60
         is_preempted = running.engine.built.engine.scheduler.num_preemptions > 0
