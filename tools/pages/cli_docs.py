@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,7 @@ def _reference() -> Iterator[str]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     yield "## Reference"
     yield ""
+    yield from _overview(commands)
     yield "These arguments and options mean the same in all commands that have them. The usage line"
     yield "of a command shows them, except the options for the tenant, the token and TLS: every"
     yield "command that takes an address takes these, too."
@@ -166,6 +167,16 @@ def _reference() -> Iterator[str]:
             yield from (line.strip() for line in examples.splitlines() if line.strip())
             yield "```"
             yield ""
+
+
+def _overview(commands: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a table with the first sentence of each command, and a link to its section."""
+    yield "| command | purpose |"
+    yield "|---|---|"
+    for name, command in commands.items():
+        first, _, _ = command.help.strip().partition("\n")
+        yield f"| [`{name}`](#loadout-{name}) | {_escape(first).removesuffix('.')} |"
+    yield ""
 
 
 def _options(parameters: list[Any]) -> Iterator[str]:

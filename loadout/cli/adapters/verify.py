@@ -63,7 +63,7 @@ def verify(
     *,
     connection: Connection,
 ) -> None:
-    """Verify that a served adapter is the one that you trained.
+    """Verify that a served adapter is your trained adapter.
 
     Asks the service for greedy answers and their log probabilities, and computes the same with
     transformers and PEFT on this machine, in fp32 and in the service's dtype. Fails if they differ
