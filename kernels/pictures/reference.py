@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from kernels.elementwise.reference import rms_norm
 
 CHANNELS = 3
 """Red, green and blue."""
@@ -39,14 +42,27 @@ def cut_patches(pixels: Tensor, values: Tensor, rows: Tensor, columns: Tensor, s
     return values[torch.arange(CHANNELS), cut].permute(0, 3, 1, 2)
 
 
+def by_pixel(patches: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns patches pixel by pixel.
+
+    Args:
+        patches: fp32 [P, CHANNELS, side, side].
+        dtype: The type to round to.
+
+    Returns:
+        [P, side * side * CHANNELS] of this dtype.
+    """
+    return patches.permute(0, 2, 3, 1).flatten(1).to(dtype)
+
+
 def add_blend(x: Tensor, table: Tensor, rows: Tensor, weights: Tensor) -> None:
     """x[t] += the sum of table[rows[t, i]] * weights[t, i], which is rounded first.
 
     Args:
         x: [T, size].
         table: [S, size] of x's dtype.
-        rows: int64 [T, 4].
-        weights: fp32 [T, 4].
+        rows: int64 [T, N].
+        weights: fp32 [T, N].
     """
     x += (table[rows] * weights[:, :, None]).sum(1).to(x.dtype)
 
@@ -68,3 +84,48 @@ def merge_patches(x: Tensor, count: int, merging: Merging) -> Tensor:
     if merging is Merging.TAKING_TURNS:
         cells = cells.transpose(1, 2)
     return cells.reshape(len(cells), -1)
+
+
+def clip(x: Tensor, least: float, most: float) -> Tensor:
+    """Returns x between two bounds, each rounded to x's dtype; NaN stays NaN. x: [T, size] -> the
+    same."""
+    return x.clamp(least, most)
+
+
+def arrange_heads(
+    qkv: Tensor, weights: Sequence[Tensor], eps: float, quarters: Sequence[int] | None
+) -> None:
+    """Norms each head as `rms_norm` does, and then orders the quarters of queries' and keys', in
+    place.
+
+    Args:
+        qkv: [T, 3 * heads * head_dim]: queries, keys and values of all heads.
+        weights: The norms of queries, keys and values, fp32 [head_dim], or one of each token, [T,
+            head_dim].
+        eps: Added to the mean square.
+        quarters: The quarters of a head in their new order. None: they stay where they are.
+    """
+    heads = qkv.unflatten(1, (3, -1, weights[0].shape[-1]))
+    for kind, weight in enumerate(weights):
+        normed = rms_norm(heads[:, kind], weight, eps)
+        if quarters is not None and kind < 2:
+            normed = normed.unflatten(2, (4, -1))[:, :, list(quarters)].flatten(2)
+        heads[:, kind] = normed
+
+
+def standardise(x: Tensor, scale: float, bias: Tensor | None, factor: Tensor | None) -> Tensor:
+    """Returns (scale * x - bias) * factor, in fp32 and rounded once; without both scale * x.
+
+    Args:
+        x: [cells, size].
+        scale: Factor of x.
+        bias: fp32 [size], or None.
+        factor: As bias; both are there, or neither.
+
+    Returns:
+        [cells, size] of x's dtype.
+    """
+    scaled = x.float() * scale
+    if bias is not None and factor is not None:
+        scaled = (scaled - bias) * factor
+    return scaled.to(x.dtype)

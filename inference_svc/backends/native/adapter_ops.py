@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from inference_svc.model.description import Norm
 from inference_svc.model.operations import Rows
 from kernels.elementwise import NormWeight
 from kernels.experts import Pairs
@@ -71,3 +72,26 @@ def is_in(group: str, groups: frozenset[str]) -> bool:
 def head_norms(module: str) -> str:
     """Returns the group of a norm of queries, keys or values, which the other two share."""
     return f"{module.rpartition('.')[0]}.{HEAD_NORMS}"
+
+
+def heads_normed(
+    adapters: AdapterOps,
+    norms: Sequence[tuple[Norm | None, NormWeight | None]],
+    layer: int | None,
+    norm_op: Callable[..., NativeOp],
+) -> Iterator[GroupedOp]:
+    """Yields the operation of the norms of queries, keys and values, which `norm_op` makes of their
+    three weights, and those with weights of tokens that stand in for it."""
+    weights = [None if weight is None else weight.weight for _, weight in norms]
+    own, group = list(weights), ""
+    for index, (norm, weight) in enumerate(norms):
+        if norm is None or weight is None or not norm.module:
+            continue
+        path = norm.path(layer)
+        found = adapters.token_weights(path, weight, Rows.TOKENS)
+        if found is not None:
+            group, own[index] = head_norms(path), found[1].weight
+            yield from ((group, op) for op in found[0])
+    if group:
+        yield group, norm_op(*own)
+    yield WITHOUT + group if group else "", norm_op(*weights)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.targets import applied_targets
+from inference_svc.adapters.targets import AppliedTargets, applied_targets
 from inference_svc.backends.adapter_memory import AdapterMemory, allocate_arena
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import (
@@ -40,9 +39,9 @@ from inference_svc.backends.native.lora import NativeLoraOps
 from inference_svc.backends.native.needs import memory_needs, tower_needs
 from inference_svc.backends.native.program import NativeTransformer
 from inference_svc.backends.native.projections import PackedProjection, PackedProjections
-from inference_svc.backends.native.towers.tower import NativeTower, has_kernels
+from inference_svc.backends.native.towers.tower import NativeTower
 from inference_svc.backends.native.workspace import Workspace, max_outputs
-from inference_svc.backends.pictures import IN_TORCH, TowerMaker
+from inference_svc.backends.pictures import TowerMaker
 from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_runs, scored_slices
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.speed_notes import native_notes, thread_notes
@@ -50,7 +49,7 @@ from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow, EngineConfig
 from inference_svc.host.cpus import usable_cores, usable_cpus
 from inference_svc.model.checkpoint.weights import ModelWeights
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Pictures
 from inference_svc.model.encoder.in_torch import OF_ENCODERS, OF_PICTURES
 from inference_svc.model.inputs import PlacedRows
 from inference_svc.model.kv_caches import KVCaches
@@ -349,7 +348,7 @@ class NativeFactory:
         library, dtype = load(), getattr(torch, config.dtype)
         assert library is not None, "the backend is supported"
         max_tokens = config.max_batch_tokens
-        tower = _tower_maker(decoder, library, config.max_model_len)
+        tower = _tower_maker(library, config.max_model_len)
         reload = make_reload(config, decoder, _projections, tower, prefers_tiles=True)
         kv_caches = reload.pages()
         arena = allocate_arena(config, layout)
@@ -391,13 +390,19 @@ def _projections() -> PackedProjections:
     return PackedProjections(Slab().take)
 
 
-def _tower_maker(decoder: Decoder, library: Library, max_model_len: int) -> TowerMaker:
-    """A tower with operations that the kernels lack is computed in torch. A tile is no larger than
-    a prompt of this length."""
-    if decoder.pictures is None or not has_kernels(decoder.pictures.tower):
-        return IN_TORCH
-    longest = decoder.pictures.max_inner_tokens(max_model_len)
-    return TowerMaker(_projections, partial(NativeTower, library=library, longest=longest))
+def _tower_maker(library: Library, max_model_len: int) -> TowerMaker:
+    """A tile is no larger than a prompt of this length."""
+
+    def make(
+        pictures: Pictures,
+        weights: ModelWeights[PackedProjection],
+        arena: Arena,
+        targets: AppliedTargets,
+    ) -> NativeTower:
+        longest = pictures.max_inner_tokens(max_model_len)
+        return NativeTower(pictures, weights, arena, targets, library, longest)
+
+    return TowerMaker(_projections, make)
 
 
 def _step_arrays(config: EngineConfig, decoder: Decoder, num_outputs: int) -> StepArrays:

@@ -19,7 +19,6 @@ from inference_svc.model.encoder.operations import (
     AttendBothWays,
     RotateHeads,
 )
-from inference_svc.model.encoder.towers import EmbedPatches, MergePatches
 from inference_svc.model.inputs import token_types
 from inference_svc.model.operations import Op, Value
 from kernels.attention.native import rotate_op
@@ -39,7 +38,7 @@ Tensors: TypeAlias = Mapping[Value, Tensor]
 
 
 class EncoderOps(Protocol):
-    """Makes the operations that encoders, or towers, alone have."""
+    """Makes the operations that encoders of texts and towers have."""
 
     def add_inputs(self, op: AddInputs, at: Tensors) -> Iterator[GroupedOp]: ...
 
@@ -48,12 +47,6 @@ class EncoderOps(Protocol):
     def attend(self, op: AttendBothWays, at: Tensors) -> Iterator[GroupedOp]: ...
 
     def activate(self, op: Activate, at: Tensors) -> Iterator[GroupedOp]: ...
-
-    def embed_patches(self, op: EmbedPatches, at: Tensors) -> Iterator[GroupedOp]:
-        """Towers have it."""
-
-    def merge_patches(self, op: MergePatches, at: Tensors) -> Iterator[GroupedOp]:
-        """Towers have it."""
 
 
 class NativeEncoder:
@@ -126,12 +119,6 @@ class NativeEncoder:
     def activate(self, op: Activate, at: Tensors) -> Iterator[GroupedOp]:
         yield "", activate_op(op, at, self._step.num_tokens)
 
-    def embed_patches(self, op: EmbedPatches, at: Tensors) -> Iterator[GroupedOp]:
-        raise AssertionError("an encoder of texts has no patches")
-
-    def merge_patches(self, op: MergePatches, at: Tensors) -> Iterator[GroupedOp]:
-        raise AssertionError("an encoder of texts has no patches")
-
 
 def rotate_heads_op(op: RotateHeads, at: Tensors, count: Tensor) -> NativeOp:
     """Returns a rotation of queries and keys of so many rows."""
@@ -171,8 +158,6 @@ MAKE_ENCODERS: Mapping[type[Op], Callable[[EncoderOps, Any, Tensors], Iterator[G
     Activate: lambda own, op, at: own.activate(op, at),
     AddInputs: lambda own, op, at: own.add_inputs(op, at),
     AttendBothWays: lambda own, op, at: own.attend(op, at),
-    EmbedPatches: lambda own, op, at: own.embed_patches(op, at),
-    MergePatches: lambda own, op, at: own.merge_patches(op, at),
     RotateHeads: lambda own, op, at: own.rotate(op, at),
 }
-"""The function that makes each kind of operation that encoders alone have."""
+"""The function that makes each kind of operation that encoders of texts and towers have."""

@@ -15,9 +15,7 @@ from inference_svc.backends.native.lora import BIAS, MAX_EXPERTS_TARGETS, norm_r
 from inference_svc.backends.native.program import routings_bytes
 from inference_svc.backends.native.towers.memory import PartArrays, tower_shapes
 from inference_svc.backends.native.towers.tiles import tile_bytes
-from inference_svc.backends.native.towers.tower import has_kernels
 from inference_svc.backends.native.workspace import max_outputs, workspace_bytes
-from inference_svc.backends.torch_needs import picture_needs
 from inference_svc.core import EngineConfig
 from inference_svc.host.cpus import compute_threads
 from inference_svc.model.checkpoint.parameters import parameters, weights_bytes
@@ -86,14 +84,15 @@ def tower_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     found = decoder.pictures
     if found is None:
         return MemoryNeeds(0, 0)
-    if not has_kernels(found.tower):
-        return picture_needs(config, decoder)
     dtype, tower, form = getattr(torch, config.dtype), found.tower, found.tiles
     longest = found.max_inner_tokens(config.max_model_len)
     most = form.max_part(longest)
     of_part = replace(config, max_batch_tokens=most, max_added_tokens=0)
     num_threads = compute_threads(config.num_threads, config.num_computing)
-    num_pixels = CHANNELS * form.patch_size**2
+    patches = tower.patches
+    assert patches is not None
+    # Patches that a layer reads are a value of the workspace, and their layer one of the weights.
+    num_pixels = CHANNELS * form.patch_size**2 if patches.layer is None else 0
     others_bytes = (
         workspace_bytes(of_part, tower)
         + PartArrays.bytes_of(most)

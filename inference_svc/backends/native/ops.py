@@ -18,6 +18,7 @@ from inference_svc.backends.native.adapter_ops import (
     AdapterOps,
     GroupedOp,
     head_norms,
+    heads_normed,
 )
 from inference_svc.backends.native.attention import NativeAttentions
 from inference_svc.backends.native.buffers import StepMemory
@@ -25,8 +26,10 @@ from inference_svc.backends.native.encoder import MAKE_ENCODERS, EncoderOps, Ten
 from inference_svc.backends.native.exchange import ProgramExchange
 from inference_svc.backends.native.projections import PackedProjection, experts_ops, project_ops
 from inference_svc.backends.native.states import NativeStates
+from inference_svc.backends.native.towers.operations import MAKE_TOWERS
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import EMBED_TOKENS, LM_HEAD, Activation, ClampedSwiglu
+from inference_svc.model.encoder.operations import ArrangeHeads
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
 from inference_svc.model.mixers.short_conv import GatedConvolve
 from inference_svc.model.operations import (
@@ -59,7 +62,6 @@ from inference_svc.model.operations import (
     Value,
 )
 from inference_svc.model.transformer import as_held
-from kernels.attention import HeadNorms
 from kernels.attention.native import query_growth_op, rope_and_store_op, rotary_angles_op
 from kernels.elementwise import (
     NormWeight,
@@ -80,6 +82,7 @@ from kernels.experts.native import (
     sort_pairs_op,
 )
 from kernels.native.library import NativeOp
+from kernels.pictures.native import arrange_heads_op
 from kernels.quantised.native import Int8Inputs
 from kernels.recurrence.native import (
     StateRows,
@@ -226,11 +229,11 @@ class NativeOps:
         yield from self.adapters.add(op.group, x, out, linear.bias, op.out.rows)
 
     def rotate_and_store(self, op: RotateAndStore, at: Tensors) -> Iterator[GroupedOp]:
-        attention = op.attention
+        attention, norms = op.attention, self.weights.head_norms(op.attention, op.layer)
         cos, sin = (None, None) if op.angles is None else angles_of(at[op.angles])
         cache, layer = self.attentions.cache_of(op)
 
-        def store_op(norms: HeadNorms) -> NativeOp:
+        def store_op(q: Tensor | None, k: Tensor | None, v: Tensor | None) -> NativeOp:
             return rope_and_store_op(
                 at[op.out],
                 cache,
@@ -238,28 +241,15 @@ class NativeOps:
                 cos,
                 sin,
                 self.step.rows,
-                norms,
+                norms._replace(q=q, k=k, v=v),
                 num_heads=attention.num_heads,
                 is_interleaved=attention.rope is not None and attention.rope.is_interleaved,
                 q_scale=None if op.growth is None else at[op.growth].view(-1),
             )
 
-        norms, group = self.weights.head_norms(attention, op.layer), ""
-        own = {"q": norms.q, "k": norms.k, "v": norms.v}
         of_heads = (attention.q_norm, attention.k_norm, attention.v_norm)
-        for side, norm in zip(own, of_heads, strict=True):
-            weight = self.weights.norm(norm, op.layer)
-            if norm is None or weight is None or not norm.module:
-                continue
-            path = norm.path(op.layer)
-            found = self.adapters.token_weights(path, weight, Rows.TOKENS)
-            if found is not None:
-                group = head_norms(path)
-                own[side] = found[1].weight
-                yield from _of_group(group, found[0])
-        if group:
-            yield group, store_op(norms._replace(q=own["q"], k=own["k"], v=own["v"]))
-        yield WITHOUT + group if group else "", store_op(norms)
+        found = [(each, self.weights.norm(each, op.layer)) for each in of_heads]
+        yield from heads_normed(self.adapters, found, op.layer, store_op)
 
     def attend(self, op: Attend, at: Tensors) -> Iterator[GroupedOp]:
         sinks = self.weights.numbers_of(op.sinks)
@@ -440,6 +430,23 @@ def _states(ops: NativeOps, op: Op) -> tuple[StateRows, tuple[Tensor, ...]]:
     return ops.states.rows, ops.states.memory.layers[op.of_layer]
 
 
+def _arrange_heads(ops: NativeOps, op: ArrangeHeads, at: Tensors) -> Iterator[GroupedOp]:
+    mixer, count = op.mixer, ops.count(op.out)
+
+    def norm_op(*weights: Tensor) -> NativeOp:
+        return arrange_heads_op(
+            at[op.out],
+            weights,
+            count,
+            head_dim=mixer.head_dim,
+            eps=op.norms[0].eps,
+            quarters=mixer.quarters,
+        )
+
+    found = [(each, ops.weights.norm(each, op.layer)) for each in op.norms]
+    yield from heads_normed(ops.adapters, found, op.layer, norm_op)
+
+
 def _of_encoder(make: Callable[..., Iterator[GroupedOp]]) -> Callable[..., Iterator[GroupedOp]]:
     return lambda ops, op, at: make(ops.encoder, op, at)
 
@@ -472,14 +479,10 @@ _MAKE: Mapping[type[Op], Callable[[NativeOps, Any, Tensors], Iterator[GroupedOp]
     Receive: _receive,
     SumRanks: _sum_ranks,
     SumSquares: _sum_squares,
-    **{kind: _of_encoder(make) for kind, make in MAKE_ENCODERS.items()},
+    ArrangeHeads: _arrange_heads,
+    **{kind: _of_encoder(make) for kind, make in (*MAKE_ENCODERS.items(), *MAKE_TOWERS.items())},
 }
 """The function that makes each kind of operation."""
-
-
-def can_make(ops: Iterable[Op]) -> bool:
-    """Returns whether all of these can be made."""
-    return all(type(op) in _MAKE for op in ops)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from inference_svc.core import EngineConfig
 from inference_svc.model.description import Decoder
-from inference_svc.model.encoder.operations import Activate, AttendBothWays, RotateHeads
+from inference_svc.model.encoder.clips import Clip, Join
+from inference_svc.model.encoder.operations import (
+    Activate,
+    ArrangeHeads,
+    AttendBothWays,
+    RotateHeads,
+)
 from inference_svc.model.encoder.towers import outputs_of
 from inference_svc.model.lifetimes import ValueSizes, last_uses
 from inference_svc.model.operations import (
@@ -88,13 +94,15 @@ def _spaced(ops: Sequence[Op]) -> frozenset[Value]:
 def _strided(op: Op) -> tuple[Value | None, ...]:
     """Returns the values that an operation takes with a stride."""
     match op:
-        case Project() | Gate() | Activate():
+        case Project() | Gate() | Activate() | Clip() | Join():
             return (*op.inputs, op.out)
         case AddNorm():
             return (op.delta, None if op.out == op.hidden else op.out)
         case Attend() | AttendBothWays():
             return (op.inputs[0], op.out)
-        case RotateHeads() | RotateAndStore() | SumRanks() | NormBySums() | Receive() | HandOn():
+        case RotateHeads() | ArrangeHeads() | RotateAndStore():
+            return (op.out,)
+        case SumRanks() | NormBySums() | Receive() | HandOn():
             return (op.out,)
         case Gather() | Logits() | SumSquares():
             return (op.inputs[0],)

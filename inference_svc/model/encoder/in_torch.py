@@ -31,8 +31,14 @@ from inference_svc.model.operations import Gather, Op, Rows
 from inference_svc.model.step import Step
 from kernels.attention import both_ways
 from kernels.attention.reference import rotate
-from kernels.elementwise import rms_norm
-from kernels.pictures.reference import add_blend, merge_patches
+from kernels.pictures.reference import (
+    add_blend,
+    arrange_heads,
+    by_pixel,
+    clip,
+    merge_patches,
+    standardise,
+)
 
 OF_ENCODERS = names(
     """
@@ -89,23 +95,19 @@ def _attend(op: AttendBothWays, step: Step) -> Tensor:
 
 def _arrange_heads(op: ArrangeHeads, step: Step) -> Tensor:
     qkv: Tensor = step.values[op.out]
-    mixer, quarters = op.mixer, op.mixer.quarters
-    heads = qkv.unflatten(1, (3, mixer.num_heads, mixer.head_dim))
-    assert mixer.head_norms is not None
-    for kind, described in enumerate(mixer.head_norms):
+    weights = []
+    for described in op.norms:
         norm = step.norm(described, op.layer, Rows.TOKENS)
         assert norm is not None
-        normed = rms_norm(heads[:, kind].reshape(-1, mixer.head_dim), norm)
-        if quarters is not None and kind < 2:
-            normed = normed.unflatten(1, (4, -1))[:, list(quarters)].flatten(1)
-        heads[:, kind] = normed.view_as(heads[:, kind])
+        weights.append(norm.weight)
+    arrange_heads(qkv, weights, op.norms[0].eps, op.mixer.quarters)
     return qkv
 
 
 def _clip(op: Clip, step: Step) -> Tensor:
     x: Tensor = step.values[op.inputs[0]]
     least, most = (float(step.weights.numbers[each.name]) for each in (op.least, op.most))
-    return x.clamp(least, most)
+    return clip(x, least, most)
 
 
 def _join(op: Join, step: Step) -> Tensor:
@@ -137,7 +139,7 @@ def _read_patches(op: ReadPatches, step: Step) -> Tensor:
     """[patches, side * side * 3]"""
     patches = step.inputs.patches
     assert patches is not None, "a tower's first step has patches"
-    return patches.permute(0, 2, 3, 1).flatten(1).to(step.dtype)
+    return by_pixel(patches, step.dtype)
 
 
 def _merge_patches(op: MergePatches, step: Step) -> Tensor:
@@ -146,11 +148,8 @@ def _merge_patches(op: MergePatches, step: Step) -> Tensor:
 
 def _standardise(op: Standardise, step: Step) -> Tensor:
     x: Tensor = step.values[op.out]
-    scaled = x.float() * op.standard.scale
     bias, factor = (step.weights.numbers_of(each) for each in (op.bias, op.factor))
-    if bias is not None and factor is not None:
-        scaled = (scaled - bias) * factor
-    return scaled.to(x.dtype)
+    return standardise(x, op.standard.scale, bias, factor)
 
 
 def _place_pictures(op: PlacePictures, step: Step) -> Tensor:

@@ -10,6 +10,7 @@ from inference_svc.model.description import (
     BothWays,
     Dense,
     EncoderInputs,
+    Norm,
 )
 from inference_svc.model.encoder.clips import list_product
 from inference_svc.model.operations import Listing, NormOf, Op, Table, Value, WeightSpec
@@ -55,8 +56,14 @@ class ArrangeHeads(Op):
     mixer: BothWays
 
     @property
+    def norms(self) -> tuple[Norm, Norm, Norm]:
+        """The norms of queries, keys and values, which have one epsilon."""
+        assert self.mixer.head_norms is not None, "the operation is listed for them"
+        return self.mixer.head_norms
+
+    @property
     def _specs(self) -> tuple[WeightSpec | None, ...]:
-        return self.mixer.head_norms or ()
+        return self.norms
 
 
 @dataclass(frozen=True, slots=True, eq=False)

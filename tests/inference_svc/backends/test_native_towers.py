@@ -12,13 +12,10 @@ from inference_svc.backends.native.towers.tiles import NativeTile, tile_bytes
 from inference_svc.backends.native.towers.tower import NativeTower
 from inference_svc.core import BASE_SLOT, EngineConfig
 from inference_svc.model.architectures import load_description
-from inference_svc.model.tower import TorchTower
 from inference_svc.pictures.sizes import Size
 from kernels.lora.table import MAX_PARTS
-from tests.support.pictures.models import GEMMA4, PATCH, READERS, TILE, make_reader
+from tests.support.pictures.models import PATCH, READERS, TILE, make_reader
 from tests.support.pictures.towers import compute, tower_of
-
-NATIVE = [name for name in READERS if name not in GEMMA4]
 
 
 def bytes_of(tile: NativeTile) -> int:
@@ -29,7 +26,7 @@ def bytes_of(tile: NativeTile) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", READERS)
 def test_memory_is_counted_before_it_is_taken(name: str, dtype: str, tmp_path: Path) -> None:
     make_reader(name, tmp_path)
     config = EngineConfig(
@@ -54,12 +51,7 @@ def test_memory_is_counted_before_it_is_taken(name: str, dtype: str, tmp_path: P
     assert held <= counted <= held + MAX_PARTS * (1 << 20)
 
 
-def test_a_tower_without_kernels_is_in_torch(tmp_path: Path) -> None:
-    make_reader(GEMMA4[0], tmp_path)
-    assert isinstance(tower_of(tmp_path, "native"), TorchTower)
-
-
-@pytest.mark.parametrize("name", ["SmolVLM", "Qwen2_5_VL", "Qwen3VL"])
+@pytest.mark.parametrize("name", ["SmolVLM", "Qwen2_5_VL", "Qwen3VL", "Gemma4Small"])
 def test_a_tile_has_the_memory_that_was_counted(name: str, tmp_path: Path) -> None:
     make_reader(name, tmp_path)
     tower = tower_of(tmp_path, "native")

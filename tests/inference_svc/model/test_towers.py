@@ -163,11 +163,16 @@ def test_pixtral_equals_transformers(
 @pytest.mark.parametrize("name", GEMMA4)
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_gemma4_equals_transformers(
-    name: str, size: tuple[int, int], dtype: torch.dtype, most: float, tmp_path: Path
+    name: str,
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    most: float,
+    backend: str,
+    tmp_path: Path,
 ) -> None:
     """Of one part and of several; clipped, or standardised."""
     model = make_reader(name, tmp_path)
-    tower = tower_of(tmp_path, "torch", dtype)
+    tower = tower_of(tmp_path, backend, dtype)
     pictures = load_description(tmp_path, with_pictures=True).pictures
     tile = Size(*(PATCH * each for each in size))
     pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)

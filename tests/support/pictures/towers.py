@@ -10,7 +10,7 @@ import torch
 from inference_svc.adapters.targets import applied_to_pictures, build_layout
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.native.projections import PackedProjections
-from inference_svc.backends.native.towers.tower import NativeTower, has_kernels
+from inference_svc.backends.native.towers.tower import NativeTower
 from inference_svc.backends.pictures import IN_TORCH
 from inference_svc.core import BASE_SLOT
 from inference_svc.model.architectures import load_description
@@ -27,14 +27,14 @@ def tower_of(
     folder: Path, backend: str, dtype: torch.dtype = torch.float32, longest: int = LONGEST
 ) -> Tower[Any]:
     """Returns the tower of a model's folder, whose tiles of any size have at most `longest`
-    patches. As in a server, a tower without kernels is in torch."""
+    patches."""
     decoder = load_description(folder, with_pictures=True)
     pictures = decoder.pictures
     assert pictures is not None
     layout = build_layout(decoder, "model", dtype)
     arena = Arena(layout, 1 << 16, 1, 8, torch.device("cpu"), num_mixes=1)
     targets = applied_to_pictures(layout)
-    if backend == "torch" or not has_kernels(pictures.tower):
+    if backend == "torch":
         projections, make = IN_TORCH
         weights = load_weights(folder, pictures.tower, dtype, "cpu", projections())
         return make(pictures, weights, arena, targets)

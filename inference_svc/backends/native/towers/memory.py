@@ -14,6 +14,7 @@ from inference_svc.model.operations import Rows
 from inference_svc.model.rope import Axes
 from kernels.attention.native import StepRows
 from kernels.attention.native_both_ways import BothWaysShape
+from kernels.pictures.native import MAX_BLENDED
 
 
 class PartArrays:
@@ -21,9 +22,9 @@ class PartArrays:
 
     `positions` are rows of the table of positions, int64 [T], or, of tiles of any size,
     `axis_positions`, int64 [2, T]. `patch_rows` and `patch_columns`, int64 [P], say which patches
-    are read; `blend` has rows and weights, int64 and fp32 [T, 4]. `windows` are their number and
-    their first tokens, and `tile` one row, of all tokens of the tile. Counts are int32 [1]:
-    `num_added` are the tokens before the patches that are of this part.
+    are read; `blend` has rows and weights, int64 and fp32 [T, MAX_BLENDED]. `windows` are their
+    number and their first tokens, and `tile` one row, of all tokens of the tile. Counts are int32
+    [1]: `num_added` are the tokens before the patches that are of this part.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -34,8 +35,8 @@ class PartArrays:
         self.patch_rows = torch.zeros(max_tokens, dtype=torch.int64)
         self.patch_columns = torch.zeros(max_tokens, dtype=torch.int64)
         self.blend = (
-            torch.zeros(max_tokens, 4, dtype=torch.int64),
-            torch.zeros(max_tokens, 4, dtype=torch.float32),
+            torch.zeros(max_tokens, MAX_BLENDED, dtype=torch.int64),
+            torch.zeros(max_tokens, MAX_BLENDED, dtype=torch.float32),
         )
         self.num_patches, self.num_added = _count(), _count()
         self.windows = _count(), torch.zeros(max_tokens + 1, dtype=torch.int32)
@@ -65,7 +66,7 @@ class PartArrays:
         self.num_patches[0], self.num_added[0] = num_patches, count - num_patches
         if plan.blend is not None:
             for mine, whole in zip(self.blend, plan.blend, strict=True):
-                mine[:count] = whole[own]
+                mine[:count, : whole.shape[1]] = whole[own]
         self.logit_rows[: part.num_rows] = torch.arange(part.first_row, count)
         num_windows, starts = self.windows
         num_windows[0] = len(part.window_starts) - 1
@@ -83,7 +84,8 @@ class PartArrays:
     @staticmethod
     def bytes_of(max_tokens: int) -> int:
         """Returns the memory for parts of so many tokens."""
-        return max_tokens * (6 * torch.int64.itemsize + 4 * (8 + 4) + torch.int32.itemsize) + 40
+        of_blend = MAX_BLENDED * (torch.int64.itemsize + torch.float32.itemsize)
+        return max_tokens * (6 * torch.int64.itemsize + of_blend + torch.int32.itemsize) + 40
 
 
 def tower_shapes(tower: Decoder, dtype: torch.dtype, most: int) -> Iterator[BothWaysShape]:

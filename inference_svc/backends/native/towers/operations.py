@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +16,20 @@ from inference_svc.backends.native.projections import PackedProjection
 from inference_svc.backends.native.towers.memory import PartArrays, tower_shapes
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Pictures
+from inference_svc.model.encoder.clips import Clip, Join
 from inference_svc.model.encoder.operations import (
     Activate,
     AddInputs,
     AttendBothWays,
     RotateHeads,
 )
-from inference_svc.model.encoder.towers import EmbedPatches, MergePatches
-from inference_svc.model.operations import Rows
+from inference_svc.model.encoder.towers import (
+    EmbedPatches,
+    MergePatches,
+    ReadPatches,
+    Standardise,
+)
+from inference_svc.model.operations import Op, Rows
 from inference_svc.model.tower import byte_values
 from kernels.attention.native_both_ways import (
     BothWaysArgs,
@@ -33,14 +39,22 @@ from kernels.attention.native_both_ways import (
 from kernels.elementwise import add_rows_op, gather_op
 from kernels.host_memory import allocate_host
 from kernels.linear import PackedLinear, linear_op
-from kernels.pictures.native import add_blend_op, cut_patches_op, merge_patches_op
+from kernels.pictures.native import (
+    CutPatchesArgs,
+    add_blend_op,
+    clip_op,
+    copy_rows_op,
+    cut_patches_op,
+    merge_patches_op,
+    read_patches_op,
+    standardise_op,
+)
 
 
 class _Embedded(NamedTuple):
-    """The arguments of the operations that make tokens of patches, fp32 [P, pixels], and the
+    """The arguments of the product that makes tokens of patches, fp32 [P, pixels], and the
     tokens."""
 
-    cut: Any
     product: Any
     patches: Tensor
     out: Tensor
@@ -62,6 +76,7 @@ class TowerOps:
             shape.head_dim: BothWaysScratch(shape)
             for shape in tower_shapes(pictures.tower, weights.dtype, len(part.positions))
         }
+        self._cut: CutPatchesArgs | None = None
         self._embedded: _Embedded | None = None
         self.attending: list[BothWaysArgs] = []
 
@@ -74,15 +89,12 @@ class TowerOps:
     def read_pixels(self, pixels: NDArray[np.uint8]) -> None:
         """Says which tile the part is of, uint8 [height, width, 3], which must stay until the
         program has run. The part is described."""
-        cut, product, _, out = self._embedded_patches
-        cut.pixels, cut.width = pixels.ctypes.data, pixels.shape[1]
-        row = int(self.part.num_added)
-        product.out = out.data_ptr() + row * out.stride(0) * out.element_size()
-
-    @property
-    def _embedded_patches(self) -> _Embedded:
-        assert self._embedded is not None, "the operations are made"
-        return self._embedded
+        assert self._cut is not None, "the operations are made"
+        self._cut.pixels, self._cut.width = pixels.ctypes.data, pixels.shape[1]
+        if self._embedded is not None:
+            product, _, out = self._embedded
+            row = int(self.part.num_added)
+            product.out = out.data_ptr() + row * out.stride(0) * out.element_size()
 
     def embed_patches(self, op: EmbedPatches, at: Tensors) -> Iterator[GroupedOp]:
         part, out, side = self.part, at[op.out], op.patches.form.patch_size
@@ -93,13 +105,22 @@ class TowerOps:
         places = part.patch_rows, part.patch_columns
         cut = cut_patches_op(self._values, *places, patches, part.num_patches, side=side)
         product = linear_op(patches, packed, out, part.num_patches)
-        self._embedded = _Embedded(cut.args, product.args, patches, out)
+        assert isinstance(cut.args, CutPatchesArgs)
+        self._cut, self._embedded = cut.args, _Embedded(product.args, patches, out)
         yield "", cut
         yield "", product
         token = self._weights.numbers_of(op.class_token)
         if token is not None:
             table = token.to(out.dtype)[None]
             yield "", gather_op(table, out, torch.zeros(1, dtype=torch.int64), part.num_added)
+
+    def read_patches(self, op: ReadPatches, at: Tensors) -> Iterator[GroupedOp]:
+        part, side = self.part, op.patches.form.patch_size
+        places = part.patch_rows, part.patch_columns
+        cut = read_patches_op(self._values, *places, at[op.out], part.num_patches, side=side)
+        assert isinstance(cut.args, CutPatchesArgs)
+        self._cut = cut.args
+        yield "", cut
 
     def add_inputs(self, op: AddInputs, at: Tensors) -> Iterator[GroupedOp]:
         part, out = self.part, at[op.out]
@@ -126,6 +147,34 @@ class TowerOps:
     def activate(self, op: Activate, at: Tensors) -> Iterator[GroupedOp]:
         yield "", activate_op(op, at, self.part.count(op.out.rows))
 
+    def clip(self, op: Clip, at: Tensors) -> Iterator[GroupedOp]:
+        least, most = (float(self._weights.numbers[each.name]) for each in (op.least, op.most))
+        x, out, count = at[op.inputs[0]], at[op.out], self.part.count(op.out.rows)
+        yield "", clip_op(x, out, count, least=least, most=most)
+
+    def join(self, op: Join, at: Tensors) -> Iterator[GroupedOp]:
+        parts = [at[each] for each in op.inputs]
+        columns = at[op.out].split([each.shape[1] for each in parts], dim=1)
+        for part, own in zip(parts, columns, strict=True):
+            yield "", copy_rows_op(part, own, self.part.count(op.out.rows))
+
+    def standardise(self, op: Standardise, at: Tensors) -> Iterator[GroupedOp]:
+        bias, factor = (self._weights.numbers_of(each) for each in (op.bias, op.factor))
+        x, count = at[op.out], self.part.count(op.out.rows)
+        scale = op.standard.scale
+        yield "", standardise_op(x, count, scale=scale, bias=bias, factor=factor)
+
     def merge_patches(self, op: MergePatches, at: Tensors) -> Iterator[GroupedOp]:
         x, out, count = at[op.inputs[0]], at[op.out], self.part.count(Rows.CELLS)
         yield "", merge_patches_op(x, out, count, patches=op.count, merging=op.merging)
+
+
+MAKE_TOWERS: Mapping[type[Op], Callable[[TowerOps, Any, Tensors], Iterator[GroupedOp]]] = {
+    Clip: TowerOps.clip,
+    EmbedPatches: TowerOps.embed_patches,
+    Join: TowerOps.join,
+    MergePatches: TowerOps.merge_patches,
+    ReadPatches: TowerOps.read_patches,
+    Standardise: TowerOps.standardise,
+}
+"""The function that makes each kind of operation that towers alone have."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.arena import Arena
-from inference_svc.backends.native.ops import NativeOps, can_make
+from inference_svc.backends.native.ops import NativeOps
 from inference_svc.backends.native.projections import PackedProjection
 from inference_svc.backends.native.towers.lora import TowerLoraOps
 from inference_svc.backends.native.towers.memory import PartArrays
@@ -19,7 +19,7 @@ from inference_svc.backends.native.towers.tiles import NativeTile, TileLayout
 from inference_svc.backends.native.towers.units import UnitPrograms
 from inference_svc.backends.native.workspace import Workspace
 from inference_svc.model.checkpoint.weights import ModelWeights
-from inference_svc.model.description import Decoder, Pictures
+from inference_svc.model.description import Pictures
 from inference_svc.model.encoder.tiles import TilePart, TilePlan
 from inference_svc.model.operations import Value
 from inference_svc.model.tower import Tower, Units
@@ -95,9 +95,3 @@ class NativeTower(Tower[PackedProjection]):
         unit.point(state, part)
         unit.program(self._library, groups).run()
         return [(out, rows[: len(part.cells)]) for out, rows in unit.outs]
-
-
-def has_kernels(tower: Decoder) -> bool:
-    """Returns whether C++ kernels compute all operations of a tower."""
-    found = operations(tower)
-    return can_make((*found.layers, *found.head))

@@ -14,7 +14,7 @@ from inference_svc.backends.native.towers.tiles import NativeTile, TileLayout
 from inference_svc.model.description import BothWays
 from inference_svc.model.encoder.operations import AttendBothWays, RotateHeads
 from inference_svc.model.encoder.tiles import TilePart
-from inference_svc.model.operations import Op, Project, Rows
+from inference_svc.model.operations import Op, Rows
 from inference_svc.model.tower import Units
 from kernels.attention.native_both_ways import pack_op
 from kernels.native.library import Library, NativeOp, Program
@@ -57,12 +57,8 @@ class UnitPrograms:
         ]
         self._packing: list[NativeOp] = []
         if self._next is not None:
-            [place] = (
-                place
-                for place, op in enumerate(ops)
-                if isinstance(op, Project) and op.out is units.qkv
-            )
-            self._keep(places[place][units.qkv], self._next)
+            last = max(place for place, op in enumerate(ops) if op.out is units.qkv)
+            self._keep(places[last][units.qkv], self._next)
         moved = ([("", each.op) for each in copies] for copies in (self._loads, self._stores))
         before, after = moved
         self._ops = [*before, *made, *after, *(("", op) for op in self._packing)]
