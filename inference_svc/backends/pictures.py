@@ -62,6 +62,11 @@ class PictureRows:
         return 0 if self._tower is None else self._tower.weights.num_bytes
 
     @property
+    def workspace_bytes(self) -> int:
+        """The memory that the tower computes in."""
+        return 0 if self._tower is None else self._tower.workspace_bytes
+
+    @property
     def num_bytes(self) -> int:
         """The memory of all embeddings."""
         return sum(each.rows.nbytes for each in self._encodings.values())

@@ -137,7 +137,7 @@ class Engine:
             return False
         scheduled_s = time.monotonic()
         sampled, timings, lost, parts, late = self.runner.run(batch)
-        if self.scheduler.pictures is not None:
+        if self.scheduler.pictures is not None and not timings.failed_pictures:
             self.scheduler.pictures.note(batch, timings.pictures, timings.of_rows)
         if lost or late:
             left_out = late.union(lost)

@@ -83,6 +83,11 @@ class Tower(ABC, Generic[P]):
         self._units = units
         self._plans: dict[Size, TilePlan] = {}
 
+    @property
+    def workspace_bytes(self) -> int:
+        """The memory that it holds between its works to compute parts of tiles in."""
+        return 0
+
     def begin(self, tile: Size, num_tiles: int) -> Encoding:
         """Returns a picture of so many tiles of this size, of which nothing is computed."""
         num_rows = num_tiles * self._pictures.tiles.tokens(tile)

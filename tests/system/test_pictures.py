@@ -278,7 +278,17 @@ def test_a_picture_whose_work_fails_is_computed_with_its_row(
     tokens, last = running.result(request_id)
     assert last.error is None
     assert tokens == smolvlm.expected("", "one")
+    pace = running.engine.built.engine.scheduler.pictures.pace
+    assert not pace.beside, "a failure is no measure of pictures"
     running.check_idle()
+
+
+def test_the_towers_memory_is_of_the_workspace(smolvlm: Reader, start: Callable) -> None:
+    running = start(smolvlm.zoo, **SETTINGS)
+    built = running.engine.built.engine
+    backend, found = built.runner.backend, built.commands.describe().memory["workspace"]
+    assert found == (backend.workspace_bytes, backend.workspace_bytes)
+    assert backend.workspace_bytes > backend.pictures.workspace_bytes > 0
 
 
 def test_generated_tokens_do_not_wait_for_a_whole_picture(

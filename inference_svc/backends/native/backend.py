@@ -127,7 +127,8 @@ class NativeBackend(AdapterMemory):
     @property
     def workspace_bytes(self) -> int:
         held_bytes = 0 if self.transformer is None else self.transformer.num_bytes
-        return held_bytes + self._lora.workspace_bytes
+        of_tower = 0 if self.pictures is None else self.pictures.workspace_bytes
+        return held_bytes + self._lora.workspace_bytes + of_tower
 
     @property
     def _loaded(self) -> NativeTransformer:

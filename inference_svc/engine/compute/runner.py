@@ -40,13 +40,15 @@ logger = logging.getLogger(__name__)
 
 class RunTimings(NamedTuple):
     """Seconds that each part of a batch took. On a device that computes in parallel with the host,
-    `forward` launches and `sample` waits for the result."""
+    `forward` launches and `sample` waits for the result. Work for pictures that fails takes
+    `failed_pictures` instead of `pictures`, and rows may have done it again."""
 
     change_residency: float = 0.0
     prepare: float = 0.0
     forward: float = 0.0
     sample: float = 0.0
     pictures: float = 0.0
+    failed_pictures: float = 0.0
 
     @property
     def of_rows(self) -> float:
@@ -133,10 +135,11 @@ class Runner:
         with self._marks("change_residency"):
             self.backend.apply(batch.residency)
         applied_s = time.perf_counter()
+        timings = RunTimings(applied_s - began_s)
         if batch.pictures.encodes or batch.pictures.dropped:
             with self._marks("pictures"):
-                self._encode(batch.pictures)
-        timings = RunTimings(applied_s - began_s, pictures=time.perf_counter() - applied_s)
+                name = "pictures" if self._encode(batch.pictures) else "failed_pictures"
+            timings = timings._replace(**{name: time.perf_counter() - applied_s})
         result = StepResult([], timings, {}, {})
         left, ran_out = batch.rows, False
         while left:
@@ -158,9 +161,9 @@ class Runner:
             self._limit.succeeded()
         return result
 
-    def _encode(self, work: PictureWork) -> None:
-        """Computes embeddings of pictures. A row whose embeddings cannot be computed now has them
-        computed with itself, where it fails alone."""
+    def _encode(self, work: PictureWork) -> bool:
+        """Computes embeddings of pictures; returns False if that fails. A row whose embeddings
+        cannot be computed now has them computed with itself, where it fails alone."""
         pictures = self.backend.pictures
         assert pictures is not None, "the model reads pictures"
         try:
@@ -170,6 +173,8 @@ class Runner:
             if found is not None and found.is_fatal:
                 raise
             logger.exception("pictures cannot be computed")
+            return False
+        return True
 
     def _keep_experts(self, rows: Rows, experts: Tensor) -> None:
         """Writes the experts that tokens have chosen next to their keys and values. The step has

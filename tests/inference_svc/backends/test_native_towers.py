@@ -47,7 +47,7 @@ def test_memory_is_counted_before_it_is_taken(name: str, dtype: str, tmp_path: P
     tower = tower_of(tmp_path, "native", getattr(torch, dtype), longest)
     assert isinstance(tower, NativeTower)
     counted = tower_needs(config, decoder).workspace_bytes
-    held = tower.num_bytes + tile_bytes(pictures.tower, getattr(torch, dtype), longest)
+    held = tower.workspace_bytes + tile_bytes(pictures.tower, getattr(torch, dtype), longest)
     assert held <= counted <= held + MAX_PARTS * (1 << 20)
 
 

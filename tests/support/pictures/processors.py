@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from PIL import Image
 
@@ -12,64 +13,62 @@ from tests.support.pictures.templates import GEMMA4_TOKENS, MISTRAL_IMAGE, QWEN_
 
 
 @dataclass
-class QwenProcessor:
+class Processor(ABC):
+    """Makes inputs of texts in which `image` stands for each picture. With `marks_images` they say
+    which tokens are of pictures."""
+
+    pictures: Any
+    tokenizer: Any
+    image: ClassVar[str]
+    marks_images: ClassVar[bool] = True
+
+    def __call__(self, text: str, images: Sequence[Image.Image] = (), **options: Any) -> Any:
+        made = {}
+        if images:
+            made = dict(self.pictures(images=list(images), return_tensors="pt"))
+            first, *others = text.split(self.image)
+            parts = zip(self._texts(made), others, strict=True)
+            text = first + "".join(own + other for own, other in parts)
+        made["input_ids"] = self.tokenizer(text, **options)["input_ids"]
+        if self.marks_images:
+            is_image = made["input_ids"] == self.tokenizer.convert_tokens_to_ids(self.image)
+            made["mm_token_type_ids"] = is_image.int()
+        return made
+
+    @abstractmethod
+    def _texts(self, made: dict[str, Any]) -> Iterator[str]:
+        """Yields the text in the place of each picture of which these inputs were made."""
+
+
+class QwenProcessor(Processor):
     """Makes inputs as transformers' processors of Qwen do, which need torchvision for videos."""
 
-    pictures: Any
-    tokenizer: Any
+    image = QWEN_IMAGE
 
-    def __call__(self, text: str, images: Sequence[Image.Image] = (), **options: Any) -> Any:
-        made = {}
-        if images:
-            made = dict(self.pictures(images=list(images), return_tensors="pt"))
-            counts = made["image_grid_thw"].prod(1) // self.pictures.merge_size**2
-            first, *others = text.split(QWEN_IMAGE)
-            tokens = (QWEN_IMAGE * int(count) for count in counts)
-            parts = zip(tokens, others, strict=True)
-            text = first + "".join(own + other for own, other in parts)
-        ids = self.tokenizer(text, **options)["input_ids"]
-        is_image = ids == self.tokenizer.convert_tokens_to_ids(QWEN_IMAGE)
-        return made | {"input_ids": ids, "mm_token_type_ids": is_image.int()}
+    def _texts(self, made: dict[str, Any]) -> Iterator[str]:
+        counts = made["image_grid_thw"].prod(1) // self.pictures.merge_size**2
+        return (self.image * int(count) for count in counts)
 
 
-@dataclass
-class MistralProcessor:
+class MistralProcessor(Processor):
     """Makes inputs as transformers' processor of Pixtral does, which needs torchvision."""
 
-    pictures: Any
-    tokenizer: Any
+    image = MISTRAL_IMAGE
+    marks_images = False
 
-    def __call__(self, text: str, images: Sequence[Image.Image] = (), **options: Any) -> Any:
-        made = {}
-        if images:
-            made = dict(self.pictures(images=list(images), return_tensors="pt"))
-            first, *others = text.split(MISTRAL_IMAGE)
-            side = self.pictures.patch_size["height"]
-            for (height, width), other in zip(made["image_sizes"], others, strict=True):
-                rows, columns = int(height) // side, int(width) // side
-                row = MISTRAL_IMAGE * columns
-                first += "[IMG_BREAK]".join([row] * rows) + "[IMG_END]" + other
-            text = first
-        return made | {"input_ids": self.tokenizer(text, **options)["input_ids"]}
+    def _texts(self, made: dict[str, Any]) -> Iterator[str]:
+        side = self.pictures.patch_size["height"]
+        for height, width in made["image_sizes"]:
+            row = self.image * (int(width) // side)
+            yield "[IMG_BREAK]".join([row] * (int(height) // side)) + "[IMG_END]"
 
 
-@dataclass
-class Gemma4Processor:
+class Gemma4Processor(Processor):
     """Makes inputs as transformers' processor of Gemma 4 does, which needs torchvision."""
 
-    pictures: Any
-    tokenizer: Any
+    image = GEMMA4_TOKENS["image"]
 
-    def __call__(self, text: str, images: Sequence[Image.Image] = (), **options: Any) -> Any:
-        made = {}
-        begin, image, end = GEMMA4_TOKENS.values()
-        if images:
-            made = dict(self.pictures(images=list(images), return_tensors="pt"))
-            counts = made.pop("num_soft_tokens_per_image")
-            first, *others = text.split(image)
-            for count, other in zip(counts, others, strict=True):
-                first += f"{begin}{image * int(count)}{end}{other}"
-            text = first
-        ids = self.tokenizer(text, **options)["input_ids"]
-        is_image = ids == self.tokenizer.convert_tokens_to_ids(image)
-        return made | {"input_ids": ids, "mm_token_type_ids": is_image.int()}
+    def _texts(self, made: dict[str, Any]) -> Iterator[str]:
+        begin, _, end = GEMMA4_TOKENS.values()
+        counts = made.pop("num_soft_tokens_per_image")
+        return (f"{begin}{self.image * int(count)}{end}" for count in counts)

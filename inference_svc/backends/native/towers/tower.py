@@ -68,8 +68,7 @@ class NativeTower(Tower[PackedProjection]):
         self._spare: NativeTile | None = None
 
     @property
-    def num_bytes(self) -> int:
-        """The memory of parts, beside the one of tiles."""
+    def workspace_bytes(self) -> int:
         of_parts = self._workspace.num_bytes + self._part.num_bytes
         return of_parts + self._ops.num_bytes + self._lora.workspace_bytes
 
