@@ -176,19 +176,16 @@ def resolve_images(settings: InferenceSettings, machine: Machine) -> InferenceSe
 
 
 def _check_devices(settings: InferenceSettings, num_devices: int) -> None:
-    """Raises InvalidSetting if not every rank has a device of its own."""
-    if settings.nnodes > 1:
-        raise InvalidSetting("--nnodes: only CPUs so far; set --device cpu, or leave it 1")
-    if settings.pipeline_parallel > 1:
-        raise InvalidSetting("--pipeline-parallel: only CPUs so far; set --device cpu, or 1")
-    if settings.expert_parallel > 1:
-        reason = "only CPUs so far: a recorded step does not know how many pairs a process has"
-        raise InvalidSetting(f"--expert-parallel: {reason}; leave it 1")
-    if settings.tensor_parallel > num_devices:
+    """Raises InvalidSetting if not every rank of this machine has a device of its own."""
+    num_ranks = settings.num_ranks // settings.nnodes
+    if num_ranks > num_devices:
+        name, number = "--tensor-parallel", str(settings.tensor_parallel)
+        if settings.pipeline_parallel > 1:
+            name, number = f"{name}, --pipeline-parallel", f"{number}, {settings.pipeline_parallel}"
         raise InvalidSetting(
-            f"--tensor-parallel {settings.tensor_parallel}: each process needs a CUDA device of "
+            f"{name} {number}: each of {num_ranks} processes of a machine needs a CUDA device of "
             f"its own, and {num_devices} are visible (CUDA_VISIBLE_DEVICES counts): use fewer "
-            "processes, or more devices"
+            "processes, or more devices or --nnodes"
         )
 
 

@@ -315,11 +315,10 @@ class InferenceSettings(ServiceSettings):
     container's CPU quota. Hyperthreads of one core count once."""
 
     tensor_parallel: Annotated[int, Field(ge=1, le=64), DEVICE] = 1
-    """Number of processes that compute the model together, each with a part of its weights, on the
-    CPUs of one machine or of --nnodes machines, or on a CUDA device each of one machine. Each takes
-    --kv-memory and --adapter-memory for itself. Attention heads, heads or channels of recurrent
-    layers, and feed-forward sizes must divide by it. Adapters of every kind work as with one
-    process."""
+    """Number of processes that compute the model together, each with a part of its weights, on CPUs
+    or on a CUDA device each, of one machine or of --nnodes machines. Each takes --kv-memory and
+    --adapter-memory for itself. Attention heads, heads or channels of recurrent layers, and
+    feed-forward sizes must divide by it. Adapters of every kind work as with one process."""
 
     fully_sharded_loras: Annotated[bool, DEVICE] = False
     """With --tensor-parallel, cut A and B of all projections over the processes, so that none is
@@ -329,14 +328,14 @@ class InferenceSettings(ServiceSettings):
     expert_parallel: Annotated[int, Field(ge=1, le=64), DEVICE] = 1
     """Number of parts into which a mixture's experts are divided. 1: each process of
     --tensor-parallel has a slice of every expert. As many as processes: each has some of the
-    experts, whole. It must divide --tensor-parallel and the number of experts. Only on CPUs."""
+    experts, whole. It must divide --tensor-parallel and the number of experts."""
 
     pipeline_parallel: Annotated[int, Field(ge=1, le=64), DEVICE] = 1
     """Number of stages, each with some of the layers, and --tensor-parallel processes for these."""
 
     nnodes: Annotated[int, Field(ge=1, le=64), NODES] = 1
-    """Number of machines on whose CPUs the processes of --tensor-parallel and --pipeline-parallel
-    run, as many on each. Start the same command on each machine, with its --node-rank."""
+    """Number of machines on which the processes of --tensor-parallel and --pipeline-parallel run,
+    as many on each. Start the same command on each machine, with its --node-rank."""
 
     node_rank: Annotated[OptionalCount, NODES] = 0
     """Number of this machine: 0 to --nnodes - 1. Machine 0 serves; the others compute for it, and

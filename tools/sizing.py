@@ -27,6 +27,7 @@ from inference_svc.engine.memory_budget import (
     Budget,
     human,
     local_needs,
+    most_needs,
     plan_budgets,
     routed_bytes,
 )
@@ -116,8 +117,8 @@ def plan(
     config: InferenceSettings, device_bytes: int | None = None, host_bytes: int | None = None
 ) -> Plan:
     """Plans for a GPU with this much free memory in a machine with `host_bytes` free, or for a CPU
-    with the native kernels; of ranks on GPUs, for the first. Raises like the service for models
-    that it cannot serve and settings that it cannot meet."""
+    with the native kernels; of ranks on GPUs, for the stage with the largest needs. Raises like the
+    service for models that it cannot serve and settings that it cannot meet."""
     decoder = load_description(config.model, config.quantize)
     config = config.model_copy(update={"store": config.store or "store:7070"})
     machine, memory = Machine(has_cuda=False), None
@@ -129,7 +130,7 @@ def plan(
             memory.free_bytes,
             memory.total_bytes,
             host_bytes,
-            num_devices=config.tensor_parallel,
+            num_devices=config.num_ranks // config.nnodes,
         )
         backend = CudaFactory()
     resolved = resolve_settings(config, machine, decoder)
@@ -141,7 +142,7 @@ def plan(
         needs = local_needs(engine_config, decoder, backend)
         num_ranks = len(engine_config.local_ranks)
     else:
-        needs = backend.memory_needs(engine_config, decoder)
+        needs = most_needs(engine_config, decoder, backend)
     budgets = plan_budgets(engine_config, needs, memory, routed_bytes(engine_config, decoder))
     layouts = [layout_of(engine_config, each) for each in decoder.every_stage]
     largest = max(layouts, key=lambda layout: image_bytes(layout, Adapters()))

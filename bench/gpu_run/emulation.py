@@ -32,7 +32,7 @@ class EmulatedMeeting(DeviceMeeting):
         return torch.device("cpu")
 
     def make_group(self, rank: Rank, store: Any) -> Any:
-        return gloo_group(rank, store, self._timeout_s, LOCAL)
+        return gloo_group(rank, store, self._num_stages * self._timeout_s, LOCAL)
 
 
 class EmulatedFactory(CudaFactory):

@@ -87,7 +87,7 @@ def allocate_arena(config: EngineConfig, layout: ModelLayout) -> Arena:
     """Allocates the adapters' memory. Raises ValueError if the system does not give it the host
     tier's."""
     device = torch.device(config.device)
-    has_landing = device.type != "cpu" and config.tensor_parallel > 1
+    has_landing = device.type != "cpu" and config.num_ranks > 1
     try:
         return Arena(
             layout,

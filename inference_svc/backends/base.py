@@ -370,11 +370,11 @@ class RankFactory(BackendFactory, Protocol):
         each computes for itself, such as the experts of a token, is equal then."""
 
     def open_meeting(
-        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1
+        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1, address: str = ""
     ) -> Meeting:
-        """Opens the place where so many ranks of this machine meet, of so many stages, each of
-        which computes with so many threads. A rank that keeps another waiting for `timeout_s` fails
-        both. Raises OSError."""
+        """Opens the place where so many ranks meet, of so many stages, each of which computes with
+        so many threads: of this machine, or of several, which reach this one at its `address`. A
+        rank that keeps another waiting for `timeout_s` fails both. Raises OSError."""
 
     def build_rank(
         self, config: EngineConfig, decoder: Decoder, layout: ModelLayout, exchange: Exchange

@@ -51,6 +51,15 @@ class Place(NamedTuple):
         return stage * self.num_ranks + self.rank
 
 
+def stage_pairs(num_ranks: int, num_stages: int) -> list[tuple[int, int, int]]:
+    """Returns the stages of each two ranks of which the first hands values on to the second, and
+    their index in both: each rank to the next stage's, and the first rank of a stage to rank 0."""
+    onward = [
+        (stage, stage + 1, index) for stage in range(num_stages - 1) for index in range(num_ranks)
+    ]
+    return [*onward, *((stage, 0, 0) for stage in range(1, num_stages))]
+
+
 class Meeting(Protocol):
     """The place where ranks of all stages meet. Rank 0 opens it, and other ranks get a copy in
     their first message."""

@@ -28,7 +28,7 @@ from inference_svc.backends.base import (
     returns_experts,
     states_bytes,
 )
-from inference_svc.backends.exchange import GlooMeeting, Meeting
+from inference_svc.backends.exchange import LOCAL, GlooMeeting, Meeting
 from inference_svc.backends.lora_step import LoraStep, plan_lora, plan_runs
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_runs, scored_slices
@@ -328,9 +328,9 @@ class TorchFactory:
         return str(torch.backends.cpu.get_cpu_capability())
 
     def open_meeting(
-        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1
+        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1, address: str = ""
     ) -> Meeting:
-        return GlooMeeting(count, timeout_s, num_stages=num_stages)
+        return GlooMeeting(count, timeout_s, address or LOCAL, num_stages)
 
     def build(
         self, config: EngineConfig, decoder: Decoder, layout: ModelLayout

@@ -51,7 +51,7 @@ from inference_svc.engine.policy.states.recurrent import Recurrent
 from inference_svc.engine.policy.states.states import States
 from inference_svc.engine.ranks.backend import RankedBackend
 from inference_svc.engine.ranks.group import RankGroup
-from inference_svc.engine.ranks.nodes.facts import facts_of
+from inference_svc.engine.ranks.nodes.facts import computing_of, facts_of
 from inference_svc.engine.ranks.nodes.rendezvous import NodeRendezvous
 from inference_svc.engine.ranks.pulls import RankPulls
 from inference_svc.engine.ranks.traces import RankTraces
@@ -133,7 +133,9 @@ def build_engine(
         raise ValueError("--host-memory must be 0 with several processes: ranks have no host tier")
     assert make_store is not None, "the stores of other ranks"
     assert isinstance(factory, RankFactory), "it computes a rank's part"
-    rendezvous = None if config.nodes is None else NodeRendezvous(config, facts_of(config, factory))
+    rendezvous = None
+    if config.nodes is not None:
+        rendezvous = NodeRendezvous(config, facts_of(config) | computing_of(factory))
     ranks = RankGroup(
         config, factory, make_store, lambda error: post(RankFailed(error)), rendezvous
     )
@@ -473,6 +475,6 @@ def _host_tier(config: EngineConfig, *, has_device_memory: bool) -> HostTier | N
     """Returns None if images are pulled straight into the arena."""
     if config.host_bytes:
         return HostTier(config.host_bytes, None if has_device_memory else STEP_COPY_BYTES)
-    if has_device_memory and config.tensor_parallel == 1:
+    if has_device_memory and config.num_ranks == 1:
         raise ValueError("--host-memory must be above 0 on this device: images are pulled into it")
     return None

@@ -7,7 +7,7 @@ allocated, so that a server that starts does not run out later.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds, num_kv_pages
 from inference_svc.core import EngineConfig
@@ -112,6 +112,13 @@ def check_device_budget(config: EngineConfig, decoder: Decoder, backend: Backend
         plan_budgets(config, backend.memory_needs(config, decoder), memory)[0].check()
 
 
+def check_host_budget(config: EngineConfig) -> None:
+    """Checks the host's budget of ranks that have a device each, and check its memory themselves;
+    raises as `check_budgets`."""
+    of_host = plan_budgets(config, MemoryNeeds(0, 0), DeviceMemory(0, 0))[1]
+    of_host.check()
+
+
 def local_needs(config: EngineConfig, decoder: Decoder, backend: BackendFactory) -> MemoryNeeds:
     """Returns the needs of this machine's ranks together, of which `decoder` is one's part: as many
     times the needs of each stage as it has ranks here."""
@@ -123,6 +130,12 @@ def local_needs(config: EngineConfig, decoder: Decoder, backend: BackendFactory)
     for each in others:
         first = first.plus(each)
     return first
+
+
+def most_needs(config: EngineConfig, decoder: Decoder, backend: BackendFactory) -> MemoryNeeds:
+    """Returns the needs of the stage that needs the most of a device, where each rank has one."""
+    needs = (backend.memory_needs(config, each) for each in decoder.every_stage)
+    return max(needs, key=lambda each: sum(astuple(each)))
 
 
 def routed_bytes(config: EngineConfig, decoder: Decoder) -> int:
@@ -153,7 +166,7 @@ def plan_budgets(
     on_device += _used(Line("graphs", needs.graphs_bytes, "--max-sequences"))
     on_device += _used(Line("libraries", needs.libraries_bytes))
     num_ranks = len(config.local_ranks)
-    has_landing = memory is not None and config.tensor_parallel > 1
+    has_landing = memory is not None and config.num_ranks > 1
     landing_bytes = num_ranks * config.arena_bytes if has_landing else 0
     on_host = (
         Line("host_tier", config.host_bytes, "--host-memory"),

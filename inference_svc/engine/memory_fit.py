@@ -25,7 +25,13 @@ from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeed
 from inference_svc.backends.select import select_backend
 from inference_svc.config import InferenceSettings
 from inference_svc.core import EngineConfig, padding_pages
-from inference_svc.engine.memory_budget import Budget, human, plan_budgets
+from inference_svc.engine.memory_budget import (
+    DRIVER_BYTES,
+    Budget,
+    human,
+    most_needs,
+    plan_budgets,
+)
 from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import kv_page_bytes, stored_dtype
 from inference_svc.model.recurrent_states import slot_bytes
@@ -54,7 +60,10 @@ NO_ADAPTERS_BYTES = 1 << 20
 
 
 def fit_device(settings: InferenceSettings, machine: Machine, *, decoder: Decoder) -> Sizes:
-    """See `config.FitDevice`. Raises ValueError with the budget's lines if they do not fit."""
+    """See `config.FitDevice`. `decoder` is the first rank's part. Raises ValueError with the
+    budget's lines if they do not fit."""
+    if settings.nnodes > 1:
+        machine = _as_others(machine)
     fit = _Fit(settings, machine, decoder)
     sizes = fit.with_step(Sizes(0, 0, 0, 0, 0))
     sizes = fit.with_states(sizes)
@@ -64,9 +73,17 @@ def fit_device(settings: InferenceSettings, machine: Machine, *, decoder: Decode
     return sizes
 
 
+def _as_others(machine: Machine) -> Machine:
+    """Returns the machine as all of several with such devices see theirs: they must choose equal
+    sizes, whatever is free on each."""
+    free_bytes = max(0, machine.total_bytes - DRIVER_BYTES)
+    return replace(machine, free_bytes=free_bytes, host_free_bytes=None)
+
+
 @dataclass(frozen=True)
 class _Fit:
-    """The choice for one model on one machine, one kind of size after the other."""
+    """The choice for one model on one machine, one kind of size after the other; of several stages
+    for the stage with the largest needs."""
 
     settings: InferenceSettings
     machine: Machine
@@ -91,7 +108,7 @@ class _Fit:
     def with_states(self, sizes: Sizes) -> Sizes:
         """Chooses how many states a model with recurrent layers stores, and how many sequences run
         with two each, no more than the step is wide."""
-        settings, state_bytes = self.settings, slot_bytes(self.decoder)
+        settings, state_bytes = self.settings, max(map(slot_bytes, self.decoder.every_stage))
         left_bytes = max(0, self._left_bytes(sizes))
         if not settings.max_sequences:
             most = running_within(left_bytes // RUNNING_SHARE, state_bytes, sizes.max_sequences)
@@ -121,7 +138,7 @@ class _Fit:
                 human(largest_bytes),
             )
         host_bytes = self._host_bytes(arena_bytes)
-        if settings.tensor_parallel > 1:
+        if settings.num_ranks > 1:
             host_bytes = 0  # ranks have none; pulls come through as much memory as the arena has
         elif settings.host_memory is not None:
             host_bytes = int(settings.host_memory)
@@ -139,7 +156,7 @@ class _Fit:
         widest_bytes = max(end - cut for cut, end in zip(largest.cuts, ends, strict=True))
         left_bytes = self._left_bytes(sizes)
         share_bytes = left_bytes // ARENA_SHARE
-        if self.settings.tensor_parallel > 1:
+        if self.settings.num_ranks > 1:
             share_bytes = min(share_bytes, self._landing_bytes)
         wanted_bytes = min(share_bytes, self.settings.max_loras * largest.num_bytes)
         two_bytes = 2 * (largest.num_bytes + widest_bytes)
@@ -152,7 +169,7 @@ class _Fit:
         """The most memory of the host for a rank, through which adapters come to its arena: it is
         as large as this."""
         free_bytes = self.machine.host_free_bytes
-        num_ranks = self.settings.tensor_parallel // self.settings.nnodes
+        num_ranks = self.settings.num_ranks // self.settings.nnodes
         return sys.maxsize if free_bytes is None else free_bytes // (HOST_SHARE * num_ranks)
 
     def _host_bytes(self, arena_bytes: int) -> int:
@@ -183,7 +200,8 @@ class _Fit:
     @property
     def _page_bytes(self) -> int:
         stored = stored_dtype(self.settings.kv_dtype, self._layout.dtype)
-        return kv_page_bytes(self.decoder, self.settings.page_size, stored)
+        size = self.settings.page_size
+        return max(kv_page_bytes(each, size, stored) for each in self.decoder.every_stage)
 
     def budget(self, sizes: Sizes) -> Budget:
         """Returns the device's."""
@@ -191,7 +209,7 @@ class _Fit:
         return plan_budgets(self._config(sizes), self._needs(sizes), memory)[0]
 
     def _needs(self, sizes: Sizes) -> MemoryNeeds:
-        return self._backend.memory_needs(self._config(sizes), self.decoder)
+        return most_needs(self._config(sizes), self.decoder, self._backend)
 
     def _config(self, sizes: Sizes) -> EngineConfig:
         """Where the longest sequence is not decided, it is the model's: it decides little."""
@@ -221,4 +239,7 @@ class _Fit:
     @cached_property
     def _largest_image(self) -> Shape:
         """The shape of the largest adapter that is admitted."""
-        return self._layout.largest_image(self.settings.max_rank, self.settings.lora_targets)
+        config, settings = self._config(Sizes(0, 0, 0, 1, 1)), self.settings
+        layouts = (layout_of(config, each) for each in self.decoder.every_stage)
+        shapes = (each.largest_image(settings.max_rank, settings.lora_targets) for each in layouts)
+        return max(shapes, key=lambda shape: shape.num_bytes)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RECORDING_SETTING = "--cuda-graphs"
+"""Switches the recording of steps on a device."""
+
 
 def find_machine(settings: InferenceSettings) -> Machine:
     """Returns the facts that decide on settings that are left open. Raises EngineFailed, or
@@ -50,7 +53,7 @@ def _find_machine(settings: InferenceSettings) -> Machine:
     host_bytes = available_bytes()
     if settings.host_memory_limit is not None:
         host_bytes = max(0, settings.host_memory_limit - resident_bytes())
-    num_ranks = settings.tensor_parallel // settings.nnodes
+    num_ranks = settings.num_ranks // settings.nnodes
     num_devices = torch.cuda.device_count()
     memory = ask_memory(max(1, min(num_ranks, num_devices)))
     return Machine(True, *memory, host_bytes, num_devices=num_devices)

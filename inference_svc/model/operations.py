@@ -333,12 +333,11 @@ class ProjectExperts(Product[ExpertsProjection]):
 @dataclass(frozen=True, slots=True, eq=False)
 class Combine(Op):
     """Sums each token's pairs by their weights, and the half that all share, times the sigmoid of
-    its gate. `inputs` are the pairs and the routing, and `shared` and `gate` if there are any. If
-    it `lacks_pairs`, a token's other pairs are on other ranks."""
+    its gate. `inputs` are the pairs and the routing, and `shared` and `gate` if there are any. A
+    token's pairs may be on other ranks."""
 
     shared: Value | None = None
     gate: Value | None = None
-    lacks_pairs: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

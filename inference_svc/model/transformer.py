@@ -445,8 +445,6 @@ def _project_experts(op: ProjectExperts, step: Step) -> Tensor:
 
 def _combine(op: Combine, step: Step) -> Tensor:
     made, routed = (step.values[each] for each in op.inputs[:2])
-    if op.lacks_pairs:
-        made = F.pad(made, (0, 0, 0, 1))  # other ranks' pairs are this row
     shared, gate = (None if each is None else step.values[each] for each in (op.shared, op.gate))
     return combine(made, routed.pairs, routed.routing.weights, shared, gate)
 

@@ -354,17 +354,16 @@ class Walk:
         if experts.norm is not None:
             x = self._norm_of(self._hidden, experts.norm, layer, "experts_input")
         made = self._of_pairs(layer, experts, x, routing)
-        lacks_pairs = experts.cut is not None
-        is_whole = experts.down.in_cut is None and not lacks_pairs
+        is_whole = experts.down.in_cut is None and experts.cut is None
         if experts.post_norm is None:
             inputs = (each for each in (made, routing, shared, gate) if each is not None)
-            self.ops.append(Combine(tuple(inputs), delta, layer, shared, gate, lacks_pairs))
+            self.ops.append(Combine(tuple(inputs), delta, layer, shared, gate))
             _sum_ranks(self, delta, layer, is_whole=is_whole)
             return
         assert shared is not None
         assert gate is None
         routed = self.value("routed", self._decoder.hidden_size)
-        self.ops.append(Combine((made, routing), routed, layer, lacks_pairs=lacks_pairs))
+        self.ops.append(Combine((made, routing), routed, layer))
         _sum_ranks(self, routed, layer, is_whole=is_whole)
         self._norm_of(routed, experts.post_norm, layer)
         self.ops.append(AddNorm((delta, routed), delta, layer, None))

@@ -21,7 +21,6 @@ from kernels.experts.reference import (
     Pairs,
     Routing,
     Scoring,
-    own_pairs,
     padded_rows,
 )
 
@@ -80,6 +79,20 @@ def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -
 
         return triton_ops.sort_pairs(experts, num_experts, order)
     return reference.sort_pairs(experts, num_experts, order)
+
+
+def own_pairs(pairs: Pairs, experts: tuple[int, int]) -> Pairs:
+    """Chooses the pairs of some experts; see `reference.own_pairs`.
+
+    Args:
+        pairs: The pairs of all experts.
+        experts: The first expert, and the one behind the last.
+    """
+    if uses_triton(pairs.tokens):
+        from kernels.experts import triton_ops
+
+        return triton_ops.own_pairs(pairs, experts)
+    return reference.own_pairs(pairs, experts)
 
 
 def experts_linear(

@@ -165,7 +165,7 @@ def sort_pairs_op(out: PairsBuffer, count: Tensor, first_expert: int = 0) -> Nat
     """Builds `reference.sort_pairs` for the experts of the first `count` (int32 [1]) tokens, in
     out.experts [T, num_chosen], and `reference.own_pairs` of the buffer's experts, from
     `first_expert` on."""
-    tokens, starts, rows = out.pairs
+    tokens, starts, rows, _ = out.pairs
     args = _SortPairsArgs(
         experts=out.experts.data_ptr(),
         tokens=tokens.data_ptr(),

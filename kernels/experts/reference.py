@@ -67,11 +67,16 @@ class Routing(NamedTuple):
 class Pairs(NamedTuple):
     """Pairs of tokens and experts in the order of experts. `tokens` is each pair's token, int64
     [P]. `starts` is the first pair of each expert, and the number of pairs, int32 [experts + 1].
-    `rows` has the places of each token's pairs, int32 [T, num_chosen]."""
+    `rows` has the places of each token's pairs, int32 [T, num_chosen].
+
+    Of some experts' own pairs `first_expert` is the number of the first of these; None: they are of
+    all. On a device they have places for all pairs, because the host does not know how many there
+    are: behind `starts[-1]` nothing is computed."""
 
     tokens: Tensor
     starts: Tensor
     rows: Tensor
+    first_expert: int | None = None
 
 
 def route(
@@ -149,13 +154,19 @@ def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -
 
 def own_pairs(pairs: Pairs, experts: tuple[int, int]) -> Pairs:
     """Returns the pairs of experts [first, end) alone, in the same order, numbered from 0. Tokens'
-    other pairs have the place behind the last."""
+    other pairs have the place behind all.
+
+    Args:
+        pairs: The pairs of all experts.
+        experts: The first expert, and the one behind the last.
+    """
     first, end = experts
     starts = pairs.starts[first : end + 1]
     begin, last = starts[[0, -1]].tolist()
     rows = pairs.rows - begin
     is_own = (rows >= 0) & (rows < last - begin)
-    return Pairs(pairs.tokens[begin:last], starts - begin, rows.where(is_own, last - begin))
+    rows = rows.where(is_own, last - begin)
+    return Pairs(pairs.tokens[begin:last], starts - begin, rows, first)
 
 
 def experts_linear(
@@ -200,7 +211,7 @@ def combine(
 
     Args:
         x: [P, size].
-        pairs: The pairs, which have `rows`.
+        pairs: The pairs, which have `rows`. Where some are of other experts, these add nothing.
         weights: float32 [T, num_chosen].
         shared: [T, size]. None: there is none.
         shared_logits: float32 [T, 1]. None: the factor of `shared` is 1.
@@ -208,6 +219,8 @@ def combine(
     Returns:
         [T, size] of x's dtype.
     """
+    if pairs.first_expert is not None:
+        x = torch.nn.functional.pad(x, (0, 0, 0, 1))  # the pairs of other experts are this row
     total = torch.zeros(len(weights), x.shape[1], device=x.device)
     for j in range(weights.shape[1]):
         total += weights[:, j, None] * x[pairs.rows[:, j].long()].float()

@@ -232,13 +232,36 @@ def place_pairs_kernel(
     tl.store(rows + b_cell, b_place, mask=m)
 
 
+@triton.jit(do_not_specialize=VARYING)
+def own_pairs_kernel(
+    tokens, starts, rows, all_tokens, all_starts, all_rows, num_pairs,
+    FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """See `reference.own_pairs`, of experts [FIRST, END). Grid: (blocks,)."""
+    begin = tl.load(all_starts + FIRST)
+    count = tl.load(all_starts + END) - begin
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < num_pairs
+    b_token = tl.load(all_tokens + tl.minimum(begin + o, num_pairs - 1), mask=m, other=0)
+    tl.store(tokens + o, b_token, mask=m)
+    b_row = tl.load(all_rows + o, mask=m, other=0) - begin
+    b_row = tl.where((b_row >= 0) & (b_row < count), b_row, num_pairs)
+    tl.store(rows + o, b_row, mask=m)
+    if tl.program_id(0) == 0:
+        o_e = tl.arange(0, BLOCK_E)
+        m_e = o_e <= END - FIRST
+        b_start = tl.load(all_starts + FIRST + o_e, mask=m_e, other=0)
+        tl.store(starts + o_e, b_start - begin, mask=m_e)
+
+
 @triton.jit
 def find_tile(
     starts, i_tile,
     NUM_EXPERTS: tl.constexpr, OF_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Expert, first pair and number of pairs of a tile, which may have none. No tile has pairs of
-    two experts. The tiles of an expert's pairs follow from the start of these pairs.
+    """Expert, first pair and number of pairs of a tile, which may have none: behind the last expert
+    the number may be negative. No tile has pairs of two experts. The tiles of an expert's pairs
+    follow from the start of these pairs.
 
     OF_PAIRS: if a pair's number within its expert is a multiple of BLOCK_M, a tile begins with the
     pair and has its index. Otherwise expert e's tiles begin with number starts[e] // BLOCK_M + e,
@@ -249,12 +272,14 @@ def find_tile(
     b_end = tl.load(starts + 1 + o_e, mask=m_e, other=MANY)
     if OF_PAIRS:
         expert = tl.sum((b_end <= i_tile).to(tl.int32), axis=0)
+        expert = tl.minimum(expert, NUM_EXPERTS - 1)
         first = tl.load(starts + expert)
         begin = i_tile
         is_there = (i_tile - first) % BLOCK_M == 0
     else:
         b_first_tile = tl.where(m_e, b_end // BLOCK_M + o_e + 1, MANY)
         expert = tl.sum((b_first_tile <= i_tile).to(tl.int32), axis=0)
+        expert = tl.minimum(expert, NUM_EXPERTS - 1)
         first = tl.load(starts + expert)
         begin = first + (i_tile - (first // BLOCK_M + expert)) * BLOCK_M
         is_there = True
@@ -315,19 +340,21 @@ def experts_linear_kernel(
     tl.store(p_out, b_out, mask=m_m[:, None] & m_n[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def combine_experts_kernel(
-    out, x, rows, weights, shared, shared_logits,
+    out, x, rows, weights, shared, shared_logits, num_pairs, LACKS_PAIRS: tl.constexpr,
     SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See `reference.combine`. x: [P, SIZE]; out, shared: [T, SIZE]. Grid: (T, blocks)."""
+    """See `reference.combine`. x: [P, SIZE]; out, shared: [T, SIZE]. With LACKS_PAIRS, rows may be
+    behind the last: these are of other experts. Grid: (T, blocks)."""
     i_token = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m = o < SIZE
     b_sum = tl.zeros([BLOCK], dtype=tl.float32)
     for i_c in tl.static_range(NUM_CHOSEN):
         row = tl.load(rows + i_token * NUM_CHOSEN + i_c).to(tl.int64)
-        b_x = tl.load(x + row * SIZE + o, mask=m, other=0.0).to(tl.float32)
+        m_row = m & (row < num_pairs) if LACKS_PAIRS else m
+        b_x = tl.load(x + row * SIZE + o, mask=m_row, other=0.0).to(tl.float32)
         b_sum += tl.load(weights + i_token * NUM_CHOSEN + i_c) * b_x
     if shared is not None:
         b_shared = tl.load(shared + i_token * SIZE + o, mask=m, other=0.0).to(tl.float32)

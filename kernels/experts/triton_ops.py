@@ -81,6 +81,31 @@ def sort_pairs(experts: Tensor, num_experts: int, order: Tensor | None = None) -
     return pairs
 
 
+def own_pairs(pairs: Pairs, experts: tuple[int, int]) -> Pairs:
+    """Launches `reference.own_pairs` once: with places for all pairs, of which those behind the
+    experts' own have any token, and are never computed."""
+    first, end = experts
+    num_pairs, device = len(pairs.tokens), pairs.tokens.device
+    starts = torch.empty(end - first + 1, dtype=torch.int32, device=device)
+    own = Pairs(torch.empty_like(pairs.tokens), starts, torch.empty_like(pairs.rows), first)
+    block = tuning.constants("plan_pairs")["block"]
+    kernels.own_pairs_kernel[(max(1, -(-num_pairs // block)),)](
+        own.tokens,
+        own.starts,
+        own.rows,
+        pairs.tokens,
+        pairs.starts,
+        pairs.rows,
+        num_pairs,
+        FIRST=first,
+        END=end,
+        BLOCK=block,
+        BLOCK_E=power_of_2(end - first + 1),
+        num_warps=tuning.constants("plan_pairs")["num_warps"],
+    )
+    return own
+
+
 def _rank_pairs(pairs: Pairs, experts: Tensor, order: Tensor | None) -> None:
     tuned, num_pairs = tuning.constants("sort_pairs"), experts.numel()
     num_places = num_pairs + len(pairs.starts)
@@ -100,7 +125,7 @@ def _rank_pairs(pairs: Pairs, experts: Tensor, order: Tensor | None) -> None:
 
 
 def _count_pairs(pairs: Pairs, experts: Tensor, order: Tensor | None) -> None:
-    tokens, starts, rows = pairs
+    tokens, starts, rows, _ = pairs
     tuned, num_experts = tuning.constants("sort_pairs"), len(starts) - 1
     num_pairs, block = experts.numel(), tuned["count_block"]
     num_blocks, chunk = -(-num_pairs // block), min(block, tuned["count_chunk"])
@@ -273,6 +298,8 @@ def combine(
         weights,
         shared,
         shared_logits,
+        len(x),
+        LACKS_PAIRS=pairs.first_expert is not None,
         SIZE=size,
         NUM_CHOSEN=num_chosen,
         BLOCK=block,

@@ -424,16 +424,25 @@ def mark_tiles_kernel(keys, items, order):
 
 @triton.jit(do_not_specialize=VARYING)
 def describe_pairs_kernel(
-    slots, experts, keys, items, token_keys, token_experts, rows, num_pairs, num_items,
+    slots, experts, keys, items, token_keys, token_experts, rows, starts, num_pairs, num_items,
+    LACKS_PAIRS: tl.constexpr, FIRST_EXPERT: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See `pair_plan.plan_pairs`: slots, experts and keys of all pairs. Clears all items.
-    token_experts, rows: [T, NUM_CHOSEN]. Grid: (blocks,)."""
+    """See `pair_plan.plan_pairs`: slots, experts and keys of all pairs. Clears all items. With
+    LACKS_PAIRS, places behind the experts' own pairs are as without an adapter. token_experts,
+    rows: [T, NUM_CHOSEN]. Grid: (blocks,)."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < num_pairs
     b_pair = tl.load(rows + o, mask=m, other=0)
     b_expert = tl.load(token_experts + o, mask=m, other=0)
     b_key = tl.load(token_keys + o // NUM_CHOSEN, mask=m, other=0)
+    if LACKS_PAIRS:
+        m_none = m & (o >= tl.load(starts + NUM_EXPERTS))
+        tl.store(slots + o, tl.full([BLOCK], -1, tl.int32), mask=m_none)
+        tl.store(experts + o, tl.zeros([BLOCK], tl.int32), mask=m_none)
+        tl.store(keys + o, tl.full([BLOCK], -2, tl.int32), mask=m_none)
+        b_expert -= FIRST_EXPERT
+        m &= b_pair < num_pairs
     tl.store(slots + b_pair, b_key >> 1, mask=m)
     tl.store(experts + b_pair, b_expert, mask=m)
     tl.store(keys + b_pair, b_key, mask=m)

@@ -309,15 +309,14 @@ def test_other_models_ignore_the_settings_of_states(model: Path) -> None:
         (
             ["--tensor-parallel", "2"],
             GPU,
-            "2: each process needs a CUDA device of its own, and 1 are",
-        ),
-        (
-            ["--tensor-parallel", "2", "--expert-parallel", "2"],
-            dataclasses.replace(GPU, num_devices=2),
-            "--expert-parallel: only CPUs so far",
+            "2: each of 2 processes of a machine needs a CUDA device of its own, and 1 are",
         ),
         (["--tensor-parallel", "16", "--pipeline-parallel", "8"], CPU, "are 128 processes, and"),
-        (["--pipeline-parallel", "2"], GPU, "--pipeline-parallel: only CPUs so far"),
+        (
+            ["--tensor-parallel", "2", "--pipeline-parallel", "2"],
+            dataclasses.replace(GPU, num_devices=2),
+            "--pipeline-parallel 2, 2: each of 4 processes of a machine needs a CUDA device",
+        ),
         (["--pipeline-parallel", "2", "--fully-sharded-loras"], CPU, "needs --tensor-parallel 2"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.auto_settings import Machine, ModelFacts, resolve, to_engine_config
+from inference_svc.auto_settings import Machine, ModelFacts, Sizes, resolve, to_engine_config
 from inference_svc.config import InferenceSettings
 from inference_svc.core import Nodes
 from servicekit.errors import InvalidSetting
@@ -150,5 +150,11 @@ def test_the_token_is_no_flag(tmp_path: Path) -> None:
 
 
 def test_devices_of_several_machines(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetting, match="--nnodes: only CPUs so far; set --device cpu"):
-        resolve(parse(tmp_path, *SECOND, *THERE), Machine(True, 1, 1, num_devices=2), FACTS)
+    """Each machine has one for each of its own processes."""
+    settings = parse(tmp_path, *SECOND, *THERE)
+    decided = Sizes(1 << 20, 0, 1 << 26, 4, 64)
+    machine = Machine(True, 1, 1, num_devices=2)
+    found = resolve(settings, machine, FACTS, lambda settings, machine: decided)
+    assert to_engine_config(found).local_ranks == range(2, 4)
+    with pytest.raises(InvalidSetting, match="each of 2 processes of a machine needs a CUDA dev"):
+        resolve(settings, Machine(True, 1, 1, num_devices=1), FACTS)

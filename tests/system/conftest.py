@@ -18,7 +18,7 @@ from tests.support.access.certificates import Authority
 from tests.support.models.zoo import Zoo, make_zoo
 from tests.support.servers.otlp import Receiver
 from tests.system import guarded
-from tests.system.engines import CompilingStore, Running, SavedStore
+from tests.system.engines import DEFAULTS, CompilingStore, Running, SavedStore
 from tests.system.guarded import Inference
 from tests.system.observed import ENVIRONMENT, Observed
 from tests.system.services import Services
@@ -47,14 +47,7 @@ def start(zoos: Callable[[str], Zoo], tmp_path: Path) -> Iterator[Callable[..., 
         zoo = zoos(kind) if isinstance(kind, str) else kind
         store = CompilingStore()
         digests = {name: store.register(folder) for name, folder in zoo.adapter_dirs.items()}
-        defaults = EngineConfig(
-            zoo.model_dir,
-            zoo.kind,
-            max_model_len=256,
-            kv_bytes=4 << 20,
-            arena_bytes=4 << 20,
-            num_threads=1,
-        )
+        defaults = EngineConfig(zoo.model_dir, zoo.kind, **DEFAULTS)
         saved = tmp_path / f"store{len(running)}"
         engine = EngineThread(replace(defaults, **changes), store, SavedStore(saved))
         made = Running(engine, store, digests)

@@ -37,6 +37,14 @@ from tests.support.inference.memory_store import MemoryMapping
 from tests.support.inference.results import asking
 from tests.support.wait import until
 
+DEFAULTS: dict[str, Any] = {
+    "max_model_len": 256,
+    "kv_bytes": 4 << 20,
+    "arena_bytes": 4 << 20,
+    "num_threads": 1,
+}
+"""The sizes of engines that tests start."""
+
 
 @dataclass
 class Stream:

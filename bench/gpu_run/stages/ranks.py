@@ -21,7 +21,7 @@ from bench.gpu_run.emulation import EmulatedMeeting
 from bench.gpu_run.pack.store import engine_config, generate, make_store, read_recorded
 from bench.gpu_run.stages.parity import MIN_SHARE, compare, store_of_child
 from inference_svc.backends.cuda.exchange import DeviceExchange, DeviceMeeting
-from inference_svc.backends.cuda.graphs import CudaRecorder
+from inference_svc.backends.cuda.graphs import CudaRecorder, Recorded
 from inference_svc.backends.exchange import ExchangeFailed
 from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.model.description import Rank
@@ -40,20 +40,28 @@ def run(context: Context) -> Found:
     count = 2 if context.is_emulated else min(MAX_RANKS, torch.cuda.device_count())
     found: Found = {"devices": count}
     found |= exchange(context, count)
+    found["stages"] = exchange(context, 2, num_stages=2) if count > 1 else NEEDS_TWO
     context.save(found)
     if context.is_emulated:
         return found | {"tokens": "not emulated"}
-    return found | {"tokens": tokens(context) if count > 1 else NEEDS_TWO}
+    if count == 1:
+        return found | {"tokens": NEEDS_TWO}
+    found["tokens"] = tokens(context, tensor_parallel=2)
+    context.save(found)
+    return found | {"tokens of stages": tokens(context, pipeline_parallel=2)}
 
 
-def exchange(context: Context, count: int) -> Found:
-    """Returns rank 0's results of ranks that exchange, each in a process of its own."""
+def exchange(context: Context, count: int, num_stages: int = 1) -> Found:
+    """Returns rank 0's results of ranks that exchange, each in a process of its own, within a
+    stage, or from one to the other of two."""
     make = EmulatedMeeting if context.is_emulated else DeviceMeeting
-    meeting, processes = make(count, TIMEOUT_S), multiprocessing.get_context("spawn")
+    meeting = make(count, TIMEOUT_S, num_stages=num_stages)
+    processes = multiprocessing.get_context("spawn")
     receiver, sender = processes.Pipe(duplex=False)
     ranks = [
         processes.Process(
-            target=_compute, args=(Rank(index, count), meeting, sender, context.is_emulated)
+            target=_compute,
+            args=(Rank(index, count), meeting, sender, context.is_emulated, num_stages),
         )
         for index in range(count)
     ]
@@ -72,15 +80,18 @@ def exchange(context: Context, count: int) -> Found:
     return found
 
 
-def _compute(rank: Rank, meeting: DeviceMeeting, sender: Connection, is_emulated: bool) -> NoReturn:
+def _compute(
+    rank: Rank, meeting: DeviceMeeting, sender: Connection, is_emulated: bool, num_stages: int
+) -> NoReturn:
     """Runs one rank; rank 0 sends its results, another one its error."""
     found: Found | str
     try:
         if not is_emulated:
             torch.cuda.set_device(rank.index)
         own = meeting.join(rank)
-        found = {"exchange": own.name, **_check(rank, own, meeting.device)}
-        if not is_emulated:
+        check = _check if num_stages == 1 else _check_stages
+        found = {"exchange": own.name, **check(rank, own, meeting.device)}
+        if not is_emulated and num_stages == 1:
             found["sum_us"] = {name: _time(own, size) for name, size in SUM_BYTES.items()}
             found["death"] = _lose(rank, own) if rank.count > 1 else NEEDS_TWO
     except Exception as error:
@@ -120,6 +131,35 @@ def _check(rank: Rank, own: DeviceExchange, device: torch.device) -> Found:
     is_last = rank.index == rank.count - 1
     assert own.agree(True)
     assert not own.agree(not is_last)
+    return {"is_recorded": device.type == "cuda"}
+
+
+def _check_stages(rank: Rank, own: DeviceExchange, device: torch.device) -> Found:
+    """Checks values that go to the second stage and come back doubled, computed and replayed."""
+    x, back = torch.zeros(4, 8, device=device), torch.zeros(4, 8, device=device)
+
+    def compute() -> None:
+        if rank.index == 0:
+            own.send(x, 1)
+            own.receive(back, 1)
+        else:
+            own.receive(x, 0)
+            own.send(x * 2, 0)
+
+    def check(name: str, value: float) -> None:
+        x.fill_(value if rank.index == 0 else 0.0)
+        compute() if recorded is None else recorded.replay()
+        own.wait()
+        assert x.eq(value).all(), f"{name}: {x[0, 0]} is not {value}"
+        assert rank.index > 0 or back.eq(2 * value).all(), name
+
+    recorded: Recorded | None = None
+    check("computed", 3.0)
+    if device.type == "cuda":
+        recorded = CudaRecorder(own.wait)(compute)
+        for value in (4.0, 5.0):
+            check("replayed", value)
+    assert not own.agree(rank.index == 0)
     return {"is_recorded": device.type == "cuda"}
 
 
@@ -168,11 +208,12 @@ def _lose(rank: Rank, own: DeviceExchange) -> Found:
     return {"waited_s": waited_s, "kernel_ended_s": ended_s if event.query() else None}
 
 
-def tokens(context: Context) -> Found:
-    """Compares tokens of the base model on two ranks with those of a CPU. Images of the pack are
-    not cut, so that no adapter can be served. Raises AssertionError if too many differ."""
+def tokens(context: Context, **shape: int) -> Found:
+    """Compares tokens of the base model on two ranks, of these settings, with those of a CPU.
+    Images of the pack are not cut, so that no adapter can be served. Raises AssertionError if too
+    many differ."""
     recorded = [each for each in read_recorded(context.pack) if not each.request.key]
-    config: Any = engine_config(context.pack, "cuda", tensor_parallel=2)
+    config: Any = engine_config(context.pack, "cuda", **shape)
     store = make_store(context.pack)
     engine = EngineThread(config, store, partial(store_of_child, context.pack))
     requests = [each.request for each in recorded]

@@ -31,9 +31,11 @@ burst of requests waits for at once would delay every decode by many times a ste
 
 @dataclass(frozen=True, slots=True)
 class TableWrite:
-    """Makes an image visible to kernels in its row; its bytes are already in the arena."""
+    """Makes an image visible to kernels in its row; its bytes are already in the arena. Its part in
+    another stage may have more than A and B."""
 
     resident: Resident
+    has_more_elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)

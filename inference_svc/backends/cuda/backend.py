@@ -96,7 +96,6 @@ class CudaBackend(CudaMemory):
         self.num_lora_steps = 0
         self.num_replays = 0
         self.num_eager_steps = 0
-        self._targets = targets
         self._limits = limits
         self._last: Step | None = None
         self._record = record
@@ -105,13 +104,7 @@ class CudaBackend(CudaMemory):
     def _unrecorded(self) -> RecordedSteps | None:
         if self._record is None:
             return None
-        targets = self._targets
-        most = max_prompt_recordings(
-            self._decoder,
-            len(targets.groups),
-            num_shared=len(targets.shared.keys() & targets.groups.keys()),
-            adds_tokens=targets.max_added_tokens > 0,
-        )
+        most = max_prompt_recordings(self._decoder, self._targets)
         exchange = self._exchange
         agree = None if exchange is None else exchange.agree
         return RecordedSteps(self.compute, self._record, most, agree)
@@ -145,9 +138,12 @@ class CudaBackend(CudaMemory):
         max_tokens, item_bytes = self._limits.max_tokens, self.arena.flat.itemsize
         sizes = {min(SHORT_TOKENS, max_tokens), max_tokens}
         mixtures = self._decoder.mixtures
-        for shape in {(each.num_experts, each.num_chosen) for each in mixtures}:
+        # Pairs are of all experts, and products of this rank's.
+        held = {(each.gate_up.num_experts, each.num_chosen) for each in mixtures}
+        for shape in held | {(each.num_experts, each.num_chosen) for each in mixtures}:
             sizes.update(sizes_to_warm_up(max_tokens, *shape, item_bytes))
-            for form in weight_formats(self._decoder):
+            # Of all stages: they compute the same steps.
+            for form in weight_formats(self._decoder.of_all_stages):
                 sizes.update(quantised.sizes_to_warm_up(max_tokens, *shape, item_bytes, form))
         for num_tokens in sorted(sizes):
             self._warm_up_prompts(num_tokens)
@@ -336,9 +332,8 @@ class CudaBackend(CudaMemory):
             made = self.transformer.logits(self._last, inputs.logit_rows, lora)
         else:
             made = self.transformer.forward(inputs, self.kv_caches, lora, choices)
-        rank = self._decoder.rank
-        if rank is not None and rank.index > 0:
-            return  # the first rank's are used
+        if not (self._decoder.is_first_rank and self._decoder.has_embedding):
+            return  # rank 0 samples
         logits = self.results.logits_of(len(inputs.logit_rows), lora)
         logits.copy_(made)
         torch.argmax(logits, dim=-1, out=self.results.argmax[: len(logits)])

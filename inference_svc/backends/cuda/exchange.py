@@ -1,4 +1,4 @@
-"""Sums and rows that ranks exchange on their devices, in steps and in recordings of them: NCCL.
+"""Values that ranks exchange on their devices, in steps and in recordings of them: NCCL.
 
 An exchange is queued where the step is, so that nothing waits for it but the operations behind it,
 and a recorded step has it as a node. Its errors come late, or never: on the device, a sum goes on
@@ -12,16 +12,22 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from inference_svc.backends.exchange import LOCAL, ExchangeFailed, GlooMeeting
+from inference_svc.backends.exchange import (
+    LOCAL,
+    ExchangeFailed,
+    GlooMeeting,
+    Place,
+    stage_pairs,
+)
 from inference_svc.host.device_faults import find_fault
 from inference_svc.model.description import Rank
 from kernels.streams import Stream, Streams
@@ -39,13 +45,49 @@ rank that is missing."""
 _TORCH: Any = distributed_c10d
 
 
+class Groups(NamedTuple):
+    """A rank's process groups of torch.distributed: of the ranks of its stage, and of all; of one
+    rank there is none. `to_stages` and `from_stages` are of two ranks, this one and a partner that
+    gets its values, or hands it some, by the partner's stage. `every` has each once, in an order in
+    which all ranks can connect one after the other."""
+
+    of_stage: Any | None
+    of_all: Any | None
+    to_stages: Mapping[int, Any]
+    from_stages: Mapping[int, Any]
+    every: Sequence[Any]
+
+    @classmethod
+    def of(cls, place: Place, make: Callable[[str, Rank], Any]) -> Groups:
+        """Makes the groups of a rank, which their other ranks make under the same names."""
+        num_ranks, num_stages = place.num_ranks, place.num_stages
+        of_stage, every = None, list[Any]()
+        if num_ranks > 1 or num_stages == 1:
+            of_stage = make(f"stage {place.stage}", Rank(place.rank, num_ranks))
+            every.append(of_stage)
+        if num_stages == 1:
+            return cls(of_stage, of_stage, {}, {}, every)
+        of_all = make("all", Rank(place.in_stage(place.stage), num_ranks * num_stages))
+        every.append(of_all)
+        to_stages, from_stages = dict[int, Any](), dict[int, Any]()
+        for source, target, index in stage_pairs(num_ranks, num_stages):
+            name = f"{source} to {target}, {index}"
+            if (source, index) == (place.stage, place.rank):
+                to_stages[target] = make(name, Rank(0, 2))
+                every.append(to_stages[target])
+            elif (target, index) == (place.stage, place.rank):
+                from_stages[source] = make(name, Rank(1, 2))
+                every.append(from_stages[source])
+        return cls(of_stage, of_all, to_stages, from_stages, every)
+
+
 class DeviceExchange:
-    """An `Exchange` through a process group of torch.distributed, which queues on the current
-    stream, `stream`. `wait` takes at most `limit_s`. All but `fail` belongs to the thread that
-    computes.
+    """A `StagedExchange` through process groups, which queues on the current stream, `stream`.
+    `wait` takes at most `limit_s`. All but `fail` belongs to the thread that computes.
 
     16-bit sums are of 16-bit terms: two ranks round once, and each further rank once more. All
-    ranks get the same bits, because each element is summed in one place.
+    ranks get the same bits, because each element is summed in one place. A stage hands values on by
+    a broadcast to two ranks, which a recording has as it has sums.
     """
 
     seconds = 0.0
@@ -53,35 +95,63 @@ class DeviceExchange:
 
     def __init__(
         self,
-        rank: Rank,
-        group: Any,
+        place: Place,
+        groups: Groups,
         device: torch.device,
         stream: Stream,
         limit_s: float,
         name: str,
     ) -> None:
         self.name = name
-        self._rank, self._group, self._limit_s = rank, group, limit_s
+        self._num_ranks, self._groups, self._limit_s = place.num_ranks, groups, limit_s
         self._queued = stream.event()
         self._failed = threading.Event()
         # A rank that has no memory left can still say so.
         self._num_undone = torch.zeros(1, device=device)
 
     def sum(self, x: Tensor) -> None:
+        self._sum(x, self._groups.of_stage)
+
+    def sum_stages(self, x: Tensor) -> None:
+        self._sum(x, self._groups.of_all)
+
+    def _sum(self, x: Tensor, group: Any | None) -> None:
         options = _TORCH.AllreduceOptions()
         options.asyncOp = False  # on this stream, and not on one of the group's own
         with self._queueing():
-            _wait_for(self._group.allreduce([x], options))
+            if group is not None:
+                _wait_for(group.allreduce([x], options))
 
     def side_by_side(self, x: Tensor) -> Tensor:
-        num_rows, width = x.shape
-        own, found = x.contiguous(), x.new_empty(self._rank.count * num_rows, width)
+        group, num_ranks, (num_rows, width) = self._groups.of_stage, self._num_ranks, x.shape
+        if group is None:
+            return x
+        own, found = x.contiguous(), x.new_empty(num_ranks * num_rows, width)
         options = _TORCH.AllgatherOptions()
         options.asyncOp = False
         with self._queueing():
-            _wait_for(self._group._allgather_base(found, own, options))
-        by_rank = found.view(self._rank.count, num_rows, width)
+            _wait_for(group._allgather_base(found, own, options))
+        by_rank = found.view(num_ranks, num_rows, width)
         return by_rank.transpose(0, 1).reshape(num_rows, -1)
+
+    def send(self, x: Tensor, stage: int) -> None:
+        self._hand_on(x, self._groups.to_stages[stage])
+
+    def receive(self, x: Tensor, stage: int) -> None:
+        self._hand_on(x, self._groups.from_stages[stage])
+
+    def _hand_on(self, x: Tensor, group: Any) -> None:
+        """Broadcasts from the first rank of a group of two."""
+        options = _TORCH.BroadcastOptions()
+        options.asyncOp = False
+        with self._queueing():
+            _wait_for(group.broadcast([x], options))
+
+    def connect(self) -> None:
+        """Has each group exchange once, so that no step has to connect it. All ranks call it."""
+        for group in self._groups.every:
+            self._sum(self._num_undone, group)
+        self.agree(True)
 
     @contextlib.contextmanager
     def _queueing(self) -> Iterator[None]:
@@ -113,9 +183,10 @@ class DeviceExchange:
         self.check()
 
     def agree(self, is_done: bool, /) -> bool:
-        """Returns whether it is done on all ranks, which all ask, and waits for them."""
+        """Returns whether it is done on all ranks of all stages, which all ask, and waits for
+        them."""
         self._num_undone.fill_(not is_done)
-        self.sum(self._num_undone)
+        self.sum_stages(self._num_undone)
         self.wait(START_S)
         return self._num_undone.item() == 0
 
@@ -126,20 +197,27 @@ class DeviceExchange:
             self._begin_abort()
 
     def close(self) -> None:
-        """Ends the group, of which others may have ended."""
+        """Ends the groups, of which others may have ended."""
         self._failed.set()
-        self._begin_abort().join(ABORT_S)
+        end_s = time.monotonic() + ABORT_S
+        for thread in self._begin_abort():
+            thread.join(max(0.0, end_s - time.monotonic()))
 
-    def _begin_abort(self) -> threading.Thread:
-        """Lets go of what the group has queued, which may never end. That may take its time."""
+    def _begin_abort(self) -> list[threading.Thread]:
+        """Lets go of what the groups have queued, which may never end. That may take its time."""
 
-        def abort() -> None:
+        def abort(group: Any) -> None:
             with contextlib.suppress(RuntimeError):
-                self._group.abort()
+                group.abort()
 
-        thread = threading.Thread(target=abort, name="loadout-abort", daemon=True)
-        thread.start()
-        return thread
+        # One at a time, a group would wait for what another has queued before.
+        threads = [
+            threading.Thread(target=abort, args=(group,), name="loadout-abort", daemon=True)
+            for group in self._groups.every
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
 
 
 def _wait_for(work: Any) -> None:
@@ -163,18 +241,32 @@ class BlockingExchange:
         self._exchange.sum(x)
         self._exchange.wait()
 
+    def sum_stages(self, x: Tensor) -> None:
+        self._exchange.sum_stages(x)
+        self._exchange.wait()
+
     def side_by_side(self, x: Tensor) -> Tensor:
         found = self._exchange.side_by_side(x)
         self._exchange.wait()
         return found
+
+    def send(self, x: Tensor, stage: int) -> None:
+        self._exchange.send(x, stage)
+        self._exchange.wait()
+
+    def receive(self, x: Tensor, stage: int) -> None:
+        self._exchange.receive(x, stage)
+        self._exchange.wait()
 
 
 class DeviceMeeting(GlooMeeting):
     """A `Meeting` of ranks that compute on the current device of their process, at a store as
     gloo's, where they find each other for NCCL."""
 
-    def __init__(self, count: int, timeout_s: float, address: str = LOCAL) -> None:
-        super().__init__(count, timeout_s, address)
+    def __init__(
+        self, count: int, timeout_s: float, address: str = LOCAL, num_stages: int = 1
+    ) -> None:
+        super().__init__(count, timeout_s, address, num_stages)
         self._exchange: DeviceExchange | None = None
         self._has_failed = False
 
@@ -182,14 +274,21 @@ class DeviceMeeting(GlooMeeting):
         return super().__getstate__() | {"_exchange": None}
 
     def join(self, rank: Rank) -> DeviceExchange:
-        # The group looks things up there later, too.
+        # Groups look things up there later, too.
         store = self._store = self.open_store()
+        place = Place.of(rank, self._num_stages)
+
+        def make(name: str, rank: Rank) -> Any:
+            return self.make_group(rank, _TORCH.PrefixStore(name, store))
+
         try:
-            group = self.make_group(rank, store)
+            groups = Groups.of(place, make)
         except RuntimeError as error:
             raise ExchangeFailed(f"ranks did not meet: {error}") from error
         stream = Streams.of(self.device).compute
-        exchange = DeviceExchange(rank, group, self.device, stream, self._timeout_s, self.name)
+        # A stage waits for all before it.
+        limit_s = self._num_stages * self._timeout_s
+        exchange = DeviceExchange(place, groups, self.device, stream, limit_s, self.name)
         self._exchange = exchange
         if self._has_failed:
             exchange.fail()
@@ -199,13 +298,14 @@ class DeviceMeeting(GlooMeeting):
     def _connect(self, exchange: DeviceExchange) -> None:
         """Connects ranks, so that no step has to. NCCL does so in a call that never returns if
         another rank ends meanwhile: another thread makes it."""
-        device, connected = self.device, Future[bool]()
+        device, connected = self.device, Future[None]()
 
         def connect() -> None:
             try:
                 if device.type == "cuda":
                     torch.cuda.set_device(device)  # of this thread
-                connected.set_result(exchange.agree(True))
+                exchange.connect()
+                connected.set_result(None)
             except BaseException as error:
                 connected.set_exception(error)
 
@@ -224,10 +324,12 @@ class DeviceMeeting(GlooMeeting):
         return torch.device("cuda", torch.cuda.current_device())
 
     def make_group(self, rank: Rank, store: Any) -> Any:
+        """Returns one of this process's groups, whose ranks find each other at a store of their
+        own. Raises RuntimeError."""
         nccl = _TORCH.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=NCCL_S)
-        return nccl(_TORCH.PrefixStore("nccl", store), rank.index, rank.count, options)
+        return nccl(store, rank.index, rank.count, options)
 
     def fail(self) -> None:
         self._has_failed = True

@@ -22,10 +22,11 @@ from inference_svc.backends.base import (
 from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
 from inference_svc.backends.cuda.exchange import START_S, DeviceExchange, DeviceMeeting
 from inference_svc.backends.cuda.graphs import CudaRecorder, Record
+from inference_svc.backends.cuda.memory import made_transformer
 from inference_svc.backends.cuda.needs import memory_needs
 from inference_svc.backends.cuda.rank import CudaRank
 from inference_svc.backends.cuda.steps import StepLimits
-from inference_svc.backends.exchange import Meeting
+from inference_svc.backends.exchange import LOCAL, Meeting
 from inference_svc.backends.speed_notes import device_notes
 from inference_svc.core import EngineConfig
 from inference_svc.errors import DeviceFull
@@ -34,7 +35,7 @@ from inference_svc.model.config.keys import names
 from inference_svc.model.description import Decoder
 from inference_svc.model.layers import TorchProjections
 from inference_svc.model.sharding.exchange import Exchange
-from inference_svc.model.transformer import COMPUTED, OF_RANKS, Transformer
+from inference_svc.model.transformer import COMPUTED, OF_RANKS, OF_STAGES
 from kernels import tuning
 from kernels.host_memory import HostRegistrar
 from kernels.quantised import WeightFormat, implementation
@@ -43,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 FLOAT8_CAPABILITY = (8, 9)
 """The first compute capability whose processors convert float8."""
-LACKING = names("attention.head_dim>512 weight_format.odd_groups experts_projection.cut")
+LACKING = names("attention.head_dim>512 weight_format.odd_groups")
 
 
 class CudaFactory:
     """A `BackendFactory` for a CUDA device, or of ranks that have one each."""
 
     name = "CUDA"
-    features = (COMPUTED | OF_RANKS) - LACKING
+    features = (COMPUTED | OF_RANKS | OF_STAGES) - LACKING
     disabled_by = "--device cpu"
     has_device_memory = True
     profiler_device = "cuda"
@@ -90,10 +91,9 @@ class CudaFactory:
         return f"{name} {'.'.join(map(str, capability))}, CUDA {torch.version.cuda}"
 
     def open_meeting(
-        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1
+        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1, address: str = ""
     ) -> Meeting:
-        assert num_stages == 1, "stages are not among its features"
-        return DeviceMeeting(count, timeout_s)
+        return DeviceMeeting(count, timeout_s, address or LOCAL, num_stages)
 
     def make_recorder(self, wait: Callable[[], None] | None) -> Record:
         """Returns what records steps; see `CudaRecorder`."""
@@ -152,8 +152,8 @@ class CudaFactory:
         arena = allocate_arena(config, layout)
         weights = reload.weights()
         limits = StepLimits(config.max_batch_tokens, config.max_sequences, max_pages(config))
-        transformer = Transformer(decoder, weights, exchange)
         targets = applied_targets(layout, config.lora_targets, config.max_added_tokens)
+        transformer = made_transformer(decoder, weights, exchange, targets)
         kind, wait = CudaBackend, None
         if exchange is not None:
             kind, wait = CudaRank, partial(exchange.wait, START_S)
@@ -176,8 +176,8 @@ def check_devices(names: Sequence[str]) -> None:
     itself, and they must be equal."""
     if len({*names}) > 1:
         raise ValueError(
-            f"--tensor-parallel {len(names)}: its devices differ: {', '.join(names)}; choose equal "
-            "ones with CUDA_VISIBLE_DEVICES"
+            f"the devices of {len(names)} processes differ: {', '.join(names)}; choose equal ones "
+            "with CUDA_VISIBLE_DEVICES"
         )
 
 

@@ -48,6 +48,8 @@ class CudaLora:
         self._tokens = _PlanArrays(block, max_tokens, max_rows)
         self._heads = _PlanArrays(block, max_rows, max_rows)
         self._slots: list[int] = []
+        self.more_elsewhere: set[int] = set()
+        """The slots of adapters with more than A and B in another stage."""
         self._is_decode = False
         self._contents = {
             StepKind.LORA: LoraContents(frozenset(range(arena.table.num_targets))),
@@ -94,7 +96,8 @@ class CudaLora:
         """Whether it is a sum, or an adapter with more than A and B."""
         table = self.arena.table
         adapter = table.adapters[slot]
-        return table.is_mix(slot) or adapter.has_vectors or bool(adapter.replaced)
+        has_more = adapter.has_vectors or bool(adapter.replaced) or slot in self.more_elsewhere
+        return table.is_mix(slot) or has_more
 
     def step(self) -> LoraStep:
         """Returns the plans that were filled."""

@@ -12,7 +12,10 @@ from inference_svc.backends.base import Reload
 from inference_svc.backends.cuda.exchange import BlockingExchange, DeviceExchange
 from inference_svc.backends.cuda.steps import FixedSteps, StepLimits, StepResults
 from inference_svc.backends.magnitudes import Magnitudes
+from inference_svc.model.checkpoint.weights import ModelWeights
+from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
+from inference_svc.model.layers import TorchLinear
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.transformer import Transformer
 
@@ -36,7 +39,7 @@ class CudaMemory(AdapterMemory):
         self._exchange = exchange
         self.num_states = 0 if states is None else states.num_states
         self.num_pages, self._page_size = kv_caches.num_pages - 1, kv_caches.page_size
-        self._decoder = transformer.description
+        self._decoder, self._targets = transformer.description, targets
         self.transformer: Transformer | None = transformer
         self.kv_caches: KVCaches | None = kv_caches
         self.states = states
@@ -72,7 +75,8 @@ class CudaMemory(AdapterMemory):
         assert self.transformer is not None, "the weights are freed"
         weights, rank = self.transformer.weights, self._decoder.rank
         exchange = None if self._exchange is None else BlockingExchange(self._exchange)
-        return Magnitudes(weights, self.arena, rank, exchange)
+        has_stages = self._decoder.stage is not None
+        return Magnitudes(weights, self.arena, rank, exchange, has_stages=has_stages)
 
     def free_unused(self) -> None:
         """Lets go of torch's cache: its pieces may be too small for an allocation that failed."""
@@ -92,7 +96,10 @@ class CudaMemory(AdapterMemory):
         """Allocates again the memory that is freed."""
         assert self._reload is not None
         if self.transformer is None:
-            self.transformer = Transformer(self._decoder, self._reload.weights(), self._exchange)
+            weights = self._reload.weights()
+            self.transformer = made_transformer(
+                self._decoder, weights, self._exchange, self._targets
+            )
         self.kv_caches = self.kv_caches or self._reload.pages()
         self.states = self.states or self._reload.states()
         self._reserved_bytes = self._trimmed_bytes()
@@ -101,6 +108,17 @@ class CudaMemory(AdapterMemory):
         """Gives back memory that torch has reserved and does not use; returns the bytes in use."""
         self.free_unused()
         return _reserved_bytes(self.arena.device)
+
+
+def made_transformer(
+    decoder: Decoder,
+    weights: ModelWeights[TorchLinear],
+    exchange: DeviceExchange | None,
+    targets: AppliedTargets,
+) -> Transformer:
+    """Stages alone know of tokens that adapters may add, whether any of a step has."""
+    num_added = 0 if decoder.stage is None else targets.max_added_tokens
+    return Transformer(decoder, weights, exchange, num_added)
 
 
 def _reserved_bytes(device: torch.device) -> int:

@@ -14,7 +14,12 @@ from typing import NamedTuple
 import torch
 
 from inference_svc.adapters.layout import HEAD
-from inference_svc.adapters.targets import applied_targets, computed_groups, layout_of
+from inference_svc.adapters.targets import (
+    AppliedTargets,
+    applied_targets,
+    computed_groups,
+    layout_of,
+)
 from inference_svc.backends.base import (
     MemoryNeeds,
     choices_bytes,
@@ -71,6 +76,8 @@ GROUP_NODES = 2
 """The adapters of a group: shrink and expand."""
 SHARED_NODES = 2
 """The sums of a group that ranks share: over chunks of inputs, and over ranks."""
+STAGED_TOKENS_NODES = 3
+"""Stages look up tokens that adapters add, and hand on logits of them, whether a step has any."""
 OTHER_NODES = 3
 """Kernels around the decoder's operations: tokens as they were sampled, and the logits and the
 largest of them, to their place."""
@@ -159,7 +166,7 @@ class _OwnBytes(NamedTuple):
         elif isinstance(op, Growth):
             num_bytes += GROWTH_BYTES * self.sizes.max_tokens
         else:
-            num_bytes += exchange_bytes(op, self.sizes)
+            num_bytes += exchange_bytes(op, self.sizes, self.config.max_added_tokens)
         if isinstance(op, NormOf | Combine) and op.out in op.inputs:
             num_bytes += self.sizes.num_bytes(op.out)  # a new one
         if not self.is_beside:
@@ -203,7 +210,7 @@ class _OwnBytes(NamedTuple):
     def _logits_bytes(self, op: Logits) -> int:
         """Where adapters add tokens, logits are copied to wider ones, and bounds make copies."""
         shrunk_bytes = self.shrunk.by(HEAD, self.config.max_sequences)
-        exchanged_bytes, num_added = exchange_bytes(op, self.sizes), 0
+        exchanged_bytes, num_added = exchange_bytes(op, self.sizes, 0), 0
         num_bytes = max(self._product_bytes(op, shrunk_bytes), exchanged_bytes)
         if self.config.max_added_tokens and not self.is_beside:
             num_added = op.out.width + self.config.max_added_tokens
@@ -290,10 +297,13 @@ def recorded_nodes(
     """Returns how many kernels a recorded decode step of this kind has at most, with adapters in so
     many groups of projections, of which ranks share some; a test counts them."""
     num_nodes = OTHER_NODES + _operations_nodes(decoder)
+    if decoder.stage is not None and adds_tokens:
+        num_nodes += STAGED_TOKENS_NODES
     if kind is not StepKind.BASE:
         num_nodes += GROUP_NODES * num_groups + SHARED_NODES * num_shared
-        if decoder.mixtures:  # the order of tokens, and a plan of each layer's pairs
-            num_nodes += 1 + 2 * len(decoder.mixtures)
+        mixtures = [layer for layer in decoder.layers if decoder.blocks[layer].experts is not None]
+        if mixtures:  # the order of tokens, and a plan of each layer's pairs
+            num_nodes += 1 + 2 * len(mixtures)
     if kind is StepKind.ANY:
         num_nodes += _replacement_nodes(decoder, adds_tokens=adds_tokens)
     return num_nodes
@@ -341,15 +351,33 @@ def _rounds_inputs(projection: Projection | ExpertsProjection) -> int:
     return sum(form is not None and form.activations is not Activations.EXACT for form in formats)
 
 
-def max_prompt_recordings(
-    decoder: Decoder, num_groups: int, *, num_shared: int, adds_tokens: bool
+def max_prompt_recordings(decoder: Decoder, targets: AppliedTargets) -> int:
+    """Returns how many recorded steps with prompts have room, in every stage. Each has one more
+    kernel a layer than decode steps."""
+    num_shared = len(targets.shared.keys() & targets.groups.keys())
+    if decoder.stage is None:
+        return _max_prompt_recordings(decoder, len(targets.groups), num_shared, targets)
+    # No stage knows which groups adapters change in another: all, the embedding and the head.
+    numbers = []
+    for stage in decoder.every_stage:
+        ops = operations(stage).layers
+        most = 2 + len({op.group for op in ops if isinstance(op, Project | ProjectExperts)})
+        of_ranks = most if num_shared else 0
+        numbers.append(_max_prompt_recordings(stage, most, of_ranks, targets))
+    return min(numbers)
+
+
+def _max_prompt_recordings(
+    decoder: Decoder, num_groups: int, num_shared: int, targets: AppliedTargets
 ) -> int:
-    """Returns how many recorded steps with prompts have room. Each has one more kernel a layer than
-    decode steps."""
     num_nodes = recorded_nodes(
-        decoder, StepKind.ANY, num_groups, num_shared=num_shared, adds_tokens=adds_tokens
+        decoder,
+        StepKind.ANY,
+        num_groups,
+        num_shared=num_shared,
+        adds_tokens=targets.max_added_tokens > 0,
     )
-    return PROMPT_RECORDINGS_BYTES // ((num_nodes + decoder.num_layers) * NODE_BYTES)
+    return PROMPT_RECORDINGS_BYTES // ((num_nodes + len(decoder.layers)) * NODE_BYTES)
 
 
 def _replacement_nodes(decoder: Decoder, *, adds_tokens: bool) -> int:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from inference_svc.backends.base import Logits, Scored
+from inference_svc.adapters.memory.tiers import ResidencyChange, TableWrite
+from inference_svc.backends.base import Logits, Scored, gather_choices
 from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
 from inference_svc.backends.cuda.exchange import DeviceExchange
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
@@ -42,7 +43,8 @@ class _Plan(NamedTuple):
 
 class CudaRank(CudaBackend):
     """A `RankBackend`. Each waits for its own steps in the end: a fault is found where it is, and a
-    rank that is missing within bounded time."""
+    rank that is missing within bounded time. Of several stages each replays its part of a recorded
+    step, of the same shape, with the hand-over of hidden states and logits in it."""
 
     @property
     def exchange(self) -> DeviceExchange:
@@ -53,8 +55,16 @@ class CudaRank(CudaBackend):
         is_decode = inputs.step is self.steps.decodes
         return _Plan(is_decode, inputs.wanted, inputs.shape is not None).encoded()
 
+    def apply(self, changes: Sequence[ResidencyChange]) -> None:
+        for change in changes:
+            if isinstance(change, TableWrite):
+                has_more = change.has_more_elsewhere
+                self.steps.note_elsewhere(change.resident.slot, has_more=has_more)
+        super().apply(changes)
+
     def forward(self, inputs: PreparedStep) -> Logits:
         found = super().forward(inputs)
+        gather_choices(found.experts, self._decoder, self.exchange)
         self.exchange.wait()
         return found
 
@@ -68,6 +78,9 @@ class CudaRank(CudaBackend):
         """Computes this rank's part of a step of the first rank, which has the logits."""
         inputs = self._send_data(data)
         lora = self._run(inputs, is_scored=bool(data.scored))
+        if data.returns_experts:
+            choices = self.results.choices_of(len(data.token_ids))
+            gather_choices(choices, self._decoder, self.exchange)
         last, self._last = self._last, None
         for indices, runs in data.scored:
             assert last is not None, "the step is computed"

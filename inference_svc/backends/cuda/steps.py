@@ -115,6 +115,12 @@ class FixedSteps:
             step.fill_segments(None, shape)
         step.inputs.send()
 
+    def note_elsewhere(self, slot: int, *, has_more: bool) -> None:
+        """Notes whether the adapter at a slot has more than A and B in another stage: steps with it
+        are of the same kind in all stages."""
+        for step in (self.prompts, self.decodes):
+            (step.lora.more_elsewhere.add if has_more else step.lora.more_elsewhere.discard)(slot)
+
     def of(self, shape: StepShape) -> FixedStep:
         return self.prompts if shape.has_prompts else self.decodes
 
@@ -143,6 +149,8 @@ class StepResults:
     choices: Tensor | None
     """The experts of each token; None for a model without experts."""
     vocab_size: int
+    has_stages: bool = False
+    """The last stage hands on logits of all tokens that adapters may add, whether any has."""
 
     @classmethod
     def allocate(
@@ -154,6 +162,7 @@ class StepResults:
             argmax=torch.zeros(limits.max_rows, dtype=torch.int64, device=device),
             choices=empty_choices(decoder, limits.max_tokens, device),
             vocab_size=targets.vocab_size,
+            has_stages=decoder.stage is not None,
         )
 
     @property
@@ -164,6 +173,8 @@ class StepResults:
     def logits_of(self, num_rows: int, lora: LoraStep | None) -> Tensor:
         """Returns the place of a step's logits, fp32 [num_rows, tokens]. Tokens that adapters add
         are among them if there may be any."""
+        if self.has_stages:
+            return self.logits[:num_rows]
         num_added = 0 if lora is None else lora.num_added_tokens
         return self.logits[:num_rows, : self.vocab_size + num_added]
 

@@ -26,7 +26,7 @@ from inference_svc.backends.base import (
     max_pages,
     returns_experts,
 )
-from inference_svc.backends.exchange import Meeting
+from inference_svc.backends.exchange import GlooMeeting, Meeting
 from inference_svc.backends.magnitudes import Magnitudes
 from inference_svc.backends.native.buffers import BatchPages, StepArrays
 from inference_svc.backends.native.exchange import (
@@ -321,8 +321,10 @@ class NativeFactory:
         return library.variant
 
     def open_meeting(
-        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1
+        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1, address: str = ""
     ) -> Meeting:
+        if address:
+            return GlooMeeting(count, timeout_s, address, num_stages)
         return SharedMeeting(count, num_threads, timeout_s, num_stages)
 
     def build(

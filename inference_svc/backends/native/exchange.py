@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from inference_svc.backends.exchange import ExchangeFailed, Place
+from inference_svc.backends.exchange import ExchangeFailed, Place, stage_pairs
 from inference_svc.host.cpus import usable_cores
 from inference_svc.model.description import Rank
 from inference_svc.model.sharding.exchange import StagedExchange
@@ -80,7 +80,7 @@ class SharedMeeting:
         self._num_threads, self._timeout_s = num_threads, timeout_s
         self._num_stages = num_stages
         num_ranks = count // num_stages
-        self._pairs = _pairs(num_ranks, num_stages)
+        self._pairs = stage_pairs(num_ranks, num_stages)
         self._groups = _groups(count, num_stages)
         # Of a stage: it waits for others as long as they compute, with the same processors.
         self._spins = num_ranks * num_threads <= usable_cores()
@@ -141,18 +141,10 @@ def shared_bytes(count: int, num_threads: int, num_stages: int) -> int:
 
 
 def _groups(count: int, num_stages: int) -> tuple[int, ...]:
-    """Returns how many ranks each group has: each stage, all ranks, and each two; see `_pairs`."""
+    """Returns how many ranks each group has: each stage, all ranks, and each two; see
+    `stage_pairs`."""
     num_ranks = count // num_stages
-    return (*[num_ranks] * num_stages, count, *[2] * len(_pairs(num_ranks, num_stages)))
-
-
-def _pairs(num_ranks: int, num_stages: int) -> list[tuple[int, int, int]]:
-    """Returns the stages of each two ranks of which the first hands values on to the second, and
-    their index in both: each rank to the next stage's, and the first rank of a stage to rank 0."""
-    onward = [
-        (stage, stage + 1, index) for stage in range(num_stages - 1) for index in range(num_ranks)
-    ]
-    return [*onward, *((stage, 0, 0) for stage in range(1, num_stages))]
+    return (*[num_ranks] * num_stages, count, *[2] * len(stage_pairs(num_ranks, num_stages)))
 
 
 class SharedExchange:

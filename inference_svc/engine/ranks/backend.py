@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+from contract.images.segment_kinds import LORA_KINDS
 from inference_svc.adapters.memory.resident import Resident
 from inference_svc.adapters.memory.stages import extents_of, parts_of
 from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChange, TableWrite
@@ -192,7 +193,11 @@ def _of_first_stage(change: ResidencyChange, own: RankBackend[Any]) -> Residency
     if not others:
         return change
     extents = extents_of(whole.header, whole.extents, 0, own.pull_memory.nbytes)
-    return replace(change, resident=Resident(header, whole.slot, extents, header.rank))
+    own_part = Resident(header, whole.slot, extents, header.rank)
+    if isinstance(change, DivideMagnitudes):
+        return replace(change, resident=own_part)
+    kinds = {segment.kind for other in others for segment in other.segments}
+    return TableWrite(own_part, has_more_elsewhere=not kinds <= {*LORA_KINDS})
 
 
 def _blaming(group: RankGroup, scores: Iterator[Scored]) -> Iterator[Scored]:

@@ -75,8 +75,9 @@ class Rendezvous(Protocol):
     ) -> None:
         """Lets ranks come, and tells them these; calls `on_missing` if one does not."""
 
-    def open_meeting(self, timeout_s: float) -> Meeting:
-        """Opens the meeting of all ranks; see `RankFactory.open_meeting`."""
+    @property
+    def address(self) -> str:
+        """The address of this machine at which the others reach it."""
 
     def close(self) -> None:
         """Lets no rank come any more. Idempotent."""
@@ -85,10 +86,9 @@ class Rendezvous(Protocol):
 def _open_meeting(
     config: EngineConfig, factory: RankFactory, num_threads: int, rendezvous: Rendezvous | None
 ) -> Meeting:
-    if rendezvous is not None:
-        return rendezvous.open_meeting(EXCHANGE_S)
-    num_stages = config.pipeline_parallel
-    return factory.open_meeting(config.num_ranks, num_threads, EXCHANGE_S, num_stages)
+    count, num_stages = config.num_ranks, config.pipeline_parallel
+    address = "" if rendezvous is None else rendezvous.address
+    return factory.open_meeting(count, num_threads, EXCHANGE_S, num_stages, address)
 
 
 class RankGroup:

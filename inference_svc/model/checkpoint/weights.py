@@ -27,7 +27,14 @@ from inference_svc.model.checkpoint.tensors import (
     check_tensors,
     opened,
 )
-from inference_svc.model.description import Attention, Decoder, Norm, NormKind, WeightPart
+from inference_svc.model.description import (
+    EMBED_TOKENS,
+    Attention,
+    Decoder,
+    Norm,
+    NormKind,
+    WeightPart,
+)
 from inference_svc.model.layers import Linear
 from inference_svc.model.operations import (
     EMBEDDING_KEY,
@@ -118,7 +125,10 @@ class ModelWeights(Generic[P]):
             key = weight_key(weight)
             if key not in of_kind:
                 of_kind[key] = make(weight.spec)
-        dtype = next(iter(of_role[Role.TABLE].values())).dtype
+        tables = of_role[Role.TABLE]
+        if not decoder.has_embedding:
+            tables[EMBEDDING_KEY] = make(Table(EMBEDDING_KEY, EMBED_TOKENS, 0, decoder.hidden_size))
+        dtype = next(iter(tables.values())).dtype
         return cls.of_roles(of_role, dtype, num_bytes)
 
     @classmethod

@@ -13,9 +13,10 @@ from bench.gpu_model.step import Exchanged
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends.cuda import needs as cuda_needs
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
-from inference_svc.backends.cuda.rank_needs import NCCL_BYTES
+from inference_svc.backends.cuda.rank_needs import NCCL_BYTES, STAGE_GROUP_BYTES
 from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.sharding.description import of_rank
+from inference_svc.model.sharding.stages import of_stage
 from tests.support.gpu.features import FEATURES
 from tests.support.gpu.models import MAX_ROWS, Model, make_decoder
 from tests.support.gpu.needs import (
@@ -37,8 +38,14 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3 experts", {"moe_intermediate_size": 256}, {}),
     ("qwen3 experts", {}, {"fully_sharded_loras": True}),
     ("qwen3.5", {}, {}),
+    ("qwen3 experts", {"moe_intermediate_size": 256}, {"expert_parallel": 2}),
+    ("llama", {"vocab_size": 8191}, {"pipeline_parallel": 2}),
+    ("llama", {"vocab_size": 8191}, {"pipeline_parallel": 2, "stage": 1}),
+    ("qwen3 experts", {}, {"pipeline_parallel": 2, "stage": 1}),
+    ("qwen3.5", {}, {"pipeline_parallel": 2}),
 ]
-"""Logits that are padded, shrunk rows, norms of all heads, and sums of experts are exchanged."""
+"""Logits that are padded, shrunk rows, norms of all heads, and sums of experts are exchanged; pairs
+of other ranks are left out, and stages hand values on. `stage`: the one that is looked at."""
 
 
 class Copying(Exchanged):
@@ -48,13 +55,35 @@ class Copying(Exchanged):
         found = super().side_by_side(x)
         return found.view(COUNT, len(x), -1).transpose(0, 1).reshape(len(x), -1)
 
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks)
+        self.num_handed = 0
+
+    def clear(self) -> None:
+        super().clear()
+        self.num_handed = 0
+
     def agree(self, is_done: bool, /) -> bool:
         return is_done
 
+    def sum_stages(self, x: torch.Tensor) -> None:
+        self.sum(x)
 
-def part_of(folder: Path, begins: str, changes: dict[str, int]) -> Decoder:
+    def send(self, x: torch.Tensor, stage: int) -> None:
+        assert x.is_contiguous()
+        self.num_handed += 1
+
+    def receive(self, x: torch.Tensor, stage: int) -> None:
+        self.send(x, stage)
+
+
+def part_of(
+    folder: Path, begins: str, changes: dict[str, int], settings: dict[str, Any]
+) -> Decoder:
     name = next(each for each in FEATURES if each.startswith(begins))
-    return of_rank(make_decoder(name, folder, **changes), Rank(0, COUNT))
+    stage, num_stages = settings.get("stage", 0), settings.get("pipeline_parallel", 1)
+    part = of_stage(make_decoder(name, folder, **changes), stage, num_stages)
+    return of_rank(part, Rank(0, COUNT), settings.get("expert_parallel", 1))
 
 
 def model_of(decoder: Decoder, dtype: torch.dtype, device: str, settings: dict[str, Any]) -> Model:
@@ -71,22 +100,25 @@ def model_of(decoder: Decoder, dtype: torch.dtype, device: str, settings: dict[s
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_takes_no_more(tmp_path, case, num_tokens):
     begins, changes, settings = case
-    decoder = part_of(tmp_path, begins, changes)
+    decoder = part_of(tmp_path, begins, changes, settings)
     model = model_of(decoder, torch.float32, "cpu", settings)
     with noted_kernels(choose_the_first):
         backend = model.fixed(None, is_warm=False, max_tokens=num_tokens)
         peak = peak_bytes(backend, num_tokens, has_decodes=True)
-    config = config_of(num_tokens, tensor_parallel=COUNT, **settings)
+    of_engine = {name: each for name, each in settings.items() if name != "stage"}
+    config = config_of(num_tokens, tensor_parallel=COUNT, **of_engine)
     planned = cuda_needs.step_bytes(config, decoder, num_tokens)
     assert peak <= planned <= MOST * peak, (peak, planned)
     needs = cuda_needs.memory_needs(config, decoder)
-    assert needs.libraries_bytes == cuda_needs.LIBRARIES_BYTES + NCCL_BYTES
+    # The first rank of two stages hands values on to one other rank, and gets some from one.
+    groups_bytes = NCCL_BYTES + 3 * STAGE_GROUP_BYTES * (decoder.stage is not None)
+    assert needs.libraries_bytes == cuda_needs.LIBRARIES_BYTES + groups_bytes
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_recorded_kernels_are_counted(tmp_path, case):
     begins, changes, settings = case
-    decoder = part_of(tmp_path, begins, changes)
+    decoder = part_of(tmp_path, begins, changes, settings)
     model = model_of(decoder, torch.bfloat16, "meta", settings)
     assert model.arena.device == META
     num_groups = len(lora_groups(model.arena.layout))
@@ -101,6 +133,6 @@ def test_recorded_kernels_are_counted(tmp_path, case):
         names = [launch.name for launch in noted.launches]
         counted = num_kernels(names)
         # Rows of all ranks come, and a copy that is not noted lays them side by side.
-        counted += len(exchanged.sums) + 2 * len(exchanged.columns)
+        counted += len(exchanged.sums) + 2 * len(exchanged.columns) + exchanged.num_handed
         planned = cuda_needs.recorded_nodes(decoder, kind, num_groups, num_shared=num_shared)
         assert counted <= planned <= counted + SPARED_NODES, names

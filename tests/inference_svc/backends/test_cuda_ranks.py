@@ -19,13 +19,24 @@ from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import Reload
 from inference_svc.backends.cuda import padded_sizes
-from inference_svc.backends.cuda.exchange import BlockingExchange, DeviceExchange, DeviceMeeting
+from inference_svc.backends.cuda.exchange import (
+    BlockingExchange,
+    DeviceExchange,
+    DeviceMeeting,
+    Groups,
+)
 from inference_svc.backends.cuda.factory import check_devices
 from inference_svc.backends.cuda.graphs import LATEST_USE, Compute, RecordingFailed
 from inference_svc.backends.cuda.padded_sizes import StepKind
 from inference_svc.backends.cuda.rank import CudaRank
 from inference_svc.backends.cuda.steps import StepLimits
-from inference_svc.backends.exchange import LOCAL, ExchangeFailed, StepAbandoned, gloo_group
+from inference_svc.backends.exchange import (
+    LOCAL,
+    ExchangeFailed,
+    Place,
+    StepAbandoned,
+    gloo_group,
+)
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch
 from inference_svc.engine.ranks.steps import StepReader, StepWriter
@@ -61,9 +72,9 @@ def exchanges(limit_s: float = 60.0) -> list[DeviceExchange]:
     store = dist.HashStore()
 
     def make(index: int) -> DeviceExchange:
-        rank = Rank(index, COUNT)
-        group = gloo_group(rank, store, limit_s, LOCAL)
-        return DeviceExchange(rank, group, CPU, HostStream("compute"), limit_s, "gloo")
+        place = Place(index, 0, COUNT, 1)
+        groups = Groups.of(place, lambda name, rank: gloo_group(rank, store, limit_s, LOCAL))
+        return DeviceExchange(place, groups, CPU, HostStream("compute"), limit_s, "gloo")
 
     return on_threads(make)
 
@@ -346,7 +357,8 @@ def stuck() -> Stuck:
 
 @pytest.fixture
 def exchange(stuck: Stuck) -> DeviceExchange:
-    return DeviceExchange(Rank(0, 2), stuck, CPU, stuck, 0.05, "stuck")
+    groups = Groups(stuck, stuck, {}, {}, [stuck])
+    return DeviceExchange(Place(0, 0, 2, 1), groups, CPU, stuck, 0.05, "stuck")
 
 
 def test_a_wait_ends(exchange: DeviceExchange) -> None:
@@ -408,5 +420,7 @@ def test_a_rank_that_fails_while_others_connect() -> None:
 
 def test_devices_of_several_kinds_are_refused() -> None:
     check_devices(["NVIDIA H200"] * 2)
-    with pytest.raises(ValueError, match="--tensor-parallel 2: its devices differ: NVIDIA H200, N"):
+    with pytest.raises(
+        ValueError, match="the devices of 2 processes differ: NVIDIA H200, NVIDIA L4"
+    ):
         check_devices(["NVIDIA H200", "NVIDIA L4"])

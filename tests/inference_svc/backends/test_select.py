@@ -24,7 +24,6 @@ from inference_svc.model.features import NOT_COMPUTED, features, kind_of
 from inference_svc.model.rope import Rope
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.sharding.stages import of_stage
-from inference_svc.model.transformer import OF_STAGES
 from inference_svc.store.client import NoStore
 from kernels.quantised import WeightFormat
 from tests.support.models.encoders import FAMILIES, config_of
@@ -78,9 +77,7 @@ def write_config(folder: Path, name: str) -> Path:
 LACKING = {
     "CUDA": {
         "attention.head_dim>512",
-        "experts_projection.cut",
         "weight_format.odd_groups",
-        *OF_STAGES,
         *OF_ENCODERS,
         *OF_PICTURES,
     },

@@ -20,7 +20,7 @@ from inference_svc.auto_settings import Machine, to_engine_config
 from inference_svc.backends.base import DeviceMemory
 from inference_svc.backends.cuda.factory import CudaFactory
 from inference_svc.backends.cuda.needs import LIBRARIES_BYTES
-from inference_svc.backends.cuda.rank_needs import NCCL_BYTES
+from inference_svc.backends.cuda.rank_needs import NCCL_BYTES, STAGE_GROUP_BYTES
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import plan_budgets
 from inference_svc.engine.memory_fit import (
@@ -76,6 +76,33 @@ def test_ranks_have_a_device_each() -> None:
     assert host.bytes_of("landing") == 4 * device.bytes_of("arena") > 0
     assert plan_card("Llama-3.3-70B", 80, {"tensor_parallel": "2"}) is not None
     assert plan_card("Llama-3.3-70B", 40, {"tensor_parallel": "2"}) is None
+
+
+def test_stages_have_a_device_each() -> None:
+    """Sizes are the ones of the stage that needs the most."""
+    plan = plan_card("Llama-3.3-70B", 80, {"tensor_parallel": "2", "pipeline_parallel": "2"})
+    assert plan is not None
+    device, host = plan.budgets
+    device.check()
+    assert 32 << 30 < device.bytes_of("weights") < 36 << 30
+    assert device.bytes_of("libraries") == LIBRARIES_BYTES + NCCL_BYTES + 3 * STAGE_GROUP_BYTES
+    assert plan.kv_tokens > 400_000
+    assert plan.config.host_memory == 0
+    assert host.bytes_of("landing") == 4 * device.bytes_of("arena") > 0
+    assert plan_card("Llama-3.3-70B", 40, {"pipeline_parallel": "2"}) is None
+
+
+def test_machines_choose_equal_sizes(folder: Path) -> None:
+    """Whatever is free on each."""
+    decoder = load_description(folder)
+    nodes = {"tensor_parallel": 2, "nnodes": 2, "rendezvous": "leader:29500"}
+    config = InferenceSettings(model=folder, rendezvous_token="a secret of both", **nodes)
+    sizes = [
+        resolve_settings(config, Machine(True, free, 24 * GB, host), decoder)
+        for free, host in ((23 * GB, 64 * GB), (21 * GB, 32 * GB))
+    ]
+    assert sizes[0] == sizes[1]
+    assert sizes[0].host_memory == 0
 
 
 @pytest.mark.parametrize("model", MODELS)

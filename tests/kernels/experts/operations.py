@@ -31,6 +31,10 @@ def sort_pairs(*args: Any, **constants: int) -> Pairs:
         return triton_ops.sort_pairs(*args)
 
 
+def own_pairs(*args: Any) -> Pairs:
+    return triton_ops.own_pairs(*args)
+
+
 def experts_linear(
     *args: torch.Tensor | Pairs | None, constants: Constants | None = None
 ) -> torch.Tensor:
@@ -93,7 +97,7 @@ def sizes_to_warm_up(*args: int) -> list[int]:
 OPERATIONS = {
     f.__name__: f
     for f in (
-        *(route, sort_pairs, experts_linear, strided_experts_linear, combine),
+        *(route, sort_pairs, own_pairs, experts_linear, strided_experts_linear, combine),
         *(compile_ptx, count_compilations, sizes_to_warm_up),
     )
 }

@@ -68,11 +68,18 @@ def half(
 
 
 def plan_pairs(
-    plan: LoraPlan, experts: torch.Tensor, num_experts: int, num_slots: int | None, **tuned: int
+    plan: LoraPlan,
+    experts: torch.Tensor,
+    num_experts: int,
+    num_slots: int | None,
+    own: tuple[int, int] | None = None,
+    **tuned: int,
 ) -> tuple[TokenOrder, Pairs, LoraPlan]:
-    """All that is planned on a device for one mixture."""
+    """All that is planned on a device for one mixture, or for some of its experts."""
     order = triton_ops.order_tokens(plan, num_slots)
     pairs = experts_ops.sort_pairs(experts, num_experts, order.tokens)
+    if own is not None:
+        pairs = experts_ops.own_pairs(pairs, own)
     with tuning.overridden("plan_pairs", **tuned):
         return order, pairs, triton_ops.plan_pairs(plan, order, experts, pairs)
 

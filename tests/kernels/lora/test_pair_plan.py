@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import lora
-from kernels.experts import sort_pairs
+from kernels.experts import own_pairs, sort_pairs
 from kernels.lora import BASE_SLOT, LoraPlan, LoraTable, TokenOrder, reference
 from kernels.lora.plan import ITEM_NOTHING, ITEM_ROWS, ITEM_TILE, ROWS_TOKENS, TILE_TOKENS
 from kernels.lora.table import MixPart
@@ -156,6 +156,23 @@ def test_a_device_plans_the_same(interpreter, rows, choice, seed, knows_slots, c
         assert torch.equal(one, other), name
     assert found.segments == (), "for CPUs alone"
     assert (found.num_tokens, found.has_tiles) == (wanted.num_tokens, wanted.has_tiles)
+
+
+@pytest.mark.parametrize("own", [(0, 3), (3, 8), (7, 8)])
+@pytest.mark.parametrize("rows", [[(0, 1), (2, 1), (BASE_SLOT, 1)], [(0, 70), (2, 1), (1, 9)]])
+def test_a_device_plans_the_pairs_of_some_experts(interpreter, rows, own):
+    """Places behind them have no adapter, and no items."""
+    plan, (first, end) = of_rows(rows), own
+    experts = chosen_experts(plan.num_tokens, 8, 2, 1)
+    order = lora.order_tokens(plan)
+    pairs = own_pairs(sort_pairs(experts, 8, order.tokens), own)
+    wanted, num_own = lora.plan_pairs(plan, order, experts, pairs), len(pairs.tokens)
+    *_, found = interpreter.call("plan_pairs", plan, experts, 8, None, own)
+    for name in ("token_slots", "token_experts"):
+        assert torch.equal(getattr(found, name)[:num_own], getattr(wanted, name)), name
+    assert (found.token_slots[num_own:] == BASE_SLOT).all()
+    assert torch.equal(found.items, wanted.items)
+    assert (wanted.items[:, 4] < end - first).all()
 
 
 @pytest.mark.parametrize(

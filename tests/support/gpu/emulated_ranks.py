@@ -5,6 +5,7 @@ and recordings that compute anew. Torch computes, or Triton's interpreter if TRI
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,10 +15,13 @@ import torch
 
 from bench.gpu_run.emulation import EmulatedFactory, EmulatedMeeting, emulated
 from inference_svc.backends.cuda.graphs import RecordingFailed
+from inference_svc.backends.exchange import LOCAL
 from inference_svc.core import EngineConfig
 from inference_svc.engine import build
 from inference_svc.engine.ranks import main as rank_main
 from inference_svc.engine.ranks import peers
+from inference_svc.engine.ranks.nodes import main as node_main
+from inference_svc.engine.ranks.nodes import node
 from inference_svc.engine.ranks.orphans import rank_command
 from inference_svc.model.description import Decoder
 from tests.support.gpu.models import Eager
@@ -34,10 +38,9 @@ class EmulatedRanks(EmulatedFactory):
     can_record = True
 
     def open_meeting(
-        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1
+        self, count: int, num_threads: int, timeout_s: float, num_stages: int = 1, address: str = ""
     ) -> EmulatedMeeting:
-        assert num_stages == 1, "CUDA has no stages"
-        return EmulatedMeeting(count, timeout_s)
+        return EmulatedMeeting(count, timeout_s, address or LOCAL, num_stages)
 
     def make_recorder(self, wait: Callable[[], None] | None) -> Callable[..., Any]:
         return Eager if self.can_record else _fail
@@ -53,7 +56,8 @@ def _select(config: EngineConfig, decoder: Decoder) -> EmulatedRanks:
 
 
 def _command(module: str) -> list[str]:
-    return rank_command(__name__)
+    """Returns the command of a rank of this machine, or of another node, as the module says."""
+    return [*rank_command(__name__), module]
 
 
 @contextmanager
@@ -65,19 +69,21 @@ def emulated_ranks() -> Iterator[None]:
         else:
             name = lambda *device: "an emulated device"  # noqa: E731
             stack.enter_context(mock.patch.object(torch.cuda, "get_device_name", name))
-        for module in (build, rank_main):
+        for module in (build, rank_main, node, node_main):
             stack.enter_context(mock.patch.object(module, "select_backend", _select))
-        stack.enter_context(mock.patch.object(peers, "rank_command", _command))
+        for module in (peers, node):
+            stack.enter_context(mock.patch.object(module, "rank_command", _command))
         yield
 
 
 def main() -> None:
-    """Replaces `engine.ranks.main`."""
+    """Replaces `engine.ranks.main`, and the one of nodes."""
     if IS_INTERPRETED:
         from tests.support.kernels import interpreter, worker
 
         worker.teach_the_interpreter_ranges()  # first: the other changes keep it
         interpreter.make_it_fast()
     EmulatedRanks.can_record = FAILS not in os.environ
+    replaced = {each.__name__: each for each in (rank_main, node_main)}[sys.argv[-1]]
     with emulated_ranks():
-        rank_main.main()
+        replaced.main()

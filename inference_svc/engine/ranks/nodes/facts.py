@@ -16,6 +16,7 @@ import kernels
 import servicekit
 from inference_svc.backends.base import RankFactory
 from inference_svc.core import EngineConfig
+from inference_svc.host.device_info import RECORDING_SETTING
 from inference_svc.model.checkpoint.headers import stored_tensors
 
 _OWN = frozenset(
@@ -28,7 +29,6 @@ _OWN = frozenset(
         "num_threads",
         "pull_workers",
         "nodes",
-        "record_steps",  # CPUs do not
         # Only rank 0 decides by these.
         "max_queue",
         "max_tenant_queue",
@@ -47,6 +47,7 @@ _FLAGS = {
     "state_pages": "--state-interval-tokens",
     "num_stored_states": "--stored-states",
     "native_kernels": "native-kernels",
+    "record_steps": RECORDING_SETTING,
 }
 _CODE = (contract, inference_svc, kernels, servicekit)
 """The packages that a rank runs."""
@@ -55,9 +56,9 @@ SAMPLE_BYTES = 64
 """The bytes of each tensor that are compared: two versions of a model differ almost everywhere."""
 
 
-def facts_of(config: EngineConfig, factory: RankFactory) -> dict[str, str]:
-    """Returns the facts of this node by their names in messages. Reads a little of each tensor.
-    Raises UnsupportedModel and OSError."""
+def facts_of(config: EngineConfig) -> dict[str, str]:
+    """Returns the facts of this node by their names in messages, all but `computing_of`. Reads a
+    little of each tensor. Raises UnsupportedModel and OSError."""
     facts = {
         _FLAGS.get(name, f"--{name.replace('_', '-')}"): str(value)
         for name, value in _fields(config)
@@ -67,10 +68,14 @@ def facts_of(config: EngineConfig, factory: RankFactory) -> dict[str, str]:
     facts["the version of Loadout"] = _version("loadout")
     facts["a digest of Loadout's code"] = _code_digest()
     facts["the version of torch"] = _version("torch")
-    facts["the code that computes"] = f"{factory.name} {factory.instructions}"
     facts["the model's config.json"] = _config_digest(config)
     facts["a digest of the model's tensors"] = _tensors_digest(config)
     return facts
+
+
+def computing_of(factory: RankFactory) -> dict[str, str]:
+    """Returns the fact of what a rank computes with, which asks its device."""
+    return {"the code that computes": f"{factory.name} {factory.instructions}"}
 
 
 def differences(own: Mapping[str, str], others: Mapping[str, str]) -> str:

@@ -11,13 +11,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+from inference_svc.backends.base import RankFactory
+from inference_svc.backends.select import select_backend
 from inference_svc.core import Nodes
+from inference_svc.engine.build import config_of_rank, describe
 from inference_svc.engine.ranks.main import Follower
 from inference_svc.engine.ranks.messages import Start
 from inference_svc.engine.ranks.nodes.connections import limit_time, prepare
+from inference_svc.engine.ranks.nodes.facts import computing_of
 from inference_svc.engine.ranks.nodes.handshake import HANDSHAKE_S, Call, HandshakeFailed, call
 from inference_svc.engine.ranks.nodes.messages import (
     Alive,
@@ -31,6 +36,8 @@ from inference_svc.engine.ranks.nodes.messages import (
 )
 from inference_svc.engine.ranks.peers import PING_S, SILENCE_S
 from inference_svc.engine.transport.process_main import connect_to_parent, encode
+from inference_svc.host.device_info import use_device
+from servicekit.errors import ServiceError
 from servicekit.settings.addresses import split_address
 
 logger = logging.getLogger(__name__)
@@ -71,8 +78,9 @@ def main() -> None:
         orders = pickle.loads(parent.recv_bytes())
         assert isinstance(orders, Orders)
         try:
+            orders = with_computing(orders)
             accepted = come(orders, lambda why: parent.send_bytes(encode(NotReady(why))))
-        except NotAccepted as error:
+        except (NotAccepted, ServiceError, RuntimeError, ValueError) as error:
             parent.send_bytes(encode(NotJoined(str(error))))
             os._exit(1)
         parent.send_bytes(encode(Joined()))
@@ -89,6 +97,17 @@ def main() -> None:
         accepted.steps_fd,
     )
     Follower(accepted.control, start).run()
+
+
+def with_computing(orders: Orders) -> Orders:
+    """Adds to the facts what this rank computes with. Raises UnsupportedModel, ValueError, and
+    RuntimeError for a device that does not answer."""
+    index = orders.rank.index
+    config = config_of_rank(orders.config, index)
+    use_device(config.device)
+    factory = select_backend(config, describe(config, index))
+    assert isinstance(factory, RankFactory), "its node has checked it"
+    return replace(orders, facts=orders.facts | computing_of(factory))
 
 
 def _say_alive(parent: Connection) -> None:

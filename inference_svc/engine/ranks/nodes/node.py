@@ -19,7 +19,7 @@ from inference_svc.backends.base import RankFactory
 from inference_svc.backends.select import select_backend
 from inference_svc.core import EngineConfig
 from inference_svc.engine.build import describe
-from inference_svc.engine.memory_budget import check_budgets
+from inference_svc.engine.memory_budget import check_budgets, check_host_budget
 from inference_svc.engine.ranks.nodes.facts import facts_of
 from inference_svc.engine.ranks.nodes.messages import Joined, NotJoined, NotReady, Orders
 from inference_svc.engine.ranks.orphans import rank_command
@@ -154,10 +154,13 @@ class Node:
 
 
 def check_node(config: EngineConfig) -> dict[str, str]:
-    """Checks that this node can hold its ranks; returns its facts. Raises UnsupportedModel, OSError
-    and ValueError."""
+    """Checks that this node can hold its ranks; returns its facts. This process asks no device,
+    which takes memory of it. Raises UnsupportedModel, OSError and ValueError."""
     decoder = describe(config, config.local_ranks[0])
     factory = select_backend(config, decoder)
     assert isinstance(factory, RankFactory), "it computes a rank's part"
-    check_budgets(config, decoder, factory)
-    return facts_of(config, factory)
+    if factory.has_device_memory:
+        check_host_budget(config)
+    else:
+        check_budgets(config, decoder, factory)
+    return facts_of(config)

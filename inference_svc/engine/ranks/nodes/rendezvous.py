@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from inference_svc.backends.exchange import GlooMeeting, Meeting
+from inference_svc.backends.exchange import Meeting
 from inference_svc.core import EngineConfig, Nodes
 from inference_svc.engine.ranks.nodes.connections import as_connection, limit_time
 from inference_svc.engine.ranks.nodes.facts import differences
@@ -51,7 +51,6 @@ class NodeRendezvous:
         self.others = [
             RemoteRank(Rank(index, count), index // num_local) for index in range(num_local, count)
         ]
-        self._count, self._num_stages = count, config.pipeline_parallel
         self._listener = _listen(config.nodes)
         self._places = Shares("rendezvous connections", MAX_CALLERS, PEER_SHARE)
         self._steps: dict[int, tuple[bytes, socket.socket]] = {}
@@ -62,9 +61,9 @@ class NodeRendezvous:
         self._refusals: dict[int, str] = {}
         self._thread: threading.Thread | None = None
 
-    def open_meeting(self, timeout_s: float) -> Meeting:
-        address = self._listener.getsockname()[0]
-        return GlooMeeting(self._count, timeout_s, address, self._num_stages)
+    @property
+    def address(self) -> str:
+        return str(self._listener.getsockname()[0])
 
     def open(
         self, meeting: Meeting, backend: str, on_missing: Callable[[EngineFailed], None]

@@ -18,7 +18,7 @@ import contract
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig, Nodes
 from inference_svc.engine.ranks.nodes import facts
-from inference_svc.engine.ranks.nodes.facts import differences, facts_of
+from inference_svc.engine.ranks.nodes.facts import computing_of, differences, facts_of
 
 NODES = Nodes(2, 0, "127.0.0.1:1", 1.0, "a secret of all nodes")
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def found(config: EngineConfig) -> dict[str, str]:
-    return facts_of(config, TorchFactory())
+    return facts_of(config) | computing_of(TorchFactory())
 
 
 def config_of(folder: Path) -> EngineConfig:
