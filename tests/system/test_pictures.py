@@ -4,6 +4,7 @@ cached."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from inference_svc.backends.pictures import PictureRows
-from inference_svc.engine.transport.messages import Command
+from inference_svc.core import FinishReason
+from inference_svc.engine.transport.messages import Call, Command
 from inference_svc.model.architectures import load_description
 from inference_svc.pictures.prompt import PictureWork, PromptPicture
 from servicekit.shared_memory import SharedBytes
@@ -19,6 +21,7 @@ from tests.support.pairs import PATHS
 from tests.support.pictures.files import encoded
 from tests.support.pictures.models import GEMMA4, NAMES
 from tests.support.pictures.templates import IMAGE
+from tests.support.wait import TIMEOUT_S
 from tests.system.engines import Running
 from tests.system.picture_readers import (
     NUM_TOKENS,
@@ -316,6 +319,123 @@ def test_generated_tokens_do_not_wait_for_a_whole_picture(
     running.cancel("text")
     running.result("text")
     running.check_idle()
+
+
+class Stop:
+    """Makes engines wait in the step in which so many units of pictures have been computed, until
+    the test lets them `go`; `num_units` counts all."""
+
+    def __init__(self, count: int, patch: pytest.MonkeyPatch) -> None:
+        self.num_units = 0
+        self.reached, self.go = threading.Event(), threading.Event()
+        apply = PictureRows.apply
+
+        def count_and_stop(rows: PictureRows, work: PictureWork) -> None:
+            apply(rows, work)
+            self.num_units += sum(each.num_units for each in work.encodes)
+            if self.num_units >= count and not self.reached.is_set():
+                self.reached.set()
+                assert self.go.wait(TIMEOUT_S)
+
+        patch.setattr(PictureRows, "apply", count_and_stop)
+
+
+def interrupt(running: Running, stop: Stop, reader: Reader) -> list[int]:
+    """Begins a text, and pictures beside it, up to the unit where the engine stops; returns the
+    text's tokens so far."""
+    text, _ = reader.prompt("text")
+    prompt, pictures = reader.prompt("three")  # before, since the text ends while it is decoded
+    running.submit("text", text, max_tokens=2 * NUM_TOKENS)
+    running.until(lambda: running.outputs.get("text"))
+    running.submit("three", prompt, pictures=pictures, max_tokens=NUM_TOKENS)
+    assert stop.reached.wait(TIMEOUT_S)
+    return [token for each in running.outputs["text"] for token in each.token_ids]
+
+
+def let_go(running: Running, stop: Stop, call: Call) -> None:
+    """Has the engine answer a call before its next step."""
+    running.engine.send(call)
+    stop.go.set()
+    running.until(lambda: call.call_id in running.replies)
+    assert running.replies[call.call_id].error is None
+
+
+def check_rest(running: Running, reader: Reader, *names: str) -> None:
+    """Asserts that the text, these requests and another one with the same pictures are answered as
+    if nothing had happened."""
+    again = submit(running, reader, "of-text", "three")
+    assert running.result("text")[0] == reader.expected("", "text", 2 * NUM_TOKENS)
+    for name in names:
+        assert running.result(name)[0] == reader.expected("", "three")
+    assert running.result(again)[0] == reader.expected("of-text", "three")
+    running.check_idle()
+
+
+FIRST_UNITS = 3
+"""Fewer than a picture has, so that its tower stops in the middle."""
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("next_name", ["three", "one"])
+def test_a_picture_of_a_cancelled_request_is_completed_or_dropped(
+    next_name: str, path: str, smolvlm: Reader, start: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the next request asks for the same picture first, or another one."""
+    stop = Stop(FIRST_UNITS, monkeypatch)
+    running = start(smolvlm.zoo, native_kernels=PATHS[path], **SETTINGS, **CUT)
+    assert len(interrupt(running, stop, smolvlm)) < NUM_TOKENS
+    num_begun = stop.num_units
+    running.cancel("three")
+    after = submit(running, smolvlm, "", next_name)
+    stop.go.set()
+    assert running.result("three")[1].finish_reason is FinishReason.ABORTED
+    assert running.result(after)[0] == smolvlm.expected("", next_name)
+    check_rest(running, smolvlm)
+    pictures = smolvlm.prompt("three")[1]
+    needed = sum(map(running.engine.built.engine.scheduler.pictures.costs.num_units, pictures))
+    assert stop.num_units - needed == (0 if next_name == "three" else num_begun)
+
+
+@pytest.mark.parametrize("name", ["SmolVLM", "Gemma3"])
+def test_a_paused_server_computes_neither_pictures_nor_texts(
+    name: str, start: Callable, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """In the middle of a tower; and behind a picture whose tokens a step has computed at once."""
+    reader: Reader = request.getfixturevalue(name.lower())
+    settings, count = SETTINGS | CUT, FIRST_UNITS
+    if name in WHOLE:
+        settings |= {"max_batch_tokens": WHOLE[name], "max_prefill_chunk": WHOLE[name]}
+    running = start(reader.zoo, **settings)
+    scheduler = running.engine.built.engine.scheduler
+    if name in WHOLE:
+        count = scheduler.pictures.costs.num_units(reader.prompt("three")[1][0])
+    stop = Stop(count, monkeypatch)
+    interrupt(running, stop, reader)
+    num_units = stop.num_units
+    let_go(running, stop, Call(99, Command.PAUSE))
+    num_computed = [each.num_computed for each in scheduler.running]
+    later = submit(running, reader, "", "three", cache_seed="later")
+    for _ in range(5):
+        assert running.call(Command.DESCRIBE).result.num_running == 2
+    assert [each.num_computed for each in scheduler.running] == num_computed
+    assert stop.num_units == num_units
+    assert later not in running.outputs
+    running.call(Command.RESUME)
+    check_rest(running, reader, "three", later)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_picture_that_is_begun_does_not_outlast_sleep(
+    path: str, smolvlm: Reader, start: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = Stop(FIRST_UNITS, monkeypatch)
+    running = start(smolvlm.zoo, native_kernels=PATHS[path], **SETTINGS, **CUT)
+    interrupt(running, stop, smolvlm)
+    let_go(running, stop, Call(99, Command.SLEEP, frees_weights=True))
+    engine = running.engine.built.engine
+    assert engine.scheduler.pictures.num_kept == engine.runner.backend.pictures.num_bytes == 0
+    running.call(Command.WAKE)
+    check_rest(running, smolvlm, "three")
 
 
 @pytest.mark.parametrize(
