@@ -229,9 +229,11 @@ class Scheduler:
             self._add(sequence, now_s)
         if self.pictures is not None:
             self.pictures.begin([] if self.hold is Hold.EVERYTHING else self.running)
-        rows = [] if self.hold is Hold.EVERYTHING else self._rows(now_s)
-        if not rows and any(each.num_at_once for each in self.running):
-            rows = self._rows(now_s)  # one that has started has room for all of them now
+        rows: list[BatchRow] = []
+        if self.hold is not Hold.EVERYTHING:
+            rows = self._rows(now_s)
+            if not rows and any(each.num_at_once for each in self.running):
+                rows = self._rows(now_s)  # one that has started has room for all of them now
         if self.num_pooling:
             rows = list(map(_unsampled, rows))
         changes = self.adapters.pop_changes()

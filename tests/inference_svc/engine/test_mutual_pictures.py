@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core import Batch, Request, SamplingParams, Sequence
 from inference_svc.engine.policy.pictures.memory import PictureMemory, TowerCosts
-from inference_svc.engine.policy.scheduler import Limits, Scheduler
+from inference_svc.engine.policy.scheduler import Hold, Limits, Scheduler
 from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from inference_svc.pictures.prompt import PromptPicture, Run
@@ -135,6 +135,21 @@ def test_a_preempted_picture_waits_for_nothing() -> None:
     own.check_integrity()
     while first.num_computed < LENGTH:
         step(own)
+
+
+def test_nothing_is_computed_while_everything_is_held() -> None:
+    """Also where the last step left tokens of a picture to be computed at once."""
+    own = make_scheduler()
+    own.add(sequence(0, 20, 40, 60), 0.0)
+    assert step(own) == {"r": (0, LENGTH)}
+    assert own.running[0].num_at_once
+    own.hold = Hold.EVERYTHING
+    own.add(sequence(name="later", num_tokens=3, tenant="other"), 0.0)
+    assert [own.schedule(0.0) for _ in range(3)] == [None] * 3
+    assert [each.request.request_id for each in own.running] == ["r"]
+    own.check_integrity()
+    own.hold = Hold.NOTHING
+    assert step(own)["r"] == (LENGTH, 2 * LENGTH)
 
 
 prompts = st.lists(
