@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 
-from tools.history import git, message_of
+from tools.history import git
 
 FIRST_COMMIT = "97b6af59"
 MAX_SUBJECT = 72
@@ -37,13 +37,15 @@ def check() -> list[str]:
     except subprocess.CalledProcessError:
         print(f"{FIRST_COMMIT} is not in this history, so messages of commits are not checked")
         return []
-    commits = git("rev-list", "--no-merges", f"{FIRST_COMMIT}..HEAD").split()
-    return [f"{commit[:12]}: {fault}" for commit in commits for fault in _faults_of(commit)]
-
-
-def _faults_of(commit: str) -> Iterator[str]:
-    files = git("diff-tree", "--no-commit-id", "--name-only", "-r", commit)
-    return faults(message_of(commit), files.splitlines())
+    form = "%x00%H%x01%B%x01"
+    text = git("log", "--no-merges", "--name-only", f"--format={form}", f"{FIRST_COMMIT}..HEAD")
+    found = []
+    for entry in text.split("\0")[1:]:
+        commit, message, files = entry.split("\1")
+        found += [
+            f"{commit[:12]}: {fault}" for fault in faults(message, filter(None, files.split("\n")))
+        ]
+    return found
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ from tools.pages.adapter_docs import PATH, render, replaced
 PAGE = PATH.read_text()
 
 
+@pytest.mark.slow
 def test_the_tables_are_up_to_date() -> None:
     assert replaced(PAGE, render()) == PAGE, "run `make docs`"
 

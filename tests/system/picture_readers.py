@@ -82,12 +82,13 @@ class Reader:
         ids = self.rule.expanded(ids, tiles, image_name(self.oracle.name), encode)
         return list(ids), self.rule.found(ids, tiles)
 
-    def expected(self, adapter: str, name: str, count: int = NUM_TOKENS) -> list[int]:
-        if (adapter, name, count) not in self._answers:
+    def expected(self, adapter: str, name: str, guess: Sequence[int] = ()) -> list[int]:
+        """Returns the oracle's answer, which a right guess makes quick."""
+        if (adapter, name) not in self._answers:
             inputs = self.oracle.inputs(*PROMPTS[name])
-            answer = self.oracle.greedy(adapter, inputs, count)
-            self._answers[adapter, name, count] = answer
-        return self._answers[adapter, name, count]
+            answer = self.oracle.greedy(adapter, inputs, NUM_TOKENS, guess)
+            self._answers[adapter, name] = answer
+        return self._answers[adapter, name]
 
 
 def submit(running: Running, reader: Reader, adapter: str, name: str, **options: Any) -> str:

@@ -24,6 +24,7 @@ from loadout.cli.__main__ import main
 from loadout.errors import InvalidArgument
 from tests.support.models.encoders import save_encoder
 from tests.support.models.zoo import VOCAB, Zoo, make_model, quiet
+from tests.support.pairs import long_but
 from tests.support.store.cards import copied_cards
 from tests.system.services import Services
 
@@ -50,6 +51,8 @@ FORMS: dict[str, tuple[Any, list[str]]] = {
     "llama": (LLAMA, TYPED[::2]),
 }
 """The pairs of each family's tokenizer, and the inputs that its model reads."""
+FAMILIES = [name for name in FORMS if name != "bert"]
+"""Families without a test of their own; pairs of two are equal, so `make test` runs one of them."""
 
 
 class CrossEncoder(NamedTuple):
@@ -118,7 +121,7 @@ def flags(*more: str) -> tuple[str, ...]:
     return ("--http", "127.0.0.1:0", "--base-model", "cross", "--max-model-len", str(MOST), *more)
 
 
-@pytest.mark.parametrize("family", [name for name in FORMS if name != "bert"])
+@pytest.mark.parametrize("family", long_but(("roberta", "modernbert", "llama"), FAMILIES))
 def test_scores_equal_transformers(family: str, tmp_path: Path) -> None:
     made = make_cross_encoder(family, tmp_path)
     zoo = Zoo(family, made.folder, None, made.adapter_dirs)

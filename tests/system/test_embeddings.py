@@ -13,7 +13,7 @@ from inference_svc.core import FinishReason
 from inference_svc.results.embedding_rule import Pooling
 from tests.support.models.parity import prompts
 from tests.support.models.zoo import Zoo
-from tests.support.pairs import PATHS
+from tests.support.pairs import PATHS, crossed
 from tests.system.embedded import SIZE, embedding, expected, option
 from tests.system.engines import check_case_happened
 
@@ -29,10 +29,10 @@ CASES: dict[str, dict[str, Any]] = {
     "two-slots": {"max_loras": 2},
     "two-ranks": {"tensor_parallel": 2, "max_prefill_chunk": 7},
 }
+QUICK = {*((case, "native") for case in CASES), ("plain", "torch"), ("preemption", "torch")}
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "path"), crossed(QUICK, CASES, PATHS))
 def test_any_mix_equals_transformers(
     zoos: Callable[[str], Zoo], start: Callable, case: str, path: str
 ) -> None:

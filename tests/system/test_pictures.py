@@ -17,7 +17,7 @@ from inference_svc.engine.transport.messages import Call, Command
 from inference_svc.model.architectures import load_description
 from inference_svc.pictures.prompt import PictureWork, PromptPicture
 from servicekit.shared_memory import SharedBytes
-from tests.support.pairs import PATHS
+from tests.support.pairs import PATHS, long_but
 from tests.support.pictures.files import encoded
 from tests.support.pictures.models import GEMMA4, NAMES
 from tests.support.pictures.templates import IMAGE
@@ -33,6 +33,8 @@ from tests.system.picture_readers import (
 )
 
 PAGE = 16
+ON_TORCH = ("Llava", "SmolVLM", "Qwen3VL", "Gemma4")
+"""Towers of all models through torch are compared in tests/inference_svc/model/test_towers.py."""
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -56,19 +58,24 @@ def test_prompts_are_those_of_transformers(reader: Reader) -> None:
         )
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_greedy_tokens_equal_transformers_and_peft(
-    reader: Reader, path: str, start: Callable
-) -> None:
+def test_greedy_tokens_equal_transformers_and_peft(reader: Reader, start: Callable) -> None:
+    check_greedy(reader, start(reader.zoo, **SETTINGS))
+
+
+@pytest.mark.parametrize("reader", long_but(ON_TORCH, NAMES), indirect=True)
+def test_greedy_tokens_through_torch(reader: Reader, start: Callable) -> None:
+    check_greedy(reader, start(reader.zoo, native_kernels=False, **SETTINGS))
+
+
+def check_greedy(reader: Reader, running: Running) -> None:
     """One and three pictures, and text alone, of the base model and four adapters in one batch; and
     pictures matter, as do adapters wherever they change something."""
-    running = start(reader.zoo, native_kernels=PATHS[path], **SETTINGS)
     cells = [(a, n) for a in ("", *reader.zoo.adapter_dirs) for n in PROMPTS]
     ids = {cell: submit(running, reader, *cell) for cell in cells}
     for (adapter, name), request_id in ids.items():
         tokens, last = running.result(request_id)
         assert last.error is None
-        assert tokens == reader.expected(adapter, name), (adapter, name)
+        assert tokens == reader.expected(adapter, name, tokens), (adapter, name)
     answers = {tuple(reader.expected(*cell)) for cell in cells}
     alone = {"of-tower", "of-connector"} & set(reader.zoo.adapter_dirs)
     assert len(answers) == len(cells) - len(alone)  # texts pass neither tower nor connector
@@ -91,9 +98,10 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     made.close()
 
 
-@pytest.fixture(
-    scope="module", params=["SmolVLM", "Qwen3VL", "Gemma3", "Gemma4", "Gemma4Small", "Mistral3"]
-)
+STEPPED = ("SmolVLM", "Qwen3VL", "Gemma3", "Gemma4", "Gemma4Small", "Mistral3")
+
+
+@pytest.fixture(scope="module", params=STEPPED)
 def stepped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Reader]:
@@ -119,10 +127,28 @@ CASES: dict[str, dict[str, Any]] = {
     "little-memory": CUT,
     "scored": {},
 }
+WITH_ODD, WITH_EVEN = STEPPED[::2], STEPPED[1::2]
+"""Each model is cut and preempted; the other cases are shared between two halves of the models."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["chunks", "preemption"])
 def test_answers_do_not_depend_on_steps(stepped: Reader, case: str, start: Callable) -> None:
+    check_steps(stepped, case, start)
+
+
+@pytest.mark.parametrize("case", ["chunks-torch", "scored"])
+@pytest.mark.parametrize("stepped", long_but(WITH_ODD, STEPPED), indirect=True)
+def test_answers_do_not_depend_on_programs(stepped: Reader, case: str, start: Callable) -> None:
+    check_steps(stepped, case, start)
+
+
+@pytest.mark.parametrize("case", ["no-prefix-cache", "little-memory"])
+@pytest.mark.parametrize("stepped", long_but(WITH_EVEN, STEPPED), indirect=True)
+def test_answers_do_not_depend_on_memory(stepped: Reader, case: str, start: Callable) -> None:
+    check_steps(stepped, case, start)
+
+
+def check_steps(stepped: Reader, case: str, start: Callable) -> None:
     """Pictures across the borders of chunks, preempted prompts, embeddings that do not stay, and
     prompts whose log probabilities are returned, for which another program is run."""
     settings = SETTINGS | CASES[case]
@@ -147,7 +173,7 @@ def test_answers_do_not_depend_on_steps(stepped: Reader, case: str, start: Calla
     for (adapter, name), request_id in ids:
         tokens, last = running.result(request_id)
         assert last.error is None
-        assert tokens == stepped.expected(adapter, name), (adapter, name)
+        assert tokens == stepped.expected(adapter, name, tokens), (adapter, name)
     scheduler = running.engine.built.engine.scheduler
     if case == "preemption":
         assert scheduler.num_preemptions > 0
@@ -173,7 +199,7 @@ def test_a_picture_goes_on_behind_cached_pages(gemma3: Reader, start: Callable) 
         tokens, last = running.result(name)
         assert last.usage.cached_prompt_tokens == num_cached, name
         if name != "other end":
-            assert tokens == gemma3.expected("", "one")
+            assert tokens == gemma3.expected("", "one", tokens)
     alone = start(gemma3.zoo, **SETTINGS | {"prefix_cache": False})
     alone.submit("other end", ids, pictures=pictures, max_tokens=NUM_TOKENS)
     assert alone.result("other end")[0] == tokens
@@ -280,7 +306,7 @@ def test_a_picture_whose_work_fails_is_computed_with_its_row(
     request_id = submit(running, smolvlm, "", "one")
     tokens, last = running.result(request_id)
     assert last.error is None
-    assert tokens == smolvlm.expected("", "one")
+    assert tokens == smolvlm.expected("", "one", tokens)
     pace = running.engine.built.engine.scheduler.pictures.pace
     assert not pace.beside, "a failure is no measure of pictures"
     running.check_idle()
@@ -478,7 +504,7 @@ def test_a_server_of_text_alone_needs_no_tower_for_its_adapters(
     alone = start(smolvlm.zoo, **SETTINGS | {"max_prompt_images": 0} | shape)
     tokens, last = alone.result(submit(alone, smolvlm, adapter, "text"))
     assert last.error is None
-    assert tokens == smolvlm.expected(adapter, "text")
+    assert tokens == smolvlm.expected(adapter, "text", tokens)
 
 
 def test_text_alone_has_no_tower(smolvlm: Reader, start: Callable) -> None:

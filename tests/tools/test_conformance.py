@@ -51,6 +51,7 @@ def test_every_content_has_a_row() -> None:
     assert set(WORDS) == set(Feature)
 
 
+@pytest.mark.slow
 def test_every_cell_is_applied_or_refused_by_name() -> None:
     found = verdicts()
     cells = [cell for row in found.values() for cell in row.values()]

@@ -160,6 +160,7 @@ def swap_for_ever(over: threading.Event, path: Path, target: Path) -> None:
         spare.rename(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["a", f"a/{WEIGHTS}"])
 @pytest.mark.parametrize("times", [15, pytest.param(50, marks=pytest.mark.long)])
 def test_links_that_come_and_go_lead_nowhere(

@@ -277,6 +277,7 @@ def test_another_plan_is_refused(folder: Path) -> None:
         ranks.backends[1].follow(data._replace(plan=(is_decode, not is_taken, *shape)))
 
 
+@pytest.mark.slow
 def test_memory_is_made_again_on_all_ranks_or_none(folder: Path) -> None:
     lacking: list[int] = []
     ranks = start(folder, [Recorder(), Recorder()], lacking)

@@ -323,6 +323,7 @@ def test_no_step_of_many_sees_what_is_not_its_own(model):
     search(model, None, num_examples=3000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignored", sorted(SITES))
 def test_every_wait_is_needed(model, ignored):
     with pytest.raises(AssertionError):

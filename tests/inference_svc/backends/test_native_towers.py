@@ -25,6 +25,7 @@ def bytes_of(tile: NativeTile) -> int:
     return sum(each.untyped_storage().nbytes() for each in (*rows, *packed))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", READERS)
 def test_memory_is_counted_before_it_is_taken(name: str, dtype: str, tmp_path: Path) -> None:

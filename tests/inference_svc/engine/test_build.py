@@ -125,6 +125,7 @@ def test_speed_is_of_the_backend_that_computes(
     assert speed.notes == (*native_notes("float32", variant, (), ()),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "is_native", "formats"),
     [

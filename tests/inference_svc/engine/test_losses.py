@@ -73,6 +73,7 @@ def error_of(found: dict[str, list[Output]], name: str) -> Exception | None:
     return found.pop(name)[-1].error
 
 
+@pytest.mark.slow
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

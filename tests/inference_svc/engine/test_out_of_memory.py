@@ -61,6 +61,7 @@ def wanted(model_folder: Path) -> dict[str, list[Output]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 3, 10, 40])
 def test_all_requests_get_the_tokens_that_they_would_have(
     make: Callable[[], Engine], wanted: dict[str, list[Output]], most: int

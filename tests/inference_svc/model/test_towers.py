@@ -59,6 +59,7 @@ def expected_rows(model: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     return torch.cat(list(found.pooler_output))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", SQUARES)
 @pytest.mark.parametrize("num_units", [1, 3, 100])
 def test_embeddings_equal_transformers(
@@ -93,6 +94,7 @@ def test_a_cell_may_have_more_patches_than_a_part(backend: str, tmp_path: Path) 
     assert relative_rms(encoding.rows, expected) <= 1e-5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FREE)
 @pytest.mark.parametrize("size", [(2, 2), (8, 14), (14, 6), (36, 40)])
 @pytest.mark.parametrize("num_units", [7, 1000])
@@ -138,6 +140,7 @@ def test_taps_count_in_order_of_layers(backend: str, tmp_path: Path) -> None:
     assert relative_rms(encoding.rows, expected) <= 1e-5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", [(2, 4), (8, 14), (14, 6), (36, 40)])
 @pytest.mark.parametrize("layer", [-1, 2])
 def test_pixtral_equals_transformers(
@@ -159,6 +162,7 @@ def test_pixtral_equals_transformers(
     assert relative_rms(encoding.rows, expected) <= 1e-5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", [(2, 4), (8, 14), (6, 46), (36, 40)])
 @pytest.mark.parametrize("name", GEMMA4)
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])

@@ -87,6 +87,7 @@ def test_change_event_has_the_digest() -> None:
     assert to_event(event) == NameEvent(7), "it points to what it did before"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("field", "tag"), [("segments", 0x32), ("ends", 0x52)])
 def test_large_headers_are_counted_before_they_are_parsed(field: str, tag: int) -> None:
     """Two bytes of an empty segment would take hundreds in memory."""

@@ -42,6 +42,7 @@ def test_torch(make_case, assert_close, window, dtype):
         assert_close("out", wanted, attend(q, cache, 1, plan, **options), TOLERANCES[dtype])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("is_tiled", "stored"), [(False, None), (True, None), (True, FP8)])

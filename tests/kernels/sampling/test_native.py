@@ -61,6 +61,7 @@ def nearly(params: RowParams) -> list[RowParams]:
     return [params._replace(top_p=each) for each in shares]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
 def test_tokens_are_the_definitions(library: Library, width: int, scale: float) -> None:
@@ -75,6 +76,8 @@ def test_tokens_are_the_definitions(library: Library, width: int, scale: float) 
     for row, (params, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
         number, own = choice.numbers[row], logits[row : row + 1, :width]
         assert not own[0, token].isneginf()
+        if token == definition(own, params, number):
+            continue
         near = [max(0.0, number - NEAR), number, min(1 - 2**-53, number + NEAR)]
         wanted = {definition(own, each, n) for each in nearly(params) for n in near}
         if params == RowParams(params.temperature):

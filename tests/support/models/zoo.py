@@ -382,6 +382,13 @@ class Zoo:
 
     def hidden(self, adapter: str, token_ids: list[int]) -> torch.Tensor:
         """Returns [len(token_ids), hidden_size] of the oracle behind its last norm, in fp32."""
+        return self.hidden_and_logits(adapter, token_ids)[0]
+
+    def hidden_and_logits(
+        self, adapter: str, token_ids: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns [len(token_ids), hidden_size] behind the last norm, and [len(token_ids), vocab]:
+        both of one pass of the oracle, in fp32."""
         model = self.reference
         inputs = {"input_ids": torch.tensor([token_ids]), "output_hidden_states": True}
         with torch.no_grad():
@@ -391,7 +398,7 @@ class Zoo:
             else:
                 with model.disable_adapter():
                     out = model(**inputs)
-        return out.hidden_states[-1][0]
+        return out.hidden_states[-1][0], out.logits[0]
 
     def greedy(
         self, adapter: str, prompt: list[int], count: int, guess: Sequence[int] = ()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -394,18 +396,44 @@ class ReaderZoo:
         others = {"attention_mask", "pixel_attention_mask"}
         return {key: each for key, each in found.items() if key not in others}
 
-    def greedy(self, adapter: str, inputs: dict[str, torch.Tensor], count: int) -> list[int]:
-        """Returns the oracle's tokens, in fp32, past any end token."""
-        model = self.zoo.reference
+    def greedy(
+        self,
+        adapter: str,
+        inputs: Mapping[str, torch.Tensor],
+        count: int,
+        guess: Sequence[int] = (),
+    ) -> list[int]:
+        """Returns the oracle's tokens, in fp32, past any end token. A right guess takes one step:
+        the oracle chooses each of its tokens after the ones before it."""
+        model, num_prompt = self.zoo.reference, inputs["input_ids"].shape[1]
         options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
-        with torch.no_grad():
-            if adapter:
-                model.set_adapter(adapter)
-                out = model.generate(**inputs, **options)
-            else:
-                with model.disable_adapter():
-                    out = model.generate(**inputs, **options)
-        return [int(each) for each in out[0, inputs["input_ids"].shape[1] :]]
+        if adapter:
+            model.set_adapter(adapter)
+        with torch.no_grad(), nullcontext() if adapter else model.disable_adapter():
+            if len(guess) == count and marks_of(model.config).isdisjoint(guess):
+                logits = model(**_continued(inputs, guess[:-1]), use_cache=False).logits[0]
+                if logits[num_prompt - 1 :].argmax(dim=-1).tolist() == list(guess):
+                    return list(guess)
+            out = model.generate(**inputs, **options)
+        return [int(each) for each in out[0, num_prompt:]]
+
+
+def marks_of(config: Any) -> set[int]:
+    """Returns the tokens that stand for pictures and videos, which a step may not have alone."""
+    names = re.compile(r"(image|video|vision|audio)\w*_(id|index)")
+    return {each for name, each in config.to_dict().items() if names.fullmatch(name)}
+
+
+def _continued(
+    inputs: Mapping[str, torch.Tensor], tokens: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Returns the inputs with these tokens after the prompt; all are of texts."""
+    found = dict(inputs)
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in found:
+            found[name] = torch.nn.functional.pad(found[name], (0, len(tokens)))
+    found["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([list(tokens)])], dim=1)
+    return found
 
 
 def make_reader_zoo(name: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> ReaderZoo:

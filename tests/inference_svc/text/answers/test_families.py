@@ -99,6 +99,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(family: str) -> None:
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", PARSERS)
 def test_hostile_texts_take_time_in_proportion(family: str) -> None:
     syntax = PARSERS[family]
