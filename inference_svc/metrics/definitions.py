@@ -98,6 +98,23 @@ REQUESTS = (
     ),
     _OWN.counter("prompt_image_encodes", "Images of prompts whose embeddings were computed."),
     _OWN.counter("prompt_image_hits", "Images of prompts whose embeddings were there already."),
+    _OWN.counter(
+        "prompt_image_evictions",
+        "Images of prompts whose embeddings were dropped to make room, or before they were "
+        "complete because their requests had ended.",
+    ),
+    _OWN.gauge(
+        "prompt_image_embedding_used_bytes",
+        "Bytes of embeddings that running requests hold. Without room for its next image, a "
+        "request waits.",
+    ),
+    _OWN.gauge(
+        "prompt_image_embedding_stored_bytes", "Bytes of all embeddings of images, held or not."
+    ),
+    _OWN.gauge(
+        "prompt_image_embedding_capacity_bytes",
+        "Bytes that embeddings may take: half of --prompt-image-memory, or 0 for text alone.",
+    ),
     _OWN.counter("version_moves", "Moves of requests to a newer version of their adapter."),
     _OWN.gauge("generation_paused", "1 while generation is paused."),
     _OWN.gauge("asleep", "1 while the server's memory is freed, and until it is awake again."),

@@ -150,6 +150,7 @@ class Describe:
             "preemptions": self.scheduler.num_preemptions,
             "prompt_image_encodes": 0 if pictures is None else pictures.num_encoded,
             "prompt_image_hits": 0 if pictures is None else pictures.num_found,
+            "prompt_image_evictions": 0 if pictures is None else pictures.num_dropped,
             "step_out_of_memory": self.scheduler.step_limit.num_out_of_memory,
             "not_finite_requests": self.losses.counts[Loss.NOT_FINITE] + self.losses.num_refused,
             "faulty_requests": self.losses.counts[Loss.FAULT],
@@ -201,9 +202,18 @@ class Describe:
             "kv_pages_used": pages.num_used,
             "kv_pages_known": pages.num_known,
             "kv_pages_capacity": pages.num_units,
+            **self._picture_gauges(),
             **self._grammar_gauges(),
             **self._registered(),
             **recurrent,
+        }
+
+    def _picture_gauges(self) -> dict[str, float]:
+        pictures, prefix = self.scheduler.pictures, "prompt_image_embedding"
+        return {
+            f"{prefix}_used_bytes": 0 if pictures is None else pictures.num_held_bytes,
+            f"{prefix}_stored_bytes": 0 if pictures is None else pictures.num_bytes,
+            f"{prefix}_capacity_bytes": 0 if pictures is None else pictures.capacity,
         }
 
     def _registered(self) -> dict[str, float]:

@@ -177,11 +177,25 @@ def images() -> list[Panel]:
     return [
         lines(
             "Images",
-            "Images of prompts whose embeddings were computed, and ones that were there from an "
-            "earlier request. Few found in conversations: give --prompt-image-memory more.",
+            "Images of prompts whose embeddings were computed, were there from an earlier request, "
+            "or were dropped for others. Few found in conversations: give --prompt-image-memory "
+            "more.",
             "cps",
             Query(INFERENCE.rate("prompt_image_encodes_total"), "computed"),
             Query(INFERENCE.rate("prompt_image_hits_total"), "found"),
+            Query(INFERENCE.rate("prompt_image_evictions_total"), "dropped"),
+            span=6,
+        ),
+        lines(
+            "Embeddings of images",
+            "Half of --prompt-image-memory. used: of running requests; stored: also those that "
+            "later requests may find. used near capacity means that requests with images wait.",
+            "bytes",
+            *(
+                Query(INFERENCE.sum(f"prompt_image_embedding_{name}_bytes"), name)
+                for name in ("used", "stored", "capacity")
+            ),
+            span=6,
         ),
         lines(
             "Pixels and decoders",
@@ -189,6 +203,7 @@ def images() -> list[Panel]:
             "requests, prompt_images the processes that decode files.",
             "percentunit",
             Query(f"max by (place) ({used} / {capacity})", "{{place}}"),
+            span=6,
             maximum=1,
         ),
         lines(
@@ -200,6 +215,7 @@ def images() -> list[Panel]:
             Query(
                 INFERENCE.rate("place_refusals_total", "place", _IMAGE_PLACES), "{{place}} refused"
             ),
+            span=6,
         ),
     ]
 

@@ -113,6 +113,9 @@ class PictureMemory:
     A sequence holds pictures at one place of its prompt, and needs no more to pass it: so there is
     always a sequence that goes on. Where a picture's tokens `are_mutual`, which see each other, one
     step computes all of them.
+
+    Of `num_bytes`, sequences hold `num_held_bytes`. `num_dropped` pictures have lost theirs, other
+    than to `forget`.
     """
 
     capacity: int
@@ -121,8 +124,10 @@ class PictureMemory:
     changes_pictures: Callable[[AdapterKey], bool]
     are_mutual: bool = False
     num_bytes: int = 0
+    num_held_bytes: int = 0
     num_encoded: int = 0
     num_found: int = 0
+    num_dropped: int = 0
     _entries: dict[PictureKey, _Entry] = field(default_factory=dict)
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _dropped: list[PictureKey] = field(default_factory=list)
@@ -270,6 +275,7 @@ class PictureMemory:
             self.num_found += 1
         if index not in sequence.held_pictures:
             sequence.held_pictures[index] = key
+            self.num_held_bytes += 0 if entry.num_holders else entry.num_bytes
             entry.num_holders += 1
             self._tenants[entry.tenant].idle.pop(key, None)
         if entry.num_left and num_units:
@@ -342,6 +348,7 @@ class PictureMemory:
             del self._tenants[entry.tenant]
         self.num_bytes -= entry.num_bytes
         self._dropped.append(key)
+        self.num_dropped += 1
 
     def _let_go(self, sequence: Sequence, index: int) -> None:
         key = sequence.held_pictures.pop(index, None)
@@ -351,6 +358,7 @@ class PictureMemory:
         entry.num_holders -= 1
         if entry.num_holders:
             return
+        self.num_held_bytes -= entry.num_bytes
         self._tenants[entry.tenant].idle[key] = None
         # It was preempted in this step: at its slot there may be another adapter already.
         planned = self._encodes.pop(key, None)
@@ -368,6 +376,8 @@ class PictureMemory:
         assert holders == {k: e.num_holders for k, e in self._entries.items() if e.num_holders}
         assert self.num_bytes == sum(each.num_bytes for each in self._entries.values())
         assert self.num_bytes <= self.capacity
+        held = (each.num_bytes for each in self._entries.values() if each.num_holders)
+        assert self.num_held_bytes == sum(held)
         assert self._tenants.keys() == {each.tenant for each in self._entries.values()}
         for name, tenant in self._tenants.items():
             own = {key: each for key, each in self._entries.items() if each.tenant == name}
