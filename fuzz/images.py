@@ -3,10 +3,8 @@ pictures of prompts, which callers send."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from functools import cache
-from typing import Any
 
 import torch
 from google.protobuf.message import DecodeError
@@ -20,7 +18,7 @@ from inference_svc.adapters.memory.tiers import TableWrite
 from inference_svc.backends.arena import Arena
 from inference_svc.pictures.processor import HALF, Form, Processor
 from inference_svc.pictures.sizes import Size
-from inference_svc.pictures.task import TILES, answer
+from inference_svc.pictures.task import TILES, answer, packed
 from kernels.lora.rows import NO_EXPERT
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
@@ -53,10 +51,9 @@ def fuzz_image(data: bytes) -> None:
 
 def fuzz_picture(data: bytes) -> None:
     """Decodes a picture: it is refused with a reason, or becomes tiles of the right size."""
-    facts: dict[str, Any] = {"data": base64.b64encode(data).decode(), "max_pixels": MAX_PIXELS}
     for processor in PROCESSORS:
-        request = facts | {"processor": processor.to_json(), "memory": _memory().file}
-        kind, content = answer(request)
+        facts = {"processor": processor.to_json(), "memory": _memory().file}
+        kind, content = answer(packed(facts | {"max_pixels": MAX_PIXELS}, data))
         with refused(InvalidArgument):
             if kind == b"R":
                 assert isinstance(content, str)

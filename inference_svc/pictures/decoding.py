@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import logging
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from inference_svc.pictures.processor import CHANNELS, Processor
 from inference_svc.pictures.sizes import Size
-from inference_svc.pictures.task import TILES
+from inference_svc.pictures.task import TILES, packed
 from servicekit.errors import InvalidArgument, Unavailable
 from servicekit.sandbox.pool import CannotStart, SandboxPool
 from servicekit.sandbox.process import Limits, SandboxFailure, SandboxProcess, Task
@@ -64,21 +63,20 @@ class PictureDecoder:
         self.pool.close()
 
     def decode(
-        self, data: bytes, where: str, check_cancelled: Callable[[], None] = lambda: None
+        self,
+        data: bytes | memoryview,
+        where: str,
+        check_cancelled: Callable[[], None] = lambda: None,
     ) -> Tiles:
         """Returns the tiles of a file's bytes, which the caller has bounded. `check_cancelled` is
         called periodically and may raise. Raises InvalidArgument that names `where` the file was
         sent, and Unavailable if this machine cannot start a process, has ended it, or has no
         memory or files for the tiles."""
-        request = {
-            "data": base64.b64encode(data).decode(),
-            "processor": self._facts,
-            "max_pixels": MAX_PIXELS,
-        }
+        facts = {"processor": self._facts, "max_pixels": MAX_PIXELS}
         try:
             with self.pool.process() as child:
                 assert child.memory is not None
-                request["memory"] = child.memory.file
+                request = packed(facts | {"memory": child.memory.file}, data)
                 answer = child.ask(request, MAX_REASON_BYTES, check_cancelled)
                 if answer.kind == b"M":  # raised in here, so that the next file has all the memory
                     raise _too_costly(where)

@@ -1,5 +1,6 @@
 """Decodes a stranger's picture, and makes tiles of it: the task of a sandboxed process.
 
+A request is the length of its facts, the facts as JSON, and the file as it is: see `packed`.
 The kind of an answer is T, how many bytes of tiles it has written to the request's `memory`, their
 rows and columns, and the height and width of a tile; R, why the file is refused; or M, nothing, for
 a file that takes too much memory. Pillow's other formats are never tried: their decoders are large,
@@ -8,11 +9,12 @@ and few of them are safe.
 
 from __future__ import annotations
 
-import base64
 import errno
+import json
 import mmap
 import struct
 import warnings
+from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
@@ -24,6 +26,8 @@ from inference_svc.pictures.tiling import TooLong, make_tiles
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MODES = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa"))
 """Pillow's modes of 8 bits a channel or less. It would cut off wider values, not scale them."""
+FACTS = struct.Struct(">L")
+"""The length of the facts at the beginning of a request."""
 TILES = struct.Struct(">QHHLL")
 """The content of an answer of the kind T."""
 
@@ -36,14 +40,23 @@ class Refused(Exception):
     """The file is not decoded, for this reason."""
 
 
-def answer(request: dict[str, Any]) -> tuple[bytes, bytes | str]:
-    processor, max_pixels = Processor.from_json(request["processor"]), request["max_pixels"]
+def packed(facts: Mapping[str, Any], data: bytes | memoryview) -> bytes:
+    """Returns a request. `facts` are the processor's, the most pixels, and the file of the memory
+    for tiles; `data` are the file's bytes."""
+    head = json.dumps(facts).encode()
+    return b"".join((FACTS.pack(len(head)), head, data))
+
+
+def answer(request: bytes) -> tuple[bytes, bytes | str]:
+    end = FACTS.size + FACTS.unpack_from(request)[0]
+    facts, data = json.loads(request[FACTS.size : end]), memoryview(request)[end:]
+    processor, max_pixels = Processor.from_json(facts["processor"]), facts["max_pixels"]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            picture = _decoded(base64.b64decode(request["data"]), max_pixels)
+            picture = _decoded(data, max_pixels)
             pixels, tile, *places = make_tiles(picture, processor, max_pixels)
-        _write(request["memory"], pixels)
+        _write(facts["memory"], pixels)
     except Refused as refused:
         return b"R", str(refused)
     except TooLong:
@@ -63,7 +76,7 @@ def _write(file: int, pixels: bytes) -> None:
         memory[: len(pixels)] = pixels
 
 
-def _decoded(data: bytes, max_pixels: int) -> Image.Image:
+def _decoded(data: memoryview, max_pixels: int) -> Image.Image:
     """Returns a picture in RGB, as its EXIF data turn it. Raises Refused, and MemoryError."""
     try:
         picture = Image.open(BytesIO(data), formats=FORMATS)
