@@ -30,7 +30,9 @@ from inference_svc.api.grpc.pooling import (
     from_score_request,
 )
 from inference_svc.api.grpc.prompts import from_tokenize_request
+from inference_svc.api.grpc.uploads import from_upload
 from inference_svc.core import MAX_PARTS, Request
+from inference_svc.pictures.uploads import UploadKey, Uploads
 from inference_svc.results.classifier_rule import ClassifierRule
 from inference_svc.results.embedding_rule import EmbeddingRule
 from inference_svc.results.logprobs import MAX_LOGPROBS, LogprobsOption
@@ -39,6 +41,7 @@ from inference_svc.store.adapter_resolver import Binding
 from inference_svc.text.chat import Chat
 from inference_svc.text.pair import Encoded, Pair
 from inference_svc.text.prompt import Prompt, Question, Text
+from loadout.inference.v1 import inference_pb2 as inference_pb
 from servicekit.errors import InvalidArgument
 from servicekit.refs import DEFAULT_TENANT, parse_ref, parse_sha256
 from servicekit.rpc.requests import RequestTable
@@ -103,6 +106,26 @@ async def _upload(request: Any) -> None:
         pass
 
 
+async def _upload_image(request: Any) -> None:
+    """Sends a piece after a description, or a description before a piece."""
+
+    async def requests() -> AsyncIterator[Any]:
+        if request.WhichOneof("part") == "chunk":
+            described = inference_pb.ImageUpload(size_bytes=len(request.chunk))
+            yield inference_pb.UploadImageRequest(upload=described)
+        yield request
+        if request.WhichOneof("part") == "upload":
+            yield inference_pb.UploadImageRequest(chunk=b"a file")
+
+    uploads = Uploads("uploads", 1 << 26)
+    size, salt, pieces = await from_upload(requests())
+    with uploads.begin("account", size) as file:
+        async for piece in pieces:
+            file.add(piece)
+        assert uploads.hold(UploadKey("account", salt, file.keep(salt)))
+    uploads.check_integrity()
+
+
 def _register_layout(request: Any) -> None:
     layout = store_convert.from_layout(request.layout)
     layouts.validate(layout)
@@ -135,6 +158,7 @@ _INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "Generate": lambda request: requests_of(
         inference_convert.from_generate_request(request, VOCABULARY)
     ),
+    "UploadImage": lambda request: run_now(_upload_image(request)),
     "Embed": lambda request: requests_of(from_embed_request(request, rule=RULE)),
     "Classify": lambda request: requests_of(from_classify_request(request, rule=LABELS)),
     "Score": lambda request: [_scored(request, facts) for facts in (GENERATES, CROSS_ENCODER)],

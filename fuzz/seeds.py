@@ -401,6 +401,9 @@ def inference_requests() -> Iterator[tuple[str, bytes]]:
         text="a", echo=True, sampling=ipb.SamplingParams(max_tokens=0, logprobs=3)
     )
     pause = ipb.PauseGenerationRequest(mode=ipb.PAUSE_MODE_WAIT, resume_after_seconds=2.5)
+    upload = ipb.UploadImageRequest(upload=ipb.ImageUpload(size_bytes=6, cache_salt="salt"))
+    for name, request in (("upload", upload), ("piece", ipb.UploadImageRequest(chunk=b"a file"))):
+        yield name, b"UploadImage" + SEPARATOR + request.SerializeToString()
     yield "sum", b"Generate" + SEPARATOR + summed.SerializeToString()
     yield "follow", b"Generate" + SEPARATOR + followed.SerializeToString()
     yield "echo", b"Generate" + SEPARATOR + echoed.SerializeToString()

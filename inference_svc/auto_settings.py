@@ -421,8 +421,13 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         nodes=_nodes(settings),
         record_steps=settings.cuda_graphs,
         max_prompt_images=settings.max_prompt_images or 0,
-        prompt_image_bytes=int(settings.prompt_image_memory or PROMPT_IMAGE_MEMORY) // 2,
+        prompt_image_bytes=picture_bytes(settings),
     )
+
+
+def picture_bytes(settings: InferenceSettings) -> int:
+    """Returns the memory for embeddings of images, and as much for pixels, of resolved settings."""
+    return int(settings.prompt_image_memory or PROMPT_IMAGE_MEMORY) // 2
 
 
 def _nodes(settings: InferenceSettings) -> Nodes | None:

@@ -294,8 +294,8 @@ class InferenceSettings(ServiceSettings):
     where one process computes on a CPU and the model has a processor's file, elsewhere 0."""
 
     prompt_image_memory: Annotated[Size | None, Field(ge=2 * MIB), MEMORY] = None
-    """For models that read images: one half for pixels of open requests, one for embeddings.
-    Default: 512 MiB, or as much as the embeddings of the largest image need."""
+    """For models that read images: one half for pixels of open requests, one for embeddings; a
+    quarter more for uploaded files. Default: 512 MiB, or as the largest image's embeddings need."""
 
     fair_quantum_tokens: Annotated[Count, Level.FILE, SCHEDULING] = 1024
     """Number of tokens per turn of a tenant, and of an adapter within its tenant. A higher value

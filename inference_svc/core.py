@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from inference_svc.grammars.budget import Thinking, ThoughtBudget
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.pictures.prompt import NO_WORK, PictureKey, PictureWork, PromptPicture
+from inference_svc.pictures.uploads import room_for_uploads
 from inference_svc.results.base import NOTHING, Kind, PlacedPart, ResultPart, Scope, Wanted
 from inference_svc.results.logprobs import LogprobsMode
 from servicekit.auth import principal
@@ -472,6 +473,11 @@ class EngineConfig:
     nodes: Nodes | None = None
     max_prompt_images: int = 0
     prompt_image_bytes: int = 0
+
+    @property
+    def upload_bytes(self) -> int:
+        """The memory that uploaded pictures take in the process that the engine serves."""
+        return room_for_uploads(self.prompt_image_bytes) if self.max_prompt_images else 0
 
     @property
     def num_ranks(self) -> int:

@@ -4,7 +4,8 @@ InvalidArgument
  ├─ TemplateTimeout      the chat template takes too long for these messages
  └─ GrammarRefused       the answer's form is invalid, or cannot be enforced
 NotFound
- └─ AdapterNotFound      no adapter has this reference
+ ├─ AdapterNotFound      no adapter has this reference
+ └─ ImageNotFound        no uploaded image has this hash: upload it again
 AlreadyExists
  └─ DuplicateRequest     a running request has this request_id
 FailedPrecondition
@@ -86,6 +87,10 @@ class GrammarRefused(InvalidArgument):
 
 class AdapterNotFound(NotFound):
     reason = "ADAPTER_NOT_FOUND"
+
+
+class ImageNotFound(NotFound):
+    reason = "IMAGE_NOT_FOUND"
 
 
 class DuplicateRequest(AlreadyExists):

@@ -19,6 +19,7 @@ from inference_svc.api.pictures import PictureReader
 from inference_svc.api.request_record import RequestLog
 from inference_svc.api.server_facts import ServerFacts
 from inference_svc.api.service import Service
+from inference_svc.auto_settings import picture_bytes
 from inference_svc.config import InferenceSettings
 from inference_svc.core import ANYONE, ROLES, Action
 from inference_svc.debug import DebugInfo
@@ -32,6 +33,7 @@ from inference_svc.host.device_faults import engine_hung
 from inference_svc.metrics.engine import Snapshots
 from inference_svc.metrics.requests import Metrics
 from inference_svc.metrics.store import replica_metrics
+from inference_svc.pictures.uploads import Uploads, room_for_uploads
 from inference_svc.store.adapter_resolver import Directory, Servable
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess
 from inference_svc.store.replicas import Replicas
@@ -210,11 +212,10 @@ class InferenceServer:
         return PromptEncoder(text, *sizes, work, share, facts.pictures, facts.placeholder_ids)
 
     def _open_pictures(self, facts: ServerFacts) -> PictureReader:
-        assert self._config.prompt_image_memory is not None, "the settings are resolved"
-        size, share = int(self._config.prompt_image_memory) // 2, self._config.share
-        setting = "--prompt-image-memory"
-        pixels = Shares("prompt_image_bytes", size, share, setting=setting)
-        return PictureReader(facts.pictures, facts.base_model, pixels)
+        size, share = picture_bytes(self._config), self._config.share
+        pixels = Shares("prompt_image_bytes", size, share, setting="--prompt-image-memory")
+        uploads = Uploads("prompt_image_uploads", room_for_uploads(size), share)
+        return PictureReader(facts.pictures, facts.base_model, pixels, uploads)
 
     def _open_grammars(self, text: TextModel, facts: ServerFacts) -> GrammarChecks:
         vocabulary = partial(make_vocabulary, text.pieces, facts.vocab_size, facts.eos_token_ids)
@@ -335,7 +336,7 @@ class InferenceServer:
         self._async_engine.send(Superseded(digest, is_superseded))
 
     def _place_samples(self) -> Iterator[Sample]:
-        places = [*self._places.shares]
+        places: list[Shares | Uploads] = [*self._places.shares]
         if self._prompts is not None:
             places.append(self._prompts.threads)
         if self._pictures is not None:

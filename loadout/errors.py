@@ -49,7 +49,7 @@ class InvalidArgument(LoadoutError):
 
 
 class NotFound(LoadoutError):
-    """There is no such adapter, version or digest."""
+    """There is no such adapter, version, digest or uploaded image."""
 
 
 class AlreadyExists(LoadoutError):

@@ -19,6 +19,7 @@ FILES = {
     "loadout/aio.py": "loadout/client.py",
     "loadout/_client/async_store.py": "loadout/_client/store.py",
     "loadout/_client/async_inference.py": "loadout/_client/inference.py",
+    "loadout/_client/async_images.py": "loadout/_client/images.py",
     "loadout/_client/async_embedding.py": "loadout/_client/embedding.py",
     "loadout/_rpc/async_caller.py": "loadout/_rpc/caller.py",
     "loadout/_rpc/async_stream.py": "loadout/_rpc/stream.py",
@@ -28,6 +29,7 @@ FILES = {
 NAMES = {
     "AsyncClient": "Client",
     "AsyncEmbeddingCalls": "EmbeddingCalls",
+    "AsyncImageCalls": "ImageCalls",
     "AsyncInferenceCalls": "InferenceCalls",
     "AsyncStoreCalls": "StoreCalls",
     "AsyncCaller": "Caller",
@@ -40,6 +42,7 @@ NAMES = {
     "__aiter__": "__iter__",
     "__anext__": "__next__",
     "async_embedding": "embedding",
+    "async_images": "images",
     "async_inference": "inference",
     "async_push": "push",
     "async_store": "store",

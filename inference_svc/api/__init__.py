@@ -8,7 +8,7 @@ life_cycle       operators' calls that stop and start all generation
 generate_call    a call to generate: its fields, their checks, its engine requests
 tools            tools of a request, and the readers of its answers
 thoughts         thoughts of answers: the form after them, and a bound on their tokens
-pictures         pictures of calls: counted, decoded, and held while requests are open
+pictures         pictures of calls: uploaded, decoded, and held while requests are open
 generate_stream  runs the requests of a call, and merges their deltas
 pooling          calls that pool inputs: embed, score, classify
 followers        requests that follow their adapter's name to newer versions

@@ -1,22 +1,24 @@
-"""Pictures of calls: counted, decoded, and held while their requests are open."""
+"""Pictures of calls: uploaded, counted, decoded, and held while their requests are open."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from inference_svc.core import Request
+from inference_svc.core import Principal, Request
+from inference_svc.errors import ImageNotFound
 from inference_svc.pictures.decoding import NUM_CHILDREN, PictureDecoder, Tiles
 from inference_svc.pictures.placeholders import PictureRule
+from inference_svc.pictures.uploads import UploadedFile, UploadKey, Uploads
 from inference_svc.text.chat import Chat, MessageImage
 from inference_svc.text.prompt import Prompt
-from servicekit.errors import InvalidArgument
+from servicekit.errors import InvalidArgument, ShareExceeded
 from servicekit.shared_memory import descriptors_for
 from servicekit.shares import FairExecutor, Reservation, Shares, limit_of
 from servicekit.work_budget import WorkBudget
@@ -32,13 +34,21 @@ MAX_FILES = 4096
 """The most pictures of open requests: each takes a file, also until the engine has mapped it."""
 
 
+HASH_BYTES_PER_SECOND = 200 << 20
+"""The approximate rate at which one processor receives and hashes a file."""
+EXPIRY_SECONDS = 60.0
+"""How often files are looked at that nobody has used for long, where no call does it."""
+
+
 class PictureReader:
     """Reads the pictures of a server's calls; without a `rule`, refuses them. `pixels` bounds the
-    bytes of pictures in open requests, and each account's share of decoders. `name` is the
-    model's."""
+    bytes of pictures in open requests, and each account's share of decoders; `uploads` are files
+    that calls name by their hashes. `name` is the model's."""
 
-    def __init__(self, rule: PictureRule | None, name: str, pixels: Shares) -> None:
-        self.rule, self.name, self.pixels = rule, name, pixels
+    def __init__(
+        self, rule: PictureRule | None, name: str, pixels: Shares, uploads: Uploads
+    ) -> None:
+        self.rule, self.name, self.pixels, self.uploads = rule, name, pixels, uploads
         self.least_bytes = pixels.capacity // max(1, descriptors_for(MAX_FILES))
         """The bytes that a small picture counts as: each has a file, too."""
         self.work = WorkBudget("image_work", pixels.share, PROCESSORS)
@@ -49,9 +59,9 @@ class PictureReader:
         )
 
     @property
-    def places(self) -> tuple[Shares, ...]:
+    def places(self) -> tuple[Shares | Uploads, ...]:
         """The resources that accounts share; none if no pictures are read."""
-        return () if self._threads is None else (self.pixels, self._threads.shares)
+        return () if self._threads is None else (self.pixels, self._threads.shares, self.uploads)
 
     def close(self) -> None:
         if self._threads is not None:
@@ -120,24 +130,45 @@ class PictureReader:
 
 class CallPictures:
     """Holds the memory of a call's pictures until `release`, or until nothing refers to it: a
-    stream whose caller has left may never be read."""
+    stream whose caller has left may never be read. Holds uploaded files until they are decoded."""
 
     def __init__(self, reader: PictureReader) -> None:
         self._reader = reader
         self._places: list[Reservation] = []
+        self._files: list[UploadedFile] = []
         self.decoding: Future[Tiles] | None = None
         """The decoding of a file, until it has ended; also after the call was cancelled."""
 
     def __del__(self) -> None:
         self.release()
 
-    def of_prompt(self, prompt: Prompt, names: Sequence[str], account: str) -> ReadPictures:
-        """Returns the pictures of a prompt, to be read. `names` are the texts of the tokens that
-        stand for pictures. Raises InvalidArgument naming the picture."""
+    def of_prompt(
+        self, prompt: Prompt, name_of: Callable[[int], str], account: str, cache_salt: str
+    ) -> ReadPictures:
+        """Returns the pictures of a prompt, to be read. `name_of` returns the text of a token.
+        Raises InvalidArgument naming the picture, and ImageNotFound for one that was not uploaded
+        by this account with this salt."""
         if not isinstance(prompt, Chat):
             return ReadPictures(self, (), account)
-        self._reader.check(prompt, names)
-        return ReadPictures(self, prompt.images, account)
+        rule = self._reader.rule
+        self._reader.check(prompt, () if rule is None else rule.names(name_of))
+        images = [self._with_file(each, account, cache_salt) for each in prompt.images]
+        return ReadPictures(self, images, account)
+
+    def _with_file(self, image: MessageImage, account: str, cache_salt: str) -> MessageImage:
+        """Returns the image with the file that it names, which is held. Raises ImageNotFound."""
+        if not image.sha256:
+            return image
+        file = self._reader.uploads.hold(UploadKey(account, cache_salt, image.sha256))
+        if file is None:
+            # The same for a file of others: nobody learns what they have.
+            raise ImageNotFound(
+                f"{image.where}: this server has no uploaded image with this hash: upload it "
+                "again, then send the request again",
+                subject=image.where,
+            )
+        self._files.append(file)
+        return replace(image, data=file.data)
 
     async def read(self, images: Sequence[MessageImage], account: str) -> tuple[Tiles, ...]:
         """Returns the tiles of a prompt's images, which all its requests share. Raises
@@ -158,7 +189,7 @@ class CallPictures:
             found.append(await self._decoded(each, account))
             num_bytes += max(found[-1].pixels.num_bytes, self._reader.least_bytes)
             if num_bytes > place.amount:
-                place.grow(num_bytes - place.amount)
+                _grow(place, num_bytes - place.amount)
         place.shrink(num_bytes)
         return tuple(found)
 
@@ -185,16 +216,35 @@ class CallPictures:
 
     def release(self) -> None:
         """Lets go of the memory, as soon as no file is decoded into it. Idempotent."""
+        self.let_go_of_files()
         while self._places:
-            place = self._places.pop()
-            if self.decoding is None:
-                place.release()
-            else:
-                self.decoding.add_done_callback(partial(_release, place))
+            self._after_decoding(self._places.pop().release)
+
+    def let_go_of_files(self) -> None:
+        """Lets go of uploaded files, as soon as none of them is decoded. Idempotent."""
+        while self._files:
+            self._after_decoding(partial(self._reader.uploads.let_go, self._files.pop()))
+
+    def _after_decoding(self, end: Callable[[], None]) -> None:
+        if self.decoding is None:
+            end()
+        else:
+            self.decoding.add_done_callback(partial(_call, end))
 
 
-def _release(place: Reservation, _: Future[Tiles]) -> None:
-    place.release()
+def _grow(place: Reservation, amount: int) -> None:
+    """Raises ShareExceeded, with advice where no retry helps."""
+    try:
+        place.grow(amount)
+    except ShareExceeded as error:
+        if error.retry_after_s:
+            raise
+        message = f"{error.message}: send fewer or smaller images"
+        raise ShareExceeded(message, subject=error.subject) from None
+
+
+def _call(end: Callable[[], None], _: Future[Tiles]) -> None:
+    end()
 
 
 class ReadPictures:
@@ -207,13 +257,52 @@ class ReadPictures:
         account: str,
     ) -> None:
         self._call, self._images, self._account = call, images, account
+        self.num_pictures = len(images)
         self.tiles: tuple[Tiles, ...] = ()
 
-    @property
-    def num_pictures(self) -> int:
-        return len(self._images)
-
     async def read(self) -> tuple[Tiles, ...]:
-        """Returns the tiles, and keeps them. Raises like `CallPictures.read`."""
-        self.tiles = await self._call.read(self._images, self._account)
+        """Returns the tiles, and keeps them in place of the files. Raises like
+        `CallPictures.read`. Called once."""
+        images, self._images = self._images, ()
+        self.tiles = await self._call.read(images, self._account)
+        self._call.let_go_of_files()
         return self.tiles
+
+
+class ImageUploads:
+    """Receives the files of images. Their work is charged to `work`. Lives on one event loop."""
+
+    def __init__(self, reader: PictureReader, work: WorkBudget) -> None:
+        self._reader = reader
+        self._files = reader.uploads
+        self._work = work
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def receive(
+        self, principal: Principal, size: int, cache_salt: str, chunks: AsyncIterator[bytes]
+    ) -> bytes:
+        """Returns the sha256 of a file of this many bytes, which requests of the same account and
+        salt can name from now on. Raises InvalidArgument, ShareExceeded, and errors of `chunks`."""
+        if self._reader.rule is None:
+            raise InvalidArgument(f"{self._reader.name} reads no images here", subject="upload")
+        account = principal.account
+        with self._files.begin(account, size) as file:
+            try:
+                async for chunk in chunks:
+                    file.add(chunk)
+            finally:
+                self._work.charge(account, file.num_received / HASH_BYTES_PER_SECOND)
+            sha256 = file.keep(cache_salt)
+        self._expire_later()
+        return sha256
+
+    def _expire_later(self) -> None:
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(EXPIRY_SECONDS, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self._files.expire()
+        if self._files.use().used:
+            self._expire_later()

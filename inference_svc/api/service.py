@@ -16,7 +16,7 @@ from inference_svc.api.followers import Followers, check_followed
 from inference_svc.api.generate_call import GenerateCall, check_grammar
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.life_cycle import LifeCycle
-from inference_svc.api.pictures import CallPictures, PictureReader, ReadPictures
+from inference_svc.api.pictures import CallPictures, ImageUploads, PictureReader
 from inference_svc.api.pooling.classify import with_head
 from inference_svc.api.pooling.score import with_answer_tokens
 from inference_svc.api.request_record import PromptNote, RequestLog
@@ -88,7 +88,7 @@ class TraceFile(NamedTuple):
 
 
 SMALL_BYTES = 64 << 10
-"""A call that takes no more is read however much work the caller's earlier ones took."""
+"""A call that takes no more is read whatever work the caller's earlier ones took."""
 READ_BYTES_PER_SECOND = 200 << 20
 """The approximate rate at which one processor reads large calls."""
 END_TOKENS = 32
@@ -98,10 +98,10 @@ PLACE_SECONDS = 10.0
 
 
 class Service:
-    """The use cases; those of operators are its parts `residents` and `life_cycle`. Everything runs
-    on one event loop. `layout` describes all that adapters may
-    change. `registry` None: there is no store. `reading` bounds the bytes of calls that are read,
-    converted and tokenised at once, `work` the processor time of large ones."""
+    """The use cases; its parts `residents` and `life_cycle` are operators', `uploads` callers'.
+    Everything runs on one event loop. `layout` describes all that adapters may change. `registry`
+    None: there is no store. `reading` bounds the bytes of calls that are read, converted and
+    tokenised at once, `work` the processor time of large ones."""
 
     def __init__(
         self,
@@ -137,6 +137,7 @@ class Service:
         self._has_vocabulary = False
         self.residents = Residents(engine.calls, directory, registry, facts.base_model, access)
         self.life_cycle = LifeCycle(engine.calls, access)
+        self.uploads = ImageUploads(pictures, work)
         self._followers = Followers(directory, engine)
 
     # --- generating -----------------------------------------------------------------------------
@@ -206,7 +207,12 @@ class Service:
                 self._work.charge(principal.account, num_bytes / READ_BYTES_PER_SECOND)
 
     async def encode(
-        self, principal: Principal, adapter: str, prompt: Prompt, subject: str = "model"
+        self,
+        principal: Principal,
+        adapter: str,
+        prompt: Prompt,
+        subject: str = "model",
+        cache_salt: str = "",
     ) -> tuple[tuple[int, ...], TextModel]:
         """Returns a prompt's tokens, as `generate` makes them, and the text model of the adapter,
         which the caller knows as `subject`. Raises like `generate`."""
@@ -216,7 +222,7 @@ class Service:
             ReadingOptions(prompt.tools).check(text.answers)
         num_added = 0 if binding is None else binding.added_tokens
         with self._pictures.of_call() as pictures:
-            own = self._of_prompt(prompt, principal, text, pictures)
+            own = pictures.of_prompt(prompt, text.name_of, principal.account, cache_salt)
             terms = Terms(principal.account, text, num_added)
             encoded = await self._prompts.encode(prompt, terms, pictures=own)
             pictures.release()
@@ -336,13 +342,10 @@ class Service:
         ahead: list[Encoded | Refused] = []
         for index, prompt in enumerate(call.prompts):
             with child_span("tokenize"), _naming_prompt(call, index):
-                own = self._of_prompt(prompt, principal, text, pictures)
+                salt = call.cache_salt
+                own = pictures.of_prompt(prompt, text.name_of, principal.account, salt)
                 ahead = ahead or await self._prompts.encode_next(
-                    call.prompts,
-                    index,
-                    terms,
-                    num_chars,
-                    own,
+                    call.prompts, index, terms, num_chars, own
                 )
                 encoded, *ahead = ahead
                 if not isinstance(encoded, Encoded):
@@ -362,18 +365,6 @@ class Service:
             )
             requests += pictures.placed(made, own.tiles)
         return requests, tuple(notes)
-
-    def _of_prompt(
-        self,
-        prompt: Prompt,
-        principal: Principal,
-        text: TextModel,
-        pictures: CallPictures,
-    ) -> ReadPictures:
-        """Returns the pictures of a prompt, to be read. Raises like `CallPictures.of_prompt`."""
-        rule = self._pictures.rule
-        names = () if rule is None else rule.names(text.name_of)
-        return pictures.of_prompt(prompt, names, principal.account)
 
     # --- describing -----------------------------------------------------------------------------
 

@@ -173,6 +173,7 @@ def plan_budgets(
         *_used(Line("landing", landing_bytes, "--adapter-memory")),
         Line("tokenizer", config.tokenizer_bytes),
         *_used(Line("routed_experts", num_routed_bytes, "--kv-memory")),
+        *_used(Line("image_uploads", config.upload_bytes, "--prompt-image-memory")),
         # The last one, and all of it is there already.
         Line("process", resident_bytes() + config.frontend_bytes),
     )

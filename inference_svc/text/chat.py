@@ -78,11 +78,12 @@ class ToolCall:
 @dataclass(frozen=True, slots=True)
 class MessageImage:
     """An image in a message: before the character `place` of its text. `data` is a file, which its
-    sender calls `where`."""
+    sender calls `where`; or the sender has uploaded it, and names it by its `sha256`."""
 
     place: int
-    data: bytes = field(repr=False)
+    data: bytes | memoryview = field(repr=False)
     where: str
+    sha256: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

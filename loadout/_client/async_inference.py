@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from loadout import types
+from loadout._client.async_images import AsyncImageCalls
 from loadout._rpc import calls
-from loadout._rpc.async_caller import AsyncCaller
 from loadout._rpc.async_stream import AsyncStream
 from loadout._rpc.calls import Adapters
 from loadout._rpc.convert import from_inference
@@ -15,7 +15,7 @@ from loadout._rpc.convert.to_chat import Prompt
 from loadout.errors import StreamLost
 
 
-class AsyncInferenceCalls(AsyncCaller):
+class AsyncInferenceCalls(AsyncImageCalls):
     """The client's methods that call the inference service."""
 
     def generate(
@@ -49,7 +49,7 @@ class AsyncInferenceCalls(AsyncCaller):
             min_revision: Use the adapter's version at this catalog revision or later.
             request_id: Id, unique among your running requests. "": the server makes one.
             priority: Requests with a higher value run earlier among your tenant's.
-            cache_salt: Only requests with equal salts share cached prefixes.
+            cache_salt: Only requests with equal salts share cached prefixes and uploaded images.
             return_routed_experts: Return the experts chosen for tokens of prompt and output.
             version_policy: What happens when the adapter's name moves to a newer version.
             echo: Begin the answer with the prompt.
@@ -87,7 +87,7 @@ class AsyncInferenceCalls(AsyncCaller):
             continue_final_message=continue_final_message,
             n=n,
         )
-        return AsyncStream(self._channels.route(call), call, self._attempts(timeout_s))
+        return self._stream(call, timeout_s)
 
     async def complete(
         self,
@@ -207,6 +207,7 @@ class AsyncInferenceCalls(AsyncCaller):
         add_special_tokens: bool | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        cache_salt: str = "",
         timeout_s: float | None = None,
         **options: Unpack[types.ChatOptions],
     ) -> tuple[int, ...]:
@@ -218,6 +219,7 @@ class AsyncInferenceCalls(AsyncCaller):
             add_special_tokens: Add the tokenizer's special tokens. None: to a text, not to a chat.
             add_generation_prompt: End a chat where a new answer begins. None: unless it continues.
             continue_final_message: Continue a chat's last message, which is the assistant's.
+            cache_salt: Salt with which images were uploaded.
             timeout_s: Deadline of the call in seconds. None: the client's.
             **options: Tools and other options of a chat; see `types.ChatOptions`.
 
@@ -234,8 +236,9 @@ class AsyncInferenceCalls(AsyncCaller):
             add_special_tokens,
             add_generation_prompt,
             continue_final_message,
+            cache_salt,
         )
-        return await self._call(call, timeout_s)
+        return await self._call_with_images(call, timeout_s)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, adapter: str = "", timeout_s: float | None = None

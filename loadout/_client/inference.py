@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from loadout import types
+from loadout._client.images import ImageCalls
 from loadout._rpc import calls
-from loadout._rpc.caller import Caller
 from loadout._rpc.calls import Adapters
 from loadout._rpc.convert import from_inference
 from loadout._rpc.convert.to_chat import Prompt
@@ -16,7 +16,7 @@ from loadout._rpc.stream import Stream
 from loadout.errors import StreamLost
 
 
-class InferenceCalls(Caller):
+class InferenceCalls(ImageCalls):
     """The client's methods that call the inference service."""
 
     def generate(
@@ -50,7 +50,7 @@ class InferenceCalls(Caller):
             min_revision: Use the adapter's version at this catalog revision or later.
             request_id: Id, unique among your running requests. "": the server makes one.
             priority: Requests with a higher value run earlier among your tenant's.
-            cache_salt: Only requests with equal salts share cached prefixes.
+            cache_salt: Only requests with equal salts share cached prefixes and uploaded images.
             return_routed_experts: Return the experts chosen for tokens of prompt and output.
             version_policy: What happens when the adapter's name moves to a newer version.
             echo: Begin the answer with the prompt.
@@ -88,7 +88,7 @@ class InferenceCalls(Caller):
             continue_final_message=continue_final_message,
             n=n,
         )
-        return Stream(self._channels.route(call), call, self._attempts(timeout_s))
+        return self._stream(call, timeout_s)
 
     def complete(
         self,
@@ -208,6 +208,7 @@ class InferenceCalls(Caller):
         add_special_tokens: bool | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        cache_salt: str = "",
         timeout_s: float | None = None,
         **options: Unpack[types.ChatOptions],
     ) -> tuple[int, ...]:
@@ -219,6 +220,7 @@ class InferenceCalls(Caller):
             add_special_tokens: Add the tokenizer's special tokens. None: to a text, not to a chat.
             add_generation_prompt: End a chat where a new answer begins. None: unless it continues.
             continue_final_message: Continue a chat's last message, which is the assistant's.
+            cache_salt: Salt with which images were uploaded.
             timeout_s: Deadline of the call in seconds. None: the client's.
             **options: Tools and other options of a chat; see `types.ChatOptions`.
 
@@ -235,8 +237,9 @@ class InferenceCalls(Caller):
             add_special_tokens,
             add_generation_prompt,
             continue_final_message,
+            cache_salt,
         )
-        return self._call(call, timeout_s)
+        return self._call_with_images(call, timeout_s)
 
     def detokenize(
         self, token_ids: Sequence[int], *, adapter: str = "", timeout_s: float | None = None

@@ -10,7 +10,7 @@ import grpc
 from loadout._routing.fleet import RESOLVE_TIMEOUT_S
 from loadout._rpc import status, tasks
 from loadout._rpc.calls import StreamCall
-from loadout._rpc.route import Route
+from loadout._rpc.route import IMAGE_NOT_FOUND, Restore, Route
 from loadout.retry import Attempts
 
 T = TypeVar("T")
@@ -23,8 +23,15 @@ class AsyncStream(Generic[T]):
     drop the last reference, as `break` in a loop over `client.generate(...)` does.
     """
 
-    def __init__(self, route: Route, call: StreamCall[T], attempts: Attempts) -> None:
+    def __init__(
+        self,
+        route: Route,
+        call: StreamCall[T],
+        attempts: Attempts,
+        restore: Restore | None = None,
+    ) -> None:
         self._route = route
+        self._restore = restore
         self._spec = call
         self._attempts = attempts
         self._last: T | None = None
@@ -63,11 +70,25 @@ class AsyncStream(Generic[T]):
                 self.close()
             return message
         except grpc.RpcError as error:
-            if not self._is_closed:
+            if not self._is_closed and not await self._restored(error):
                 delay_s, request = self._next_attempt(error)
                 await tasks.sleep(delay_s)
                 self._open(request)
             return None
+
+    async def _restored(self, error: grpc.RpcError) -> bool:
+        """Sends the request again if the replica lacked files that it has been given now, once.
+        Raises LoadoutError if it does not take them."""
+        failure = status.from_rpc_error(error, self._route.service)
+        restore, address = self._restore, self._route.address
+        if restore is None or failure.reason != IMAGE_NOT_FOUND:
+            return False
+        self._restore = None
+        self._route.failed(failure, error.trailing_metadata())
+        self._route.done()
+        self._route = await restore(address, self._attempts.remaining_s)
+        self._open(self._spec.request)
+        return True
 
     def close(self) -> None:
         """Cancels the RPC, and ends the iteration. A second call does nothing."""

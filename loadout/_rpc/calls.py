@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, cast, get_type_hints
 
@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from loadout import types
 from loadout._rpc.convert import from_inference, from_store
 from loadout._rpc.convert.messages import build, invalid, named
-from loadout._rpc.convert.to_chat import CHAT_NAMES, Prompt, to_prompt
+from loadout._rpc.convert.to_chat import CHAT_NAMES, ImageFiles, Prompt, to_prompt
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument
 from loadout.inference.v1 import inference_pb2 as inference_pb
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 Adapters = Sequence[str | tuple[str, float]]
 """Adapters that a request sums: references, or pairs of reference and scale."""
+
+IMAGE_CHUNK_BYTES = 512 << 10
 
 SAMPLING_NAMES = tuple(get_type_hints(types.SamplingParams))
 STRUCTURE_NAMES = tuple(get_type_hints(types.Structure))
@@ -41,7 +43,8 @@ class Service(enum.Enum):
 class Call(Generic[T]):
     """One unary RPC. `repeatable`: executing it twice does no more than executing it once.
 
-    `adapter` is the reference by which a replica of the inference service is chosen.
+    `adapter` is the reference by which a replica of the inference service is chosen. `images` are
+    the files that it names by their hashes.
     """
 
     service: Service
@@ -50,6 +53,7 @@ class Call(Generic[T]):
     convert: Callable[[Any], T]
     repeatable: bool = True
     adapter: str = ""
+    images: ImageFiles | None = None
     may_spill: ClassVar[bool] = False
     """Operations on an adapter go to the replica that its requests go to first."""
 
@@ -60,7 +64,8 @@ class StreamCall(Generic[T]):
 
     `resume(last)` is the request that continues after the last item (None: there was none yet), or
     None if the stream cannot be continued. `adapter` is the reference by which a replica of the
-    inference service is chosen. A complete stream has `num_items`, if that is known.
+    inference service is chosen. A complete stream has `num_items`, if that is known. `images` are
+    as in Call.
     """
 
     service: Service
@@ -70,6 +75,7 @@ class StreamCall(Generic[T]):
     resume: Callable[[T | None], Message | None]
     adapter: str = ""
     num_items: int = 0
+    images: ImageFiles | None = None
     may_spill: ClassVar[bool] = True
     """Another replica takes requests for which the adapter's own has no capacity."""
 
@@ -287,7 +293,24 @@ def generate(
         lambda last: request if last is None else None,
         # A sum goes where its first adapter does.
         adapter=adapter or next((ref for ref, _ in parts), ""),
+        images=ImageFiles.of(prompt, cache_salt),
     )
+
+
+def upload_image(size: int, adapter: str, cache_salt: str) -> Call[bytes]:
+    """Returns an upload of a file, whose request is the first of `image_messages`."""
+    upload = build(inference_pb.ImageUpload, "upload", size_bytes=size, cache_salt=cache_salt)
+    request = inference_pb.UploadImageRequest(upload=upload)
+    return Call(
+        Service.INFERENCE, "UploadImage", request, lambda response: response.sha256, adapter=adapter
+    )
+
+
+def image_messages(upload: Message, data: bytes) -> Iterator[Message]:
+    """Yields the messages of an upload."""
+    yield upload
+    for start in range(0, len(data), IMAGE_CHUNK_BYTES):
+        yield inference_pb.UploadImageRequest(chunk=data[start : start + IMAGE_CHUNK_BYTES])
 
 
 def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
@@ -388,6 +411,7 @@ def tokenize(
     add_special_tokens: bool | None,
     add_generation_prompt: bool | None,
     continue_final_message: bool,
+    cache_salt: str = "",
 ) -> Call[tuple[int, ...]]:
     unknown = sorted(set(options) - set(CHAT_NAMES))
     if unknown:
@@ -399,9 +423,17 @@ def tokenize(
         inference_pb.TokenizeRequest,
         adapter=adapter,
         add_special_tokens=add_special_tokens,
+        cache_salt=cache_salt,
         **fields,
     )
-    return Call(Service.INFERENCE, "Tokenize", request, from_inference.token_ids, adapter=adapter)
+    return Call(
+        Service.INFERENCE,
+        "Tokenize",
+        request,
+        from_inference.token_ids,
+        adapter=adapter,
+        images=ImageFiles.of(prompt, cache_salt),
+    )
 
 
 def detokenize(token_ids: Sequence[int], adapter: str) -> Call[str]:

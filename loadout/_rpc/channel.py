@@ -108,9 +108,10 @@ class Channels:
             )
         return route if self._tracing is None else self._tracing.trace(route, call)
 
-    def replica_route(self, call: Call[Any], address: str) -> Route:
-        """Returns the route to one replica of the inference service, for a call about all."""
-        route: Route = ToReplica(INFERENCE, self.fleet, self._security, call.rpc, address)
+    def replica_route(self, call: Call[Any] | StreamCall[Any], address: str) -> Route:
+        """Returns the route to one replica of the inference service."""
+        key = adapter_key(call.adapter, self._tenant)
+        route: Route = ToReplica(INFERENCE, self.fleet, self._security, call.rpc, address, key)
         return route if self._tracing is None else self._tracing.trace(route, call)
 
     def upload_route(self) -> Route:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -15,6 +15,11 @@ from loadout.security import Security
 
 Headers = tuple[tuple[str, str], ...]
 Trailers = Iterable[tuple[str, str | bytes]] | None
+Restore = Callable[[str, float | None], Any]
+"""Uploads the files that a replica lacks, in so many seconds, and returns the route to it."""
+
+IMAGE_NOT_FOUND = "IMAGE_NOT_FOUND"
+"""Reason of a server that has no file for the hash of an image."""
 
 
 class Route(Protocol):
@@ -66,6 +71,10 @@ def delay_after(error: Any, route: Route, attempts: Attempts, *, repeatable: boo
     return delay_s
 
 
+def _key_headers(key: str) -> Headers:
+    return ((ADAPTER_HEADER, key),) if key else ()
+
+
 class Direct:
     """The route to a service that has one address."""
 
@@ -89,12 +98,19 @@ class Direct:
 
 
 class ToReplica:
-    """The route to one replica of `service`, also while it fails."""
+    """The route to one replica of `service`, also while it fails. The address may be a proxy's,
+    which finds the replica by the `key`."""
 
     resolving = None
 
     def __init__(
-        self, service: str, fleet: Fleet, security: Security, rpc: str, address: str
+        self,
+        service: str,
+        fleet: Fleet,
+        security: Security,
+        rpc: str,
+        address: str,
+        key: str = "",
     ) -> None:
         self.headers: Headers = ()
         self.service = service
@@ -102,11 +118,13 @@ class ToReplica:
         self._fleet = fleet
         self._security = security
         self._rpc = rpc
+        self._key = key
         self._channel: ReplicaChannel | None = None
 
     def send(self, request: Any, timeout: float | None) -> Any:
         self._channel = self._fleet.acquire_at(self.address)
-        method = self._security.sign(getattr(self._channel.stub, self._rpc), self.headers)
+        headers = (*_key_headers(self._key), *self.headers)
+        method = self._security.sign(getattr(self._channel.stub, self._rpc), headers)
         return method(request, timeout=timeout)
 
     def failed(self, failure: LoadoutError, trailers: Trailers) -> bool:
@@ -153,8 +171,8 @@ class Routed:
     def send(self, request: Any, timeout: float | None) -> Any:
         self._channel = self._fleet.acquire(self._key, self._tried, may_spill=self._may_spill)
         self.address = self._channel.address
-        key = ((ADAPTER_HEADER, self._key),) if self._key else ()
-        method = self._security.sign(getattr(self._channel.stub, self._rpc), (*key, *self.headers))
+        headers = (*_key_headers(self._key), *self.headers)
+        method = self._security.sign(getattr(self._channel.stub, self._rpc), headers)
         return method(request, timeout=timeout)
 
     def failed(self, failure: LoadoutError, trailers: Trailers) -> bool:

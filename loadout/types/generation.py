@@ -110,10 +110,13 @@ class Tool(TypedDict):
 
 
 class ChatImage(TypedDict):
-    """An image in a message."""
+    """An image in a message: its file, its hash, or both. If you give both, the client sends the
+    hash, and uploads the file only if the server does not have it."""
 
-    data: bytes
+    data: NotRequired[bytes]
     """A PNG, JPEG, WebP or GIF file with one frame."""
+    sha256: NotRequired[bytes]
+    """SHA-256 hash of the file, as `upload_image` returns it."""
     position: NotRequired[int]
     """Number of characters of the message's content before it. Default: 0."""
 

@@ -75,7 +75,7 @@ def _inference() -> Known:
 
 def _places(module: ModuleType) -> list[str]:
     """Returns the names of resources that a module shares out."""
-    pattern = r'(?:Shares\(|FairExecutor\(\w+, )"(\w+)"'
+    pattern = r'(?:Shares\(|Uploads\(|FairExecutor\(\w+, )"(\w+)"'
     return re.findall(pattern, inspect.getsource(module))
 
 

@@ -109,6 +109,16 @@ def classify(stub: Any, ref: str) -> None:
             raise
 
 
+def upload_image(stub: Any, ref: str) -> None:
+    """Whoever is let in learns that this model reads no images."""
+    request = pb.UploadImageRequest(upload=pb.ImageUpload(size_bytes=1))
+    try:
+        stub.UploadImage(iter([request, pb.UploadImageRequest(chunk=b"a")]), timeout=60)
+    except grpc.RpcError as error:
+        if "reads no images" not in str(error.details()):
+            raise
+
+
 def tokenize(stub: Any, ref: str) -> None:
     stub.Tokenize(pb.TokenizeRequest(adapter=ref, text="a"), timeout=60)
 
@@ -188,6 +198,7 @@ ABOUT: dict[str, Callable[[Any, str], Any]] = {
     "UnpinAdapter": unpin,
 }
 ASK = ABOUT | {
+    "UploadImage": upload_image,
     "ListResidentAdapters": list_residents,
     "GetServerInfo": get_server_info,
     "GetDebugInfo": get_debug_info,

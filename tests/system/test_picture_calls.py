@@ -3,18 +3,29 @@ refused by name."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import hashlib
+import sys
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2 as httpx
+import numpy as np
 import pytest
 from openai import OpenAI
 from PIL import Image
 
-from loadout import errors
+from loadout import AsyncClient, Client, errors
+from loadout.inference.v1 import inference_pb2 as pb
+from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from loadout.prometheus import scrape
+from loadout.retry import RetryPolicy
+from tests.support.access.policies import token_lines, token_of, write_policy
+from tests.support.forks import ForkedProcess
 from tests.support.pictures.files import encoded, picture
 from tests.support.pictures.models import ReaderZoo, make_reader_zoo
 from tests.support.pictures.templates import IMAGE
@@ -23,7 +34,7 @@ from tests.system.services import Services
 pytestmark = pytest.mark.processes
 
 FLAGS = (
-    *("--http", "127.0.0.1:0", "--dtype", "float32", "--prompt-image-memory", "4MiB"),
+    *("--http", "127.0.0.1:0", "--dtype", "float32", "--prompt-image-memory", "40MiB"),
     *("--max-prompt-images", "3", "--aliases", "SmolVLM"),
 )
 NUM_TOKENS = 24
@@ -289,7 +300,11 @@ def test_pixels_of_open_requests_are_bounded(services: Services) -> None:
     later: Any = {"role": "user", "content": "b", "images": [{"data": encoded(ONE), "position": 1}]}
     assert services.client.complete([later], **GREEDY).text  # an image of another prefix
     metrics = scrape(services.inference_metrics)
-    for place, capacity in (("prompt_image_bytes", 2 << 20), ("prompt_images", 2)):
+    for place, capacity in (
+        ("prompt_image_bytes", 20 << 20),
+        ("prompt_images", 2),
+        ("prompt_image_uploads", 10 << 20),
+    ):
         assert metrics.one("loadout_inference_place_capacity", place=place) == capacity
     assert metrics.one("loadout_inference_prompt_image_encodes_total") >= 2
     assert metrics.one("loadout_inference_prompt_image_hits_total") >= 1
@@ -298,3 +313,169 @@ def test_pixels_of_open_requests_are_bounded(services: Services) -> None:
     assert metrics.one(f"{embeddings}_used_bytes") == 0
     assert 0 < metrics.one(f"{embeddings}_stored_bytes") < 2 << 20
     assert metrics.one(f"{embeddings}_capacity_bytes") == 2 << 20
+
+
+# --- uploads ------------------------------------------------------------------------------------
+
+
+def used_uploads(services: Services) -> float:
+    return scrape(services.inference_metrics).one(
+        "loadout_inference_place_used", place="prompt_image_uploads"
+    )
+
+
+def asks(**image: Any) -> Any:
+    """Returns a chat with the image, and a text after it."""
+    return [{"role": "user", "content": "the dog", "images": [image]}]
+
+
+def noise() -> Image.Image:
+    """An image whose file is larger than a request may be."""
+    values = np.random.default_rng(3).integers(0, 256, (1200, 1300, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+@pytest.mark.parametrize("adapter", ["", "of-text"])
+def test_an_uploaded_image_is_as_one_that_is_sent(
+    services: Services, oracle: ReaderZoo, adapter: str
+) -> None:
+    large = noise()
+    data = encoded(large)
+    assert len(data) > 4 << 20
+    with pytest.raises(errors.ResourceExhausted):
+        services.client.complete(asks(data=data), adapter=adapter, **GREEDY)
+    sha256 = services.client.upload_image(data, adapter=adapter)
+    assert sha256 == hashlib.sha256(data).digest()
+    used = used_uploads(services)
+    assert services.client.upload_image(data, adapter=adapter) == sha256
+    assert used_uploads(services) == used >= len(data)
+    parts = [part(ONE), text("the dog")]
+    answer = expected(oracle, adapter, parts, large)
+    for _ in range(2):  # the second time its embeddings are found
+        made = services.client.complete(asks(sha256=sha256), adapter=adapter, **GREEDY)
+        assert made.text == answer
+    content = [{"type": "image"}, text("the dog")]
+    tokens = oracle.inputs([{"role": "user", "content": content}], [large])["input_ids"][0]
+    assert list(services.client.tokenize(asks(sha256=sha256))) == tokens.tolist()
+
+
+def test_an_unknown_hash_is_refused_by_name(services: Services) -> None:
+    sha256 = services.client.upload_image(encoded(ONE), cache_salt="mine")
+    options: dict[str, Any] = {"max_tokens": 1}
+    services.client.complete(asks(sha256=sha256), cache_salt="mine", **options)
+    services.client.tokenize(asks(sha256=sha256), cache_salt="mine")
+    for unknown, salt in ((sha256, ""), (sha256, "other"), (b"x" * 32, "mine")):
+        with pytest.raises(errors.NotFound, match="upload it again") as refused:
+            services.client.complete(asks(sha256=unknown), cache_salt=salt, **options)
+        assert refused.value.reason == "IMAGE_NOT_FOUND"
+        assert refused.value.subject == "chat.messages[0].images[0].sha256"
+    with pytest.raises(errors.NotFound):
+        services.client.tokenize(asks(sha256=sha256))
+    with pytest.raises(errors.InvalidArgument, match="a hash of 32 bytes"):
+        services.client.complete(asks(sha256=b"x" * 31), **options)
+    with pytest.raises(errors.InvalidArgument, match="one of data, sha256 is missing"):
+        services.client.complete(asks(position=1), **options)
+
+
+def test_the_client_uploads_an_image_that_the_server_lacks(services: Services) -> None:
+    data = encoded(picture(33, 44, seed=7))
+    both = {"data": data, "sha256": hashlib.sha256(data).digest()}
+    sent = services.client.complete(asks(data=data), **GREEDY).text
+    used = used_uploads(services)
+    assert services.client.complete(asks(**both), **GREEDY).text == sent
+    assert used_uploads(services) > used
+    assert services.client.complete(asks(sha256=both["sha256"]), **GREEDY).text == sent
+    salted = {"cache_salt": "another"}
+    assert services.client.tokenize(asks(**both), **salted) == services.client.tokenize(
+        asks(data=data)
+    )
+
+    async def main() -> list[str]:
+        async with AsyncClient(inference=services.inference_address) as client:
+            chunks = client.generate(asks(**both), cache_salt="third", **GREEDY)
+            found = "".join([chunk.text async for chunk in chunks])
+            sha256 = await client.upload_image(data)
+            return [found, (await client.complete(asks(sha256=sha256), **GREEDY)).text]
+
+    assert asyncio.run(main()) == [sent, sent]
+    wrong = {"data": data, "sha256": b"x" * 32}  # nobody believes it
+    with pytest.raises(errors.NotFound, match="upload it again"):
+        services.client.complete(asks(**wrong), **GREEDY)
+
+
+def test_content_is_checked_when_it_is_used(services: Services) -> None:
+    sha256 = services.client.upload_image(b"hello")
+    with pytest.raises(errors.InvalidArgument, match="is no picture") as refused:
+        services.client.complete(asks(sha256=sha256), max_tokens=1)
+    assert refused.value.subject == "chat.messages[0].images[0].sha256"
+
+
+def describes(size: int, salt: str = "") -> pb.UploadImageRequest:
+    return pb.UploadImageRequest(upload=pb.ImageUpload(size_bytes=size, cache_salt=salt))
+
+
+def has(chunk: bytes) -> pb.UploadImageRequest:
+    return pb.UploadImageRequest(chunk=chunk)
+
+
+HOSTILE: dict[str, tuple[list[pb.UploadImageRequest], str, str]] = {
+    "nothing": ([], "INVALID_ARGUMENT", "begins with `upload`"),
+    "no description": ([has(b"a")], "INVALID_ARGUMENT", "begins with `upload`"),
+    "no part": ([pb.UploadImageRequest()], "INVALID_ARGUMENT", "begins with `upload`"),
+    "no bytes": ([describes(0)], "INVALID_ARGUMENT", "size_bytes"),
+    "too large": ([describes(1 << 63)], "INVALID_ARGUMENT", "size_bytes"),
+    "more than there is": ([describes(20 << 20)], "RESOURCE_EXHAUSTED", "send a smaller image"),
+    "fewer": ([describes(2), has(b"a")], "INVALID_ARGUMENT", "1 of 2 bytes"),
+    "more": ([describes(2), has(b"abc")], "INVALID_ARGUMENT", "more have arrived"),
+    "an empty piece": ([describes(2), has(b"")], "INVALID_ARGUMENT", "chunk"),
+    "a large piece": ([describes(8 << 20), has(bytes(2 << 20))], "RESOURCE_EXHAUSTED", "are read"),
+    "twice": ([describes(2), describes(2)], "INVALID_ARGUMENT", "only chunks"),
+    "a long salt": ([describes(2, "s" * 257), has(b"ab")], "INVALID_ARGUMENT", "cache_salt"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_bad_uploads_are_refused_and_hold_nothing(services: Services, name: str) -> None:
+    messages, code, words = HOSTILE[name]
+    used = used_uploads(services)
+    with grpc.insecure_channel(services.inference_address) as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.UploadImage(iter(messages), timeout=60)
+    assert (refused.value.code().name, words in str(refused.value.details())) == (code, True)
+    assert used_uploads(services) <= used  # less, if others made room for it
+
+
+def test_tenants_name_their_own_uploads_alone(oracle: ReaderZoo, tmp_path: Path) -> None:
+    """A hash of another tenant is answered as one that nobody has uploaded."""
+    tenants = ("red", "blue")
+    lines = (token_lines(each, ["caller"], [each]) for each in tenants)
+    ready = tmp_path / "ready.json"
+    command = [
+        *(sys.executable, "-m", "inference_svc", "--model", str(oracle.zoo.model_dir)),
+        *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--kv-memory", "8MiB"),
+        *("--num-threads", "1", "--max-model-len", "256", "--ready-file", str(ready)),
+        *("--policy-file", str(write_policy(tmp_path, *lines)), "--dtype", "float32"),
+        *("--adapter-memory", "8MiB", "--prompt-image-memory", "4MiB"),
+    ]
+    process = ForkedProcess("inference", command, tmp_path, ready)
+    address = process.wait_ready(120.0)["grpc"]
+    retry = RetryPolicy(max_attempts=1)
+    red, blue = (Client(inference=address, token=token_of(name), retry=retry) for name in tenants)
+    try:
+        sha256 = red.upload_image(encoded(ONE))
+        assert red.complete(asks(sha256=sha256), max_tokens=1).token_ids
+        words = []
+        for unknown in (sha256, b"x" * 32):
+            with pytest.raises(errors.NotFound) as refused:
+                blue.complete(asks(sha256=unknown), max_tokens=1)
+            words.append((refused.value.message, refused.value.reason, refused.value.subject))
+        assert words[0] == words[1]
+        with pytest.raises(errors.ResourceExhausted, match="one tenant may have"):
+            blue.upload_image(bytes(600 << 10))  # its share is half of a MiB
+        both = {"data": encoded(ONE), "sha256": sha256}
+        assert blue.complete(asks(**both), max_tokens=1).token_ids
+    finally:
+        for each in (red, blue):
+            each.close()
+        process.stop(40.0)

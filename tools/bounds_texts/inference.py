@@ -87,7 +87,7 @@ INFERENCE_FIELDS: Sequence[Line] = (
     ),
     line(
         "{Generate,Tokenize}.chat.messages.images "
-        "{Generate,Tokenize}.chat.messages.images.{data,position}",
+        "{Generate,Tokenize}.chat.messages.images.{data,sha256,position}",
         "files of images; their pixels as long as the request, embeddings until others need room",
         "the files until they are decoded; the pixels as long as the request",
         ACCOUNT,
@@ -96,7 +96,18 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "test_hostile_files_are_refused "
         "test_a_bomb_ends_its_process_and_the_next_picture_is_decoded "
         "test_bad_pictures_are_refused_by_name "
-        "test_the_largest_tenant_loses_what_it_used_longest_ago",
+        "test_the_largest_tenant_loses_what_it_used_longest_ago "
+        "test_an_uploaded_file_is_held_until_it_is_decoded",
+    ),
+    line(
+        "UploadImage.chunk UploadImage.upload.{size_bytes,cache_salt} Tokenize.cache_salt",
+        "the file of an image",
+        "until nobody has used it for an hour, or others need its room",
+        ACCOUNT,
+        "32 MiB a file, 1 MiB a message; a quarter of `--prompt-image-memory`, of which an account "
+        "has at most its share; 256 characters of a salt",
+        "test_bad_uploads_are_refused_and_hold_nothing "
+        "test_an_account_loses_the_file_that_it_used_longest_ago",
     ),
     line(
         "{Generate,Tokenize}.chat.tools "

@@ -115,6 +115,7 @@ SERVICES = (
         "Inference service",
         {
             "Generate": _INFERENCE.GENERATE,
+            "UploadImage": _INFERENCE.GENERATE,
             "Embed": _INFERENCE.GENERATE,
             "Score": _INFERENCE.GENERATE,
             "Classify": _INFERENCE.GENERATE,
@@ -135,6 +136,7 @@ SERVICES = (
             "ProfileSteps": _INFERENCE.INSPECT,
         },
         _again(
+            calls.upload_image(1, "", ""),
             calls.tokenize("", "", {}, None, None, False),
             calls.detokenize((), ""),
             calls.load("", pin=False),

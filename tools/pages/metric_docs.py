@@ -23,7 +23,7 @@ definitions in the code, and a test checks that nothing else is exported.
 A histogram has the series `_bucket`, `_sum` and `_count`, a summary `_sum` and `_count`. Counters
 start at 0 with their process.
 
-**Series by adapter.** A scrape has fewer than 5,500 series, however many adapters you have. In
+**Series by adapter.** A scrape has fewer than 5,600 series, however many adapters you have. In
 metrics with the label `adapter`, the busiest `--metrics-adapters` have their own series, as
 `tenant/name`. Requests to the base model count as `base`, all others as `other`. When another
 adapter becomes clearly busier, it replaces one of them. The counts of the replaced adapter move to

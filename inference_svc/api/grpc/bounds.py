@@ -8,16 +8,19 @@ from inference_svc.api.generate_call import (
     MAX_STOPS,
     MAX_VARIABLES,
 )
+from inference_svc.api.grpc.uploads import MAX_CHUNK_BYTES
 from inference_svc.api.pooling.call import MAX_INPUT_TOKENS, MAX_INPUTS
 from inference_svc.api.service import TRACE_CHUNK_BYTES
 from inference_svc.api.tools import MAX_TOOLS
 from inference_svc.core import MAX_PARTS
 from inference_svc.grammars.grammar import MAX_CHOICE_TEXTS
 from loadout.inference.v1 import inference_pb2 as pb
-from servicekit.rpc.requests import RequestBounds, RequestTable
+from servicekit.rpc.requests import SMALL_BYTES, RequestBounds, RequestTable
 
 MAX_GENERATE_BYTES = 4 << 20
 """Holds a million tokens, as ids or as text, and the additions of each message of a chat."""
+MAX_UPLOADS = 16
+"""Each has a message in memory while it arrives, in addition to the room for its file."""
 DEBUG_BYTES = 2 << 20
 """The largest part of a debug bundle has a thousand rows."""
 
@@ -43,6 +46,10 @@ _INPUTS = {
 EMBED, CLASSIFY = (
     RequestBounds(message, MAX_GENERATE_BYTES, max_items=_INPUTS, answer_bytes=VECTOR_BYTES)
     for message in (pb.EmbedRequest, pb.ClassifyRequest)
+)
+RESIDENTS = RequestBounds(pb.ListResidentAdaptersRequest, answer_bytes=RESIDENTS_BYTES)
+UPLOAD = RequestBounds(
+    pb.UploadImageRequest, MAX_CHUNK_BYTES + SMALL_BYTES, max_running=MAX_UPLOADS
 )
 SCORE = RequestBounds(
     pb.ScoreRequest,
@@ -75,6 +82,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
     )
     return {
         "Generate": generate,
+        "UploadImage": UPLOAD,
         "Embed": EMBED,
         "Score": SCORE,
         "Classify": CLASSIFY,
@@ -87,9 +95,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
             max_items={"token_ids": 2 * max_model_len},
             answer_bytes=TOKENS_BYTES,
         ),
-        "ListResidentAdapters": RequestBounds(
-            pb.ListResidentAdaptersRequest, answer_bytes=RESIDENTS_BYTES
-        ),
+        "ListResidentAdapters": RESIDENTS,
         "InspectAdapter": RequestBounds(pb.InspectAdapterRequest, answer_bytes=ADAPTER_BYTES),
         "LoadAdapter": RequestBounds(pb.LoadAdapterRequest),
         "UnloadAdapter": RequestBounds(pb.UnloadAdapterRequest),

@@ -21,7 +21,7 @@ from inference_svc.api.generate_call import (
     random_seed,
 )
 from inference_svc.api.grpc import results
-from inference_svc.api.grpc.prompts import check, from_chat, from_prompt
+from inference_svc.api.grpc.prompts import check, checked_salt, from_chat, from_prompt
 from inference_svc.core import (
     NO_DEFAULTS,
     FinishReason,
@@ -85,7 +85,6 @@ def from_generate_request(
     """Converts a message within its bounds; `deadline_s` is the caller's, in monotonic time. Raises
     InvalidArgument, naming the field."""
     check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
-    check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
     if request.adapters and request.adapter:
         raise InvalidArgument("adapters must be empty where adapter is set", subject="adapters")
     check(request.n <= MAX_CHOICES, "n", f"at most {MAX_CHOICES}")
@@ -108,7 +107,7 @@ def from_generate_request(
         wanted=wanted,
         min_revision=request.min_revision,
         priority=request.priority,
-        cache_salt=request.cache_salt,
+        cache_salt=checked_salt(request.cache_salt),
         deadline_s=deadline_s,
         version_policy=_from_policy(request.version_policy),
         num_choices=request.n or 1,

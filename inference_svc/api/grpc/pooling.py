@@ -19,7 +19,7 @@ from inference_svc.api.generate_call import (
 )
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.grpc import convert
-from inference_svc.api.grpc.prompts import check
+from inference_svc.api.grpc.prompts import check, checked_salt
 from inference_svc.api.pooling.call import MAX_INPUTS
 from inference_svc.api.pooling.classify import Classified, ClassifiedTokens, ClassifyCall
 from inference_svc.api.pooling.embed import (
@@ -126,7 +126,6 @@ def _limit(request: PoolRequest) -> dict[str, Any]:
 def _common(request: PoolRequest, deadline_s: float | None) -> dict[str, Any]:
     """Returns the fields of `PoolCall`."""
     check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
-    check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
     check(not (request.adapters and request.adapter), "adapters", "empty where adapter is set")
     parts = [(p.ref, p.scale if p.HasField("scale") else 1.0) for p in request.adapters]
     return {
@@ -135,7 +134,7 @@ def _common(request: PoolRequest, deadline_s: float | None) -> dict[str, Any]:
         "parts": checked_parts(parts),
         "min_revision": request.min_revision,
         "priority": request.priority,
-        "cache_salt": request.cache_salt,
+        "cache_salt": checked_salt(request.cache_salt),
         "deadline_s": deadline_s,
     }
 

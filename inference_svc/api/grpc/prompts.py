@@ -10,6 +10,7 @@ from google.protobuf import struct_pb2
 
 from inference_svc.api.generate_call import (
     EFFORTS,
+    MAX_ID_CHARS,
     MAX_MESSAGE_NAME_CHARS,
     MAX_TOOL_CALL_ID_CHARS,
     MAX_TOOL_CALLS,
@@ -27,6 +28,7 @@ from inference_svc.api.tools import (
     schema_text,
     to_options,
 )
+from inference_svc.pictures.uploads import HASH_BYTES
 from inference_svc.text.chat import ChatMessage, MessageImage, Tool, ToolCall, Variable
 from inference_svc.text.prompt import Prompt, Text
 from loadout.inference.v1 import inference_pb2 as pb
@@ -44,6 +46,12 @@ def check(holds: bool, field: str, requirement: str) -> None:
     """Raises InvalidArgument, naming the field."""
     if not holds:
         raise InvalidArgument(f"{field} must be {requirement}", subject=field)
+
+
+def checked_salt(salt: str, field: str = "cache_salt") -> str:
+    """Returns the salt. Raises InvalidArgument, naming the field."""
+    check(len(salt) <= MAX_ID_CHARS, field, f"at most {MAX_ID_CHARS} long")
+    return salt
 
 
 def from_prompt(
@@ -181,7 +189,13 @@ def _images(message: pb.ChatMessage, path: str) -> Iterator[MessageImage]:
         is_placed = before <= image.position <= len(message.content)
         check(is_placed, f"{where}.position", "in order, and within the content")
         before = image.position
-        yield MessageImage(image.position, image.data, where)
+        kind: str | None = image.WhichOneof("file")
+        if kind is None:
+            raise InvalidArgument(f"{where}: one of data, sha256 is missing", subject=where)
+        if kind == "sha256":
+            where = f"{where}.sha256"
+            check(len(image.sha256) == HASH_BYTES, where, f"a hash of {HASH_BYTES} bytes")
+        yield MessageImage(image.position, image.data, where, image.sha256)
 
 
 def _from_tool_call(call: pb.ToolCall, path: str) -> ToolCall:

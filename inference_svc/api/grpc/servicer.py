@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing
 from functools import partial
@@ -27,7 +27,8 @@ from inference_svc.api.grpc.pooling import (
     to_embedding_info,
     to_score_responses,
 )
-from inference_svc.api.grpc.prompts import check, from_tokenize_request
+from inference_svc.api.grpc.prompts import check, checked_salt, from_tokenize_request
+from inference_svc.api.grpc.uploads import from_upload, in_time
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.pooling.classify import (
     Classified,
@@ -44,6 +45,7 @@ from inference_svc.api.service import Service
 from inference_svc.core import MAX_PARTS, Action, Principal, sum_label
 from inference_svc.debug import DebugInfo
 from inference_svc.errors import PROMPT_SUBJECTS, Asleep, QueueFull
+from inference_svc.pictures.uploads import IDLE_SECONDS
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from servicekit.errors import Draining, InvalidArgument
@@ -102,6 +104,16 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 for response in answers[index].responses(delta):
                     await context.write(response)
 
+    async def UploadImage(  # noqa: N802
+        self, requests: AsyncIterator[pb.UploadImageRequest], context: Context
+    ) -> pb.UploadImageResponse:
+        principal = self._service.access.authorize(_caller(context), Action.GENERATE)
+        async with aclosing(in_time(requests)) as messages:
+            size, cache_salt, pieces = await from_upload(messages)
+            async with aclosing(pieces):
+                sha256 = await self._service.uploads.receive(principal, size, cache_salt, pieces)
+        return pb.UploadImageResponse(sha256=sha256, idle_seconds=int(IDLE_SECONDS))
+
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> None:  # noqa: N802
         rule = self._service.facts.embedding
         incoming = IncomingPoolCall(request, context, partial(from_embed_request, rule=rule))
@@ -153,7 +165,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             converting = parsers.submit(from_tokenize_request, request)
             prompt = await asyncio.wrap_future(converting)
             token_ids, _ = await self._service.encode(
-                principal, request.adapter, prompt, subject="adapter"
+                principal, request.adapter, prompt, "adapter", checked_salt(request.cache_salt)
             )
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=facts.max_model_len)
 

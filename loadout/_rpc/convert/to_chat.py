@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast, get_type_hints
 
 from google.protobuf import struct_pb2
@@ -17,6 +18,22 @@ Prompt = str | Sequence[int] | Sequence[types.ChatMessage]
 """Text, token ids, or chat messages."""
 
 CHAT_NAMES = tuple(get_type_hints(types.ChatOptions))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFiles:
+    """Files of images that a chat names by their hashes, for a server that lacks them."""
+
+    files: tuple[bytes, ...]
+    cache_salt: str
+
+    @classmethod
+    def of(cls, prompt: Prompt, cache_salt: str) -> ImageFiles | None:
+        """Returns None if there are none."""
+        items = [] if isinstance(prompt, str) else [m for m in prompt if isinstance(m, Mapping)]
+        images = [image for message in items for image in message.get("images") or ()]
+        files = [each["data"] for each in images if "data" in each and "sha256" in each]
+        return cls(tuple(dict.fromkeys(files)), cache_salt) if files else None
 
 
 def to_prompt(
@@ -109,5 +126,14 @@ def _message(values: dict[str, Any], index: int) -> inference_pb.ChatMessage:
         build(inference_pb.ToolCall, f"{path}.tool_calls[{place}]", **call)
         for place, call in enumerate(values.get("tool_calls") or ())
     ]
-    fields = {**values, "tool_calls": calls} if calls else values
+    fields = {**values, "tool_calls": calls} if calls else dict(values)
+    if images := values.get("images"):
+        fields["images"] = [_image(each, f"{path}.images[{i}]") for i, each in enumerate(images)]
     return cast(inference_pb.ChatMessage, build(inference_pb.ChatMessage, path, **fields))
+
+
+def _image(values: Mapping[str, Any], path: str) -> inference_pb.ChatImage:
+    """Returns an image of a message: by its hash, if that is known."""
+    left_out = "data" if "sha256" in values else ""
+    fields = {name: value for name, value in values.items() if name != left_out}
+    return cast(inference_pb.ChatImage, build(inference_pb.ChatImage, path, **fields))

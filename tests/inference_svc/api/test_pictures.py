@@ -6,20 +6,26 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from inference_svc.api.pictures import CallPictures, PictureReader
+from inference_svc.api import pictures
+from inference_svc.api.pictures import CallPictures, ImageUploads, PictureReader
+from inference_svc.errors import ImageNotFound
 from inference_svc.pictures.decoding import Tiles
 from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.processor import read_processor
 from inference_svc.pictures.sizes import TileForm
+from inference_svc.pictures.uploads import IDLE_SECONDS, UploadKey, Uploads
 from inference_svc.text.chat import Chat, ChatMessage, MessageImage
 from servicekit.errors import InvalidArgument, ShareExceeded
 from servicekit.shares import Shares
+from servicekit.work_budget import WorkBudget
 from tests.support.pictures.files import encoded, picture
 from tests.support.pictures.models import PATCH, TILE, save_processor
 
@@ -27,6 +33,7 @@ pytestmark = pytest.mark.processes
 
 TILE_BYTES = 3 * TILE * TILE
 FORM = TileForm(TILE, PATCH, merge=2)
+SALT = "salt"
 
 
 @pytest.fixture
@@ -34,7 +41,9 @@ def reader(tmp_path: Path) -> Iterator[PictureReader]:
     """At most two pictures of ten tiles each."""
     save_processor("SmolVLM", tmp_path)
     rule = PictureRule(read_processor(tmp_path, FORM), 80, FORM, 2)
-    made = PictureReader(rule, "model", Shares("prompt_image_bytes", 1 << 21, 0.5))
+    made = PictureReader(
+        rule, "model", Shares("prompt_image_bytes", 1 << 21, 0.5), Uploads("uploads", 1 << 20)
+    )
     yield made
     made.close()
 
@@ -48,7 +57,7 @@ def read(call: CallPictures, prompt: Chat) -> list[int]:
     """Returns the tiles of each picture."""
 
     async def body() -> list[int]:
-        found = await call.of_prompt(prompt, ("<image>",), "account").read()
+        found = await call.of_prompt(prompt, lambda _: "<image>", "account", SALT).read()
         return [each.num_tiles for each in found]
 
     return asyncio.run(body())
@@ -70,7 +79,8 @@ def test_small_pictures_count_as_their_files(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (400, 400))
     save_processor("Llava", tmp_path)
     rule = PictureRule(read_processor(tmp_path, FORM), 80, FORM, 2)
-    reader = PictureReader(rule, "model", Shares("prompt_image_bytes", 100 << 20, 0.5))
+    pixels = Shares("prompt_image_bytes", 100 << 20, 0.5)
+    reader = PictureReader(rule, "model", pixels, Uploads("uploads", 1))
     with reader.of_call() as call:
         read(call, chat(encoded(picture(TILE, TILE)), encoded(picture(200, 100))))
     assert reader.pixels.used == 2 << 20
@@ -100,7 +110,7 @@ def test_an_account_holds_no_more_than_its_share(reader: PictureReader) -> None:
         assert read(call, chat(large)) == [10]
         assert share // 2 < reader.pixels.used <= share
         call.release()
-    most = f"maximum of {share}"
+    most = f"maximum of {share}: send fewer or smaller images"
     with pytest.raises(ShareExceeded, match=most) as refused, reader.of_call() as call:
         read(call, chat(large, large))
     assert not refused.value.retry_after_s
@@ -152,8 +162,84 @@ def test_too_many_are_refused_before_any_is_decoded(reader: PictureReader) -> No
 
 
 def test_a_server_of_text_refuses_them_by_name() -> None:
-    reader = PictureReader(None, "acme", Shares("prompt_image_bytes", 1))
+    pixels, uploads = Shares("prompt_image_bytes", 1), Uploads("uploads", 1)
+    reader = PictureReader(None, "acme", pixels, uploads)
     with pytest.raises(InvalidArgument, match="image 0: acme reads no images") as refused:
         read(CallPictures(reader), chat(b"any"))
     assert refused.value.subject == "image 0"
     assert read(CallPictures(reader), chat()) == []
+
+
+def uploaded(reader: PictureReader, data: bytes, account: str = "account") -> Chat:
+    """A chat with an image that was uploaded, and is named by its hash."""
+    with reader.uploads.begin(account, len(data)) as file:
+        file.add(data)
+        sha256 = file.keep(SALT)
+    image = MessageImage(0, b"", "image 0", sha256)
+    return Chat((ChatMessage("user", "a", images=(image,)),))
+
+
+def test_an_uploaded_file_is_held_until_it_is_decoded(reader: PictureReader) -> None:
+    prompt = uploaded(reader, encoded(picture(TILE, TILE)))
+    [image] = prompt.images
+    file = reader.uploads.hold(UploadKey("account", SALT, image.sha256))
+    assert file is not None
+    with reader.of_call() as call:
+        found = call.of_prompt(prompt, lambda _: "<image>", "account", SALT)
+        assert file.num_holders == 2
+        assert [each.num_tiles for each in asyncio.run(found.read())] == [10]
+        assert file.num_holders == 1
+    call.release()
+    again = CallPictures(reader)
+    again.of_prompt(prompt, lambda _: "<image>", "account", SALT)
+    assert file.num_holders == 2
+    again.release()  # before it is decoded
+    assert file.num_holders == 1
+    reader.uploads.let_go(file)
+    reader.uploads.check_integrity()
+
+
+def test_a_hash_of_others_is_as_unknown_as_any(reader: PictureReader) -> None:
+    prompt = uploaded(reader, encoded(picture(9, 9)), "neighbour")
+    unknown = Chat(
+        (ChatMessage("user", "a", images=(MessageImage(0, b"", "image 0", b"x" * 32),)),)
+    )
+    words = []
+    for each, account, salt in (
+        (prompt, "account", SALT),
+        (prompt, "neighbour", ""),
+        (unknown, "account", SALT),
+    ):
+        with pytest.raises(ImageNotFound) as refused, reader.of_call() as call:
+            call.of_prompt(each, lambda _: "<image>", account, salt)
+        assert refused.value.subject == "image 0"
+        words.append(str(refused.value))
+    assert len(set(words)) == 1
+    assert "upload it again" in words[0]
+    with reader.of_call() as call:
+        call.of_prompt(prompt, lambda _: "<image>", "neighbour", SALT)
+    call.release()
+
+
+def test_files_that_nobody_uses_are_deleted_without_a_call(
+    reader: PictureReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "EXPIRY_SECONDS", 0.01)
+    now_s = 0.0
+    reader.uploads = Uploads("uploads", 1 << 20, clock=lambda: now_s)
+    uploads = ImageUploads(reader, WorkBudget("work", 1.0))
+    principal: Any = SimpleNamespace(account="account")
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"a"
+
+    async def body() -> None:
+        nonlocal now_s
+        await uploads.receive(principal, 1, "", chunks())
+        assert reader.uploads.use().used
+        now_s = IDLE_SECONDS
+        async with asyncio.timeout(60.0):
+            while reader.uploads.use().used:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(body())

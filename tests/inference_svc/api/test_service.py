@@ -13,6 +13,7 @@ from inference_svc.api.pictures import CallPictures, PictureReader
 from inference_svc.api.pooling.embed import EmbedCall
 from inference_svc.api.request_record import NO_PROMPT
 from inference_svc.api.service import Service
+from inference_svc.pictures.uploads import Uploads
 from inference_svc.results.embedding_rule import NO_EMBEDDINGS, EmbeddingRule
 from inference_svc.results.pooling import PoolingOption
 from inference_svc.text.prompt import INLINE_CHARS, MIN_CHARS, PromptEncoder, Text
@@ -38,6 +39,9 @@ class Watched:
     end_ids = ()
     num_inline = in_a_row = most_in_a_row = 0
 
+    def name_of(self, token_id: int) -> str:
+        return chr(token_id)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if threading.current_thread() is threading.main_thread():
             self.num_inline += 1
@@ -60,7 +64,7 @@ def test_many_texts_of_a_call_leave_the_event_loop(
     ).to_call(NO_EMBEDDINGS)
     encoder: Any = Watched()
     principal: Any = SimpleNamespace(account="a", home_tenant="")
-    reader = PictureReader(None, "model", Shares("prompt_image_bytes", 1))
+    reader = PictureReader(None, "model", Shares("prompt_image_bytes", 1), Uploads("uploads", 1))
 
     async def watch() -> None:
         while True:

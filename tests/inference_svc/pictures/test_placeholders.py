@@ -13,6 +13,7 @@ from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.processor import read_processor
 from inference_svc.pictures.prompt import Frame
 from inference_svc.pictures.sizes import Size, TileForm
+from inference_svc.pictures.uploads import Uploads
 from inference_svc.text.chat import Chat, ChatMessage, MessageImage
 from inference_svc.text.prompt import Prompt, PromptEncoder
 from inference_svc.text.tokenizer import Tokenizer
@@ -106,7 +107,8 @@ def test_tokens_that_stand_for_pictures_are_refused(
 def test_their_texts_are_refused_by_the_message(
     mark: str, tokenizer: Tokenizer, rule: PictureRule
 ) -> None:
-    reader = PictureReader(None, "model", Shares("prompt_image_bytes", 1 << 20, 1.0))
+    pixels = Shares("prompt_image_bytes", 1 << 20, 1.0)
+    reader = PictureReader(None, "model", pixels, Uploads("uploads", 1))
     reader.rule = rule
     names = rule.names(tokenizer.name_of)
     reader.check(chat_of(f"no {END}", 0), names)

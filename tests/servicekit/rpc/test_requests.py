@@ -98,6 +98,7 @@ def test_only_layouts_may_be_large() -> None:
 def test_only_prompts_may_be_large() -> None:
     sizes = {name: bounds.max_bytes for name, bounds in INFERENCE.items()}
     assert sizes.pop("Generate") == 4 << 20 == largest_request(INFERENCE)
+    assert sizes.pop("UploadImage") == (1 << 20) + (64 << 10)  # a piece of a file
     for name in ("Tokenize", "Detokenize", "Embed", "Score", "Classify"):
         assert sizes.pop(name) == 4 << 20
     assert set(sizes.values()) == {64 << 10}

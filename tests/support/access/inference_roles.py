@@ -6,6 +6,7 @@ GENERATORS = {"caller", "both", "neighbour", "root"}
 OPERATORS = {"operator", "both", "neighbour", "root"}
 ALLOWED = {
     "Generate": GENERATORS,
+    "UploadImage": GENERATORS,
     "Embed": GENERATORS,
     "Score": GENERATORS,
     "Classify": GENERATORS,

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-MAX_SERIES = 5_500
+MAX_SERIES = 5_600

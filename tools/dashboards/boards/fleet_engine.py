@@ -198,9 +198,10 @@ def images() -> list[Panel]:
             span=6,
         ),
         lines(
-            "Pixels and decoders",
+            "Pixels, decoders and uploads",
             "Share in use in the fullest replica: prompt_image_bytes are the pixels of open "
-            "requests, prompt_images the processes that decode files.",
+            "requests, prompt_images the processes that decode files, prompt_image_uploads files "
+            "that callers have uploaded, which stay until others need the room.",
             "percentunit",
             Query(f"max by (place) ({used} / {capacity})", "{{place}}"),
             span=6,
@@ -209,7 +210,7 @@ def images() -> list[Panel]:
         lines(
             "Images that wait or are refused",
             "Requests that wait for pixels' memory, files that wait to be decoded, and refusals "
-            "per second.",
+            "per second, also of uploads.",
             "short",
             Query(INFERENCE.sum("place_waiting", "place", _IMAGE_PLACES), "{{place}} waiting"),
             Query(

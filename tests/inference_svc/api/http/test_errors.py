@@ -71,6 +71,7 @@ def test_lasting_errors_are_not_retried() -> None:
         PermissionDenied,
         InvalidArgument,
         errors.AdapterNotFound,
+        errors.ImageNotFound,
         errors.AdapterUnusable,
         errors.TokenizerChanged,
         errors.ChatTemplateInvalid,

@@ -1,0 +1,63 @@
+"""Uploads of images as streams of messages: a description, then the file in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from inference_svc.api.grpc.prompts import check, checked_salt
+from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.errors import DeadlineExceeded, InvalidArgument
+from servicekit.shares import MinimumRate, Pace
+
+MAX_CHUNK_BYTES = 1 << 20
+PACE = Pace(bytes_per_second=64 << 10, stall_seconds=30.0)
+
+
+async def from_upload(
+    requests: AsyncIterator[pb.UploadImageRequest],
+) -> tuple[int, str, AsyncGenerator[bytes]]:
+    """Returns the size of the file, its salt, and the pieces as they arrive. Raises InvalidArgument
+    naming the field, as the pieces do."""
+    first = await anext(requests, None)
+    if first is None or first.WhichOneof("part") != "upload":
+        raise InvalidArgument("part: an upload begins with `upload`", subject="part")
+    salt = checked_salt(first.upload.cache_salt, "upload.cache_salt")
+    return first.upload.size_bytes, salt, _pieces(requests)
+
+
+async def _pieces(requests: AsyncIterator[pb.UploadImageRequest]) -> AsyncGenerator[bytes]:
+    async for request in requests:
+        if request.WhichOneof("part") != "chunk":
+            raise InvalidArgument("part: after `upload` only chunks may follow", subject="part")
+        chunk = request.chunk
+        check(0 < len(chunk) <= MAX_CHUNK_BYTES, "chunk", f"1 to {MAX_CHUNK_BYTES} bytes")
+        yield chunk
+
+
+async def in_time(
+    requests: AsyncIterator[pb.UploadImageRequest], pace: Pace = PACE
+) -> AsyncGenerator[pb.UploadImageRequest]:
+    """Yields the messages. Raises DeadlineExceeded for a caller that is slower than `pace`."""
+    rate = MinimumRate(pace)
+    while True:
+        try:
+            async with asyncio.timeout(rate.remaining_s):
+                with rate.waiting():
+                    request = await anext(requests, None)
+        except TimeoutError:
+            raise _too_slow(pace) from None
+        if request is None:
+            return
+        rate.received(len(request.chunk))
+        if rate.is_too_slow:
+            raise _too_slow(pace)
+        yield request
+
+
+def _too_slow(pace: Pace) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the upload has sent nothing for {pace.stall_seconds:g} seconds, or less than "
+        f"{pace.bytes_per_second} bytes per second for as long",
+        subject="request",
+    )
