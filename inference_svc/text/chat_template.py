@@ -102,6 +102,8 @@ class ChatTemplate:
 
     def _content_forms(self, chat: Chat) -> tuple[_InParts, ...]:
         """Returns which contents are in parts, in each of the ways that the template may know."""
+        if any(each.images and not _of_turn(each.role) for each in chat.messages):
+            return _of_all_but_system, _any
         if chat.images:
             return _any, _of_turn, _of_user
         return (_none, _any, _of_turn, _of_user) if self._names.reads_parts else (_none,)
@@ -117,6 +119,10 @@ def _none(_: str) -> bool:
 
 def _any(_: str) -> bool:
     return True
+
+
+def _of_all_but_system(role: str) -> bool:
+    return role not in (conversation.SYSTEM, conversation.DEVELOPER)
 
 
 def _of_turn(role: str) -> bool:

@@ -205,7 +205,7 @@ REFUSED_ELSEWHERE: dict[str, tuple[str, Any, str, str]] = {
     "response http": ("responses", {"image_url": "https://a/b.png"}, INPUT, "fetches nothing"),
     "response base64": ("responses", {"image_url": "data:image/png;base64,@"}, INPUT, "no base64"),
     "response none": ("responses", {"image_url": url(b"hello")}, INPUT, "is no picture"),
-    "response file": ("responses", {"file_id": "file-1"}, ITEM, "keeps no files"),
+    "response file": ("responses", {"file_id": "file-1"}, ITEM, "takes no files"),
     "response detail": (
         "responses",
         {"image_url": url(encoded(ONE)), "detail": "huge"},
@@ -213,7 +213,7 @@ REFUSED_ELSEWHERE: dict[str, tuple[str, Any, str, str]] = {
         "detail",
     ),
     "message url": ("messages", {"type": "url", "url": "https://a"}, BLOCK, "fetches nothing"),
-    "message file": ("messages", {"type": "file", "file_id": "f"}, BLOCK, "keeps no files"),
+    "message file": ("messages", {"type": "file", "file_id": "f"}, BLOCK, "over HTTP"),
     "message base64": (
         "messages",
         {"type": "base64", "media_type": "image/png", "data": "@"},

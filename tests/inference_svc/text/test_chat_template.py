@@ -116,3 +116,21 @@ def test_a_list_that_is_shown_as_it_is_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="no images in user messages") as refused:
         template.render(Chat((ChatMessage("user", "hi", images=(image,)),)), 10_000, 10.0)
     assert refused.value.subject == "chat.messages[0].content"
+
+
+@pytest.mark.parametrize(
+    "roles", [["system", "user", "tool"], ["user", "tool"], ["user", "assistant"]], ids=str
+)
+def test_images_in_results_of_tools_need_a_template_that_shows_them(roles: list[str]) -> None:
+    each = f"{{% if m['role'] in {roles} %}}{LOOP}{{% else %}}{{{{ m['content'] }}}}{{% endif %}}"
+    template = ChatTemplate(f"{{% for m in messages %}}{each}|{{% endfor %}}", {})
+    images = (MessageImage(2, b"", "image 0"),)
+    texts = [ChatMessage("system", "be kind"), ChatMessage("user", "hi")]
+    messages = (*texts, ChatMessage("tool", "a cat", images=images))
+    chat = Chat(messages, add_generation_prompt=False)
+    if "tool" in roles:
+        assert template.render(chat, 10_000, 10.0) == "be kind|hi|a <image>cat|"
+        return
+    with pytest.raises(InvalidArgument, match="no images in tool messages") as refused:
+        template.render(chat, 10_000, 10.0)
+    assert refused.value.subject == "chat.messages[2].content"

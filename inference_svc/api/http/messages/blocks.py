@@ -59,8 +59,8 @@ def _to_source(value: object) -> object:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind in ("url", "file"):
         raise ValueError(
-            f'the type must be "base64", not "{kind}": the server fetches nothing and keeps no '
-            "files, so send the image itself"
+            f'the type must be "base64", not "{kind}": the server fetches nothing, and takes no '
+            "files over HTTP, so send the image itself"
         )
     return value
 
@@ -70,6 +70,13 @@ class ImageBlock(Body):
     source: Annotated[ImageSource, BeforeValidator(_to_source)]
 
     cache_control: Anything | None = None
+
+
+Parts = Annotated[
+    list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
+    Field(fail_fast=True, max_length=MAX_MESSAGES),
+    BeforeValidator(_to_blocks),
+]
 
 
 class ThinkingBlock(Body):
@@ -106,7 +113,7 @@ class ResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: _CallId
-    content: Texts | None = None
+    content: Parts | None = None
 
     is_error: bool | None = None
     cache_control: Anything | None = None
@@ -165,18 +172,22 @@ def to_messages(messages: Sequence[BlockMessage]) -> Iterator[ChatMessage]:
             continue
         parts: list[tuple[str, TextBlock | ImageBlock]] = []
         for place, block in enumerate(message.content):
+            field = f"messages[{index}].content[{place}]"
             if isinstance(block, ResultBlock):
                 if parts:
                     yield _of_parts(message.role, parts)
                     parts = []
-                yield ChatMessage("tool", text_of(block.content), tool_call_id=block.tool_use_id)
+                inner = [(f"{field}.content[{i}]", p) for i, p in enumerate(block.content or ())]
+                yield _of_parts("tool", inner, block.tool_use_id)
             elif isinstance(block, TextBlock | ImageBlock):
-                parts.append((f"messages[{index}].content[{place}]", block))
+                parts.append((field, block))
         if parts or not message.content:
             yield _of_parts(message.role, parts)
 
 
-def _of_parts(role: str, parts: Sequence[tuple[str, TextBlock | ImageBlock]]) -> ChatMessage:
+def _of_parts(
+    role: str, parts: Sequence[tuple[str, TextBlock | ImageBlock]], tool_call_id: str = ""
+) -> ChatMessage:
     """Returns the message of texts and images, each with its field."""
     text, images, has_text_before = "", [], False
     for field, block in parts:
@@ -187,7 +198,7 @@ def _of_parts(role: str, parts: Sequence[tuple[str, TextBlock | ImageBlock]]) ->
             continue
         text += SEPARATOR * has_text_before + block.text
         has_text_before = True
-    return ChatMessage(role, text, images=tuple(images))
+    return ChatMessage(role, text, tool_call_id=tool_call_id, images=tuple(images))
 
 
 def _of_assistant(blocks: Sequence[Block]) -> ChatMessage:

@@ -92,7 +92,7 @@ def _to_url(part: Mapping[str, Any]) -> str:
         return url
     raise ValueError(
         'an image must be {"type": "input_image", "image_url": "data:image/..."}, with detail '
-        f"{', '.join(DETAILS)} or none: the server keeps no files"
+        f"{', '.join(DETAILS)} or none: the server takes no files over HTTP"
     )
 
 

@@ -7,14 +7,16 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from inference_svc.api.http.messages.answer import Blocks
+from inference_svc.api.http.messages.body import MessagesBody
 from inference_svc.api.http.responses.items import Items
 from inference_svc.api.tools import read_delta
 from inference_svc.core import FinishReason
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.answers.families import PARSERS, AnswerReader, AnswerSyntax
-from inference_svc.text.chat import Tool
+from inference_svc.text.chat import MessageImage, Tool
 from inference_svc.text.tokenizer import Tokenizer
 from tests.support.inference.front import BOTH, Front, prompt_of, thinking_text
 
@@ -299,3 +301,25 @@ def test_errors_have_anthropics_form_and_name_the_field(serve_messages: Any) -> 
         assert not front.engine.submitted
 
     serve_messages(body)
+
+
+def test_results_of_tools_have_images() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "YQ=="}
+    image = {"type": "image", "source": source}
+    words = [{"type": "text", "text": each} for each in ("two", "cats", "here")]
+    call = {"type": "tool_use", "id": "1", "name": "clock", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1"}
+    messages = [
+        USER,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result | {"content": [*words[:2], image, words[2]]}]},
+    ]
+    body = MessagesBody.model_validate(ASKED | {"messages": messages})
+    last = body.to_prompt().messages[-1]
+    where = "messages[2].content[0].content[2].source.data"
+    assert last.images == (MessageImage(len("two\n\ncats"), b"a", where),)
+    assert (last.role, last.content, last.tool_call_id) == ("tool", "two\n\ncatshere", "1")
+    document = {"type": "document", "source": source}
+    messages[2] = {"role": "user", "content": [result | {"content": [document]}]}
+    with pytest.raises(ValidationError, match="'text', 'image'"):
+        MessagesBody.model_validate(ASKED | {"messages": messages})
