@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ import pytest
 
 from loadout import Client, errors
 from loadout._routing import addresses
+from loadout._routing.metadata import ADAPTER_HEADER
 from loadout._routing.replicas import Endpoint, rank
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.loadout.fakes import RETRY, Asynchronous, Blocking, FakeReplica
@@ -346,3 +348,61 @@ def test_a_replica_that_is_not_known_is_refused_and_those_that_are_are_named(fle
         client.call("sleep", replica="127.0.0.1:1")
     assert caught.value.subject == "replica"
     assert len(client.client._channels.opened()) == len(fleet)
+
+
+FILE = b"a file"
+BOTH = {"data": FILE, "sha256": hashlib.sha256(FILE).digest()}
+
+
+def asks(**image):
+    return [{"role": "user", "content": "hi", "images": [image]}]
+
+
+@pytest.mark.parametrize("adapter", ["a1", ""])
+def test_the_replica_that_lacks_an_image_gets_it(fleet, connect, fail, adapter):
+    lacks = fail(grpc.StatusCode.NOT_FOUND, "IMAGE_NOT_FOUND")
+    keys = []
+    for each in fleet.values():
+        each.service.on("Generate", lacks, each.generate)
+
+        def receive(request, context):
+            keys.append(dict(context.invocation_metadata()).get(ADAPTER_HEADER))
+            return pb.UploadImageResponse(sha256=BOTH["sha256"])
+
+        each.service.on("UploadImage", receive)
+    found = connect().call("complete", asks(**BOTH), adapter=adapter, cache_salt="s")
+    assert not adapter or found.text == home(fleet, adapter)[0]
+    service = fleet[found.text].service
+    [(described, piece)] = service.requests["UploadImage"]
+    assert (described.upload.size_bytes, described.upload.cache_salt) == (len(FILE), "s")
+    assert piece.chunk == FILE
+    sent = [each.chat.messages[0].images[0] for each in service.requests["Generate"]]
+    assert [(each.sha256, each.data) for each in sent] == [(BOTH["sha256"], b"")] * 2
+    assert keys == fleet[found.text].keys == ["default/a1" if adapter else None]
+    others = [each for each in fleet.values() if each.address != found.text]
+    assert not any(each.service.requests for each in others)
+
+
+@pytest.mark.parametrize(("image", "num_uploads"), [(BOTH, 1), ({"sha256": b"x" * 32}, 0)])
+def test_an_image_is_uploaded_once_if_the_caller_has_it(fleet, connect, fail, image, num_uploads):
+    client, first = connect(), home(fleet, "a1")[0]
+    service = fleet[first].service
+    lacks = fail(grpc.StatusCode.NOT_FOUND, "IMAGE_NOT_FOUND")
+    service.on("UploadImage", pb.UploadImageResponse(sha256=BOTH["sha256"]))
+    for rpc, method in (("Generate", "complete"), ("Tokenize", "tokenize")):
+        service.on(rpc, lacks)
+        with pytest.raises(errors.NotFound):
+            client.call(method, asks(**image), adapter="a1")
+        assert len(service.requests[rpc]) == 1 + num_uploads
+        assert len(service.requests.pop("UploadImage", [])) == num_uploads
+
+
+def test_an_image_can_be_uploaded_to_its_adapters_replica(fleet, connect):
+    service = fleet[home(fleet, "a1")[0]].service
+    service.on("UploadImage", pb.UploadImageResponse(sha256=BOTH["sha256"]))
+    data = bytes(range(256)) * 5000
+    assert connect().call("upload_image", data, adapter="a1") == BOTH["sha256"]
+    [(described, *pieces)] = service.requests["UploadImage"]
+    assert described.upload.size_bytes == len(data)
+    assert len(pieces) == 3
+    assert b"".join(each.chunk for each in pieces) == data

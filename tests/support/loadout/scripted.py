@@ -43,7 +43,7 @@ def _methods(rpcs: list[str]) -> dict[str, Any]:
     def method(rpc: str) -> Any:
         def handle(self: Scripted, request: Any, context: grpc.ServicerContext) -> Any:
             context.add_callback(lambda: context.code() or self.cancelled.set())
-            if rpc == "UploadAdapter":
+            if rpc in ("UploadAdapter", "UploadImage"):
                 request = list(request)
             return self.answer(rpc, request, context)
 
