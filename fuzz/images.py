@@ -18,7 +18,7 @@ from inference_svc.adapters.memory.tiers import TableWrite
 from inference_svc.backends.arena import Arena
 from inference_svc.pictures.processor import HALF, Form, Processor
 from inference_svc.pictures.sizes import Size
-from inference_svc.pictures.task import TILES, answer, packed
+from inference_svc.pictures.task import NUM_BYTES, TILES, answer, packed
 from kernels.lora.rows import NO_EXPERT
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
@@ -52,18 +52,23 @@ def fuzz_image(data: bytes) -> None:
 def fuzz_picture(data: bytes) -> None:
     """Decodes a picture: it is refused with a reason, or becomes tiles of the right size."""
     for processor in PROCESSORS:
-        facts = {"processor": processor.to_json(), "memory": _memory().file}
-        kind, content = answer(packed(facts | {"max_pixels": MAX_PIXELS}, data))
+        facts = {"processor": processor.to_json(), "max_pixels": MAX_PIXELS}
+        measured = answer(packed(facts | {"memory": None}, data))
+        kind, content = answer(packed(facts | {"memory": _memory().file}, data))
+        if measured[0] == b"R":
+            assert (kind, content) == measured, "a header is refused for one reason"
         with refused(InvalidArgument):
             if kind == b"R":
                 assert isinstance(content, str)
                 raise InvalidArgument(f"picture: {content}", subject="picture")
             assert isinstance(content, bytes)
+            assert isinstance(measured[1], bytes)
             num_bytes, rows, columns, *sides = TILES.unpack(content)
             tile, num_tiles = Size(*sides), rows * columns + 1
             assert processor.makes(tile)
             assert num_tiles <= processor.max_tiles
             assert num_bytes == num_tiles * 3 * tile.height * tile.width
+            assert num_bytes <= NUM_BYTES.unpack(measured[1])[0] <= processor.max_bytes
 
 
 @cache

@@ -150,6 +150,13 @@ class Shares:
         with self._lock:
             return self._used[account]
 
+    def check(self, account: str, amount: int) -> None:
+        """Raises ShareExceeded, without a time to retry, for more than an account's share of an
+        empty place: it might have them, but not keep them."""
+        if amount > limit_of(self.capacity, 0, self.share):
+            with self._lock:
+                raise self._exceeded(account, 0, grown=amount)
+
     def reserve(self, account: str, amount: int = 1) -> Reservation:
         """Returns the units, to be used as a context. Raises ShareExceeded at once if the account
         has its share, or the place is full."""
@@ -265,7 +272,7 @@ class Shares:
         """Counts a refusal, and returns its error: without a time to retry for units that can never
         be had, as `amount` more for a reservation that has `grown` beyond its share."""
         self._num_refused += 1
-        most = max(1, int(self.share * self.capacity)) if grown else self.capacity
+        most = limit_of(self.capacity, 0, self.share) if grown else self.capacity
         can_wait = grown + amount <= most
         setting = f" ({self._setting})" if self._setting else ""
         who = account or "all callers together"

@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from inference_svc.core import Principal, Request
 from inference_svc.errors import ImageNotFound
@@ -20,8 +21,11 @@ from inference_svc.text.chat import Chat, MessageImage
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument, ShareExceeded
 from servicekit.shared_memory import descriptors_for
-from servicekit.shares import FairExecutor, Reservation, Shares, limit_of
+from servicekit.shares import FairExecutor, Reservation, Shares
 from servicekit.work_budget import WorkBudget
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PLACE_SECONDS = 10.0
 """How long a call waits while pixels of others take the memory."""
@@ -105,16 +109,42 @@ class PictureReader:
                     subject=f"chat.{field}",
                 )
 
+    def measure(
+        self, images: Sequence[MessageImage], account: str, is_cancelled: threading.Event
+    ) -> Future[list[int]]:
+        """Has a thread find the bytes of the pixels that files will have. Parameters, charges and
+        errors as of `decode`."""
+        return self._submit(account, self._measure, images, account, is_cancelled)
+
     def decode(
         self, image: MessageImage, account: str, is_cancelled: threading.Event
     ) -> Future[Tiles]:
         """Has a thread decode a file, until it is cancelled. The time is charged to the account's
         `work`. Raises ShareExceeded if too many files wait."""
+        return self._submit(account, self._decode, image, account, is_cancelled)
+
+    def _submit(
+        self, account: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
         assert self._threads is not None, "the server reads pictures"
-        return self._threads.submit(account, self._decode, image, account, is_cancelled)
+        return self._threads.submit(account, function, *args, **kwargs)
+
+    def _measure(
+        self, images: Sequence[MessageImage], account: str, is_cancelled: threading.Event
+    ) -> list[int]:
+        assert self.decoder is not None, "the server reads pictures"
+        with self._charged(account, is_cancelled) as check:
+            return [self.decoder.measure(each.data, each.where, check) for each in images]
 
     def _decode(self, image: MessageImage, account: str, is_cancelled: threading.Event) -> Tiles:
         assert self.decoder is not None, "the server reads pictures"
+        with self._charged(account, is_cancelled) as check:
+            return self.decoder.decode(image.data, image.where, check)
+
+    @contextmanager
+    def _charged(self, account: str, is_cancelled: threading.Event) -> Iterator[Callable[[], None]]:
+        """Charges the time of a process, not of this thread. Yields a function that raises once it
+        is cancelled."""
 
         def check() -> None:
             if is_cancelled.is_set():
@@ -122,9 +152,8 @@ class PictureReader:
 
         start_s = time.monotonic()
         try:
-            return self.decoder.decode(image.data, image.where, check)
+            yield check
         finally:
-            # A process has taken it, not this thread.
             self.work.charge(account, time.monotonic() - start_s)
 
 
@@ -136,8 +165,8 @@ class CallPictures:
         self._reader = reader
         self._places: list[Reservation] = []
         self._files: list[UploadedFile] = []
-        self.decoding: Future[Tiles] | None = None
-        """The decoding of a file, until it has ended; also after the call was cancelled."""
+        self.decoding: Future[Any] | None = None
+        """The work on a file, until it has ended; also after the call was cancelled."""
 
     def __del__(self) -> None:
         self.release()
@@ -176,34 +205,31 @@ class CallPictures:
         took too much work."""
         if not images:
             return ()
-        rule, pixels = self._reader.rule, self._reader.pixels
-        assert rule is not None
-        # All of them might be large. No account may hold more than its share for a whole answer.
-        amount = len(images) * max(rule.processor.max_bytes, self._reader.least_bytes)
-        most = limit_of(pixels.capacity, 0, pixels.share)
-        place = await pixels.wait(account, min(amount, most), PLACE_SECONDS)
+        pixels = self._reader.pixels
+        # Each file has its header read first: sizes that they might have would leave others none.
+        sizes = await self._done(partial(self._reader.measure, images), account)
+        least = self._reader.least_bytes
+        place = await _room(pixels, account, sum(max(each, least) for each in sizes))
         self._places.append(place)
-        found: list[Tiles] = []
-        num_bytes = 0
-        for each in images:
-            found.append(await self._decoded(each, account))
-            num_bytes += max(found[-1].pixels.num_bytes, self._reader.least_bytes)
-            if num_bytes > place.amount:
-                _grow(place, num_bytes - place.amount)
+        found = [await self._done(partial(self._reader.decode, each), account) for each in images]
+        num_bytes = sum(max(each.pixels.num_bytes, least) for each in found)
+        if num_bytes > place.amount:
+            place.grow(num_bytes - place.amount)
         place.shrink(num_bytes)
         return tuple(found)
 
-    async def _decoded(self, image: MessageImage, account: str) -> Tiles:
+    async def _done(self, begin: Callable[[str, threading.Event], Future[T]], account: str) -> T:
+        """Returns the result of work on files, once it is the account's turn."""
         async with self._reader.work.turn(account):
             is_cancelled = threading.Event()
-            self.decoding = self._reader.decode(image, account, is_cancelled)
+            self.decoding = found = begin(account, is_cancelled)
             try:
-                return await asyncio.wrap_future(self.decoding)
+                return await asyncio.wrap_future(found)
             except asyncio.CancelledError:
                 is_cancelled.set()
                 raise
             finally:
-                if self.decoding.done():  # its error would refer to this call, and the call to it
+                if found.done():  # its error would refer to this call, and the call to it
                     self.decoding = None
 
     def placed(self, requests: list[Request], pictures: Sequence[Tiles]) -> list[Request]:
@@ -232,18 +258,19 @@ class CallPictures:
             self.decoding.add_done_callback(partial(_call, end))
 
 
-def _grow(place: Reservation, amount: int) -> None:
-    """Raises ShareExceeded, with advice where no retry helps."""
+async def _room(pixels: Shares, account: str, num_bytes: int) -> Reservation:
+    """Returns the memory for a call's pixels. Raises ShareExceeded, with advice where no retry
+    helps."""
     try:
-        place.grow(amount)
+        # No account may hold more than its share for a whole answer.
+        pixels.check(account, num_bytes)
     except ShareExceeded as error:
-        if error.retry_after_s:
-            raise
         message = f"{error.message}: send fewer or smaller images"
         raise ShareExceeded(message, subject=error.subject) from None
+    return await pixels.wait(account, num_bytes, PLACE_SECONDS)
 
 
-def _call(end: Callable[[], None], _: Future[Tiles]) -> None:
+def _call(end: Callable[[], None], _: Future[Any]) -> None:
     end()
 
 

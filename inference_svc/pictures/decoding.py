@@ -7,16 +7,19 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from inference_svc.pictures.processor import CHANNELS, Processor
 from inference_svc.pictures.sizes import Size
-from inference_svc.pictures.task import TILES, packed
+from inference_svc.pictures.task import NUM_BYTES, TILES, packed
 from servicekit.errors import InvalidArgument, Unavailable
 from servicekit.sandbox.pool import CannotStart, SandboxPool
 from servicekit.sandbox.process import Limits, SandboxFailure, SandboxProcess, Task
 from servicekit.shared_memory import SharedBytes
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NUM_CHILDREN = 2
 MAX_PIXELS = 32 << 20
@@ -62,6 +65,16 @@ class PictureDecoder:
         """Ends the processes that are idle, and others once they have answered."""
         self.pool.close()
 
+    def measure(
+        self,
+        data: bytes | memoryview,
+        where: str,
+        check_cancelled: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Returns the most bytes that a file's tiles can have, by its header. Parameters and errors
+        as of `decode`."""
+        return self._ask(data, where, check_cancelled, b"S", self._num_bytes)
+
     def decode(
         self,
         data: bytes | memoryview,
@@ -72,16 +85,29 @@ class PictureDecoder:
         called periodically and may raise. Raises InvalidArgument that names `where` the file was
         sent, and Unavailable if this machine cannot start a process, has ended it, or has no
         memory or files for the tiles."""
+        return self._ask(data, where, check_cancelled, b"T", self._tiles)
+
+    def _ask(
+        self,
+        data: bytes | memoryview,
+        where: str,
+        check_cancelled: Callable[[], None],
+        kind: bytes,
+        take: Callable[[bytes, SandboxProcess, str], T],
+    ) -> T:
+        """Returns what `take` makes of the content of an answer of this kind, from which process,
+        before the next file takes its memory."""
         facts = {"processor": self._facts, "max_pixels": MAX_PIXELS}
         try:
             with self.pool.process() as child:
                 assert child.memory is not None
-                request = packed(facts | {"memory": child.memory.file}, data)
+                memory = child.memory.file if kind == b"T" else None
+                request = packed(facts | {"memory": memory}, data)
                 answer = child.ask(request, MAX_REASON_BYTES, check_cancelled)
                 if answer.kind == b"M":  # raised in here, so that the next file has all the memory
                     raise _too_costly(where)
-                if answer.kind == b"T":  # before the next file takes the memory
-                    return self._tiles(answer.content, child, where)
+                if answer.kind == kind:
+                    return take(answer.content, child, where)
         except (CannotStart, OSError) as error:
             raise Unavailable(
                 f"{where}: images cannot be decoded now: {error}: try again",
@@ -92,6 +118,14 @@ class PictureDecoder:
             logger.warning("the decoding of an image ended: %s", failure)
             raise _failed(failure, where) from None
         raise InvalidArgument(f"{where}: {answer.text}", subject=where)
+
+    def _num_bytes(self, content: bytes, child: SandboxProcess, where: str) -> int:
+        """Returns the size that a process has found, whose answer may be anything. Raises
+        InvalidArgument."""
+        num_bytes = int.from_bytes(content, "big")
+        if len(content) != NUM_BYTES.size or not 0 < num_bytes <= self._processor.max_bytes:
+            raise _undecodable(where)
+        return num_bytes
 
     def _tiles(self, content: bytes, child: SandboxProcess, where: str) -> Tiles:
         """Returns a copy of the tiles that a process has written, whose answer may be anything.

@@ -1,10 +1,11 @@
 """Decodes a stranger's picture, and makes tiles of it: the task of a sandboxed process.
 
 A request is the length of its facts, the facts as JSON, and the file as it is: see `packed`.
-The kind of an answer is T, how many bytes of tiles it has written to the request's `memory`, their
-rows and columns, and the height and width of a tile; R, why the file is refused; or M, nothing, for
-a file that takes too much memory. Pillow's other formats are never tried: their decoders are large,
-and few of them are safe.
+A request without a `memory` asks for the size of the tiles. The kind of its answer is S, the most
+bytes that they can have by the file's header. Else the kind is T, how many bytes of tiles it has
+written to the `memory`, their rows and columns, and the height and width of a tile. In both cases
+it may be R, why the file is refused; or M, nothing, for a file that takes too much memory. Pillow's
+other formats are never tried: their decoders are large, and few of them are safe.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import json
 import mmap
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from inference_svc.pictures.processor import Processor
-from inference_svc.pictures.tiling import TooLong, make_tiles
+from inference_svc.pictures.sizes import Size
+from inference_svc.pictures.tiling import TooLong, make_tiles, tile_shape
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MODES = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa"))
@@ -30,6 +33,8 @@ FACTS = struct.Struct(">L")
 """The length of the facts at the beginning of a request."""
 TILES = struct.Struct(">QHHLL")
 """The content of an answer of the kind T."""
+NUM_BYTES = struct.Struct(">Q")
+"""The content of an answer of the kind S."""
 
 Image.init()
 Image.MAX_IMAGE_PIXELS = None  # the bound is a request's
@@ -42,7 +47,7 @@ class Refused(Exception):
 
 def packed(facts: Mapping[str, Any], data: bytes | memoryview) -> bytes:
     """Returns a request. `facts` are the processor's, the most pixels, and the file of the memory
-    for tiles; `data` are the file's bytes."""
+    for tiles, or None to ask for their size; `data` are the file's bytes."""
     head = json.dumps(facts).encode()
     return b"".join((FACTS.pack(len(head)), head, data))
 
@@ -54,8 +59,10 @@ def answer(request: bytes) -> tuple[bytes, bytes | str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if facts["memory"] is None:
+                return b"S", NUM_BYTES.pack(_most_bytes(data, processor, max_pixels))
             picture = _decoded(data, max_pixels)
-            pixels, tile, *places = make_tiles(picture, processor, max_pixels)
+            pixels, shape = make_tiles(picture, processor, max_pixels)
         _write(facts["memory"], pixels)
     except Refused as refused:
         return b"R", str(refused)
@@ -63,7 +70,7 @@ def answer(request: bytes) -> tuple[bytes, bytes | str]:
         return b"R", "is too long and narrow for its size: cut it, or make it smaller"
     except MemoryError:
         return b"M", b""
-    return b"T", TILES.pack(len(pixels), *places, *tile)
+    return b"T", TILES.pack(len(pixels), shape.rows, shape.columns, *shape.tile)
 
 
 def _write(file: int, pixels: bytes) -> None:
@@ -76,13 +83,28 @@ def _write(file: int, pixels: bytes) -> None:
         memory[: len(pixels)] = pixels
 
 
+def _most_bytes(data: memoryview, processor: Processor, max_pixels: int) -> int:
+    """Returns the bytes of a picture's tiles. Raises Refused, TooLong, and MemoryError."""
+    with _refusals():
+        width, height = _opened(data, max_pixels).size
+    # EXIF data that turn it may be behind the pixels. It has hardly other tiles then.
+    turned = Size(height, width), Size(width, height)
+    return max(tile_shape(each, processor, max_pixels).num_bytes for each in turned)
+
+
 def _decoded(data: memoryview, max_pixels: int) -> Image.Image:
     """Returns a picture in RGB, as its EXIF data turn it. Raises Refused, and MemoryError."""
-    try:
-        picture = Image.open(BytesIO(data), formats=FORMATS)
-        _check(picture, max_pixels)
+    with _refusals():
+        picture = _opened(data, max_pixels)
         picture.load()
         return _opaque(ImageOps.exif_transpose(picture))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises Refused for any error of a decoder, and MemoryError."""
+    try:
+        yield
     except (MemoryError, Refused):
         raise
     except UnidentifiedImageError:
@@ -91,8 +113,10 @@ def _decoded(data: memoryview, max_pixels: int) -> Image.Image:
         raise Refused(_damaged(error)) from None
 
 
-def _check(picture: Image.Image, max_pixels: int) -> None:
-    """Raises Refused for a file by its header, and errors of its decoder."""
+def _opened(data: memoryview, max_pixels: int) -> ImageFile.ImageFile:
+    """Returns a picture before it is decoded. Raises Refused for a file by its header, and errors
+    of its decoder."""
+    picture = Image.open(BytesIO(data), formats=FORMATS)
     width, height = picture.size
     if width * height > max_pixels:
         raise Refused(f"has {width} x {height} pixels; at most {max_pixels} are decoded")
@@ -101,6 +125,7 @@ def _check(picture: Image.Image, max_pixels: int) -> None:
         raise Refused("is animated: send one frame")
     if picture.mode not in MODES:
         raise Refused(f"has over 8 bits a channel (mode {picture.mode}): save it with 8")
+    return picture
 
 
 def _opaque(picture: Image.Image) -> Image.Image:

@@ -27,7 +27,7 @@ from servicekit.errors import InvalidArgument, ShareExceeded
 from servicekit.shares import Shares
 from servicekit.work_budget import WorkBudget
 from tests.support.pictures.files import encoded, picture
-from tests.support.pictures.models import PATCH, TILE, save_processor
+from tests.support.pictures.models import PATCH, TILE, save_processor, tile_form
 
 pytestmark = pytest.mark.processes
 
@@ -70,6 +70,24 @@ def test_pixels_count_until_they_are_let_go_of(reader: PictureReader) -> None:
     call.release()
     call.release()
     assert reader.pixels.used == 0
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_small_picture_leaves_others_the_rest(tmp_path: Path, share: float) -> None:
+    """Each counts as its own size while it is decoded, not as the model's largest."""
+    save_processor("Qwen2VL", tmp_path, min_pixels=56 * 56, max_pixels=1 << 20)
+    form = tile_form("Qwen2VL")
+    rule = PictureRule(read_processor(tmp_path, form), 80, form, 8)
+    assert rule.processor.max_bytes == 3 << 20
+    reader = PictureReader(rule, "model", Shares("prompt_image_bytes", 8 << 20, share))
+    small = encoded(picture(100, 80))
+    with reader.of_call() as first, reader.of_call() as second:
+        read(first, chat(small))
+        assert len(read(second, chat(*[small] * 8))) == 8
+        first.release()
+        second.release()
+    reader.close()
+    assert reader.pixels.use().num_refused == 0
 
 
 def test_small_pictures_count_as_their_files(
@@ -118,17 +136,24 @@ def test_an_account_holds_no_more_than_its_share(reader: PictureReader) -> None:
 
 
 def test_a_cancelled_call_holds_its_memory_until_its_file_is_let_go_of(
-    reader: PictureReader,
+    reader: PictureReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process is stopped, so that it would take all of its time."""
     call, prompt = CallPictures(reader), chat(encoded(picture(9, 9)))
     assert reader.decoder is not None
     with reader.decoder.pool.process() as child:
+        pass
+    decode = reader.decode
+
+    def decode_stopped(*args: Any) -> Future[Tiles]:
         os.kill(child.pid, signal.SIGSTOP)
+        return decode(*args)
+
+    monkeypatch.setattr(reader, "decode", decode_stopped)
 
     async def body() -> Future[Tiles]:
         reading = asyncio.create_task(call.read(prompt.images, "account"))
-        while call.decoding is None or not call.decoding.running():
+        while not reader.pixels.used or call.decoding is None or not call.decoding.running():
             await asyncio.sleep(0.001)
         decoding = call.decoding
         reading.cancel()
@@ -138,7 +163,7 @@ def test_a_cancelled_call_holds_its_memory_until_its_file_is_let_go_of(
     decoding = asyncio.run(body())
     call.release()
     num_bytes = reader.pixels.used
-    assert num_bytes or decoding.done()
+    assert num_bytes == TILE_BYTES * 10 or decoding.done()
     assert isinstance(decoding.exception(5.0), CancelledError)
     reader.close()  # its threads have ended, and with them the callbacks
     assert reader.pixels.used == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import struct
@@ -107,6 +108,7 @@ def test_tiles_equal_transformers(name: str, decoder_of: Any) -> None:
         found = picture(width, height)
         tiles = decoder.decode(encoded(found), WHERE)
         expected = expected_values(found, name)
+        assert decoder.measure(encoded(found), WHERE) == tiles.pixels.num_bytes
         assert tiles.num_tiles == tiles.rows * tiles.columns + 1
         assert processor.makes(tiles.tile)
         made = values(tiles, processor)
@@ -254,6 +256,13 @@ def test_hostile_files_are_refused(name: str, llava: Any) -> None:
         llava[0].decode(data, WHERE)
     assert refused.value.subject == WHERE
     assert refused.value.message.startswith(f"{WHERE}: ")
+
+
+@pytest.mark.parametrize("name", ["empty", "a billion pixels", "too long and narrow", "16 bit"])
+def test_headers_are_refused_before_memory_is_taken(name: str, llava: Any) -> None:
+    data, words = HOSTILE[name]
+    with pytest.raises(InvalidArgument, match=f"^{re.escape(WHERE)}: .*{words}"):
+        llava[0].measure(data, WHERE)
 
 
 def test_a_picture_and_an_archive_is_the_picture(llava: Any) -> None:

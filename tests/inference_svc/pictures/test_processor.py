@@ -159,16 +159,16 @@ def test_no_free_picture_is_larger(
     save_processor("Qwen2_5_VL", tmp_path, size=edges)
     processor = read_processor(tmp_path, tile_form("Qwen2_5_VL"))
     tiles = make_tiles(Image.new("RGB", size), processor, 1 << 20)
-    assert processor.makes(tiles.tile)
+    assert processor.makes(tiles.shape.tile)
     assert len(tiles.pixels) <= processor.max_bytes
-    assert not processor.makes(Size(tiles.tile.height + 1, tiles.tile.width))
+    assert not processor.makes(Size(tiles.shape.tile.height + 1, tiles.shape.tile.width))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 900), (900, 3), (31, 47), (2000, 3000), (1, 69)])
 def test_a_picture_that_fills_has_no_more_pixels(size: tuple[int, int], tmp_path: Path) -> None:
     save_processor("Gemma4", tmp_path)
     processor = read_processor(tmp_path, tile_form("Gemma4"))
-    tile = make_tiles(Image.new("RGB", size), processor, 1 << 20).tile
+    tile = make_tiles(Image.new("RGB", size), processor, 1 << 20).shape.tile
     assert processor.makes(tile)
     assert tile.height * tile.width <= processor.max_tile_pixels == 70 * 28 * 28
 
