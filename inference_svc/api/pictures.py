@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
@@ -119,8 +118,8 @@ class PictureReader:
     def decode(
         self, image: MessageImage, account: str, is_cancelled: threading.Event
     ) -> Future[Tiles]:
-        """Has a thread decode a file, until it is cancelled. The time is charged to the account's
-        `work`. Raises ShareExceeded if too many files wait."""
+        """Has a thread decode a file, until it is cancelled. The processor time is charged to
+        the account's `work`. Raises ShareExceeded if too many files wait."""
         return self._submit(account, self._decode, image, account, is_cancelled)
 
     def _submit(
@@ -133,28 +132,20 @@ class PictureReader:
         self, images: Sequence[MessageImage], account: str, is_cancelled: threading.Event
     ) -> list[int]:
         assert self.decoder is not None, "the server reads pictures"
-        with self._charged(account, is_cancelled) as check:
-            return [self.decoder.measure(each.data, each.where, check) for each in images]
+        check, charge = partial(_check, is_cancelled), partial(self.work.charge, account)
+        return [self.decoder.measure(each.data, each.where, check, charge) for each in images]
 
     def _decode(self, image: MessageImage, account: str, is_cancelled: threading.Event) -> Tiles:
         assert self.decoder is not None, "the server reads pictures"
-        with self._charged(account, is_cancelled) as check:
-            return self.decoder.decode(image.data, image.where, check)
+        check, charge = partial(_check, is_cancelled), partial(self.work.charge, account)
+        decode = self.decoder.decode
+        # This thread's time, too: it copies the pixels, and hashes them.
+        return self.work.run(account, decode, image.data, image.where, check, charge)
 
-    @contextmanager
-    def _charged(self, account: str, is_cancelled: threading.Event) -> Iterator[Callable[[], None]]:
-        """Charges the time of a process, not of this thread. Yields a function that raises once it
-        is cancelled."""
 
-        def check() -> None:
-            if is_cancelled.is_set():
-                raise CancelledError
-
-        start_s = time.monotonic()
-        try:
-            yield check
-        finally:
-            self.work.charge(account, time.monotonic() - start_s)
+def _check(is_cancelled: threading.Event) -> None:
+    if is_cancelled.is_set():
+        raise CancelledError
 
 
 class CallPictures:

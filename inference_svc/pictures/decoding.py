@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -26,15 +27,23 @@ MAX_PIXELS = 32 << 20
 """The most pixels of a picture, which a process holds in a few copies of up to 4 bytes."""
 MEMORY_BYTES = 1 << 30
 """The memory that decoding may take, beside a process's memory at start."""
-SECONDS = 10.0
-"""Several times as long as the slowest valid file takes on a quiet machine."""
+CPU_SECONDS = 10.0
+"""Several times as long as the slowest valid file takes."""
+WALL_SECONDS = 60.0
+"""So long that only a process that has hardly any turns exceeds it."""
 RETRY_SECONDS = 1.0
 MAX_REASON_BYTES = 1024
 NICENESS = 10
 """Steps have about nine times as many turns on a processor that decoding takes, too."""
 TASK = Task(
     Path(__file__).with_name("task.py"),
-    Limits(MEMORY_BYTES, wall_seconds=SECONDS, open_files=16, niceness=NICENESS),
+    Limits(
+        MEMORY_BYTES,
+        wall_seconds=WALL_SECONDS,
+        answer_cpu_seconds=CPU_SECONDS,
+        open_files=16,
+        niceness=NICENESS,
+    ),
 )
 
 
@@ -70,36 +79,40 @@ class PictureDecoder:
         data: bytes | memoryview,
         where: str,
         check_cancelled: Callable[[], None] = lambda: None,
+        charge: Callable[[float], None] = lambda seconds: None,
     ) -> int:
         """Returns the most bytes that a file's tiles can have, by its header. Parameters and errors
         as of `decode`."""
-        return self._ask(data, where, check_cancelled, b"S", self._num_bytes)
+        return self._ask(data, where, b"S", self._num_bytes, check_cancelled, charge)
 
     def decode(
         self,
         data: bytes | memoryview,
         where: str,
         check_cancelled: Callable[[], None] = lambda: None,
+        charge: Callable[[float], None] = lambda seconds: None,
     ) -> Tiles:
         """Returns the tiles of a file's bytes, which the caller has bounded. `check_cancelled` is
-        called periodically and may raise. Raises InvalidArgument that names `where` the file was
-        sent, and Unavailable if this machine cannot start a process, has ended it, or has no
-        memory or files for the tiles."""
-        return self._ask(data, where, check_cancelled, b"T", self._tiles)
+        called periodically and may raise. `charge` is called with the processor time that a
+        process has taken, also if it fails. Raises InvalidArgument that names `where` the file was
+        sent, and Unavailable if this machine cannot start a process, has ended it, has no turns for
+        it, or has no memory or files for the tiles."""
+        return self._ask(data, where, b"T", self._tiles, check_cancelled, charge)
 
     def _ask(
         self,
         data: bytes | memoryview,
         where: str,
-        check_cancelled: Callable[[], None],
         kind: bytes,
         take: Callable[[bytes, SandboxProcess, str], T],
+        check_cancelled: Callable[[], None],
+        charge: Callable[[float], None],
     ) -> T:
         """Returns what `take` makes of the content of an answer of this kind, from which process,
         before the next file takes its memory."""
         facts = {"processor": self._facts, "max_pixels": MAX_PIXELS}
         try:
-            with self.pool.process() as child:
+            with self.pool.process() as child, _charged(child, charge):
                 assert child.memory is not None
                 memory = child.memory.file if kind == b"T" else None
                 request = packed(facts | {"memory": memory}, data)
@@ -144,21 +157,32 @@ class PictureDecoder:
         return Tiles(pixels, tile, num_tiles, rows, columns, digest)
 
 
+@contextmanager
+def _charged(child: SandboxProcess, charge: Callable[[float], None]) -> Iterator[None]:
+    start_s = child.cpu_seconds
+    try:
+        yield
+    finally:
+        charge(child.cpu_seconds - start_s)
+
+
 def _failed(failure: SandboxFailure, where: str) -> InvalidArgument | Unavailable:
     """Returns the error for a file whose process has not answered."""
-    if failure.is_killed:
-        return Unavailable(
-            f"{where}: this server ran short of memory, or was interrupted: try again",
-            subject=where,
-            retry_after_s=RETRY_SECONDS,
-        )
-    return _too_costly(where) if failure.is_timeout else _undecodable(where)
+    if failure.is_own_work:
+        return _too_costly(where)
+    if not failure.is_killed and not failure.is_timeout:
+        return _undecodable(where)
+    return Unavailable(
+        f"{where}: this server ran short of memory or processors, or was interrupted: try again",
+        subject=where,
+        retry_after_s=RETRY_SECONDS,
+    )
 
 
 def _too_costly(where: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{where}: takes more than {SECONDS:g} s or {MEMORY_BYTES >> 20} MiB to decode: "
-        "send a smaller image",
+        f"{where}: takes more than {CPU_SECONDS:g} s of a processor or {MEMORY_BYTES >> 20} MiB "
+        "to decode: send a smaller image",
         subject=where,
     )
 

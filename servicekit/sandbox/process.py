@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import select
 import signal
@@ -28,13 +29,16 @@ PIPE_BYTES = 1 << 18
 """The size of its pipe, so that it need not wait in the middle of a usual answer."""
 POLL_SECONDS = 0.1
 READ_BYTES = 1 << 16
+CPUCLOCK_SCHED = 2
+"""The kind of Linux's clock of the processor time of a process."""
 END_SECONDS = 5.0
 """How long a process that has closed its pipes may take to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a process. The system enforces all but `wall_seconds`, which its starter does.
+    """The limits of a process. The system enforces all but `wall_seconds` and `answer_cpu_seconds`,
+    which its starter does.
 
     memory_bytes: address space, in addition to the use of loading the task.
     wall_seconds: how long an answer may take, however busy the machine is.
@@ -44,6 +48,8 @@ class Limits:
     open_files: how many files it may have open.
     includes_loading: memory and processor time are limited in all, with the use of loading.
     niceness: added to the one of the starter: where others need the processors, it has fewer turns.
+    answer_cpu_seconds: time of a processor for one answer, and for loading before the first one, to
+        a tenth of a second; None for no limit.
     """
 
     memory_bytes: int
@@ -53,6 +59,7 @@ class Limits:
     open_files: int = 32
     includes_loading: bool = False
     niceness: int = 0
+    answer_cpu_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +83,21 @@ Request = Mapping[str, Any] | bytes
 
 
 class SandboxFailure(Exception):
-    """The process has not answered, and is of no more use. `is_timeout`: it took too long.
-    `is_killed`: others ended it, such as a system without memory."""
+    """The process has not answered, and is of no more use. `is_timeout`: it took too long;
+    `is_own_work`: of a processor's time, however busy the machine is. `is_killed`: others ended it,
+    such as a system without memory."""
 
-    def __init__(self, message: str, *, is_timeout: bool = False, is_killed: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        is_timeout: bool = False,
+        is_own_work: bool = False,
+        is_killed: bool = False,
+    ) -> None:
         super().__init__(message)
         self.is_timeout = is_timeout
+        self.is_own_work = is_own_work
         self.is_killed = is_killed
 
 
@@ -141,6 +157,7 @@ class SandboxProcess:
         os.set_blocking(self._stdin.fileno(), False)
         os.set_blocking(self._stdout.fileno(), False)
         self._received = bytearray()
+        self._cpu_seconds = 0.0
         self._answers = select.poll()  # not select, which takes descriptors below 1024 only
         self._answers.register(self._stdout.fileno(), select.POLLIN)
         if hasattr(fcntl, "F_SETPIPE_SZ"):
@@ -155,6 +172,17 @@ class SandboxProcess:
     def is_running(self) -> bool:
         return self._popen.poll() is None
 
+    @property
+    def cpu_seconds(self) -> float:
+        """The processor time that it has taken so far, with the time for its start; of one that has
+        ended, until about its end."""
+        self._read_clock()
+        return self._cpu_seconds
+
+    def _read_clock(self) -> None:
+        if self._popen.returncode is None:
+            self._cpu_seconds = time.clock_gettime(~self.pid << 3 | CPUCLOCK_SCHED)
+
     def ask(
         self,
         request: Request,
@@ -165,7 +193,7 @@ class SandboxProcess:
         periodically and may raise. After any error the caller ends the process.
 
         Raises SandboxFailure."""
-        clock = _Clock(self._limits.wall_seconds, check_cancelled)
+        clock = _Clock(self, self._limits, check_cancelled)
         self._write(_frame(request), clock)
         return self._receive(max_bytes, clock)
 
@@ -197,11 +225,12 @@ class SandboxProcess:
 
     def receive(self, max_bytes: int, check_cancelled: Callable[[], None] = lambda: None) -> Answer:
         """Waits for the answer to a request that was sent. Parameters and errors as of `ask`."""
-        return self._receive(max_bytes, _Clock(self._limits.wall_seconds, check_cancelled))
+        return self._receive(max_bytes, _Clock(self, self._limits, check_cancelled))
 
     def end(self) -> None:
         """Ends it at once, with the processes that it has started."""
         if self._popen.returncode is None:
+            self._read_clock()
             os.killpg(self._popen.pid, signal.SIGKILL)
             self._popen.wait()
         self._stdin.close()
@@ -250,12 +279,13 @@ class SandboxProcess:
 
     def _failure(self) -> SandboxFailure:
         """Returns why it has closed its pipes."""
+        self._read_clock()  # the last time that it has one
         try:
             code = self._popen.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             code = 0
         if code == -signal.SIGXCPU:
-            return SandboxFailure("more CPU time than it may take", is_timeout=True)
+            return _took_too_much()
         if code:
             words = f"signal {-code}" if code < 0 else f"exit code {code}"
             return SandboxFailure(words, is_killed=code == -signal.SIGKILL)
@@ -265,20 +295,31 @@ class SandboxProcess:
 class _Clock:
     """The time that one answer may take."""
 
-    def __init__(self, wall_seconds: float, check_cancelled: Callable[[], None]) -> None:
-        self._wall_seconds = wall_seconds
-        self._end_s = time.monotonic() + wall_seconds
-        self._check_cancelled = check_cancelled
+    def __init__(
+        self, process: SandboxProcess, limits: Limits, check_cancelled: Callable[[], None]
+    ) -> None:
+        self._process, self._limits, self._check_cancelled = process, limits, check_cancelled
+        self._end_s = time.monotonic() + limits.wall_seconds
+        self._end_cpu_s = math.inf
+        if limits.answer_cpu_seconds is not None:
+            self._end_cpu_s = process.cpu_seconds + limits.answer_cpu_seconds
 
     def wait(self, poll: select.poll) -> None:
         """Waits until a pipe is ready or closed. Raises SandboxFailure."""
         while True:
             left_seconds = self._end_s - time.monotonic()
             if left_seconds <= 0:
-                raise SandboxFailure(f"over {self._wall_seconds:g} s", is_timeout=True)
+                raise SandboxFailure(f"over {self._limits.wall_seconds:g} s", is_timeout=True)
             if poll.poll(1000 * min(left_seconds, POLL_SECONDS)):
                 return
+            if self._end_cpu_s < math.inf and self._process.cpu_seconds > self._end_cpu_s:
+                raise _took_too_much()
             self._check_cancelled()
+
+
+def _took_too_much() -> SandboxFailure:
+    message = "more CPU time than it may take"
+    return SandboxFailure(message, is_timeout=True, is_own_work=True)
 
 
 def _frame(request: Request) -> bytes:

@@ -305,7 +305,7 @@ def test_without_a_limit_of_processor_time(make: Make) -> None:
 def test_every_limit_is_applied() -> None:
     """A field that the program of the process does not read would limit nothing."""
     program = sandbox.PROGRAM.read_text()
-    by_starter = {"wall_seconds"}
+    by_starter = {"wall_seconds", "answer_cpu_seconds"}
     names = set(asdict(LIMITS)) - by_starter
     assert {name for name in names if f'limits["{name}"]' in program} == names
 
@@ -315,6 +315,11 @@ def test_every_limit_is_applied() -> None:
     [
         ("len(bytearray(65 << 20))", {}, "exit code 1"),
         ("exec('while True: pass')", {"cpu_seconds": 1}, "more CPU time than it may take"),
+        (
+            "exec('while True: pass')",
+            {"answer_cpu_seconds": 0.3},
+            "more CPU time than it may take",
+        ),
         ("time.sleep(1000)", {"wall_seconds": 0.5}, "over 0.5 s"),
         ("open(request['path'], 'wb').write(b'x' * 99_999)", {"file_bytes": 1000}, "exit code 1"),
         ("[os.dup(0) for _ in range(20)]", {"open_files": 16}, "exit code 1"),
@@ -326,6 +331,7 @@ def test_what_is_over_a_limit_is_ended(
     found = failure(make(answer, **limits), path=str(tmp_path / "written"))
     assert str(found) == message
     assert found.is_timeout == (message != "exit code 1")
+    assert found.is_own_work == ("CPU time" in message)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +346,29 @@ def test_what_is_within_its_limits_is_answered(
     make: Make, tmp_path: Path, answer: str, limits: dict[str, Any]
 ) -> None:
     assert int(ask(make(answer, **limits), path=str(tmp_path / "written"))) > 0
+
+
+SPIN = """
+def spin(seconds):
+    end_s = time.process_time() + seconds
+    while time.process_time() < end_s:
+        pass
+    return seconds
+"""
+
+
+def test_each_answer_has_processor_time_of_its_own(make: Make, start: Start) -> None:
+    """All of them together take more than one may."""
+    process = start(make("spin(0.4)", SPIN, answer_cpu_seconds=1.0))
+    for count in range(1, 5):
+        assert process.ask({}, MAX_BYTES).text == "0.4"
+        assert process.cpu_seconds >= 0.4 * count
+    process.end()
+    assert process.cpu_seconds >= 1.6, "also when it has ended"
+
+
+def test_only_turns_on_a_processor_count(make: Make) -> None:
+    assert ask(make("time.sleep(1.0)", answer_cpu_seconds=0.9)) == "None"
 
 
 # How it ends.

@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -179,6 +180,23 @@ def test_decoding_is_charged_and_waits_for_its_debt(reader: PictureReader) -> No
     with pytest.raises(ShareExceeded, match="image_work"), reader.of_call() as call:
         read(call, chat(b"none"))
     assert reader.pixels.used == 0
+
+
+STOP_SECONDS = 1.0
+
+
+def test_only_turns_on_a_processor_are_charged(reader: PictureReader) -> None:
+    """On a machine that is busy with steps, a file takes several times as long as its work."""
+    assert reader.decoder is not None
+    with reader.decoder.pool.process() as child:
+        os.kill(child.pid, signal.SIGSTOP)
+    go_on = threading.Timer(STOP_SECONDS, os.kill, (child.pid, signal.SIGCONT))
+    go_on.start()
+    with reader.of_call() as call:
+        read(call, chat(encoded(picture(9, 9))))
+    assert child.cpu_seconds > 0
+    assert 0 < reader.work.debt_s("account") < STOP_SECONDS / 2
+    call.release()
 
 
 def test_too_many_are_refused_before_any_is_decoded(reader: PictureReader) -> None:

@@ -290,9 +290,9 @@ def test_a_bomb_ends_its_process_and_the_next_picture_is_decoded(
     [
         ((signal.SIGKILL,), Unavailable, "try again"),
         ((signal.SIGSEGV, signal.SIGCONT), InvalidArgument, "cannot be decoded"),
-        ((), InvalidArgument, "send a smaller image"),
+        ((), Unavailable, "try again$"),
     ],
-    ids=["killed", "crashed", "slow"],
+    ids=["killed", "crashed", "without turns"],
 )
 def test_a_process_that_gives_no_answer_says_whose_fault_it_is(
     signals: tuple[int, ...],
@@ -317,6 +317,19 @@ def test_a_process_that_gives_no_answer_says_whose_fault_it_is(
         with pytest.raises(error, match=words) as refused:
             decoding_it.result()
     assert refused.value.subject == WHERE
+
+
+def test_a_file_that_takes_too_much_work_is_refused(
+    decoder_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its work is charged all the same."""
+    limits = replace(decoding.TASK.limits, answer_cpu_seconds=0.01)
+    monkeypatch.setattr(decoding, "TASK", replace(decoding.TASK, limits=limits))
+    decoder, _ = decoder_of("Llava")
+    charged: list[float] = []
+    with pytest.raises(InvalidArgument, match=r"s of a processor .*send a smaller image"):
+        decoder.decode(encoded(picture(30, 30)), WHERE, charge=charged.append)
+    assert sum(charged) > 0.01
 
 
 def test_without_files_it_is_said_when_to_try_again(decoder_of: Any) -> None:
