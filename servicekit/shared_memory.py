@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import mmap
 import os
 import resource
@@ -16,6 +17,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 _SIZE_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0x2) | getattr(fcntl, "F_SEAL_GROW", 0x4)
 _NO_MORE_SEALS = getattr(fcntl, "F_SEAL_SEAL", 0x1)
@@ -24,6 +26,11 @@ _NO_WRITES = 0x10
 that has just written a page."""
 
 _PART_BYTES = 1 << 20
+_numbers = itertools.count()
+
+Mapped = WeakValueDictionary[int, memoryview]
+"""The mappings of the bytes that one other process has made, by their numbers, as long as they are
+used."""
 
 
 class SharedMemory:
@@ -63,10 +70,12 @@ class SharedBytes:
     of with the last reference.
 
     It pickles without its bytes: whoever loads it is given the `file`, too, and calls `receive`.
+    `number` is of no other bytes of the process that has made them.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, number: int) -> None:
         self.num_bytes = num_bytes
+        self.number = number
         self.file = -1
         """Given to others by the process that has made it; -1 in these."""
         self.sha256 = b""
@@ -77,7 +86,7 @@ class SharedBytes:
     def of(cls, name: str, data: bytes | memoryview) -> Self:
         """Copies bytes, at least one. `name` is shown to operators. Raises OSError if the machine
         has no memory or files."""
-        made = cls(len(data))
+        made = cls(len(data), next(_numbers))
         made.file = _make_file(name, len(data))
         digest, start = hashlib.sha256(), 0
         while start < len(data):
@@ -105,19 +114,22 @@ class SharedBytes:
             self._view = _mapped(self.file, self.num_bytes)
         return self._view
 
-    def receive(self, file: int) -> None:
-        """Maps a file that another process has given, and closes it. Raises OSError if the machine
-        has no room for it, or it is another file."""
+    def receive(self, file: int, mapped: Mapped) -> None:
+        """Maps a file that another process has given, unless it is `mapped` already, and closes it.
+        Raises OSError if the machine has no room for it, or it is another file."""
         try:
+            self._view = mapped.get(self.number)
+            if self._view is not None:
+                return
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode) or found.st_size != self.num_bytes:
                 raise OSError(f"a file of {found.st_size} bytes in place of {self.num_bytes}")
-            self._view = _mapped(file, self.num_bytes)
+            self._view = mapped[self.number] = _mapped(file, self.num_bytes)
         finally:
             os.close(file)
 
-    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
-        return SharedBytes, (self.num_bytes,)
+    def __reduce__(self) -> tuple[Callable[[int, int], Any], tuple[int, int]]:
+        return SharedBytes, (self.num_bytes, self.number)
 
     def __del__(self) -> None:
         file, self.file = self.file, -1

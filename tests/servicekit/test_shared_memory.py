@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from servicekit.shared_memory import SharedBytes, SharedMemory
+from servicekit.shared_memory import Mapped, SharedBytes, SharedMemory
 from tests.support.machine.open_files import open_files
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="others cannot seal a file")
@@ -30,7 +30,7 @@ def num_uses() -> int:
 
 def received(made: SharedBytes) -> SharedBytes:
     found: SharedBytes = pickle.loads(pickle.dumps(made))
-    found.receive(os.dup(made.file))
+    found.receive(os.dup(made.file), Mapped())
     return found
 
 
@@ -97,11 +97,11 @@ def test_it_is_let_go_of_with_the_last_reference() -> None:
 
 
 def test_another_file_is_refused_and_closed() -> None:
-    found = SharedBytes(10)
+    found = SharedBytes(10, 0)
     other, (reads, writes) = SharedBytes.of(NAME, DATA), os.pipe()
     for file in (os.dup(other.file), reads):
         with pytest.raises(OSError, match="in place of 10"):
-            found.receive(file)
+            found.receive(file, Mapped())
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(file)
     os.close(writes)

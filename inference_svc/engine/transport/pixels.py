@@ -1,7 +1,8 @@
 """The pixels of pictures on their way to the engine's process: files, which follow a message.
 
 A Submit pickles without the memory of its pictures. Both ends find in the messages of a frame which
-files follow it on the same socket, and in which order.
+files follow it on the same socket, in which order. A frame has the files of all its pixels: only
+the other end knows which ones it still has mapped. It maps no file twice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from inference_svc.engine.transport.messages import Output, Submit
 from servicekit.errors import Unavailable
-from servicekit.shared_memory import SharedBytes
+from servicekit.shared_memory import Mapped, SharedBytes
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +40,15 @@ def send_pixels(connection: socket.socket, messages: Iterable[Any]) -> None:
             time.sleep(RETRY_SECONDS)
 
 
-def receive_pixels(connection: socket.socket, messages: Iterable[Any]) -> None:
-    """Maps the pixels of messages that were received before, as far as this machine has files and
-    memory for them: see `lost`. Raises EOFError or OSError once the other end is gone."""
+def receive_pixels(connection: socket.socket, messages: Iterable[Any], mapped: Mapped) -> None:
+    """Maps the pixels of messages that were received before, once each for all frames, as far as
+    this machine has files and memory for them: see `lost`. `mapped` are the ones of earlier frames.
+    Raises EOFError or OSError once the other end is gone."""
     for part in _parts(_pixels_of(messages)):
         files = _receive(connection, len(part))
         for pixels, file in zip(part, files, strict=False):
             try:
-                pixels.receive(file)
+                pixels.receive(file, mapped)
             except OSError as error:
                 logger.error("pixels of an image cannot be mapped: %s", error)
 

@@ -31,6 +31,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import Decoder
 from servicekit import interpreter_gc
 from servicekit.errors import ServiceError
+from servicekit.shared_memory import Mapped
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class Child:
         self._connection = connection
         self._config = config
         self._make_store = make_store
+        self._mapped = Mapped()
         self._lock = threading.Lock()
         self._builder = threading.Thread(target=self._build, name="loadout-build", daemon=True)
         self._engine: EngineThread | None = None
@@ -132,7 +134,7 @@ class Child:
 
     def _receive(self, files: socket.socket) -> list[Any]:
         messages: list[Any] = pickle.loads(self._connection.recv_bytes())
-        receive_pixels(files, messages)
+        receive_pixels(files, messages, self._mapped)
         return messages
 
     def _take(self, messages: list[Any]) -> bool:

@@ -25,7 +25,7 @@ from inference_svc.engine.transport.pixels import (
 from inference_svc.pictures.prompt import PromptPicture, Run
 from inference_svc.pictures.sizes import Size
 from servicekit.errors import Unavailable
-from servicekit.shared_memory import SharedBytes
+from servicekit.shared_memory import Mapped, SharedBytes
 from tests.support.machine.open_files import open_files
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="others cannot seal a file")
@@ -52,11 +52,15 @@ def submit(name: str, *shown: SharedBytes) -> Submit:
     return Submit(Request(name, (1,), SamplingParams(), pictures=pictures))
 
 
-def through(ends: tuple[socket.socket, socket.socket], messages: list[Submit]) -> list[Submit]:
+def through(
+    ends: tuple[socket.socket, socket.socket],
+    messages: list[Submit],
+    mapped: Mapped | None = None,
+) -> list[Submit]:
     """The messages at the other end, with the pixels that have arrived."""
     loaded: list[Submit] = pickle.loads(pickle.dumps(messages))
     send_pixels(ends[0], messages)
-    receive_pixels(ends[1], loaded)
+    receive_pixels(ends[1], loaded, Mapped() if mapped is None else mapped)
     return loaded
 
 
@@ -77,6 +81,21 @@ def test_requests_of_a_frame_share_pixels(ends: Any) -> None:
     assert (values(first), values(second)) == ([1, 2], [1])
     assert first.request.pictures[0].pixels is second.request.pictures[0].pixels
     assert num_files() == before + 4, "two files here, and the ones of two mappings"
+
+
+def test_frames_share_pixels(ends: Any) -> None:
+    """A picture is mapped once for the requests of any number of frames, as long as one has it."""
+    before, mapped = num_files(), Mapped()
+    shared, other = pixels(1), pixels(2)
+    found = through(ends, [submit("a", shared)], mapped)
+    for name in "bcdefgh":
+        found += through(ends, [submit(name, shared, other)], mapped)
+        del found[:-1]
+        assert values(found[0]) == [1, 2]
+    assert num_files() == before + 4, "two files here, and the ones of two mappings"
+    del found
+    assert num_files() == before + 2
+    assert values(through(ends, [submit("i", shared)], mapped)[0]) == [1]
 
 
 def test_a_frame_has_more_files_than_a_piece(ends: Any) -> None:
@@ -141,7 +160,7 @@ def slow(seconds):
     waits.append(seconds)
     if len(waits) == 3:  # the other end begins to read
         resource.setrlimit(resource.RLIMIT_NOFILE, usual)
-        threading.Thread(target=pixels.receive_pixels, args=(there, [loaded])).start()
+        threading.Thread(target=pixels.receive_pixels, args=(there, [loaded], {})).start()
     wait(seconds)
 
 pixels.time.sleep = slow
