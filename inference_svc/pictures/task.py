@@ -28,7 +28,7 @@ from inference_svc.pictures.tiling import TooLong, make_tiles, tile_shape
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MODES = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa"))
-"""Pillow's modes of 8 bits a channel or less. It would cut off wider values, not scale them."""
+"""Pillow's modes of 8 bits a channel or less."""
 FACTS = struct.Struct(">L")
 """The length of the facts at the beginning of a request."""
 TILES = struct.Struct(">QHHLL")
@@ -123,9 +123,14 @@ def _opened(data: memoryview, max_pixels: int) -> ImageFile.ImageFile:
     # Cameras' MPO files are JPEG files with others behind them.
     if picture.format != "MPO" and getattr(picture, "is_animated", False):
         raise Refused("is animated: send one frame")
-    if picture.mode not in MODES:
-        raise Refused(f"has over 8 bits a channel (mode {picture.mode}): save it with 8")
+    if picture.mode not in MODES or _is_cut(picture):
+        raise Refused("has over 8 bits a channel: save it with 8")
     return picture
+
+
+def _is_cut(picture: ImageFile.ImageFile) -> bool:
+    """Returns whether Pillow gives a file's wider values a mode of 8 bits: it drops the others."""
+    return picture.format == "PNG" and any(";16" in str(tile[3]) for tile in picture.tile)
 
 
 def _opaque(picture: Image.Image) -> Image.Image:

@@ -6,9 +6,7 @@ import os
 import re
 import resource
 import signal
-import struct
 import time
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,7 +24,7 @@ from inference_svc.pictures import decoding
 from inference_svc.pictures.decoding import PictureDecoder, Tiles
 from inference_svc.pictures.processor import Form, Processor, read_processor
 from servicekit.errors import InvalidArgument, ServiceError, Unavailable
-from tests.support.pictures.files import encoded, picture
+from tests.support.pictures.files import encoded, packed_png, picture, png
 from tests.support.pictures.models import (
     GEMMA4,
     NAMES,
@@ -197,15 +195,13 @@ def test_exif_data_turn_a_picture(orientation: int, llava: Any) -> None:
 
 def _png_of(width: int, height: int, data: bytes = zlib.compress(bytes(1000))) -> bytes:
     """A PNG file whose header says this size, and which has next to no data."""
+    return packed_png(width, height, 8, 2, data)
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        checksum = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + checksum
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-    )
+def _png_with(bits: int, colour_type: int) -> bytes:
+    """A PNG file of 9 x 9 pixels with so many bits a channel."""
+    channels = {0: 1, 2: 3, 4: 2, 6: 4}[colour_type]
+    return png(9, 9, bits, colour_type, (b"\0" + b"\x9c\x40" * (9 * channels * bits // 16)) * 9)
 
 
 def _black(width: int, height: int) -> bytes:
@@ -242,10 +238,10 @@ HOSTILE = {
     "animated gif": (_animated("GIF"), "animated"),
     "animated png": (_animated("PNG"), "animated"),
     "animated webp": (_animated("WEBP"), "animated"),
-    "16 bit": (
-        encoded(Image.fromarray(np.full((9, 9), 40_000, np.uint16))),
-        "over 8 bits a channel",
-    ),
+    **{
+        f"16 bit, colour type {each}": (_png_with(16, each), "has over 8 bits a channel: save it")
+        for each in (0, 2, 4, 6)
+    },
 }
 
 
@@ -258,7 +254,9 @@ def test_hostile_files_are_refused(name: str, llava: Any) -> None:
     assert refused.value.message.startswith(f"{WHERE}: ")
 
 
-@pytest.mark.parametrize("name", ["empty", "a billion pixels", "too long and narrow", "16 bit"])
+@pytest.mark.parametrize(
+    "name", ["empty", "a billion pixels", "too long and narrow", "16 bit, colour type 2"]
+)
 def test_headers_are_refused_before_memory_is_taken(name: str, llava: Any) -> None:
     data, words = HOSTILE[name]
     with pytest.raises(InvalidArgument, match=f"^{re.escape(WHERE)}: .*{words}"):

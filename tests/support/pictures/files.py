@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from io import BytesIO
 from typing import Any
 
@@ -28,3 +30,21 @@ def encoded(found: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     file = BytesIO()
     found.save(file, kind, **options)
     return file.getvalue()
+
+
+def png(width: int, height: int, bits: int, colour_type: int, lines: bytes) -> bytes:
+    """Returns a PNG file of these lines of pixels, each behind its filter, however many they
+    are."""
+    return packed_png(width, height, bits, colour_type, zlib.compress(lines))
+
+
+def packed_png(width: int, height: int, bits: int, colour_type: int, data: bytes) -> bytes:
+    """Returns a PNG file of compressed lines."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
+
+    header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
+    chunks = chunk(b"IHDR", header), chunk(b"IDAT", data), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
