@@ -68,6 +68,7 @@ def test_a_misspelt_field_is_refused(version):
         ("PrometheusRule", "production-keda"),
         ("ScaledObject", "production-keda"),
         ("LeaderWorkerSet", "dev-several-machines"),
+        ("LeaderWorkerSet", "production-several-machines"),
     ],
 )
 def test_a_misspelt_field_of_a_custom_object_is_refused(kind, name):

@@ -9,7 +9,7 @@ from tests.support.deploy.manifests import ROOT, Workload, gibibytes
 from tests.support.deploy.settings import CLASSES, DEMO_MODEL
 
 GIB = 1 << 30
-OF_LIBRARIES = {"HF_HOME", "HF_TOKEN_PATH", "NCCL_DEBUG"}
+OF_LIBRARIES = {"HF_HOME", "HF_TOKEN_PATH", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME"}
 """Variables of the hub's library, and of NCCL."""
 
 

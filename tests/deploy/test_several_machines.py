@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import kubernetes_validate
@@ -28,9 +29,12 @@ RANK_PORTS = (29500, 32768, 60999)
 """The rendezvous, and ports that Linux chooses."""
 
 
-@pytest.fixture
-def manifests() -> Manifests:
-    return overlay("dev-several-machines")
+OVERLAYS = ("dev-several-machines", "production-several-machines")
+
+
+@pytest.fixture(params=OVERLAYS)
+def manifests(request: pytest.FixtureRequest) -> Manifests:
+    return overlay(request.param)
 
 
 @pytest.fixture
@@ -66,10 +70,40 @@ def test_leader_and_worker_are_one_server(
     """They differ in their numbers alone, and meet where the leader is."""
     first, second = (settings_of(each, tmp_path, monkeypatch) for each in (leader, worker))
     assert (first.nnodes, first.node_rank, second.node_rank) == (2, 0, 1)
-    assert first.rendezvous == "inference-0.inference.loadout-dev:29500"
+    assert re.fullmatch(r"inference-0\.inference\.loadout(-dev)?:29500", first.rendezvous)
     assert first.model_copy(update={"node_rank": 1}) == second
-    assert first.tensor_parallel % first.nnodes == 0
+    assert first.num_ranks % first.nnodes == 0
     assert leader.container["resources"] == worker.container["resources"]
+
+
+def test_each_rank_has_a_device_and_a_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage of each pod, whose ranks its devices connect. NCCL is told about the network between
+    pods, and what it needs of one is there as in a pod alone."""
+    found, alone = (overlay(each) for each in (OVERLAYS[1], "production-tensor-parallel"))
+    [of_one] = (each for each in alone.workloads if each.name == "inference")
+    pods = [each for each in found.workloads if each.name == "inference"] + found.workers
+    assert len(pods) == 2
+    for stage, pod in enumerate(pods):
+        settings = settings_of(pod, tmp_path, monkeypatch)
+        ranks = local_ranks(settings)
+        assert {rank // settings.tensor_parallel for rank in ranks} == {stage}
+        resources = pod.container["resources"]
+        assert int(resources["limits"]["nvidia.com/gpu"]) == len(ranks) == settings.tensor_parallel
+        assert int(resources["requests"]["cpu"]) >= len(ranks) + 4
+        assert settings.host_memory == 0
+        assert pod.mount_of("/dev/shm") == of_one.mount_of("/dev/shm")
+        environment = pod.environment
+        nccl = {name for name in environment if name.startswith("NCCL_")}
+        assert nccl == {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME"}
+        assert {name for name in of_one.environment if name.startswith("NCCL_")} <= nccl
+
+
+def test_the_autoscaler_scales_groups() -> None:
+    [scaler] = overlay(OVERLAYS[1]).of_kind("HorizontalPodAutoscaler")
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("LeaderWorkerSet", "inference")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
