@@ -7,6 +7,7 @@ it may use its targets.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
@@ -28,6 +29,19 @@ class Event(Protocol):
         """Waits until all work before the event has run."""
 
 
+class Stopwatch(Protocol):
+    """Measures a piece of one stream's work."""
+
+    def start(self) -> None:
+        """Begins the piece after all work that the stream has so far."""
+
+    def stop(self) -> None:
+        """Ends it after all work that the stream has so far."""
+
+    def seconds(self) -> float:
+        """Waits until the piece has run; returns the seconds that it took."""
+
+
 class Stream(Protocol):
     """One queue of work."""
 
@@ -40,6 +54,9 @@ class Stream(Protocol):
 
     def event(self) -> Event:
         """Returns a new event of this stream, which is not recorded yet."""
+
+    def stopwatch(self) -> Stopwatch:
+        """Returns a stopwatch for pieces of this stream's work, one after the other."""
 
     def wait_stream(self, other: Stream) -> None:
         """Makes work queued here from now on wait for all work queued there so far."""
@@ -85,6 +102,9 @@ class _CudaStream:
     def event(self) -> Event:
         return _CudaEvent(self)
 
+    def stopwatch(self) -> Stopwatch:
+        return _CudaStopwatch(self)
+
     def wait_stream(self, other: Stream) -> None:
         assert isinstance(other, _CudaStream)
         self.queue.wait_stream(other.queue)
@@ -105,6 +125,39 @@ class _CudaEvent:
         self._event.synchronize()
 
 
+class _CudaStopwatch:
+    def __init__(self, stream: _CudaStream) -> None:
+        self._stream = stream
+        self._edges = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def start(self) -> None:
+        self._edges[0].record(self._stream.queue)
+
+    def stop(self) -> None:
+        self._edges[1].record(self._stream.queue)
+
+    def seconds(self) -> float:
+        begin, end = self._edges
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+class HostStopwatch:
+    """Measures work of this thread, which runs at once."""
+
+    def __init__(self) -> None:
+        self._began_s = self._seconds = 0.0
+
+    def start(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._began_s
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
 class HostStream:
     """Does everything at once. It is its own event, which has always passed. `name` is its field of
     `Streams`."""
@@ -121,6 +174,9 @@ class HostStream:
 
     def event(self) -> Event:
         return self
+
+    def stopwatch(self) -> Stopwatch:
+        return HostStopwatch()
 
     def wait_stream(self, other: Stream) -> None:
         """Returns at once, because there is nothing to wait for."""

@@ -53,8 +53,9 @@ OF_FORMATS = [
 ]
 MAYBE_NONE: dict[str, list[set[str]]] = {
     "add_rms_norm_kernel": [
-        *(set(), {"rows"}, {"delta", "rows"}),
-        *(ADDEND, {"rows", *ADDEND}, {"delta", "rows", *ADDEND}),
+        *({"bias"}, {"bias", "rows"}, {"bias", "delta", "rows"}),
+        *({"bias", *ADDEND}, {"bias", "rows", *ADDEND}, {"bias", "delta", "rows", *ADDEND}),
+        *({"rows", *ADDEND}, {"delta", "rows", *ADDEND}),
     ],
     "combine_experts_kernel": [set(), {"shared_logits"}, {"shared", "shared_logits"}],
     "combine_kernel": [set(), {"sinks"}],
@@ -67,8 +68,13 @@ MAYBE_NONE: dict[str, list[set[str]]] = {
         absent | starts for absent in OF_FORMATS for starts in (set(), {"starts"})
     ],
     "place_pairs_kernel": [set(), {"order"}],
-    "prefill_kernel": [set(), {"sinks"}, SCALES, {"sinks", *SCALES}],
+    "prefill_kernel": [
+        absent | scales
+        for absent in ({"ends"}, {"ends", "sinks"}, {"sinks"})
+        for scales in (set(), SCALES)
+    ],
     "rank_pairs_kernel": [set(), {"order"}, {"starts", "rows", "order"}],
+    "replace_logits_kernel": [set(), {"bias"}],
     "route_kernel": [set(), {"bias"}, {"expert_scales"}, {"bias", "expert_scales"}],
     "store_kernel": [
         absent | addend | scales

@@ -82,7 +82,7 @@ def rotary_angles(
     """Computes cos and sin of rotary embedding; see `reference.rotary_angles`.
 
     Args:
-        positions: int64 [T], or on a CPU [T, D / 2]: of each pair.
+        positions: int64 [T], or [T, D / 2], of each pair, with columns that are contiguous.
         inverse_frequencies: float32 [D / 2], in radians per position.
         scaling: Factor of cos and sin.
         dtype: The dtype of the result.

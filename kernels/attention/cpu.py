@@ -232,7 +232,9 @@ def _chunk(plan: AttentionPlan, row: int, window: int | None) -> Chunk:
     ends = None if plan.ends is None else plan.ends[start:end].numpy()
     if ends is not None or first_query > 0 or (window is not None and window < context):
         queries = np.arange(first_query, context)[:, None]
-        visible = seen[None, :] <= queries if ends is None else seen[None, :] < ends[:, None]
+        visible = seen[None, :] <= queries
+        if ends is not None:
+            visible |= seen[None, :] < ends[:, None]
         if window is not None:
             visible &= seen[None, :] > queries - window
         mask = torch.from_numpy(visible).to(plan.device)

@@ -32,7 +32,8 @@ class AttentionPlan:
     [n, 2] cuts the rows of several queries: row, and first query in it. `segment_starts` int32
     [R + 1] numbers the segments of the rows of one query: row r's are [segment_starts[r],
     segment_starts[r + 1]). `has_decodes`: whether any row has one query. `ends` int32 [T] has the
-    position before which each query sees all, at least its own; None: each sees up to its own.
+    position before which each query sees all, if that is behind its own; None: each sees up to its
+    own.
     The `host_` arrays are the same facts as numpy, the table's rows in the order of the step;
     `derived` memoises what a path makes of them.
     """

@@ -71,7 +71,7 @@ def attend(
         for token in range(start, end):
             position = context - (end - token)
             first = 0 if window is None else max(0, position - window + 1)
-            last = position if ends is None else ends[token] - 1
+            last = position if ends is None else max(position, ends[token] - 1)
             seen = torch.arange(first, last + 1, device=q.device)
             pages = plan.page_table[table_rows[row], seen // plan.page_size].long()
             cells = pages * plan.page_size + seen % plan.page_size

@@ -20,11 +20,17 @@ that share a key head, D head_dim, S segments of all rows.
 import triton
 import triton.language as tl
 
-from kernels.attention.triton_heads import normalised, prepared, store_codes, store_parts
+from kernels.attention.triton_heads import (
+    normalised,
+    prepared,
+    store_codes,
+    store_parts,
+    widened,
+)
 from kernels.elementwise.triton_kernels import plus_addend
 
 # Their values change from step to step: none is worth a compilation.
-VARYING = ("num_rows", "num_tokens", "tokens_each")
+VARYING = ("num_rows", "num_tokens", "tokens_each", "pair_stride")
 LOG2_E = tl.constexpr(1.4426950408889634)
 SCALE_BYTES = tl.constexpr(4)
 WIDENED_SHARE = tl.constexpr(256.0)
@@ -50,18 +56,21 @@ def norm_rows_kernel(
     tl.store(p_x + o, b_out.to(x.dtype.element_ty), mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def rotary_angles_kernel(
-    cos, sin, positions, inverse_frequencies, scaling, HALF: tl.constexpr, BLOCK: tl.constexpr
-):
-    """See `reference.rotary_angles`. cos, sin: [T, 2 * HALF]. Grid: (T,)."""
+    cos, sin, positions, inverse_frequencies, scaling, pair_stride,
+    HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `reference.rotary_angles`. cos, sin: [T, 2 * HALF]. Each next pair's positions lie
+    `pair_stride` behind, or are the same (0). Grid: (T,)."""
     i_token = tl.program_id(0).to(tl.int64)
     o = tl.arange(0, BLOCK)
     m = o < HALF
     dtype = cos.dtype.element_ty
     # [BLOCK]
     b_frequency = tl.load(inverse_frequencies + o, mask=m, other=0.0)
-    b_angle = tl.load(positions + i_token).to(tl.float32) * b_frequency
+    p_positions = positions + i_token + o.to(tl.int64) * pair_stride
+    b_angle = tl.load(p_positions, mask=m, other=0).to(tl.float32) * b_frequency
     b_cos = (tl.cos(b_angle) * scaling).to(dtype)
     b_sin = (tl.sin(b_angle) * scaling).to(dtype)
     o_out = i_token * (2 * HALF) + o
@@ -186,16 +195,6 @@ def load_scales(p_scales, p_pages, o_n, m_n, page_stride, PAGE_SIZE: tl.constexp
     b_ks = tl.load(p_key, mask=m_n, other=0.0)
     b_vs = tl.load(p_key + PAGE_SIZE, mask=m_n, other=0.0)
     return b_ks * WIDENED_SHARE, b_vs * WIDENED_SHARE
-
-
-@triton.jit
-def widened(b_codes, dtype: tl.constexpr):
-    """Codes of FP8 in a wider dtype, exactly, over WIDENED_SHARE: the bits of half precision of a
-    number 2^8 smaller. Devices before 8.9 have no conversion from FP8. The codes of NaN are numbers
-    here: a vector with NaN has NaN for its scale."""
-    b_code = b_codes.to(tl.uint16)
-    b_bits = ((b_code & 0x80) << 8) | ((b_code & 0x7F) << 7)
-    return b_bits.to(tl.float16, bitcast=True).to(dtype)
 
 
 @triton.jit
@@ -369,13 +368,13 @@ def attend_block(
 
 @triton.jit
 def attend_blocks(
-    b_acc, b_max, b_sum, b_q, p_kv, p_scales, p_pages, b_position, begin, end, scale,
+    b_acc, b_max, b_sum, b_q, p_kv, p_scales, p_pages, b_position, b_last, begin, end, scale,
     page_stride, side_stride,
     PAGE_SIZE: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds blocks of the positions from `begin` to `end` to a running softmax. Queries at
-    `b_position` [BLOCK_M] see those up to their own."""
+    `b_position` [BLOCK_M] see those up to `b_last`."""
     o_d = tl.arange(0, BLOCK_D)
     for start in tl.range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
@@ -387,8 +386,8 @@ def attend_blocks(
         if p_scales is not None:
             b_ks, b_vs = load_scales(p_scales, p_pages, o_n, o_n < end, page_stride, PAGE_SIZE)
             b_k, b_v = widened(b_k, b_q.dtype), widened(b_v, b_q.dtype)
-        # No query of the row stands behind its context: this leaves out what lies there, too.
-        m_seen = o_n[None, :] <= b_position[:, None]
+        # No query of the row sees more than its context: this leaves out what lies there, too.
+        m_seen = o_n[None, :] <= b_last[:, None]
         if WINDOW > 0:
             m_seen = m_seen & (o_n[None, :] > b_position[:, None] - WINDOW)
         if SOFTCAP > 0 or b_q.dtype == tl.float32:  # which are never whole: see `prefill_kernel`
@@ -433,18 +432,18 @@ def attend_whole_blocks(
 
 @triton.jit
 def prefill_kernel(
-    out, q, kv, scales, sinks, tiles, query_starts, context_lengths, table_rows, page_table, scale,
-    q_stride, table_stride, page_stride, head_stride, side_stride,
+    out, q, kv, scales, sinks, ends, tiles, query_starts, context_lengths, table_rows, page_table,
+    scale, q_stride, table_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M neighbouring queries of one row and head over all that they see.
 
-    sinks: fp32 [NUM_HEADS], or None; tiles: int32 [n, 2], row and first query in it; behind the
-    row's last query a tile is empty. A tile is computed by PARTS programs. Grid: (NUM_HEADS,
-    n * PARTS): heads that share keys run beside each other, and the last tiles, which are the
-    longest of a prompt, begin first.
+    sinks: fp32 [NUM_HEADS], or None; ends: int32 [T], as in `AttentionPlan`, or None; tiles: int32
+    [n, 2], row and first query in it; behind the row's last query a tile is empty. PARTS programs
+    compute a tile. Grid: (NUM_HEADS, n * PARTS): heads that share keys run beside each other, and
+    the last tiles, which are the longest of a prompt, begin first.
     """
     i_tile = tl.num_programs(1) - 1 - tl.program_id(1)
     i_r = tl.load(tiles + i_tile // PARTS * 2)
@@ -483,10 +482,15 @@ def prefill_kernel(
             b_acc, b_max, b_sum, b_q, p_kv, p_scales, p_pages, 0, begin, scale, page_stride,
             side_stride, PAGE_SIZE, D, BLOCK_D, BLOCK_N, PRECISION,
         )  # fmt: skip
+    b_last = b_position
+    end = tl.minimum(first_position + BLOCK_M, context)
+    if ends is not None:
+        b_end = tl.load(ends + o_token, mask=o_m < num_queries, other=0)
+        b_last = tl.maximum(b_position, b_end - 1)
+        end = tl.maximum(end, tl.max(b_end, axis=0))
     b_acc, b_max, b_sum = attend_blocks(
-        b_acc, b_max, b_sum, b_q, p_kv, p_scales, p_pages, b_position, begin,
-        tl.minimum(first_position + BLOCK_M, context), scale, page_stride, side_stride,
-        PAGE_SIZE, D, WINDOW, SOFTCAP, BLOCK_D, BLOCK_N, PRECISION,
+        b_acc, b_max, b_sum, b_q, p_kv, p_scales, p_pages, b_position, b_last, begin, end, scale,
+        page_stride, side_stride, PAGE_SIZE, D, WINDOW, SOFTCAP, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
     if sinks is not None:
         # Infinite, where all scores are far below the sink: the quotient is then 0.

@@ -24,9 +24,12 @@ MIN_BLOCK_ROWS = 32
 def rotary_angles(
     positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Launches `reference.rotary_angles`: positions int64 [T] and inverse_frequencies float32 [D /
-    2] give cos and sin [T, 1, D] of `dtype`."""
+    """Launches `reference.rotary_angles`: positions int64 [T], or [T, D / 2] with columns that are
+    contiguous, and inverse_frequencies float32 [D / 2] give cos and sin [T, 1, D] of `dtype`."""
     num_tokens, half = len(positions), len(inverse_frequencies)
+    is_of_pairs = positions.dim() == 2
+    assert positions.t().is_contiguous()  # of [T], too
+    assert not is_of_pairs or positions.shape[1] == half
     cos, sin = (
         torch.empty((num_tokens, 1, 2 * half), dtype=dtype, device=positions.device)
         for _ in range(2)
@@ -37,6 +40,7 @@ def rotary_angles(
         positions,
         inverse_frequencies,
         float(scaling),
+        num_tokens if is_of_pairs else 0,
         HALF=half,
         BLOCK=power_of_2(half),
         num_warps=1,
@@ -172,7 +176,6 @@ def attend(
     """Launches `reference.attend`: q [T, num_heads, head_dim] and sinks float32 [num_heads] give
     [T, num_heads, head_dim]. Heads of a token are contiguous; tokens may be strided."""
     assert not cache.is_tiled, "the kernels read caches in rows"
-    assert plan.ends is None, "pictures are read on CPUs"
     assert q.stride(1) == q.shape[2], "heads lie side by side"
     assert q.stride(2) == 1
     if sinks is not None:
@@ -268,6 +271,7 @@ def _prefill(
         kv,
         cache.scales_of(layer),
         sinks,
+        plan.ends,
         plan.tiles,
         plan.query_starts,
         plan.context_lengths,

@@ -65,7 +65,7 @@ __all__ = [
 
 class NormWeight(NamedTuple):
     """A norm over the last dimension; see `reference.rms_norm`. `offset` is added to the
-    checkpoint's values in `weight`, [size]. `bias`, fp32, is for CPUs alone."""
+    checkpoint's values in `weight`, [size]. `bias`, fp32, is beside a weight in fp32."""
 
     weight: Tensor
     eps: float
@@ -90,7 +90,13 @@ def rms_norm(x: Tensor, norm: NormWeight, addend: Addend | None = None) -> Tenso
 
         rows = x.view(-1, x.shape[-1])
         normed = triton_ops.add_rms_norm(
-            rows, None, norm.weight, norm.eps, is_centred=norm.is_centred, addend=addend
+            rows,
+            None,
+            norm.weight,
+            norm.eps,
+            is_centred=norm.is_centred,
+            bias=norm.bias,
+            addend=addend,
         )
         return normed.view_as(x)
     x = x if addend is None else addend.added_to(x)
@@ -125,7 +131,6 @@ def add_rms_norm(
     if uses_triton(hidden):
         from kernels.elementwise import triton_ops  # Triton is an extra that the CPU does without
 
-        assert bias is None, "backends with a device refuse models with such norms"
         return triton_ops.add_rms_norm(
             hidden,
             delta,
@@ -135,6 +140,7 @@ def add_rms_norm(
             delta_scale=delta_scale,
             sum_scale=sum_scale,
             is_centred=is_centred,
+            bias=bias,
             addend=addend,
         )
     return reference.add_rms_norm(

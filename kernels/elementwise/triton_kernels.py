@@ -19,13 +19,13 @@ def plus_addend(b_x, p_addend, m, has_adapter, dtype):
 
 @triton.jit
 def add_rms_norm_kernel(
-    out, hidden, delta, weight, rows, addend, slots, eps, delta_scale, sum_scale,
+    out, hidden, delta, weight, bias, rows, addend, slots, eps, delta_scale, sum_scale,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_SCALED: tl.constexpr, IS_CENTRED: tl.constexpr,
     ROWS_PER_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """See `reference.add_rms_norm`. hidden, delta, addend: [T, SIZE]; slots: [T]; out: [N,
-    SIZE]; `delta`, `rows`, `addend` with `slots` may be None. weight: [SIZE], or one for each
-    ROWS_PER_WEIGHT rows of `out`. Grid: (N,)."""
+    SIZE]; `delta`, `bias`, `rows`, `addend` with `slots` may be None. weight and bias: [SIZE], or
+    one for each ROWS_PER_WEIGHT rows of `out`. Grid: (N,)."""
     i_out = tl.program_id(0).to(tl.int64)
     i_row = i_out if rows is None else tl.load(rows + i_out)
     o = tl.arange(0, BLOCK)
@@ -53,11 +53,13 @@ def add_rms_norm_kernel(
     if IS_CENTRED:
         b_x = tl.where(m, b_x - tl.sum(b_x, axis=0) / SIZE, 0.0)
     b_x *= 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=0) / SIZE + eps)
-    p_weight = weight
+    o_weight = o
     if ROWS_PER_WEIGHT > 0:
-        p_weight += (i_out // ROWS_PER_WEIGHT) * SIZE
-    b_weight = tl.load(p_weight + o, mask=m, other=0.0)
+        o_weight = (i_out // ROWS_PER_WEIGHT) * SIZE + o
+    b_weight = tl.load(weight + o_weight, mask=m, other=0.0)
     b_out = b_x.to(weight.dtype.element_ty).to(tl.float32) * b_weight.to(tl.float32)
+    if bias is not None:
+        b_out += tl.load(bias + o_weight, mask=m, other=0.0)
     tl.store(out + i_out * SIZE + o, b_out.to(dtype), mask=m)
 
 

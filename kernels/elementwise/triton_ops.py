@@ -21,12 +21,19 @@ def add_rms_norm(
     delta_scale: float = 1.0,
     sum_scale: float = 1.0,
     is_centred: bool = False,
+    bias: Tensor | None = None,
     addend: Addend | None = None,
 ) -> Tensor:
     """Launches `reference.add_rms_norm`: hidden, delta and addend [T, size], weight [size] or [T,
-    size], rows int64 [N] give [T, size] or [N, size]. Tensors are contiguous."""
+    size], and bias, of one shape, rows int64 [N] give [T, size] or [N, size]. Tensors are
+    contiguous."""
     assert hidden.is_contiguous()
     assert weight is None or weight.is_contiguous()
+    if bias is not None:
+        assert weight is not None
+        assert weight.dtype == bias.dtype == torch.float32
+        assert bias.is_contiguous()
+        assert bias.shape == weight.shape
     if weight is None:
         # Nothing is launched of ours: torch's own kernels round as the definition says.
         return reference.add_rms_norm(
@@ -51,6 +58,7 @@ def add_rms_norm(
         hidden,
         delta,
         weight,
+        bias,
         rows,
         values,
         slots,

@@ -39,7 +39,8 @@ def cut_patches(pixels: Tensor, values: Tensor, rows: Tensor, columns: Tensor, s
     height, width = (each // side for each in pixels.shape[:2])
     whole = pixels[: height * side, : width * side]
     cut = whole.reshape(height, side, width, side, CHANNELS)[rows, :, columns].long()
-    return values[torch.arange(CHANNELS), cut].permute(0, 3, 1, 2)
+    channels = torch.arange(CHANNELS, device=pixels.device)
+    return values[channels, cut].permute(0, 3, 1, 2)
 
 
 def by_pixel(patches: Tensor, dtype: torch.dtype) -> Tensor:

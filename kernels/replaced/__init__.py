@@ -83,12 +83,11 @@ def replace_logits(
         plan: Tokens by slot.
         index: Index of the replaced weight.
         vocab_size: Size of the base's vocabulary.
-        bias: Of a whole weight on a CPU, [vocab_size]. None: none.
+        bias: Of a whole weight, [vocab_size]. None: none.
     """
     if uses_triton(out):
         from kernels.replaced import triton_ops
 
-        assert bias is None, "towers are computed on CPUs"
-        triton_ops.replace_logits(out, x, table, plan, index, vocab_size)
+        triton_ops.replace_logits(out, x, table, plan, index, vocab_size, bias)
     else:
         reference.replace_logits(out, x, table, plan, index, vocab_size, bias)

@@ -84,7 +84,7 @@ def replace_logits(
         plan: Tokens by slot.
         index: Index of the replaced weight.
         vocab_size: Size of the base's vocabulary.
-        bias: Of a whole weight on a CPU, [vocab_size]. None: none.
+        bias: Of a whole weight, [vocab_size]. None: none.
     """
     for start, end, own in _replaced(table, plan, index):
         rows, features = x[start:end], x.shape[1]

@@ -89,7 +89,7 @@ def replace_embeddings_kernel(
 
 @triton.jit
 def replace_block(
-    out, p_x, arena, weight_rows, slot, index, vocab_size, o_m, m_m, o_n, first_n, out_stride,
+    out, p_x, bias, arena, weight_rows, slot, index, vocab_size, o_m, m_m, o_n, first_n, out_stride,
     SIZE: tl.constexpr, WEIGHTS: tl.constexpr, GRANULE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -119,17 +119,20 @@ def replace_block(
             b_rows = tl.load(p_rows + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
             b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
             b_sum = tl.dot(b_x, tl.trans(b_rows), b_sum, input_precision=PRECISION)
+        if bias is not None:
+            b_sum += tl.load(bias + b_column, mask=m_n, other=0.0).to(tl.float32)[None, :]
         p_out = out + o_m[:, None] * out_stride + b_column[None, :]
         tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
 @triton.jit(do_not_specialize=VARYING)
 def replace_logits_kernel(
-    out, x, arena, weight_rows, token_slots, index, vocab_size, num_tokens, out_stride,
+    out, x, bias, arena, weight_rows, token_slots, index, vocab_size, num_tokens, out_stride,
     SIZE: tl.constexpr, WEIGHTS: tl.constexpr, GRANULE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """See `reference.replace_logits`. x: [T, SIZE]. Grid: (blocks of tokens, blocks of rows).
+    """See `reference.replace_logits`. x: [T, SIZE]; bias: [vocab_size], or None. Grid: (blocks of
+    tokens, blocks of rows).
 
     Tokens of one slot among BLOCK_M share one read of its rows. However few they are, they are rows
     of a `tl.dot` of one shape: a token's numbers do not depend on the others.
@@ -146,6 +149,6 @@ def replace_logits_kernel(
         num_before = tl.sum((m_m & (o_m < first_m + i)).to(tl.int32), axis=0)
         if (slot >= 0) & (num_before == 0):
             replace_block(
-                out, p_x, arena, weight_rows, slot, index, vocab_size, o_m, m_m, o_n, first_n,
+                out, p_x, bias, arena, weight_rows, slot, index, vocab_size, o_m, m_m, o_n, first_n,
                 out_stride, SIZE, WEIGHTS, GRANULE, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
             )  # fmt: skip

@@ -64,9 +64,10 @@ def replace_logits(
     plan: LoraPlan,
     index: int,
     vocab_size: int,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Launches `reference.replace_logits`: out, float [T, >= vocab_size], x [T, features] of the
-    arena's dtype. Rows of `out` have unit stride."""
+    arena's dtype, bias [vocab_size]. Rows of `out` have unit stride."""
     assert out.stride(1) == 1
     assert x.is_contiguous()
     tuned = tuning.constants("replaced")
@@ -75,6 +76,7 @@ def replace_logits(
     kernels.replace_logits_kernel[(-(-plan.num_tokens // tuned["block_m"]), num_blocks)](
         out,
         x,
+        bias,
         table.arena,
         table.weight_rows,
         plan.token_slots,

@@ -42,6 +42,33 @@ def test_torch(make_case, assert_close, window, dtype):
         assert_close("out", wanted, attend(q, cache, 1, plan, **options), TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize(
+    ("window", "softcap", "stored", "dtype"),
+    [
+        (None, None, None, torch.float16),
+        (6, None, None, torch.float32),
+        (20, 2.0, None, torch.float16),
+        (None, None, FP8, torch.float16),
+    ],
+    ids=str,
+)
+def test_triton(interpreter, make_case, assert_close, window, softcap, stored, dtype):
+    """Pictures that end in another block of queries, or of keys, than they begin in; an end of 0
+    stands for a token's own."""
+    mutual = [*MUTUAL, (91, 200)]
+    rows = [*ROWS, (70, 200)]
+    q, cache, plan = make_case(rows, dtype=dtype, stored=stored, mutual=mutual)
+    is_own = torch.ones(len(plan.ends), dtype=torch.bool)
+    for start, end in mutual:
+        is_own[start:end] = False
+    plan.ends[is_own] = 0
+    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    wanted = reference.attend(q, cache, 1, plan, **options)
+    got = interpreter.call("attend", q, cache, 1, plan, **options)
+    assert_close("out", wanted, got, 2e-6 if dtype is torch.float32 else 1e-3)
+    assert_close("torch's", wanted, attend(q, cache, 1, plan, **options), 2e-3)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("window", WINDOWS)

@@ -298,6 +298,10 @@ def test_rotary_angles(interpreter, dtype):
     wanted = reference.rotary_angles(positions, frequencies, 1.3, dtype)
     got = interpreter.call("rotary_angles", positions, frequencies, 1.3, dtype)
     torch.testing.assert_close(got, wanted)
+    of_pairs = torch.stack([positions + 7 * pair for pair in range(6)]).t()
+    wanted = reference.rotary_angles(of_pairs, frequencies, 1.3, dtype)
+    got = interpreter.call("rotary_angles", of_pairs, frequencies, 1.3, dtype)
+    torch.testing.assert_close(got, wanted)
 
 
 def vector_loads(ptx: str) -> int:

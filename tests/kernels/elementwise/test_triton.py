@@ -41,8 +41,9 @@ def test_add_rms_norm(interpreter, dtype, size, has_delta, rows):
         {"sum_scale": 0.6},
         {"is_centred": True},
         {"delta_scale": 1.7, "sum_scale": 1.1, "is_centred": True},
+        {"is_centred": True, "bias": torch.linspace(-3, 3, 101)},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options),
 )
 def test_scaled_additions_and_centred_norms(interpreter, dtype, rows, options):
     """With weights in fp32, whose product is rounded instead of the norm."""

@@ -179,15 +179,24 @@ def test_fp32_logits_of_a_bf16_model(library, assert_close):
     assert_close("logits", expected, got[row, :VOCAB], 1e-5)
 
 
-@pytest.mark.parametrize("path", ["torch", "native"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_whole_weight_keeps_the_bias_of_the_base(library, assert_close, path, dtype):
+@pytest.mark.parametrize(
+    ("path", "dtype"),
+    [
+        *((path, dtype) for path in ("torch", "native") for dtype in ("float32", "bfloat16")),
+        ("triton", "float16"),
+    ],
+)
+def test_a_whole_weight_keeps_the_bias_of_the_base(library, interpreter, assert_close, path, dtype):
+    dtype = getattr(torch, dtype)
     case = build(dtype)
     plan = case.plan()
     x, bias = torch.randn(plan.num_tokens, SIZE).to(dtype), torch.randn(VOCAB).to(dtype)
     got = torch.zeros(plan.num_tokens, VOCAB, dtype=dtype)
     if path == "native":
         native.replace_logits(library, got, x, case.table, plan, HEAD, VOCAB, bias.float())
+    elif path == "triton":
+        args = got, x, case.table, plan, HEAD, VOCAB, bias
+        got = interpreter.call("replace_logits", *args)
     else:
         whole = case.plan([1], [plan.num_tokens])
         replaced.replace_logits(got, x, case.table, whole, HEAD, VOCAB, bias)
