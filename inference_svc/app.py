@@ -95,7 +95,7 @@ async def serve(config: InferenceSettings) -> None:
 
 async def _serve(config: InferenceSettings, stop: asyncio.Event) -> None:
     machine = await asyncio.to_thread(find_machine, config)
-    config = resolve_images(config, machine)
+    config = resolve_images(config)
     decoder = _description(config)
     config = resolve_settings(config, machine, decoder)
     access = read_store_access(config)
@@ -148,7 +148,7 @@ async def _serve_node(config: InferenceSettings, stop: asyncio.Event) -> None:
     Raises as `serve`; EngineFailed, too, when a rank ends, as all do when rank 0 has."""
     withdraw_ready(config.ready_file)
     machine = await asyncio.to_thread(find_machine, config)
-    config = resolve_images(config, machine)
+    config = resolve_images(config)
     decoder = _description(config)
     config = resolve_settings(config, machine, decoder)
     read_store_access(config)
@@ -204,7 +204,7 @@ def _load_tokenizer(config: InferenceSettings) -> TextModel:
 def describe_layout(config: InferenceSettings) -> str:
     """Returns the description of a server with these settings that it gives to the store: a
     RegisterLayoutRequest, as JSON. Raises InvalidSetting and UnsupportedModel."""
-    config = resolve_images(config, find_machine(config))
+    config = resolve_images(config)
     decoder = _description(config)
     config = resolve_model(config, _model_facts(decoder))
     check_sharded_loras(config)

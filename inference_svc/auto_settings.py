@@ -37,7 +37,7 @@ FP8_BYTES = 1
 KV_SCALE_BYTES = 4
 """The scale of a key or value in FP8, whose elements have one byte."""
 EVERY_TARGET = "all"
-CPU_PROMPT_IMAGES = 8
+PROMPT_IMAGES = 8
 PROMPT_IMAGE_MEMORY = 512 << 20
 MAX_RANKS = 64
 """The processes of all stages."""
@@ -117,7 +117,7 @@ def resolve(
     Raises InvalidSetting for a setting that this machine or this model cannot fulfil, and as
     `fit_device`.
     """
-    settings = resolve_images(settings, machine)
+    settings = resolve_images(settings)
     device = settings.device
     if device == "auto":
         device = "cuda" if machine.has_cuda else "cpu"
@@ -138,11 +138,11 @@ def resolve(
         sizes = _cpu_sizes(settings, machine, model)
     else:
         assert fit_device is not None, "a device's sizes are to be chosen"
+        longest = settings.max_model_len or model.max_position_embeddings
+        settings = _with_image_memory(settings, model, longest)  # of which half is the device's
         sizes = fit_device(settings, machine)
     max_model_len = _max_model_len(settings, model, sizes, device)
-    image_memory = settings.prompt_image_memory
-    if image_memory is None:
-        image_memory = ByteSize(_image_memory(settings, model, max_model_len))
+    settings = _with_image_memory(settings, model, max_model_len)
     return settings.model_copy(
         update={
             "adapter_memory": ByteSize(sizes.adapter_memory),
@@ -152,26 +152,30 @@ def resolve(
             "max_batch_tokens": sizes.max_batch_tokens,
             "stored_states": sizes.stored_states,
             "max_model_len": max_model_len,
-            "prompt_image_memory": image_memory,
         }
     )
 
 
-def _image_memory(settings: InferenceSettings, model: ModelFacts, max_model_len: int) -> int:
-    """Returns memory of which one half keeps the embeddings of the largest image."""
+def _with_image_memory(
+    settings: InferenceSettings, model: ModelFacts, max_model_len: int
+) -> InferenceSettings:
+    """Returns settings that have memory of which one half keeps the embeddings of the largest
+    image."""
+    if settings.prompt_image_memory is not None:
+        return settings
     num_tokens = min(model.picture_tokens, max_model_len)
     largest = num_tokens * model.picture_elements * ITEM_BYTES[settings.dtype]
-    return max(PROMPT_IMAGE_MEMORY, 2 * largest)
+    memory = ByteSize(max(PROMPT_IMAGE_MEMORY, 2 * largest))
+    return settings.model_copy(update={"prompt_image_memory": memory})
 
 
-def resolve_images(settings: InferenceSettings, machine: Machine) -> InferenceSettings:
+def resolve_images(settings: InferenceSettings) -> InferenceSettings:
     """Returns the settings with the number of images in a request decided, before the model is
     read: with images its vision tower is a part of it."""
     if settings.max_prompt_images is not None:
         return settings
-    on_cpu = settings.device == "cpu" or (settings.device == "auto" and not machine.has_cuda)
-    can_read = on_cpu and settings.num_ranks == 1 and has_processor(settings.model)
-    number = CPU_PROMPT_IMAGES if can_read else 0
+    can_read = settings.num_ranks == 1 and has_processor(settings.model)
+    number = PROMPT_IMAGES if can_read else 0
     return settings.model_copy(update={"max_prompt_images": number})
 
 

@@ -291,11 +291,12 @@ class InferenceSettings(ServiceSettings):
 
     max_prompt_images: Annotated[OptionalCount | None, MODEL] = None
     """For models that read images: maximum number of images in a request. 0: text alone. Default: 8
-    where one process computes on a CPU and the model has a processor's file, elsewhere 0."""
+    where one process computes and the model has a processor's file, elsewhere 0."""
 
     prompt_image_memory: Annotated[Size | None, Field(ge=2 * MIB), MEMORY] = None
-    """For models that read images: one half for pixels of open requests, one for embeddings; a
-    quarter more for uploaded files. Default: 512 MiB, or as the largest image's embeddings need."""
+    """For models that read images: one half for pixels of open requests, on the host, and one for
+    embeddings, on the device; a quarter more, on the host, for uploaded files. Default: 512 MiB, or
+    as the largest image's embeddings need."""
 
     fair_quantum_tokens: Annotated[Count, Level.FILE, SCHEDULING] = 1024
     """Number of tokens per turn of a tenant, and of an adapter within its tenant. A higher value

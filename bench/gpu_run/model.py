@@ -64,9 +64,17 @@ def random_transformer(
     shares_layers: bool,
     exchange: Exchange | None = None,
 ) -> Transformer:
-    """Makes a model with random weights. With `shares_layers`, layers of the same shape share their
-    weights, so that many processes have room. A tied head has its own memory, because a step reads
-    as much. The decoder is a rank's part if there is an `exchange`."""
+    """Makes a model with random weights; see `random_weights`. The decoder is a rank's part if
+    there is an `exchange`."""
+    weights = random_weights(decoder, dtype, device, shares_layers=shares_layers)
+    return Transformer(decoder, weights, exchange)
+
+
+def random_weights(
+    decoder: Decoder, dtype: torch.dtype, device: torch.device, *, shares_layers: bool
+) -> ModelWeights[TorchLinear]:
+    """Makes random weights. With `shares_layers`, layers of the same shape share theirs, so that
+    many processes have room. A tied head has its own memory, because a step reads as much."""
     num_bytes = 0
 
     def random(num_rows: int, size: int) -> Tensor:
@@ -81,7 +89,8 @@ def random_transformer(
 
     def make(spec: WeightSpec) -> Tensor | Linear | NormWeight | float:
         if isinstance(spec, Norm):
-            return ones(spec, dtype, device)
+            made = ones(spec, dtype, device)
+            return made._replace(bias=torch.zeros_like(made.weight)) if spec.has_bias else made
         if isinstance(spec, Projection | ExpertsProjection):
             return linear(spec)
         if isinstance(spec, Table):
@@ -89,9 +98,9 @@ def random_transformer(
         return SCALAR if isinstance(spec, Scalar) else torch.randn(spec.size, device=device)
 
     weights: ModelWeights[TorchLinear] = ModelWeights.made(
-        decoder, functools.cache(make) if shares_layers else make
+        decoder, functools.cache(make) if shares_layers else make, dtype
     )
-    return Transformer(decoder, replace(weights, num_bytes=num_bytes), exchange)
+    return replace(weights, num_bytes=num_bytes)
 
 
 def tables(weights: ModelWeights[TorchLinear]) -> list[Tensor]:

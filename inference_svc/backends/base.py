@@ -234,7 +234,8 @@ def make_reload(
             return None
         targets = applied_to_pictures(arena.layout, config.lora_targets)
         weights = partial(read, found.tower, tower.projections)
-        return PictureRows(found, lambda: tower.make(found, weights(), arena, targets))
+        stream = arena.streams.compute
+        return PictureRows(found, lambda: tower.make(found, weights(), arena, targets), stream)
 
     pages = partial(allocate_kv_caches, config, decoder, prefers_tiles=prefers_tiles)
     states = partial(allocate_states, config, decoder)

@@ -37,6 +37,7 @@ from kernels.lora import (
     order_tokens,
     plan_pairs,
 )
+from kernels.lora.plan import LoraContents
 from kernels.replaced import replace_embeddings, replace_logits, token_weights
 
 
@@ -175,9 +176,11 @@ class ExpertsLoraStep:
 class TileLora(LoraStep):
     """Adds the adapter at `slot` to the outputs of a tower and its connector: every row of theirs
     has it, so that `plan`, of one row, says all that it changes. `targets` are the pictures' ones,
-    of which it may replace whole weights."""
+    of which it may replace whole weights. With `contents`, of no adapter, kernels are launched for
+    these, and change nothing."""
 
     slot: int = BASE_SLOT
+    contents: LoraContents | None = None
     _plans: dict[int, LoraPlan] = field(default_factory=dict)
 
     def add(self, group: str, x: Tensor, out: Tensor, bias: Tensor | None) -> None:
@@ -210,8 +213,10 @@ class TileLora(LoraStep):
     def _plan_of(self, num_rows: int) -> LoraPlan:
         """Returns the plan of so many rows."""
         if num_rows not in self._plans:
-            table, device = self.arena.table, self.arena.device
-            self._plans[num_rows] = LoraPlan.build([self.slot], [num_rows], table, device)
+            plan = _plan_rows(self.slot, num_rows, self.arena)
+            if self.contents is not None:
+                plan = _launching(plan, self.contents)
+            self._plans[num_rows] = plan
         return self._plans[num_rows]
 
 
@@ -219,8 +224,27 @@ def plan_tile(slot: int, arena: Arena, targets: AppliedTargets) -> TileLora | No
     """Returns the adapter's changes of a tower's work; None for the base."""
     if slot == BASE_SLOT:
         return None
-    plan = LoraPlan.build([slot], [1], arena.table, arena.device)
+    plan = _plan_rows(slot, 1, arena)
     return TileLora(arena, targets, plan, plan, slot=slot)
+
+
+def launch_tile(contents: LoraContents, arena: Arena, targets: AppliedTargets) -> TileLora:
+    """Returns changes of no adapter, for which a device launches the kernels of these contents."""
+    plan = _launching(_plan_rows(BASE_SLOT, 1, arena), contents)
+    return TileLora(arena, targets, plan, plan, contents=contents)
+
+
+def _plan_rows(slot: int, num_rows: int, arena: Arena) -> LoraPlan:
+    return LoraPlan.build([slot], [num_rows], arena.table, arena.device)
+
+
+def _launching(plan: LoraPlan, contents: LoraContents) -> LoraPlan:
+    """Returns a plan of the base's rows with an item of nothing."""
+    is_long = plan.num_tokens > 1
+    items = plan.items.new_zeros(1, plan.items.shape[1])
+    return replace(
+        plan, **contents._asdict(), has_tiles=is_long, num_rows=int(not is_long), items=items
+    )
 
 
 def _shared(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.arena import Arena
-from inference_svc.backends.lora_step import plan_tile
+from inference_svc.backends.lora_step import launch_tile, plan_tile
 from inference_svc.core import BASE_SLOT, BatchRow
 from inference_svc.model.checkpoint.weights import ModelWeights, Projections
 from inference_svc.model.description import Pictures
@@ -19,6 +19,8 @@ from inference_svc.model.layers import TorchLinear, TorchProjections
 from inference_svc.model.tower import Encoding, TorchTower, Tower
 from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture
 from inference_svc.pictures.sizes import MAX_SLICE
+from kernels.lora.plan import LoraContents
+from kernels.streams import Stream
 
 MakeTower: TypeAlias = Callable[[Pictures, ModelWeights[Any], Arena, AppliedTargets], Tower[Any]]
 """Makes a tower, whose weights adapters in the arena change."""
@@ -35,7 +37,12 @@ def _make_torch_tower(
     pictures: Pictures, weights: ModelWeights[TorchLinear], arena: Arena, targets: AppliedTargets
 ) -> TorchTower:
     """See `MakeTower`."""
-    return TorchTower(pictures, weights, partial(plan_tile, arena=arena, targets=targets))
+    lora_at = partial(plan_tile, arena=arena, targets=targets)
+    every = LoraContents.everything(arena.table)
+    any_loras = (
+        launch_tile(contents, arena, targets) for contents in (LoraContents(every.targets), every)
+    )
+    return TorchTower(pictures, weights, lora_at, arena.device, (None, *any_loras))
 
 
 IN_TORCH = TowerMaker(TorchProjections, _make_torch_tower)
@@ -43,23 +50,35 @@ IN_TORCH = TowerMaker(TorchProjections, _make_torch_tower)
 
 class PictureRows:
     """Embeddings by picture, finished or begun, as the scheduler decides. `read_tower` reads the
-    tower, which may be freed and read again."""
+    tower, which may be freed and read again; `stream` has its work."""
 
-    def __init__(self, pictures: Pictures, read_tower: Callable[[], Tower[Any]]) -> None:
+    def __init__(
+        self, pictures: Pictures, read_tower: Callable[[], Tower[Any]], stream: Stream
+    ) -> None:
         self._pictures = pictures
+        self._watch = stream.stopwatch()
         self._read_tower = read_tower
         self._tower: Tower[Any] | None = read_tower()
         self._encodings: dict[PictureKey, Encoding] = {}
 
     @property
+    def tower(self) -> Tower[Any]:
+        assert self._tower is not None, "the weights are freed"
+        return self._tower
+
+    @property
     def weights(self) -> ModelWeights[Any]:
         """The tower's and its connector's."""
-        assert self._tower is not None, "the weights are freed"
-        return self._tower.weights
+        return self.tower.weights
 
     @property
     def weights_bytes(self) -> int:
         return 0 if self._tower is None else self._tower.weights.num_bytes
+
+    def warm_up(self) -> None:
+        """Compiles the kernels of a tower in torch, for pictures of the base and of any adapter."""
+        assert isinstance(self.tower, TorchTower)
+        self.tower.warm_up()
 
     @property
     def workspace_bytes(self) -> int:
@@ -72,27 +91,33 @@ class PictureRows:
         return sum(each.rows.nbytes for each in self._encodings.values())
 
     def apply(self, work: PictureWork) -> None:
-        """Does a step's work."""
-        assert self._tower is not None, "the weights are freed"
+        """Does a step's work, or launches it on a device."""
+        tower = self.tower
         for key in work.dropped:
             self._encodings.pop(key, None)
-        for key, picture, num_units, slot in work.encodes:
-            encoding = self._encoding(key, picture)
-            self._tower.go_on(encoding, picture.pixels.view, num_units, slot)
+        self._watch.start()
+        try:
+            for key, picture, num_units, slot in work.encodes:
+                encoding = self._encoding(key, picture)
+                tower.go_on(encoding, picture.pixels.view, num_units, slot)
+        finally:
+            self._watch.stop()
+
+    def seconds(self) -> float:
+        """Waits for the work of the last `apply`; returns the seconds that it took."""
+        return self._watch.seconds()
 
     def _encoding(self, key: PictureKey, picture: PromptPicture) -> Encoding:
         """Returns a picture's embeddings as they are, and begins them if they are not there."""
-        assert self._tower is not None, "the weights are freed"
         if key not in self._encodings:
-            self._encodings[key] = self._tower.begin(picture.tile, picture.num_tiles)
+            self._encodings[key] = self.tower.begin(picture.tile, picture.num_tiles)
         return self._encodings[key]
 
     def _finished(self, key: PictureKey, picture: PromptPicture, slot: int) -> Tensor:
         """Returns all of a picture's embeddings, which are there unless their work has failed."""
         encoding = self._encoding(key, picture)
         while not encoding.is_done:
-            assert self._tower is not None
-            self._tower.go_on(encoding, picture.pixels.view, MAX_SLICE, slot)
+            self.tower.go_on(encoding, picture.pixels.view, MAX_SLICE, slot)
         return encoding.rows
 
     def placed(self, rows: Sequence[BatchRow]) -> tuple[PlacedRows, ...]:

@@ -30,10 +30,10 @@ def check_pictures(config: EngineConfig, decoder: Decoder) -> None:
     found = decoder.pictures
     if found is None:
         return
-    if config.num_ranks > 1 or config.device != "cpu":
+    if config.num_ranks > 1:
         raise ValueError(
-            "images are read by one process on a CPU: set --max-prompt-images 0 to serve this "
-            "model's text alone, or leave out --tensor-parallel, --pipeline-parallel and --device"
+            "images are read by one process: set --max-prompt-images 0 to serve this model's text "
+            "alone, or leave out --tensor-parallel and --pipeline-parallel"
         )
     num_tokens = min(found.max_tokens, config.max_model_len)
     if found.are_mutual:

@@ -37,6 +37,24 @@ class PlacedRows(NamedTuple):
         return self.rows[:, (tap + 1) * size : (tap + 2) * size]
 
 
+class MaskedRows(NamedTuple):
+    """Embeddings as `PlacedRows` has them, of all of a step's T tokens [T, N], of which the ones in
+    the `mask`, bool [T, 1], count: so a recorded step has them at fixed addresses."""
+
+    mask: Tensor
+    rows: Tensor
+
+    def put(self, out: Tensor) -> None:
+        """Puts the embeddings in the place of tokens' own, `out` [T, size]."""
+        torch.where(self.mask, self.rows[:, : out.shape[1]], out, out=out)
+
+    def add(self, out: Tensor, tap: int) -> None:
+        """Adds the embeddings of a tap to `out` [T, size]."""
+        size = out.shape[1]
+        # Rows of earlier steps may be no numbers, which times 0 are none either.
+        torch.where(self.mask, out + PlacedRows(0, self.rows).of_tap(tap, size), out, out=out)
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The decoder's inputs of one step: T tokens, in the order of the batch's rows.
@@ -45,7 +63,8 @@ class StepInputs:
     holds the index of each row's last token: only these get logits, which say whether the row is
     computed soundly, also where it does not sample. `attention` holds where keys and values are
     stored and the positions that each token attends to; `recurrent`, of a model with such layers,
-    where states are. `pictures` are embeddings that take the place of tokens' own. `types`, int64
+    where states are. `pictures` are embeddings that take the place of tokens' own, as do those that
+    are `masked`, of a recorded step. `types`, int64
     [T], are token types; None: all are 0. A step of a vision tower computes a `part` of a tile's
     tokens, within whose windows `attention` is, and begins with `patches` instead of token ids:
     fp32 [patches, 3, side, side]. If positions are blended, `blend` has them.
@@ -57,6 +76,7 @@ class StepInputs:
     attention: AttentionPlan
     recurrent: RecurrentPlan | None = None
     pictures: tuple[PlacedRows, ...] = ()
+    masked: MaskedRows | None = None
     patches: Tensor | None = None
     part: slice | None = None
     blend: Blend | None = None

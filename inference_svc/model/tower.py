@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_svc.core import BASE_SLOT
+from inference_svc.host.copies import to_device
 from inference_svc.model.checkpoint.weights import ModelWeights, P
 from inference_svc.model.description import Decoder, Pictures
 from inference_svc.model.encoder.operations import AttendBothWays
@@ -30,6 +32,10 @@ from inference_svc.pictures.processor import CHANNELS, Processor
 from inference_svc.pictures.sizes import Size
 from kernels.attention import AttentionPlan
 from kernels.pictures.reference import cut_patches
+
+WARM_CELLS = 10
+"""The cells of each side of a tile that is computed to compile kernels."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -74,11 +80,18 @@ class Encoding:
 class Tower(ABC, Generic[P]):
     """Computes tiles one by one. The unit of its work is a layer of a strip of a tile: from the
     attention of a layer up to the one of the next, before the first layer or behind the last.
-    Strips that follow each other are computed at once."""
+    Strips that follow each other are computed at once. `device` has the weights and all else."""
 
-    def __init__(self, pictures: Pictures, weights: ModelWeights[P], units: Units) -> None:
+    def __init__(
+        self,
+        pictures: Pictures,
+        weights: ModelWeights[P],
+        units: Units,
+        device: torch.device = _CPU,
+    ) -> None:
         self._pictures = pictures
         self._tower = pictures.tower
+        self._device = device
         self.weights = weights
         self._units = units
         self._plans: dict[Size, TilePlan] = {}
@@ -91,8 +104,9 @@ class Tower(ABC, Generic[P]):
     def begin(self, tile: Size, num_tiles: int) -> Encoding:
         """Returns a picture of so many tiles of this size, of which nothing is computed."""
         num_rows = num_tiles * self._pictures.tiles.tokens(tile)
-        size = self._pictures.row_size
-        return Encoding(tile, num_tiles, torch.empty(num_rows, size, dtype=self.weights.dtype))
+        shape = num_rows, self._pictures.row_size
+        rows = torch.empty(shape, dtype=self.weights.dtype, device=self._device)
+        return Encoding(tile, num_tiles, rows)
 
     @torch.inference_mode()
     def go_on(
@@ -133,6 +147,7 @@ class Tower(ABC, Generic[P]):
             patches, inputs = self._tower.patches, self._tower.encoder
             assert patches is not None
             plan = TilePlan.of(patches, tile, None if inputs is None else inputs.positions)
+            plan = plan.on(self._device)
             self._plans = {tile: plan}  # pictures of one size follow each other, as in a video
         return plan
 
@@ -164,19 +179,24 @@ class Tower(ABC, Generic[P]):
 
 
 class TorchTower(Tower[TorchLinear]):
-    """A tower in torch. `lora_at` returns the adapter at a slot."""
+    """A tower in torch, on a CPU or another device. `lora_at` returns the adapter at a slot, and
+    `warm_up` computes with each of `any_loras`, which change nothing."""
 
     def __init__(
         self,
         pictures: Pictures,
         weights: ModelWeights[TorchLinear],
         lora_at: Callable[[int], Lora | None],
+        device: torch.device = _CPU,
+        any_loras: Sequence[Lora | None] = (),
     ) -> None:
         found = operations(pictures.tower)
-        super().__init__(pictures, weights, Units.of(pictures.tower, (*found.layers, *found.head)))
+        units = Units.of(pictures.tower, (*found.layers, *found.head))
+        super().__init__(pictures, weights, units, device)
         self._lora_at = lora_at
-        self._values = byte_values(pictures.processor)
-        device = torch.device("cpu")
+        self._lora: Lora | None = None
+        self._any_loras = any_loras
+        self._values = byte_values(pictures.processor).to(device)
         self._rotary = {key: RotaryEmbedding(*key, device) for key in self._tower.ropes}
         self._no_caches = KVCaches.allocate(
             self._tower,
@@ -187,10 +207,29 @@ class TorchTower(Tower[TorchLinear]):
             device=device,
         )
 
+    def go_on(
+        self, encoding: Encoding, pixels: bytes | memoryview, num_units: int, slot: int
+    ) -> None:
+        self._lora = self._lora_at(slot)  # of all units of this step
+        super().go_on(encoding, pixels, num_units, slot)
+
+    def warm_up(self) -> None:
+        """Computes black tiles, so that kernels are compiled."""
+        form = self._pictures.tiles
+        side = WARM_CELLS * form.cell_size
+        tile = form.whole if form.tile_size else Size(side, side)
+        black = bytes(tile.height * tile.width * CHANNELS)
+        for lora in self._any_loras:
+            self._lora = lora
+            num_units = len(form.strips(tile)) * len(self._units.ops)
+            super().go_on(self.begin(tile, 1), black, num_units, BASE_SLOT)
+
     def _begin_tile(self, plan: TilePlan) -> TorchTile:
-        units, count, dtype = self._units, plan.num_tokens, self.weights.dtype
-        hidden = torch.empty(count, units.hidden.width, dtype=dtype)
-        first, second = (torch.empty(count, units.qkv.width, dtype=dtype) for _ in range(2))
+        units, dtype = self._units, self.weights.dtype
+        hidden, first, second = (
+            torch.empty(plan.num_tokens, width, dtype=dtype, device=self._device)
+            for width in (units.hidden.width, units.qkv.width, units.qkv.width)
+        )
         angles = {
             op.out: self._rotary[op.rope, op.head_dim](plan.positions, dtype) for op in units.angles
         }
@@ -200,7 +239,7 @@ class TorchTower(Tower[TorchLinear]):
         self, state: TorchTile, layer: int, part: TilePart, pixels: NDArray[np.uint8], slot: int
     ) -> Sequence[tuple[Value, Tensor]]:
         units, own = self._units, slice(part.start, part.end)
-        step = self._step(state.plan, part, None if layer else pixels, slot)
+        step = self._step(state.plan, part, None if layer else pixels)
         for angles, made in state.angles.items():
             step.values[angles] = type(made)(*(each[own] for each in made))
         if layer:
@@ -216,14 +255,13 @@ class TorchTower(Tower[TorchLinear]):
             state.qkv[layer % 2][own] = step.values[units.qkv]
         return [(out, step.values[out]) for out in units.outs if out in step.values]
 
-    def _step(
-        self, plan: TilePlan, part: TilePart, pixels: NDArray[np.uint8] | None, slot: int
-    ) -> Step:
+    def _step(self, plan: TilePlan, part: TilePart, pixels: NDArray[np.uint8] | None) -> Step:
         own = slice(part.start, part.end)
         starts = part.window_starts
         counts = np.diff(starts) if len(starts) > 1 else np.array([part.num_tokens])
         zeros, pages = np.zeros(len(counts), np.int64), [[0]] * len(counts)
-        positions, rows = plan.positions[..., own], torch.arange(part.first_row, part.num_tokens)
+        rows = torch.arange(part.first_row, part.num_tokens, device=self._device)
+        positions = plan.positions[..., own]
         patches = None if pixels is None else self._patches(plan, part, pixels)
         return Step(
             weights=self.weights,
@@ -232,13 +270,14 @@ class TorchTower(Tower[TorchLinear]):
                 token_ids=positions,
                 positions=positions,
                 logit_rows=rows,
-                attention=AttentionPlan.build(zeros, counts, pages, int(counts.max()), "cpu"),
+                # Of it only the host's part is read.
+                attention=AttentionPlan.build(zeros, counts, pages, int(counts.max()), _CPU),
                 patches=patches,
                 part=own,
                 blend=None if plan.blend is None else Blend(*(each[own] for each in plan.blend)),
             ),
             kv_caches=self._no_caches,
-            lora=self._lora_at(slot),
+            lora=self._lora,
             columns={},
             rows=rows,
             choices={},
@@ -249,9 +288,10 @@ class TorchTower(Tower[TorchLinear]):
         """Returns the part's patches, fp32 [P, 3, side, side]. Of the tile's pixels only the rows
         around them are copied: a tile may have hundreds of parts."""
         added, side = plan.form.num_added, plan.form.patch_size
-        rows, columns = plan.patches[:, max(part.start - added, 0) : part.end - added]
-        first, last = int(rows.min()), int(rows.max())
-        around = torch.from_numpy(pixels[first * side : (last + 1) * side].copy())
+        own = slice(max(part.start - added, 0), part.end - added)
+        rows, columns = plan.patches[:, own]
+        first, last = (int(edge(plan.host_rows[own])) for edge in (np.min, np.max))
+        around = to_device(pixels[first * side : (last + 1) * side].copy(), self._device)
         return cut_patches(around, self._values, rows - first, columns, side)
 
 

@@ -87,10 +87,10 @@ def merge_patches(x: Tensor, count: int, merging: Merging) -> Tensor:
     return cells.reshape(len(cells), -1)
 
 
-def clip(x: Tensor, least: float, most: float) -> Tensor:
-    """Returns x between two bounds, each rounded to x's dtype; NaN stays NaN. x: [T, size] -> the
-    same."""
-    return x.clamp(least, most)
+def clip(x: Tensor, least: Tensor, most: Tensor) -> Tensor:
+    """Returns x between two bounds, fp32 [], each rounded to x's dtype; NaN stays NaN. x: [T, size]
+    -> the same."""
+    return x.clamp(least.to(x.dtype), most.to(x.dtype))
 
 
 def arrange_heads(
@@ -110,7 +110,8 @@ def arrange_heads(
     for kind, weight in enumerate(weights):
         normed = rms_norm(heads[:, kind], weight, eps)
         if quarters is not None and kind < 2:
-            normed = normed.unflatten(2, (4, -1))[:, :, list(quarters)].flatten(2)
+            parts = normed.chunk(4, dim=2)
+            normed = torch.cat([parts[each] for each in quarters], 2)
         heads[:, kind] = normed
 
 

@@ -135,26 +135,22 @@ def test_sizes_on_a_device_are_chosen_by_what_knows_it(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "machine", "number"),
+    ("args", "number"),
     [
-        ([], CPU, 8),
-        ([], GPU, 0),
-        (["--device", "cpu"], GPU, 8),
-        (["--device", "cpu", "--tensor-parallel", "2"], CPU, 0),
-        (["--max-prompt-images", "3"], GPU, 3),
-        (["--max-prompt-images", "0"], CPU, 0),
+        ([], 8),
+        (["--device", "cpu", "--tensor-parallel", "2"], 0),
+        (["--max-prompt-images", "3"], 3),
+        (["--max-prompt-images", "0"], 0),
     ],
 )
-def test_one_process_on_a_cpu_reads_images(
-    args: list[str], machine: Machine, number: int, model: Path
-) -> None:
+def test_one_process_reads_images(args: list[str], number: int, model: Path) -> None:
     """Elsewhere a server that was not told to reads text, and starts as it did before; so does one
     of a checkpoint without a processor."""
-    assert resolve_images(parse(model), CPU).max_prompt_images == 0
+    assert resolve_images(parse(model)).max_prompt_images == 0
     (model / "preprocessor_config.json").write_text("{}")
-    config = resolve_images(parse(model, *args), machine)
+    config = resolve_images(parse(model, *args))
     assert config.max_prompt_images == number
-    assert all(resolve_images(config, each) == config for each in (CPU, GPU))
+    assert resolve_images(config) == config
 
 
 def test_the_largest_image_has_room(model: Path) -> None:

@@ -12,10 +12,15 @@ from inference_svc.engine.transport.messages import LayoutAccepted, SetVocabular
 from inference_svc.engine.transport.thread import EngineThread
 from inference_svc.grammars.grammar import Grammar
 from inference_svc.grammars.vocabulary import Vocabulary
+from inference_svc.pictures.prompt import PromptPicture, Run
+from inference_svc.pictures.sizes import Size
+from servicekit.shared_memory import SharedBytes
 from tests.system.engines import CompilingStore, Running
 
-Asked: TypeAlias = tuple[str, Sequence[int], int]
-"""A greedy request: an adapter, "" for the base model, a prompt, and how many tokens."""
+Plain: TypeAlias = tuple[bytes, bytes, Size, int, tuple[Run, ...]]
+"""A picture of a prompt, with its pixels as bytes: else it has the fields of `PromptPicture`."""
+Asked: TypeAlias = tuple[str, Sequence[int], int] | tuple[str, Sequence[int], int, Sequence[Plain]]
+"""A greedy request: an adapter, "" for the base model, a prompt, how many tokens, and pictures."""
 Served: TypeAlias = tuple[list[int], int]
 """The tokens of an answer, and how many of the prompt's were known already."""
 
@@ -42,8 +47,9 @@ def generate(
 
 def _serve(running: Running, number: int, requests: list[Asked]) -> list[Served]:
     names = [f"{number}-{index}" for index in range(len(requests))]
-    for name, (adapter, prompt, count) in zip(names, requests, strict=True):
-        running.submit(name, prompt, adapter, max_tokens=count)
+    for name, (adapter, prompt, count, *more) in zip(names, requests, strict=True):
+        pictures = tuple(map(_shared, more[0])) if more else ()
+        running.submit(name, prompt, adapter, max_tokens=count, pictures=pictures)
     found = []
     for name in names:
         tokens, last = running.result(name)
@@ -51,6 +57,11 @@ def _serve(running: Running, number: int, requests: list[Asked]) -> list[Served]
         assert last.usage is not None
         found.append((tokens, last.usage.cached_prompt_tokens))
     return found
+
+
+def _shared(plain: Plain) -> PromptPicture:
+    digest, pixels, *others = plain
+    return PromptPicture(digest, SharedBytes.of("loadout-pixels", pixels), *others)
 
 
 def structured(

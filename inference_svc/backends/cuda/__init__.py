@@ -7,7 +7,7 @@ exchange      sums and rows that ranks exchange on their devices
 memory        weights, pages, states, inputs and results, which a sleeping server gives back
 padded_sizes  the sizes that steps are padded to, so that few recordings serve all of them
 graphs        the recordings, one for each of these sizes, and when they are made
-inputs        a step's inputs at fixed addresses, filled on the host and sent
+inputs        a step's inputs, pictures too, at fixed addresses, filled on the host and sent
 lora          a step's LoRA plans at fixed addresses
 segments      where a step's rows find recurrent states, at fixed addresses
 needs         the device memory that it needs, computed without a device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import abc
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_ru
 from inference_svc.backends.torch import hidden_slices, score_slices
 from inference_svc.core import Batch, BatchColumns, BatchRow
 from inference_svc.model.checkpoint.parameters import weight_formats
-from inference_svc.model.inputs import StepInputs
+from inference_svc.model.inputs import PlacedRows, StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.step import Step
@@ -55,7 +56,7 @@ class PreparedStep(NamedTuple):
     replayed for it; None: it is computed operation by operation. `wanted` is the recorded step that
     it could be, if there is any. `num_routed` tokens have chosen experts that a row returns; 0: no
     row does. `runs` are scored, and the hidden states of `pooled` ones returned, never of decode
-    steps."""
+    steps, which have no embeddings of pictures, `placed`, either."""
 
     step: FixedStep
     num_rows: int
@@ -65,6 +66,7 @@ class PreparedStep(NamedTuple):
     num_routed: int = 0
     runs: tuple[ScoredRun, ...] = ()
     pooled: tuple[ScoredRun, ...] = ()
+    placed: tuple[PlacedRows, ...] = ()
 
     @property
     def keeps_hidden(self) -> bool:
@@ -147,6 +149,8 @@ class CudaBackend(CudaMemory):
                 sizes.update(quantised.sizes_to_warm_up(max_tokens, *shape, item_bytes, form))
         for num_tokens in sorted(sizes):
             self._warm_up_prompts(num_tokens)
+        if self.pictures is not None:
+            self.pictures.warm_up()
         self._record_steps()
 
     def _record_steps(self) -> None:
@@ -181,24 +185,32 @@ class CudaBackend(CudaMemory):
     def prepare(self, batch: Batch) -> PreparedStep:
         """Sends the step's inputs. Waits for nothing but an earlier step's copy."""
         columns = batch.columns()
+        placed = () if self.pictures is None else self.pictures.placed(batch.rows)
+        if placed:  # the last token of a prompt may be a picture's
+            columns = columns._replace(is_decode=False)
         if columns.is_decode:
             prepared = self._send(self.steps.decodes, columns)
         else:
             # Recorded steps do not keep the hidden states, which are to be scored or pooled.
             runs, pooled = tuple(scored_runs(batch.rows)), tuple(pooled_runs(batch.rows))
             may_replay = not (runs or pooled)
-            prepared = self._send(self.steps.prompts, columns, may_replay=may_replay)._replace(
-                runs=runs, pooled=pooled
-            )
+            prepared = self._send(
+                self.steps.prompts, columns, placed, may_replay=may_replay
+            )._replace(runs=runs, pooled=pooled)
         if returns_experts(batch, self._decoder):
             return prepared._replace(num_routed=sum(row.num_tokens for row in batch.rows))
         return prepared
 
     def _send(
-        self, step: FixedStep, batch: BatchColumns, *, may_replay: bool = True
+        self,
+        step: FixedStep,
+        batch: BatchColumns,
+        placed: tuple[PlacedRows, ...] = (),
+        *,
+        may_replay: bool = True,
     ) -> PreparedStep:
         step.inputs.block.wait()
-        step.inputs.fill(batch)
+        step.inputs.fill(batch, () if self.pictures is None else self.pictures.mutual(placed))
         kind = step.lora.fill(batch)
         self.num_lora_steps += kind is not StepKind.BASE
         num_rows = len(batch.sequences)
@@ -213,8 +225,9 @@ class CudaBackend(CudaMemory):
         if shape is not None:
             step.inputs.pad(shape)
         step.fill_segments(batch, shape)
+        step.fill_pictures(placed, shape)
         step.inputs.send()
-        return PreparedStep(step, num_rows, kind, shape, wanted)
+        return PreparedStep(step, num_rows, kind, shape, wanted, placed=placed)
 
     def _taken(self, wanted: StepShape | None) -> StepShape | None:
         """Returns the shape of a recorded step, if it is to be replayed."""
@@ -242,7 +255,7 @@ class CudaBackend(CudaMemory):
         else:
             is_replayed = False
             lora = step.lora.step() if inputs.kind is not StepKind.BASE else None
-            filled = step.step_inputs(self.states, None)
+            filled = replace(step.step_inputs(self.states, None), pictures=inputs.placed)
             self._compute(step, filled, lora, is_scored=is_scored)
         self.steps.table.close()
         self.num_replays += is_replayed

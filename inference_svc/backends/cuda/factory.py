@@ -33,6 +33,7 @@ from inference_svc.errors import DeviceFull
 from inference_svc.host.device_faults import is_out_of_memory
 from inference_svc.model.config.keys import names
 from inference_svc.model.description import Decoder
+from inference_svc.model.encoder.in_torch import OF_PICTURES
 from inference_svc.model.layers import TorchProjections
 from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.model.transformer import COMPUTED, OF_RANKS, OF_STAGES
@@ -51,7 +52,7 @@ class CudaFactory:
     """A `BackendFactory` for a CUDA device, or of ranks that have one each."""
 
     name = "CUDA"
-    features = (COMPUTED | OF_RANKS | OF_STAGES) - LACKING
+    features = (COMPUTED | OF_RANKS | OF_STAGES | OF_PICTURES) - LACKING
     disabled_by = "--device cpu"
     has_device_memory = True
     profiler_device = "cuda"

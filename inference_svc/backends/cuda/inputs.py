@@ -11,12 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.backends.cuda.padded_sizes import StepShape
+from inference_svc.backends.cuda.padded_sizes import StepShape, most_prompt_tokens
 from inference_svc.backends.cuda.pages import MAX_ROW_UPDATES, PageTable, PageUpdates
 from inference_svc.backends.native.buffers import StepArrays
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import BatchColumns
-from inference_svc.model.inputs import StepInputs
+from inference_svc.model.description import Pictures
+from inference_svc.model.inputs import MaskedRows, PlacedRows, StepInputs
+from inference_svc.pictures.positions import NUM_AXES
 from kernels.attention import AttentionPlan
 from kernels.attention.plan import TILE_QUERIES, query_tiles, segment_starts
 from kernels.streams import Stream
@@ -76,7 +78,8 @@ class StepBlock:
 class CudaInputs:
     """Steps of up to `max_tokens` tokens of up to `max_rows` sequences, whose pages lie in `table`.
 
-    `reserved_bytes` of `block` are left for other tensors that change with every step.
+    `reserved_bytes` of `block` are left for other tensors that change with every step. `pictures`
+    are the model's, whose tokens may have several positions, and see each other.
     """
 
     def __init__(
@@ -86,18 +89,29 @@ class CudaInputs:
         table: PageTable,
         page_size: int,
         reserved_bytes: int,
+        pictures: Pictures | None = None,
     ) -> None:
         max_tiles = _max_tiles(max_tokens, max_rows)
-        num_bytes = self.num_bytes(max_tokens, max_rows) + reserved_bytes
+        num_bytes = self.num_bytes(max_tokens, max_rows, pictures) + reserved_bytes
         self.block = block = StepBlock(num_bytes, table.on_device.device, table.stream)
         self._pages = pages = _StepPages(table, block, max_rows)
-        self._arrays = arrays = StepArrays(max_tokens, max_rows, page_size, pages, block.zeros)
+        self._arrays = arrays = StepArrays(
+            max_tokens,
+            max_rows,
+            page_size,
+            pages,
+            block.zeros,
+            places=None if pictures is None else pictures.positions,
+            has_ends=pictures is not None and pictures.are_mutual,
+        )
         self._tiles = block.zeros(max_tiles, 2, dtype=torch.int32)
         segments = block.zeros(max_rows + 1, dtype=torch.int32)
         self._segment_array = segments.numpy()
         self._context_array = arrays.context_lengths.numpy()
         twin = block.on_device
-        self._token_ids, self._positions = twin(arrays.token_ids), twin(arrays.positions)
+        positions = arrays.positions if arrays.axis_positions is None else arrays.axis_positions
+        self._token_ids, self._positions = twin(arrays.token_ids), twin(positions)
+        self._ends = None if arrays.ends is None else twin(arrays.ends)
         self._cells, self._logit_rows = twin(arrays.cells), twin(arrays.logit_rows)
         self._query_starts = twin(arrays.query_starts)
         self._context_lengths = twin(arrays.context_lengths)
@@ -106,15 +120,19 @@ class CudaInputs:
         self._has_decodes = False
 
     @staticmethod
-    def num_bytes(max_tokens: int, max_rows: int) -> int:
+    def num_bytes(max_tokens: int, max_rows: int, pictures: Pictures | None = None) -> int:
         """Returns its bytes in the block, at most."""
         max_tiles, max_updates = _max_tiles(max_tokens, max_rows), MAX_ROW_UPDATES * max_rows
         num_bytes = 24 * max_tokens + 24 * (max_rows + 1) + 8 * max_tiles + 12 * max_updates + 12
+        if pictures is not None:
+            of_token = 8 * NUM_AXES * (pictures.axes is not None) + 4 * pictures.are_mutual
+            num_bytes += of_token * max_tokens + 2 * ALIGNMENT_BYTES
         return num_bytes + NUM_TENSORS * ALIGNMENT_BYTES
 
-    def fill(self, batch: BatchColumns) -> None:
-        """Describes `batch` on the host."""
+    def fill(self, batch: BatchColumns, mutual: Sequence[tuple[int, int]] = ()) -> None:
+        """Describes `batch` on the host. `mutual` are as in `AttentionPlan.build`."""
         self._arrays.fill(batch)
+        self._arrays.let_see(mutual)
         self._fill_tiles(batch.counts)
 
     def fill_rows(self, data: StepData) -> None:
@@ -210,10 +228,11 @@ class CudaInputs:
             host_query_starts=arrays.query_starts.numpy()[: seen + 1].astype(np.int64),
             host_context_lengths=arrays.context_lengths.numpy()[:seen].astype(np.int64),
             host_page_table=self._pages.host_pages(seen),
+            ends=None if self._ends is None else self._ends[:num_tokens],
         )
         return StepInputs(
             token_ids=self._token_ids[:num_tokens],
-            positions=self._positions[:num_tokens],
+            positions=self._positions[..., :num_tokens],
             logit_rows=self._logit_rows[:num_logits],
             attention=attention,
         )
@@ -222,6 +241,54 @@ class CudaInputs:
 def _max_tiles(num_tokens: int, num_rows: int) -> int:
     """Returns the most tiles of so many rows with several queries, and of a row for padding."""
     return num_tokens // TILE_QUERIES + min(num_rows, num_tokens // 2) + 1
+
+
+class CudaPictures:
+    """The embeddings of pictures of recorded steps, which have up to `most_prompt_tokens` of
+    `max_tokens`, and a mask in `block` of the tokens that have any. Other steps read embeddings
+    where they are."""
+
+    def __init__(
+        self,
+        block: StepBlock,
+        max_tokens: int,
+        pictures: Pictures,
+        dtype: torch.dtype,
+        stream: Stream,
+    ) -> None:
+        most, self._stream = most_prompt_tokens(max_tokens), stream
+        mask = block.zeros(most, 1, dtype=torch.bool)
+        rows = torch.zeros(most, pictures.row_size, dtype=dtype, device=block.device)
+        self._mask, self._num_used = mask.numpy(), 0
+        self._on_device = MaskedRows(block.on_device(mask), rows)
+
+    @staticmethod
+    def mask_bytes(max_tokens: int) -> int:
+        """Returns its bytes in the block."""
+        return most_prompt_tokens(max_tokens) + ALIGNMENT_BYTES
+
+    @staticmethod
+    def rows_bytes(max_tokens: int, pictures: Pictures, dtype: torch.dtype) -> int:
+        """Returns the bytes of the embeddings."""
+        return most_prompt_tokens(max_tokens) * pictures.row_size * dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the embeddings."""
+        return self._on_device.rows.nbytes
+
+    def fill(self, placed: Sequence[PlacedRows]) -> None:
+        """Notes a recorded step's embeddings, and copies them on the device."""
+        self._mask[: self._num_used] = False
+        for start, rows in placed:
+            self._mask[start : start + len(rows)] = True
+        self._num_used = max((start + len(rows) for start, rows in placed), default=0)
+        fixed = self._on_device.rows
+        self._stream.copy((fixed[start : start + len(rows)], rows) for start, rows in placed)
+
+    def of_step(self, num_tokens: int) -> MaskedRows:
+        """Returns views of a step of so many tokens, with any contents."""
+        return MaskedRows(*(each[:num_tokens] for each in self._on_device))
 
 
 class _StepPages:

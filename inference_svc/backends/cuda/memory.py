@@ -45,15 +45,24 @@ class CudaMemory(AdapterMemory):
         self.states = states
         self._reload = reload
         self.steps = FixedSteps(
-            arena, targets, limits, self.num_pages, self._page_size, states, exchange
+            arena,
+            targets,
+            limits,
+            self.num_pages,
+            self._page_size,
+            states,
+            exchange,
+            self._decoder.pictures,
         )
+        self.pictures = None if reload is None else reload.pictures(arena)
         self.results = StepResults.allocate(self._decoder, targets, limits, arena.device)
         # Memory left by reading the weights goes back when steps are recorded.
         self._reserved_bytes = self._trimmed_bytes()
 
     @property
     def weights_bytes(self) -> int:
-        return 0 if self.transformer is None else self.transformer.weights.num_bytes
+        of_tower = 0 if self.pictures is None else self.pictures.weights_bytes
+        return of_tower + (0 if self.transformer is None else self.transformer.weights.num_bytes)
 
     @property
     def kv_bytes(self) -> int:
@@ -75,22 +84,30 @@ class CudaMemory(AdapterMemory):
         assert self.transformer is not None, "the weights are freed"
         weights, rank = self.transformer.weights, self._decoder.rank
         exchange = None if self._exchange is None else BlockingExchange(self._exchange)
+        tower = None if self.pictures is None else self.pictures.weights
         has_stages = self._decoder.stage is not None
-        return Magnitudes(weights, self.arena, rank, exchange, has_stages=has_stages)
+        return Magnitudes(weights, self.arena, rank, exchange, has_stages=has_stages, tower=tower)
 
     def free_unused(self) -> None:
         """Lets go of torch's cache: its pieces may be too small for an allocation that failed."""
         if self.arena.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    @property
+    def _held_bytes(self) -> int:
+        of_pictures = 0 if self.pictures is None else self.pictures.num_bytes
+        return self.kv_bytes + self.recurrent_bytes + self.weights_bytes + of_pictures
+
     def free_memory(self, *, weights: bool) -> int:
-        held_bytes = self.kv_bytes + self.recurrent_bytes + self.weights_bytes
+        held_bytes = self._held_bytes
         self.kv_caches = self.states = None
+        if self.pictures is not None:
+            self.pictures.free(weights=weights)
         if weights:
             self._magnitudes = None
             self.transformer = None
         self._reserved_bytes = self._trimmed_bytes()
-        return held_bytes - self.kv_bytes - self.recurrent_bytes - self.weights_bytes
+        return held_bytes - self._held_bytes
 
     def _allocate_freed(self) -> None:
         """Allocates again the memory that is freed."""
@@ -102,6 +119,8 @@ class CudaMemory(AdapterMemory):
             )
         self.kv_caches = self.kv_caches or self._reload.pages()
         self.states = self.states or self._reload.states()
+        if self.pictures is not None:
+            self.pictures.restore()
         self._reserved_bytes = self._trimmed_bytes()
 
     def _trimmed_bytes(self) -> int:

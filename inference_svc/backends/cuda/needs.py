@@ -6,8 +6,8 @@ memory of the driver for a recorded step, and of libraries, are estimates with t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -27,18 +27,21 @@ from inference_svc.backends.base import (
     states_bytes,
     table_bytes,
 )
-from inference_svc.backends.cuda.inputs import CudaInputs
+from inference_svc.backends.cuda.inputs import CudaInputs, CudaPictures
 from inference_svc.backends.cuda.lora import CudaLora
 from inference_svc.backends.cuda.padded_sizes import StepKind, decode_sizes, most_prompt_tokens
 from inference_svc.backends.cuda.rank_needs import exchange_bytes, exchange_nodes, library_bytes
 from inference_svc.backends.cuda.segments import CudaSegments
 from inference_svc.backends.magnitudes import DEVICE_SLICE_ELEMENTS
+from inference_svc.backends.torch_needs import picture_needs
 from inference_svc.core import EngineConfig
 from inference_svc.model.checkpoint.parameters import parameters, weight_formats, weights_bytes
 from inference_svc.model.description import Attention, Decoder, ExpertsProjection, Projection
+from inference_svc.model.encoder.towers import AddPictures
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes, transformer_bytes
 from inference_svc.model.operations import (
     AddNorm,
+    Angles,
     Attend,
     Combine,
     Growth,
@@ -69,9 +72,9 @@ PROMPT_RECORDINGS_BYTES = 128 * MIB
 """Memory for the kernels of recorded steps with prompts: 48 of an 8B model."""
 PRODUCT_NODES = 2
 """A product and, where cuBLAS or ours splits it, the sum of its parts."""
-NODES: Mapping[type[Op], int] = {Growth: 6, Attend: 2, Route: 2}
+NODES: Mapping[type[Op], int] = {Growth: 6, Attend: 2, Route: 2, AddPictures: 2}
 """Kernels of operations that take more than one: growth operation by operation; segments and their
-combination; the choice, and the order of pairs."""
+combination; the choice, and the order of pairs; the sum, and the choice of tokens that it is of."""
 GROUP_NODES = 2
 """The adapters of a group: shrink and expand."""
 SHARED_NODES = 2
@@ -83,6 +86,8 @@ OTHER_NODES = 3
 largest of them, to their place."""
 GROWTH_BYTES = 32
 """The memory of a token's growth, operation by operation."""
+POSITION_BYTES = 8
+"""The position that turns a pair of a head, where tokens have several."""
 PAIR_BYTES = 64
 """A pair's part of a mixture's routing, of the order of pairs, and of their plan."""
 DEQUANTISED_BYTES = 10
@@ -101,13 +106,14 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     between_bytes = _dividing_bytes(config, decoder)
     largest_bytes = max(sampler_bytes, layers_bytes, between_bytes)
     workspace_bytes = largest_bytes + _fixed_bytes(config, decoder)
-    return MemoryNeeds(
+    needs = MemoryNeeds(
         weights_bytes(decoder, getattr(torch, config.dtype)),
         workspace_bytes,
         graphs_bytes=_graphs_bytes(config, decoder) if config.record_steps else 0,
         libraries_bytes=LIBRARIES_BYTES + library_bytes(decoder),
         recurrent_bytes=states_bytes(config, decoder),
     )
+    return needs.plus(picture_needs(config, decoder))
 
 
 def _dividing_bytes(config: EngineConfig, decoder: Decoder) -> int:
@@ -163,6 +169,11 @@ class _OwnBytes(NamedTuple):
             num_bytes += _partial_results_bytes(self.config, op.attention)
         elif isinstance(op, Logits):
             num_bytes += self._logits_bytes(op)
+        elif isinstance(op, AddPictures):
+            num_bytes += self.sizes.num_bytes(op.out)  # the sum of all tokens
+        elif isinstance(op, Angles) and op.rope.axes is not None:
+            num_pairs = op.rope.rotary_size(op.head_dim) // 2
+            num_bytes += POSITION_BYTES * num_pairs * self.sizes.max_tokens
         elif isinstance(op, Growth):
             num_bytes += GROWTH_BYTES * self.sizes.max_tokens
         else:
@@ -276,13 +287,19 @@ def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     # Padding of a step with prompts is one row more.
     max_tokens, max_rows = config.max_batch_tokens, config.max_sequences + 1
     logits_bytes = max_rows * (4 * (decoder.vocab_size + config.max_added_tokens) + 8)
-    parts = [CudaInputs.num_bytes, CudaLora.num_bytes]
+    pictures = decoder.pictures
+    of_inputs = partial(CudaInputs.num_bytes, pictures=pictures)
+    parts: list[Callable[[int, int], int]] = [of_inputs, CudaLora.num_bytes]
     if decoder.recurrences:
         parts.append(CudaSegments.num_bytes)
     counts = (max_tokens, max_rows)
     inputs_bytes = sum(part(count, max_rows) for count in counts for part in parts)
     pages_bytes = 4 * ((max_rows + 1) * max_pages(config) + 1)
     results_bytes = logits_bytes + choices_bytes(decoder, max_tokens)
+    if pictures is not None:
+        dtype = getattr(torch, config.dtype)
+        inputs_bytes += CudaPictures.mask_bytes(max_tokens)
+        inputs_bytes += CudaPictures.rows_bytes(max_tokens, pictures, dtype)
     return results_bytes + inputs_bytes + pages_bytes + table_bytes(config, decoder, max_rows)
 
 
@@ -319,6 +336,8 @@ def _operations_nodes(decoder: Decoder) -> int:
 
 def _num_nodes(op: Op) -> int:
     """Returns how many kernels an operation launches, without adapters."""
+    if isinstance(op, Angles) and op.rope.axes is not None:
+        return 2  # the first finds the position that turns each pair
     if isinstance(op, Project):
         num_nodes = _product_nodes(op.projection)
         return num_nodes + (op.out.is_wide and op.projection.has_bias) * len(op.projection.parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,15 +12,15 @@ from torch import Tensor
 from inference_svc.adapters.targets import AppliedTargets
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.base import empty_choices
-from inference_svc.backends.cuda.inputs import CudaInputs
+from inference_svc.backends.cuda.inputs import CudaInputs, CudaPictures
 from inference_svc.backends.cuda.lora import CudaLora
 from inference_svc.backends.cuda.padded_sizes import StepShape, StepShapes
 from inference_svc.backends.cuda.pages import PageTable
 from inference_svc.backends.cuda.segments import CudaSegments
 from inference_svc.backends.lora_step import LoraStep
 from inference_svc.core import Batch, BatchColumns, BatchRow, Request, SamplingParams, Sequence
-from inference_svc.model.description import Decoder
-from inference_svc.model.inputs import StepInputs
+from inference_svc.model.description import Decoder, Pictures
+from inference_svc.model.inputs import PlacedRows, StepInputs
 from inference_svc.model.recurrent_states import RecurrentStates
 from inference_svc.model.sharding.exchange import Exchange
 from kernels.recurrence import NOWHERE
@@ -34,22 +35,31 @@ class StepLimits(NamedTuple):
 
 
 class FixedStep(NamedTuple):
-    """The inputs and the LoRA plans of steps of up to so many tokens, at fixed addresses, and the
-    segments of a model with recurrent layers."""
+    """The inputs and the LoRA plans of steps of up to so many tokens, at fixed addresses, the
+    segments of a model with recurrent layers, and the embeddings of a model that reads pictures,
+    which no decode step has."""
 
     inputs: CudaInputs
     lora: CudaLora
     segments: CudaSegments | None
+    pictures: CudaPictures | None
 
     def fill_segments(self, batch: BatchColumns | None, shape: StepShape | None) -> None:
         """See `CudaSegments.fill`."""
         if self.segments is not None:
             self.segments.fill(batch, shape)
 
+    def fill_pictures(self, placed: SequenceOf[PlacedRows], shape: StepShape | None) -> None:
+        """See `CudaPictures.fill`; nothing without a `shape`, which is a recorded step's."""
+        if self.pictures is not None and shape is not None:
+            self.pictures.fill(placed)
+
     def step_inputs(self, states: RecurrentStates | None, shape: StepShape | None) -> StepInputs:
         """Returns the filled inputs, or, of a step padded to `shape`, any of it."""
         own = self.inputs
         inputs = own.inputs() if shape is None else own.padded_inputs(shape)
+        if self.pictures is not None and shape is not None:
+            inputs = replace(inputs, masked=self.pictures.of_step(shape.num_tokens))
         if self.segments is None:
             return inputs
         assert states is not None, "the states are freed"
@@ -69,36 +79,52 @@ class FixedSteps:
         page_size: int,
         states: RecurrentStates | None = None,
         exchange: Exchange | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         max_tokens, max_rows, max_pages = limits
-        self._exchange = exchange
+        self._exchange, self._pictures = exchange, pictures
         self._spare_state = None if states is None else states.spare
         self._max_pages, self._page_size = max_pages, page_size
         self._padding_page = num_pages
         self.table = PageTable(max_rows, max_pages, num_pages, arena.device, arena.streams.compute)
         self.shapes = StepShapes(max_tokens, max_rows, max_pages * page_size)
         # Padding of a step with prompts is one row more.
-        self.prompts = self._make_step(arena, targets, max_tokens, max_rows + 1)
-        self.decodes = self._make_step(arena, targets, max_rows, max_rows)
+        self.prompts = self._make_step(arena, targets, max_tokens, max_rows + 1, has_prompts=True)
+        self.decodes = self._make_step(arena, targets, max_rows, max_rows, has_prompts=False)
 
     def _make_step(
-        self, arena: Arena, targets: AppliedTargets, max_tokens: int, max_rows: int
+        self,
+        arena: Arena,
+        targets: AppliedTargets,
+        max_tokens: int,
+        max_rows: int,
+        *,
+        has_prompts: bool,
     ) -> FixedStep:
         reserved_bytes = CudaLora.num_bytes(max_tokens, max_rows)
         spare = self._spare_state
         if spare is not None:
             reserved_bytes += CudaSegments.num_bytes(max_tokens, max_rows)
-        inputs = CudaInputs(max_tokens, max_rows, self.table, self._page_size, reserved_bytes)
-        block, segments = inputs.block, None
+        own = self._pictures if has_prompts else None
+        if own is not None:
+            reserved_bytes += CudaPictures.mask_bytes(max_tokens)
+        inputs = CudaInputs(
+            max_tokens, max_rows, self.table, self._page_size, reserved_bytes, self._pictures
+        )
+        block, segments, pictures = inputs.block, None, None
         if spare is not None:
             segments = CudaSegments(block, max_tokens, max_rows, spare)
+        if own is not None:
+            dtype, stream = arena.layout.dtype, arena.streams.compute
+            pictures = CudaPictures(block, max_tokens, own, dtype, stream)
         lora = CudaLora(arena, targets, block, max_tokens, max_rows, self._exchange)
-        return FixedStep(inputs, lora, segments)
+        return FixedStep(inputs, lora, segments, pictures)
 
     @property
     def num_bytes(self) -> int:
         inputs = (step.inputs.block.num_bytes for step in (self.prompts, self.decodes))
-        return self.table.num_bytes + sum(inputs)
+        pictures = self.prompts.pictures
+        return self.table.num_bytes + sum(inputs) + (0 if pictures is None else pictures.num_bytes)
 
     def fill_padding(self, shape: StepShape) -> None:
         """Sends a step of this shape that is nothing but padding, without adapters."""
@@ -110,6 +136,7 @@ class FixedSteps:
             step.inputs.fill(batch)
             step.inputs.pad(shape)
             step.fill_segments(batch, shape)
+            step.fill_pictures((), shape)
         else:
             step.inputs.fill_padding(shape)
             step.fill_segments(None, shape)

@@ -40,8 +40,9 @@ logger = logging.getLogger(__name__)
 
 class RunTimings(NamedTuple):
     """Seconds that each part of a batch took. On a device that computes in parallel with the host,
-    `forward` launches and `sample` waits for the result. Work for pictures that fails takes
-    `failed_pictures` instead of `pictures`, and rows may have done it again."""
+    `forward` launches and `sample` waits for the result; `pictures` are the device's seconds, which
+    `sample` does not count again. Work for pictures that fails takes `failed_pictures` instead, and
+    rows may have done it again."""
 
     change_residency: float = 0.0
     prepare: float = 0.0
@@ -54,6 +55,17 @@ class RunTimings(NamedTuple):
     def of_rows(self) -> float:
         """The seconds that rows took."""
         return self.prepare + self.forward + self.sample
+
+    def with_pictures(
+        self, launched_s: float, computed_s: float, *, has_failed: bool
+    ) -> RunTimings:
+        """Returns these with pictures that took so long, of which the host launched for some time:
+        for the rest rows have waited."""
+        waited_s = max(computed_s - launched_s, 0.0)
+        pictures_s, sample = max(launched_s, computed_s), max(self.sample - waited_s, 0.0)
+        if has_failed:
+            return self._replace(sample=sample, failed_pictures=pictures_s)
+        return self._replace(sample=sample, pictures=pictures_s)
 
 
 class StepResult(NamedTuple):
@@ -135,12 +147,12 @@ class Runner:
         with self._marks("change_residency"):
             self.backend.apply(batch.residency)
         applied_s = time.perf_counter()
-        timings = RunTimings(applied_s - began_s)
+        has_failed = False
         if batch.pictures.encodes or batch.pictures.dropped:
             with self._marks("pictures"):
-                name = "pictures" if self._encode(batch.pictures) else "failed_pictures"
-            timings = timings._replace(**{name: time.perf_counter() - applied_s})
-        result = StepResult([], timings, {}, {})
+                has_failed = not self._encode(batch.pictures)
+        launched_s = time.perf_counter() - applied_s
+        result = StepResult([], RunTimings(applied_s - began_s), {}, {})
         left, ran_out = batch.rows, False
         while left:
             part, rest = self._limit.cut(left)
@@ -159,6 +171,11 @@ class Runner:
                 left = tuple(row for row in left if row.sequence not in result.lost)
         if not ran_out:
             self._limit.succeeded()
+        if batch.pictures.encodes:
+            assert self.backend.pictures is not None
+            computed_s = self.backend.pictures.seconds()
+            timings = result.timings.with_pictures(launched_s, computed_s, has_failed=has_failed)
+            result = result._replace(timings=timings)
         return result
 
     def _encode(self, work: PictureWork) -> bool:

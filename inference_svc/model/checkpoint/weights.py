@@ -115,9 +115,13 @@ class ModelWeights(Generic[P]):
 
     @classmethod
     def made(
-        cls, decoder: Decoder, make: Callable[[WeightSpec], Any], num_bytes: int = 0
+        cls,
+        decoder: Decoder,
+        make: Callable[[WeightSpec], Any],
+        dtype: torch.dtype,
+        num_bytes: int = 0,
     ) -> ModelWeights[P]:
-        """Returns weights that are made one by one, of a tied head too."""
+        """Returns weights of a model's dtype that are made one by one, of a tied head too."""
         of_role: dict[Role, dict[str, Any]] = {role: {} for role in Role}
         heads = (op.projection for op in operations(decoder).head if isinstance(op, Logits))
         for weight in (*weights_of(decoder), *(Weight(each, None) for each in heads)):
@@ -128,7 +132,6 @@ class ModelWeights(Generic[P]):
         tables = of_role[Role.TABLE]
         if not decoder.has_embedding:
             tables[EMBEDDING_KEY] = make(Table(EMBEDDING_KEY, EMBED_TOKENS, 0, decoder.hidden_size))
-        dtype = next(iter(tables.values())).dtype
         return cls.of_roles(of_role, dtype, num_bytes)
 
     @classmethod

@@ -106,8 +106,8 @@ def _arrange_heads(op: ArrangeHeads, step: Step) -> Tensor:
 
 def _clip(op: Clip, step: Step) -> Tensor:
     x: Tensor = step.values[op.inputs[0]]
-    least, most = (float(step.weights.numbers[each.name]) for each in (op.least, op.most))
-    return clip(x, least, most)
+    # Numbers of a device's memory would have to be waited for.
+    return clip(x, *(step.weights.numbers[each.name] for each in (op.least, op.most)))
 
 
 def _join(op: Join, step: Step) -> Tensor:
@@ -156,6 +156,8 @@ def _place_pictures(op: PlacePictures, step: Step) -> Tensor:
     out: Tensor = step.values[op.out]
     for start, rows in step.inputs.pictures:
         out[start : start + len(rows)] = rows[:, : op.out.width]
+    if step.inputs.masked is not None:
+        step.inputs.masked.put(out)
     return out
 
 
@@ -164,6 +166,8 @@ def _add_pictures(op: AddPictures, step: Step) -> Tensor:
     for placed in step.inputs.pictures:
         rows = placed.of_tap(op.tap, op.out.width)
         out[placed.start : placed.start + len(rows)] += rows
+    if step.inputs.masked is not None:
+        step.inputs.masked.add(out, op.tap)
     return out
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_svc.host.copies import to_device
 from inference_svc.model.description import Patches, Positions
 from inference_svc.model.inputs import Blend
 from inference_svc.pictures.sizes import MAX_SLICE, Size, TileForm
@@ -45,6 +46,7 @@ class TilePlan:
     `patches` are the rows and columns of patches, int64 [2, P]. `positions` are the rows of the
     table of positions, int64 [T]; of tiles of any size `patches`. `cells` are the places of cells,
     and `windows` the borders of windows. `blend` has the rows of a table that is a square.
+    `host_rows` are the rows of patches, int64 [P], on the host.
     """
 
     form: TileForm
@@ -53,11 +55,25 @@ class TilePlan:
     cells: Tensor
     strips: tuple[tuple[int, int], ...]
     windows: NDArray[np.int64]
+    host_rows: NDArray[np.int64]
     blend: Blend | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.strips[-1][1]
+
+    def on(self, device: torch.device) -> TilePlan:
+        """Returns the plan with its tensors on a device."""
+        blend = self.blend
+        return replace(
+            self,
+            patches=to_device(self.patches.numpy(), device),
+            positions=to_device(self.positions.numpy(), device),
+            cells=to_device(self.cells.numpy(), device),
+            blend=None
+            if blend is None
+            else Blend(*(to_device(each.numpy(), device) for each in blend)),
+        )
 
     @classmethod
     def of(cls, patches: Patches, tile: Size, table: Positions | None = None) -> TilePlan:
@@ -75,7 +91,8 @@ class TilePlan:
             order = torch.arange(form.tokens(tile))
         windows = np.cumsum([0, *form.windows(tile)]) if form.window else np.zeros(1, np.int64)
         blend = None if table is None else _blend(form.grid(tile), found, table)
-        return cls(form, found, positions, order, form.strips(tile), windows, blend)
+        strips, host_rows = form.strips(tile), found[0].numpy()
+        return cls(form, found, positions, order, strips, windows, host_rows, blend)
 
     def part(self, first: int, num_strips: int) -> TilePart:
         """Returns strips from `first` on, at most so many: one, or as many as have at most

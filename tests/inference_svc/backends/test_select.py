@@ -19,7 +19,7 @@ from inference_svc.errors import UnsupportedModel
 from inference_svc.model import description
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder, Rank
-from inference_svc.model.encoder.in_torch import OF_ENCODERS, OF_PICTURES
+from inference_svc.model.encoder.in_torch import OF_ENCODERS
 from inference_svc.model.features import NOT_COMPUTED, features, kind_of
 from inference_svc.model.rope import Rope
 from inference_svc.model.sharding.description import of_rank
@@ -79,7 +79,6 @@ LACKING = {
         "attention.head_dim>512",
         "weight_format.odd_groups",
         *OF_ENCODERS,
-        *OF_PICTURES,
     },
 }
 FEATURES = sorted(frozenset().union(*(factory.features for factory in BACKENDS)))

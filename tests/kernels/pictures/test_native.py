@@ -104,7 +104,7 @@ def test_values_are_clipped(library: Library, size: int, dtype: torch.dtype) -> 
     x, out = (torch.randn(4, size + 3).to(dtype)[:, :size] for _ in range(2))
     x[1, 0], before = torch.nan, out.clone()
     bounds = {"least": -0.5, "most": 0.3}
-    wanted = reference.clip(x, *bounds.values())
+    wanted = reference.clip(x, *map(torch.tensor, bounds.values()))
     library.run(clip_op(x, out, count(3), **bounds))
     torch.testing.assert_close(out[:3], wanted[:3], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(out[3], before[3])

@@ -7,5 +7,6 @@ late_streams    streams of a device that works as late, and in as bad an order, 
 lora            LoRA of one step at fixed addresses
 models          tiny decoders with random weights, adapters for them, and batches of their steps
 needs           the memory that a step really allocates
+pictures        tiny models that read pictures, and prompts with a picture for them
 shortage        a device with little memory, real or not
 """

@@ -16,7 +16,7 @@ from random import Random
 
 from torch import Tensor
 
-from kernels.streams import Streams
+from kernels.streams import HostStopwatch, Streams
 
 MOST_AT_ONCE = 4
 """The most that runs of a stream while the host does one thing."""
@@ -88,6 +88,9 @@ class LateStream:
 
     def event(self) -> LateEvent:
         return LateEvent(self)
+
+    def stopwatch(self) -> HostStopwatch:
+        return HostStopwatch()
 
     def wait_stream(self, other: LateStream) -> None:
         if self.device.heeds("wait_stream"):

@@ -85,7 +85,9 @@ def random_weights(
             return ones(each, dtype, torch.device("cpu"))
         weight = torch.rand(each.size, generator=generator) + 0.5
         is_centred = each.kind is NormKind.LAYER
-        return NormWeight(weight if each.is_wide else weight.to(dtype), each.eps, is_centred)
+        bias = torch.randn(each.size, generator=generator) if each.has_bias else None
+        weight = weight if each.is_wide else weight.to(dtype)
+        return NormWeight(weight, each.eps, is_centred, bias=bias)
 
     def projection(spec: Projection | ExpertsProjection) -> P:
         made = projections.empty(
@@ -114,7 +116,7 @@ def random_weights(
             return random(spec.num_rows, spec.size)
         return 0.75 if isinstance(spec, Scalar) else torch.randn(spec.size, generator=generator)
 
-    return ModelWeights.made(decoder, make)
+    return ModelWeights.made(decoder, make, dtype)
 
 
 def moved(weights: Any, device: torch.device) -> Any:
@@ -122,7 +124,7 @@ def moved(weights: Any, device: torch.device) -> Any:
     if isinstance(weights, Tensor):
         return weights.to(device)
     if isinstance(weights, NormWeight):
-        return weights._replace(weight=weights.weight.to(device))
+        return weights._replace(weight=weights.weight.to(device), bias=moved(weights.bias, device))
     if isinstance(weights, dict):
         return {key: moved(each, device) for key, each in weights.items()}
     if isinstance(weights, tuple):

@@ -1,0 +1,101 @@
+"""Pictures on an emulated device: greedy tokens are those of transformers and PEFT, in recorded
+steps, which are computed anew, and in others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
+from inference_svc.core import Batch
+from tests.support.gpu.emulated_ranks import emulated_ranks
+from tests.support.kernels.worker_process import Operations, Worker
+from tests.support.pictures.models import NAMES
+from tests.system.emulated import Plain
+from tests.system.engines import Running
+from tests.system.picture_readers import PROMPTS, SETTINGS, Reader, submit
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+@pytest.fixture
+def device(start: Callable[..., Running]) -> Iterator[None]:
+    """Torch computes in the place of Triton."""
+    with emulated_ranks():
+        yield
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_equal_transformers_and_peft(
+    name: str, tmp_path: Path, start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One and three pictures, and text alone, of the base and adapters of each part, in one batch.
+    Embeddings are at fixed addresses in recorded steps, and where they are in others."""
+    counts = {"recorded": 0, "others": 0}
+    prepare = CudaBackend.prepare
+
+    def count(backend: CudaBackend, batch: Batch) -> PreparedStep:
+        prepared = prepare(backend, batch)
+        if prepared.placed:
+            counts["others" if prepared.shape is None else "recorded"] += 1
+        return prepared
+
+    monkeypatch.setattr(CudaBackend, "prepare", count)
+    with closing(Reader(name, tmp_path / "reader")) as reader:
+        running = start(reader.zoo, **SETTINGS)
+        assert running.engine.built.engine.runner.backend.kernels == "triton, captured"
+        cells = [(a, n) for a in ("", *reader.zoo.adapter_dirs) for n in PROMPTS]
+        ids = {cell: submit(running, reader, *cell) for cell in cells}
+        for (adapter, prompt), request_id in ids.items():
+            tokens, last = running.result(request_id)
+            assert last.error is None
+            assert tokens == reader.expected(adapter, prompt), (adapter, prompt)
+        assert counts["recorded"] > 0
+        more = submit(running, reader, "of-all", "three", prompt_logprobs=0, cache_seed="scored")
+        assert running.result(more)[0] == reader.expected("of-all", "three")
+        assert counts["others"] > 0, "recorded steps do not keep hidden states"
+    running.check_idle()
+
+
+INTERPRETED = ("Qwen2_5_VL", "SmolVLM", "Gemma3", "Mistral3")
+"""Models with windows and several positions; with tiles; whose pictures' tokens see each other; and
+with rows of any number."""
+NUM_INTERPRETED = 3
+
+
+@pytest.mark.artifacts
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_kernels_read_pictures(name: str, tmp_path: Path) -> None:
+    """Triton's kernels, interpreted, with an adapter of all parts, beside a text."""
+    worker = Worker(interpret=True)
+    try:
+        with closing(Reader(name, tmp_path / "reader")) as reader:
+            operations = Operations(worker, Path(__file__).parent / "emulated.py")
+            cells = [("", "one"), ("of-all", "one"), ("of-text", "text")]
+            asked = [(a, *_asked(reader, prompt)) for a, prompt in cells]
+            zoo, sizes = reader.zoo, SETTINGS | INTERPRETED_SIZES
+            found = operations.call("generate", zoo.model_dir, zoo.adapter_dirs, [asked], sizes)
+            for cell, (tokens, _) in zip(cells, found[0], strict=True):
+                assert tokens == reader.expected(*cell, NUM_INTERPRETED), cell
+    finally:
+        worker.close()
+
+
+INTERPRETED_SIZES = {
+    "max_sequences": 4,
+    "max_batch_tokens": 64,
+    "max_prefill_chunk": 64,
+    "arena_bytes": 4 << 20,
+    "host_bytes": 4 << 20,
+    "max_loras": 4,
+}
+
+
+def _asked(reader: Reader, name: str) -> tuple[list[int], int, list[Plain]]:
+    prompt, pictures = reader.prompt(name)
+    plain = [(p.digest, bytes(p.pixels.view), p.tile, p.num_tiles, p.runs) for p in pictures]
+    return prompt, NUM_INTERPRETED, plain
