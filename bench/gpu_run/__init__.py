@@ -4,9 +4,9 @@ minutes each.
     python -m bench.gpu_run --out FOLDER             on a machine with a CUDA device
     python -m bench.gpu_run --out FOLDER --emulate   on the CPU, through Triton's interpreter
 
-Each of the twelve stages runs in its own process, so that an error of one, even of the device, does
-not affect the next. The run needs torch, triton, numpy and pytest, and the pack's wheels for the
-services; `docs/development/gpu-run.md` describes the stages and their results.
+Each of the fourteen stages runs in a process of its own, so that an error of one, even of the
+device, does not affect the next. The run needs torch, triton, numpy and pytest, and the pack's
+wheels for the services; `docs/development/gpu-run.md` describes the stages and their results.
 
 cases         the operations that are measured, ours and the peers'
 compile_pool  runs jobs such as compilation in many processes, until a deadline

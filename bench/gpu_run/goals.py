@@ -30,6 +30,7 @@ def summarize(stages: Stages) -> list[Goal]:
         *_kernels(found.get("kernels", {})),
         *_decode(found.get("decode", {})),
         *_loads(found.get("loads", {})),
+        *_pictures(found.get("pictures", {})),
         *_quantised(found.get("quantised", {})),
         *_services(found.get("services", {})),
         *_stages(stages),
@@ -94,6 +95,16 @@ def _loads(found: Mapping[str, Any]) -> Iterator[Goal]:
     )
     yield _goal(
         "decode's p99 beside loads",
+        f"<= {MAX_P99_RATIO} x that without",
+        ratio,
+        None if ratio is None else ratio <= MAX_P99_RATIO,
+    )
+
+
+def _pictures(found: Mapping[str, Any]) -> Iterator[Goal]:
+    ratio = found.get("decode", {}).get("p99_ratio")
+    yield _goal(
+        "decode's p99 beside pictures",
         f"<= {MAX_P99_RATIO} x that without",
         ratio,
         None if ratio is None else ratio <= MAX_P99_RATIO,

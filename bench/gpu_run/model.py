@@ -50,10 +50,14 @@ SCALAR = 0.75
 """Factor of the residual stream, for layers with their own scalar."""
 
 
-def read_description(config: dict[str, Any]) -> Decoder:
+def read_description(config: dict[str, Any], processor: dict[str, Any] | None = None) -> Decoder:
+    """Returns the description of a model of this config, which reads pictures if there is the
+    config of a `processor`."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        return load_description(Path(folder))
+        if processor is not None:
+            Path(folder, "preprocessor_config.json").write_text(json.dumps(processor))
+        return load_description(Path(folder), with_pictures=processor is not None)
 
 
 def random_transformer(
@@ -178,7 +182,8 @@ class BenchModel:
     """The model of `sizes.config`, with `num_adapters` resident adapters of `sizes.rank`.
 
     All values are random. The model has pages for `max_rows` rows of `max_context` tokens, or
-    `num_pages`, as far as they fit. `host_images` of the adapters are also in host memory.
+    `num_pages`, as far as they fit. `host_images` of the adapters are also in host memory. With
+    the config of a `processor` the model reads pictures.
     """
 
     def __init__(
@@ -190,12 +195,13 @@ class BenchModel:
         max_context: int,
         host_images: int = 0,
         config: dict[str, Any] | None = None,
+        processor: dict[str, Any] | None = None,
         shares_layers: bool = False,
         num_pages: int | None = None,
     ) -> None:
         sizes, device = context.sizes, context.device
         self.context, self.sizes, self.device = context, sizes, device
-        self.decoder = read_description(config or sizes.config)
+        self.decoder = read_description(config or sizes.config, processor)
         self.transformer = random_transformer(
             self.decoder, sizes.dtype, device, shares_layers=shares_layers
         )
@@ -223,6 +229,12 @@ class BenchModel:
         pages = -(-(max_context + NEW_TOKENS) // sizes.page_size)
         self.limits = StepLimits(sizes.max_tokens, max_rows, pages)
         self.caches = self._allocate_caches(num_pages or max_rows * pages)
+
+    def tower_weights(self) -> ModelWeights[TorchLinear]:
+        """Makes random weights of the tower and its connector."""
+        assert self.decoder.pictures is not None
+        tower = self.decoder.pictures.tower
+        return random_weights(tower, self.sizes.dtype, self.device, shares_layers=False)
 
     @staticmethod
     def _reserve(slots: Slots, header: ImageHeader) -> Resident:

@@ -53,6 +53,7 @@ STAGES = (
     Stage("trace", "trace", 15),
     Stage("quantised", "quantised", 30),
     Stage("services", "services", 150, can_shrink=False),
+    Stage("pictures", "pictures", 40),
 )
 
 

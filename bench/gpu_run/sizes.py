@@ -36,6 +36,34 @@ TINY: dict[str, Any] = LLAMA_8B | {
 """16 bits as on the device, but fp16, because the interpreter's products of bf16 are wrong."""
 
 
+QWEN_VISION: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+QWEN_PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessor"}
+
+
+def _reader(text: dict[str, Any], vision: dict[str, Any], sections: list[int]) -> dict[str, Any]:
+    """Returns the config of a model like Qwen2.5-VL with a text part of these sizes, which the
+    other stages have compiled kernels for."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    others = {"model_type": "qwen2_5_vl_text", "rope_parameters": rope}
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "torch_dtype": text["torch_dtype"],
+        "image_token_id": 0,
+        "tie_word_embeddings": False,
+        "text_config": {k: v for k, v in text.items() if k != "architectures"} | others,
+        "vision_config": vision | {"out_hidden_size": text["hidden_size"]},
+    }
+
+
 class Mixture(NamedTuple):
     """The experts of one layer, some of which compute each token."""
 
@@ -120,6 +148,13 @@ class Sizes:
     mixture: Mixture
     delta: DeltaHeads
     services: ServiceSizes
+    reader: dict[str, Any]
+    """The config of a model that reads pictures."""
+    reader_processor: dict[str, Any]
+    picture: tuple[int, int]
+    """The sides of a picture, in pixels."""
+    picture_steps: int
+    """Decode steps beside pictures."""
     tune_configs: int
     """Maximum configurations of a kernel."""
     tune_problems: int
@@ -169,6 +204,10 @@ REAL = Sizes(
         adapter_bytes=4 << 30,
         host_bytes=4 << 30,
     ),
+    reader=_reader(LLAMA_8B, QWEN_VISION, [16, 24, 24]),
+    reader_processor=QWEN_PROCESSOR,
+    picture=(1036, 1036),
+    picture_steps=400,
     tune_configs=64,
     tune_problems=32,
 )
@@ -216,6 +255,16 @@ EMULATED = Sizes(
         adapter_bytes=8 << 20,
         host_bytes=0,
     ),
+    reader=_reader(
+        TINY,
+        QWEN_VISION
+        | {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+        | {"window_size": 56, "fullatt_block_indexes": [1]},
+        [2, 3, 3],
+    ),
+    reader_processor=QWEN_PROCESSOR,
+    picture=(56, 56),
+    picture_steps=2,
     tune_configs=1,
     tune_problems=1,
 )

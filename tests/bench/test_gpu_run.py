@@ -182,6 +182,14 @@ def test_products_in_few_bits_are_right(found):
         assert cell["share_of_floor"] > 0
 
 
+def test_pictures_are_timed(found):
+    alone, decode = found("pictures")["alone"], found("pictures")["decode"]
+    assert (alone["patches"], alone["tokens"]) == (16, 4)
+    assert alone["first_token_ms"] > 0
+    assert decode["p99_ratio"] > 0
+    assert decode["units_per_step"] >= 1
+
+
 def test_services_have_every_round(found):
     services = found("services")
     rounds = services["rounds"]
@@ -206,6 +214,7 @@ def test_summary_has_every_goal(results):
     assert {goal["goal"] for goal in measured} == {
         "an adapter's load",
         "decode's p99 beside loads",
+        "decode's p99 beside pictures",
         "W4A16, groups of 128, 1 rows",
         "stage correct",
         "stage parity",

@@ -13,4 +13,5 @@ tune             measures the constants of kernels, ours and the peers', for the
 ranks            checks and times exchanges of ranks, and the end of one; tokens of two ranks
 quantised        times products with weights in few bits against the bytes that they read
 services         loads both services over gRPC: times and rates as a user sees them
+pictures         times a tower, the first token behind a picture, and decode steps beside pictures
 """

@@ -38,6 +38,7 @@ from tests.support.gpu.needs import (
     num_kernels,
     peak_bytes,
 )
+from tests.support.gpu.pictures import READERS, make_reader
 from tests.support.inference.results import asking
 from tests.support.models.quantised import FORMATS
 from tests.support.pairs import pairwise
@@ -145,6 +146,23 @@ def test_what_is_held_between_steps(model):
     table = backend.arena.table
     held = backend.workspace_bytes + table.rows.nbytes + table.weight_rows.nbytes
     assert held <= planned <= 1.3 * held
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_pictures_are_counted(tmp_path, name):
+    """Embeddings at fixed addresses, further inputs, and the kernels that read them."""
+    decoder = make_reader(name, tmp_path)
+    model = Model.make(decoder, torch.float32, torch.device("cpu"))
+    backend, table = model.fixed(None, is_warm=False), model.arena.table
+    planned = cuda_needs._fixed_bytes(config_of(70, dtype="float32"), decoder)
+    held = backend.workspace_bytes + table.rows.nbytes + table.weight_rows.nbytes
+    assert held <= planned <= 1.3 * held
+    on_device = Model.make(decoder, torch.bfloat16, META).fixed(lambda compute: None, is_warm=False)
+    with launches() as noted:
+        on_device.compute(StepShape(StepKind.BASE, 64, MAX_ROWS, has_prompts=True))
+    counted = num_kernels([launch.name for launch in noted.launches])
+    nodes = cuda_needs.recorded_nodes(decoder, StepKind.BASE, 0)
+    assert counted <= nodes + decoder.num_layers <= counted + SPARED_NODES + decoder.num_layers
 
 
 @pytest.mark.parametrize("feature", FEATURES)

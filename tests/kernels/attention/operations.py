@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -56,18 +56,19 @@ def compile_ptx(
     dtype: torch.dtype,
     rows: list[tuple[int, int]],
     stored: torch.dtype | None = None,
+    mutual: Sequence[tuple[int, int]] = (),
     **options: Any,
 ) -> dict[str, str]:
     """The PTX of a step of `rows` (first position, queries) of a model of the Llama-3-8B shape, by
-    name of the kernel; raises where a kernel does not compile. `stored` is of the cache, `options`
-    are of `attend`."""
+    name of the kernel; raises where a kernel does not compile. `stored` is of the cache, `mutual`
+    of the plan, `options` are of `attend`."""
     from triton.runtime import driver
 
     driver.set_active(NoDevice(capability))
     shape = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 8, "head_dim": 128}
     cache = KVCache.allocate(**shape, dtype=dtype, stored=stored)
     pages = [[0] * (1 + (first + count) // 16) for first, count in rows]
-    plan = AttentionPlan.build(*zip(*rows, strict=True), pages, 16)
+    plan = AttentionPlan.build(*zip(*rows, strict=True), pages, 16, mutual=mutual)
     names = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
     kernels = {name: getattr(triton_kernels, name) for name in names}
     launches = {name: CompileOnly(kernel) for name, kernel in kernels.items()}

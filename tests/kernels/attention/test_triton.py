@@ -328,6 +328,16 @@ def test_keys_and_values_are_loaded_as_vectors(compiler):
         assert re.search(r"wgmma\.mma_async|mma\.sync", ptx[name]), name
 
 
+@pytest.mark.parametrize("window", [None, 128])
+def test_pictures_compile_for_devices(compiler, window):
+    """Tokens that see each other: the products and loads stay what they are."""
+    rows = [(500, 1), (0, 100)]
+    ptx = compiler.call("compile_ptx", 90, torch.bfloat16, rows, mutual=[(20, 60)], window=window)
+    assert vector_loads(ptx["prefill_kernel"]) >= 16
+    assert element_loads(ptx["prefill_kernel"]) == 0
+    assert re.search(r"wgmma\.mma_async|mma\.sync", ptx["prefill_kernel"])
+
+
 @pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 def test_sinks_compile_for_devices(compiler, capability):
     """In a window, as GPT-OSS has them: the products and loads stay what they are."""

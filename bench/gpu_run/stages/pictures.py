@@ -1,0 +1,163 @@
+"""Times pictures: the tower alone, the first token behind one, and decode steps beside others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from bench.gpu_run.context import Context, Found
+from bench.gpu_run.model import BenchModel
+from bench.results import median, percentile
+from inference_svc import core
+from inference_svc.adapters.targets import applied_to_pictures
+from inference_svc.backends.cuda.backend import CudaBackend
+from inference_svc.backends.pictures import IN_TORCH, PictureRows
+from inference_svc.engine.policy.pictures.memory import Pace
+from inference_svc.pictures.prompt import Encode, PictureKey, PictureWork, PromptPicture, Run
+from inference_svc.pictures.sizes import Size
+from servicekit.shared_memory import SharedBytes
+
+NUM_BEFORE = NUM_BEHIND = 2
+"""The tokens of a prompt around a picture's."""
+NUM_FIRST = 4
+"""Prompts of one size: the fourth is recorded, and the last is replayed."""
+
+
+def run(context: Context) -> Found:
+    sizes = context.sizes
+    model = BenchModel(
+        context,
+        num_adapters=1,
+        max_rows=sizes.load_rows,
+        max_context=max(sizes.contexts[0], sizes.max_tokens),
+        num_pages=2 * sizes.load_rows * -(-sizes.contexts[0] // sizes.page_size)
+        + sizes.max_tokens // sizes.page_size,
+        config=sizes.reader,
+        processor=sizes.reader_processor,
+    )
+    backend = model.backend(is_warm=False)
+    backend.pictures = _rows(model)
+    reader = _Reader(model, backend, Size(*sizes.picture))
+    found: Found = {"alone": alone(reader)}
+    context.save(found)
+    return found | {"decode": beside(reader)}
+
+
+def _rows(model: BenchModel) -> PictureRows:
+    pictures, arena = model.decoder.pictures, model.arena
+    assert pictures is not None
+    weights, targets = model.tower_weights(), applied_to_pictures(model.layout)
+    tower = IN_TORCH.make(pictures, weights, arena, targets)
+    return PictureRows(pictures, lambda: tower, arena.streams.compute)
+
+
+class _Reader:
+    """A model that reads pictures of one size, of which each is new."""
+
+    def __init__(self, model: BenchModel, backend: CudaBackend, tile: Size) -> None:
+        pictures = model.decoder.pictures
+        assert pictures is not None
+        self.model, self.backend, self.tile = model, backend, tile
+        self.num_tokens = pictures.tiles.tokens(tile)
+        self.num_patches = pictures.tiles.inner_tokens(tile)
+        self.num_units = len(pictures.tiles.strips(tile)) * (pictures.tower.num_layers + 1)
+        values = torch.randint(256, (tile.height * tile.width * 3,), dtype=torch.uint8)
+        self._pixels = SharedBytes.of("loadout-pixels", values.numpy().tobytes())
+        self._num_made = 0
+        self._key: PictureKey | None = None
+        self._num_left = 0
+
+    @property
+    def rows(self) -> PictureRows:
+        assert self.backend.pictures is not None
+        return self.backend.pictures
+
+    def compute(self, num_units: int) -> int:
+        """Computes so many units, or as many as the picture has left, of a new one when it has
+        none. Returns how many."""
+        dropped: tuple[PictureKey, ...] = ()
+        if not self._num_left:
+            dropped = () if self._key is None else (self._key,)
+            self._num_made, self._num_left = self._num_made + 1, self.num_units
+            self._key = PictureKey("", "", b"%d" % self._num_made)
+        assert self._key is not None
+        count = min(num_units, self._num_left)
+        self._num_left -= count
+        encode = Encode(self._key, self.picture, count, core.BASE_SLOT)
+        self.rows.apply(PictureWork(dropped, (encode,)))
+        return count
+
+    @property
+    def picture(self) -> PromptPicture:
+        run = Run(NUM_BEFORE, NUM_BEFORE + self.num_tokens)
+        return PromptPicture(b"%d" % self._num_made, self._pixels, self.tile, 1, (run,))
+
+    def prompt(self) -> core.Sequence:
+        """Returns a prompt with the picture that is computed."""
+        length = NUM_BEFORE + self.num_tokens + NUM_BEHIND
+        [made] = self.model.sequences([length], 0)
+        made.request = replace(made.request, pictures=(self.picture,))
+        assert self._key is not None
+        made.held_pictures[0] = self._key
+        return made
+
+
+def alone(reader: _Reader) -> Found:
+    """Computes pictures whole, each with its prompt; returns medians of the last ones, without the
+    first, in which libraries and kernels are loaded, and the one that is recorded."""
+    timer, towers, firsts, hosts = reader.model.context.timer, [], [], []
+    replays = reader.backend.num_replays
+    for _ in range(1 if reader.model.context.is_emulated else 2 * NUM_FIRST):
+        timer.synchronize()
+        begin_s = timer.now_s()
+        reader.compute(reader.num_units)
+        hosts.append(timer.now_s() - begin_s)
+        reader.model.prompt_times(reader.backend, reader.prompt())
+        firsts.append(timer.now_s() - begin_s)
+        towers.append(reader.rows.seconds())
+    kept = slice(NUM_FIRST if len(firsts) > NUM_FIRST else 0, None)
+    return {
+        "patches": reader.num_patches,
+        "tokens": reader.num_tokens,
+        "tower_ms": 1e3 * median(towers[kept]),
+        "tower_host_ms": 1e3 * median(hosts[kept]),
+        "first_token_ms": 1e3 * median(firsts[kept]),
+        "replayed": reader.backend.num_replays - replays,
+    }
+
+
+def beside(reader: _Reader) -> Found:
+    """Times decode steps alone, and beside pictures, which take the share of the time of steps that
+    a server gives them."""
+    model, sizes = reader.model, reader.model.sizes
+    rows = model.sequences([sizes.contexts[0]] * sizes.load_rows, 0)
+
+    def times(num_steps: int, before_step: object = None) -> list[float]:
+        options = {} if before_step is None else {"before_step": before_step}
+        found = model.decode_times(reader.backend, rows, num_steps, **options)  # type: ignore[arg-type]
+        return [each.whole for each in found]
+
+    plain, pace = times(sizes.picture_steps), Pace()
+    pace.note_step(median(plain))
+    counts: list[int] = []
+
+    def some_units() -> None:
+        if counts:  # of the step before, which has been waited for
+            pace.note_pictures(counts[-1], reader.rows.seconds())
+        counts.append(reader.compute(max(1, int(pace.beside))))
+
+    with_pictures = times(sizes.picture_steps, some_units)
+    p99 = percentile(with_pictures, 99) / percentile(plain, 99)
+    return {
+        "rows": sizes.load_rows,
+        "alone_ms": _percentiles(plain),
+        "beside_ms": _percentiles(with_pictures),
+        "p99_ratio": p99,
+        "units_per_step": sum(counts) / len(counts),
+        "steps_per_picture": len(counts) * reader.num_units / sum(counts),
+    }
+
+
+def _percentiles(seconds: list[float]) -> Found:
+    return {"p50": 1e3 * median(seconds), "p99": 1e3 * percentile(seconds, 99)}
