@@ -195,6 +195,8 @@ class TorchTower(Tower[TorchLinear]):
         super().__init__(pictures, weights, units, device)
         self._lora_at = lora_at
         self._lora: Lora | None = None
+        self._planned: TilePlan | None = None
+        self._attention: dict[tuple[int, int], AttentionPlan] = {}
         self._any_loras = any_loras
         self._values = byte_values(pictures.processor).to(device)
         self._rotary = {key: RotaryEmbedding(*key, device) for key in self._tower.ropes}
@@ -257,9 +259,6 @@ class TorchTower(Tower[TorchLinear]):
 
     def _step(self, plan: TilePlan, part: TilePart, pixels: NDArray[np.uint8] | None) -> Step:
         own = slice(part.start, part.end)
-        starts = part.window_starts
-        counts = np.diff(starts) if len(starts) > 1 else np.array([part.num_tokens])
-        zeros, pages = np.zeros(len(counts), np.int64), [[0]] * len(counts)
         rows = torch.arange(part.first_row, part.num_tokens, device=self._device)
         positions = plan.positions[..., own]
         patches = None if pixels is None else self._patches(plan, part, pixels)
@@ -270,8 +269,7 @@ class TorchTower(Tower[TorchLinear]):
                 token_ids=positions,
                 positions=positions,
                 logit_rows=rows,
-                # Of it only the host's part is read.
-                attention=AttentionPlan.build(zeros, counts, pages, int(counts.max()), _CPU),
+                attention=self._windows(plan, part),
                 patches=patches,
                 part=own,
                 blend=None if plan.blend is None else Blend(*(each[own] for each in plan.blend)),
@@ -283,6 +281,20 @@ class TorchTower(Tower[TorchLinear]):
             choices={},
             token_order=None,
         )
+
+    def _windows(self, plan: TilePlan, part: TilePart) -> AttentionPlan:
+        """Returns the windows of a part as rows of a step, of which only the host's part is read.
+        They are the same in each layer."""
+        if plan is not self._planned:
+            self._planned, self._attention = plan, {}
+        key = part.start, part.end
+        if key not in self._attention:
+            starts = part.window_starts
+            counts = np.diff(starts) if len(starts) > 1 else np.array([part.num_tokens])
+            zeros, pages = np.zeros(len(counts), np.int64), [[0]] * len(counts)
+            made = AttentionPlan.build(zeros, counts, pages, int(counts.max()), _CPU)
+            self._attention[key] = made
+        return self._attention[key]
 
     def _patches(self, plan: TilePlan, part: TilePart, pixels: NDArray[np.uint8]) -> Tensor:
         """Returns the part's patches, fp32 [P, 3, side, side]. Of the tile's pixels only the rows

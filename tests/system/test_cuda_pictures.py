@@ -11,6 +11,7 @@ import pytest
 
 from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
 from inference_svc.core import Batch
+from inference_svc.engine.transport.messages import Command
 from tests.support.gpu.emulated_ranks import emulated_ranks
 from tests.support.kernels.worker_process import Operations, Worker
 from tests.support.pictures.models import NAMES
@@ -21,6 +22,11 @@ from tests.system.picture_readers import PROMPTS, SETTINGS, Reader, submit
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
+QUICK = ("SmolVLM", "Qwen2_5_VL", "Qwen3VL", "Gemma3")
+"""Models with tiles; with windows and positions of rows and columns; with taps; and whose pictures'
+tokens see each other."""
+
+
 @pytest.fixture
 def device(start: Callable[..., Running]) -> Iterator[None]:
     """Torch computes in the place of Triton."""
@@ -29,7 +35,9 @@ def device(start: Callable[..., Running]) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in NAMES]
+)
 def test_greedy_tokens_equal_transformers_and_peft(
     name: str, tmp_path: Path, start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +66,22 @@ def test_greedy_tokens_equal_transformers_and_peft(
         more = submit(running, reader, "of-all", "three", prompt_logprobs=0, cache_seed="scored")
         assert running.result(more)[0] == reader.expected("of-all", "three")
         assert counts["others"] > 0, "recorded steps do not keep hidden states"
+    running.check_idle()
+
+
+@pytest.mark.usefixtures("device")
+def test_a_sleeping_device_has_no_tower(tmp_path: Path, start: Callable[..., Running]) -> None:
+    with closing(Reader("SmolVLM", tmp_path / "reader")) as reader:
+        running = start(reader.zoo, **SETTINGS)
+        for _ in range(2):
+            request_id = submit(running, reader, "of-all", "three", cache_seed="again")
+            assert running.result(request_id)[0] == reader.expected("of-all", "three")
+            backend = running.engine.built.engine.runner.backend
+            assert backend.pictures.num_bytes > 0
+            held = backend.pictures.num_bytes + backend.kv_bytes + backend.weights_bytes
+            assert running.call(Command.SLEEP, frees_weights=True).result == held
+            assert backend.pictures.num_bytes == backend.weights_bytes == 0
+            running.call(Command.WAKE)
     running.check_idle()
 
 
