@@ -141,8 +141,13 @@ def test_rows_in_few_bits_are_plain_in_so_much_memory(name: str) -> None:
 
 
 def test_what_is_held_between_steps(model):
+    check_held(model)
+
+
+def check_held(model: Model) -> None:
     backend = model.fixed(None, is_warm=False)
-    planned = cuda_needs._fixed_bytes(config_of(70), model.transformer.description)
+    config = config_of(70, dtype="float32")
+    planned = cuda_needs._fixed_bytes(config, model.transformer.description)
     table = backend.arena.table
     held = backend.workspace_bytes + table.rows.nbytes + table.weight_rows.nbytes
     assert held <= planned <= 1.3 * held
@@ -152,11 +157,7 @@ def test_what_is_held_between_steps(model):
 def test_pictures_are_counted(tmp_path, name):
     """Embeddings at fixed addresses, further inputs, and the kernels that read them."""
     decoder = make_reader(name, tmp_path)
-    model = Model.make(decoder, torch.float32, torch.device("cpu"))
-    backend, table = model.fixed(None, is_warm=False), model.arena.table
-    planned = cuda_needs._fixed_bytes(config_of(70, dtype="float32"), decoder)
-    held = backend.workspace_bytes + table.rows.nbytes + table.weight_rows.nbytes
-    assert held <= planned <= 1.3 * held
+    check_held(Model.make(decoder, torch.float32, torch.device("cpu")))
     on_device = Model.make(decoder, torch.bfloat16, META).fixed(lambda compute: None, is_warm=False)
     with launches() as noted:
         on_device.compute(StepShape(StepKind.BASE, 64, MAX_ROWS, has_prompts=True))
