@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -195,8 +196,14 @@ def plan_card(
     model: str, gigabytes: int, settings: Mapping[str, str] = MappingProxyType({})
 ) -> Plan | None:
     """Plans one of MODELS with default settings except these; None if it does not fit."""
+    return _card_plan(model, gigabytes, frozenset(settings.items()))
+
+
+@cache
+def _card_plan(model: str, gigabytes: int, settings: Set[tuple[str, str]]) -> Plan | None:
+    """Is asked by several tables and tests, and counts every tensor of a model."""
     try:
-        return _plan(MODELS[model], settings, card_bytes(gigabytes))
+        return _plan(MODELS[model], dict(settings), card_bytes(gigabytes))
     except ValueError:
         return None
 
