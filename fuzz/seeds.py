@@ -27,7 +27,7 @@ from fuzz.texts import base_folder
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.inference.v1 import inference_pb2
 from tests.support.models.saved_weights import CASES, library
-from tests.support.pictures.files import encoded, picture
+from tests.support.pictures.files import encoded, picture, png
 
 LORA = (CORPUS / "checkpoint" / "lora").read_bytes()
 CONFIG, _, WEIGHTS = LORA.partition(SEPARATOR)
@@ -216,7 +216,7 @@ def tokenizers() -> Iterator[tuple[str, bytes]]:
 
 
 def pictures() -> Iterator[tuple[str, bytes]]:
-    """Yields small files of every format that is decoded."""
+    """Yields small files of every format that is decoded, and of kinds that are refused."""
     found = picture(20, 13)
     for kind in ("PNG", "JPEG", "WEBP", "GIF"):
         yield kind.lower(), encoded(found, kind)
@@ -225,6 +225,13 @@ def pictures() -> Iterator[tuple[str, bytes]]:
     yield "turned", encoded(found, "JPEG", exif=exif)
     yield "transparent", encoded(picture(9, 21, "LA"))
     yield "palette", encoded(found.quantize(16))
+    yield "cmyk", encoded(picture(12, 11, "CMYK"), "JPEG")
+    yield "progressive", encoded(found, "JPEG", progressive=True)
+    other = [picture(20, 13, seed=1)]
+    yield "two_of_a_camera", encoded(found, "MPO", save_all=True, append_images=other)
+    yield "animated", encoded(found, "PNG", save_all=True, append_images=other)
+    yield "wide_values", png(3, 2, 16, 6, bytes(range(25)) * 2)
+    yield "long", encoded(picture(80, 3))
 
 
 def _joined(*files: object) -> bytes:
