@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -107,8 +107,9 @@ class PictureMemory:
     """Embeddings of pictures within `capacity` bytes. A sequence holds the ones of a picture from
     the step in which they begin to be made until it has passed its tokens, or stops to run; others
     stay until there is no room: then the tenant with most of them loses its least recently
-    held. Adapters that `changes_pictures` names have embeddings of their own; it is asked only of
-    resident ones.
+    held. Smaller tenants lose nothing to a larger tenant, except to its first picture: the larger
+    one waits until its own sequences let go. Adapters that `changes_pictures` names have embeddings
+    of their own; it is asked only of resident ones.
 
     A sequence holds pictures at one place of its prompt, and needs no more to pass it: so there is
     always a sequence that goes on. Where a picture's tokens `are_mutual`, which see each other, one
@@ -262,7 +263,7 @@ class PictureMemory:
             num_units = self._num_units(picture)
         if entry is None:
             num_bytes = picture.num_tokens * self.costs.row_bytes
-            if not num_units or not self._make_room(num_bytes):
+            if not num_units or not self._make_room(request.tenant, num_bytes):
                 return False
             num_all = self.costs.num_units(picture)
             entry = self._entries[key] = _Entry(request.tenant, num_bytes, num_all, num_all)
@@ -320,21 +321,30 @@ class PictureMemory:
         """Returns how many units of a picture the step may still compute: the first one always."""
         return max(int(self._budget / self.costs.of_unit(picture)), int(self._may_exceed), 0)
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Drops embeddings that no sequence holds, the largest tenant's first. Returns whether
+    def _make_room(self, tenant: str, num_bytes: int) -> bool:
+        """Drops embeddings that no sequence holds, to make room for a picture of a tenant: first of
+        the tenant with most bytes, this picture included; of equal tenants its own. Returns whether
         there is room then."""
         if self.num_bytes + num_bytes <= self.capacity:
             return True
-        largest = [(-each.num_bytes, name) for name, each in self._tenants.items() if each.idle]
+        own = self._tenants.get(tenant, _Tenant())
+
+        def place(name: str) -> tuple[int, bool, str]:
+            added = num_bytes if name == tenant else 0
+            return -self._tenants[name].num_bytes - added, name != tenant, name
+
+        largest = [place(name) for name, each in self._tenants.items() if each.idle]
         heapq.heapify(largest)
         while self.num_bytes + num_bytes > self.capacity:
             if not largest:
                 return False
-            name = largest[0][1]
-            tenant = self._tenants[name]
-            self._drop(next(iter(tenant.idle)))
-            if tenant.idle:
-                heapq.heapreplace(largest, (-tenant.num_bytes, name))
+            size, is_other, name = largest[0]
+            if is_other and own.num_bytes and -size < own.num_bytes + num_bytes:
+                return False  # its own sequences hold all it has, and let go soon
+            idle = self._tenants[name].idle
+            self._drop(next(iter(idle)))
+            if idle:
+                heapq.heapreplace(largest, place(name))
             else:
                 heapq.heappop(largest)
         return True
