@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ByteSize, Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from contract.base_model_names import name_of_files
-from servicekit.settings.addresses import split_address
+from inference_svc.pictures.fetching.hosts import checked_entries
 from servicekit.settings.service import (
     BASICS,
     MEMORY,
@@ -30,6 +30,7 @@ from servicekit.settings.types import (
     Bytes,
     Group,
     Level,
+    Meeting,
     Metavar,
     Names,
     OptionalAddress,
@@ -65,19 +66,9 @@ ADAPTERS = Group("Adapters")
 MIN_TOKEN_CHARS = 16
 """The length of the secret of several machines."""
 
+ORIGINS = Metavar("HOST[:PORT],...")
 Count = Annotated[int, Field(ge=1)]
 OptionalCount = Annotated[int, Field(ge=0)]
-
-
-def check_meeting(value: str) -> str:
-    """Returns the address at which machines meet, "" for none. Raises ValueError."""
-    if value:
-        host, port = split_address(value)
-        if port == 0:
-            raise ValueError(f"{value} has no port that other machines could know: choose one")
-        if host in ("0.0.0.0", "::"):
-            raise ValueError(f"{value} is no address that other machines reach: name machine 0's")
-    return value
 
 
 class InferenceSettings(ServiceSettings):
@@ -298,6 +289,13 @@ class InferenceSettings(ServiceSettings):
     embeddings, on the device; a quarter more, on the host, for uploaded files. Default: 512 MiB, or
     as the largest image's embeddings need."""
 
+    image_hosts: Annotated[Names, AfterValidator(checked_entries), ORIGINS, SECURITY] = ()
+    """Hosts from which the HTTP server may fetch images that callers name by URL: HOST or HOST:PORT
+    for https, http://HOST:PORT for plain HTTP. Default: none."""
+
+    image_tls_ca_file: Annotated[Path | None, SECURITY] = None
+    """CA certificates, PEM, that sign certificates of --image-hosts. If unset, the system's."""
+
     fair_quantum_tokens: Annotated[Count, Level.FILE, SCHEDULING] = 1024
     """Number of tokens per turn of a tenant, and of an adapter within its tenant. A higher value
     makes turns longer and switches between adapters rarer."""
@@ -342,7 +340,7 @@ class InferenceSettings(ServiceSettings):
     """Number of this machine: 0 to --nnodes - 1. Machine 0 serves; the others compute for it, and
     have nothing but a page for probes and metrics at --metrics-listen."""
 
-    rendezvous: Annotated[str, AfterValidator(check_meeting), Metavar("LEADER:PORT"), NODES] = ""
+    rendezvous: Annotated[Meeting, NODES] = ""
     """Address of machine 0, at which the other machines reach it. All of them need
     rendezvous-token, too. The machines also connect to further ports of each other, which no token
     protects: give them a network of their own."""

@@ -15,6 +15,7 @@ FailedPrecondition
  ├─ NotFinite            the model's values overflow for this request
  ├─ NoRoom               the adapter or its pin needs more space than there is
  ├─ ProfileRunning       steps are being traced for another caller
+ ├─ ImageFetchFailed     the host of an image's URL does not send it; another try may succeed
  ├─ Interrupted          generation was resumed, or the server woken, before it paused or slept
  └─ CannotWake           the server cannot get back the memory or weights that it freed
 ResourceExhausted
@@ -119,6 +120,10 @@ class NoRoom(FailedPrecondition):
 
 class ProfileRunning(FailedPrecondition):
     reason = "PROFILE_RUNNING"
+
+
+class ImageFetchFailed(FailedPrecondition):
+    reason = "IMAGE_FETCH_FAILED"
 
 
 class Interrupted(FailedPrecondition):

@@ -33,6 +33,7 @@ from inference_svc.host.device_faults import engine_hung
 from inference_svc.metrics.engine import Snapshots
 from inference_svc.metrics.requests import Metrics
 from inference_svc.metrics.store import replica_metrics
+from inference_svc.pictures.fetching.hosts import parse_entries
 from inference_svc.pictures.uploads import Uploads, room_for_uploads
 from inference_svc.store.adapter_resolver import Directory, Servable
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess
@@ -66,6 +67,7 @@ from servicekit.work_budget import WorkBudget
 
 if TYPE_CHECKING:
     from inference_svc.api.http.serving.server import HttpServer
+    from inference_svc.pictures.fetching.fetcher import ImageFetcher
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,7 @@ class InferenceServer:
         )
         self._errors = RecentErrors()
         self._places = _call_places(config)
+        self._fetcher = _open_fetcher(config, self._places, self._metrics)
         rules = call_rules(self._load, config.max_model_len)
         self._calls = CallInterceptor(rules, self._places, self._note_end, self._tracing)
         tokens = TokenInterceptor(self._authenticator, rules.domain, self._audit.refuse)
@@ -136,9 +139,8 @@ class InferenceServer:
         )
         self.address = self._grpc.address
         self.http, self.http_address = _listen_http(config, certificates)
-        self._is_serving = False
+        self._is_serving, self._engine_answers = False, True
         self._end_s: float | None = None  # when the grace ends, once it has begun
-        self._engine_answers = True
         self._async_engine: AsyncEngine | None = None
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
@@ -215,7 +217,7 @@ class InferenceServer:
         size, share = picture_bytes(self._config), self._config.share
         pixels = Shares("prompt_image_bytes", size, share, setting="--prompt-image-memory")
         uploads = Uploads("prompt_image_uploads", room_for_uploads(size), share)
-        return PictureReader(facts.pictures, facts.base_model, pixels, uploads)
+        return PictureReader(facts.pictures, facts.base_model, pixels, uploads, self._fetcher)
 
     def _open_grammars(self, text: TextModel, facts: ServerFacts) -> GrammarChecks:
         vocabulary = partial(make_vocabulary, text.pieces, facts.vocab_size, facts.eos_token_ids)
@@ -424,6 +426,28 @@ def _call_places(config: InferenceSettings) -> CallPlaces:
         Shares("request_bytes", config.request_memory, share, setting="--request-memory"),
         Shares("answer_bytes", config.answer_memory, share, setting="--answer-memory"),
         share,
+    )
+
+
+def _open_fetcher(
+    config: InferenceSettings, places: CallPlaces, metrics: Metrics
+) -> ImageFetcher | None:
+    """Returns None if no host is allowed. Raises like `make_context`."""
+    if not config.image_hosts:
+        return None
+    # Its libraries are the HTTP server's.
+    from inference_svc.pictures.fetching.exchange import Outcome
+    from inference_svc.pictures.fetching.fetcher import NUM_FETCHES, ImageFetcher, make_context
+
+    for each in Outcome:
+        metrics.count_fetch(each.value, 0)  # so that the first failure is an increase, too
+    return ImageFetcher(
+        parse_entries(config.image_hosts),
+        make_context(config.image_tls_ca_file),
+        Shares("prompt_image_fetches", NUM_FETCHES, config.share),
+        places.request_bytes,
+        lambda outcome: metrics.count_fetch(outcome.value),
+        f"loadout/{installed_version('loadout')}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Pictures of calls: uploaded, counted, decoded, and held while their requests are open."""
+"""Pictures of calls: uploaded, fetched, decoded, and held while their requests are open."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from inference_svc.core import Principal, Request
 from inference_svc.errors import ImageNotFound
 from inference_svc.pictures.decoding import NUM_CHILDREN, PictureDecoder, Tiles
+from inference_svc.pictures.fetching.hosts import Wanted, not_allowed
 from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.uploads import UploadedFile, UploadKey, Uploads
 from inference_svc.text.chat import Chat, MessageImage
@@ -22,6 +23,9 @@ from servicekit.errors import InvalidArgument, ShareExceeded
 from servicekit.shared_memory import descriptors_for
 from servicekit.shares import FairExecutor, Reservation, Shares
 from servicekit.work_budget import WorkBudget
+
+if TYPE_CHECKING:
+    from inference_svc.pictures.fetching.fetcher import ImageFetcher
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,6 +37,8 @@ PROCESSORS = 0.5
 second, or many more that were made smaller."""
 
 
+FETCH_BYTES_PER_SECOND = 100 << 20
+"""The approximate rate at which one processor receives files over TLS."""
 MAX_FILES = 4096
 """The most pictures of open requests: each takes a file, also until the engine has mapped it."""
 
@@ -46,12 +52,18 @@ EXPIRY_SECONDS = 60.0
 class PictureReader:
     """Reads the pictures of a server's calls; without a `rule`, refuses them. `pixels` bounds the
     bytes of pictures in open requests, and each account's share of decoders; `uploads` are files
-    that calls name by their hashes. `name` is the model's."""
+    that calls name by their hashes. `name` is the model's. `fetcher` None: no URLs are fetched."""
 
     def __init__(
-        self, rule: PictureRule | None, name: str, pixels: Shares, uploads: Uploads
+        self,
+        rule: PictureRule | None,
+        name: str,
+        pixels: Shares,
+        uploads: Uploads,
+        fetcher: ImageFetcher | None = None,
     ) -> None:
         self.rule, self.name, self.pixels, self.uploads = rule, name, pixels, uploads
+        self.fetcher = fetcher
         self.least_bytes = pixels.capacity // max(1, descriptors_for(MAX_FILES))
         """The bytes that a small picture counts as: each has a file, too."""
         self.work = WorkBudget("image_work", pixels.share, PROCESSORS)
@@ -64,9 +76,14 @@ class PictureReader:
     @property
     def places(self) -> tuple[Shares | Uploads, ...]:
         """The resources that accounts share; none if no pictures are read."""
-        return () if self._threads is None else (self.pixels, self._threads.shares, self.uploads)
+        if self._threads is None:
+            return ()
+        fetches = () if self.fetcher is None else (self.fetcher.fetches,)
+        return (self.pixels, self._threads.shares, self.uploads, *fetches)
 
     def close(self) -> None:
+        if self.fetcher is not None:
+            self.fetcher.close()
         if self._threads is not None:
             self._threads.close()
         if self.decoder is not None:
@@ -98,6 +115,10 @@ class PictureReader:
                 f"{where}: a request may have at most {self.rule.max_pictures} images",
                 subject=where,
             )
+        for wanted in _wanted(images):
+            if self.fetcher is None:
+                raise not_allowed(wanted)
+            self.fetcher.check(wanted)
         for index, message in enumerate(chat.messages):
             name = next((each for each in names if each and each in message.content), "")
             if name:
@@ -190,6 +211,27 @@ class CallPictures:
         self._files.append(file)
         return replace(image, data=file.data)
 
+    @asynccontextmanager
+    async def fetched(
+        self, images: Sequence[MessageImage], account: str
+    ) -> AsyncIterator[Sequence[MessageImage]]:
+        """Yields a prompt's images with the files of the ones that are elsewhere, which are held
+        while the context lasts. Raises like `ImageFetcher.fetched`, and ShareExceeded if the
+        account's earlier images took too much work."""
+        wanted, fetcher, work = _wanted(images), self._reader.fetcher, self._reader.work
+        if not wanted:
+            yield images
+            return
+        assert fetcher is not None, "the images are checked"
+        await work.wait(account)
+
+        def charge(num_bytes: int) -> None:
+            work.charge(account, num_bytes / FETCH_BYTES_PER_SECOND)
+
+        async with fetcher.fetched(wanted, account, charge) as files:
+            found = iter(files)
+            yield [each if each.location is None else _filled(each, next(found)) for each in images]
+
     async def read(self, images: Sequence[MessageImage], account: str) -> tuple[Tiles, ...]:
         """Returns the tiles of a prompt's images, which all its requests share. Raises
         InvalidArgument naming the image, and ShareExceeded, also where the account's earlier ones
@@ -265,6 +307,15 @@ def _call(end: Callable[[], None], _: Future[Any]) -> None:
     end()
 
 
+def _wanted(images: Sequence[MessageImage]) -> list[Wanted]:
+    """Returns the images that are to be fetched, in order."""
+    return [Wanted(each.location, each.where) for each in images if each.location is not None]
+
+
+def _filled(image: MessageImage, data: bytes) -> MessageImage:
+    return replace(image, data=data, location=None)
+
+
 class ReadPictures:
     """The pictures of a prompt of a call: `tiles`, once they are read."""
 
@@ -280,9 +331,10 @@ class ReadPictures:
 
     async def read(self) -> tuple[Tiles, ...]:
         """Returns the tiles, and keeps them in place of the files. Raises like
-        `CallPictures.read`. Called once."""
+        `CallPictures.fetched` and `read`. Called once."""
         images, self._images = self._images, ()
-        self.tiles = await self._call.read(images, self._account)
+        async with self._call.fetched(images, self._account) as found:
+            self.tiles = await self._call.read(found, self._account)
         self._call.let_go_of_files()
         return self.tiles
 

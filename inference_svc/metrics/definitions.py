@@ -115,6 +115,11 @@ REQUESTS = (
         "prompt_image_embedding_capacity_bytes",
         "Bytes that embeddings may take: half of --prompt-image-memory, or 0 for text alone.",
     ),
+    _OWN.counter(
+        "prompt_image_fetches",
+        "Images of URLs, by the outcome of their fetch: done, or why there is none.",
+        "outcome",
+    ),
     _OWN.counter("version_moves", "Moves of requests to a newer version of their adapter."),
     _OWN.gauge("generation_paused", "1 while generation is paused."),
     _OWN.gauge("asleep", "1 while the server's memory is freed, and until it is awake again."),

@@ -88,6 +88,7 @@ class Metrics:
         self._first_token_seconds = made.histogram("first_token_seconds")
         self._request_seconds = made.histogram("request_seconds")
         self._device_faults = count_faults(made)
+        self._image_fetches = made.counter("prompt_image_fetches")
         self._info = made.gauge("info")
         self._build_info = made.gauge("build_info")
         self._weight_format_info = made.gauge("weight_format_info")
@@ -128,6 +129,10 @@ class Metrics:
     def count_fault(self, fault: DeviceFault) -> None:
         """Counts a fault of the device, which ends the engine."""
         self._device_faults.labels(fault.value).inc()
+
+    def count_fetch(self, outcome: str, number: int = 1) -> None:
+        """Counts fetches of prompts' images."""
+        self._image_fetches.labels(outcome).inc(number)
 
     def exposition(self) -> tuple[bytes, str]:
         """Returns a scrape and its media type. Blocks: not for the event loop's thread."""

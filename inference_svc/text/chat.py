@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from inference_svc.pictures.fetching.hosts import Location
+
 CALL_CHARS = 60
 """The approximate length that a chat template adds to each call of a tool."""
 TEMPLATE_CHARS = 20
@@ -78,12 +80,14 @@ class ToolCall:
 @dataclass(frozen=True, slots=True)
 class MessageImage:
     """An image in a message: before the character `place` of its text. `data` is a file, which its
-    sender calls `where`; or the sender has uploaded it, and names it by its `sha256`."""
+    sender calls `where`; or the sender has uploaded it, and names it by its `sha256`; or it is at a
+    `location`, and has not been fetched."""
 
     place: int
     data: bytes | memoryview = field(repr=False)
     where: str
     sha256: bytes = b""
+    location: Location | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

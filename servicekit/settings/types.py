@@ -53,6 +53,17 @@ def _check_addresses(value: str) -> str:
     return value
 
 
+def _check_meeting(value: str) -> str:
+    """Returns the address at which machines meet, "" for none. Raises ValueError."""
+    if value:
+        host, port = split_address(value)
+        if port == 0:
+            raise ValueError(f"{value} has no port that other machines could know: choose one")
+        if host in ("0.0.0.0", "::"):
+            raise ValueError(f"{value} is no address that other machines reach: name machine 0's")
+    return value
+
+
 def _complete_unit(value: object) -> object:
     """Returns a size as Kubernetes writes one, such as 64Gi, with the B that it leaves out."""
     if isinstance(value, str) and _QUANTITY.fullmatch(value.strip()):
@@ -93,6 +104,7 @@ class Metavar:
 Address = Annotated[str, AfterValidator(_check_address), Metavar("HOST:PORT")]
 OptionalAddress = Annotated[str, AfterValidator(_check_optional_address), Metavar("HOST:PORT")]
 Addresses = Annotated[str, AfterValidator(_check_addresses), Metavar("HOST:PORT,...")]
+Meeting = Annotated[str, AfterValidator(_check_meeting), Metavar("LEADER:PORT")]
 Endpoint = Annotated[str, AfterValidator(check_endpoint), Metavar("URL")]
 Folder = Annotated[Path, Metavar("DIR")]
 Size = Annotated[ByteSize, BeforeValidator(_complete_unit)]

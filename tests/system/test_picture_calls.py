@@ -24,11 +24,14 @@ from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from loadout.prometheus import scrape
 from loadout.retry import RetryPolicy
+from tests.support.access.certificates import Authority
 from tests.support.access.policies import token_lines, token_of, write_policy
 from tests.support.forks import ForkedProcess
 from tests.support.pictures.files import encoded, picture
 from tests.support.pictures.models import ReaderZoo, make_reader_zoo
 from tests.support.pictures.templates import IMAGE
+from tests.support.servers.image_host import ImageHost, chunked
+from tests.support.servers.image_host import answer as whole
 from tests.system.services import Services
 
 pytestmark = pytest.mark.processes
@@ -48,8 +51,21 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> ReaderZoo:
 
 
 @pytest.fixture(scope="module")
-def services(oracle: ReaderZoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    with Services(oracle.zoo, tmp_path_factory.mktemp("services"), (), FLAGS) as made:
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageHost]:
+    """A host from which the server may fetch images."""
+    authority = Authority(tmp_path_factory.mktemp("authority"))
+    with ImageHost(authority) as made:
+        made.files = {"/one": whole(encoded(ONE)), "/other": chunked(encoded(OTHER, "JPEG"))}
+        made.files |= {"/text": whole(b"secret"), "/busy": whole(b"", status="503 Busy")}
+        yield made
+
+
+@pytest.fixture(scope="module")
+def services(
+    oracle: ReaderZoo, host: ImageHost, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Services]:
+    hosts = ("--image-hosts", host.address, "--image-tls-ca-file", str(host.ca_file))
+    with Services(oracle.zoo, tmp_path_factory.mktemp("services"), (), FLAGS + hosts) as made:
         revision = made.client.register("of-text", made.source("of-text")).revision
         made.client.complete("the", adapter="of-text", min_revision=revision, max_tokens=1)
         yield made
@@ -132,6 +148,63 @@ def test_messages_have_pictures(services: Services, oracle: ReaderZoo) -> None:
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"] > 100
 
 
+@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
+def test_pictures_of_urls_are_fetched_from_allowed_hosts(
+    services: Services, oracle: ReaderZoo, host: ImageHost, route: str
+) -> None:
+    one, other = host.url("/one"), host.url("/other")
+    content: list[dict[str, Any]]
+    if route == "chat/completions":
+        content = [{"type": "image_url", "image_url": {"url": each}} for each in (one, other)]
+    elif route == "responses":
+        content = [{"type": "input_image", "image_url": each} for each in (one, other)]
+    else:
+        sources = [{"type": "url", "url": each} for each in (one, other)]
+        content = [{"type": "image", "source": each} for each in sources]
+    kind = "input_text" if route == "responses" else "text"
+    message = {"role": "user", "content": [*content, {"type": kind, "text": "the dog"}]}
+    name = {"responses": "max_output_tokens"}.get(route, "max_tokens")
+    body = {"model": "llama", "temperature": 0.0, name: NUM_TOKENS}
+    body |= {"input" if route == "responses" else "messages": [message]}
+    found = httpx.post(f"http://{services.http_address}/v1/{route}", json=body).json()
+    if route == "chat/completions":
+        text_of_answer = found["choices"][0]["message"]["content"]
+    elif route == "responses":
+        text_of_answer = found["output"][-1]["content"][0]["text"]
+    else:
+        text_of_answer = found["content"][0]["text"]
+    jpeg = Image.open(BytesIO(encoded(OTHER, "JPEG")))
+    parts = [part(ONE), part(OTHER), text("the dog")]
+    assert text_of_answer == expected(oracle, "", parts, ONE, jpeg)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/text", 400, "is no picture"),
+        ("/none", 400, "it answers 404"),
+        ("/busy", 424, "it answers 503; try again, or send the image itself"),
+    ],
+)
+def test_a_fetch_that_fails_names_the_field(
+    services: Services, host: ImageHost, path: str, status: int, words: str
+) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": host.url(f"{path}?secret")}}]
+    body = {"model": "llama", "messages": [{"role": "user", "content": parts}], **GREEDY}
+    answer = httpx.post(f"http://{services.http_address}/v1/chat/completions", json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert "secret" not in error["message"]
+    assert error["param"] == FIELD
+    source = {"type": "url", "url": host.url(path)}
+    body["messages"] = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    answer = httpx.post(f"http://{services.http_address}/v1/messages", json=body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert words in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("adapter", ["", "of-text"])
 def test_the_clients_chat_has_pictures(services: Services, oracle: ReaderZoo, adapter: str) -> None:
     words = "jumps over the dog"
@@ -212,7 +285,12 @@ REFUSED_ELSEWHERE: dict[str, tuple[str, Any, str, str]] = {
         ITEM,
         "detail",
     ),
-    "message url": ("messages", {"type": "url", "url": "https://a"}, BLOCK, "fetches nothing"),
+    "message url": (
+        "messages",
+        {"type": "url", "url": "https://a"},
+        f"{SOURCE}.url",
+        "fetches nothing",
+    ),
     "message file": ("messages", {"type": "file", "file_id": "f"}, BLOCK, "over HTTP"),
     "message base64": (
         "messages",
@@ -313,6 +391,11 @@ def test_pixels_of_open_requests_are_bounded(services: Services) -> None:
     assert metrics.one(f"{embeddings}_used_bytes") == 0
     assert 0 < metrics.one(f"{embeddings}_stored_bytes") < 2 << 20
     assert metrics.one(f"{embeddings}_capacity_bytes") == 2 << 20
+    for outcome, least in (("done", 6), ("status", 4), ("not_allowed", 3)):
+        fetches = metrics.one("loadout_inference_prompt_image_fetches_total", outcome=outcome)
+        assert fetches >= least, outcome
+    assert metrics.one("loadout_inference_place_used", place="prompt_image_fetches") == 0
+    assert metrics.one("loadout_inference_place_used", place="request_bytes") == 0
 
 
 # --- uploads ------------------------------------------------------------------------------------

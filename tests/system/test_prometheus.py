@@ -57,9 +57,10 @@ OF_SOME_SERVERS = {
         if name.startswith(tuple(f"loadout_inference_{kind}_" for kind in KINDS_OF_SOME))
     ),
     "loadout_inference_weight_format_info",
+    "loadout_inference_prompt_image_fetches_total",
 }
 """Exported for models with recurrent layers alone, for those with weights in few bits, for servers
-of several ranks, and on GPUs: test_recurrent_states, test_few_bits, test_ranks,
+of several ranks, that fetch images, and on GPUs: test_recurrent_states, test_few_bits, test_ranks,
 test_registration."""
 DROPPED = {"vllm:lora_adapter_loaded", "vllm:lora_requests_info"}
 

@@ -164,6 +164,7 @@ SAMPLES = {
     "UID,...": "65532",
     "URL": "http://127.0.0.1:4317",
     "SIZE": "4GiB",
+    "HOST[:PORT],...": "images.example.com,cdn.example.com:8443",
     "LEADER:PORT": "10.0.0.1:29500",
     "TOKEN": "a secret that all machines have",
 }

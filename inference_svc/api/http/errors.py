@@ -25,6 +25,7 @@ from inference_svc.errors import (
     DuplicateRequest,
     EngineFailed,
     GrammarRefused,
+    ImageFetchFailed,
     ImageNotFound,
     Interrupted,
     NoRoom,
@@ -85,6 +86,7 @@ ERROR_STATUSES: dict[type[errors.ServiceError], ErrorStatus] = {
     OutOfDeviceMemory: ErrorStatus(503, "server_error", "out_of_device_memory"),
     NotFinite: ErrorStatus(400, _INVALID, "values_not_finite"),
     NoRoom: ErrorStatus(400, _INVALID, "no_room"),
+    ImageFetchFailed: ErrorStatus(424, _INVALID, "image_fetch_failed"),
     Interrupted: ErrorStatus(409, _INVALID, "interrupted"),
     CannotWake: ErrorStatus(500, "server_error", "cannot_wake"),
     Asleep: ErrorStatus(503, "server_error", "asleep"),
@@ -94,7 +96,8 @@ ERROR_STATUSES: dict[type[errors.ServiceError], ErrorStatus] = {
     EngineFailed: ErrorStatus(503, "server_error", "engine_failed"),
 }
 """Every error that a request ends with; any other is a bug. The codes are our reasons, except for
-the two that OpenAI's clients know. Only temporary errors have statuses that those clients retry."""
+the two that OpenAI's clients know. Only temporary errors of this server have statuses that those
+clients retry, and that gateways take for a broken replica: not the ones of other hosts."""
 
 PROTOCOL_CODES: dict[int, str] = {
     404: "not_found",
@@ -158,7 +161,7 @@ def _status(error: Exception) -> ErrorStatus:
 def _param(error: errors.ServiceError, names: Names) -> str | None:
     if isinstance(error, _ABOUT_ADAPTER):
         return names.get("adapter")
-    if isinstance(error, errors.InvalidArgument):
+    if isinstance(error, errors.InvalidArgument | ImageFetchFailed):
         field, bracket, place = error.subject.partition("[")
         return f"{names.get(field, field)}{bracket}{place}" or None
     return None

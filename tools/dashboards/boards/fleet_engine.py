@@ -179,11 +179,12 @@ def images() -> list[Panel]:
             "Images",
             "Images of prompts whose embeddings were computed, were there from an earlier request, "
             "or were dropped for others. Few found in conversations: give --prompt-image-memory "
-            "more.",
+            "more. Fetches of URLs, by their outcome: not_allowed are hosts not in --image-hosts.",
             "cps",
             Query(INFERENCE.rate("prompt_image_encodes_total"), "computed"),
             Query(INFERENCE.rate("prompt_image_hits_total"), "found"),
             Query(INFERENCE.rate("prompt_image_evictions_total"), "dropped"),
+            Query(INFERENCE.rate("prompt_image_fetches_total", "outcome"), "fetch: {{outcome}}"),
             span=6,
         ),
         lines(
@@ -201,7 +202,8 @@ def images() -> list[Panel]:
             "Pixels, decoders and uploads",
             "Share in use in the fullest replica: prompt_image_bytes are the pixels of open "
             "requests, prompt_images the processes that decode files, prompt_image_uploads files "
-            "that callers have uploaded, which stay until others need the room.",
+            "that callers have uploaded, which stay until others need the room, "
+            "prompt_image_fetches files that are fetched.",
             "percentunit",
             Query(f"max by (place) ({used} / {capacity})", "{{place}}"),
             span=6,
@@ -209,8 +211,8 @@ def images() -> list[Panel]:
         ),
         lines(
             "Images that wait or are refused",
-            "Requests that wait for pixels' memory, files that wait to be decoded, and refusals "
-            "per second, also of uploads.",
+            "Requests that wait for pixels' memory, files that wait to be fetched or decoded, and "
+            "refusals per second, also of uploads.",
             "short",
             Query(INFERENCE.sum("place_waiting", "place", _IMAGE_PLACES), "{{place}} waiting"),
             Query(

@@ -1,4 +1,4 @@
-"""Images of conversations, as requests have them: in base64, and never as addresses."""
+"""Images of conversations, as requests have them: in base64, or as URLs of allowed hosts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import re
 from typing import NamedTuple
 
+from inference_svc.pictures.fetching.hosts import is_url, parse_url
 from inference_svc.text.chat import MessageImage
 from servicekit.errors import InvalidArgument
 
@@ -25,16 +26,7 @@ class ImageUrl(NamedTuple):
 
     def to_image(self, path: str) -> MessageImage:
         """Raises InvalidArgument, naming the field after `path`."""
-        where = f"{path}.{self.field}"
-        begin = _DATA_URL.match(self.url)
-        if begin is None:
-            kind = self.url.partition(":")[0][:MAX_KIND_CHARS]
-            raise InvalidArgument(
-                f"{where}: must be data:image/...;base64,..., not {kind!a}: the server fetches "
-                "nothing, so send the image itself",
-                subject=where,
-            )
-        return MessageImage(self.place, decoded(self.url[begin.end() :], where), where)
+        return to_image(self.place, self.url, f"{path}.{self.field}")
 
 
 class Content(NamedTuple):
@@ -42,6 +34,25 @@ class Content(NamedTuple):
 
     text: str
     images: tuple[ImageUrl, ...] = ()
+
+
+def to_image(place: int, url: str, where: str) -> MessageImage:
+    """Returns an image that is in its URL, or elsewhere. Raises InvalidArgument, naming the field
+    `where`."""
+    if is_url(url):
+        try:
+            return MessageImage(place, b"", where, location=parse_url(url))
+        except ValueError as error:
+            raise InvalidArgument(f"{where}: {error}", subject=where) from None
+    begin = _DATA_URL.match(url)
+    if begin is None:
+        kind = url.partition(":")[0][:MAX_KIND_CHARS]
+        raise InvalidArgument(
+            f"{where}: must be data:image/...;base64,..., or an https: URL of a host that the "
+            f"server may fetch from, not {kind!a}",
+            subject=where,
+        )
+    return MessageImage(place, decoded(url[begin.end() :], where), where)
 
 
 def decoded(text: str, where: str) -> bytes:

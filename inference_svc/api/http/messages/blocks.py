@@ -13,7 +13,7 @@ from inference_svc.api.generate_call import (
     MAX_MESSAGES,
     MAX_TOOL_CALL_ID_CHARS,
 )
-from inference_svc.api.http.chat.images import decoded
+from inference_svc.api.http.chat.images import decoded, to_image
 from inference_svc.api.http.request import Body
 from inference_svc.text.chat import ChatMessage, MessageImage, ToolCall
 
@@ -45,6 +45,11 @@ Texts = Annotated[
 ]
 
 
+class UrlSource(Body):
+    type: Literal["url"]
+    url: str
+
+
 class ImageSource(Body):
     """The bytes of an image. Its media type has no effect: the file itself shows its type."""
 
@@ -55,19 +60,21 @@ class ImageSource(Body):
 
 
 def _to_source(value: object) -> object:
-    """Refuses images that are elsewhere by name."""
+    """Refuses images of files by name."""
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind in ("url", "file"):
+    if kind == "file":
         raise ValueError(
-            f'the type must be "base64", not "{kind}": the server fetches nothing, and takes no '
-            "files over HTTP, so send the image itself"
+            'the type must be "base64" or "url", not "file": the server takes no files over HTTP, '
+            "so send the image itself"
         )
     return value
 
 
 class ImageBlock(Body):
     type: Literal["image"]
-    source: Annotated[ImageSource, BeforeValidator(_to_source)]
+    source: Annotated[
+        ImageSource | UrlSource, Field(discriminator="type"), BeforeValidator(_to_source)
+    ]
 
     cache_control: Anything | None = None
 
@@ -192,13 +199,20 @@ def _of_parts(
     text, images, has_text_before = "", [], False
     for field, block in parts:
         if isinstance(block, ImageBlock):
-            where = f"{field}.source.data"
-            images.append(MessageImage(len(text), decoded(block.source.data, where), where))
+            images.append(_image(block.source, len(text), f"{field}.source"))
             has_text_before = False
             continue
         text += SEPARATOR * has_text_before + block.text
         has_text_before = True
     return ChatMessage(role, text, tool_call_id=tool_call_id, images=tuple(images))
+
+
+def _image(source: ImageSource | UrlSource, place: int, field: str) -> MessageImage:
+    """Raises InvalidArgument, naming a part of the field."""
+    if isinstance(source, UrlSource):
+        return to_image(place, source.url, f"{field}.url")
+    where = f"{field}.data"
+    return MessageImage(place, decoded(source.data, where), where)
 
 
 def _of_assistant(blocks: Sequence[Block]) -> ChatMessage:

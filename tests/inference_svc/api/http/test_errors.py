@@ -79,6 +79,7 @@ def test_lasting_errors_are_not_retried() -> None:
         errors.NotFinite,
         errors.TemplateTimeout,
         errors.GrammarRefused,
+        errors.ImageFetchFailed,  # of another host
     }
     for kind, status in ERROR_STATUSES.items():
         assert (status.status in RETRIED) == (kind not in lasting), kind

@@ -1,0 +1,10 @@
+"""Fetches images from hosts that the operator has allowed; none without `--image-hosts`.
+
+Callers choose the URLs, so everything here treats them, the hosts' addresses and the hosts' answers
+as an attacker's.
+
+hosts      which URLs there are, and which hosts are allowed
+addresses  the addresses of a host, and the ones that are refused
+exchange   one request to one address, and its answer
+fetcher    fetches the images of a call, within bounds of time, bytes and number
+"""

@@ -1,0 +1,214 @@
+"""Fetches the images of calls, within bounds of time, bytes and number, and nothing for later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from inference_svc.errors import ImageFetchFailed
+from inference_svc.pictures.fetching.addresses import (
+    AddressRefused,
+    Lookup,
+    check_addresses,
+    look_up,
+)
+from inference_svc.pictures.fetching.exchange import Answer, FetchFailure, Outcome, ask
+from inference_svc.pictures.fetching.hosts import Location, Origin, Wanted, not_allowed
+from servicekit.errors import InvalidArgument, ShareExceeded
+from servicekit.rpc.tls import invalid_setting
+from servicekit.shares import Reservation, Shares
+
+MAX_FETCHED_BYTES = 16 << 20
+"""The files of a call's fetched images together."""
+STEP_BYTES = 1 << 20
+"""Memory is taken in such steps for a file whose length the host does not announce."""
+FETCH_SECONDS = 10.0
+"""The longest that a fetch may take, with the name's lookup, once it has its place."""
+PLACE_SECONDS = 10.0
+"""How long a fetch waits for its place while others run."""
+NUM_FETCHES = 16
+NUM_LOOKUPS = 4
+"""Lookups of names at once: each holds a thread until the resolver gives up."""
+MAX_DETAIL_CHARS = 200
+
+logger = logging.getLogger(__name__)
+
+
+def make_context(ca_file: Path | None) -> ssl.SSLContext:
+    """Returns a context that trusts the authorities of the file; None: the system's. Raises
+    InvalidSetting, and OSError for a file that cannot be read."""
+    if ca_file is not None:
+        ca_file.read_bytes()  # ssl's own error does not name the file
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except ssl.SSLError as error:
+        why = f"{ca_file} has no PEM certificate"
+        raise invalid_setting("image_tls_ca_file", why) from error
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+class ImageFetcher:
+    """Fetches from `allowed` origins only. `fetches` bounds how many run at once, `memory` the
+    bytes of files until they are decoded; `count` is called with each fetch's outcome. Lives on one
+    event loop."""
+
+    def __init__(
+        self,
+        allowed: frozenset[Origin],
+        tls: ssl.SSLContext,
+        fetches: Shares,
+        memory: Shares,
+        count: Callable[[Outcome], None],
+        agent: str = "loadout",
+        lookup: Lookup = look_up,
+    ) -> None:
+        self._allowed = allowed
+        self._tls = tls
+        self.fetches = fetches
+        self._memory = memory
+        self._count = count
+        self._agent = agent
+        self._lookup = lookup
+        self._threads = ThreadPoolExecutor(NUM_LOOKUPS, "image_hosts")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, wanted: Wanted) -> None:
+        """Raises InvalidArgument for a host that is not allowed."""
+        if wanted.location.origin not in self._allowed:
+            self._count(Outcome.NOT_ALLOWED)
+            raise not_allowed(wanted)
+
+    @asynccontextmanager
+    async def fetched(
+        self, images: Sequence[Wanted], account: str, charge: Callable[[int], None]
+    ) -> AsyncIterator[list[bytes]]:
+        """Yields the files of a call's images, in order, whose bytes the account holds while the
+        context lasts. `charge` is called with the bytes that have come, also of failed fetches.
+        Raises InvalidArgument, ImageFetchFailed and ShareExceeded; the other fetches end then."""
+        files = _Files(self._memory, account)
+        try:
+            try:
+                yield await self._fetch_all(images, account, files)
+            finally:
+                files.release()
+        finally:
+            charge(files.num_received)
+
+    async def _fetch_all(
+        self, images: Sequence[Wanted], account: str, files: _Files
+    ) -> list[bytes]:
+        """Returns the files, in order. Raises the first error, once all fetches have ended."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                made = [group.create_task(self._fetch(each, account, files)) for each in images]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [each.result() for each in made]
+
+    async def _fetch(self, wanted: Wanted, account: str, files: _Files) -> bytes:
+        self.check(wanted)
+        try:
+            found = await self._in_time(wanted.location, account, files)
+        except FetchFailure as failure:
+            self._count(failure.outcome)
+            _log(failure, wanted.location.origin)
+            raise _to_error(failure, wanted) from None
+        except ShareExceeded:
+            self._count(Outcome.NO_ROOM)
+            raise
+        self._count(Outcome.DONE)
+        return found
+
+    async def _in_time(self, location: Location, account: str, files: _Files) -> bytes:
+        with await self.fetches.wait(account, 1, PLACE_SECONDS):
+            try:
+                async with asyncio.timeout(FETCH_SECONDS):
+                    addresses = await self._addresses(location.origin)
+                    async with ask(location, addresses, self._tls, self._agent) as answer:
+                        return await files.read(answer)
+            except TimeoutError:
+                why = f"it takes longer than {FETCH_SECONDS:g} s"
+                raise FetchFailure(Outcome.TIME, why) from None
+
+    async def _addresses(self, origin: Origin) -> Sequence[str]:
+        """Returns the addresses to connect to: the name is not looked up again, so that it cannot
+        get other ones after the check. An address that the operator has written is not checked.
+        Raises FetchFailure."""
+        if origin.address is not None:
+            return (origin.host,)
+        loop = asyncio.get_running_loop()
+        looking = loop.run_in_executor(self._threads, self._lookup, origin.host, origin.port)
+        try:
+            found = await looking
+            check_addresses(origin, found)
+        except AddressRefused as refused:
+            why = "its name has an address that the server does not connect to"
+            raise FetchFailure(Outcome.ADDRESS, why, str(refused)) from None
+        except (OSError, UnicodeError) as error:
+            raise FetchFailure(Outcome.ADDRESS, "its name has no address", str(error)) from None
+        return found
+
+
+class _Files:
+    """The files of a call's images: their memory, and the bytes that have come for them."""
+
+    def __init__(self, memory: Shares, account: str) -> None:
+        self._memory = memory
+        self._account = account
+        self._places: list[Reservation] = []
+        self._left = MAX_FETCHED_BYTES
+        self.num_received = 0
+
+    async def read(self, answer: Answer) -> bytes:
+        """Returns the body of an answer. Raises FetchFailure for one that is too large, before it
+        is read if its length is announced, and ShareExceeded if no memory comes in time."""
+        room = answer.length or 0
+        await self._take(room)
+        parts: list[bytes] = []
+        size = 0
+        async for part in answer.body():
+            size += len(part)
+            self.num_received += len(part)
+            if size > room:
+                await self._take(step := max(size - room, STEP_BYTES))
+                room += step
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _take(self, num_bytes: int) -> None:
+        if num_bytes > self._left:
+            most = MAX_FETCHED_BYTES >> 20
+            why = f"the fetched images of a request may have at most {most} MiB together"
+            raise FetchFailure(Outcome.SIZE, why, is_final=True)
+        self._left -= num_bytes
+        if num_bytes:
+            self._places.append(await self._memory.wait(self._account, num_bytes, PLACE_SECONDS))
+
+    def release(self) -> None:
+        while self._places:
+            self._places.pop().release()
+
+
+def _to_error(failure: FetchFailure, wanted: Wanted) -> InvalidArgument | ImageFetchFailed:
+    """Returns the error for the caller: one to correct, or one to try again."""
+    host = wanted.location.origin.entry
+    message = f"{wanted.where}: no image from {host!a}: {failure.reason}"
+    if failure.is_final:
+        return InvalidArgument(message, subject=wanted.where)
+    return ImageFetchFailed(f"{message}; try again, or send the image itself", subject=wanted.where)
+
+
+def _log(failure: FetchFailure, origin: Origin) -> None:
+    """Logs what only operators may know, such as addresses."""
+    if failure.detail:
+        detail = ascii(failure.detail)[:MAX_DETAIL_CHARS]
+        facts = {"host": origin.entry, "outcome": failure.outcome.value, "detail": detail}
+        logger.warning("no image from a host", extra=facts)
