@@ -104,8 +104,8 @@ class _Reader:
 
 
 def alone(reader: _Reader) -> Found:
-    """Computes pictures whole, each with its prompt; returns medians of the last ones, without the
-    first, in which libraries and kernels are loaded, and the one that is recorded."""
+    """Computes pictures whole, each with its prompt; returns medians of the last ones. In the first
+    ones libraries and kernels are loaded, and the prompt's step is recorded."""
     timer, towers, firsts, hosts = reader.model.context.timer, [], [], []
     replays = reader.backend.num_replays
     for _ in range(1 if reader.model.context.is_emulated else 2 * NUM_FIRST):
