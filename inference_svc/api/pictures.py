@@ -215,7 +215,7 @@ class CallPictures:
     async def fetched(
         self, images: Sequence[MessageImage], account: str
     ) -> AsyncIterator[Sequence[MessageImage]]:
-        """Yields a prompt's images with the files of the ones that are elsewhere, which are held
+        """Yields a prompt's images, each with its file. Fetched files are held
         while the context lasts. Raises like `ImageFetcher.fetched`, and ShareExceeded if the
         account's earlier images took too much work."""
         wanted, fetcher, work = _wanted(images), self._reader.fetcher, self._reader.work

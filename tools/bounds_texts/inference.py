@@ -253,10 +253,11 @@ HTTP_FIELDS: Sequence[Line] = (
         CALLER,
         "4 MiB a body, whose parts are counted before it is parsed; 16,384 messages, each with 128 "
         "calls of tools, names of 256 and ids of 512 characters; 128 prompts; images as "
-        "`Generate.chat.messages.images`",
+        "`Generate.chat.messages.images`, of URLs 16 MiB together in 10 seconds each",
         "test_bodies_of_many_parts_are_refused_before_they_are_parsed "
         "test_chats_have_as_many_messages_as_over_grpc "
-        "test_bad_pictures_of_other_apis_are_refused_by_name",
+        "test_bad_pictures_of_other_apis_are_refused_by_name "
+        "test_bad_answers_are_refused_without_their_content",
     ),
     line(
         "tools tools.{type,name,description,parameters} "

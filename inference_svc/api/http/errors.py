@@ -96,8 +96,8 @@ ERROR_STATUSES: dict[type[errors.ServiceError], ErrorStatus] = {
     EngineFailed: ErrorStatus(503, "server_error", "engine_failed"),
 }
 """Every error that a request ends with; any other is a bug. The codes are our reasons, except for
-the two that OpenAI's clients know. Only temporary errors of this server have statuses that those
-clients retry, and that gateways take for a broken replica: not the ones of other hosts."""
+the two that OpenAI's clients know. Those clients retry some statuses, and gateways take them for a
+broken replica: only temporary errors of this server have one, not errors of other hosts."""
 
 PROTOCOL_CODES: dict[int, str] = {
     404: "not_found",

@@ -4,7 +4,7 @@ Callers choose the URLs, so everything here treats them, the hosts' addresses an
 as an attacker's.
 
 hosts      which URLs there are, and which hosts are allowed
-addresses  the addresses of a host, and the ones that are refused
+addresses  the addresses of a host, of which some are refused
 exchange   one request to one address, and its answer
 fetcher    fetches the images of a call, within bounds of time, bytes and number
 """

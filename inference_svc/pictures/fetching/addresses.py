@@ -1,4 +1,4 @@
-"""The addresses of a host, and the ones that a server never connects to.
+"""The addresses of a host, of which a server never connects to some.
 
 A name's owner decides its addresses, and may choose one of this machine's or this network's: a URL
 of an allowed name would then reach a service that trusts its callers by where they are.
@@ -47,7 +47,7 @@ def look_up(host: str, port: int) -> Sequence[str]:
 
 def check_addresses(origin: Origin, found: Sequence[str]) -> None:
     """Raises AddressRefused if one of the addresses that a name has now is not for a stranger to
-    choose. Without TLS nothing proves that a host is the one that was named, so that a name there
+    choose. Without TLS nothing proves that a host has the name in the URL, so that a name there
     may have public addresses alone."""
     for text in found:
         address = _inner(ipaddress.ip_address(text))

@@ -34,7 +34,7 @@ class Outcome(enum.Enum):
     DONE = "done"
     NOT_ALLOWED = "not_allowed"
     ADDRESS = "address"
-    """The host's address is one that the server does not connect to, or it has none."""
+    """The server does not connect to the host's address, or there is none."""
     CONNECTION = "connection"
     CERTIFICATE = "certificate"
     PROTOCOL = "protocol"
@@ -158,7 +158,7 @@ async def _events(
 
 
 async def _answer(parts: AsyncIterator[h11.Event]) -> Answer:
-    """Reads the head of an answer. Raises FetchFailure for one that has no image as it is."""
+    """Reads the head of an answer. Raises FetchFailure if it has no plain file."""
     async for event in parts:
         if not isinstance(event, h11.Response):
             continue  # 103 Early Hints and the like

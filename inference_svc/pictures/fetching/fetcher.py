@@ -168,7 +168,7 @@ class _Files:
         self.num_received = 0
 
     async def read(self, answer: Answer) -> bytes:
-        """Returns the body of an answer. Raises FetchFailure for one that is too large, before it
+        """Returns the body of an answer. Raises FetchFailure if it is too large, before it
         is read if its length is announced, and ShareExceeded if no memory comes in time."""
         room = answer.length or 0
         await self._take(room)

@@ -111,7 +111,7 @@ def parse_entry(text: str) -> Origin:
 
 
 def checked_entries(entries: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the entries as they are. Raises ValueError for one that names no origin."""
+    """Returns the entries as they are. Raises ValueError if one names no origin."""
     for each in entries:
         parse_entry(each)
     return entries
