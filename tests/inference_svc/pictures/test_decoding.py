@@ -8,6 +8,7 @@ import resource
 import signal
 import struct
 import time
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
