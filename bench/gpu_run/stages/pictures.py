@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -133,12 +134,11 @@ def beside(reader: _Reader) -> Found:
     model, sizes = reader.model, reader.model.sizes
     rows = model.sequences([sizes.contexts[0]] * sizes.load_rows, 0)
 
-    def times(num_steps: int, before_step: object = None) -> list[float]:
-        options = {} if before_step is None else {"before_step": before_step}
-        found = model.decode_times(reader.backend, rows, num_steps, **options)  # type: ignore[arg-type]
+    def times(before_step: Callable[[], None] = lambda: None) -> list[float]:
+        found = model.decode_times(reader.backend, rows, sizes.picture_steps, before_step)
         return [each.whole for each in found]
 
-    plain, pace = times(sizes.picture_steps), Pace()
+    plain, pace = times(), Pace()
     pace.note_step(median(plain))
     counts: list[int] = []
 
@@ -147,7 +147,7 @@ def beside(reader: _Reader) -> Found:
             pace.note_pictures(counts[-1], reader.rows.seconds())
         counts.append(reader.compute(max(1, int(pace.beside))))
 
-    with_pictures = times(sizes.picture_steps, some_units)
+    with_pictures = times(some_units)
     p99 = percentile(with_pictures, 99) / percentile(plain, 99)
     return {
         "rows": sizes.load_rows,
