@@ -36,6 +36,7 @@ VALUES = {
     "KEY,...": "one,other",
     "UID,...": "1000,1001",
     "HOST,...": "one.test,other.test",
+    "HOST[:PORT],...": "one.test,other.test:8443",
     "s3://BUCKET[/PREFIX]": "s3://bucket/prefix",
     "DSN": "postgresql+psycopg://loadout@host/name",
     "URL": "http://127.0.0.1:4317",

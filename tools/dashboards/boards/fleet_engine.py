@@ -201,9 +201,8 @@ def images() -> list[Panel]:
         lines(
             "Pixels, decoders and uploads",
             "Share in use in the fullest replica: prompt_image_bytes are the pixels of open "
-            "requests, prompt_images the processes that decode files, prompt_image_uploads files "
-            "that callers have uploaded, which stay until others need the room, "
-            "prompt_image_fetches files that are fetched.",
+            "requests, prompt_images processes that decode files, prompt_image_fetches fetches, "
+            "prompt_image_uploads uploaded files, which stay until others need the room.",
             "percentunit",
             Query(f"max by (place) ({used} / {capacity})", "{{place}}"),
             span=6,
