@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from inference_svc.pictures.fetching.hosts import Location
+if TYPE_CHECKING:
+    from inference_svc.pictures.fetching.hosts import Location
 
 CALL_CHARS = 60
 """The approximate length that a chat template adds to each call of a tool."""

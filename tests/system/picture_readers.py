@@ -82,13 +82,15 @@ class Reader:
         ids = self.rule.expanded(ids, tiles, image_name(self.oracle.name), encode)
         return list(ids), self.rule.found(ids, tiles)
 
-    def expected(self, adapter: str, name: str, guess: Sequence[int] = ()) -> list[int]:
+    def expected(
+        self, adapter: str, name: str, guess: Sequence[int] = (), count: int = NUM_TOKENS
+    ) -> list[int]:
         """Returns the oracle's answer, which a right guess makes quick."""
-        if (adapter, name) not in self._answers:
+        key = adapter, name, count
+        if key not in self._answers:
             inputs = self.oracle.inputs(*PROMPTS[name])
-            answer = self.oracle.greedy(adapter, inputs, NUM_TOKENS, guess)
-            self._answers[adapter, name] = answer
-        return self._answers[adapter, name]
+            self._answers[key] = self.oracle.greedy(adapter, inputs, count, guess)
+        return self._answers[key]
 
 
 def submit(running: Running, reader: Reader, adapter: str, name: str, **options: Any) -> str:

@@ -390,7 +390,7 @@ def check_rest(running: Running, reader: Reader, *names: str) -> None:
     """Asserts that the text, these requests and another one with the same pictures are answered as
     if nothing had happened."""
     again = submit(running, reader, "of-text", "three")
-    assert running.result("text")[0] == reader.expected("", "text", 2 * NUM_TOKENS)
+    assert running.result("text")[0] == reader.expected("", "text", count=2 * NUM_TOKENS)
     for name in names:
         assert running.result(name)[0] == reader.expected("", "three")
     assert running.result(again)[0] == reader.expected("of-text", "three")

@@ -136,7 +136,7 @@ def backend_of(
         applied_targets(layout),
         StepLimits(MAX_TOKENS, MAX_ROWS, MAX_PAGES),
         record,
-        Reload(caches, weights, states, lambda: None),
+        Reload(caches, weights, states, lambda _: None),
         states(),
         exchange,
     )

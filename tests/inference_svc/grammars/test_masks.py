@@ -99,7 +99,8 @@ def test_random_answers_have_the_form(house: House) -> None:
             assert fits(text), (grammar, text)
             house.masks.close_row(row)
     counts = house.masks.counts
-    assert counts.num_opened == 8 * len(cases)
+    # More are opened if a process could not start at first.
+    assert counts.num_opened >= 8 * len(cases)
     assert counts.num_hits == 7 * len(cases), "each is compiled once"
     assert counts.num_masks > counts.num_opened
 

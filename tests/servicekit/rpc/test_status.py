@@ -64,6 +64,8 @@ INFERENCE_CODES = {
     "ProfileRunning": "FAILED_PRECONDITION",
     "Interrupted": "FAILED_PRECONDITION",
     "CannotWake": "FAILED_PRECONDITION",
+    "ImageFetchFailed": "FAILED_PRECONDITION",
+    "ImageNotFound": "NOT_FOUND",
     "QueueFull": "RESOURCE_EXHAUSTED",
     "OutOfDeviceMemory": "RESOURCE_EXHAUSTED",
     "NoSteps": "DEADLINE_EXCEEDED",
