@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -39,8 +40,11 @@ def _make_torch_tower(
     """See `MakeTower`."""
     lora_at = partial(plan_tile, arena=arena, targets=targets)
     every = LoraContents.everything(arena.table)
+    # Kernels differ by whether an adapter has vectors, and whether it is a sum.
+    kinds = product((False, True), sorted({False, every.has_mixes}))
     any_loras = (
-        launch_tile(contents, arena, targets) for contents in (LoraContents(every.targets), every)
+        launch_tile(every._replace(has_vectors=has_vectors, has_mixes=is_mix), arena, targets)
+        for has_vectors, is_mix in kinds
     )
     return TorchTower(pictures, weights, lora_at, arena.device, (None, *any_loras))
 
@@ -92,11 +96,11 @@ class PictureRows:
 
     def apply(self, work: PictureWork) -> None:
         """Does a step's work, or launches it on a device."""
-        tower = self.tower
-        for key in work.dropped:
-            self._encodings.pop(key, None)
         self._watch.start()
         try:
+            tower = self.tower
+            for key in work.dropped:
+                self._encodings.pop(key, None)
             for key, picture, num_units, slot in work.encodes:
                 encoding = self._encoding(key, picture)
                 tower.go_on(encoding, picture.pixels.view, num_units, slot)

@@ -41,7 +41,9 @@ def attend(
         own_q, own_k, own_v = (
             x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v)
         )
-        mask = None if reach is None or reach >= length - 1 else _mask(plan, length, reach)
+        mask = (
+            None if reach is None or reach >= length - 1 else _mask(plan, length, reach, q.device)
+        )
         made = F.scaled_dot_product_attention(own_q, own_k, own_v, mask, scale=scale)
         out[rows].unflatten(0, (count, length)).copy_(made.transpose(1, 2))
     return out
@@ -83,11 +85,11 @@ def _find_runs(plan: AttentionPlan) -> Iterator[Run]:
         row = end
 
 
-def _mask(plan: AttentionPlan, length: int, reach: int) -> Tensor:
+def _mask(plan: AttentionPlan, length: int, reach: int, device: torch.device) -> Tensor:
     """Returns which positions each query sees, bool [length, length]; made once a step."""
-    key = _mask, length, reach
+    key = _mask, length, reach, device
     found: Tensor | None = plan.derived.get(key)
     if found is None:
-        places = torch.arange(length, device=plan.device)
+        places = torch.arange(length, device=device)
         found = plan.derived[key] = (places[:, None] - places).abs() <= reach
     return found

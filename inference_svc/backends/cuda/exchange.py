@@ -148,9 +148,13 @@ class DeviceExchange:
             _wait_for(group.broadcast([x], options))
 
     def connect(self) -> None:
-        """Has each group exchange once, so that no step has to connect it. All ranks call it."""
-        for group in self._groups.every:
-            self._sum(self._num_undone, group)
+        """Has each group exchange once as steps do, so that no step has to connect it. All ranks
+        call it."""
+        groups = self._groups
+        pairs = [*groups.to_stages.values(), *groups.from_stages.values()]
+        for group in groups.every:
+            exchange = self._hand_on if group in pairs else self._sum
+            exchange(self._num_undone, group)
         self.agree(True)
 
     @contextlib.contextmanager

@@ -148,6 +148,8 @@ class CudaFactory:
         exchange: DeviceExchange | None,
     ) -> CudaBackend:
         """Makes the backend, before its warm-up."""
+        # Of torch's attention, towers use the kernels that have no plan to make for each new shape.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         reload = make_reload(config, decoder, TorchProjections)
         kv_caches = reload.pages()
         arena = allocate_arena(config, layout)

@@ -326,7 +326,7 @@ def recorded_nodes(
     return num_nodes
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def _operations_nodes(decoder: Decoder) -> int:
     """Returns how many kernels a decode step's operations launch, without adapters."""
     found = operations(decoder)
@@ -381,7 +381,7 @@ def max_prompt_recordings(decoder: Decoder, targets: AppliedTargets) -> int:
     for stage in decoder.every_stage:
         ops = operations(stage).layers
         most = 2 + len({op.group for op in ops if isinstance(op, Project | ProjectExperts)})
-        of_ranks = most if num_shared else 0
+        of_ranks = 0 if decoder.rank is None else most
         numbers.append(_max_prompt_recordings(stage, most, of_ranks, targets))
     return min(numbers)
 

@@ -14,6 +14,7 @@ from inference_svc.backends.cuda.exchange import DeviceExchange
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.backends.exchange import ExchangeFailed, StepAbandoned
 from inference_svc.backends.step_data import StepData
+from inference_svc.host.copies import to_device
 
 
 class _Plan(NamedTuple):
@@ -85,7 +86,7 @@ class CudaRank(CudaBackend):
         for indices, runs in data.scored:
             assert last is not None, "the step is computed"
             assert self.transformer is not None
-            rows = torch.tensor(indices, dtype=torch.int64).to(self.arena.device)
+            rows = to_device(indices, self.arena.device)
             of_runs = None if lora is None else lora.with_head_of(runs)
             self.transformer.logits(last, rows, of_runs)
         self.exchange.wait()

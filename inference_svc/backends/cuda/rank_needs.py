@@ -21,8 +21,8 @@ from inference_svc.model.operations import (
 NCCL_BYTES = 640 << 20
 """The buffers of a group, for all channels and protocols, its kernels, and the plans of recorded
 exchanges. An estimate: none was measured."""
-STAGE_GROUP_BYTES = 96 << 20
-"""The same of a group that hands values on, or sums a few numbers, between stages: an estimate."""
+STAGE_PAIR_BYTES = 96 << 20
+"""The same of two ranks, of which one hands values on to another stage: an estimate."""
 OWN_PAIR_BYTES = 12
 """A pair's token and place among the pairs of this rank's experts."""
 LOOKUP_BYTES, LOOKUP_NODES = 32, 7
@@ -83,4 +83,5 @@ def library_bytes(decoder: Decoder) -> int:
         for source, target, index_of_pair in stage_pairs(num_ranks, stage.count)
     ]
     num_pairs = sum((stage.index, index) in each for each in ends)
-    return of_stage + STAGE_GROUP_BYTES * (1 + num_pairs)
+    # All ranks have a group, too, whose buffers are as large, although it sums few numbers.
+    return of_stage + NCCL_BYTES + STAGE_PAIR_BYTES * num_pairs

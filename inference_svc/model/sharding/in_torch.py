@@ -74,8 +74,9 @@ def _hand_on(op: HandOn, step: Step) -> Tensor:
     stage does not know."""
     x: Tensor = step.values[op.out]
     handed = x
-    if op.out.rows is Rows.LOGITS and x.shape[1] == op.out.width:
-        handed = F.pad(x, (0, step.num_added_tokens), value=float("-inf"))
+    missing = op.out.width + step.num_added_tokens - x.shape[1]
+    if op.out.rows is Rows.LOGITS and missing:
+        handed = F.pad(x, (0, missing), value=float("-inf"))
     step.stages.send(handed.contiguous(), op.stage)
     return x
 

@@ -20,7 +20,7 @@ from inference_svc.auto_settings import Machine, to_engine_config
 from inference_svc.backends.base import DeviceMemory
 from inference_svc.backends.cuda.factory import CudaFactory
 from inference_svc.backends.cuda.needs import LIBRARIES_BYTES
-from inference_svc.backends.cuda.rank_needs import NCCL_BYTES, STAGE_GROUP_BYTES
+from inference_svc.backends.cuda.rank_needs import NCCL_BYTES, STAGE_PAIR_BYTES
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import plan_budgets
 from inference_svc.engine.memory_fit import (
@@ -85,7 +85,7 @@ def test_stages_have_a_device_each() -> None:
     device, host = plan.budgets
     device.check()
     assert 32 << 30 < device.bytes_of("weights") < 36 << 30
-    assert device.bytes_of("libraries") == LIBRARIES_BYTES + NCCL_BYTES + 3 * STAGE_GROUP_BYTES
+    assert device.bytes_of("libraries") == LIBRARIES_BYTES + 2 * NCCL_BYTES + 2 * STAGE_PAIR_BYTES
     assert plan.kv_tokens > 400_000
     assert plan.config.host_memory == 0
     assert host.bytes_of("landing") == 4 * device.bytes_of("arena") > 0

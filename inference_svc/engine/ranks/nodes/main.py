@@ -79,8 +79,12 @@ def main() -> None:
         assert isinstance(orders, Orders)
         try:
             orders = with_computing(orders)
+        except (ServiceError, RuntimeError, ValueError, OSError) as error:
+            parent.send_bytes(encode(NotJoined(str(error))))
+            os._exit(1)
+        try:
             accepted = come(orders, lambda why: parent.send_bytes(encode(NotReady(why))))
-        except (NotAccepted, ServiceError, RuntimeError, ValueError) as error:
+        except NotAccepted as error:
             parent.send_bytes(encode(NotJoined(str(error))))
             os._exit(1)
         parent.send_bytes(encode(Joined()))
@@ -100,8 +104,8 @@ def main() -> None:
 
 
 def with_computing(orders: Orders) -> Orders:
-    """Adds to the facts what this rank computes with. Raises UnsupportedModel, ValueError, and
-    RuntimeError for a device that does not answer."""
+    """Adds to the facts what this rank computes with. Raises UnsupportedModel, ValueError, OSError
+    for files that cannot be read, and RuntimeError for a device that does not answer."""
     index = orders.rank.index
     config = config_of_rank(orders.config, index)
     use_device(config.device)
