@@ -80,7 +80,8 @@ def test_a_small_picture_leaves_others_the_rest(tmp_path: Path, share: float) ->
     form = tile_form("Qwen2VL")
     rule = PictureRule(read_processor(tmp_path, form), 80, form, 8)
     assert rule.processor.max_bytes == 3 << 20
-    reader = PictureReader(rule, "model", Shares("prompt_image_bytes", 8 << 20, share))
+    pixels = Shares("prompt_image_bytes", 8 << 20, share)
+    reader = PictureReader(rule, "model", pixels, Uploads("uploads", 1))
     small = encoded(picture(100, 80))
     with reader.of_call() as first, reader.of_call() as second:
         read(first, chat(small))
