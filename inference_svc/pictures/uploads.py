@@ -65,11 +65,17 @@ class _Account:
     num_idle_bytes: int = 0
     idle: OrderedDict[UploadKey, None] = field(default_factory=OrderedDict)
 
+    @property
+    def num_pinned_bytes(self) -> int:
+        """Bytes that arrive, or that requests read."""
+        return self.num_bytes - self.num_idle_bytes
+
 
 class Uploads:
-    """Files within `capacity` bytes, of which one account has at most a `share`. If there is no
-    room, the account itself, or else the account with the most bytes, loses its least recently
-    used file. A file that a request reads stays. Thread-safe."""
+    """Files within `capacity` bytes, of which one account has at most a `share`. What arrives for
+    it, or is read by its requests, is at most a `share` of the part that others' such files leave,
+    or one file that is read. If there is no room, the account with the most bytes loses its least
+    recently used file. A file that a request reads stays. Thread-safe."""
 
     def __init__(
         self,
@@ -80,6 +86,7 @@ class Uploads:
     ) -> None:
         self.name = name
         self.capacity = capacity
+        self._share = share
         self._most = limit_of(capacity, 0, share)
         self._clock = clock
         # A request may be collected, and let go of its files, while this thread has the lock.
@@ -98,8 +105,9 @@ class Uploads:
         may have, and ShareExceeded."""
         if not 0 < size <= MAX_FILE_BYTES:
             raise InvalidArgument(
-                f"size_bytes must be from 1 to {MAX_FILE_BYTES}, not {size}: send a smaller image",
-                subject="size_bytes",
+                f"upload.size_bytes must be from 1 to {MAX_FILE_BYTES}, not {size}: send a smaller "
+                "image",
+                subject="upload.size_bytes",
             )
         with self._lock:
             self.expire()
@@ -110,11 +118,15 @@ class Uploads:
         return incoming
 
     def hold(self, key: UploadKey) -> UploadedFile | None:
-        """Returns a file, which stays until `let_go`; None if nobody has uploaded it."""
+        """Returns a file, which stays until `let_go`; None if nobody has uploaded it. Raises
+        ShareExceeded."""
         with self._lock:
             self.expire()
             found = self._files.get(key)
             if found is not None:
+                # Its only one takes no room, and is read whatever others do.
+                if not found.num_holders and self._accounts[key.account].num_pinned_bytes:
+                    self._check_pinned(key.account, found.num_bytes)
                 self._take_out(found)
                 found.num_holders += 1
             return found
@@ -136,6 +148,15 @@ class Uploads:
                     if first.used_s > end_s:
                         break
                     self._drop(first)
+
+    def sizes(self) -> dict[str, tuple[int, list[int]]]:
+        """Returns each account's bytes that arrive or are read, and those of each of its other
+        files, in the order of their last use. For tests."""
+        with self._lock:
+            return {
+                name: (each.num_pinned_bytes, [self._files[key].num_bytes for key in each.idle])
+                for name, each in self._accounts.items()
+            }
 
     def check_integrity(self) -> None:
         """Asserts that all sums agree, and that idle files are in the order of their last use."""
@@ -161,36 +182,68 @@ class Uploads:
     # With the lock held.
 
     def _make_room(self, account: str, num_bytes: int) -> None:
-        """Deletes files until there is room for so many more bytes. Raises ShareExceeded."""
+        """Deletes files until there is room for so many more bytes. Raises ShareExceeded, and
+        deletes nothing then."""
         if num_bytes > self._most:
             raise self._exceeded(
                 f"a file of {num_bytes} bytes is more than the {self._most} that one tenant may "
                 f"have ({SETTING}): send a smaller image"
             )
+        self._check_pinned(account, num_bytes)
+        for file in self._victims(account, num_bytes):
+            self._drop(file)
+
+    def _check_pinned(self, account: str, num_bytes: int) -> None:
+        """Raises ShareExceeded if so many more bytes cannot arrive, or be read, for an account."""
+        pinned = sum(each.num_pinned_bytes for each in self._accounts.values())
+        own = self._accounts.get(account, _Account()).num_pinned_bytes
+        most = limit_of(self.capacity, pinned - own, self._share)
+        if own + num_bytes > most:
+            raise self._exceeded(
+                f"{own} of the {most} bytes that one tenant may use now ({SETTING}) arrive, or are "
+                "being read by requests: try again later",
+                RETRY_SECONDS,
+            )
+
+    def _victims(self, account: str, num_bytes: int) -> list[UploadedFile]:
+        """Returns the files to delete for so many more bytes. Raises ShareExceeded where only
+        accounts that are smaller than this one could lose files."""
         own = self._accounts.get(account, _Account())
-        idle = sum(each.num_idle_bytes for each in self._accounts.values())
-        for used, capacity in (
-            (own.num_bytes - own.num_idle_bytes, self._most),
-            (self._used - idle, self.capacity),
-        ):
-            if used + num_bytes > capacity:
+        own_bytes, own_idle = own.num_bytes, iter(own.idle)
+        excess = self._used + num_bytes - self.capacity
+        victims: list[UploadedFile] = []
+        while own_bytes + num_bytes > self._most:  # idle files suffice: the others are checked
+            victims.append(self._files[next(own_idle)])
+            own_bytes -= victims[-1].num_bytes
+            excess -= victims[-1].num_bytes
+        if excess <= 0:
+            return victims
+        others = [
+            (-each.num_bytes, name, iter(each.idle))
+            for name, each in self._accounts.items()
+            if name != account
+        ]
+        largest = [*others, (-own_bytes, account, own_idle)]
+        heapq.heapify(largest)
+        while excess > 0:
+            size, name, idle = largest[0]
+            if -size < own_bytes:
                 raise self._exceeded(
-                    f"{used} of {capacity} bytes ({SETTING}) arrive, or are being read by "
-                    "requests: try again later",
+                    f"{own_bytes} of this tenant's bytes ({SETTING}) arrive, or are being read by "
+                    "requests, and no larger tenant can lose any: try again later",
                     RETRY_SECONDS,
                 )
-        while own.num_bytes + num_bytes > self._most:
-            self._drop(self._files[next(iter(own.idle))])
-        largest = [(-each.num_bytes, name) for name, each in self._accounts.items() if each.idle]
-        heapq.heapify(largest)
-        while self._used + num_bytes > self.capacity:
-            name = largest[0][1]
-            found = self._accounts[name]
-            self._drop(self._files[next(iter(found.idle))])
-            if found.idle:
-                heapq.heapreplace(largest, (-found.num_bytes, name))
-            else:
+            key = next(idle, None)
+            if key is None:
                 heapq.heappop(largest)
+                continue
+            victims.append(self._files[key])
+            excess -= victims[-1].num_bytes
+            size += victims[-1].num_bytes
+            if name == account:
+                own_bytes = -size
+            heapq.heapreplace(largest, (size, name, idle))
+        return victims
 
     def _exceeded(self, why: str, retry_after_s: float = 0.0) -> ShareExceeded:
         self._num_refused += 1
@@ -262,7 +315,7 @@ class IncomingFile:
         end = self.num_received + len(chunk)
         if end > self.size:
             raise InvalidArgument(
-                f"chunk: the file has {self.size} bytes (size_bytes), and more have arrived",
+                f"chunk: the file has {self.size} bytes (upload.size_bytes), and more have arrived",
                 subject="chunk",
             )
         self._data[self.num_received : end] = chunk
@@ -273,8 +326,8 @@ class IncomingFile:
         """Keeps the file, and returns its hash. Raises InvalidArgument if it is not all there."""
         if self.num_received < self.size:
             raise InvalidArgument(
-                f"chunk: {self.num_received} of {self.size} bytes (size_bytes) have arrived: "
-                "upload the image again",
+                f"chunk: {self.num_received} of {self.size} bytes (upload.size_bytes) have "
+                "arrived: upload the image again",
                 subject="chunk",
             )
         data, self._data = self._data, None

@@ -136,7 +136,7 @@ class ChatMessage(TypedDict):
     name: NotRequired[str]
     """Name of the tool of which a message is the result."""
     images: NotRequired[Sequence[ChatImage]]
-    """Images of a user's message, in order, for models that read images."""
+    """Images of a user's message or of a tool's result, in order, for models that read images."""
 
 
 class ChatOptions(TypedDict, total=False):

@@ -20,6 +20,7 @@ from inference_svc.pictures.uploads import (
     Uploads,
 )
 from servicekit.errors import InvalidArgument, ShareExceeded
+from servicekit.shares import limit_of
 
 ROOM = 4
 """How many files of a KiB there is room for."""
@@ -116,6 +117,62 @@ def test_a_file_that_a_request_reads_stays(uploads: Uploads) -> None:
     upload(uploads, "one", "c")
 
 
+@pytest.mark.parametrize("arrive", [False, True])
+def test_two_accounts_leave_room_for_others(clock: Clock, arrive: bool) -> None:
+    """However much of their files arrives, or is read by their requests."""
+    uploads = Uploads("uploads", 16 * FILE_BYTES, 0.5, clock)
+    keys = {
+        name: [] if arrive else [upload(uploads, name, str(index)) for index in range(8)]
+        for name in ("one", "two")
+    }
+    used = {name: _take_all(uploads, name, keys[name]) for name in keys}
+    assert used == {"one": 8, "two": 4}
+    for index in range(2):
+        upload(uploads, "three", str(index))
+
+
+def _take_all(uploads: Uploads, account: str, keys: list[UploadKey]) -> int:
+    """Holds files, then has others arrive, until it is refused; returns how many they were."""
+    num_used = 0
+    while True:
+        try:
+            if num_used < len(keys):
+                assert uploads.hold(keys[num_used]) is not None
+            else:
+                uploads.begin(account, SIZE)
+        except ShareExceeded as refused:
+            if refused.retry_after_s:
+                return num_used
+            raise
+        num_used += 1
+
+
+def test_a_file_that_is_read_can_be_read_again(uploads: Uploads) -> None:
+    first = upload(uploads, "one", "a")
+    upload(uploads, "one", "b")
+    held = uploads.hold(first)
+    with uploads.begin("two", SIZE), uploads.begin("three", 1):
+        assert held is not None
+        assert uploads.hold(first) is held
+
+
+def test_an_account_takes_no_files_of_smaller_ones(clock: Clock) -> None:
+    """Not even where the largest one's files are all in use."""
+    uploads = Uploads("uploads", 10 * FILE_BYTES, 0.8, clock)
+    small = [upload(uploads, name, name) for name in ("x", "y", "z")]
+    for name in "cde":
+        uploads.hold(upload(uploads, "large", name))
+    idle = [upload(uploads, "other", name) for name in "ab"]
+    with pytest.raises(ShareExceeded, match="no larger tenant can lose any: try again") as refused:
+        uploads.begin("large", 3 * FILE_BYTES - ENTRY_BYTES)
+    assert refused.value.retry_after_s > 0
+    assert all(has(uploads, key) for key in (*small, *idle)), "nothing is deleted"
+    # The largest one with files that nobody uses loses one.
+    last = upload(uploads, "new", "n", size=3 * FILE_BYTES - ENTRY_BYTES)
+    assert [has(uploads, key) for key in (*idle, last)] == [False, True, True]
+    assert all(has(uploads, key) for key in small)
+
+
 def test_nothing_is_deleted_for_a_file_without_room(uploads: Uploads) -> None:
     kept = upload(uploads, "one", "a")
     with uploads.begin("two", SIZE), uploads.begin("two", 1), uploads.begin("three", SIZE):
@@ -143,8 +200,9 @@ def test_idle_files_are_deleted(uploads: Uploads, clock: Clock) -> None:
 
 def test_sizes_are_checked_before_bytes_arrive(uploads: Uploads) -> None:
     for size in (0, MAX_FILE_BYTES + 1):
-        with pytest.raises(InvalidArgument, match=f"from 1 to {MAX_FILE_BYTES}"):
+        with pytest.raises(InvalidArgument, match=f"from 1 to {MAX_FILE_BYTES}") as wrong:
             uploads.begin("one", size)
+        assert wrong.value.subject == "upload.size_bytes"
     with pytest.raises(ShareExceeded, match="send a smaller image") as refused:
         uploads.begin("one", 2 * FILE_BYTES)
     assert not refused.value.retry_after_s
@@ -175,10 +233,41 @@ class Machine(RuleBasedStateMachine):
     accounts = st.sampled_from(["one", "two", "three"])
     sizes = st.integers(1, 4 * FILE_BYTES)
 
+    def is_within(self, account: str, more: int = 0) -> bool:
+        """Whether the account may have so many more bytes that arrive or are read."""
+        pinned = {name: num_bytes for name, (num_bytes, _) in self.uploads.sizes().items()}
+        own = pinned.pop(account, 0)
+        return own + more <= limit_of(self.uploads.capacity, sum(pinned.values()), 0.5)
+
+    def has_room(self, account: str, more: int) -> bool:
+        """Whether idle files of the account, and of larger ones, leave room for so many bytes."""
+        sizes, used = self.uploads.sizes(), self.uploads.use().used
+        own = sizes.get(account, (0, []))[0]
+        for name, (pinned, idle) in sizes.items():
+            num_bytes = pinned + sum(idle)
+            for each in idle:
+                if name == account or num_bytes >= own:
+                    used -= each
+                    num_bytes -= each
+        return used + more <= self.uploads.capacity
+
     @rule(account=accounts, size=sizes)
     def begin(self, account: str, size: int) -> None:
-        with suppress(ShareExceeded):
+        more = size + ENTRY_BYTES
+        before = self.uploads.sizes()
+        fits = self.is_within(account, more) and self.has_room(account, more)
+        try:
             self.incoming.append(self.uploads.begin(account, size))
+        except ShareExceeded:
+            assert self.uploads.sizes() == before, "nothing is deleted"
+            assert not fits
+            return
+        assert fits
+        after = self.uploads.sizes()
+        own = after[account][0] + sum(after[account][1]) - more
+        for name, (pinned, idle) in before.items():
+            if name != account and len(after.get(name, (0, []))[1]) < len(idle):
+                assert pinned + sum(idle) >= own, "a smaller account has lost files"
 
     @precondition(lambda self: self.incoming)
     @rule(data=st.data(), name=st.sampled_from("abcd"), salt=st.sampled_from(["", "s"]))
@@ -200,6 +289,8 @@ class Machine(RuleBasedStateMachine):
             found = self.uploads.hold(upload(self.uploads, account, name, size=size))
             assert found is not None, "it was uploaded a moment ago"
             self.held.append(found)
+            own = self.uploads.sizes()[account][0]
+            assert found.num_holders > 1 or own == found.num_bytes or self.is_within(account)
 
     @precondition(lambda self: self.held)
     @rule(again=st.booleans())
