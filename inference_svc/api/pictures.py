@@ -45,6 +45,8 @@ MAX_FILES = 4096
 
 HASH_BYTES_PER_SECOND = 200 << 20
 """The approximate rate at which one processor receives and hashes a file."""
+CHUNK_SECONDS = 100e-6
+"""The approximate time of a processor for a message with a part of a file, however small."""
 EXPIRY_SECONDS = 60.0
 """How often files are looked at that nobody has used for long, where no call does it."""
 
@@ -357,11 +359,10 @@ class ImageUploads:
             raise InvalidArgument(f"{self._reader.name} reads no images here", subject="upload")
         account = principal.account
         with self._files.begin(account, size) as file:
-            try:
-                async for chunk in chunks:
-                    file.add(chunk)
-            finally:
-                self._work.charge(account, file.num_received / HASH_BYTES_PER_SECOND)
+            async for chunk in chunks:
+                cost_s = CHUNK_SECONDS + len(chunk) / HASH_BYTES_PER_SECOND
+                self._work.charge(account, cost_s)
+                file.add(chunk)
             sha256 = file.keep(cache_salt)
         self._expire_later()
         return sha256

@@ -104,9 +104,11 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "the file of an image",
         "until nobody has used it for an hour, or others need its room",
         ACCOUNT,
-        "32 MiB a file, 1 MiB a message; a quarter of `--prompt-image-memory`, of which an account "
-        "has at most its share; 256 characters of a salt",
+        "32 MiB a file, 1 MiB a message, 256 messages and one for each 512 bytes; a quarter of "
+        "`--prompt-image-memory`, of which an account has at most its share; 256 characters of a "
+        "salt",
         "test_bad_uploads_are_refused_and_hold_nothing "
+        "test_an_upload_of_many_small_chunks_is_refused "
         "test_an_account_loses_the_file_that_it_used_longest_ago",
     ),
     line(

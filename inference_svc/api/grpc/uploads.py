@@ -11,6 +11,9 @@ from servicekit.errors import DeadlineExceeded, InvalidArgument
 from servicekit.shares import MinimumRate, Pace
 
 MAX_CHUNK_BYTES = 1 << 20
+MAX_EXTRA_CHUNKS, MIN_CHUNK_BYTES = 256, 512
+"""An upload may have so many more chunks than one for each so many bytes: receiving many small ones
+would hold up the event loop."""
 PACE = Pace(bytes_per_second=64 << 10, stall_seconds=30.0)
 
 
@@ -27,11 +30,20 @@ async def from_upload(
 
 
 async def _pieces(requests: AsyncIterator[pb.UploadImageRequest]) -> AsyncGenerator[bytes]:
+    num_chunks = num_bytes = 0
     async for request in requests:
         if request.WhichOneof("part") != "chunk":
             raise InvalidArgument("part: after `upload` only chunks may follow", subject="part")
         chunk = request.chunk
         check(0 < len(chunk) <= MAX_CHUNK_BYTES, "chunk", f"1 to {MAX_CHUNK_BYTES} bytes")
+        num_chunks += 1
+        num_bytes += len(chunk)
+        if num_chunks > MAX_EXTRA_CHUNKS + num_bytes // MIN_CHUNK_BYTES:
+            raise InvalidArgument(
+                f"chunk: the upload has too many small chunks: send {MIN_CHUNK_BYTES} bytes or "
+                "more in each",
+                subject="chunk",
+            )
         yield chunk
 
 

@@ -265,6 +265,18 @@ def test_a_hash_of_others_is_as_unknown_as_any(reader: PictureReader) -> None:
     call.release()
 
 
+def test_each_message_of_an_upload_is_charged(reader: PictureReader) -> None:
+    work = WorkBudget("work", 0.5)
+    principal: Any = SimpleNamespace(account="account")
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            yield b"a"
+
+    asyncio.run(ImageUploads(reader, work).receive(principal, 1000, "", chunks()))
+    assert work.debt_s("account") > 0.05
+
+
 def test_files_that_nobody_uses_are_deleted_without_a_call(
     reader: PictureReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
