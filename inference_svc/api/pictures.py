@@ -35,14 +35,10 @@ PLACE_SECONDS = 10.0
 PROCESSORS = 0.5
 """Processors that decoding for one account may take on average: some four photos of a camera a
 second, or many more that were made smaller."""
-
-
 FETCH_BYTES_PER_SECOND = 100 << 20
 """The approximate rate at which one processor receives files over TLS."""
 MAX_FILES = 4096
 """The most pictures of open requests: each takes a file, also until the engine has mapped it."""
-
-
 HASH_BYTES_PER_SECOND = 200 << 20
 """The approximate rate at which one processor receives and hashes a file."""
 CHUNK_SECONDS = 100e-6
@@ -132,11 +128,11 @@ class PictureReader:
                 )
 
     def measure(
-        self, images: Sequence[MessageImage], account: str, is_cancelled: threading.Event
-    ) -> Future[list[int]]:
-        """Has a thread find the bytes of the pixels that files will have. Parameters, charges and
+        self, image: MessageImage, account: str, is_cancelled: threading.Event
+    ) -> Future[int]:
+        """Has a thread find the bytes of the pixels that a file will have. Parameters, charges and
         errors as of `decode`."""
-        return self._submit(account, self._measure, images, account, is_cancelled)
+        return self._submit(account, self._measure, image, account, is_cancelled)
 
     def decode(
         self, image: MessageImage, account: str, is_cancelled: threading.Event
@@ -151,12 +147,12 @@ class PictureReader:
         assert self._threads is not None, "the server reads pictures"
         return self._threads.submit(account, function, *args, **kwargs)
 
-    def _measure(
-        self, images: Sequence[MessageImage], account: str, is_cancelled: threading.Event
-    ) -> list[int]:
+    def _measure(self, image: MessageImage, account: str, is_cancelled: threading.Event) -> int:
         assert self.decoder is not None, "the server reads pictures"
         check, charge = partial(_check, is_cancelled), partial(self.work.charge, account)
-        return [self.decoder.measure(each.data, each.where, check, charge) for each in images]
+        measure = self.decoder.measure
+        # This thread's time, too: it sends the file to a process.
+        return self.work.run(account, measure, image.data, image.where, check, charge)
 
     def _decode(self, image: MessageImage, account: str, is_cancelled: threading.Event) -> Tiles:
         assert self.decoder is not None, "the server reads pictures"
@@ -217,9 +213,9 @@ class CallPictures:
     async def fetched(
         self, images: Sequence[MessageImage], account: str
     ) -> AsyncIterator[Sequence[MessageImage]]:
-        """Yields a prompt's images, each with its file. Fetched files are held
-        while the context lasts. Raises like `ImageFetcher.fetched`, and ShareExceeded if the
-        account's earlier images took too much work."""
+        """Yields a prompt's images, each with its file. Fetched files are held while the context
+        lasts. Raises like `ImageFetcher.fetched`, and ShareExceeded if the account's earlier images
+        took too much work."""
         wanted, fetcher, work = _wanted(images), self._reader.fetcher, self._reader.work
         if not wanted:
             yield images
@@ -242,7 +238,7 @@ class CallPictures:
             return ()
         pixels = self._reader.pixels
         # Each file has its header read first: sizes that they might have would leave others none.
-        sizes = await self._done(partial(self._reader.measure, images), account)
+        sizes = await self._sizes(images, account)
         least = self._reader.least_bytes
         place = await _room(pixels, account, sum(max(each, least) for each in sizes))
         self._places.append(place)
@@ -252,6 +248,16 @@ class CallPictures:
             place.grow(num_bytes - place.amount)
         place.shrink(num_bytes)
         return tuple(found)
+
+    async def _sizes(self, images: Sequence[MessageImage], account: str) -> list[int]:
+        """Returns the bytes of the images' pixels, by the headers of their files. Each file has a
+        turn of its own, so that others' files are read between; equal ones have one together."""
+        keys = [each.sha256 or id(each.data) for each in images]
+        found: dict[bytes | int, int] = {}
+        for key, image in zip(keys, images, strict=True):
+            if key not in found:
+                found[key] = await self._done(partial(self._reader.measure, image), account)
+        return [found[key] for key in keys]
 
     async def _done(self, begin: Callable[[str, threading.Event], Future[T]], account: str) -> T:
         """Returns the result of work on files, once it is the account's turn."""

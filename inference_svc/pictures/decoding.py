@@ -29,6 +29,8 @@ MEMORY_BYTES = 1 << 30
 """The memory that decoding may take, beside a process's memory at start."""
 CPU_SECONDS = 10.0
 """Several times as long as the slowest valid file takes."""
+HEADER_CPU_SECONDS = 1.0
+"""Many times as long as the header of a valid file takes."""
 WALL_SECONDS = 60.0
 """So long that only a process that has hardly any turns exceeds it."""
 RETRY_SECONDS = 1.0
@@ -81,8 +83,8 @@ class PictureDecoder:
         check_cancelled: Callable[[], None] = lambda: None,
         charge: Callable[[float], None] = lambda seconds: None,
     ) -> int:
-        """Returns the most bytes that a file's tiles can have, by its header. Parameters and errors
-        as of `decode`."""
+        """Returns the most bytes that a file's tiles can have, by its header, which may take
+        HEADER_CPU_SECONDS. Parameters and errors as of `decode`."""
         return self._ask(data, where, b"S", self._num_bytes, check_cancelled, charge)
 
     def decode(
@@ -110,13 +112,17 @@ class PictureDecoder:
     ) -> T:
         """Returns what `take` makes of the content of an answer of this kind, from which process,
         before the next file takes its memory."""
-        facts = {"processor": self._facts, "max_pixels": MAX_PIXELS}
         try:
             with self.pool.process() as child, _charged(child, charge):
                 assert child.memory is not None
                 memory = child.memory.file if kind == b"T" else None
-                request = packed(facts | {"memory": memory}, data)
-                answer = child.ask(request, MAX_REASON_BYTES, check_cancelled)
+                limit_s = None
+                if kind == b"S":
+                    limit_s = HEADER_CPU_SECONDS
+                    self._load(child, check_cancelled)
+                answer = child.ask(
+                    self._request(data, memory), MAX_REASON_BYTES, check_cancelled, limit_s
+                )
                 if answer.kind == b"M":  # raised in here, so that the next file has all the memory
                     raise _too_costly(where)
                 if answer.kind == kind:
@@ -129,8 +135,25 @@ class PictureDecoder:
             ) from error
         except SandboxFailure as failure:
             logger.warning("the decoding of an image ended: %s", failure)
+            if failure.is_own_work and kind == b"S":
+                raise _header_too_long(where) from None
             raise _failed(failure, where) from None
         raise InvalidArgument(f"{where}: {answer.text}", subject=where)
+
+    def _request(self, data: bytes | memoryview, memory: int | None = None) -> bytes:
+        """Asks for a file's tiles in a memory, or without one for their size."""
+        facts = {"processor": self._facts, "max_pixels": MAX_PIXELS, "memory": memory}
+        return packed(facts, data)
+
+    def _load(self, child: SandboxProcess, check_cancelled: Callable[[], None]) -> None:
+        """Waits until a process is loaded, so that no header takes the time for it. Raises
+        CannotStart."""
+        if child.has_answered:
+            return
+        try:
+            child.ask(self._request(b""), MAX_REASON_BYTES, check_cancelled)
+        except SandboxFailure as failure:
+            raise CannotStart(str(failure)) from failure
 
     def _num_bytes(self, content: bytes, child: SandboxProcess, where: str) -> int:
         """Returns the size that a process has found, whose answer may be anything. Raises
@@ -183,6 +206,14 @@ def _too_costly(where: str) -> InvalidArgument:
     return InvalidArgument(
         f"{where}: takes more than {CPU_SECONDS:g} s of a processor or {MEMORY_BYTES >> 20} MiB "
         "to decode: send a smaller image",
+        subject=where,
+    )
+
+
+def _header_too_long(where: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{where}: its header is too long: it takes more than {HEADER_CPU_SECONDS:g} s of a "
+        "processor to read: save the image without metadata",
         subject=where,
     )
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,6 +158,8 @@ class SandboxProcess:
         os.set_blocking(self._stdout.fileno(), False)
         self._received = bytearray()
         self._cpu_seconds = 0.0
+        self.has_answered = False
+        """Whether it has been loaded, and asked with success."""
         self._answers = select.poll()  # not select, which takes descriptors below 1024 only
         self._answers.register(self._stdout.fileno(), select.POLLIN)
         if hasattr(fcntl, "F_SETPIPE_SZ"):
@@ -188,12 +190,17 @@ class SandboxProcess:
         request: Request,
         max_bytes: int,
         check_cancelled: Callable[[], None] = lambda: None,
+        cpu_seconds: float | None = None,
     ) -> Answer:
         """Returns the answer to a request, of at most `max_bytes`. `check_cancelled` is called
-        periodically and may raise. After any error the caller ends the process.
+        periodically and may raise. `cpu_seconds` replaces the limit `answer_cpu_seconds`. After any
+        error the caller ends the process.
 
         Raises SandboxFailure."""
-        clock = _Clock(self, self._limits, check_cancelled)
+        limits = self._limits
+        if cpu_seconds is not None:
+            limits = replace(limits, answer_cpu_seconds=cpu_seconds)
+        clock = _Clock(self, limits, check_cancelled)
         self._write(_frame(request), clock)
         return self._receive(max_bytes, clock)
 
@@ -275,6 +282,7 @@ class SandboxProcess:
             return None
         kind, content = bytes(self._received[:1]), bytes(self._received[HEADER_BYTES:end])
         del self._received[:end]
+        self.has_answered = True
         return Answer(kind, content)
 
     def _failure(self) -> SandboxFailure:

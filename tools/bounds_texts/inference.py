@@ -91,9 +91,10 @@ INFERENCE_FIELDS: Sequence[Line] = (
         "files of images; their pixels as long as the request, embeddings until others need room",
         "the files until they are decoded; the pixels as long as the request",
         ACCOUNT,
-        "4 MiB a message, `--request-memory`, share; `--max-prompt-images`; 33,554,432 pixels, 10 "
-        "seconds and 1 GiB to decode each; `--prompt-image-memory`, share",
-        "test_hostile_files_are_refused "
+        "4 MiB a message, `--request-memory`, share; `--max-prompt-images`; 33,554,432 pixels, 1 "
+        "second for the header, 10 seconds and 1 GiB to decode each; `--prompt-image-memory`, "
+        "share",
+        "test_hostile_files_are_refused test_a_header_that_takes_too_much_work_is_refused "
         "test_a_bomb_ends_its_process_and_the_next_picture_is_decoded "
         "test_bad_pictures_are_refused_by_name "
         "test_the_largest_tenant_loses_what_it_used_longest_ago "

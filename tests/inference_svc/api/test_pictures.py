@@ -183,6 +183,54 @@ def test_decoding_is_charged_and_waits_for_its_debt(reader: PictureReader) -> No
     assert reader.pixels.used == 0
 
 
+@pytest.fixture
+def measured(reader: PictureReader, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are measured from now on."""
+    found: list[str] = []
+    measure = reader.measure
+
+    def counted(image: MessageImage, *args: Any) -> Future[int]:
+        found.append(image.where)
+        return measure(image, *args)
+
+    monkeypatch.setattr(reader, "measure", counted)
+    return found
+
+
+def test_equal_files_are_measured_once(reader: PictureReader, measured: list[str]) -> None:
+    one, other = encoded(picture(9, 9)), encoded(picture(9, 9, seed=2))
+    by_hash = [MessageImage(0, bytes(bytearray(one)), f"hash {i}", b"hash") for i in range(2)]
+    for images, expected in (
+        (chat(one, one).images, ["image 0"]),
+        (by_hash, ["hash 0"]),
+        (chat(one, other).images, ["image 0", "image 1"]),
+    ):
+        measured.clear()
+        call = CallPictures(reader)
+        assert len(asyncio.run(call.read(images, "account"))) == 2
+        assert measured == expected
+        call.release()
+
+
+def test_each_file_is_measured_in_a_turn_of_its_own(
+    reader: PictureReader, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is paid for, the thread's time also, before the next one is read."""
+    charge, charged = reader.work.charge, []
+
+    def charge_much(account: str, work_s: float) -> None:
+        charged.append(work_s)
+        charge(account, 100.0)
+
+    monkeypatch.setattr(reader.work, "charge", charge_much)
+    reader.work.wait_s = 0.01
+    images = chat(encoded(picture(9, 9)), encoded(picture(8, 8))).images
+    with pytest.raises(ShareExceeded, match="image_work"), reader.of_call() as call:
+        asyncio.run(call.read(images, "account"))
+    assert measured == ["image 0"]
+    assert len(charged) == 2, "the process's time, and the thread's"
+
+
 STOP_SECONDS = 1.0
 
 

@@ -26,7 +26,7 @@ from inference_svc.pictures import decoding
 from inference_svc.pictures.decoding import PictureDecoder, Tiles
 from inference_svc.pictures.processor import Form, Processor, read_processor
 from servicekit.errors import InvalidArgument, ServiceError, Unavailable
-from tests.support.pictures.files import encoded, packed_png, picture, png
+from tests.support.pictures.files import encoded, packed_png, picture, png, with_long_header
 from tests.support.pictures.models import (
     GEMMA4,
     NAMES,
@@ -328,8 +328,24 @@ def test_a_file_that_takes_too_much_work_is_refused(
     decoder, _ = decoder_of("Llava")
     charged: list[float] = []
     with pytest.raises(InvalidArgument, match=r"s of a processor .*send a smaller image"):
-        decoder.decode(encoded(picture(30, 30)), WHERE, charge=charged.append)
+        decoder.decode(with_long_header(picture(30, 30)), WHERE, charge=charged.append)
     assert sum(charged) > 0.01
+
+
+def test_a_header_that_takes_too_much_work_is_refused(
+    llava: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before a decoding would be; its work is charged all the same. Loading a process is no
+    work of a header."""
+    usual, long = encoded(picture(30, 30), "JPEG"), with_long_header(picture(30, 30))
+    monkeypatch.setattr(decoding, "HEADER_CPU_SECONDS", 0.1)
+    charged: list[float] = []
+    for _ in range(2):  # the second time there is no process
+        with pytest.raises(InvalidArgument, match="its header is too long") as refused:
+            llava[0].measure(long, WHERE, charge=charged.append)
+        assert refused.value.subject == WHERE
+    assert 0.1 < sum(charged) < decoding.CPU_SECONDS / 2
+    assert llava[0].measure(usual, WHERE) > 0
 
 
 def test_without_files_it_is_said_when_to_try_again(decoder_of: Any) -> None:

@@ -32,6 +32,12 @@ def encoded(found: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return file.getvalue()
 
 
+def with_long_header(found: Image.Image, num_markers: int = 5_000_000) -> bytes:
+    """Returns a JPEG file with so many empty segments, whose header takes Pillow seconds."""
+    file = encoded(found, "JPEG")
+    return file[:2] + b"\xff\xe0\0\2" * num_markers + file[2:]
+
+
 def png(width: int, height: int, bits: int, colour_type: int, lines: bytes) -> bytes:
     """Returns a PNG file of these lines of pixels, each behind its filter, however many they
     are."""
