@@ -28,11 +28,12 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _NEVER = tuple(
     ipaddress.ip_network(each)
     for each in (
-        *("0.0.0.0/8", "240.0.0.0/4", "::/96"),
-        *("2001::/32", "2002::/16", "fec0::/10"),
+        *("0.0.0.0/8", "192.0.0.0/24", "240.0.0.0/4", "::/96", "::ffff:0:0:0/96"),
+        *("64:ff9b:1::/48", "2001::/32", "2002::/16", "fec0::/10"),
     )
 )
-"""This network, reserved ones, and tunnels whose other end is in the address."""
+"""This network, reserved ones, and tunnels or translators whose other end is in the address: a
+network may choose where in the address its own (64:ff9b:1::/48) have it."""
 
 
 class AddressRefused(Exception):
