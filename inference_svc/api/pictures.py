@@ -80,8 +80,6 @@ class PictureReader:
         return (self.pixels, self._threads.shares, self.uploads, *fetches)
 
     def close(self) -> None:
-        if self.fetcher is not None:
-            self.fetcher.close()
         if self._threads is not None:
             self._threads.close()
         if self.decoder is not None:

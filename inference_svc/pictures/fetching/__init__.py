@@ -5,6 +5,7 @@ as an attacker's.
 
 hosts      which URLs there are, and which hosts are allowed
 addresses  the addresses of a host, of which some are refused
+lookups    the lookups of names, in threads of their own
 exchange   one request to one address, and its answer
 fetcher    fetches the images of a call, within bounds of time, bytes and number
 """

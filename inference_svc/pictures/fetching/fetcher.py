@@ -6,7 +6,6 @@ import asyncio
 import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from inference_svc.pictures.fetching.addresses import (
 )
 from inference_svc.pictures.fetching.exchange import Answer, FetchFailure, Outcome, ask
 from inference_svc.pictures.fetching.hosts import Location, Origin, Wanted, not_allowed
+from inference_svc.pictures.fetching.lookups import Lookups
 from servicekit.errors import InvalidArgument, ShareExceeded
 from servicekit.rpc.tls import invalid_setting
 from servicekit.shares import Reservation, Shares
@@ -32,8 +32,6 @@ FETCH_SECONDS = 10.0
 PLACE_SECONDS = 10.0
 """How long a fetch waits for its place while others run."""
 NUM_FETCHES = 16
-NUM_LOOKUPS = 4
-"""Lookups of names at once: each holds a thread until the resolver gives up."""
 MAX_DETAIL_CHARS = 200
 
 logger = logging.getLogger(__name__)
@@ -74,11 +72,7 @@ class ImageFetcher:
         self._memory = memory
         self._count = count
         self._agent = agent
-        self._lookup = lookup
-        self._threads = ThreadPoolExecutor(NUM_LOOKUPS, "image_hosts")
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lookups = Lookups(lookup)
 
     def check(self, wanted: Wanted) -> None:
         """Raises InvalidArgument for a host that is not allowed."""
@@ -144,10 +138,8 @@ class ImageFetcher:
         Raises FetchFailure."""
         if origin.address is not None:
             return (origin.host,)
-        loop = asyncio.get_running_loop()
-        looking = loop.run_in_executor(self._threads, self._lookup, origin.host, origin.port)
         try:
-            found = await looking
+            found = await self._lookups.find(origin)
             check_addresses(origin, found)
         except AddressRefused as refused:
             why = "its name has an address that the server does not connect to"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class Fetching:
         self.memory = Shares("request_bytes", 64 * MIB, 0.5, setting="--request-memory")
         self.fetches = Shares("prompt_image_fetches", 4, 0.5)
         self.num_charged = 0
-        self._fetcher = ImageFetcher(
+        self.fetcher = ImageFetcher(
             frozenset(map(parse_entry, entries)),
             make_context(ca_file),
             self.fetches,
@@ -64,14 +65,17 @@ class Fetching:
 
     async def fetch(self, *urls: str) -> list[bytes]:
         """Returns the images of a call, once for each URL."""
-        wanted = [Wanted(parse_url(url), f"image {index}") for index, url in enumerate(urls)]
         try:
-            async with self._fetcher.fetched(wanted, "account", self._charge) as found:
-                assert self.memory.used_by("account") >= sum(map(len, found))
-                return found
+            return await self.fetch_alone(*urls)
         finally:
             assert self.memory.used_by("account") == self.fetches.used == 0
-            self._fetcher.close()
+
+    async def fetch_alone(self, *urls: str) -> list[bytes]:
+        """Like `fetch`, while other calls may run."""
+        wanted = [Wanted(parse_url(url), f"image {index}") for index, url in enumerate(urls)]
+        async with self.fetcher.fetched(wanted, "account", self._charge) as found:
+            assert self.memory.used_by("account") >= sum(map(len, found))
+            return found
 
     def run(self, *urls: str) -> list[bytes]:
         return asyncio.run(self.fetch(*urls))
@@ -339,6 +343,66 @@ def test_a_name_is_looked_up_once(
         fetching.run(f"https://{NAME}:{host.port}/a.png")
     assert connected == ["192.0.2.1"]
     assert next(answers) == ["127.0.0.1"]
+
+
+def test_one_name_that_does_not_resolve_leaves_others_their_lookups(authority: Authority) -> None:
+    """Its fetches share one lookup, whose thread keeps neither others nor the process waiting."""
+    done = threading.Event()
+    looked_up: list[str] = []
+    threads: list[threading.Thread] = []
+
+    def look_up(host: str, port: int) -> Sequence[str]:
+        looked_up.append(host)
+        threads.append(threading.current_thread())
+        if host == "dead.test":
+            done.wait(60.0)
+        raise OSError("no such name")
+
+    fetching = Fetching(authority.path, "dead.test", "other.test", lookup=look_up)
+    fetching.fetches = fetching.fetcher.fetches = Shares("prompt_image_fetches", 16)
+
+    async def body() -> None:
+        dead = [
+            asyncio.create_task(fetching.fetch_alone("https://dead.test/a"), name=f"dead {i}")
+            for i in range(8)
+        ]
+        while fetching.fetches.used < 8:
+            await asyncio.sleep(0.001)
+        for _ in range(2):
+            with pytest.raises(ImageFetchFailed, match="its name has no address"):
+                await fetching.fetch_alone("https://other.test/a")
+        for each in dead[1:]:  # the others go on with the lookup
+            each.cancel()
+        await asyncio.wait(dead[1:])
+        done.set()
+        with pytest.raises(ImageFetchFailed, match="its name has no address"):
+            await dead[0]
+
+    asyncio.run(body())
+    assert sorted(looked_up) == ["dead.test", "other.test", "other.test"]
+    assert all(each.daemon for each in threads)
+
+
+def test_a_lookup_that_nobody_waits_for_ends_alone(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after its event loop."""
+    monkeypatch.setattr(fetcher, "FETCH_SECONDS", 0.05)
+    begun: list[threading.Thread] = []
+    done = threading.Event()
+
+    def look_up(host: str, port: int) -> Sequence[str]:
+        begun.append(threading.current_thread())
+        done.wait(60.0)
+        raise OSError("no such name")
+
+    fetching = Fetching(authority.path, "dead.test", lookup=look_up)
+    with pytest.raises(ImageFetchFailed, match="takes longer than"):
+        fetching.run("https://dead.test/a")
+    done.set()
+    begun[0].join(60.0)
+    assert not begun[0].is_alive()
+    assert not [each for each in caplog.records if each.name == "asyncio"]
 
 
 def test_a_name_without_addresses(authority: Authority) -> None:
