@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -167,12 +167,14 @@ def _check(is_cancelled: threading.Event) -> None:
 
 class CallPictures:
     """Holds the memory of a call's pictures until `release`, or until nothing refers to it: a
-    stream whose caller has left may never be read. Holds uploaded files until they are decoded."""
+    stream whose caller has left may never be read. Holds files until they are decoded: uploaded
+    ones, and the memory of fetched ones."""
 
     def __init__(self, reader: PictureReader) -> None:
         self._reader = reader
         self._places: list[Reservation] = []
         self._files: list[UploadedFile] = []
+        self._fetched: list[Reservation] = []
         self.decoding: Future[Any] | None = None
         """The work on a file, until it has ended; also after the call was cancelled."""
 
@@ -207,26 +209,21 @@ class CallPictures:
         self._files.append(file)
         return replace(image, data=file.data)
 
-    @asynccontextmanager
-    async def fetched(
-        self, images: Sequence[MessageImage], account: str
-    ) -> AsyncIterator[Sequence[MessageImage]]:
-        """Yields a prompt's images, each with its file. Fetched files are held while the context
-        lasts. Raises like `ImageFetcher.fetched`, and ShareExceeded if the account's earlier images
-        took too much work."""
+    async def fetched(self, images: Sequence[MessageImage], account: str) -> Sequence[MessageImage]:
+        """Returns a prompt's images, each with its file. Fetched files are held, also if this
+        fails, until `let_go_of_files`. Raises like `ImageFetcher.fetch`, and ShareExceeded if the
+        account's earlier images took too much work."""
         wanted, fetcher, work = _wanted(images), self._reader.fetcher, self._reader.work
         if not wanted:
-            yield images
-            return
+            return images
         assert fetcher is not None, "the images are checked"
         await work.wait(account)
 
         def charge(num_bytes: int) -> None:
             work.charge(account, num_bytes / FETCH_BYTES_PER_SECOND)
 
-        async with fetcher.fetched(wanted, account, charge) as files:
-            found = iter(files)
-            yield [each if each.location is None else _filled(each, next(found)) for each in images]
+        files = iter(await fetcher.fetch(wanted, account, self._fetched, charge))
+        return [each if each.location is None else _filled(each, next(files)) for each in images]
 
     async def read(self, images: Sequence[MessageImage], account: str) -> tuple[Tiles, ...]:
         """Returns the tiles of a prompt's images, which all its requests share. Raises
@@ -286,7 +283,9 @@ class CallPictures:
             self._after_decoding(self._places.pop().release)
 
     def let_go_of_files(self) -> None:
-        """Lets go of uploaded files, as soon as none of them is decoded. Idempotent."""
+        """Lets go of uploaded and fetched files, as soon as none of them is decoded. Idempotent."""
+        while self._fetched:
+            self._after_decoding(self._fetched.pop().release)
         while self._files:
             self._after_decoding(partial(self._reader.uploads.let_go, self._files.pop()))
 
@@ -339,9 +338,11 @@ class ReadPictures:
         """Returns the tiles, and keeps them in place of the files. Raises like
         `CallPictures.fetched` and `read`. Called once."""
         images, self._images = self._images, ()
-        async with self._call.fetched(images, self._account) as found:
+        try:
+            found = await self._call.fetched(images, self._account)
             self.tiles = await self._call.read(found, self._account)
-        self._call.let_go_of_files()
+        finally:
+            self._call.let_go_of_files()
         return self.tiles
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from inference_svc.errors import ImageFetchFailed
@@ -80,19 +79,20 @@ class ImageFetcher:
             self._count(Outcome.NOT_ALLOWED)
             raise not_allowed(wanted)
 
-    @asynccontextmanager
-    async def fetched(
-        self, images: Sequence[Wanted], account: str, charge: Callable[[int], None]
-    ) -> AsyncIterator[list[bytes]]:
-        """Yields the files of a call's images, in order, whose bytes the account holds while the
-        context lasts. `charge` is called with the bytes that have come, also of failed fetches.
-        Raises InvalidArgument, ImageFetchFailed and ShareExceeded; the other fetches end then."""
-        files = _Files(self._memory, account)
+    async def fetch(
+        self,
+        images: Sequence[Wanted],
+        account: str,
+        places: list[Reservation],
+        charge: Callable[[int], None],
+    ) -> list[bytes]:
+        """Returns the files of a call's images, in order. Adds their memory to `places`, also if it
+        fails: the caller releases it once nothing reads the files. `charge` is called with the
+        bytes that have come, also of failed fetches. Raises InvalidArgument, ImageFetchFailed and
+        ShareExceeded; the other fetches end then."""
+        files = _Files(self._memory, account, places)
         try:
-            try:
-                yield await self._fetch_all(images, account, files)
-            finally:
-                files.release()
+            return await self._fetch_all(images, account, files)
         finally:
             charge(files.num_received)
 
@@ -150,12 +150,13 @@ class ImageFetcher:
 
 
 class _Files:
-    """The files of a call's images: their memory, and the bytes that have come for them."""
+    """The files of a call's images: the `places` of their memory, and the bytes that have come for
+    them."""
 
-    def __init__(self, memory: Shares, account: str) -> None:
+    def __init__(self, memory: Shares, account: str, places: list[Reservation]) -> None:
         self._memory = memory
         self._account = account
-        self._places: list[Reservation] = []
+        self._places = places
         self._left = MAX_FETCHED_BYTES
         self.num_received = 0
 
@@ -183,10 +184,6 @@ class _Files:
         self._left -= num_bytes
         if num_bytes:
             self._places.append(await self._memory.wait(self._account, num_bytes, PLACE_SECONDS))
-
-    def release(self) -> None:
-        while self._places:
-            self._places.pop().release()
 
 
 def _to_error(failure: FetchFailure, wanted: Wanted) -> InvalidArgument | ImageFetchFailed:

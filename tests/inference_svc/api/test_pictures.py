@@ -6,9 +6,10 @@ import asyncio
 import os
 import resource
 import signal
+import ssl
 import threading
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from inference_svc.api import pictures
 from inference_svc.api.pictures import CallPictures, ImageUploads, PictureReader
 from inference_svc.errors import ImageNotFound
 from inference_svc.pictures.decoding import Tiles
+from inference_svc.pictures.fetching.fetcher import ImageFetcher
+from inference_svc.pictures.fetching.hosts import parse_entry, parse_url
 from inference_svc.pictures.placeholders import PictureRule
 from inference_svc.pictures.processor import read_processor
 from inference_svc.pictures.sizes import TileForm
@@ -29,6 +32,7 @@ from servicekit.shares import Shares
 from servicekit.work_budget import WorkBudget
 from tests.support.pictures.files import encoded, picture
 from tests.support.pictures.models import PATCH, TILE, save_processor, tile_form
+from tests.support.servers.image_host import ImageHost, answer
 
 pytestmark = pytest.mark.processes
 
@@ -169,6 +173,101 @@ def test_a_cancelled_call_holds_its_memory_until_its_file_is_let_go_of(
     assert isinstance(decoding.exception(5.0), CancelledError)
     reader.close()  # its threads have ended, and with them the callbacks
     assert reader.pixels.used == 0
+
+
+@pytest.fixture
+def host() -> Iterator[ImageHost]:
+    with ImageHost() as made:
+        yield made
+
+
+class FetchedCall:
+    """A call whose image is fetched from a host, which holds more than that of each resource."""
+
+    def __init__(self, reader: PictureReader, host: ImageHost) -> None:
+        self.reader = reader
+        self.memory = Shares("request_bytes", 64 << 20, 0.5)
+        self.fetches = Shares("prompt_image_fetches", 4, 0.5)
+        allowed = frozenset({parse_entry(f"http://{host.address}")})
+        tls = ssl.create_default_context()
+        reader.fetcher = ImageFetcher(allowed, tls, self.fetches, self.memory, lambda _: None)
+        location = parse_url(host.url("/a"))
+        image = MessageImage(0, b"", "image 0", location=location)
+        file = uploaded(reader, encoded(picture(5, 5))).images[0]
+        held = reader.uploads.hold(UploadKey("account", SALT, file.sha256))
+        assert held is not None
+        self.file = held
+        self.prompt = Chat((ChatMessage("user", "a", images=(image, file)),))
+
+    def cancelled_when(self, is_time: Callable[[CallPictures], bool]) -> Future[Any] | None:
+        """Cancels the call when it is time. Returns the work on a file that goes on."""
+
+        async def body(call: CallPictures) -> Future[Any] | None:
+            found = call.of_prompt(self.prompt, lambda _: "<image>", "account", SALT)
+            assert self.file.num_holders == 2
+            reading = asyncio.create_task(found.read())
+            async with asyncio.timeout(60.0):
+                while not is_time(call):
+                    await asyncio.sleep(0.001)
+            decoding = call.decoding
+            reading.cancel()
+            await asyncio.wait({reading})
+            assert reading.cancelled()
+            return decoding
+
+        with self.reader.of_call() as call:
+            decoding = asyncio.run(body(call))
+            call.release()
+        return decoding
+
+    def check_nothing_is_held(self) -> None:
+        used = [each.used for each in (self.memory, self.fetches, self.reader.pixels)]
+        assert used == [0, 0, 0]
+        assert self.file.num_holders == 1
+
+
+def test_a_call_that_is_cancelled_while_it_fetches_holds_nothing(
+    reader: PictureReader, host: ImageHost
+) -> None:
+    data = encoded(picture(9, 9))
+
+    async def half(writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(data[:10], length=len(data)))
+        await asyncio.sleep(60.0)
+
+    host.files["/a"] = half
+    call = FetchedCall(reader, host)
+    assert call.cancelled_when(lambda _: call.memory.used == len(data)) is None
+    call.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("step", ["measure", "decode"])
+def test_a_call_that_is_cancelled_while_it_decodes_holds_its_files_until_they_are_let_go_of(
+    reader: PictureReader, host: ImageHost, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encoded(picture(9, 9))
+    host.files["/a"] = answer(data)
+    call = FetchedCall(reader, host)
+    is_decoding, may_end = threading.Event(), threading.Event()
+    assert reader.decoder is not None
+    work = getattr(reader.decoder, step)
+
+    def wait_and_work(*args: Any) -> Any:
+        is_decoding.set()
+        assert may_end.wait(60.0)
+        return work(*args)
+
+    monkeypatch.setattr(reader.decoder, step, wait_and_work)
+    decoding = call.cancelled_when(lambda _: is_decoding.is_set())
+    assert decoding is not None
+    assert call.memory.used == len(data)
+    assert call.file.num_holders == 2
+    assert (call.reader.pixels.used > 0) == (step == "decode")
+    assert call.fetches.used == 0
+    may_end.set()
+    assert wait([decoding], 60.0).done
+    reader.close()  # its threads have ended, and with them the callbacks
+    call.check_nothing_is_held()
 
 
 def test_decoding_is_charged_and_waits_for_its_debt(reader: PictureReader) -> None:

@@ -17,7 +17,7 @@ from inference_svc.pictures.fetching.exchange import MAX_HEAD_BYTES, Outcome, as
 from inference_svc.pictures.fetching.fetcher import ImageFetcher, make_context
 from inference_svc.pictures.fetching.hosts import Wanted, parse_entry, parse_url
 from servicekit.errors import InvalidArgument, InvalidSetting, ShareExceeded
-from servicekit.shares import Shares
+from servicekit.shares import Reservation, Shares
 from tests.support.access.certificates import Authority
 from tests.support.servers.image_host import ImageHost, answer, chunked
 
@@ -73,9 +73,14 @@ class Fetching:
     async def fetch_alone(self, *urls: str) -> list[bytes]:
         """Like `fetch`, while other calls may run."""
         wanted = [Wanted(parse_url(url), f"image {index}") for index, url in enumerate(urls)]
-        async with self.fetcher.fetched(wanted, "account", self._charge) as found:
-            assert self.memory.used_by("account") >= sum(map(len, found))
+        places: list[Reservation] = []
+        try:
+            found = await self.fetcher.fetch(wanted, "account", places, self._charge)
+            assert sum(each.amount for each in places) >= sum(map(len, found))
             return found
+        finally:
+            for each in places:
+                each.release()
 
     def run(self, *urls: str) -> list[bytes]:
         return asyncio.run(self.fetch(*urls))
