@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from inference_svc.errors import ImageFetchFailed
@@ -27,9 +28,10 @@ MAX_FETCHED_BYTES = 16 << 20
 STEP_BYTES = 1 << 20
 """Memory is taken in such steps for a file whose length the host does not announce."""
 FETCH_SECONDS = 10.0
-"""The longest that a fetch may take, with the name's lookup, once it has its place."""
+"""The longest that a fetch may take, with the name's lookup, once it has its place; without
+waiting for memory."""
 PLACE_SECONDS = 10.0
-"""How long a fetch waits for its place while others run."""
+"""How long a fetch waits for its place while others run, and for the memory of its file."""
 NUM_FETCHES = 16
 MAX_DETAIL_CHARS = 200
 
@@ -124,10 +126,10 @@ class ImageFetcher:
     async def _in_time(self, location: Location, account: str, files: _Files) -> bytes:
         with await self.fetches.wait(account, 1, PLACE_SECONDS):
             try:
-                async with asyncio.timeout(FETCH_SECONDS):
+                async with asyncio.timeout(FETCH_SECONDS) as timer:
                     addresses = await self._addresses(location.origin)
                     async with ask(location, addresses, self._tls, self._agent) as answer:
-                        return await files.read(answer)
+                        return await files.read(answer, timer)
             except TimeoutError:
                 why = f"it takes longer than {FETCH_SECONDS:g} s"
                 raise FetchFailure(Outcome.TIME, why) from None
@@ -157,33 +159,72 @@ class _Files:
         self._memory = memory
         self._account = account
         self._places = places
-        self._left = MAX_FETCHED_BYTES
+        self._turn = asyncio.Lock()
+        self._size = 0
         self.num_received = 0
 
-    async def read(self, answer: Answer) -> bytes:
-        """Returns the body of an answer. Raises FetchFailure if it is too large, before it
-        is read if its length is announced, and ShareExceeded if no memory comes in time."""
-        room = answer.length or 0
-        await self._take(room)
+    async def read(self, answer: Answer, timer: asyncio.Timeout) -> bytes:
+        """Returns the body of an answer. Waits for memory while the timer stands still. Raises
+        FetchFailure if the files are too large, before this one is read if its length is announced,
+        and ShareExceeded if there is no memory in time."""
+        counted = room = answer.length or 0
+        self._count(counted)
+        place = await self._take(room, timer) if room else None
         parts: list[bytes] = []
         size = 0
         async for part in answer.body():
             size += len(part)
             self.num_received += len(part)
+            if size > counted:
+                self._count(size - counted)
+                counted = size
             if size > room:
-                await self._take(step := max(size - room, STEP_BYTES))
+                step = max(size - room, min(STEP_BYTES, MAX_FETCHED_BYTES - self._size))
+                place = await self._take(step, timer)
                 room += step
             parts.append(part)
+        if place is not None:
+            place.shrink(place.amount - (room - size))
         return b"".join(parts)
 
-    async def _take(self, num_bytes: int) -> None:
-        if num_bytes > self._left:
+    def _count(self, num_bytes: int) -> None:
+        """Counts bytes that come, or will. Raises FetchFailure and ShareExceeded for more than the
+        call may ever have."""
+        self._size += num_bytes
+        if self._size > MAX_FETCHED_BYTES:
             most = MAX_FETCHED_BYTES >> 20
             why = f"the fetched images of a request may have at most {most} MiB together"
             raise FetchFailure(Outcome.SIZE, why, is_final=True)
-        self._left -= num_bytes
-        if num_bytes:
-            self._places.append(await self._memory.wait(self._account, num_bytes, PLACE_SECONDS))
+        try:
+            self._memory.check(self._account, self._size)
+        except ShareExceeded as error:
+            message = f"{error.message}: send fewer or smaller images"
+            raise ShareExceeded(message, subject=error.subject) from None
+
+    async def _take(self, num_bytes: int, timer: asyncio.Timeout) -> Reservation:
+        """Returns memory. Only a call without any waits for it: calls that keep some files while
+        they wait for others could wait for each other. Raises ShareExceeded."""
+        with _stopped(timer):
+            async with self._turn:
+                if any(each.amount for each in self._places):
+                    place = self._memory.reserve(self._account, num_bytes)
+                else:
+                    place = await self._memory.wait(self._account, num_bytes, PLACE_SECONDS)
+                self._places.append(place)
+                return place
+
+
+@contextmanager
+def _stopped(timer: asyncio.Timeout) -> Iterator[None]:
+    """Has a timer stand still, for waits that have limits of their own."""
+    loop, end_s = asyncio.get_running_loop(), timer.when()
+    assert end_s is not None
+    left_s = end_s - loop.time()
+    timer.reschedule(None)
+    try:
+        yield
+    finally:
+        timer.reschedule(loop.time() + left_s)
 
 
 def _to_error(failure: FetchFailure, wanted: Wanted) -> InvalidArgument | ImageFetchFailed:

@@ -49,9 +49,11 @@ class Fetching:
         ca_file: Path,
         *entries: str,
         lookup: Callable[[str, int], Sequence[str]] | None = None,
+        memory: Shares | None = None,
     ) -> None:
         self.outcomes: list[Outcome] = []
-        self.memory = Shares("request_bytes", 64 * MIB, 0.5, setting="--request-memory")
+        setting = "--request-memory"
+        self.memory = memory or Shares("request_bytes", 64 * MIB, 0.5, setting=setting)
         self.fetches = Shares("prompt_image_fetches", 4, 0.5)
         self.num_charged = 0
         self.fetcher = ImageFetcher(
@@ -76,7 +78,7 @@ class Fetching:
         places: list[Reservation] = []
         try:
             found = await self.fetcher.fetch(wanted, "account", places, self._charge)
-            assert sum(each.amount for each in places) >= sum(map(len, found))
+            assert sum(each.amount for each in places) == sum(map(len, found))
             return found
         finally:
             for each in places:
@@ -211,15 +213,95 @@ def test_images_of_a_call_share_its_bound(
         fetching.run(host.url("/a.png"), host.url("/a.png"))
 
 
-def test_files_wait_for_the_memory_of_requests(
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of time in their proportion, and shorter."""
+    monkeypatch.setattr(fetcher, "FETCH_SECONDS", fetcher.FETCH_SECONDS / 5)
+    monkeypatch.setattr(fetcher, "PLACE_SECONDS", fetcher.PLACE_SECONDS / 5)
+
+
+@pytest.mark.usefixtures("soon")
+def test_files_wait_for_the_memory_of_requests(fetching: Fetching, host: ImageHost) -> None:
+    """As long as for a place, in addition to the time of the fetch."""
+    others = fetching.memory.reserve("other", 64 * MIB - 1000)
+    with others, pytest.raises(ShareExceeded, match=r"request_bytes.*--request-memory") as refused:
+        fetching.run(host.url("/a.png"))
+    assert refused.value.retry_after_s
+    assert fetching.outcomes == [Outcome.NO_ROOM]
+
+
+def test_a_fetch_goes_on_when_there_is_memory(
     fetching: Fetching, host: ImageHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tenant has its share of it, in which its other calls count."""
-    monkeypatch.setattr(fetcher, "PLACE_SECONDS", 0.05)
+    """Its own time stands still meanwhile, and goes on then: see "slow" above."""
+    monkeypatch.setattr(fetcher, "FETCH_SECONDS", 2.0)
     others = fetching.memory.reserve("other", 64 * MIB - 1000)
-    with others, pytest.raises(ShareExceeded, match=r"request_bytes.*--request-memory"):
-        fetching.run(host.url("/a.png"))
-    assert fetching.outcomes == [Outcome.NO_ROOM]
+
+    async def body() -> list[bytes]:
+        reading = asyncio.create_task(fetching.fetch_alone(host.url("/a.png")))
+        while not fetching.memory.use().num_waiting:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(fetcher.FETCH_SECONDS)
+        others.release()
+        return await reading
+
+    assert asyncio.run(body()) == [IMAGE]
+
+
+def test_files_above_the_share_are_refused_at_once(authority: Authority, host: ImageHost) -> None:
+    memory = Shares("request_bytes", 2 * len(IMAGE), 0.5)
+    fetching = Fetching(authority.path, host.address, memory=memory)
+    assert fetching.run(host.url("/a.png")) == [IMAGE]
+    body = fetching.memory.reserve("account", 1)
+    host.files["/b.png"] = answer(IMAGE + b"a")
+    for urls in ([host.url("/b.png")], [host.url("/a.png")] * 2):
+        with pytest.raises(ShareExceeded, match="send fewer or smaller images") as refused:
+            asyncio.run(fetching.fetch_alone(*urls))
+        assert not refused.value.retry_after_s
+    body.release()
+
+
+def test_calls_that_have_files_do_not_wait_for_each_other(
+    authority: Authority, host: ImageHost
+) -> None:
+    """Each keeps its first file: its next one fails at once if there is no room for it."""
+    memory = Shares("request_bytes", 3 * len(IMAGE))
+    fetching = Fetching(authority.path, host.address, memory=memory)
+
+    async def second(writer: asyncio.StreamWriter) -> None:
+        while fetching.outcomes.count(Outcome.DONE) < 2:
+            await asyncio.sleep(0.001)
+        writer.write(answer(IMAGE + IMAGE))
+        await writer.drain()
+
+    host.files["/second"] = second
+    urls = host.url("/a.png"), host.url("/second")
+
+    async def body() -> list[list[bytes] | BaseException]:
+        calls = [fetching.fetch_alone(*urls) for _ in range(2)]
+        async with asyncio.timeout(fetcher.PLACE_SECONDS / 2):
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    found = asyncio.run(body())
+    [refused] = [each for each in found if isinstance(each, ShareExceeded)]
+    assert refused.retry_after_s
+    assert [IMAGE, IMAGE + IMAGE] in found  # once the other has let go of its file
+    assert fetching.memory.used == 0
+    assert fetching.outcomes.count(Outcome.NO_ROOM) == 1
+
+
+@pytest.mark.parametrize(
+    "sizes", [[10 << 10] * 17, [MIB // 2, int(15.2 * MIB)], [16 * MIB]], ids=["many", "two", "one"]
+)
+def test_files_of_unknown_length_count_as_their_bytes(
+    fetching: Fetching, host: ImageHost, sizes: list[int]
+) -> None:
+    for index, size in enumerate(sizes):
+        data = bytes(size)
+        pieces = [data[start : start + (1 << 16)] for start in range(0, size, 1 << 16)]
+        host.files[f"/{index}"] = chunked(*pieces)
+    found = fetching.run(*[host.url(f"/{index}") for index in range(len(sizes))])
+    assert [len(each) for each in found] == sizes
 
 
 def test_fetches_of_an_account_are_bounded(
