@@ -35,8 +35,6 @@ PLACE_SECONDS = 10.0
 PROCESSORS = 0.5
 """Processors that decoding for one account may take on average: some four photos of a camera a
 second, or many more that were made smaller."""
-FETCH_BYTES_PER_SECOND = 100 << 20
-"""The approximate rate at which one processor receives files over TLS."""
 MAX_FILES = 4096
 """The most pictures of open requests: each takes a file, also until the engine has mapped it."""
 HASH_BYTES_PER_SECOND = 200 << 20
@@ -219,9 +217,7 @@ class CallPictures:
         assert fetcher is not None, "the images are checked"
         await work.wait(account)
 
-        def charge(num_bytes: int) -> None:
-            work.charge(account, num_bytes / FETCH_BYTES_PER_SECOND)
-
+        charge = partial(work.charge, account)
         files = iter(await fetcher.fetch(wanted, account, self._fetched, charge))
         return [each if each.location is None else _filled(each, next(files)) for each in images]
 

@@ -34,6 +34,10 @@ PLACE_SECONDS = 10.0
 """How long a fetch waits for its place while others run, and for the memory of its file."""
 NUM_FETCHES = 16
 MAX_DETAIL_CHARS = 200
+FETCH_WORK_SECONDS = 5e-3
+"""The approximate processor time of a fetch in addition to its bytes, for lookup and TLS."""
+BYTES_PER_SECOND = 100 << 20
+"""The approximate rate at which one processor receives files over TLS."""
 
 logger = logging.getLogger(__name__)
 
@@ -86,22 +90,13 @@ class ImageFetcher:
         images: Sequence[Wanted],
         account: str,
         places: list[Reservation],
-        charge: Callable[[int], None],
+        charge: Callable[[float], None],
     ) -> list[bytes]:
         """Returns the files of a call's images, in order. Adds their memory to `places`, also if it
         fails: the caller releases it once nothing reads the files. `charge` is called with the
-        bytes that have come, also of failed fetches. Raises InvalidArgument, ImageFetchFailed and
-        ShareExceeded; the other fetches end then."""
-        files = _Files(self._memory, account, places)
-        try:
-            return await self._fetch_all(images, account, files)
-        finally:
-            charge(files.num_received)
-
-    async def _fetch_all(
-        self, images: Sequence[Wanted], account: str, files: _Files
-    ) -> list[bytes]:
-        """Returns the files, in order. Raises the first error, once all fetches have ended."""
+        approximate seconds of a processor, also of failed fetches. Raises InvalidArgument,
+        ImageFetchFailed and ShareExceeded; the other fetches end then."""
+        files = _Files(self._memory, account, places, charge)
         try:
             async with asyncio.TaskGroup() as group:
                 made = [group.create_task(self._fetch(each, account, files)) for each in images]
@@ -125,6 +120,7 @@ class ImageFetcher:
 
     async def _in_time(self, location: Location, account: str, files: _Files) -> bytes:
         with await self.fetches.wait(account, 1, PLACE_SECONDS):
+            files.charge(FETCH_WORK_SECONDS)
             try:
                 async with asyncio.timeout(FETCH_SECONDS) as timer:
                     addresses = await self._addresses(location.origin)
@@ -152,16 +148,21 @@ class ImageFetcher:
 
 
 class _Files:
-    """The files of a call's images: the `places` of their memory, and the bytes that have come for
-    them."""
+    """The files of a call's images: the `places` of their memory, and the charges of their work."""
 
-    def __init__(self, memory: Shares, account: str, places: list[Reservation]) -> None:
+    def __init__(
+        self,
+        memory: Shares,
+        account: str,
+        places: list[Reservation],
+        charge: Callable[[float], None],
+    ) -> None:
         self._memory = memory
         self._account = account
         self._places = places
         self._turn = asyncio.Lock()
         self._size = 0
-        self.num_received = 0
+        self.charge = charge
 
     async def read(self, answer: Answer, timer: asyncio.Timeout) -> bytes:
         """Returns the body of an answer. Waits for memory while the timer stands still. Raises
@@ -174,7 +175,7 @@ class _Files:
         size = 0
         async for part in answer.body():
             size += len(part)
-            self.num_received += len(part)
+            self.charge(len(part) / BYTES_PER_SECOND)
             if size > counted:
                 self._count(size - counted)
                 counted = size

@@ -241,6 +241,15 @@ def test_a_call_that_is_cancelled_while_it_fetches_holds_nothing(
     call.check_nothing_is_held()
 
 
+def test_a_fetch_that_fails_is_charged(reader: PictureReader, host: ImageHost) -> None:
+    call = FetchedCall(reader, host)
+    host.files["/a"] = answer(b"", status="404 Not Found")
+    with pytest.raises(InvalidArgument, match="answers 404"), reader.of_call() as pictures:
+        read(pictures, call.prompt)
+    assert reader.work.debt_s("account") > 0
+    call.check_nothing_is_held()
+
+
 @pytest.mark.parametrize("step", ["measure", "decode"])
 def test_a_call_that_is_cancelled_while_it_decodes_holds_its_files_until_they_are_let_go_of(
     reader: PictureReader, host: ImageHost, step: str, monkeypatch: pytest.MonkeyPatch
