@@ -171,12 +171,28 @@ def _with_image_memory(
 
 def resolve_images(settings: InferenceSettings) -> InferenceSettings:
     """Returns the settings with the number of images in a request decided, before the model is
-    read: with images its vision tower is a part of it."""
+    read: with images its vision tower is a part of it. Raises InvalidSetting for a setting of
+    fetched images that has no effect."""
+    _check_image_hosts(settings)
     if settings.max_prompt_images is not None:
         return settings
     can_read = settings.num_ranks == 1 and has_processor(settings.model)
     number = PROMPT_IMAGES if can_read else 0
     return settings.model_copy(update={"max_prompt_images": number})
+
+
+def _check_image_hosts(settings: InferenceSettings) -> None:
+    if settings.image_tls_ca_file is not None and not settings.image_hosts:
+        raise InvalidSetting(
+            "--image-tls-ca-file has no effect without --image-hosts",
+            subject="image_tls_ca_file",
+        )
+    if settings.image_hosts and not settings.http:
+        raise InvalidSetting(
+            "--image-hosts has no effect without --http: only requests over HTTP name images by "
+            "URL",
+            subject="image_hosts",
+        )
 
 
 def _check_devices(settings: InferenceSettings, num_devices: int) -> None:

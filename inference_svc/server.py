@@ -206,7 +206,7 @@ class InferenceServer:
         await self._set_serving(True)
         self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
         self._metrics.describe_weights(facts.weight_formats)
-        self._announce([*facts.speed_notes])
+        self._announce(facts)
 
     def _open_prompts(self, text: TextModel, facts: ServerFacts) -> PromptEncoder:
         work, share = self._places.request_work, self._config.share
@@ -375,12 +375,16 @@ class InferenceServer:
         )
         await server.start(app)
 
-    def _announce(self, warnings: list[str]) -> None:
+    def _announce(self, facts: ServerFacts) -> None:
+        warnings = [*facts.speed_notes]
         addresses = {"grpc": self.address, "metrics": self.metrics_address}
         if self.http is not None:
             addresses["http"] = self.http_address
         if self._config.log_prompts:
             warnings.append("--log-prompts is on: callers' prompts are written into this log")
+            logger.warning(warnings[-1])
+        if self._fetcher is not None and facts.pictures is None:
+            warnings.append("--image-hosts has no effect: the model reads no images here")
             logger.warning(warnings[-1])
         warnings += unknown_variables(InferenceSettings)
         announce_ready(addresses, self._config.ready_file, warnings)

@@ -321,6 +321,22 @@ def test_impossible_settings(model: Path, args: list[str], machine: Machine, mes
         resolve(parse(model, *args), machine, MODEL, fit)
 
 
+@pytest.mark.parametrize(
+    ("args", "subject", "message"),
+    [
+        (["--image-tls-ca-file", "ca.pem"], "image_tls_ca_file", "without --image-hosts"),
+        (["--image-hosts", "a.example"], "image_hosts", "without --http: only"),
+    ],
+)
+def test_settings_of_fetched_images_have_an_effect(
+    model: Path, args: list[str], subject: str, message: str
+) -> None:
+    with pytest.raises(InvalidSetting, match=rf"^{args[0]} has no effect {message}") as refused:
+        resolve_images(parse(model, *args))
+    assert refused.value.subject == subject
+    resolve_images(parse(model, *args, "--image-hosts", "a.example", "--http", "127.0.0.1:0"))
+
+
 def test_a_limit_of_the_hosts_memory_is_for_a_gpu(model: Path, monkeypatch) -> None:
     monkeypatch.setenv("LOADOUT_INFERENCE_HOST_MEMORY_LIMIT", "1GiB")
     with pytest.raises(InvalidSetting, match=r"^host-memory-limit: on a CPU"):

@@ -48,6 +48,14 @@ def test_streams_text_and_ends_with_usage(serve) -> None:
     serve(body, kind="byte_level")
 
 
+def test_hosts_of_images_that_nobody_reads_are_a_warning(serve, tmp_path: Path) -> None:
+    async def body(running: Running) -> None:
+        [warning] = json.loads((tmp_path / "ready.json").read_text())["warnings"]
+        assert warning.startswith("--image-hosts has no effect: the model reads no images")
+
+    serve(body, http=True, image_hosts=("images.example.com",))
+
+
 def test_text_tokens_and_chat_are_prompts(serve, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 

@@ -169,6 +169,9 @@ FINAL: dict[str, tuple[bytes | Callable[..., object], Outcome, str]] = {
 }
 AGAIN: dict[str, tuple[bytes | Callable[..., object], Outcome, str]] = {
     "busy": (answer(SECRET, status="503 Busy"), Outcome.STATUS, "answers 503"),
+    "early": (answer(SECRET, status="425 Too Early"), Outcome.STATUS, "answers 425"),
+    "many requests": (answer(SECRET, status="429 Wait"), Outcome.STATUS, "answers 429"),
+    "timeout": (answer(SECRET, status="408 Timeout"), Outcome.STATUS, "answers 408"),
     "slow": (_drip, Outcome.TIME, "longer than"),
     "truncated": (answer(SECRET, length=1000), Outcome.PROTOCOL, "not to the end"),
     "no http": (SECRET + b"\r\n\r\n", Outcome.PROTOCOL, "does not answer as HTTP"),
