@@ -62,13 +62,14 @@ class ImageCalls(Caller):
     def _send_images(
         self, call: Call[Any] | StreamCall[Any], address: str, timeout_s: float | None
     ) -> Route:
-        """Uploads the files of a call to the replica that lacks one of them. Returns the route to
-        this replica."""
+        """Uploads the files of a call to the replica that lacks one of them, all within one
+        deadline. Returns the route to this replica."""
         assert call.images is not None
+        attempts = self._attempts(timeout_s)
         for data in call.images.files:
             upload = calls.upload_image(len(data), call.adapter, call.images.cache_salt)
             route = self._channels.replica_route(upload, address)
-            self._send_image(upload, data, route, timeout_s)
+            self._send_image(upload, data, route, attempts.remaining_s)
         return self._channels.replica_route(call, address)
 
     def _stream(self, call: StreamCall[T], timeout_s: float | None) -> Stream[T]:

@@ -111,7 +111,8 @@ class Tool(TypedDict):
 
 class ChatImage(TypedDict):
     """An image in a message: its file, its hash, or both. If you give both, the client sends the
-    hash, and uploads the file only if the server does not have it."""
+    hash. If the server lacks one of a call's images, the client uploads the files of all that have
+    both."""
 
     data: NotRequired[bytes]
     """A PNG, JPEG, WebP or GIF file with one frame."""

@@ -29,9 +29,12 @@ class ImageFiles:
 
     @classmethod
     def of(cls, prompt: Prompt, cache_salt: str) -> ImageFiles | None:
-        """Returns None if there are none."""
-        items = [] if isinstance(prompt, str) else [m for m in prompt if isinstance(m, Mapping)]
-        images = [image for message in items for image in message.get("images") or ()]
+        """Returns None if there are none. `prompt` is one that `to_prompt` takes."""
+        # A prompt of many token ids is looked at once only.
+        if not isinstance(next(iter(prompt), None), Mapping):
+            return None
+        messages = cast(Sequence[types.ChatMessage], prompt)
+        images = [image for message in messages for image in message.get("images") or ()]
         files = [each["data"] for each in images if "data" in each and "sha256" in each]
         return cls(tuple(dict.fromkeys(files)), cache_salt) if files else None
 
@@ -128,12 +131,19 @@ def _message(values: dict[str, Any], index: int) -> inference_pb.ChatMessage:
     ]
     fields = {**values, "tool_calls": calls} if calls else dict(values)
     if images := values.get("images"):
+        if not isinstance(images, Sequence) or isinstance(images, str | bytes):
+            raise invalid(f"{path}.images", "must be a list, each item a ChatImage")
         fields["images"] = [_image(each, f"{path}.images[{i}]") for i, each in enumerate(images)]
     return cast(inference_pb.ChatMessage, build(inference_pb.ChatMessage, path, **fields))
 
 
-def _image(values: Mapping[str, Any], path: str) -> inference_pb.ChatImage:
-    """Returns an image of a message: by its hash, if that is known."""
+def _image(values: object, path: str) -> inference_pb.ChatImage:
+    """Returns an image of a message: by its hash, if that is known. Raises InvalidArgument that
+    quotes no file."""
+    if not isinstance(values, Mapping):
+        raise invalid(path, "must be a ChatImage, such as {'data': ...}")
+    if not isinstance(values.get("data", b""), bytes):
+        raise invalid(f"{path}.data", "must be bytes, the image's file")
     left_out = "data" if "sha256" in values else ""
     fields = {name: value for name, value in values.items() if name != left_out}
     return cast(inference_pb.ChatImage, build(inference_pb.ChatImage, path, **fields))

@@ -397,6 +397,27 @@ def test_an_image_is_uploaded_once_if_the_caller_has_it(fleet, connect, fail, im
         assert len(service.requests.pop("UploadImage", [])) == num_uploads
 
 
+def test_all_uploads_of_a_call_have_its_deadline(fleet, connect, fail):
+    files = [b"one", b"two"]
+    images = [{"data": each, "sha256": hashlib.sha256(each).digest()} for each in files]
+    remaining_s = []
+
+    def receive(request, context):
+        remaining_s.append(context.time_remaining())
+        if len(remaining_s) == 1:
+            time.sleep(2.0)
+        return pb.UploadImageResponse(sha256=b"x" * 32)
+
+    service = fleet[home(fleet, "a1")[0]].service
+    service.on("Generate", fail(grpc.StatusCode.NOT_FOUND, "IMAGE_NOT_FOUND"))
+    service.on("UploadImage", receive)
+    prompt = [{"role": "user", "content": "hi", "images": images}]
+    with pytest.raises(errors.NotFound):
+        connect().call("complete", prompt, adapter="a1", timeout_s=10.0)
+    assert len(remaining_s) == 2
+    assert remaining_s[1] < 9.0, "gRPC rounds up"
+
+
 def test_an_image_can_be_uploaded_to_its_adapters_replica(fleet, connect):
     service = fleet[home(fleet, "a1")[0]].service
     service.on("UploadImage", pb.UploadImageResponse(sha256=BOTH["sha256"]))

@@ -105,6 +105,42 @@ def test_bad_prompt_names_the_field(prompt, subject):
 
 
 @pytest.mark.parametrize(
+    ("images", "subject"),
+    [
+        ([b"AAAA"], "chat.messages[0].images[0]"),
+        ([{"data": b"a"}, "AAAA"], "chat.messages[0].images[1]"),
+        (b"AAAA", "chat.messages[0].images"),
+        (5, "chat.messages[0].images"),
+        ([{"data": "AAAA"}], "chat.messages[0].images[0].data"),
+        ([{"data": bytearray(b"AAAA"), "sha256": b"x" * 32}], "chat.messages[0].images[0].data"),
+        ([{"sha256": "AAAA"}], "chat.messages[0].images[0].sha256"),
+    ],
+    ids=str,
+)
+def test_images_of_another_type_are_refused_by_name(images, subject):
+    with pytest.raises(InvalidArgument, match="must be") as caught:
+        generate([{"role": "user", "content": "a", "images": images}])
+    assert caught.value.subject == subject
+
+
+class Ids(list[int]):
+    """Token ids that count how many were looked at."""
+
+    num_seen = 0
+
+    def __iter__(self):
+        for each in super().__iter__():
+            self.num_seen += 1
+            yield each
+
+
+def test_token_ids_are_not_searched_for_images():
+    ids = Ids(range(1000))
+    assert calls.generate(ids, "", 0, "", 0, "", {}).images is None
+    assert ids.num_seen <= len(ids) + 1
+
+
+@pytest.mark.parametrize(
     ("message", "text"),
     [
         ({"contents": "a"}, "chat.messages[0].contents is not a known field; did you mean content"),
