@@ -55,6 +55,7 @@ MAYBE_NONE: dict[str, list[set[str]]] = {
     "add_rms_norm_kernel": [
         *({"bias"}, {"bias", "rows"}, {"bias", "delta", "rows"}),
         *({"bias", *ADDEND}, {"bias", "rows", *ADDEND}, {"bias", "delta", "rows", *ADDEND}),
+        *(set[str](), {"rows"}, {"delta", "rows"}),
         *(ADDEND, {"delta", *ADDEND}, {"rows", *ADDEND}, {"delta", "rows", *ADDEND}),
     ],
     "combine_experts_kernel": [set(), {"shared_logits"}, {"shared", "shared_logits"}],

@@ -103,8 +103,12 @@ def launch_attention(rows: list[tuple[int, int]], page_size: int, norms: str = "
             of_part = addend and addend._replace(values=part.clone())
             store(part, cache, 0, plan.cells, *angles, found, addend=of_part)
     q = qkv[:, : 4 * 64].view(num_tokens, 4, 64)
-    for sinks in (None, torch.zeros(4)):
-        attention_ops.attend(q, cache, 0, plan, scale=0.1, sinks=sinks)
+    of_pairs = torch.zeros(32, num_tokens, dtype=torch.int64).t()
+    attention_ops.rotary_angles(of_pairs, torch.zeros(32), 1, torch.bfloat16)
+    # Tokens of an image see each other.
+    seen = AttentionPlan.build(*zip(*rows, strict=True), pages, page_size, mutual=[(0, 1)])
+    for each, sinks in ((plan, None), (plan, torch.zeros(4)), (seen, None)):
+        attention_ops.attend(q, cache, 0, each, scale=0.1, sinks=sinks)
 
 
 def launch_between(num_tokens: int) -> None:
@@ -115,6 +119,10 @@ def launch_between(num_tokens: int) -> None:
     for delta, chosen in ((None, None), (hidden, None), (hidden, rows)):
         for addend in (None, Addend(hidden, slots)):
             elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen, addend=addend)
+            biased = torch.ones(256), torch.zeros(256)
+            elementwise_ops.add_rms_norm(
+                hidden, delta, biased[0], 1e-5, chosen, bias=biased[1], addend=addend
+            )
         elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen, delta_scale=0.5)
     gate_up = torch.zeros(num_tokens, 512, dtype=torch.bfloat16)
     elementwise_ops.swiglu(*gate_up.chunk(2, dim=1))
@@ -149,14 +157,17 @@ def launch_experts(row_lengths: list[int]) -> None:
     # Nothing has run: where these lie nobody has written.
     for tokens in (None, order.tokens):
         pairs = experts_ops.sort_pairs(routing.experts, 16, tokens)
-    lora_ops.plan_pairs(plan, order, routing.experts, pairs)
+    own = experts_ops.own_pairs(pairs, (4, 12))
+    for each in (pairs, own):
+        lora_ops.plan_pairs(plan, order, routing.experts, each)
     weight, bias = (torch.zeros(16, *shape, dtype=torch.bfloat16) for shape in ((64, 64), (64,)))
     x = torch.zeros(len(pairs.tokens), 64, dtype=torch.bfloat16)
     for own_bias in (None, bias):
         made = experts_ops.experts_linear(x, weight, pairs, own_bias)
         experts_ops.experts_linear(x[:num_tokens], weight, pairs, own_bias, pairs.tokens)
     for shared, gate in ((None, None), (x[:num_tokens], None), (x[:num_tokens], vector[:1])):
-        experts_ops.combine(made, pairs, routing.weights, shared, gate)
+        for each in (pairs, own):
+            experts_ops.combine(made, each, routing.weights, shared, gate)
 
 
 def launch_quantised(row_lengths: list[int]) -> None:

@@ -104,7 +104,7 @@ def test_kernels_read_pictures(name: str, tmp_path: Path) -> None:
             zoo, sizes = reader.zoo, SETTINGS | INTERPRETED_SIZES
             found = operations.call("generate", zoo.model_dir, zoo.adapter_dirs, [asked], sizes)
             for cell, (tokens, _) in zip(cells, found[0], strict=True):
-                assert tokens == reader.expected(*cell, NUM_INTERPRETED), cell
+                assert tokens == reader.expected(*cell, count=NUM_INTERPRETED), cell
     finally:
         worker.close()
 
