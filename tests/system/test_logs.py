@@ -59,6 +59,9 @@ def drive(system: Observed) -> None:
     client, token = system.client, token_of("root")
     for name in ("r1", "r3", "r16"):  # one more than there are slots
         system.register(f"logged/{name}", name)
+        # Tests of other files may have loaded it or made it popular, and a prefetch has no trace.
+        client.complete(PROMPT, adapter=f"logged/{name}", max_tokens=1)
+        client.unload(f"logged/{name}")
         client.complete(PROMPT, adapter=f"logged/{name}", request_id=f"of-{name}", max_tokens=2)
     with pytest.raises(NotFound):
         client.complete(PROMPT, adapter="logged/nobody")
