@@ -189,5 +189,6 @@ def test_random_loads_and_evictions_leave_the_accounts_whole(
         running.until(lambda index=index: running.is_done(f"{index}"), 120)
         error = running.result(f"{index}")[1].error
         assert error is None, (index, error)
-    assert running.engine.built.residency.device.num_evictions > 20
+    # About forty, and fewer where requests of one adapter wait together.
+    assert running.engine.built.residency.device.num_evictions > 10
     running.check_idle()
