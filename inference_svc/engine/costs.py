@@ -74,15 +74,12 @@ def make_pictures(
         / found.tiles.merge**2
         for connector in connectors
     ]
-    mixers = [each.mixer for each in tower.blocks if isinstance(each.mixer, BothWays)]
-    widths = {each.in_windows: each.size for each in mixers}
+    widths = [each.mixer.size for each in tower.blocks if isinstance(each.mixer, BothWays)]
     costs = TowerCosts(
-        tiles=found.tiles,
-        num_layers=tower.num_layers,
+        units=found.units(torch.get_num_threads()),
         tokens_per_patch=(of_layer + max(of_connectors)) / of_token,
         # A product of a query with a key, and of a weight with a value.
-        tokens_per_pair=2 * max(widths.values()) / of_token,
-        sees_all=False in widths,
+        tokens_per_pair=2 * max(widths) / of_token,
         row_bytes=found.row_size * dtype.itemsize,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from inference_svc.core import BASE_SLOT
 from inference_svc.host.copies import to_device
 from inference_svc.model.checkpoint.weights import ModelWeights, P
-from inference_svc.model.description import Decoder, Pictures
+from inference_svc.model.description import BothWays, Decoder, Pictures
 from inference_svc.model.encoder.operations import AttendBothWays
 from inference_svc.model.encoder.tiles import TilePart, TilePlan
 from inference_svc.model.encoder.towers import outputs_of
@@ -30,7 +30,8 @@ from inference_svc.model.transformer import COMPUTE
 from inference_svc.model.walk import operations
 from inference_svc.pictures.processor import CHANNELS, Processor
 from inference_svc.pictures.sizes import Size
-from kernels.attention import AttentionPlan
+from inference_svc.pictures.units import Share
+from kernels.attention import AttentionPlan, both_ways
 from kernels.pictures.reference import cut_patches
 
 WARM_CELLS = 10
@@ -79,8 +80,9 @@ class Encoding:
 
 class Tower(ABC, Generic[P]):
     """Computes tiles one by one. The unit of its work is a layer of a strip of a tile: from the
-    attention of a layer up to the one of the next, before the first layer or behind the last.
-    Strips that follow each other are computed at once. `device` has the weights and all else."""
+    attention of a layer up to the one of the next, before the first layer or behind the last; or,
+    of a large tile, a share of this attention. Strips that follow each other are computed at once.
+    `device` has the weights and all else."""
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class Tower(ABC, Generic[P]):
         self._device = device
         self.weights = weights
         self._units = units
+        self._order = pictures.units(torch.get_num_threads())
         self._plans: dict[Size, TilePlan] = {}
 
     @property
@@ -129,17 +132,37 @@ class Tower(ABC, Generic[P]):
             state = encoding.state
             if state is None:
                 state = encoding.state = self._begin_tile(self._plan(encoding.tile))
-            num_strips = len(state.plan.strips)
-            layer, first = divmod(encoding.num_units, num_strips)
-            part = state.plan.part(first, num_units)
-            tile = self._pixels(encoding, pixels)
-            for out, rows in self._compute(state, layer, part, tile, slot):
-                self._place(encoding, part, out, rows)
-            num_units -= part.num_strips
-            encoding.num_units += part.num_strips
-            if encoding.num_units == num_strips * len(self._units.ops):
+            count = self._go_on(encoding, state, pixels, num_units, slot)
+            num_units -= count
+            encoding.num_units += count
+            if encoding.num_units == self._order.count(encoding.tile):
                 encoding.index, encoding.num_units, encoding.state = encoding.index + 1, 0, None
                 self._end_tile(state)
+
+    def _go_on(
+        self,
+        encoding: Encoding,
+        state: TileState,
+        pixels: bytes | memoryview,
+        num_units: int,
+        slot: int,
+    ) -> int:
+        """Computes up to so many units of a tile: a share of a strip's attention, or whole strips.
+        Returns how many."""
+        unit = self._order.find(encoding.tile, encoding.num_units)
+        is_whole = not unit.share and num_units >= unit.num_shares
+        part = state.plan.part(unit.strip, num_units // unit.num_shares if is_whole else 1)
+        mixer = self._units.mixer(unit.layer)
+        if mixer is not None and not mixer.in_windows:
+            share = Share(0, part.num_tokens, 0, mixer.num_heads)
+            if not is_whole:
+                share = self._order.shares(encoding.tile)[unit.share]
+            self._attend(state, unit.layer, part, share.within(part.num_tokens))
+        if is_whole or unit.share == unit.num_shares - 1:
+            tile = self._pixels(encoding, pixels)
+            for out, rows in self._compute(state, unit.layer, part, tile, slot):
+                self._place(encoding, part, out, rows)
+        return part.num_strips * unit.num_shares if is_whole else 1
 
     def _plan(self, tile: Size) -> TilePlan:
         plan = self._plans.get(tile)
@@ -168,11 +191,16 @@ class Tower(ABC, Generic[P]):
     def _begin_tile(self, plan: TilePlan) -> TileState: ...
 
     @abstractmethod
+    def _attend(self, state: Any, layer: int, part: TilePart, share: Share) -> None:
+        """Computes a share of a part's attention in a layer that sees all of a tile. The outputs
+        take the place of the queries."""
+
+    @abstractmethod
     def _compute(
         self, state: Any, layer: int, part: TilePart, pixels: NDArray[np.uint8], slot: int
     ) -> Sequence[tuple[Value, Tensor]]:
-        """Computes a unit of each strip of a part, of a tile with these pixels. Returns the outputs
-        [cells, size] that it makes."""
+        """Computes a layer of each strip of a part, of a tile with these pixels, except attention
+        that `_attend` has computed. Returns the outputs [cells, size] that it makes."""
 
     def _end_tile(self, state: Any) -> None:
         """A tile has been computed."""
@@ -223,8 +251,7 @@ class TorchTower(Tower[TorchLinear]):
         black = bytes(tile.height * tile.width * CHANNELS)
         for lora in self._any_loras:
             self._lora = lora
-            num_units = len(form.strips(tile)) * len(self._units.ops)
-            super().go_on(self.begin(tile, 1), black, num_units, BASE_SLOT)
+            super().go_on(self.begin(tile, 1), black, self._order.count(tile), BASE_SLOT)
 
     def _begin_tile(self, plan: TilePlan) -> TorchTile:
         units, dtype = self._units, self.weights.dtype
@@ -237,6 +264,14 @@ class TorchTower(Tower[TorchLinear]):
         }
         return TorchTile(plan, hidden, (first, second), angles)
 
+    def _attend(self, state: TorchTile, layer: int, part: TilePart, share: Share) -> None:
+        mixer = self._units.mixer(layer)
+        assert mixer is not None
+        qkv = state.qkv[(layer - 1) % 2].unflatten(1, (3, mixer.num_heads, mixer.head_dim))
+        q, k, v = qkv[:, :, share.first_head : share.end_head].unbind(1)
+        own = q[part.start + share.first : part.start + share.end]
+        own.copy_(both_ways.attend_all(own, k, v, mixer.scale))
+
     def _compute(
         self, state: TorchTile, layer: int, part: TilePart, pixels: NDArray[np.uint8], slot: int
     ) -> Sequence[tuple[Value, Tensor]]:
@@ -248,7 +283,9 @@ class TorchTower(Tower[TorchLinear]):
             step.values[units.hidden] = state.hidden[own]
             step.values[units.qkv] = state.qkv[(layer - 1) % 2]
         for op, ended in units.ops[layer]:
-            if not isinstance(op, Angles):
+            if isinstance(op, AttendBothWays) and not op.mixer.in_windows:
+                step.values[op.out] = step.values[units.qkv][own, : op.mixer.size]
+            elif not isinstance(op, Angles):
                 step.values[op.out] = COMPUTE[type(op)](op, step)
             for value in ended:
                 del step.values[value]
@@ -333,6 +370,12 @@ class Units:
     qkv: Value
     outs: tuple[Value, ...]
     angles: list[Angles]
+
+    def mixer(self, index: int) -> BothWays | None:
+        """Returns the attention that a unit begins with; none before the first layer, and behind
+        the last."""
+        first = self.ops[index][0][0] if index < len(self.ops) else None
+        return first.mixer if isinstance(first, AttendBothWays) else None
 
     @classmethod
     def of(cls, tower: Decoder, ops: Sequence[Op]) -> Units:

@@ -4,6 +4,7 @@ They are called pictures here, because an image is an adapter's compiled bytes. 
 operators know them as images.
 
 sizes         the sizes of tiles, and their tokens
+units         the units that a tower's work for a tile is divided into
 processor     how a checkpoint's processor makes tiles of a picture
 tiling        makes tiles, in a sandboxed process
 task          decodes strangers' files, in that process

@@ -63,8 +63,8 @@ class PromptPicture:
 
 
 class Encode(NamedTuple):
-    """Computes so many more units of a picture, which are layers of strips of tiles, with the
-    adapter at `slot`; -1: none."""
+    """Computes so many more units of a picture, see `TowerUnits`, with the adapter at `slot`; -1:
+    none."""
 
     key: PictureKey
     picture: PromptPicture
@@ -73,10 +73,12 @@ class Encode(NamedTuple):
 
 
 class PictureWork(NamedTuple):
-    """The work of a step, before its rows: embeddings that are `dropped`, and `encodes`."""
+    """The work of a step, before its rows: embeddings that are `dropped`, and `encodes`, whose cost
+    is in tokens of a prompt."""
 
     dropped: tuple[PictureKey, ...] = ()
     encodes: tuple[Encode, ...] = ()
+    cost: float = 0.0
 
 
 NO_WORK = PictureWork()

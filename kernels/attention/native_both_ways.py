@@ -35,7 +35,7 @@ class PackedArgs(ctypes.Structure):
 
 
 class BothWaysArgs(ctypes.Structure):
-    """`qkv`, `first`, `end` and `packed` may change between runs."""
+    """All but strides and sizes may change between runs."""
 
     _fields_ = (
         ("qkv", ctypes.c_void_p),
@@ -53,6 +53,8 @@ class BothWaysArgs(ctypes.Structure):
         ("max_threads", ctypes.c_int64),
         ("first", ctypes.c_int64),
         ("end", ctypes.c_int64),
+        ("first_head", ctypes.c_int64),
+        ("end_head", ctypes.c_int64),
         ("packed", PackedArgs),
         ("scale", ctypes.c_float),
     )
@@ -166,7 +168,8 @@ def both_ways_op(
     reach: int | None = None,
 ) -> NativeOp:
     """Builds out = `both_ways.attend` of a step's tokens, or of the ones from `first` to `end`, the
-    first of which has row 0 of `out` then.
+    first of which has row 0 of `out` then, and of the heads from `first_head` to `end_head`. If
+    keys and values are packed, `out` may be the queries.
 
     Args:
         qkv: [T, 3 * heads * head_dim]: q, then k, then v, of all heads; rows of unit stride may be
@@ -203,6 +206,7 @@ def both_ways_op(
         scratch_bytes=shape.thread_bytes,
         max_threads=scratch.max_threads,
         end=1 << 62,
+        end_head=size // shape.head_dim,
         scale=scale,
     )
     keep = (qkv, out, num_rows, query_starts, scratch)

@@ -263,11 +263,13 @@ def copy_rows_op(source: Tensor, target: Tensor, count: Tensor) -> NativeOp:
     return NativeOp("copy_rows", args, (source, target, count))
 
 
-def load_rows_op(rows: Tensor, count: Tensor) -> NativeOp:
+def load_rows_op(rows: Tensor, count: Tensor, stride: int | None = None) -> NativeOp:
     """Builds a copy of as many rows from `source`, which is said before each run, and whose rows
-    are as far apart. rows: [N, size], of unit stride."""
+    are as far apart, or `stride` elements. rows: [N, size], of unit stride."""
     args = _copy_args(rows, count)
     args.target = rows.data_ptr()
+    if stride is not None:
+        args.source_stride = stride * rows.element_size()
     return NativeOp("copy_rows", args, (rows, count))
 
 

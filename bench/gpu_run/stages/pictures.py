@@ -62,7 +62,7 @@ class _Reader:
         self.model, self.backend, self.tile = model, backend, tile
         self.num_tokens = pictures.tiles.tokens(tile)
         self.num_patches = pictures.tiles.inner_tokens(tile)
-        self.num_units = len(pictures.tiles.strips(tile)) * (pictures.tower.num_layers + 1)
+        self.num_units = pictures.units(torch.get_num_threads()).count(tile)
         values = torch.randint(256, (tile.height * tile.width * 3,), dtype=torch.uint8)
         self._pixels = SharedBytes.of("loadout-pixels", values.numpy().tobytes())
         self._num_made = 0

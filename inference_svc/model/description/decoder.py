@@ -24,6 +24,7 @@ from inference_svc.pictures.positions import PicturePositions
 from inference_svc.pictures.processor import Processor
 from inference_svc.pictures.prompt import Frame
 from inference_svc.pictures.sizes import TileForm
+from inference_svc.pictures.units import PAIRS_PER_THREAD, TowerUnits
 from inference_svc.results.routed_experts import ExpertLayers
 from kernels.quantised import WeightFormat
 
@@ -396,6 +397,13 @@ class Pictures:
         """The form of the tower's tiles."""
         assert self.tower.patches is not None
         return self.tower.patches.form
+
+    def units(self, num_threads: int) -> TowerUnits:
+        """Returns the units of the tower's work, if so many threads compute it."""
+        mixers = [each.mixer for each in self.tower.blocks if isinstance(each.mixer, BothWays)]
+        sees_all = tuple(not each.in_windows for each in mixers)
+        num_heads = max(each.num_heads for each in mixers)
+        return TowerUnits(self.tiles, sees_all, num_heads, PAIRS_PER_THREAD * num_threads)
 
     @property
     def positions(self) -> PicturePositions | None:

@@ -81,12 +81,9 @@ def _rotate(op: RotateHeads, step: Step) -> Tensor:
 
 
 def _attend(op: AttendBothWays, step: Step) -> Tensor:
-    """A tower's queries are the step's part of a tile."""
+    """A tower's windows are of the step's part of a tile."""
     mixer, part = op.mixer, step.inputs.part
     heads = step.values[op.inputs[0]].unflatten(1, (3, mixer.num_heads, mixer.head_dim))
-    if part is not None and not mixer.in_windows:
-        q, (_, k, v) = heads[part, 0], heads.unbind(1)
-        return both_ways.attend_all(q, k, v, mixer.scale).flatten(1)
     own = heads if part is None else heads[part]
     q, k, v = own.unbind(1)
     mixed = both_ways.attend(q, k, v, step.inputs.attention, mixer.scale, mixer.reach)

@@ -27,7 +27,7 @@ struct PackedCells {
 
 struct BothWaysArgs {
   const void* qkv;  // [T, qkv_stride]: q, then k, then v, of all heads
-  void* out;        // [T, out_stride]
+  void* out;        // [T, out_stride]; may be the queries, if keys and values are packed
   const int32_t* num_rows;
   const int32_t* query_starts;  // [R + 1]
   int64_t qkv_stride;
@@ -40,6 +40,7 @@ struct BothWaysArgs {
   int64_t scratch_bytes;
   int64_t max_threads;
   int64_t first, end;  // the tokens whose queries are computed; the first one's output is row 0
+  int64_t first_head, end_head;  // of these queries
   PackedCells packed;  // of the step's only row, or none
   float scale;         // above 0
 };
@@ -48,6 +49,7 @@ namespace {
 
 constexpr int64_t SEGMENT = 4 * BLOCK;  // whose scores and weights stay in the first cache
 constexpr int64_t MAX_SPAN = 512;       // queries of an item: more share its copies, fewer more threads
+constexpr int64_t ITEMS_PER_THREAD = 4;
 
 // Queries [first, last) of a row of `length` tokens, which begins with token `start` of the step.
 struct SpanItem {
@@ -58,7 +60,11 @@ struct SpanItem {
 // Finds items by their numbers, which ascend from call to call.
 class SpanItems {
  public:
-  explicit SpanItems(const BothWaysArgs& args) : args_(args) {}
+  SpanItems(const BothWaysArgs& args, int64_t num_threads, int64_t product_rows)
+      : args_(args),
+        num_heads_(args.end_head - args.first_head),
+        num_threads_(num_threads),
+        product_rows_(product_rows) {}
 
   SpanItem find(int64_t number) {
     for (; row_ < *args_.num_rows; ++row_) {
@@ -66,12 +72,12 @@ class SpanItems {
       const int64_t length = args_.query_starts[row_ + 1] - start;
       const int64_t first = std::clamp<int64_t>(args_.first - start, 0, length);
       const int64_t queries = std::clamp<int64_t>(args_.end - start, first, length) - first;
-      const int64_t spans = (queries + MAX_SPAN - 1) / MAX_SPAN, count = spans * args_.num_heads;
+      const int64_t size = span_size(queries);
+      const int64_t count = (queries + size - 1) / size * num_heads_;
       if (number - before_ < count) {
-        const int64_t span = (number - before_) / args_.num_heads;
-        const int64_t head = (number - before_) % args_.num_heads;
-        return {start, length, first + queries * span / spans,
-                first + queries * (span + 1) / spans, head};
+        const int64_t span = first + (number - before_) / num_heads_ * size;
+        const int64_t head = args_.first_head + (number - before_) % num_heads_;
+        return {start, length, span, std::min(span + size, first + queries), head};
       }
       before_ += count;
     }
@@ -79,7 +85,19 @@ class SpanItems {
   }
 
  private:
+  // The queries of an item. Items that copy nothing are small enough for all threads, but products
+  // have all of their rows.
+  int64_t span_size(int64_t queries) const {
+    if (!args_.packed.keys) {
+      const int64_t spans = std::max<int64_t>((queries + MAX_SPAN - 1) / MAX_SPAN, 1);
+      return std::max<int64_t>((queries + spans - 1) / spans, 1);
+    }
+    const int64_t share = queries * num_heads_ / (ITEMS_PER_THREAD * num_threads_);
+    return std::clamp(round_up(share, product_rows_), product_rows_, MAX_SPAN);
+  }
+
   const BothWaysArgs& args_;
+  const int64_t num_heads_, num_threads_, product_rows_;
   int64_t row_ = 0, before_ = 0;
 };
 
@@ -324,7 +342,8 @@ template <typename T>
 void attend_both_ways(const BothWaysArgs& args, const Slice& slice) {
   if (slice.thread >= args.max_threads) return;
   BothWays<T> attention(args, args.scratch + slice.thread * args.scratch_bytes);
-  SpanItems items(args);
+  SpanItems items(args, std::min<int64_t>(slice.num_threads, args.max_threads),
+                  BothWays<T>::ROWS);
   for (SpanItem item; (item = items.find(slice.take())).length >= 0;) attention.run(item);
 }
 

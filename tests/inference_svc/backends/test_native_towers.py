@@ -12,6 +12,7 @@ from inference_svc.backends.native.towers.tiles import NativeTile, tile_bytes
 from inference_svc.backends.native.towers.tower import NativeTower
 from inference_svc.core import BASE_SLOT, EngineConfig
 from inference_svc.model.architectures import load_description
+from inference_svc.model.description import decoder
 from inference_svc.pictures.sizes import Size
 from kernels.lora.table import MAX_PARTS
 from tests.support.pictures.models import PATCH, READERS, TILE, make_reader
@@ -41,13 +42,13 @@ def test_memory_is_counted_before_it_is_taken(name: str, dtype: str, tmp_path: P
         arena_bytes=1 << 20,
         num_threads=torch.get_num_threads(),
     )
-    decoder = load_description(tmp_path, with_pictures=True)
-    pictures = decoder.pictures
+    model = load_description(tmp_path, with_pictures=True)
+    pictures = model.pictures
     assert pictures is not None
     longest = pictures.max_inner_tokens(config.max_model_len)
     tower = tower_of(tmp_path, "native", getattr(torch, dtype), longest)
     assert isinstance(tower, NativeTower)
-    counted = tower_needs(config, decoder).workspace_bytes
+    counted = tower_needs(config, model).workspace_bytes
     held = tower.workspace_bytes + tile_bytes(pictures.tower, getattr(torch, dtype), longest)
     assert held <= counted <= held + MAX_PARTS * (1 << 20)
 
@@ -82,3 +83,35 @@ def test_tiles_that_are_computed_in_turns_do_not_mix(name: str, tmp_path: Path) 
             tower.go_on(encoding, own.tobytes(), 1, BASE_SLOT)
     for encoding, wanted in zip(both, alone, strict=True):
         assert torch.equal(encoding.rows, wanted.rows)
+
+
+@pytest.mark.parametrize("most_pairs", [1, 4_000, 8_000])
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Mistral3"])
+def test_attention_that_is_divided_has_the_same_bits(
+    name: str, most_pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many shares of a strip's attention are computed at once, and beside another tile."""
+    make_reader(name, tmp_path)
+    tile = Size(20 * PATCH, 14 * PATCH)
+    pixels = torch.randint(0, 256, (2, *tile, 3), dtype=torch.uint8).numpy()
+    tower = tower_of(tmp_path, "native", torch.bfloat16)
+    whole = [tower.begin(tile, 1) for _ in range(2)]
+    for encoding, own in zip(whole, pixels, strict=True):
+        compute(tower, encoding, own.tobytes(), 1000)
+    per_thread = max(most_pairs // torch.get_num_threads(), 1)
+    monkeypatch.setattr(decoder, "PAIRS_PER_THREAD", per_thread)
+    tower = tower_of(tmp_path, "native", torch.bfloat16)
+    pictures = load_description(tmp_path, with_pictures=True).pictures
+    assert pictures is not None
+    units = pictures.units(torch.get_num_threads())
+    assert len(units.shares(tile)) > 1
+    for num_units in (1, 3, 50):
+        both = [tower.begin(tile, 1) for _ in range(2)]
+        num_turns = 0
+        while not all(each.is_done for each in both):
+            for encoding, own in zip(both, pixels, strict=True):
+                tower.go_on(encoding, own.tobytes(), num_units, BASE_SLOT)
+            num_turns += 1
+        assert num_turns == -(-units.count(tile) // num_units)
+        for encoding, wanted in zip(both, whole, strict=True):
+            assert torch.equal(encoding.rows, wanted.rows)

@@ -13,11 +13,12 @@ from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from inference_svc.pictures.prompt import PromptPicture, Run
 from inference_svc.pictures.sizes import Size, TileForm
+from inference_svc.pictures.units import TowerUnits
 from tests.support.examples import examples
 from tests.support.inference.loop import TwoAdapterRows
 
 LENGTH, MAX_TOKENS, MAX_SEQUENCES, PAGE = 20, 24, 4, 4
-COSTS = TowerCosts(TileForm(1, 1), 1, 4.0, 0.0, sees_all=True, row_bytes=1)
+COSTS = TowerCosts(TowerUnits(TileForm(1, 1), (True,) * 1, 1, 1 << 20), 4.0, 0.0, row_bytes=1)
 
 
 def sequence(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture, Run
 from inference_svc.pictures.sizes import Size, TileForm
+from inference_svc.pictures.units import TowerUnits
 from servicekit.shared_memory import SharedBytes
 from tests.support.inference.loop import TwoAdapterRows
 
-COSTS = TowerCosts(TileForm(1, 1), 3, 2.0, 0.0, sees_all=True, row_bytes=10)
+COSTS = TowerCosts(TowerUnits(TileForm(1, 1), (True,) * 3, 1, 1 << 20), 2.0, 0.0, row_bytes=10)
 """A tile has 4 units, which cost 8 tokens of a prompt, and 5 tokens: 50 bytes."""
 TILE = Size(1, 1)
 
@@ -182,7 +184,7 @@ def test_no_tenant_waits_for_ever(room: int) -> None:
 
 def test_the_work_of_pictures_is_charged_once() -> None:
     """However it is cut, it costs a tile's 8 tokens; what is found again costs nothing."""
-    price = TowerCosts(TileForm(1, 1), 4, 1.7, 0.0, sees_all=True, row_bytes=10)
+    price = TowerCosts(TowerUnits(TileForm(1, 1), (True,) * 4, 1, 1 << 20), 1.7, 0.0, row_bytes=10)
     for max_tokens in (2, 4, 100):
         found, costs = PictureMemory(1000, price, max_tokens, lambda key: False), []
         own, again = sequence(0), sequence(0)
@@ -351,12 +353,73 @@ def test_one_picture_is_begun_at_a_time() -> None:
 def test_pictures_are_computed_in_strips_whose_cost_counts_pairs() -> None:
     """Of patches that see all others, or the ones of their window. A strip has whole windows."""
     form = TileForm(0, 2, merge=2, window=4)
-    large, side = Size(4 * 20, 4 * 20), 40 * 40
-    for sees_all, num_seen in ((True, side), (False, 64)):
-        costs = TowerCosts(form, 3, 1.0, 0.5, sees_all=sees_all, row_bytes=10)
-        picture = PromptPicture(b"", b"", large, 1, (Run(0, 400),))
-        assert costs.num_units(picture) == 25 * 4
-        assert costs.of_unit(picture) == 64 * (1 + 0.5 * num_seen)
+    units = TowerUnits(form, (False, True, False), 1, 1 << 20)
+    costs, picture = TowerCosts(units, 1.0, 0.5, row_bytes=10), large_picture()
+    assert costs.num_units(picture) == 25 * 4
+    found = [costs.of_first(picture, 25 * count) for count in range(5)]
+    of_layers = [after - before for before, after in pairwise(found)]
+    assert of_layers == [25 * 64 * (1 + 0.5 * num_seen) for num_seen in (0, 64, 40 * 40, 64)]
+
+
+def large_picture(num_tiles: int = 1) -> PromptPicture:
+    """Of tiles of 1,600 patches and 25 strips, in windows of 64."""
+    return PromptPicture(b"", PIXELS, Size(4 * 20, 4 * 20), num_tiles, (Run(0, 400 * num_tiles),))
+
+
+@pytest.mark.parametrize("most_pairs", [64 * 1600 * 3, 64 * 1600, 1000])
+def test_units_of_a_large_tile_cost_as_much_as_undivided(most_pairs: int) -> None:
+    """Its attention is divided by heads, or by heads and queries, in the layers that see all."""
+    form = TileForm(0, 2, merge=2, window=4)
+    whole = TowerUnits(form, (False, True, False), 3, 1 << 40)
+    costs = [
+        TowerCosts(units, 1.0, 0.5, row_bytes=10)
+        for units in (whole, whole._replace(most_pairs=most_pairs))
+    ]
+    picture = large_picture(num_tiles=2)
+    undivided, divided = (each.num_units(picture) for each in costs)
+    num_shares = {64 * 1600 * 3: 1, 64 * 1600: 3, 1000: 3 * 4}[most_pairs]
+    assert (undivided, divided) == (2 * 25 * 4, 2 * 25 * (3 + num_shares))
+    assert costs[1].of_first(picture, divided) == costs[0].of_first(picture, undivided)
+
+
+@pytest.mark.parametrize("budget", [60, 2_100, 30_000, 600_000])
+def test_a_budget_buys_the_units_that_it_pays_for(budget: int) -> None:
+    """Wherever in the picture it begins, and across tiles; and no unit more."""
+    units = TowerUnits(TileForm(0, 2, merge=2, window=4), (False, True, False), 3, 64 * 1600)
+    costs, picture = TowerCosts(units, 1.0, 0.5, row_bytes=10), large_picture(num_tiles=2)
+    num_units = costs.num_units(picture)
+    for first in range(num_units + 1):
+        count = costs.num_within(picture, first, budget)
+        paid = costs.of_first(picture, first)
+        assert costs.of_first(picture, first + count) - paid <= budget + 0.1
+        if first + count < num_units:
+            assert costs.of_first(picture, first + count + 1) - paid > budget - 0.1
+
+
+def test_shares_of_attention_are_all_of_it() -> None:
+    """Each head of each query once, also of a strip that is smaller than the largest."""
+    form = TileForm(0, 2, merge=2, window=4)
+    tile = Size(4 * 22, 4 * 21)
+    sizes = sorted({end - start for start, end in form.strips(tile)})
+    for most_pairs in (1, 5_000, 50_000, 100_000, 1 << 40):
+        found = TowerUnits(form, (True,), 5, most_pairs)
+        for size in sizes:
+            done = [
+                (query, head)
+                for share in found.shares(tile)
+                for own in (share.within(size),)
+                for query in range(own.first, own.end)
+                for head in range(own.first_head, own.end_head)
+            ]
+            assert sorted(done) == list(product(range(size), range(5)))
+        order = [found.find(tile, index) for index in range(found.count(tile))]
+        assert order == sorted(order)
+        assert {each[:3] for each in order} == {
+            (layer, strip, share)
+            for layer, count in enumerate(found.per_strip(tile))
+            for strip in range(len(form.strips(tile)))
+            for share in range(count)
+        }
 
 
 def test_a_sequence_that_stops_lets_go() -> None:

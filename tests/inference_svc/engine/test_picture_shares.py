@@ -9,9 +9,10 @@ from inference_svc.core import Request, SamplingParams, Sequence
 from inference_svc.engine.policy.pictures.memory import PictureMemory, TowerCosts
 from inference_svc.pictures.prompt import PictureKey, PromptPicture, Run
 from inference_svc.pictures.sizes import Size, TileForm
+from inference_svc.pictures.units import TowerUnits
 from tests.support.examples import examples
 
-COSTS = TowerCosts(TileForm(1, 1), 3, 1.0, 0.0, sees_all=True, row_bytes=1)
+COSTS = TowerCosts(TowerUnits(TileForm(1, 1), (True,) * 3, 1, 1 << 20), 1.0, 0.0, row_bytes=1)
 
 
 class Shares:

@@ -13,7 +13,7 @@ from inference_svc.model.rope import Rope
 from kernels.attention import both_ways, native_both_ways, reference
 from kernels.attention.native import rotary_angles_op, rotate_op
 from kernels.attention.plan import AttentionPlan
-from kernels.native.library import Library
+from kernels.native.library import Library, NativeOp
 
 pytestmark = pytest.mark.matrix
 
@@ -159,6 +159,25 @@ def test_packed_keys_and_values_are_those_of_the_row(
     op.args.packed = packed.args
     library.run(op)
     assert torch.equal(out, whole)
+    _check_shares(library, op, queries, whole, head_dim)
+
+
+def _check_shares(
+    library: Library, op: NativeOp, queries: torch.Tensor, whole: torch.Tensor, head_dim: int
+) -> None:
+    """Asserts that outputs of some heads of some queries take the place of these alone, bit for
+    bit, and that however many threads compute them."""
+    args, num_threads = op.args, torch.get_num_threads()
+    args.out_stride, own = args.qkv_stride, queries.clone()
+    for index, (head, (first, end)) in enumerate(product((0, 1), ((0, 40), (40, 41), (41, 131)))):
+        args.first, args.end, args.first_head, args.end_head = first, end, head, head + 1
+        args.out = queries[first:].data_ptr()
+        torch.set_num_threads(1 + index % 3)
+        library.run(op)
+        torch.set_num_threads(num_threads)
+        columns = slice(head * head_dim, (head + 1) * head_dim)
+        own[first:end, columns] = whole[first:end, columns]
+        assert torch.equal(queries.nan_to_num(), own.nan_to_num())
 
 
 def test_large_scores_overflow_nothing(library: Library) -> None:

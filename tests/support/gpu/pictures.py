@@ -112,7 +112,7 @@ def steps_with_pictures(
     last is a text, and decodes of all."""
     pictures, tile = decoder.pictures, READERS[name][2]
     assert pictures is not None
-    count, form = pictures.tiles.tokens(tile), pictures.tiles
+    count = pictures.tiles.tokens(tile)
     values = torch.randint(256, (tile.height * tile.width * 3,), dtype=torch.uint8)
     pixels = SharedBytes.of("loadout-pixels", values.numpy().tobytes())
     picture = PromptPicture(b"a", pixels, tile, 1, (Run(TEXT, TEXT + count),))
@@ -131,7 +131,7 @@ def steps_with_pictures(
         if own:
             key = PictureKey("", "" if slot < 0 else f"{slot}", picture.digest)
             sequence.held_pictures[0] = key
-            num_units = len(form.strips(tile)) * (pictures.tower.num_layers + 1)
+            num_units = pictures.units(torch.get_num_threads()).count(tile)
             works += [PictureWork((), (Encode(key, picture, 3, slot),))] * num_units
     rows = [core.BatchRow(each, 0, each.num_prompt, samples=True) for each in sequences]
     batches = [rows]

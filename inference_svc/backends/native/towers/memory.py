@@ -23,8 +23,9 @@ class PartArrays:
     `positions` are rows of the table of positions, int64 [T], or, of tiles of any size,
     `axis_positions`, int64 [2, T]. `patch_rows` and `patch_columns`, int64 [P], say which patches
     are read; `blend` has rows and weights, int64 and fp32 [T, MAX_BLENDED]. `windows` are their
-    number and their first tokens, and `tile` one row, of all tokens of the tile. Counts are int32
-    [1]: `num_added` are the tokens before the patches that are of this part.
+    number and their first tokens, and `tile` one row, of all tokens of the tile: its end is said
+    before attention runs. Counts are int32 [1]: `num_added` are the tokens before the patches that
+    are of this part.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -71,7 +72,6 @@ class PartArrays:
         num_windows, starts = self.windows
         num_windows[0] = len(part.window_starts) - 1
         starts[: len(part.window_starts)] = torch.from_numpy(part.window_starts)
-        self.tile[1][1] = plan.num_tokens
         counts = {Rows.TOKENS: count, Rows.LOGITS: part.num_rows, Rows.CELLS: len(part.cells)}
         for rows, number in counts.items():
             self._counts[rows][0] = number

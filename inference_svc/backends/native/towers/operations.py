@@ -39,12 +39,14 @@ from kernels.attention.native_both_ways import (
 from kernels.elementwise import add_rows_op, gather_op
 from kernels.host_memory import allocate_host
 from kernels.linear import PackedLinear, linear_op
+from kernels.native.library import NativeOp
 from kernels.pictures.native import (
     CutPatchesArgs,
     add_blend_op,
     clip_op,
     copy_rows_op,
     cut_patches_op,
+    load_rows_op,
     merge_patches_op,
     read_patches_op,
     standardise_op,
@@ -60,9 +62,19 @@ class _Embedded(NamedTuple):
     out: Tensor
 
 
+class Attending(NamedTuple):
+    """The attention of a layer that sees all of a tile, a program of its own, with its arguments;
+    and the copy of its outputs, which have taken the place of the queries."""
+
+    op: NativeOp
+    args: BothWaysArgs
+    outputs: NativeOp
+
+
 class TowerOps:
     """Makes operations over the arrays of a `part`. What changes from tile to tile, the addresses
-    of pixels and of a layer's queries, keys and values, is said before each run."""
+    of pixels and of a layer's queries, keys and values, is said before each run. Windows attend
+    among the other operations of a unit, which `attending` precede."""
 
     def __init__(
         self,
@@ -78,7 +90,8 @@ class TowerOps:
         }
         self._cut: CutPatchesArgs | None = None
         self._embedded: _Embedded | None = None
-        self.attending: list[BothWaysArgs] = []
+        self.windows: list[BothWaysArgs] = []
+        self.attending: list[Attending] = []
 
     @property
     def num_bytes(self) -> int:
@@ -139,10 +152,17 @@ class TowerOps:
         mixer, part = op.mixer, self.part
         rows = part.windows if mixer.in_windows else part.tile
         scratch = self._scratches[mixer.head_dim]
-        made = both_ways_op(at[op.inputs[0]], at[op.out], *rows, scratch, scale=mixer.scale)
+        qkv, out = at[op.inputs[0]], at[op.out]
+        made = both_ways_op(qkv, out, *rows, scratch, scale=mixer.scale)
         assert isinstance(made.args, BothWaysArgs)
-        self.attending.append(made.args)
-        yield "", made
+        if mixer.in_windows:
+            self.windows.append(made.args)
+            yield "", made
+            return
+        made.args.out_stride = qkv.stride(0)
+        found = load_rows_op(out, part.count(op.out.rows), stride=qkv.stride(0))
+        self.attending.append(Attending(made, made.args, found))
+        yield "", found
 
     def activate(self, op: Activate, at: Tensors) -> Iterator[GroupedOp]:
         yield "", activate_op(op, at, self.part.count(op.out.rows))

@@ -24,6 +24,7 @@ from inference_svc.model.encoder.tiles import TilePart, TilePlan
 from inference_svc.model.operations import Value
 from inference_svc.model.tower import Tower, Units
 from inference_svc.model.walk import Narrowing, operations
+from inference_svc.pictures.units import Share
 from kernels.native.library import Library
 
 
@@ -82,6 +83,10 @@ class NativeTower(Tower[PackedProjection]):
     def _end_tile(self, state: NativeTile) -> None:
         if self._pictures.tiles.tile_size:  # all tiles are as large
             self._spare = state
+
+    def _attend(self, state: NativeTile, layer: int, part: TilePart, share: Share) -> None:
+        self._part.tile[1][1] = state.plan.num_tokens
+        self._programs[layer].attend(self._library, state, part, share)
 
     def _compute(
         self, state: NativeTile, layer: int, part: TilePart, pixels: NDArray[np.uint8], slot: int

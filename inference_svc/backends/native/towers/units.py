@@ -12,10 +12,11 @@ from inference_svc.backends.native.encoder import Tensors
 from inference_svc.backends.native.towers.operations import TowerOps
 from inference_svc.backends.native.towers.tiles import NativeTile, TileLayout
 from inference_svc.model.description import BothWays
-from inference_svc.model.encoder.operations import AttendBothWays, RotateHeads
+from inference_svc.model.encoder.operations import RotateHeads
 from inference_svc.model.encoder.tiles import TilePart
 from inference_svc.model.operations import Op, Rows
 from inference_svc.model.tower import Units
+from inference_svc.pictures.units import Share
 from kernels.attention.native_both_ways import pack_op
 from kernels.native.library import Library, NativeOp, Program
 from kernels.pictures.native import load_rows_op, store_rows_op
@@ -25,7 +26,8 @@ Make = Callable[[Sequence[Op], Sequence[Tensors]], Iterator[GroupedOp]]
 
 class UnitPrograms:
     """The programs of a unit by the groups that adapters change, and the `outs` that they make.
-    Before each run it is said which part of which tile they compute."""
+    Before each run it is said which part of which tile they compute. Attention that sees all of a
+    tile is a program of its own, which runs before."""
 
     def __init__(
         self,
@@ -40,11 +42,14 @@ class UnitPrograms:
         at = {value: tensor for each in places for value, tensor in each.items()}
         self.outs = [(out, at[out]) for out in units.outs if any(op.out is out for op in ops)]
         self._index, self._count = index, own.part.count(Rows.TOKENS)
-        self._reads, self._next = _mixer(units, index), _mixer(units, index + 1)
-        num_attending = len(own.attending)
+        self._reads, self._next = units.mixer(index), units.mixer(index + 1)
+        num_windows, num_attending = len(own.windows), len(own.attending)
         made = list(make(ops, places))
-        self._attending = own.attending[num_attending:]
+        self._windows, self._attending = own.windows[num_windows:], own.attending[num_attending:]
         turns = any(isinstance(op, RotateHeads) for op in ops)
+        self._outputs = [
+            _Copy(each.outputs, "source", lambda tile: tile.qkv) for each in self._attending
+        ]
         self._loads = [
             _Copy(load_rows_op(rows, self._count), "source", of)
             for rows, of in tiles.kept(has_angles=turns)
@@ -63,6 +68,7 @@ class UnitPrograms:
         before, after = moved
         self._ops = [*before, *made, *after, *(("", op) for op in self._packing)]
         self._programs: dict[frozenset[str], Program] = {}
+        self._attention: Program | None = None
 
     def _keep(self, qkv: Tensor, reader: BothWays) -> None:
         """Stores what the attention of the next unit reads: of windows all, and else queries, and
@@ -75,18 +81,24 @@ class UnitPrograms:
 
     def point(self, tile: NativeTile, part: TilePart) -> None:
         """Says which part of which tile the next run computes."""
-        for copy in (*self._loads, *self._stores):
+        for copy in (*self._loads, *self._outputs, *self._stores):
             copy.point(tile, part.start)
-        for args in self._attending:
-            assert self._reads is not None
-            if self._reads.in_windows:
-                args.qkv = _address(tile.qkv, part.start)
-            else:
-                args.qkv, args.first, args.end = _address(tile.qkv, 0), part.start, part.end
-                args.packed = tile.packed[(self._index - 1) % 2].args
+        for args in self._windows:
+            args.qkv = _address(tile.qkv, part.start)
         for op in self._packing:
             packing: Any = op.args
             packing.first, packing.packed = part.start, tile.packed[self._index % 2].args
+
+    def attend(self, library: Library, tile: NativeTile, part: TilePart, share: Share) -> None:
+        """Computes a share of a part's attention in place of the queries."""
+        if self._attention is None:
+            self._attention = library.program([each.op for each in self._attending])
+        for _, args, _ in self._attending:
+            args.first, args.end = part.start + share.first, part.start + share.end
+            args.first_head, args.end_head = share.first_head, share.end_head
+            args.qkv, args.out = (_address(tile.qkv, token) for token in (0, args.first))
+            args.packed = tile.packed[(self._index - 1) % 2].args
+        self._attention.run()
 
     def program(self, library: Library, groups: frozenset[str]) -> Program:
         if groups not in self._programs:
@@ -106,13 +118,6 @@ class _Copy(NamedTuple):
     def point(self, tile: NativeTile, start: int) -> None:
         """Says which tile it is, and the part's first token."""
         setattr(self.op.args, self.address, _address(self.of(tile), start))
-
-
-def _mixer(units: Units, index: int) -> BothWays | None:
-    """Returns the attention that a unit begins with; none before the first layer, and behind the
-    last."""
-    first = units.ops[index][0][0] if index < len(units.ops) else None
-    return first.mixer if isinstance(first, AttendBothWays) else None
 
 
 def _address(rows: Tensor, start: int) -> int:

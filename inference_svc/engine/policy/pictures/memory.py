@@ -13,10 +13,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import chain, repeat
 
 from inference_svc.core import BASE_SLOT, AdapterKey, Batch, Sequence
 from inference_svc.pictures.prompt import Encode, PictureKey, PictureWork, PromptPicture
-from inference_svc.pictures.sizes import TileForm
+from inference_svc.pictures.sizes import Size
+from inference_svc.pictures.units import TowerUnits
 
 BESIDE_SHARE = 1 / 16
 """Share of the time of a step of generated tokens that pictures may take beside them."""
@@ -26,30 +29,59 @@ KEPT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class TowerCosts:
-    """The costs of a tower of `num_layers`, which reads `tiles` of a form: the cost of a layer in
-    tokens of a prompt, for each patch, and for each patch that a patch sees; and the bytes of a
-    picture's token. A tower `sees_all` if patches of some layers see all of a tile."""
+    """The costs of a tower's `units`: of a layer, in tokens of a prompt, for each patch, and for
+    each patch that it sees; and the bytes of a picture's token."""
 
-    tiles: TileForm
-    num_layers: int
+    units: TowerUnits
     tokens_per_patch: float
     tokens_per_pair: float
-    sees_all: bool
     row_bytes: int
 
     def num_units(self, picture: PromptPicture) -> int:
-        """Returns the units of a picture's work: one for each strip of a tile before the first
-        layer's attention, and one for each layer."""
-        return picture.num_tiles * len(self.tiles.strips(picture.tile)) * (self.num_layers + 1)
+        """Returns the units of a picture's work."""
+        return picture.num_tiles * self.units.count(picture.tile)
 
-    def of_unit(self, picture: PromptPicture) -> float:
-        """Returns the cost of the largest unit of a picture."""
-        tile = picture.tile
-        most = max(end - start for start, end in self.tiles.strips(tile))
-        num_seen = self.tiles.inner_tokens(tile)
-        if not self.sees_all:
-            num_seen = max(self.tiles.windows(tile))
-        return most * (self.tokens_per_patch + num_seen * self.tokens_per_pair)
+    def of_first(self, picture: PromptPicture, count: int) -> float:
+        """Returns the cost of a picture's first units, so many."""
+        layers = _costs_of_layers(self, picture.tile)
+        tiles, left = divmod(count, self.units.count(picture.tile))
+        cost = tiles * sum(num_units * price for num_units, price in layers)
+        for num_units, price in layers:
+            cost += min(left, num_units) * price
+            left = max(left - num_units, 0)
+        return cost
+
+    def num_within(self, picture: PromptPicture, first: int, budget: float) -> int:
+        """Returns how many of a picture's units, from `first` on, cost no more than this."""
+        layers = _costs_of_layers(self, picture.tile)
+        found, before = 0, first % self.units.count(picture.tile)
+        for num_units, price in chain.from_iterable(repeat(layers)):
+            num_here = max(num_units - before, 0)
+            before = max(before - num_units, 0)
+            count = min(int(budget / price), num_here, self.num_units(picture) - first - found)
+            found += count
+            budget -= count * price
+            if count < num_here:
+                break
+        return max(found, 0)
+
+
+@lru_cache(maxsize=64)
+def _costs_of_layers(costs: TowerCosts, tile: Size) -> tuple[tuple[int, float], ...]:
+    """Returns the units of a tile before the first attention and in each layer, and the cost of
+    each of them."""
+    units, form = costs.units, costs.units.tiles
+    strips = form.strips(tile)
+    most, largest = max(end - start for start, end in strips), max(form.windows(tile))
+    num_seen = (form.inner_tokens(tile) if sees_all else largest for sees_all in units.sees_all)
+    num_units = [len(strips) * count for count in units.per_strip(tile)]
+    of_layers = (
+        most * (costs.tokens_per_patch + each * costs.tokens_per_pair) for each in (0, *num_seen)
+    )
+    return tuple(
+        (count, len(strips) * cost / count)
+        for count, cost in zip(num_units, of_layers, strict=True)
+    )
 
 
 @dataclass
@@ -221,16 +253,15 @@ class PictureMemory:
 
     def pop_work(self) -> PictureWork:
         """Returns the step's work."""
-        work = PictureWork(tuple(self._dropped), tuple(self._encodes.values()))
+        cost = sum(map(self._cost, self._encodes.values()))
+        work = PictureWork(tuple(self._dropped), tuple(self._encodes.values()), cost)
         self._dropped, self._encodes = [], {}
         return work
 
     def note(self, batch: Batch, pictures_s: float, rows_s: float) -> None:
         """Notes the seconds that a step has taken for its pictures and for its rows."""
-        encodes = batch.pictures.encodes
-        cost = sum(each.num_units * self.costs.of_unit(each.picture) for each in encodes)
-        if cost:
-            self.pace.note_pictures(cost, pictures_s)
+        if batch.pictures.cost:
+            self.pace.note_pictures(batch.pictures.cost, pictures_s)
         if batch.rows and all(row.num_tokens == 1 for row in batch.rows):
             self.pace.note_step(rows_s)
 
@@ -260,7 +291,7 @@ class PictureMemory:
         if entry is None or entry.num_left:
             if not self._may_compute(key):
                 return False
-            num_units = self._num_units(picture)
+            num_units = self._num_units(picture, entry)
         if entry is None:
             num_bytes = picture.num_tokens * self.costs.row_bytes
             if not num_units or not self._make_room(request.tenant, num_bytes):
@@ -280,24 +311,32 @@ class PictureMemory:
             entry.num_holders += 1
             self._tenants[entry.tenant].idle.pop(key, None)
         if entry.num_left and num_units:
-            self._plan(sequence, picture, key, min(entry.num_left, num_units))
+            self._plan(sequence, picture, key, num_units)
         return not entry.num_left
 
     def _plan(
         self, sequence: Sequence, picture: PromptPicture, key: PictureKey, count: int
     ) -> None:
         """Has so many more units of a picture computed in this step."""
-        entry, price = self._entries[key], self.costs.of_unit(picture)
+        entry, planned = self._entries[key], self._encodes.get(key)
         slot = sequence.slot if key.adapter else BASE_SLOT
-        planned = self._encodes.get(key)
-        num_planned = 0 if planned is None else planned.num_units
-        before = entry.num_units - entry.num_left - num_planned
+        before = entry.num_units - entry.num_left
+        paid, due = (self.costs.of_first(picture, each) for each in (before, before + count))
         entry.num_left -= count
-        self._budget -= count * price
+        self._budget -= due - paid
         self._may_exceed = False
-        count += num_planned
+        if planned is not None:
+            count += planned.num_units
+            paid = self.costs.of_first(picture, before - planned.num_units)
         self._encodes[key] = Encode(key, picture, count, slot)
-        self._costs[key] = sequence, int((before + count) * price) - int(before * price)
+        self._costs[key] = sequence, int(due) - int(paid)
+
+    def _cost(self, planned: Encode) -> float:
+        """Returns the cost of units that are planned for this step."""
+        entry = self._entries[planned.key]
+        end = entry.num_units - entry.num_left
+        of_first = partial(self.costs.of_first, planned.picture)
+        return of_first(end) - of_first(end - planned.num_units)
 
     def _key(self, sequence: Sequence, picture: PromptPicture) -> PictureKey:
         request = sequence.request
@@ -317,9 +356,11 @@ class PictureMemory:
         self._drop(self._begun)
         return True
 
-    def _num_units(self, picture: PromptPicture) -> int:
+    def _num_units(self, picture: PromptPicture, entry: _Entry | None) -> int:
         """Returns how many units of a picture the step may still compute: the first one always."""
-        return max(int(self._budget / self.costs.of_unit(picture)), int(self._may_exceed), 0)
+        num_done = 0 if entry is None else entry.num_units - entry.num_left
+        found = self.costs.num_within(picture, num_done, self._budget)
+        return max(found, int(self._may_exceed))
 
     def _make_room(self, tenant: str, num_bytes: int) -> bool:
         """Drops embeddings that no sequence holds, to make room for a picture of a tenant: first of
@@ -374,8 +415,8 @@ class PictureMemory:
         planned = self._encodes.pop(key, None)
         if planned is not None:
             del self._costs[key]
+            self._budget += self._cost(planned)
             entry.num_left += planned.num_units
-            self._budget += planned.num_units * self.costs.of_unit(planned.picture)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Asserts that bytes and holders agree with the running sequences."""

@@ -1,0 +1,96 @@
+"""The units that a tower's work for a tile is divided into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from inference_svc.pictures.sizes import Size, TileForm
+
+PAIRS_PER_THREAD = 1 << 19
+"""The products of queries with keys that each thread computes in a unit, at most about: as many as
+a strip of a tile of 1,024 patches has in 16 heads. They take some milliseconds."""
+PASS_QUERIES = 16
+"""The queries that pass over the keys at once: fewer take as long."""
+
+
+class Share(NamedTuple):
+    """A share of a strip's attention: queries [first, end), counted from the strip's first token,
+    and heads [first_head, end_head)."""
+
+    first: int
+    end: int
+    first_head: int
+    end_head: int
+
+    def within(self, num_queries: int) -> Share:
+        """Returns the share of a strip of so many queries: none, if it has fewer."""
+        return self._replace(first=min(self.first, num_queries), end=min(self.end, num_queries))
+
+
+class Unit(NamedTuple):
+    """A unit of a strip of a tile in a layer: `share` of `num_shares`, of which the last one goes
+    on to the next layer's attention. Layer 0 is the work before the first attention."""
+
+    layer: int
+    strip: int
+    share: int
+    num_shares: int
+
+
+class TowerUnits(NamedTuple):
+    """The units of a tower of `tiles`: layer by layer, strip by strip. `sees_all` says of each
+    layer whether its patches see all of a tile. Then the attention of a strip, of `num_heads`, is
+    divided into shares of up to `most_pairs` queries times keys, but of a few queries of one head
+    at least: a large tile's would take too long beside the tokens of texts."""
+
+    tiles: TileForm
+    sees_all: tuple[bool, ...]
+    num_heads: int
+    most_pairs: int
+
+    def shares(self, tile: Size) -> tuple[Share, ...]:
+        """Returns the shares of a strip's attention in layers that see all of a tile; in others it
+        is one. A small strip may lack the queries of some."""
+        return _shares(self, tile)
+
+    def per_strip(self, tile: Size) -> tuple[int, ...]:
+        """Returns the units of a strip before the first layer's attention, and in each layer."""
+        count = len(self.shares(tile))
+        return (1, *(count if sees_all else 1 for sees_all in self.sees_all))
+
+    def count(self, tile: Size) -> int:
+        """Returns the units of a tile."""
+        return len(self.tiles.strips(tile)) * sum(self.per_strip(tile))
+
+    def find(self, tile: Size, index: int) -> Unit:
+        """Returns a tile's unit at a place in order."""
+        num_strips, counts = len(self.tiles.strips(tile)), self.per_strip(tile)
+        for layer, end in enumerate(accumulate(num_strips * count for count in counts)):
+            if index < end:
+                place = index - (end - num_strips * counts[layer])
+                strip, share = divmod(place, counts[layer])
+                return Unit(layer, strip, share, counts[layer])
+        raise IndexError(f"a tile has no unit {index}")
+
+
+@lru_cache(maxsize=64)
+def _shares(units: TowerUnits, tile: Size) -> tuple[Share, ...]:
+    num_heads = units.num_heads
+    num_queries = max(end - start for start, end in units.tiles.strips(tile))
+    num_pairs = num_queries * num_heads * units.tiles.inner_tokens(tile)
+    wanted = -(-num_pairs // units.most_pairs)
+    if wanted <= num_heads:
+        borders = [num_heads * index // wanted for index in range(wanted + 1)]
+        return tuple(Share(0, num_queries, *heads) for heads in pairwise(borders))
+    return tuple(_shares_of_heads(num_heads, num_queries, -(-wanted // num_heads)))
+
+
+def _shares_of_heads(num_heads: int, num_queries: int, wanted: int) -> Iterator[Share]:
+    """Yields shares of one head each, so many of each head if there are enough queries."""
+    size = -(-num_queries // (wanted * PASS_QUERIES)) * PASS_QUERIES
+    for head in range(num_heads):
+        for first in range(0, num_queries, size):
+            yield Share(first, min(first + size, num_queries), head, head + 1)
