@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
@@ -137,6 +139,12 @@ class PictureReader:
         the account's `work`. Raises ShareExceeded if too many files wait."""
         return self._submit(account, self._decode, image, account, is_cancelled)
 
+    def hashes(
+        self, images: Sequence[MessageImage], account: str, is_cancelled: threading.Event
+    ) -> Future[list[bytes]]:
+        """Has a thread find the sha256 of files. Parameters, charges and errors as of `decode`."""
+        return self._submit(account, self._hashes, images, account, is_cancelled)
+
     def _submit(
         self, account: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
@@ -149,6 +157,16 @@ class PictureReader:
         measure = self.decoder.measure
         # This thread's time, too: it sends the file to a process.
         return self.work.run(account, measure, image.data, image.where, check, charge)
+
+    def _hashes(
+        self, images: Sequence[MessageImage], account: str, is_cancelled: threading.Event
+    ) -> list[bytes]:
+        def find() -> Iterator[bytes]:
+            for image in images:
+                _check(is_cancelled)
+                yield hashlib.sha256(image.data).digest()
+
+        return self.work.run(account, list, find())
 
     def _decode(self, image: MessageImage, account: str, is_cancelled: threading.Event) -> Tiles:
         assert self.decoder is not None, "the server reads pictures"
@@ -222,33 +240,49 @@ class CallPictures:
         return [each if each.location is None else _filled(each, next(files)) for each in images]
 
     async def read(self, images: Sequence[MessageImage], account: str) -> tuple[Tiles, ...]:
-        """Returns the tiles of a prompt's images, which all its requests share. Raises
-        InvalidArgument naming the image, and ShareExceeded, also where the account's earlier ones
-        took too much work."""
+        """Returns the tiles of a prompt's images, which all its requests share, and equal files.
+        Raises InvalidArgument naming the image, and ShareExceeded, also where the account's earlier
+        ones took too much work."""
         if not images:
             return ()
-        pixels = self._reader.pixels
-        # Each file has its header read first: sizes that they might have would leave others none.
-        sizes = await self._sizes(images, account)
-        least = self._reader.least_bytes
-        place = await _room(pixels, account, sum(max(each, least) for each in sizes))
+        reader, least = self._reader, self._reader.least_bytes
+        keys = await self._keys(images, account)
+        files: dict[bytes | int, MessageImage] = {}
+        for key, image in zip(keys, images, strict=True):
+            files.setdefault(key, image)
+        # Each file has a turn of its own, so that others' files are read between. All headers are
+        # read first: sizes that the files might have would leave others none.
+        sizes = [
+            await self._done(partial(reader.measure, each), account) for each in files.values()
+        ]
+        place = await _room(reader.pixels, account, sum(max(each, least) for each in sizes))
         self._places.append(place)
-        found = [await self._done(partial(self._reader.decode, each), account) for each in images]
-        num_bytes = sum(max(each.pixels.num_bytes, least) for each in found)
+        found = {
+            key: await self._done(partial(reader.decode, each), account)
+            for key, each in files.items()
+        }
+        num_bytes = sum(max(each.pixels.num_bytes, least) for each in found.values())
         if num_bytes > place.amount:
             place.grow(num_bytes - place.amount)
         place.shrink(num_bytes)
-        return tuple(found)
+        return tuple(found[key] for key in keys)
 
-    async def _sizes(self, images: Sequence[MessageImage], account: str) -> list[int]:
-        """Returns the bytes of the images' pixels, by the headers of their files. Each file has a
-        turn of its own, so that others' files are read between; equal ones have one together."""
-        keys = [each.sha256 or id(each.data) for each in images]
-        found: dict[bytes | int, int] = {}
-        for key, image in zip(keys, images, strict=True):
-            if key not in found:
-                found[key] = await self._done(partial(self._reader.measure, image), account)
-        return [found[key] for key in keys]
+    async def _keys(self, images: Sequence[MessageImage], account: str) -> list[bytes | int]:
+        """Returns a key for each image's file, the same for equal files alone: the sha256, if there
+        is another file of its length."""
+        lengths = Counter(len(each.data) for each in images)
+        keys = [each.sha256 or index for index, each in enumerate(images)]
+        places = [
+            place
+            for place, each in enumerate(images)
+            if not each.sha256 and lengths[len(each.data)] > 1
+        ]
+        if places:
+            unknown = [images[place] for place in places]
+            found = await self._done(partial(self._reader.hashes, unknown), account)
+            for place, sha256 in zip(places, found, strict=True):
+                keys[place] = sha256
+        return keys
 
     async def _done(self, begin: Callable[[str, threading.Event], Future[T]], account: str) -> T:
         """Returns the result of work on files, once it is the account's turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import resource
 import signal
@@ -127,7 +128,7 @@ def test_a_call_that_fails_holds_nothing(reader: PictureReader) -> None:
 
 
 def test_an_account_holds_no_more_than_its_share(reader: PictureReader) -> None:
-    large = encoded(picture(TILE * 3, TILE * 3))
+    large, other = (encoded(picture(TILE * 3, TILE * 3, seed=seed)) for seed in range(2))
     reader.pixels = Shares("prompt_image_bytes", 30 * TILE_BYTES, 0.5)
     share = 15 * TILE_BYTES
     with reader.of_call() as call:
@@ -136,7 +137,7 @@ def test_an_account_holds_no_more_than_its_share(reader: PictureReader) -> None:
         call.release()
     most = f"maximum of {share}: send fewer or smaller images"
     with pytest.raises(ShareExceeded, match=most) as refused, reader.of_call() as call:
-        read(call, chat(large, large))
+        read(call, chat(large, other))
     assert not refused.value.retry_after_s
     assert reader.pixels.used == 0
 
@@ -292,6 +293,20 @@ def test_decoding_is_charged_and_waits_for_its_debt(reader: PictureReader) -> No
 
 
 @pytest.fixture
+def decoded(reader: PictureReader, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are decoded from now on."""
+    found: list[str] = []
+    decode = reader.decode
+
+    def counted(image: MessageImage, *args: Any) -> Future[Tiles]:
+        found.append(image.where)
+        return decode(image, *args)
+
+    monkeypatch.setattr(reader, "decode", counted)
+    return found
+
+
+@pytest.fixture
 def measured(reader: PictureReader, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that are measured from now on."""
     found: list[str] = []
@@ -305,19 +320,43 @@ def measured(reader: PictureReader, monkeypatch: pytest.MonkeyPatch) -> list[str
     return found
 
 
-def test_equal_files_are_measured_once(reader: PictureReader, measured: list[str]) -> None:
+def test_equal_files_are_read_once_and_share_their_pixels(
+    reader: PictureReader, measured: list[str], decoded: list[str]
+) -> None:
+    """However their bytes have come; each other file has its own, also of the same length."""
     one, other = encoded(picture(9, 9)), encoded(picture(9, 9, seed=2))
-    by_hash = [MessageImage(0, bytes(bytearray(one)), f"hash {i}", b"hash") for i in range(2)]
+    length = len(one) + len(other)
+    padded = [each + bytes(length - len(each)) for each in (one, other)]
+    sha256 = hashlib.sha256(one).digest()
+    by_hash = [MessageImage(0, copied(one), f"hash {i}", sha256) for i in range(2)]
+    of_bytes = chat(one, copied(one), one).images
     for images, expected in (
-        (chat(one, one).images, ["image 0"]),
+        (of_bytes[:2], ["image 0"]),
         (by_hash, ["hash 0"]),
+        ((by_hash[0], of_bytes[1]), ["hash 0"]),
         (chat(one, other).images, ["image 0", "image 1"]),
+        (chat(*padded).images, ["image 0", "image 1"]),
+        ((of_bytes[0], *chat(one, other).images[1:], of_bytes[2]), ["image 0", "image 1"]),
     ):
         measured.clear()
+        decoded.clear()
         call = CallPictures(reader)
-        assert len(asyncio.run(call.read(images, "account"))) == 2
-        assert measured == expected
+        found = asyncio.run(call.read(images, "account"))
+        assert len(found) == len(images)
+        assert measured == decoded == expected
+        each_once = {id(tiles.pixels): tiles for tiles in found}.values()
+        assert len(each_once) == len(expected)
+        assert reader.pixels.used == sum(tiles.pixels.num_bytes for tiles in each_once)
+        alone = CallPictures(reader)
+        for image, tiles in zip(images, found, strict=True):
+            assert asyncio.run(alone.read([image], "account"))[0].digest == tiles.digest
+        alone.release()
         call.release()
+        assert reader.pixels.used == 0
+
+
+def copied(data: bytes) -> bytes:
+    return bytes(bytearray(data))
 
 
 def test_each_file_is_measured_in_a_turn_of_its_own(
