@@ -39,6 +39,7 @@ from loadout.adapter_store.v1.adapter_store_pb2_grpc import (
 from servicekit import interpreter_gc
 from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
+from servicekit.pace import Pace
 from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor
 from servicekit.rpc.places import CallPlaces
 from servicekit.rpc.reload import Reloader, reloading
@@ -52,7 +53,7 @@ from servicekit.rpc.server import (
 from servicekit.rpc.tls import CertificateFiles, check_exposure
 from servicekit.settings.addresses import split_address
 from servicekit.settings.load import unknown_variables
-from servicekit.shares import Pace, Shares
+from servicekit.shares import Shares
 from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.metrics_server import MetricsServer
 from servicekit.telemetry.place_metrics import place_samples

@@ -53,7 +53,8 @@ from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
 from adapter_store.sources.transfer import FetchRunner
 from servicekit.errors import FailedPrecondition
-from servicekit.shares import INTERNAL, FairExecutor, Pace, Shares
+from servicekit.pace import Pace
+from servicekit.shares import INTERNAL, FairExecutor, Shares
 from servicekit.work_budget import WorkBudget
 
 logger = logging.getLogger(__name__)

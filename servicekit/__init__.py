@@ -5,6 +5,7 @@ errors             the general kinds of errors, from which services derive their
 heap               bounds the arenas of the C heap, and gives back what is free
 hub_client         keeps clients of the Hugging Face Hub to hosts that they may go to
 interpreter_gc     Python's garbage collector around a service's start
+pace               the least pace of a transfer
 refs               references to adapters: `[tenant/]name[@version]` or a digest
 rpc                serving gRPC
 sandbox            limited processes that handle strangers' bytes

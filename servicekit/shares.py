@@ -6,19 +6,17 @@ account that holds nothing may take all free units, so that a thing that is larg
 be had, one at a time; see Reservation.is_over_share. With a share of 1 the first comer may take
 everything: for places whose callers are not told apart.
 
-`FairExecutor` is such a place whose units are threads. `MinimumRate` bounds how long a transfer may
-hold its units: it ends any that makes no real progress.
+`FairExecutor` is such a place whose units are threads. `servicekit.pace` bounds how long a transfer
+may hold its units.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -457,42 +455,3 @@ class _AccountExecutor(Executor):
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return self._executor.submit(self._account, function, *args, **kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """The slowest that a transfer may be: it may be silent for `stall_seconds`, and behind
-    `bytes_per_second` by as long."""
-
-    bytes_per_second: int
-    stall_seconds: float
-
-
-class MinimumRate:
-    """How long a transfer may still wait for its peer: waiting takes from it, bytes add to it, and
-    nothing else does. Used by one thread."""
-
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
-        self.remaining_s = pace.stall_seconds
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Counts the time in the context as waiting for the peer."""
-        start_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self.waited(time.monotonic() - start_s)
-
-    def waited(self, seconds: float) -> None:
-        self.remaining_s -= seconds
-
-    def received(self, num_bytes: int) -> None:
-        """Counts bytes that the peer sent, or took."""
-        earned_s = num_bytes / self._pace.bytes_per_second
-        self.remaining_s = min(self._pace.stall_seconds, self.remaining_s + earned_s)
-
-    @property
-    def is_too_slow(self) -> bool:
-        return self.remaining_s <= 0

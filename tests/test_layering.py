@@ -104,7 +104,7 @@ FLAT = {
     "adapter_store": "__init__ __main__ app build config core errors service store_status debug "
     "garbage_collector",
     "inference_svc": "__init__ __main__ app auto_settings config core errors debug server",
-    "servicekit": "__init__ errors heap hub_client interpreter_gc refs shared_memory shares "
+    "servicekit": "__init__ errors heap hub_client interpreter_gc pace refs shared_memory shares "
     "work_budget",
 }
 """What may lie at a package's root; all else has a folder."""

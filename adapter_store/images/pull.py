@@ -24,7 +24,8 @@ from contract.images.header import (
     PullMessage,
 )
 from servicekit.errors import InvalidArgument, ReaderStalled, ServiceError, ShareExceeded
-from servicekit.shares import MinimumRate, Pace, Reservation, Shares
+from servicekit.pace import MinimumRate, Pace
+from servicekit.shares import Reservation, Shares
 from servicekit.telemetry.spans import Phases
 
 MessageT = TypeVar("MessageT")

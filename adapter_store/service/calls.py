@@ -11,7 +11,8 @@ from typing import ParamSpec, TypeVar
 
 from adapter_store.catalog.database import Interrupt
 from adapter_store.core import Principal
-from servicekit.shares import INTERNAL, FairExecutor, Pace, Shares
+from servicekit.pace import Pace
+from servicekit.shares import INTERNAL, FairExecutor, Shares
 from servicekit.telemetry import spans
 from servicekit.work_budget import WorkBudget
 

@@ -17,13 +17,9 @@ from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.service.calls import Calls, Places
 from adapter_store.service.changes import Change, Changes
-from adapter_store.sources.upload import (
-    FileChunk,
-    Upload,
-    upload_stalled,
-    with_minimum_rate,
-)
+from adapter_store.sources.upload import FileChunk, Upload, upload_stalled
 from servicekit.errors import ServiceError
+from servicekit.pace import at_pace
 from servicekit.shares import INTERNAL
 from servicekit.telemetry import spans
 
@@ -127,7 +123,8 @@ class Registering:
         try:
             upload = await asyncio.shield(opening)
             writing: asyncio.Future[None] | None = None
-            async for chunk in with_minimum_rate(chunks, self._places.pace):
+            paced = at_pace(chunks, self._places.pace, _size_of, upload_stalled)
+            async for chunk in paced:
                 # The next chunk arrives while this one is written and hashed.
                 if writing is not None:
                     await writing
@@ -157,3 +154,7 @@ def _retrieve_failure(future: asyncio.Future[None]) -> None:
     """Marks a failure as retrieved: the caller may have left before it was waited for."""
     if not future.cancelled():
         future.exception()
+
+
+def _size_of(chunk: FileChunk) -> int:
+    return len(chunk.data)

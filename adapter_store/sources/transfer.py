@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from adapter_store.errors import SourceUnavailable
 from adapter_store.sources.limits import Abandoned
 from adapter_store.sources.staging import FILES_AT_ONCE, READ_BYTES, Staging
-from servicekit.shares import MinimumRate, Pace, Shares
+from servicekit.pace import MinimumRate, Pace
+from servicekit.shares import Shares
 
 POLL_SECONDS = 0.25
 MIN_POLL_SECONDS = 0.01

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from adapter_store.errors import LimitExceeded, UploadStalled
@@ -12,7 +10,7 @@ from adapter_store.sources.choice import check_file_name
 from adapter_store.sources.staging import StagedFile, Staging
 from contract.adapter_files import MAX_FILES
 from servicekit.errors import InvalidArgument
-from servicekit.shares import MinimumRate, Pace
+from servicekit.pace import Pace
 
 UPLOAD_URI = "upload://"
 """The recorded source of an upload."""
@@ -105,26 +103,6 @@ class Upload:
             self._suspend_last()
             self._last = self._files[name] = self.staging.create(name)
         self._sizes[name] = 0
-
-
-async def with_minimum_rate(
-    chunks: AsyncIterator[FileChunk], pace: Pace
-) -> AsyncGenerator[FileChunk]:
-    """Yields the chunks. Raises UploadStalled if their bytes do not come in time."""
-    rate = MinimumRate(pace)
-    while True:
-        try:
-            async with asyncio.timeout(rate.remaining_s):
-                with rate.waiting():
-                    chunk = await anext(chunks, None)
-        except TimeoutError:
-            raise upload_stalled(pace) from None
-        if chunk is None:
-            return
-        rate.received(len(chunk.data))
-        if rate.is_too_slow:
-            raise upload_stalled(pace)
-        yield chunk
 
 
 def upload_stalled(pace: Pace) -> UploadStalled:

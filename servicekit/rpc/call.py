@@ -18,7 +18,8 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from servicekit.errors import ReaderStalled
-from servicekit.shares import MinimumRate, Pace, Reservation
+from servicekit.pace import MinimumRate, Pace
+from servicekit.shares import Reservation
 
 COPIES = 2
 """Of a message that is being sent: ours, and gRPC's."""

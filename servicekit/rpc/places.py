@@ -7,7 +7,8 @@ from __future__ import annotations
 from concurrent.futures import Executor
 from contextvars import ContextVar
 
-from servicekit.shares import FairExecutor, Pace, Reservation, Shares
+from servicekit.pace import Pace
+from servicekit.shares import FairExecutor, Reservation, Shares
 from servicekit.work_budget import WorkBudget
 
 CALL_BYTES = 16 << 10

@@ -18,8 +18,6 @@ from servicekit.errors import ShareExceeded
 from servicekit.shares import (
     INTERNAL,
     FairExecutor,
-    MinimumRate,
-    Pace,
     Request,
     Reservation,
     Shares,
@@ -338,20 +336,3 @@ def test_a_shutdown_cancels_what_waits() -> None:
         waiting.result()
     with pytest.raises(RuntimeError):
         executor.submit("a", print)
-
-
-def test_a_transfer_lives_by_its_bytes_alone() -> None:
-    rate = MinimumRate(Pace(bytes_per_second=1000, stall_seconds=10))
-    for _ in range(100):
-        rate.waited(9)
-        assert not rate.is_too_slow
-        rate.received(9000)
-    assert rate.remaining_s == 10
-    for _ in range(9):
-        rate.waited(1)
-        rate.received(0)  # an empty message is no progress
-    assert rate.remaining_s == pytest.approx(1)
-    rate.waited(1)
-    assert rate.is_too_slow
-    rate.received(1_000_000)
-    assert rate.remaining_s == 10  # no more than that, however much came at once

@@ -28,7 +28,7 @@ from inference_svc.api.grpc.pooling import (
     to_score_responses,
 )
 from inference_svc.api.grpc.prompts import check, checked_salt, from_tokenize_request
-from inference_svc.api.grpc.uploads import from_upload, in_time
+from inference_svc.api.grpc.uploads import PACE, from_upload, upload_stalled
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.pooling.classify import (
     Classified,
@@ -49,6 +49,7 @@ from inference_svc.pictures.uploads import IDLE_SECONDS
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from servicekit.errors import Draining, InvalidArgument
+from servicekit.pace import at_pace
 from servicekit.rpc.call import Call, Trailers
 from servicekit.rpc.interceptor import CallRules
 from servicekit.rpc.requests import INLINE_ENTRIES
@@ -108,7 +109,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self, requests: AsyncIterator[pb.UploadImageRequest], context: Context
     ) -> pb.UploadImageResponse:
         principal = self._service.access.authorize(_caller(context), Action.GENERATE)
-        async with aclosing(in_time(requests)) as messages:
+        paced = at_pace(requests, PACE, lambda each: len(each.chunk), upload_stalled)
+        async with aclosing(paced) as messages:
             size, cache_salt, pieces = await from_upload(messages)
             async with aclosing(pieces):
                 sha256 = await self._service.uploads.receive(principal, size, cache_salt, pieces)

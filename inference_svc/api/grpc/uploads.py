@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from inference_svc.api.grpc.prompts import check, checked_salt
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.errors import DeadlineExceeded, InvalidArgument
-from servicekit.shares import MinimumRate, Pace
+from servicekit.pace import Pace
 
 MAX_CHUNK_BYTES = 1 << 20
 MAX_EXTRA_CHUNKS, MIN_CHUNK_BYTES = 256, 512
@@ -47,27 +46,8 @@ async def _pieces(requests: AsyncIterator[pb.UploadImageRequest]) -> AsyncGenera
         yield chunk
 
 
-async def in_time(
-    requests: AsyncIterator[pb.UploadImageRequest], pace: Pace = PACE
-) -> AsyncGenerator[pb.UploadImageRequest]:
-    """Yields the messages. Raises DeadlineExceeded for a caller that is slower than `pace`."""
-    rate = MinimumRate(pace)
-    while True:
-        try:
-            async with asyncio.timeout(rate.remaining_s):
-                with rate.waiting():
-                    request = await anext(requests, None)
-        except TimeoutError:
-            raise _too_slow(pace) from None
-        if request is None:
-            return
-        rate.received(len(request.chunk))
-        if rate.is_too_slow:
-            raise _too_slow(pace)
-        yield request
-
-
-def _too_slow(pace: Pace) -> DeadlineExceeded:
+def upload_stalled(pace: Pace) -> DeadlineExceeded:
+    """Returns the error for a caller that is slower than this."""
     return DeadlineExceeded(
         f"the upload has sent nothing for {pace.stall_seconds:g} seconds, or less than "
         f"{pace.bytes_per_second} bytes per second for as long",

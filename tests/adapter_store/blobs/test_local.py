@@ -28,8 +28,9 @@ from adapter_store.sources import Sources
 from adapter_store.sources.limits import FetchLimits
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.transfer import FetchRunner
+from servicekit.pace import Pace
 from servicekit.refs import AdapterName
-from servicekit.shares import Pace, Shares
+from servicekit.shares import Shares
 
 DIGEST = "sha256:" + "ab" * 32
 

@@ -19,7 +19,7 @@ from adapter_store.sources.transfer import (
     copy_all,
 )
 from servicekit.errors import Draining, ShareExceeded
-from servicekit.shares import Pace
+from servicekit.pace import Pace
 from tests.support.machine.limits import no_more_threads
 from tests.support.wait import TIMEOUT_S, until
 

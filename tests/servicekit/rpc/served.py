@@ -9,10 +9,11 @@ from typing import Any
 import grpc
 from google.protobuf.wrappers_pb2 import BytesValue
 
+from servicekit.pace import Pace
 from servicekit.rpc.interceptor import CallInterceptor, CallRules, Continuation
 from servicekit.rpc.places import CALLER, CallPlaces
 from servicekit.rpc.requests import RequestBounds
-from servicekit.shares import Pace, Shares
+from servicekit.shares import Shares
 from servicekit.telemetry.recent_errors import CallEnd
 
 ACCOUNT = "x-account"

@@ -18,10 +18,11 @@ from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
+from servicekit.pace import Pace
 from servicekit.rpc import interceptor, places
 from servicekit.rpc.interceptor import CallRules
 from servicekit.rpc.requests import RequestBounds
-from servicekit.shares import Pace, Shares
+from servicekit.shares import Shares
 from tests.servicekit.rpc.served import ACCOUNT, call_places, serving
 from tests.support.servers.http2 import Connection, message
 

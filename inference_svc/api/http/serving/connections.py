@@ -21,7 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from inference_svc.api.http.serving.http1 import StrictServer
 from servicekit.errors import ShareExceeded
-from servicekit.shares import MinimumRate, Pace, Reservation, Shares
+from servicekit.pace import MinimumRate, Pace
+from servicekit.shares import Reservation, Shares
 
 HEADER_SECONDS = 20.0
 """Time for a request's header: from the connection, or from the first byte of a further request."""
