@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class TorchTile(TileState):
     angles: dict[Value, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Encoding:
     """A picture that is being computed, tile by tile: `rows` are its embeddings [tokens,
     hidden_size], of which the ones of the tiles before `index` are there. Of this one `num_units`
@@ -75,14 +76,20 @@ class Encoding:
 
     def begin_again(self) -> None:
         """Counts as computed no longer what was."""
-        self.index, self.num_units, self.state = 0, 0, None
+        self.index = 0
+        self.begin_tile_again()
+
+    def begin_tile_again(self) -> None:
+        """Counts as computed no longer what was of the tile, and frees its state."""
+        self.num_units, self.state = 0, None
 
 
 class Tower(ABC, Generic[P]):
     """Computes tiles one by one. The unit of its work is a layer of a strip of a tile: from the
     attention of a layer up to the one of the next, before the first layer or behind the last; or,
     of a large tile, a share of this attention. Strips that follow each other are computed at once.
-    `device` has the weights and all else."""
+    It has the state of one tile at a time: if another one begins, the first begins again. `device`
+    has the weights and all else."""
 
     def __init__(
         self,
@@ -98,6 +105,7 @@ class Tower(ABC, Generic[P]):
         self._units = units
         self._order = pictures.units(torch.get_num_threads())
         self._plans: dict[Size, TilePlan] = {}
+        self._last: weakref.ref[Encoding] | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -131,6 +139,7 @@ class Tower(ABC, Generic[P]):
         while num_units and not encoding.is_done:
             state = encoding.state
             if state is None:
+                self._end_other(encoding)
                 state = encoding.state = self._begin_tile(self._plan(encoding.tile))
             count = self._go_on(encoding, state, pixels, num_units, slot)
             num_units -= count
@@ -138,6 +147,14 @@ class Tower(ABC, Generic[P]):
             if encoding.num_units == self._order.count(encoding.tile):
                 encoding.index, encoding.num_units, encoding.state = encoding.index + 1, 0, None
                 self._end_tile(state)
+
+    def _end_other(self, encoding: Encoding) -> None:
+        """Frees the state of the tile that was begun last, if it is another picture's: the memory
+        for states is of one."""
+        last = None if self._last is None else self._last()
+        if last is not None and last is not encoding:
+            last.begin_tile_again()
+        self._last = weakref.ref(encoding)
 
     def _go_on(
         self,

@@ -16,7 +16,7 @@ from inference_svc.model.description import decoder
 from inference_svc.pictures.sizes import Size
 from kernels.lora.table import MAX_PARTS
 from tests.support.pictures.models import PATCH, READERS, TILE, make_reader
-from tests.support.pictures.towers import compute, tower_of
+from tests.support.pictures.towers import BACKENDS, compute, tower_of
 
 
 def bytes_of(tile: NativeTile) -> int:
@@ -66,22 +66,28 @@ def test_a_tile_has_the_memory_that_was_counted(name: str, tmp_path: Path) -> No
     assert bytes_of(encoding.state) == counted
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["SmolVLM", "Qwen2VL"])
-def test_tiles_that_are_computed_in_turns_do_not_mix(name: str, tmp_path: Path) -> None:
-    """The work of one may have failed, which is then computed with its row."""
+def test_a_tower_has_the_state_of_one_tile(name: str, backend: str, tmp_path: Path) -> None:
+    """The work of a picture may have failed, which is then computed with its row, while another one
+    is begun: this one's tile begins again."""
     make_reader(name, tmp_path)
-    tower, tile = tower_of(tmp_path, "native"), Size(4 * PATCH, 4 * PATCH)
+    tower, tile = tower_of(tmp_path, backend), Size(4 * PATCH, 4 * PATCH)
     tile = tile if name == "Qwen2VL" else Size(TILE, TILE)
     torch.manual_seed(0)
-    pixels = torch.randint(0, 256, (2, *tile, 3), dtype=torch.uint8).numpy()
-    alone = [tower.begin(tile, 1) for _ in range(2)]
+    pixels = [torch.randint(0, 256, (2, *tile, 3), dtype=torch.uint8).numpy() for _ in range(2)]
+    alone = [tower.begin(tile, 2) for _ in range(2)]
     for encoding, own in zip(alone, pixels, strict=True):
         compute(tower, encoding, own.tobytes(), 1)
-    both = [tower.begin(tile, 1) for _ in range(2)]
-    while not all(each.is_done for each in both):
-        for encoding, own in zip(both, pixels, strict=True):
-            tower.go_on(encoding, own.tobytes(), 1, BASE_SLOT)
-    for encoding, wanted in zip(both, alone, strict=True):
+    first, other = (tower.begin(tile, 2) for _ in range(2))
+    while not first.index or first.num_units < 2:  # in the second tile
+        tower.go_on(first, pixels[0].tobytes(), 1, BASE_SLOT)
+    while not other.is_done:
+        tower.go_on(other, pixels[1].tobytes(), 1, BASE_SLOT)
+        assert sum(each.state is not None for each in (first, other)) <= 1
+    assert (first.index, first.num_units) == (1, 0)
+    compute(tower, first, pixels[0].tobytes(), 1)
+    for encoding, wanted in zip((first, other), alone, strict=True):
         assert torch.equal(encoding.rows, wanted.rows)
 
 
@@ -90,7 +96,7 @@ def test_tiles_that_are_computed_in_turns_do_not_mix(name: str, tmp_path: Path) 
 def test_attention_that_is_divided_has_the_same_bits(
     name: str, most_pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many shares of a strip's attention are computed at once, and beside another tile."""
+    """However many shares of a strip's attention are computed at once."""
     make_reader(name, tmp_path)
     tile = Size(20 * PATCH, 14 * PATCH)
     pixels = torch.randint(0, 256, (2, *tile, 3), dtype=torch.uint8).numpy()
@@ -106,12 +112,8 @@ def test_attention_that_is_divided_has_the_same_bits(
     units = pictures.units(torch.get_num_threads())
     assert len(units.shares(tile)) > 1
     for num_units in (1, 3, 50):
-        both = [tower.begin(tile, 1) for _ in range(2)]
-        num_turns = 0
-        while not all(each.is_done for each in both):
-            for encoding, own in zip(both, pixels, strict=True):
-                tower.go_on(encoding, own.tobytes(), num_units, BASE_SLOT)
-            num_turns += 1
-        assert num_turns == -(-units.count(tile) // num_units)
-        for encoding, wanted in zip(both, whole, strict=True):
+        for own, wanted in zip(pixels, whole, strict=True):
+            encoding = tower.begin(tile, 1)
+            num_turns = compute(tower, encoding, own.tobytes(), num_units)
+            assert num_turns == -(-units.count(tile) // num_units)
             assert torch.equal(encoding.rows, wanted.rows)

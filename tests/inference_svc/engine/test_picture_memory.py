@@ -270,6 +270,26 @@ def test_a_preempted_sequence_leaves_no_work_at_its_slot() -> None:
     assert (counts, [(each.num_units, each.slot) for each in work.encodes]) == ([10], [(2, 1)])
 
 
+def test_a_picture_whose_last_units_are_not_computed_leaves_no_memory() -> None:
+    """The step has begun another one, and a tower has the memory of one that is begun."""
+    found = memory(max_tokens=6)
+    one, other = sequence(0, digest="a"), sequence(0, digest="b")
+    assert units(step(found, (one, 10))[1]) == [3]
+    one.num_computed = 0
+    found.begin([one, other])
+    assert [found.num_computable(each, 10) for each in (one, other)] == [10, 0]
+    found.release(one)
+    work = found.pop_work()
+    assert work.dropped == (PictureKey("", "", b"a0"),)
+    assert [(each.picture.digest, each.num_units) for each in work.encodes] == [(b"b0", 2)]
+    assert (found.num_kept, found.num_bytes) == (1, 50)
+    found.check_integrity([other])
+    for each in (other, sequence(0, digest="a")):
+        while not each.num_computed:
+            step(found, (each, 10))
+        found.release(each)
+
+
 def test_work_that_another_sequence_waits_for_stays() -> None:
     found = memory()
     one, other = (sequence(0, adapter="tower", slot=3) for _ in range(2))

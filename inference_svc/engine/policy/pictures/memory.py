@@ -417,6 +417,8 @@ class PictureMemory:
             del self._costs[key]
             self._budget += self._cost(planned)
             entry.num_left += planned.num_units
+            if key != self._begun:  # the step has begun another one behind it
+                self._drop(key)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Asserts that bytes and holders agree with the running sequences."""
