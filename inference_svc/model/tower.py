@@ -30,7 +30,7 @@ from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTE
 from inference_svc.model.walk import operations
 from inference_svc.pictures.processor import CHANNELS, Processor
-from inference_svc.pictures.sizes import Size
+from inference_svc.pictures.sizes import MAX_SLICE, Size
 from inference_svc.pictures.units import Share
 from kernels.attention import AttentionPlan, both_ways
 from kernels.pictures.reference import cut_patches
@@ -104,6 +104,8 @@ class Tower(ABC, Generic[P]):
         self.weights = weights
         self._units = units
         self._order = pictures.units(torch.get_num_threads())
+        self.most_tokens = MAX_SLICE
+        """The most tokens of strips that are computed at once. Memory is counted for MAX_SLICE."""
         self._plans: dict[Size, TilePlan] = {}
         self._last: weakref.ref[Encoding] | None = None
 
@@ -168,7 +170,8 @@ class Tower(ABC, Generic[P]):
         Returns how many."""
         unit = self._order.find(encoding.tile, encoding.num_units)
         is_whole = not unit.share and num_units >= unit.num_shares
-        part = state.plan.part(unit.strip, num_units // unit.num_shares if is_whole else 1)
+        num_strips = num_units // unit.num_shares if is_whole else 1
+        part = state.plan.part(unit.strip, num_strips, self.most_tokens)
         mixer = self._units.mixer(unit.layer)
         if mixer is not None and not mixer.in_windows:
             share = Share(0, part.num_tokens, 0, mixer.num_heads)

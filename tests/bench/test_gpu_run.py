@@ -19,6 +19,7 @@ from bench.gpu_run.goals import summarize
 from bench.gpu_run.pack import __main__ as pack
 from bench.gpu_run.pack.store import RECORDED
 from bench.gpu_run.sizes import EMULATED
+from bench.gpu_run.stages.pictures import PART_TOKENS
 from kernels import tuning
 
 ROOT = Path(__file__).parents[2]
@@ -183,9 +184,11 @@ def test_products_in_few_bits_are_right(found):
 
 
 def test_pictures_are_timed(found):
-    alone, decode = found("pictures")["alone"], found("pictures")["decode"]
+    alone, parts, decode = (found("pictures")[key] for key in ("alone", "parts", "decode"))
     assert (alone["patches"], alone["tokens"]) == (16, 4)
     assert alone["first_token_ms"] > 0
+    assert [each["tokens"] for each in parts] == list(PART_TOKENS)
+    assert all(each["tower_ms"] > 0 for each in parts)
     assert decode["p99_ratio"] > 0
     assert decode["units_per_step"] >= 1
 

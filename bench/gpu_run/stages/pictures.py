@@ -21,6 +21,8 @@ from servicekit.shared_memory import SharedBytes
 
 NUM_BEFORE = NUM_BEHIND = 2
 """The tokens of a prompt around a picture's."""
+PART_TOKENS = (256, 512, 1024, 2048, 4096)
+"""The tokens of strips that are computed at once, of which servers choose MAX_SLICE."""
 NUM_FIRST = 4
 """Prompts of one size: the fourth is recorded, and the last is replayed."""
 
@@ -41,6 +43,8 @@ def run(context: Context) -> Found:
     backend.pictures = _rows(model)
     reader = _Reader(model, backend, Size(*sizes.picture))
     found: Found = {"alone": alone(reader)}
+    context.save(found)
+    found |= {"parts": parts(reader)}
     context.save(found)
     return found | {"decode": beside(reader)}
 
@@ -126,6 +130,27 @@ def alone(reader: _Reader) -> Found:
         "first_token_ms": 1e3 * median(firsts[kept]),
         "replayed": reader.backend.num_replays - replays,
     }
+
+
+def parts(reader: _Reader) -> list[Found]:
+    """Computes pictures in parts of each size; returns the medians of their times. MAX_SLICE should
+    be the smallest one after which the time hardly shrinks: memory and the largest prompt's step
+    grow with it."""
+    timer, tower = reader.model.context.timer, reader.rows.tower
+    found: list[Found] = []
+    chosen = tower.most_tokens
+    try:
+        for count in PART_TOKENS:
+            tower.most_tokens = count
+            seconds: list[float] = []
+            for _ in range(1 if reader.model.context.is_emulated else NUM_FIRST):
+                timer.synchronize()
+                reader.compute(reader.num_units)
+                seconds.append(reader.rows.seconds())
+            found.append({"tokens": count, "tower_ms": 1e3 * median(seconds)})
+    finally:
+        tower.most_tokens = chosen
+    return found
 
 
 def beside(reader: _Reader) -> Found:

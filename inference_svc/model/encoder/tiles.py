@@ -94,13 +94,13 @@ class TilePlan:
         strips, host_rows = form.strips(tile), found[0].numpy()
         return cls(form, found, positions, order, strips, windows, host_rows, blend)
 
-    def part(self, first: int, num_strips: int) -> TilePart:
+    def part(self, first: int, num_strips: int, most_tokens: int = MAX_SLICE) -> TilePart:
         """Returns strips from `first` on, at most so many: one, or as many as have at most
-        MAX_SLICE tokens."""
+        `most_tokens`."""
         start, end = self.strips[first]
         last = first + 1
         while last < min(first + num_strips, len(self.strips)):
-            if self.strips[last][1] - start > MAX_SLICE:
+            if self.strips[last][1] - start > most_tokens:
                 break
             end = self.strips[last][1]
             last += 1
