@@ -1,4 +1,5 @@
-"""The memory of steps in torch on a CPU, read off the list of their operations."""
+"""The memory of steps in torch on a CPU, and of towers in torch on a CPU or a device, read off the
+list of their operations."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from inference_svc.model.description import (
     Decoder,
     ExpertsProjection,
     Merging,
+    Pictures,
     Projection,
 )
 from inference_svc.model.encoder.clips import Clip, Join
@@ -43,6 +45,7 @@ from inference_svc.model.encoder.towers import (
     PlacePictures,
     ReadPatches,
     Standardise,
+    attention_of,
 )
 from inference_svc.model.lifetimes import ValueSizes, token_weights_bytes, transformer_bytes
 from inference_svc.model.mixers.gated_delta import Convolve, DeltaRule, GatedNorm
@@ -76,6 +79,7 @@ from inference_svc.model.operations import (
 )
 from inference_svc.pictures.processor import CHANNELS
 from kernels.lora.table import MAX_PARTS
+from kernels.pictures.native import MAX_BLENDED
 from kernels.quantised.weight import BLOCK_ELEMENTS, COPY_BYTES
 from kernels.recurrence.reference import CHUNK
 
@@ -93,6 +97,8 @@ BOTH_WAYS_COPIES = 5
 their rows in order."""
 SCORED_QUERIES = 512
 """Queries whose scores torch's attention without a causal mask holds at once, at most."""
+DEVICE_ALIGNMENT = 16
+"""Bytes that a head must be a multiple of, or a device holds all scores of its attention."""
 CLAMPED_COPIES = 6
 """Copies in fp32 that a clamped activation takes."""
 SHARED_COPIES = 4
@@ -107,11 +113,18 @@ SQUARE_COPIES, PRODUCT_COPIES = 6, 9
 """Copies of a chunk's products of tokens with tokens, and of tokens with states."""
 STATE_COPIES = 3
 """Copies of states that are computed at once."""
-STATE_WIDTHS = 11
-"""Copies of all patches of a tile, each as wide as all heads: queries, keys and values of two
-layers, keys and values as one layer reads them, cos and sin."""
-PIXEL_COPIES = 4
-"""Copies in fp32 of a tile's pixels while they are scaled and put together by patches."""
+STATE_WIDTHS = 6
+"""Copies of all patches of a tile, each as wide as all heads, which stay between steps: queries,
+keys and values of two layers."""
+READ_WIDTHS = 2
+"""Further ones while a layer is computed: keys and values in order."""
+ANGLE_BYTES = 24
+"""The memory of an element of cos and sin while they are made: positions, angles and waves, of each
+half in fp32."""
+NUM_PLANS = 2
+"""A tile's plan, and the next one's while that is made."""
+PIXEL_COPIES = 2
+"""Copies in fp32 of a part's pixels: as numbers, and put together by patches."""
 SAMPLER_COPIES = 2
 """Copies of the logits in fp32 that choosing tokens takes beside the logits."""
 
@@ -141,10 +154,12 @@ def masks_bytes(config: EngineConfig, decoder: Decoder) -> int:
     return len(reaches) * config.max_model_len * config.max_batch_tokens
 
 
-def picture_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
-    """Returns the weights of the vision tower, if there is one, the workspace of a part of a tile,
-    the states of the tile, which stay while other steps are computed, and the embeddings of
-    pictures."""
+def picture_needs(
+    config: EngineConfig, decoder: Decoder, *, on_device: bool = False
+) -> MemoryNeeds:
+    """Returns the memory of a vision tower in torch, if there is one: its weights; the workspace of
+    a part of a tile, with the tile's pixels; the tile's plan and state, which stay while other
+    steps are computed; and the embeddings of pictures. Pixels of requests lie on the host."""
     found = decoder.pictures
     if found is None:
         return MemoryNeeds(0, 0)
@@ -154,11 +169,37 @@ def picture_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     sizes = ValueSizes.of(tower, part, part, dtype)
     of_tile = replace(config, max_model_len=count, max_batch_tokens=part, max_prefill_chunk=part)
     targets = applied_to_pictures(layout_of(config, decoder), config.lora_targets)
-    own = _OwnBytes(of_tile, sizes, targets)
-    widest = max(each.mixer.size for each in tower.blocks if isinstance(each.mixer, BothWays))
-    state_bytes = count * (tower.hidden_size + STATE_WIDTHS * widest) * dtype.itemsize
-    num_bytes = transformer_bytes(tower, sizes, own.of_op) + state_bytes
+    own = _OwnBytes(of_tile, sizes, targets, on_device)
+    read_bytes = count * READ_WIDTHS * _attention_width(tower) * dtype.itemsize
+    part_bytes = transformer_bytes(tower, sizes, own.of_op) + read_bytes
+    making_bytes = count * _angles_width(tower) * ANGLE_BYTES
+    held_bytes = tile_bytes(tower, dtype, count) + NUM_PLANS * plan_bytes(found, count)
+    num_bytes = held_bytes + max(part_bytes, making_bytes)
     return MemoryNeeds(weights_bytes(tower, dtype), num_bytes + config.prompt_image_bytes)
+
+
+def tile_bytes(tower: Decoder, dtype: torch.dtype, count: int) -> int:
+    """Returns the memory of a `TorchTile` of so many tokens, without its plan."""
+    of_layers = STATE_WIDTHS * _attention_width(tower)
+    return count * (tower.hidden_size + of_layers + _angles_width(tower)) * dtype.itemsize
+
+
+def _attention_width(tower: Decoder) -> int:
+    return max(each.size for each in attention_of(tower))
+
+
+def _angles_width(tower: Decoder) -> int:
+    """Returns the elements of cos and sin of a token, of all rotations."""
+    return 2 * sum(rope.rotary_size(head_dim) for rope, head_dim in tower.ropes)
+
+
+def plan_bytes(pictures: Pictures, count: int) -> int:
+    """Returns the memory of a `TilePlan` of so many tokens: rows and columns of patches, positions,
+    which may have both, places of cells, and rows and weights of a table that are blended."""
+    of_blend = MAX_BLENDED * (torch.int64.itemsize + torch.float32.itemsize)
+    inputs = pictures.tower.encoder
+    has_table = inputs is not None and inputs.positions is not None
+    return count * (5 * torch.int64.itemsize + has_table * of_blend)
 
 
 class _OwnBytes(NamedTuple):
@@ -167,6 +208,7 @@ class _OwnBytes(NamedTuple):
     config: EngineConfig
     sizes: ValueSizes
     targets: AppliedTargets
+    on_device: bool = False
 
     def of_op(self, op: Op, before: Op | None) -> int:
         """Returns the bytes of an operation."""
@@ -235,12 +277,17 @@ def _of_attention(op: Attend, own: _OwnBytes) -> int:
 
 def _of_both_ways(op: AttendBothWays, own: _OwnBytes) -> int:
     """Copies of queries, keys and values, and of the outputs; the scores, where torch does not
-    compute them in blocks; and the mask as numbers."""
+    compute them in blocks; and the mask as numbers. On a device it does, unless rows of heads do
+    not begin on 16 bytes."""
     mixer, longest = op.mixer, own.config.max_model_len
     num_bytes = BOTH_WAYS_COPIES * own.elements(op) * own.item_bytes
     if mixer.reach is not None:
         num_bytes += longest * longest * own.item_bytes
-    return num_bytes + 4 * mixer.num_heads * longest * min(longest, SCORED_QUERIES)
+    most_queries = min(longest, SCORED_QUERIES)
+    if own.on_device:
+        is_aligned = mixer.head_dim * own.item_bytes % DEVICE_ALIGNMENT == 0
+        most_queries = 0 if is_aligned else own.sizes.rows(op.out)
+    return num_bytes + 4 * mixer.num_heads * longest * most_queries
 
 
 def _of_turning(op: RotateHeads, own: _OwnBytes) -> int:
@@ -250,15 +297,20 @@ def _of_turning(op: RotateHeads, own: _OwnBytes) -> int:
 
 
 def _of_patches(op: EmbedPatches, own: _OwnBytes) -> int:
-    """The pixels, scaled in fp64, in fp32, and by patches, and the tokens in fp32."""
-    num_pixels = own.sizes.rows(op.out) * op.patches.form.patch_size**2
-    of_pixels = (1 + 8 + 4 * PIXEL_COPIES) * CHANNELS * num_pixels
+    """The pixels, and the tokens in fp32."""
+    of_pixels = _pixels_bytes(op.patches.form.patch_size, own.sizes.rows(op.out), own)
     return of_pixels + 2 * 4 * own.elements(op)
 
 
 def _of_read(op: ReadPatches, own: _OwnBytes) -> int:
-    """The pixels, scaled in fp64, in fp32, and by patches."""
-    return (1 + 8 + 4 * PIXEL_COPIES) * own.elements(op)
+    return _pixels_bytes(op.patches.form.patch_size, own.sizes.rows(op.out), own)
+
+
+def _pixels_bytes(side: int, num_patches: int, own: _OwnBytes) -> int:
+    """Returns the memory of a part's patches: the rows of pixels around it, which of some tiles are
+    all; its pixels as bytes, as indexes and as numbers."""
+    of_part = (1 + 8 + 4 * PIXEL_COPIES) * num_patches
+    return CHANNELS * side**2 * (own.config.max_model_len + of_part)
 
 
 def _of_standard(op: Standardise, own: _OwnBytes) -> int:

@@ -113,7 +113,7 @@ def memory_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         libraries_bytes=LIBRARIES_BYTES + library_bytes(decoder),
         recurrent_bytes=states_bytes(config, decoder),
     )
-    return needs.plus(picture_needs(config, decoder))
+    return needs.plus(picture_needs(config, decoder, on_device=True))
 
 
 def _dividing_bytes(config: EngineConfig, decoder: Decoder) -> int:

@@ -12,8 +12,16 @@ import torch
 from inference_svc.adapters.targets import applied_targets, build_layout
 from inference_svc.backends.base import table_bytes
 from inference_svc.backends.torch import TorchBackend, TorchFactory
-from inference_svc.backends.torch_needs import OWN_BYTES, masks_bytes, step_bytes
+from inference_svc.backends.torch_needs import (
+    OWN_BYTES,
+    masks_bytes,
+    picture_needs,
+    plan_bytes,
+    step_bytes,
+    tile_bytes,
+)
 from inference_svc.core import (
+    BASE_SLOT,
     Batch,
     BatchRow,
     EngineConfig,
@@ -24,7 +32,9 @@ from inference_svc.core import (
 from inference_svc.model.architectures import load_description
 from inference_svc.model.operations import Attend
 from inference_svc.model.recurrent_states import RecurrentStates
+from inference_svc.model.tower import TorchTile
 from inference_svc.model.transformer import COMPUTE
+from inference_svc.pictures.sizes import Size
 from kernels.recurrence.reference import CHUNK
 from tests.support.gpu.features import FEATURES, SHAPE
 from tests.support.gpu.live_bytes import live_bytes
@@ -42,6 +52,8 @@ from tests.support.gpu.models import (
 )
 from tests.support.models.encoders import FAMILIES as ENCODERS
 from tests.support.models.encoders import MAX_TOKENS, save_encoder
+from tests.support.pictures.models import READERS, make_reader
+from tests.support.pictures.towers import compute, tower_of
 
 pytestmark = pytest.mark.matrix
 
@@ -223,3 +235,50 @@ def test_a_step_keeps_a_mask_for_each_length(tmp_path: Path, family: str) -> Non
     kept_bytes = sum(each.nbytes for each in derived if isinstance(each, torch.Tensor))
     assert kept_bytes == sum(length**2 for length in lengths) > max(lengths) ** 2
     assert kept_bytes <= masks_bytes(config, decoder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", READERS)
+def test_what_a_tower_takes(name: str, dtype: str, tmp_path: Path) -> None:
+    """Of the largest tile, and another one's plan. Attention shows its inputs and outputs alone, as
+    on a device."""
+    make_reader(name, tmp_path)
+    config = EngineConfig(
+        tmp_path,
+        "model",
+        dtype=dtype,
+        max_model_len=256,
+        max_sequences=1,
+        max_batch_tokens=64,
+        max_lora_rank=8,
+        prompt_image_bytes=0,
+    )
+    decoder = load_description(tmp_path, with_pictures=True)
+    pictures = decoder.pictures
+    assert pictures is not None
+    form = pictures.tiles
+    count = pictures.max_inner_tokens(config.max_model_len)
+    side = 2 * form.cell_size
+    num_columns = count // (2 * form.merge) // form.merge
+    tiles = [Size(side, side), Size(side, num_columns * form.cell_size)]
+    if form.tile_size:
+        tiles = [form.whole]
+    tile = tiles[-1]
+    tower = tower_of(tmp_path, "torch", getattr(torch, dtype))
+    encodings = [(each, tower.begin(each, 1)) for each in tiles]
+    with live_bytes() as live:
+        for each, encoding in encodings:
+            compute(tower, encoding, bytes(3 * each.height * each.width), 1 << 20)
+    for on_device in (True, False):
+        said = picture_needs(config, decoder, on_device=on_device).workspace_bytes
+        assert live.peak <= said < MOST_TIMES_MORE * live.peak
+    encoding = tower.begin(tile, 1)
+    tower.go_on(encoding, bytes(3 * tile.height * tile.width), 1, BASE_SLOT)
+    state = encoding.state
+    assert isinstance(state, TorchTile)
+    waves = [wave for both in state.angles.values() for wave in both]
+    num_bytes = sum(each.nbytes for each in (state.hidden, *state.qkv, *waves))
+    assert num_bytes == tile_bytes(pictures.tower, getattr(torch, dtype), state.plan.num_tokens)
+    plan = state.plan
+    rows = (plan.patches, plan.positions, plan.cells, *(plan.blend or ()))
+    assert sum(each.nbytes for each in rows) <= plan_bytes(pictures, plan.num_tokens)
