@@ -176,8 +176,9 @@ class Tower(ABC, Generic[P]):
         if mixer is not None and not mixer.in_windows:
             share = Share(0, part.num_tokens, 0, mixer.num_heads)
             if not is_whole:
-                share = self._order.shares(encoding.tile)[unit.share]
-            self._attend(state, unit.layer, part, share.within(part.num_tokens))
+                share = self._order.shares(encoding.tile)[unit.share].within(part.num_tokens)
+            if share.first < share.end:
+                self._attend(state, unit.layer, part, share)
         if is_whole or unit.share == unit.num_shares - 1:
             tile = self._pixels(encoding, pixels)
             for out, rows in self._compute(state, unit.layer, part, tile, slot):
