@@ -112,8 +112,13 @@ def pytest_collection_finish() -> None:
     # Looked for at each 700 new objects, garbage takes a sixteenth of the time, at each 7,000 a
     # thirtieth.
     gc.set_threshold(50_000)
-    # A worker has one core, and OpenMP's threads spin while they wait for each other: beside a busy
-    # core two were ten times slower than one. Tests of several threads ask for them.
+    compute_with_one_thread()
+
+
+def compute_with_one_thread() -> None:
+    """A worker has one core, and OpenMP's threads spin while they wait for each other: beside a
+    busy core two took six times the processor's time of one. Tests of several threads ask for
+    them."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
@@ -126,3 +131,11 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     return (yield from processes.hold(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """An engine that a file has built in this process has set its own number of threads."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        compute_with_one_thread()
