@@ -34,20 +34,20 @@ export PYTHONDONTWRITEBYTECODE =
 
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --numprocesses
 
-test: $(VENV)/.installed-dev $(PROMETHEUS)
+test: native $(PROMETHEUS)
 	$(BIN)/python -m pytest -q --forked-workers $(TEST_WORKERS) --junitxml build/junit.xml -m "not artifacts and not long and not containers and not trl and not agents and not vllm"
 
 # Tests that start no process, for the inner loop: of a large matrix every fifth cell (tests/support/pairs.py).
-test-unit: $(VENV)/.installed-dev
+test-unit: native
 	$(BIN)/python -m pytest -q --forked-workers $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl and not agents and not vllm"
 
 # Tests of the wheel, the site and the tables of sizes and of a GPU step's costs, the GPU run and kernels
 # through Triton's interpreter, and kernels compiled for devices.
-check-artifacts: $(VENV)/.installed-dev
+check-artifacts: native
 	$(PYTEST) $(TEST_WORKERS) --dist load -m "artifacts and not long"
 
 # Heavier proof: run it in full before an issue is closed.
-test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
+test-long: native $(PROMETHEUS) soak gpu-emulate
 	$(PYTEST) $(TEST_WORKERS) -m long
 	$(PYTEST) $(TEST_WORKERS) --hypothesis-profile long -m "hypothesis and not containers and not trl and not agents and not vllm"
 
@@ -199,6 +199,12 @@ $(BIN)/python:
 	is_old = sys.version_info < tuple(map(int, needed.split("."))); \
 	sys.exit(is_old and "error: $(PYTHON) is older than Python %s: make PYTHON=python%s ... takes another" % (needed, needed))'
 	@$(PYTHON) -m venv $(VENV)
+
+# The native kernels of every instruction set of this machine, if their sources have changed: else the
+# first test that needs one would compile them, and only tests marked so may start a process.
+.PHONY: native
+native: $(VENV)/.installed-dev
+	@$(BIN)/python -m kernels.native.build
 
 # One stamp per extra; protos are inputs, because installing compiles them. Tests need the native
 # kernels of every instruction set of this machine; for the demo its best one is enough.

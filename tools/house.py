@@ -195,6 +195,8 @@ def num_star_tuples(path: Path) -> int:
 def _definitions(tree: ast.AST, name: str) -> Iterator[tuple[str, str, int]]:
     """Yields the kind, the name and the size of each class and function in a tree."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):
+            continue  # no expression has a statement in it
         inner = name
         if isinstance(node, ast.ClassDef):
             inner = f"{name}.{node.name}"

@@ -8,10 +8,13 @@ from pathlib import Path
 
 
 def walk(tree: ast.AST) -> list[ast.AST]:
-    """Returns all nodes of a tree in the order of `ast.walk`, in half of its time."""
+    """Returns all nodes of a tree in the order of `ast.walk`, in a third of its time. Contexts of
+    names (`ast.Load` and so on), a third of all nodes, are left out: they are the nodes' `ctx`."""
     found = [tree]
     for node in found:  # it grows
         for name in node._fields:
+            if name == "ctx":
+                continue
             value = getattr(node, name, None)
             if isinstance(value, ast.AST):
                 found.append(value)

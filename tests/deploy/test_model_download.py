@@ -25,6 +25,7 @@ from tests.support.deploy.manifests import (
     overlay,
     variables,
 )
+from tests.support.forks import ForkedProcess
 from tests.support.servers.hub_server import HUB_VARIABLES, HubServer, Repo
 
 pytestmark = pytest.mark.processes
@@ -142,7 +143,7 @@ def test_what_was_downloaded_is_served_without_network(hub: HubServer, tmp_path:
     assert run_downloader(inference, places, hub) == folder
     before = files(cache)
     changes = {**SMALL, "LOADOUT_INFERENCE_STORE": None, "HF_ENDPOINT": "http://127.0.0.1:1"}
-    pod = Pod(inference, places, tmp_path, changes)
+    pod = Pod(inference, places, tmp_path, changes, ForkedProcess)
     try:
         pod.wait_ready()
         with Client(inference=pod.address) as client:
