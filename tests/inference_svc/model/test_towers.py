@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.support.pictures.models import (
     VISION,
     cell_patches,
     make_reader,
+    save_config,
     save_processor,
 )
 from tests.support.pictures.towers import BACKENDS, compute, tower_of
@@ -41,6 +43,26 @@ def pictures_of(folder: Path) -> Pictures:
     found = load_description(folder, with_pictures=True).pictures
     assert found is not None
     return found
+
+
+Saved = Callable[..., tuple[Any, Path]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """`saved(name, **changes)`: transformers' model, and its folder, for tests that change neither.
+    Random numbers begin anew."""
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def save(name: str, **changes: Any) -> tuple[Any, Path]:
+        key = f"{name} {sorted(changes.items())}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[key] = make_reader(name, folder, **changes), folder
+        torch.manual_seed(0)
+        return made[key]
+
+    return save
 
 
 @pytest.fixture(params=BACKENDS)
@@ -63,11 +85,11 @@ def expected_rows(model: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", SQUARES)
 @pytest.mark.parametrize("num_units", [1, 3, 100])
 def test_embeddings_equal_transformers(
-    name: str, num_units: int, backend: str, tmp_path: Path
+    name: str, num_units: int, backend: str, saved: Saved
 ) -> None:
     """Computed at once, or a few layers of strips at a time."""
-    model = make_reader(name, tmp_path)
-    tower, pictures = tower_of(tmp_path, backend), pictures_of(tmp_path)
+    model, folder = saved(name)
+    tower, pictures = tower_of(folder, backend), pictures_of(folder)
     tiles = torch.randint(0, 256, (3, TILE, TILE, 3), dtype=torch.uint8)
     encoding = tower.begin(SQUARE, 3)
     num_turns = compute(tower, encoding, tiles.numpy().tobytes(), num_units)
@@ -99,11 +121,11 @@ def test_a_cell_may_have_more_patches_than_a_part(backend: str, tmp_path: Path) 
 @pytest.mark.parametrize("size", [(2, 2), (8, 14), (14, 6), (36, 40)])
 @pytest.mark.parametrize("num_units", [7, 1000])
 def test_tiles_of_any_size_equal_transformers(
-    name: str, size: tuple[int, int], num_units: int, backend: str, tmp_path: Path
+    name: str, size: tuple[int, int], num_units: int, backend: str, saved: Saved
 ) -> None:
     """Rows and columns of patches of one strip, of cut windows, and of several parts."""
-    model = make_reader(name, tmp_path)
-    tower, pictures = tower_of(tmp_path, backend), pictures_of(tmp_path)
+    model, folder = saved(name)
+    tower, pictures = tower_of(folder, backend), pictures_of(folder)
     tile = Size(*(PATCH * each for each in size))
     pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
     encoding = tower.begin(tile, 1)
@@ -126,16 +148,16 @@ def free_rows(model: Any, tile: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.cat(list(rows)) for rows in (found.pooler_output, *of_taps)], 1)
 
 
-def test_taps_count_in_order_of_layers(backend: str, tmp_path: Path) -> None:
+def test_taps_count_in_order_of_layers(backend: str, saved: Saved) -> None:
     """Wherever a config lists them; a tap's place in the list is its module's."""
     vision = READERS["Qwen3VL"][1]["vision_config"] | {"deepstack_visual_indexes": [2, 0]}
-    model = make_reader("Qwen3VL", tmp_path, vision_config=vision)
-    tower = tower_of(tmp_path, backend)
+    model, folder = saved("Qwen3VL", vision_config=vision)
+    tower = tower_of(folder, backend)
     tile = Size(4 * PATCH, 6 * PATCH)
     pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
     encoding = tower.begin(tile, 1)
     compute(tower, encoding, pixels.numpy().tobytes(), 100)
-    pictures = pictures_of(tmp_path)
+    pictures = pictures_of(folder)
     expected = free_rows(model, normalised(pixels, pictures.processor)[0])
     assert relative_rms(encoding.rows, expected) <= 1e-5
 
@@ -144,11 +166,11 @@ def test_taps_count_in_order_of_layers(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(2, 4), (8, 14), (14, 6), (36, 40)])
 @pytest.mark.parametrize("layer", [-1, 2])
 def test_pixtral_equals_transformers(
-    layer: int, size: tuple[int, int], backend: str, tmp_path: Path
+    layer: int, size: tuple[int, int], backend: str, saved: Saved
 ) -> None:
     """Of a grid of its own, of one part and of several, up to the last layer or before."""
-    model = make_reader("Mistral3", tmp_path, vision_feature_layer=layer)
-    tower, pictures = tower_of(tmp_path, backend), pictures_of(tmp_path)
+    model, folder = saved("Mistral3", vision_feature_layer=layer)
+    tower, pictures = tower_of(folder, backend), pictures_of(folder)
     tile = Size(*(PATCH * each for each in size))
     pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
     encoding = tower.begin(tile, 1)
@@ -172,12 +194,12 @@ def test_gemma4_equals_transformers(
     dtype: torch.dtype,
     most: float,
     backend: str,
-    tmp_path: Path,
+    saved: Saved,
 ) -> None:
     """Of one part and of several; clipped, or standardised."""
-    model = make_reader(name, tmp_path)
-    tower = tower_of(tmp_path, backend, dtype)
-    pictures = load_description(tmp_path, with_pictures=True).pictures
+    model, folder = saved(name)
+    tower = tower_of(folder, backend, dtype)
+    pictures = load_description(folder, with_pictures=True).pictures
     tile = Size(*(PATCH * each for each in size))
     pixels = torch.randint(0, 256, (1, *tile, 3), dtype=torch.uint8)
     encoding = tower.begin(tile, 1)
@@ -212,10 +234,10 @@ def test_positions_and_borders_of_patches_are_those_of_transformers(
     assert relative_rms(encoding.rows, expected_rows(model, normalised(tiles, processor))) <= 1e-5
 
 
-def test_begun_and_finished_pictures_keep_no_pixels(backend: str, tmp_path: Path) -> None:
+def test_begun_and_finished_pictures_keep_no_pixels(backend: str, saved: Saved) -> None:
     """Their bytes are the ones of their embeddings, within which the engine keeps them."""
-    make_reader("SmolVLM", tmp_path)
-    tower = tower_of(tmp_path, backend)
+    _, folder = saved("SmolVLM")
+    tower = tower_of(folder, backend)
     pixels = random.Random(0).randbytes(2 * TILE * TILE * 3)
     encoding = tower.begin(SQUARE, 2)
     while not encoding.is_done:
@@ -225,11 +247,11 @@ def test_begun_and_finished_pictures_keep_no_pixels(backend: str, tmp_path: Path
 
 @pytest.mark.parametrize("place", [5, 7, 10])
 def test_a_picture_begins_again_behind_an_error(
-    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: int, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A unit that fails in the middle has changed the stream that it began with."""
-    make_reader("Llava", tmp_path)
-    tower, num_products = tower_of(tmp_path, "torch"), 0
+    _, folder = saved("Llava")
+    tower, num_products = tower_of(folder, "torch"), 0
     pixels = random.Random(0).randbytes(TILE * TILE * 3)
     expected = tower.begin(SQUARE, 1)
     compute(tower, expected, pixels, 1)
@@ -251,14 +273,14 @@ def test_a_picture_begins_again_behind_an_error(
 
 
 @pytest.mark.parametrize("name", SQUARES)
-def test_the_embeddings_are_in_the_models_dtype(name: str, backend: str, tmp_path: Path) -> None:
-    model = make_reader(name, tmp_path)
-    tower = tower_of(tmp_path, backend, torch.bfloat16)
+def test_the_embeddings_are_in_the_models_dtype(name: str, backend: str, saved: Saved) -> None:
+    model, folder = saved(name)
+    tower = tower_of(folder, backend, torch.bfloat16)
     tiles = torch.randint(0, 256, (1, TILE, TILE, 3), dtype=torch.uint8)
     encoding = tower.begin(SQUARE, 1)
     compute(tower, encoding, tiles.numpy().tobytes(), 100)
     assert encoding.rows.dtype is torch.bfloat16
-    processor = pictures_of(tmp_path).processor
+    processor = pictures_of(folder).processor
     expected = expected_rows(model, normalised(tiles, processor))
     assert relative_rms(encoding.rows.float(), expected) <= 3e-2
 
@@ -287,13 +309,13 @@ ROTATED = ("Mistral3", "Qwen2_5_VL", "Qwen3VL")
 
 @pytest.mark.parametrize("model", ROTATED)
 def test_a_rotation_has_two_names(model: str, tmp_path: Path) -> None:
-    make_reader(model, tmp_path)
+    folder = save_config(model, tmp_path / "model")
     towers = []
     for kind in ("axial", "default"):
         _change_config(
-            tmp_path, "vision_config", "rope_parameters", {"rope_type": kind, "rope_theta": 99.0}
+            folder, "vision_config", "rope_parameters", {"rope_type": kind, "rope_theta": 99.0}
         )
-        towers.append(load_description(tmp_path, with_pictures=True).pictures.tower)
+        towers.append(load_description(folder, with_pictures=True).pictures.tower)
     assert towers[0] == towers[1]
     assert [rope.rope_theta for rope, _ in towers[0].ropes] == [99.0]
 
@@ -317,11 +339,11 @@ def _check_refused(
     model: str, part: str, key: str, value: object, named: str, tmp_path: Path
 ) -> None:
     """Asserts that a config with this value has text alone."""
-    make_reader(model, tmp_path)
-    _change_config(tmp_path, part, key, value)
+    folder = save_config(model, tmp_path / "model")
+    _change_config(folder, part, key, value)
     with pytest.raises(UnsupportedModel, match=named):
-        load_description(tmp_path, with_pictures=True)
-    assert load_description(tmp_path).pictures is None
+        load_description(folder, with_pictures=True)
+    assert load_description(folder).pictures is None
 
 
 def _change_config(folder: Path, part: str, key: str, value: object) -> None:
@@ -332,8 +354,8 @@ def _change_config(folder: Path, part: str, key: str, value: object) -> None:
 
 
 def test_text_alone_needs_no_processor(tmp_path: Path) -> None:
-    make_reader("Llava", tmp_path)
-    (tmp_path / "preprocessor_config.json").unlink()
-    assert load_description(tmp_path).pictures is None
+    folder = save_config("Llava", tmp_path / "model")
+    (folder / "preprocessor_config.json").unlink()
+    assert load_description(folder).pictures is None
     with pytest.raises(UnsupportedModel, match=r"preprocessor_config\.json.*--max-prompt-images 0"):
-        load_description(tmp_path, with_pictures=True)
+        load_description(folder, with_pictures=True)
