@@ -293,6 +293,7 @@ def imports_at_start(name: str) -> set[str]:
     return TREE.imports(name) - later
 
 
+@pytest.mark.slow
 def test_opentelemetry_is_loaded_on_demand() -> None:
     """Where no traces are wanted its packages need not be installed."""
     for name in TREE.paths:

@@ -178,7 +178,7 @@ def test_models_of_one_size_have_the_same_products_and_caches(name: str) -> None
     assert kv_bytes(name, 7) == kv_bytes(NAME, 7)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_floors_of_models_of_one_size_differ_by_their_adapters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -284,6 +284,7 @@ def test_what_this_user_may_not_read_is_named(tmp_path: Path) -> None:
             GivenFolder(tmp_path / "closed")
 
 
+@pytest.mark.slow
 def test_links_that_come_and_go_lead_nowhere(tmp_path: Path) -> None:
     """A writer of the folder races with the reader."""
     folder, secret = tmp_path / "folder", tmp_path / "secret"

@@ -127,6 +127,7 @@ def sizes_of(backend: CudaBackend) -> tuple[int, int, int]:
     return backend.kv_bytes, backend.recurrent_bytes, backend.weights_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [False, True], ids=["pages", "weights"])
 @pytest.mark.parametrize("record", [Eager, None], ids=["recorded", "computed"])
 def test_freed_memory_is_made_again(model, record, weights):
@@ -163,6 +164,7 @@ def test_freed_memory_is_made_again(model, record, weights):
     assert len(recorded) == 3 * num_recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", SLOTS, ids=str)
 def test_a_step_without_memory_is_computed_in_parts(model, slots):
     """What was given up, pages of its rows sent or not, leaves nothing behind."""
@@ -200,6 +202,7 @@ def test_a_row_that_overflows_is_lost_alone_from_a_recorded_step(model):
         assert result.sampled == wanted.run(left).sampled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", [Eager, None], ids=["recorded", "computed"])
 def test_chosen_experts_are_returned_if_a_row_asks(tmp_path, record):
     """Of all tokens of the step, without its padding, also of those that do not sample."""

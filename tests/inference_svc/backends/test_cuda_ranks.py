@@ -91,6 +91,12 @@ def folder(request: Any, tmp_path_factory: Any) -> Path:
     return path
 
 
+by_hybrid = pytest.mark.parametrize(
+    "folder", [pytest.param("llama", marks=pytest.mark.long), "qwen3_5"], indirect=True
+)
+"""The hybrid has pages and states, so `make test` has these tests of it alone."""
+
+
 @dataclass
 class Recorder:
     """Records as `Eager` does; fails where it is told to, before the step if memory `is_full`."""
@@ -229,6 +235,7 @@ def test_steps(folder: Path, is_recorded: bool) -> None:
     assert (first.num_replays > 0) == is_recorded
 
 
+@by_hybrid
 def test_steps_that_occur_are_recorded_together(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +274,7 @@ def test_a_rank_that_cannot_record_ends_the_start(folder: Path) -> None:
     assert list(map(type, found)) == [ExchangeFailed, RecordingFailed], "whose fault it is"
 
 
+@by_hybrid
 def test_another_plan_is_refused(folder: Path) -> None:
     """Ranks that have recorded other steps would wait for each other for ever."""
     ranks = start(folder, [Recorder(), Recorder()])
@@ -277,6 +285,7 @@ def test_another_plan_is_refused(folder: Path) -> None:
         ranks.backends[1].follow(data._replace(plan=(is_decode, not is_taken, *shape)))
 
 
+@by_hybrid
 @pytest.mark.slow
 def test_memory_is_made_again_on_all_ranks_or_none(folder: Path) -> None:
     lacking: list[int] = []
@@ -300,6 +309,7 @@ def test_memory_is_made_again_on_all_ranks_or_none(folder: Path) -> None:
     torch.testing.assert_close(ranks.run(steps(BASE)[0]), expected)
 
 
+@by_hybrid
 def test_a_rank_that_cannot_record_again_ends_all(folder: Path) -> None:
     """Others wait for it within a step, so that it cannot just be tried again."""
     recorders = [Recorder(), Recorder()]

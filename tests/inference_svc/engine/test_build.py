@@ -51,7 +51,9 @@ def threads() -> Iterator[None]:
 
 
 def built(folder: Path, **fields: object) -> BuiltEngine:
-    config = EngineConfig(folder, "m", max_model_len=64, kv_bytes=1 << 20, **fields)
+    config = EngineConfig(
+        folder, "m", max_model_len=64, kv_bytes=1 << 20, arena_bytes=1 << 20, **fields
+    )
     made = build_engine(config, NoStore(), lambda event: None)
     made.puller.close()
     return made

@@ -64,7 +64,13 @@ def test_memory_that_runs_out_by_any_name_makes_steps_smaller(
 
 def config_of(folder: Path) -> EngineConfig:
     return EngineConfig(
-        folder, "model", max_model_len=64, kv_bytes=1 << 19, native_kernels=False, num_threads=1
+        folder,
+        "model",
+        max_model_len=64,
+        kv_bytes=1 << 19,
+        arena_bytes=1 << 20,
+        native_kernels=False,
+        num_threads=1,
     )
 
 

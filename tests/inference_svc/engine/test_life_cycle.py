@@ -317,6 +317,7 @@ def test_what_was_paused_is_paused_when_it_wakes(engine: Engine) -> None:
     assert len(engine.tokens("a")) == 12
 
 
+@pytest.mark.slow
 def test_the_process_has_less_memory_while_it_sleeps(folder: Path) -> None:
     """The system's count, not ours."""
     made = Engine(folder, kv_bytes=256 << 20)

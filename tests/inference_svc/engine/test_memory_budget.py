@@ -178,7 +178,13 @@ def test_native_backend_stays_within_its_lines(
     before = torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(before))
     config = replace(
-        config, dtype=dtype, num_threads=num_threads, max_sequences=max_sequences, max_lora_rank=128
+        config,
+        dtype=dtype,
+        num_threads=num_threads,
+        max_sequences=max_sequences,
+        max_lora_rank=128,
+        kv_bytes=16 * MIB,
+        arena_bytes=4 * MIB,
     )
     built = build_engine(config, NoStore(), lambda event: None)
     budget = budget_of(config, built.decoder)

@@ -287,6 +287,7 @@ def test_results_without_ids_follow_their_calls() -> None:
     assert found == ['"weather"', '"rain"', '"clock"', '"noon"', '"more"']
 
 
+@pytest.mark.slow
 def test_a_history_of_many_calls_is_rendered_in_time() -> None:
     ids = [f"call_{index}" for index in range(5000)]
     called = ChatMessage("assistant", "", "", tuple(ToolCall("clock", "{}", each) for each in ids))

@@ -113,6 +113,7 @@ def test_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     assert len(tokenizer.encode_chat(Chat((ChatMessage("user", "the lazy dog"),)), 1000, 1.0)) > 6
 
 
+@pytest.mark.slow
 def test_encoding_lets_other_threads_run(
     tokenizers: dict[str, Tokenizer],
 ) -> None:

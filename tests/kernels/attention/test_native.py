@@ -240,6 +240,7 @@ def test_parts_do_not_depend_on_the_chunk_where_they_grow(library, make_case, wi
             assert torch.equal(got, whole[start:end]), f"{first} + {start} .. {end}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "ratio"), [(torch.float32, 4e-6), (torch.bfloat16, 8e-3)])
 def test_a_window_that_touches_most_parts_is_split(
     library, definition, make_case, assert_close, set_threads, dtype, ratio

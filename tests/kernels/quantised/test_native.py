@@ -202,6 +202,7 @@ def test_rows_of_wider_tensors_and_nothing_beside_them(
     assert wide_out.isnan().all(), "something beside the rows was written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", WHOLE, ids=lambda codes: codes.value)
 def test_inputs_in_bf16_count_to_the_last_bits_of_their_largest(
     library: Library, codes: Codes

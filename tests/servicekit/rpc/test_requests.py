@@ -66,6 +66,7 @@ def test_every_rpc_has_bounds_of_all_that_repeats(service: str) -> None:
         assert bounds.max_items.keys() == set(repeated_fields(expected)), name
 
 
+@pytest.mark.slow
 def test_what_repeats_within_what_repeats_is_counted_of_all_together() -> None:
     """Two bytes each, in one target or in many."""
     most = LAYOUT.max_items["layout.targets.other_names"]
@@ -81,6 +82,7 @@ def test_what_repeats_within_what_repeats_is_counted_of_all_together() -> None:
     assert caught.value.subject == "layout.targets.other_names.block_sizes"
 
 
+@pytest.mark.slow
 def test_the_other_fields_of_what_repeats_are_bounded() -> None:
     """A layer each, again and again."""
     raw = delimited(1, delimited(5, b"\x10\x01" * (3 << 20)))
@@ -104,6 +106,7 @@ def test_only_prompts_may_be_large() -> None:
     assert set(sizes.values()) == {64 << 10}
 
 
+@pytest.mark.slow
 def test_the_largest_layout_that_we_know_of_fits() -> None:
     """Kimi K2, with one target for each expert's matrix."""
     targets = [
@@ -282,6 +285,7 @@ def places_that_never_forgive() -> CallPlaces:
     return places
 
 
+@pytest.mark.slow
 def test_what_large_messages_take_is_a_debt() -> None:
     """Whether they are refused or not, for reading them and for parsing them."""
 
@@ -344,6 +348,7 @@ def test_of_a_stream_the_message_that_was_refused_is_a_debt() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_callers_take_turns_with_the_parser() -> None:
     """One has a hundred large messages in the queue; another's is next."""
 

@@ -74,6 +74,7 @@ def test_fields_named_like_secrets_are_hidden():
     }
 
 
+@pytest.mark.slow
 def test_long_text_takes_linear_time():
     """Each of these would be slow if a pattern went back over it."""
     for part in ("a+b.", "token   ", "://x", "Bearer ", "-----BEGIN A ", "api_key="):

@@ -124,6 +124,7 @@ def test_reader_that_is_too_slow_loses_its_answer(
     serve_http(body)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_buffers")
 def test_unread_answers_of_one_tenant_leave_memory_to_others(
     serve_http, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +160,7 @@ def only_connection(front: Front) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_pipelined_requests_are_answered_one_after_the_other(serve_http) -> None:
     """While one is answered, not much more than one read of the others lies here."""
     num_pipelined = 1000

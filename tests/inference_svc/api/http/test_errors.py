@@ -46,6 +46,7 @@ def test_every_error_has_a_status() -> None:
     assert set(kinds_of(errors)) < set(ERROR_STATUSES)
 
 
+@pytest.mark.slow
 def test_engine_errors_reach_the_caller(serve_http) -> None:
     found, wanted = {}, {}
 

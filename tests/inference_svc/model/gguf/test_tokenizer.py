@@ -272,6 +272,7 @@ def test_a_file_without_a_tokenizer_has_no_files() -> None:
     assert tokenizer_files(header_of("llama", model="none")) == {}
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_real_file(tmp_path: Path) -> None:
     """SmolLM2's, in which digits are apart before all else: transformers' reader of GGUF does not
