@@ -26,7 +26,7 @@ PAIRS = {("float32", "native"), ("bfloat16", "torch")}
 BOTH = ("llama", "gpt-oss", "Llama", "GptOss", "Gemma3")
 """A dense family and a mixture, as the zoo and as transformers call them, and a whole model."""
 
-LARGE = 20
+LARGE = 12
 """Matrices of at least so many cells are halved."""
 STEP = 5
 """No number of kernel variants, or of dtypes, is a multiple of it: each is among the chosen."""
