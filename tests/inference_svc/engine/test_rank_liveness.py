@@ -116,6 +116,7 @@ def config(tmp_path: Path) -> EngineConfig:
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_whose_start_gets_nowhere(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_rank_whose_start_gets_nowhere(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_is_stopped_while_it_starts(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +154,7 @@ def logging_store(publish: Callable[[object], None]) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_log_of_a_rank_names_it(config: EngineConfig, capfd: Any) -> None:
     """At its level, and to the last line, which says why the rank ends."""
     with starting(config, logging_store) as ranks:
@@ -271,6 +274,7 @@ def test_a_rank_of_a_node_that_hangs(config: EngineConfig, monkeypatch: pytest.M
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_start_that_cannot_be_sent(config: EngineConfig) -> None:
     before = open_files()
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):

@@ -182,7 +182,7 @@ async def test_tokens_count_as_they_are(house: House, patch: pytest.MonkeyPatch)
     warm = house.add_tokenizer(*reversed(characters))
     await house.get(warm)
     before_mib, counted = heap_mib(), house.sample("text_cache_used_bytes")
-    num_turns = 5
+    num_turns = 3
     for turn in range(num_turns):
         shift = 997 * turn
         digest = house.add_tokenizer(*characters[shift:], *characters[:shift])
