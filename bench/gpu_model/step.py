@@ -89,6 +89,9 @@ class Exchanged:
         self.columns.append(found.nbytes)
         return found
 
+    def broadcast(self, x: Tensor) -> None:
+        """Does nothing: workloads have no images."""
+
 
 class Step(NamedTuple):
     """A step, and its launches in order. `adapter_targets` are the targets that adapters have;

@@ -217,6 +217,14 @@ class GlooExchange:
             self._group.allgather([found], [x]).wait()
         return torch.cat(found, dim=1)
 
+    def broadcast(self, x: Tensor) -> None:
+        with self._exchanging():
+            self._group.broadcast([_bytes_of(x)]).wait()
+
+    def broadcast_stages(self, x: Tensor) -> None:
+        with self._exchanging():
+            self._stages.broadcast([_bytes_of(x)]).wait()
+
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
         """Counts the seconds of an exchange, and raises its error as ExchangeFailed."""

@@ -86,10 +86,25 @@ def hand_rows_op(x: Tensor, count: Tensor, memory: RankMemory) -> NativeOp:
         count: int32 [1], read when the program runs.
         memory: This rank's view of the memory.
     """
-    _check(x, count)
     assert memory.args.num_ranks == 2
+    return _rows_op("hand_rows", x, count, memory)
+
+
+def broadcast_rows_op(x: Tensor, count: Tensor, memory: RankMemory) -> NativeOp:
+    """Gives x[:count] of rank 0, which leaves it as it is, to all other ranks of the group.
+
+    Args:
+        x: [N, size], float32 or bfloat16, with rows of unit stride that may be apart.
+        count: int32 [1], read when the program runs.
+        memory: This rank's view of the memory.
+    """
+    return _rows_op("broadcast_rows", x, count, memory)
+
+
+def _rows_op(name: str, x: Tensor, count: Tensor, memory: RankMemory) -> NativeOp:
+    _check(x, count)
     args = _HandRowsArgs(memory.args, x.data_ptr(), count.data_ptr(), x.shape[1], x.stride(0))
-    return NativeOp("hand_rows_" + dtype_name(x.dtype), args, (x, count, memory))
+    return NativeOp(f"{name}_{dtype_name(x.dtype)}", args, (x, count, memory))
 
 
 def _check(x: Tensor, count: Tensor) -> None:

@@ -128,6 +128,10 @@ def _check(rank: Rank, own: DeviceExchange, device: torch.device) -> Found:
             x.fill_(rank.index)
             recorded.replay()
             check("replayed")
+    x.fill_(rank.index)
+    own.broadcast(x)
+    own.wait()
+    assert x.eq(0).all(), f"{x[0, 0]} is not rank 0's"
     is_last = rank.index == rank.count - 1
     assert own.agree(True)
     assert not own.agree(not is_last)
@@ -159,6 +163,10 @@ def _check_stages(rank: Rank, own: DeviceExchange, device: torch.device) -> Foun
         recorded = CudaRecorder(own.wait)(compute)
         for value in (4.0, 5.0):
             check("replayed", value)
+    x.fill_(rank.index)
+    own.broadcast_stages(x)
+    own.wait()
+    assert x.eq(0).all(), f"{x[0, 0]} is not rank 0's"
     assert not own.agree(rank.index == 0)
     return {"is_recorded": device.type == "cuda"}
 

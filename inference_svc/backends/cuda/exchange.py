@@ -135,17 +135,24 @@ class DeviceExchange:
         return by_rank.transpose(0, 1).reshape(num_rows, -1)
 
     def send(self, x: Tensor, stage: int) -> None:
-        self._hand_on(x, self._groups.to_stages[stage])
+        self._broadcast(x, self._groups.to_stages[stage])
 
     def receive(self, x: Tensor, stage: int) -> None:
-        self._hand_on(x, self._groups.from_stages[stage])
+        self._broadcast(x, self._groups.from_stages[stage])
 
-    def _hand_on(self, x: Tensor, group: Any) -> None:
-        """Broadcasts from the first rank of a group of two."""
+    def broadcast(self, x: Tensor) -> None:
+        self._broadcast(x, self._groups.of_stage)
+
+    def broadcast_stages(self, x: Tensor) -> None:
+        self._broadcast(x, self._groups.of_all)
+
+    def _broadcast(self, x: Tensor, group: Any | None) -> None:
+        """Broadcasts from the first rank of a group."""
         options = _TORCH.BroadcastOptions()
         options.asyncOp = False
         with self._queueing():
-            _wait_for(group.broadcast([x], options))
+            if group is not None:
+                _wait_for(group.broadcast([x], options))
 
     def connect(self) -> None:
         """Has each group exchange once as steps do, so that no step has to connect it. All ranks
@@ -153,7 +160,7 @@ class DeviceExchange:
         groups = self._groups
         pairs = [*groups.to_stages.values(), *groups.from_stages.values()]
         for group in groups.every:
-            exchange = self._hand_on if group in pairs else self._sum
+            exchange = self._broadcast if group in pairs else self._sum
             exchange(self._num_undone, group)
         self.agree(True)
 
@@ -253,6 +260,14 @@ class BlockingExchange:
         found = self._exchange.side_by_side(x)
         self._exchange.wait()
         return found
+
+    def broadcast(self, x: Tensor) -> None:
+        self._exchange.broadcast(x)
+        self._exchange.wait()
+
+    def broadcast_stages(self, x: Tensor) -> None:
+        self._exchange.broadcast_stages(x)
+        self._exchange.wait()
 
     def send(self, x: Tensor, stage: int) -> None:
         self._exchange.send(x, stage)

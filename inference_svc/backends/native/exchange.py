@@ -19,7 +19,12 @@ from kernels.lora.native import NativeLora
 from kernels.native.library import Library, NativeOp, load
 from kernels.ranks.called import call_op
 from kernels.ranks.memory import RankMemory, create_file, file_bytes
-from kernels.ranks.native import hand_rows_op, rank_columns_op, sum_ranks_op
+from kernels.ranks.native import (
+    broadcast_rows_op,
+    hand_rows_op,
+    rank_columns_op,
+    sum_ranks_op,
+)
 
 STAGE_S = 1800.0
 """How long a rank may wait for another stage, which computes meanwhile: a part of a step, which may
@@ -194,6 +199,12 @@ class SharedExchange:
     def sum_stages(self, x: Tensor) -> None:
         self._run_row(sum_ranks_op, x, self._of_all)
 
+    def broadcast(self, x: Tensor) -> None:
+        self._run_row(broadcast_rows_op, _as_float(x), self.memory)
+
+    def broadcast_stages(self, x: Tensor) -> None:
+        self._run_row(broadcast_rows_op, _as_float(x), self._of_all)
+
     def send(self, x: Tensor, stage: int) -> None:
         self._run_row(hand_rows_op, _as_float(x), self._sends[stage])
 
@@ -227,6 +238,7 @@ class CalledExchange:
         self._error: BaseException | None = None
         self.sum, self.side_by_side = exchange.sum, exchange.side_by_side
         self.sum_stages = exchange.sum_stages
+        self.broadcast, self.broadcast_stages = exchange.broadcast, exchange.broadcast_stages
         self.send, self.receive = exchange.send, exchange.receive
 
     @property

@@ -28,6 +28,10 @@ class Exchange(Protocol):
         """Returns the columns of all ranks, [rows, ranks * columns], in their order. x: [rows,
         columns], of equal shapes and one float dtype."""
 
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrites x, of any shape and float dtype, with the values of the stage's first rank,
+        which leaves its own as they are. x is contiguous."""
+
 
 @runtime_checkable
 class StagedExchange(Exchange, Protocol):
@@ -35,6 +39,9 @@ class StagedExchange(Exchange, Protocol):
 
     def sum_stages(self, x: Tensor) -> None:
         """Replaces x, as in `sum`, by the sum over the ranks of all stages."""
+
+    def broadcast_stages(self, x: Tensor) -> None:
+        """Overwrites x, as in `broadcast`, with the values of the first rank of all."""
 
     def send(self, x: Tensor, stage: int) -> None:
         """Hands x, of any shape and float or integer dtype, to the rank with the same index in

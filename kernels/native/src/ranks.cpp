@@ -390,8 +390,36 @@ void hand_rows(const HandRowsArgs& args, const Slice& slice) {
   else in_pieces<T>(args.ranks, slice, num_items, take);
 }
 
+// The rows of x of rank 0, which all other ranks of the group get. The group may exchange sums before and
+// after: so all meet, and nobody writes over a piece that another still reads.
+template <typename T>
+void broadcast_rows(const HandRowsArgs& args, const Slice& slice) {
+  const auto for_pieces = [&](int64_t begin, int64_t end, auto body) {
+    for_runs(begin, end, args.size, [&](int64_t row, int64_t column, int64_t place, int64_t n) {
+      body(static_cast<T*>(args.x) + row * args.stride + column, place, n);
+    });
+  };
+  exchange<T>(
+      args.ranks, slice, *args.count * args.size,
+      [&](int64_t begin, int64_t end, T* own) {
+        if (args.ranks.rank) return;
+        for_pieces(begin, end, [&](const T* x, int64_t place, int64_t n) {
+          std::memcpy(own + place, x, n * sizeof(T));
+        });
+      },
+      [&](int64_t begin, int64_t end, const Round& round) {
+        if (!args.ranks.rank) return;
+        const T* piece = reinterpret_cast<const T*>(round.piece(0));
+        for_pieces(begin, end, [&](T* x, int64_t place, int64_t n) {
+          std::memcpy(x, piece + place, n * sizeof(T));
+        });
+      });
+}
+
 }  // namespace loadout
 
+LOADOUT_EXPORT(broadcast_rows_float, loadout::HandRowsArgs, loadout::broadcast_rows<float>)
+LOADOUT_EXPORT(broadcast_rows_bf16, loadout::HandRowsArgs, loadout::broadcast_rows<loadout::bf16>)
 LOADOUT_EXPORT(hand_rows_float, loadout::HandRowsArgs, loadout::hand_rows<float>)
 LOADOUT_EXPORT(hand_rows_bf16, loadout::HandRowsArgs, loadout::hand_rows<loadout::bf16>)
 LOADOUT_EXPORT(sum_ranks_float, loadout::SumRanksArgs, loadout::sum_ranks<float>)

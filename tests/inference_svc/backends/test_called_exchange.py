@@ -134,6 +134,12 @@ class Failing:
     def sum_stages(self, x: Tensor) -> None:
         raise AssertionError("nothing is exchanged behind a failure")
 
+    def broadcast(self, x: Tensor) -> None:
+        raise AssertionError("nothing is exchanged behind a failure")
+
+    def broadcast_stages(self, x: Tensor) -> None:
+        raise AssertionError("nothing is exchanged behind a failure")
+
     def send(self, x: Tensor, stage: int) -> None:
         raise AssertionError("nothing is exchanged behind a failure")
 

@@ -69,6 +69,9 @@ class Copying(Exchanged):
     def sum_stages(self, x: torch.Tensor) -> None:
         self.sum(x)
 
+    def broadcast_stages(self, x: torch.Tensor) -> None:
+        self.broadcast(x)
+
     def send(self, x: torch.Tensor, stage: int) -> None:
         assert x.is_contiguous()
         self.num_handed += 1

@@ -70,6 +70,9 @@ class Exchanged:
     def side_by_side(self, x: Any) -> Any:
         raise AssertionError
 
+    def broadcast(self, x: Any) -> None:
+        raise AssertionError
+
 
 def test_exchanges_that_load_adapters_are_none_of_steps() -> None:
     """Seconds in exchanges are a part of the seconds of steps."""

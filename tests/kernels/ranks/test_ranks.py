@@ -15,7 +15,12 @@ from torch import Tensor
 
 from kernels.native.library import Library
 from kernels.ranks.memory import RankFault, RankMemory, create_file
-from kernels.ranks.native import hand_rows_op, rank_columns_op, sum_ranks_op
+from kernels.ranks.native import (
+    broadcast_rows_op,
+    hand_rows_op,
+    rank_columns_op,
+    sum_ranks_op,
+)
 from kernels.ranks.reference import sum_ranks
 
 PIECE_ITEMS = (64 << 10) // 2
@@ -141,6 +146,38 @@ def test_rows_that_are_handed_on(library: Library, data: st.DataObject) -> None:
             assert torch.equal(own[:used], sent[:used])
             assert torch.equal(own[used:], was[used:])
     assert all(map(torch.equal, first, before))
+
+
+@given(data=st.data())
+def test_rows_of_one_rank(library: Library, data: st.DataObject) -> None:
+    """All get the first rank's, bit by bit, between sums of the same group; the rows behind the
+    count stay."""
+    count = data.draw(st.integers(1, 4))
+    size = data.draw(st.sampled_from([1, 31, 200, 3 * PIECE_ITEMS + 5]))
+    rows, gap = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0, 7]))
+    used, dtype = data.draw(st.integers(0, rows)), data.draw(st.sampled_from(DTYPES))
+    found = [[spaced(rows, size, gap, dtype) for _ in range(count)] for _ in range(3)]
+    found[0][0][0, 0], found[1][0][0, 0] = -0.0, torch.inf
+    before = [[each.clone() for each in one] for one in found]
+    terms = [[torch.ones(1, 300) for _ in range(count)] for _ in found]
+    number, one_row = (torch.tensor([n], dtype=torch.int32) for n in (used, 1))
+    with memories(count) as views:
+
+        def run(rank: int) -> None:
+            ops = []
+            for rows_of, sums_of in zip(found, terms, strict=True):
+                ops.append(broadcast_rows_op(rows_of[rank], number, views[rank]))
+                ops.append(sum_ranks_op(sums_of[rank], one_row, views[rank]))
+            library.run(*ops)
+
+        on_all(count, run)
+        assert views[0].fault is None
+    assert all((each == count).all() for one in terms for each in one)
+    for one, first in zip(found, before, strict=True):
+        for rank in range(count):
+            assert one[rank][:used].signbit().equal(first[0][:used].signbit())
+            assert torch.equal(one[rank][:used], first[0][:used])
+            assert torch.equal(one[rank][used:], first[rank][used:])
 
 
 def test_rows_that_nobody_takes(library: Library) -> None:

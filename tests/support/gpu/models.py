@@ -335,6 +335,9 @@ class Alone:
     def side_by_side(self, x: Tensor) -> Tensor:
         return torch.cat([x, x], dim=1)
 
+    def broadcast(self, x: Tensor) -> None:
+        """The other has it."""
+
     def agree(self, is_done: bool, /) -> bool:
         return is_done
 

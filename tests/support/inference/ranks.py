@@ -65,6 +65,13 @@ class ThreadExchange:
     def side_by_side(self, x: Tensor) -> Tensor:
         return torch.cat(self.of_stage.all(self.index, x), dim=1)
 
+    def broadcast(self, x: Tensor) -> None:
+        x.copy_(self.of_stage.all(self.index, x)[0])
+
+    def broadcast_stages(self, x: Tensor) -> None:
+        count = len(self.of_stage.values)
+        x.copy_(self.of_all.all(self.stage * count + self.index, x)[0])
+
     def send(self, x: Tensor, stage: int) -> None:
         self.sent[self.index, self.stage, stage].put(x.clone())
 
