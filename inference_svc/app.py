@@ -266,7 +266,7 @@ def resolve_settings(
 ) -> InferenceSettings:
     """Returns the settings with everything decided. Raises InvalidSetting for a setting that
     machine or model cannot fulfil, ValueError for memory that does not suffice."""
-    stage = of_stage(decoder, 0, config.pipeline_parallel)
+    stage = of_stage(decoder, 0, config.pipeline_parallel, config.tensor_parallel)
     part = of_rank(stage, Rank(0, config.tensor_parallel), config.expert_parallel)
     return resolve(config, machine, _model_facts(part), partial(fit_device, decoder=part))
 

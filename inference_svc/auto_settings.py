@@ -176,8 +176,7 @@ def resolve_images(settings: InferenceSettings) -> InferenceSettings:
     _check_image_hosts(settings)
     if settings.max_prompt_images is not None:
         return settings
-    can_read = settings.num_ranks == 1 and has_processor(settings.model)
-    number = PROMPT_IMAGES if can_read else 0
+    number = PROMPT_IMAGES if has_processor(settings.model) else 0
     return settings.model_copy(update={"max_prompt_images": number})
 
 

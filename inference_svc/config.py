@@ -282,7 +282,7 @@ class InferenceSettings(ServiceSettings):
 
     max_prompt_images: Annotated[OptionalCount | None, MODEL] = None
     """For models that read images: maximum number of images in a request. 0: text alone. Default: 8
-    where one process computes and the model has a processor's file, elsewhere 0."""
+    if the model has a processor's file, otherwise 0."""
 
     prompt_image_memory: Annotated[Size | None, Field(ge=2 * MIB), MEMORY] = None
     """For models that read images: one half for pixels of open requests, on the host, and one for

@@ -476,8 +476,10 @@ class EngineConfig:
 
     @property
     def upload_bytes(self) -> int:
-        """The memory that uploaded pictures take in the process that the engine serves."""
-        return room_for_uploads(self.prompt_image_bytes) if self.max_prompt_images else 0
+        """The memory that uploaded pictures take in the process that the engine serves, which is on
+        the first machine."""
+        is_served = bool(self.max_prompt_images) and 0 in self.local_ranks
+        return room_for_uploads(self.prompt_image_bytes) if is_served else 0
 
     @property
     def num_ranks(self) -> int:

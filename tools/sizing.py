@@ -135,7 +135,7 @@ def plan(
         backend = CudaFactory()
     resolved = resolve_settings(config, machine, decoder)
     engine_config = to_engine_config(resolved)
-    stage = of_stage(decoder, 0, config.pipeline_parallel)
+    stage = of_stage(decoder, 0, config.pipeline_parallel, config.tensor_parallel)
     decoder = of_rank(stage, Rank(0, config.tensor_parallel), config.expert_parallel)
     num_ranks = 1
     if memory is None:

@@ -63,8 +63,9 @@ def build_layout(
     the type of A and B, "fp8"; "auto": `dtype`. If it `is_fully_sharded`, a rank's part of a
     projection has a part of A's inputs and of B's outputs. Adapters may have a classifier's head of
     their own if it `has_classifiers`, or the model is one. A stage's layout has the targets of all
-    stages, and says of the others' that they are elsewhere; towers' ones come last. Raises
-    UnsupportedModel for inputs or outputs that ranks cannot share."""
+    stages, and says of the others' that they are elsewhere. Towers' ones come last: all ranks of
+    the first stage have them whole, because their images lie alike, and only the first one computes
+    them. Raises UnsupportedModel for inputs or outputs that ranks cannot share."""
     stage, decoder = decoder, decoder.of_all_stages
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     tied_to = EMBED_TOKENS if decoder.head.is_tied else ""
@@ -184,7 +185,9 @@ def _also_stored(target: Target, wrapper: Wrapper) -> Target:
 
 def _placed(target: Target, stage: Decoder) -> Target:
     """Returns a target as a stage has it, here or elsewhere."""
-    if target.layer is not None:
+    if target.is_of_pictures:
+        is_here = stage.has_embedding
+    elif target.layer is not None:
         is_here = target.layer in stage.layers
     else:
         is_first = target.name == EMBED_TOKENS

@@ -25,11 +25,14 @@ from inference_svc.adapters.memory.tiers import (
     TableClear,
     TableWrite,
 )
+from inference_svc.adapters.targets import layout_of
+from inference_svc.core import EngineConfig
 from inference_svc.model.checkpoint.classifier import ClassifierHead
+from inference_svc.model.description import Decoder
 from kernels.host_memory import allocate_host, allocate_pinned, view_of
 from kernels.lora import LoraTable, OutputVectors, ReplacedWeight, TableRow
 from kernels.lora.rows import ABSENT, NO_VECTORS
-from kernels.lora.table import MixPart
+from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS, MixPart
 from kernels.streams import Event, Streams
 
 COPY_BYTES = 4 << 20
@@ -287,3 +290,10 @@ def _pieces_of(extent: Extent) -> Iterator[tuple[int, int]]:
     """Yields the starts and ends of its copies."""
     for start in range(extent.start, extent.end, COPY_BYTES):
         yield start, min(start + COPY_BYTES, extent.end)
+
+
+def table_bytes(config: EngineConfig, decoder: Decoder, num_mixes: int) -> int:
+    """Returns the bytes of the arena's table, with rows for the parts of so many sums."""
+    layout = layout_of(config, decoder)
+    row_size = NUM_FIELDS * len(layout.targets) + NUM_WEIGHT_FIELDS * len(layout.weights)
+    return 4 * (config.max_loras + MAX_PARTS * num_mixes) * row_size

@@ -14,7 +14,7 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.memory.extents import Extent
 from inference_svc.adapters.memory.tiers import ResidencyChange
 from inference_svc.adapters.pulls.registration import HostRegistrar
-from inference_svc.adapters.targets import applied_to_pictures, layout_of
+from inference_svc.adapters.targets import applied_to_pictures
 from inference_svc.backends.arena import Arena
 from inference_svc.backends.exchange import Meeting
 from inference_svc.backends.magnitudes import Divided
@@ -27,12 +27,13 @@ from inference_svc.model.checkpoint.classifier import ClassifierHead
 from inference_svc.model.checkpoint.files import weight_stamps
 from inference_svc.model.checkpoint.weights import ModelWeights, Projections, load_weights
 from inference_svc.model.description import Decoder
+from inference_svc.model.inputs import PlacedRows
 from inference_svc.model.kv_caches import KVCaches, kv_page_bytes, stored_dtype
 from inference_svc.model.recurrent_states import RecurrentStates, num_slots, slot_bytes
 from inference_svc.model.sharding.exchange import Exchange, StagedExchange
+from inference_svc.model.sharding.pictures import has_tower
 from inference_svc.results.routed_experts import ExpertsOption
 from kernels.lora.plan import LoraContents
-from kernels.lora.table import MAX_PARTS, NUM_FIELDS, NUM_WEIGHT_FIELDS
 from kernels.quantised import WeightFormat
 
 Inputs = TypeVar("Inputs")
@@ -58,7 +59,7 @@ class Backend(Protocol[Inputs]):
     `place_threads`, `lora_launches` and the counters are each rank's own; rank 0 answers for all.
 
     `pictures` are embeddings of pictures, whose work of a step is done before its `prepare`; None:
-    the model reads none.
+    the model reads none, or this is another rank than the first, which alone computes them.
     """
 
     pictures: PictureRows | None
@@ -195,9 +196,13 @@ class RankBackend(Backend[Inputs], Protocol):
         """Returns how the first rank is about to compute a step, for others, which do the same;
         none, where there is one way."""
 
+    def placed(self, inputs: Inputs) -> Sequence[PlacedRows]:
+        """Returns the embeddings of pictures that the first rank's step reads."""
+
     def follow(self, data: StepData) -> None:
         """Computes this rank's part of a step that rank 0 prepares, computes and scores, and that
-        has the logits. Raises as `forward` does, and ExchangeFailed."""
+        has the logits. First come the embeddings of pictures, which rank 0 hands out before
+        `forward`; see `pictures.take_in`. Raises as `forward` does, and ExchangeFailed."""
 
 
 class Reload(NamedTuple):
@@ -230,7 +235,8 @@ def make_reload(
         return load_weights(config.model_dir, described, dtype, config.device, made())
 
     def pictures(arena: Arena) -> PictureRows | None:
-        if (found := decoder.pictures) is None:
+        found = decoder.pictures
+        if found is None or not has_tower(decoder):
             return None
         targets = applied_to_pictures(arena.layout, config.lora_targets)
         weights = partial(read, found.tower, tower.projections)
@@ -381,13 +387,6 @@ class RankFactory(BackendFactory, Protocol):
         self, config: EngineConfig, decoder: Decoder, layout: ModelLayout, exchange: Exchange
     ) -> RankBackend[Any]:
         """Makes the backend of a rank, which computes this part of a model; see `build`."""
-
-
-def table_bytes(config: EngineConfig, decoder: Decoder, num_mixes: int) -> int:
-    """Returns the bytes of the arena's table, with rows for the parts of so many sums."""
-    layout = layout_of(config, decoder)
-    row_size = NUM_FIELDS * len(layout.targets) + NUM_WEIGHT_FIELDS * len(layout.weights)
-    return 4 * (config.max_loras + MAX_PARTS * num_mixes) * row_size
 
 
 def num_kv_pages(config: EngineConfig, decoder: Decoder) -> int:

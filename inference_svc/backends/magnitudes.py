@@ -11,7 +11,8 @@ of them are made, and once more when all have divided by them. Ranks advance tog
 that are equal on all of them: so they come to the exchanges at the same time. A rank whose part
 fails takes part in them, and says so: then the adapter fails on all. Behind the last one no rank
 writes to the adapter's memory, which rank 0 may give to another. Stages have other targets each:
-all ranks say how far they are whenever one would go on with another adapter.
+all ranks say how far they are whenever one would go on with another adapter. A vision tower is on
+the first rank alone: for its targets the others have no weight, and go along without any work.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class _Rows(NamedTuple):
 class _Scaled:
     """A target whose outputs an adapter scales. `scale` is the factor of A's and B's values,
     `squares`, fp32 [out], are sums over the rows and inputs that this rank has; if they are shared,
-    the others have the rest. `a` and `b` are there while they are made, in fp32 but for an A by
-    token."""
+    the others have the rest. Its magnitude stays as it is unless its weight `is_here`. `a` and `b`
+    are there while they are made, in fp32 but for an A by token."""
 
     index: int
     target: Target
@@ -96,6 +97,7 @@ class _Scaled:
     scale: float
     rows: _Rows
     is_shared: bool
+    is_here: bool
     squares: Tensor = field(default_factory=lambda: torch.empty(0))
     a: Tensor = field(default_factory=lambda: torch.empty(0))
     b: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -174,6 +176,7 @@ class Magnitudes:
         self._step_elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
         self._slice_elements = CPU_SLICE_ELEMENTS if is_cpu else DEVICE_SLICE_ELEMENTS
         self._places = dict(_places(weights, lora_groups(arena.layout)))
+        self._has_tower = tower is not None
         if tower is not None:
             self._places |= _places(tower, applied_to_pictures(arena.layout).groups)
         self._jobs: deque[_Job] = deque()
@@ -239,7 +242,8 @@ class Magnitudes:
             if SegmentKind.MAGNITUDE not in own:
                 continue
             target, scale = self._arena.layout.targets[index], scales[index]
-            yield _Scaled(index, target, own, scale, *self._rows_of(target))
+            is_here = self._has_tower or not target.is_of_pictures
+            yield _Scaled(index, target, own, scale, *self._rows_of(target), is_here)
 
     def _rows_of(self, target: Target) -> tuple[_Rows, bool]:
         """Returns the rows that this rank reads, and whether other ranks have parts of the same
@@ -259,10 +263,11 @@ class Magnitudes:
         for scaled in job.targets:
             rows = scaled.rows
             step = max(1, self._slice_elements // rows.size)
-            job.attempt(scaled.begin)
+            if scaled.is_here:
+                job.attempt(scaled.begin)
             for start in range(0, rows.most_rows, step):
                 end = min(start + step, rows.most_rows)
-                if start < rows.num_rows:
+                if start < rows.num_rows and scaled.is_here:
                     job.attempt(partial(self._add, scaled, start, min(end, rows.num_rows)))
                 if job.error is not None and self._exchange is None:
                     return
@@ -358,10 +363,10 @@ class Magnitudes:
 
 
 def _divide(job: _Job, faulty: Tensor, *, is_shared: bool) -> None:
-    """Divides the magnitudes that are shared, or not, and notes in `faulty`, [targets], which are
-    not finite then."""
+    """Divides the magnitudes here that are shared, or not, and notes in `faulty`, [targets], which
+    are not finite then."""
     for place, scaled in enumerate(job.targets):
-        if scaled.is_shared is is_shared:
+        if scaled.is_shared is is_shared and scaled.is_here:
             faulty[place] += ~scaled.divide().sum().isfinite()
 
 

@@ -1,12 +1,14 @@
-"""The embeddings of pictures that a backend holds, and the tower that makes them."""
+"""The embeddings of pictures that a backend holds, the tower that makes them, and their way to
+other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from inference_svc.adapters.targets import AppliedTargets
@@ -14,9 +16,11 @@ from inference_svc.backends.arena import Arena
 from inference_svc.backends.lora_step import launch_tile, plan_tile
 from inference_svc.core import BASE_SLOT, BatchRow
 from inference_svc.model.checkpoint.weights import ModelWeights, Projections
-from inference_svc.model.description import Pictures
+from inference_svc.model.description import Decoder, Pictures
 from inference_svc.model.inputs import PlacedRows
 from inference_svc.model.layers import TorchLinear, TorchProjections
+from inference_svc.model.sharding.exchange import Exchange, StagedExchange
+from inference_svc.model.sharding.pictures import has_tower, reaches_stages, takes_pictures
 from inference_svc.model.tower import Encoding, TorchTower, Tower
 from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture
 from inference_svc.pictures.sizes import MAX_SLICE
@@ -134,13 +138,6 @@ class PictureRows:
             first += row.num_tokens
         return tuple(found)
 
-    def mutual(self, placed: Sequence[PlacedRows]) -> tuple[tuple[int, int], ...]:
-        """Returns the step's tokens [start, end) that see each other: those of each picture, where
-        the model's do."""
-        if not self._pictures.are_mutual:
-            return ()
-        return tuple((each.start, each.start + len(each.rows)) for each in placed)
-
     def _of_row(self, row: BatchRow, offset: int) -> Iterator[PlacedRows]:
         """Yields a row's; the position p of its sequence is the step's token `offset` + p."""
         sequence = row.sequence
@@ -170,3 +167,57 @@ class PictureRows:
         """Reads the tower again. Raises as `read_tower` does."""
         if self._tower is None:
             self._tower = self._read_tower()
+
+
+def mutual_of(
+    pictures: Pictures | None, tokens: Iterable[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Returns the step's tokens [start, end) that see each other: these, each of which are a
+    picture's, if the model's do."""
+    return tuple(tokens) if pictures is not None and pictures.are_mutual else ()
+
+
+def hand_out(placed: Iterable[PlacedRows], decoder: Decoder, exchange: Exchange) -> None:
+    """Hands a step's embeddings to the other ranks that compute with them. The first rank of all
+    calls it, and others call `take_in`."""
+    broadcast = _broadcast_of(decoder, exchange)
+    if broadcast is not None:
+        for each in placed:
+            broadcast(each.rows)
+
+
+def take_in(
+    tokens: Iterable[tuple[int, int]],
+    decoder: Decoder,
+    exchange: Exchange | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[PlacedRows, ...]:
+    """Returns the embeddings that the first rank hands out, of the step's tokens [start, end); none
+    on a rank that computes with none."""
+    broadcast = None if exchange is None else _broadcast_of(decoder, exchange)
+    if broadcast is None or decoder.pictures is None:
+        return ()
+    size, found = decoder.pictures.row_size, list[PlacedRows]()
+    for start, end in tokens:
+        rows = torch.empty(end - start, size, dtype=dtype, device=device)
+        broadcast(rows)
+        found.append(PlacedRows(start, rows))
+    return tuple(found)
+
+
+def _broadcast_of(decoder: Decoder, exchange: Exchange) -> Callable[[Tensor], None] | None:
+    """Returns the broadcast of a step's embeddings in which this rank takes part: of the ranks of
+    the first stage, or of all, if another stage takes in the ones of taps."""
+    if reaches_stages(decoder):
+        assert isinstance(exchange, StagedExchange)
+        return exchange.broadcast_stages
+    return exchange.broadcast if takes_pictures(decoder) and decoder.rank is not None else None
+
+
+def handed_bytes(decoder: Decoder, max_tokens: int, dtype: torch.dtype) -> int:
+    """Returns the memory of the embeddings that `take_in` returns, of a step of so many tokens."""
+    takes_part = takes_pictures(decoder) or reaches_stages(decoder)
+    if decoder.pictures is None or has_tower(decoder) or not takes_part:
+        return 0
+    return max_tokens * decoder.pictures.row_size * dtype.itemsize

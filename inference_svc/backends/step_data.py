@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from inference_svc.backends.prompt_runs import pooled_runs, scored_runs, scored_slices
 from inference_svc.backends.slot_runs import (
     SlotRuns,
@@ -15,6 +17,7 @@ from inference_svc.backends.slot_runs import (
 )
 from inference_svc.core import BatchRow
 from inference_svc.model.recurrent_states import Segment, StateCopy, segments_of, spare_slot
+from inference_svc.pictures.positions import NUM_AXES, PicturePositions
 
 
 class ScoredSlice(NamedTuple):
@@ -30,7 +33,10 @@ class StepData(NamedTuple):
     its number of tokens, its pages, and the slot of its last token. `runs` are of all tokens. Of a
     model with recurrent layers, `segments` say where states are, and `state_copies` are made before
     the step. `returns_experts`: the experts of all tokens are needed, also in the last layer.
-    `is_pooled`: so are the final hidden states. `plan`: see `RankBackend.plan`."""
+    `is_pooled`: so are the final hidden states. `plan`: see `RankBackend.plan`. `pictures` are the
+    tokens [start, end) that stand for pictures, whose embeddings come separately. `axes` are the
+    tokens' positions along all axes, [3, T] row by row, if a prompt has pictures and they count;
+    none: they are equal along all axes."""
 
     token_ids: list[int]
     starts: list[int]
@@ -44,6 +50,8 @@ class StepData(NamedTuple):
     returns_experts: bool = False
     plan: Sequence[int] = ()
     is_pooled: bool = False
+    pictures: Sequence[tuple[int, int]] = ()
+    axes: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -51,11 +59,13 @@ class StepData(NamedTuple):
         rows: Sequence[BatchRow],
         max_scored: int,
         num_states: int,
+        places: PicturePositions | None = None,
         *,
         returns_experts: bool = False,
     ) -> StepData:
         """Returns the data of a batch's rows, which are scored at most so many tokens at once.
-        `num_states` are the states that sequences may own; 0: the model has none."""
+        `num_states` are the states that sequences may own; 0: the model has none. `places`, if
+        there are any, are the positions of pictures. The pictures' tokens are to be added."""
         sequences, starts, counts, _ = zip(*rows, strict=True)
         token_ids: list[int] = []
         for sequence, start, count, _ in rows:
@@ -79,4 +89,15 @@ class StepData(NamedTuple):
             [],
             returns_experts,
             is_pooled=bool(pooled_runs(rows)),
+            axes=() if places is None else _axes_of(rows, places),
         )
+
+
+def _axes_of(rows: Sequence[BatchRow], places: PicturePositions) -> tuple[int, ...]:
+    """Returns `StepData.axes`."""
+    if not any(row.sequence.request.pictures for row in rows):
+        return ()
+    own = np.concatenate([np.arange(start, start + count) for _, start, count, _ in rows])
+    found = np.empty((NUM_AXES, len(own)), dtype=np.int64)
+    places.fill(found, own, ((row.sequence.request.pictures, row.num_tokens) for row in rows))
+    return tuple(found.ravel().tolist())

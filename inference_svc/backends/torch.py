@@ -31,6 +31,7 @@ from inference_svc.backends.base import (
 from inference_svc.backends.exchange import LOCAL, GlooMeeting, Meeting
 from inference_svc.backends.lora_step import LoraStep, plan_lora, plan_runs
 from inference_svc.backends.magnitudes import Magnitudes
+from inference_svc.backends.pictures import mutual_of, take_in
 from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_runs, scored_slices
 from inference_svc.backends.slot_runs import scored_indices
 from inference_svc.backends.speed_notes import thread_notes, torch_notes
@@ -42,13 +43,14 @@ from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.checkpoint.weights import ModelWeights
 from inference_svc.model.description import Decoder
 from inference_svc.model.encoder.in_torch import OF_ENCODERS, OF_PICTURES
-from inference_svc.model.inputs import StepInputs
+from inference_svc.model.inputs import PlacedRows, StepInputs
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchLinear, TorchProjections
 from inference_svc.model.recurrent_states import RecurrentPlan, RecurrentStates
 from inference_svc.model.sharding.exchange import Exchange
 from inference_svc.model.step import Step
 from inference_svc.model.transformer import COMPUTED, OF_RANKS, OF_STAGES, Transformer
+from inference_svc.pictures.positions import NUM_AXES
 from kernels.lora.plan import LoraContents
 from kernels.native.library import choose
 from kernels.quantised import WeightFormat, implementation
@@ -166,7 +168,7 @@ class TorchBackend(AdapterMemory):
         found, device = self._decoder.pictures, self.arena.device
         places = None if found is None else found.positions
         placed = () if self.pictures is None else self.pictures.placed(batch.rows)
-        mutual = () if self.pictures is None else self.pictures.mutual(placed)
+        mutual = mutual_of(found, (each.tokens for each in placed))
         step = StepInputs.build(batch, self._page_size, device, self._states, places, mutual)
         if placed:
             step = replace(step, pictures=placed)
@@ -200,9 +202,11 @@ class TorchBackend(AdapterMemory):
         if self._states is not None:
             self._states.copy(data.state_copies)
             plan = RecurrentPlan(self._states, tuple(data.segments))
+        mutual = mutual_of(self._decoder.pictures, data.pictures)
         step = StepInputs.of(
-            data.token_ids, starts, counts, data.page_ids, self._page_size, device, plan
+            data.token_ids, starts, counts, data.page_ids, self._page_size, device, plan, mutual
         )
+        step = self._with_pictures(step, data)
         arena, targets = self.arena, self._targets
         lora = plan_runs(data.runs, data.last_slots, arena, targets, self._exchange)
         choices = None
@@ -214,6 +218,17 @@ class TorchBackend(AdapterMemory):
         for indices, runs in data.scored:
             rows = torch.tensor(indices, dtype=torch.int64).to(device)
             self.transformer.logits(last, rows, None if lora is None else lora.with_head_of(runs))
+
+    def _with_pictures(self, step: StepInputs, data: StepData) -> StepInputs:
+        """Returns the inputs of another rank's step with the facts of its pictures."""
+        decoder, device, exchange = self._decoder, self.arena.device, self._exchange
+        if decoder.pictures is not None and decoder.pictures.positions is not None:
+            along = step.positions.expand(NUM_AXES, -1)
+            if data.axes:
+                along = torch.tensor(data.axes, dtype=torch.int64).view(NUM_AXES, -1).to(device)
+            step = replace(step, positions=along)
+        placed = take_in(data.pictures, decoder, exchange, self.arena.layout.dtype, device)
+        return replace(step, pictures=placed)
 
     def score(self, inputs: TorchInputs) -> Iterator[Scored]:
         last = self._last
@@ -244,6 +259,9 @@ class TorchBackend(AdapterMemory):
         return False
 
     wants_idle_time = False
+
+    def placed(self, inputs: TorchInputs) -> Sequence[PlacedRows]:
+        return inputs.step.pictures
 
     def plan(self, inputs: TorchInputs) -> Sequence[int]:
         """Steps are computed in one way."""

@@ -17,7 +17,9 @@ from inference_svc.adapters.targets import (
     applied_to_pictures,
     layout_of,
 )
-from inference_svc.backends.base import MemoryNeeds, table_bytes
+from inference_svc.backends.arena import table_bytes
+from inference_svc.backends.base import MemoryNeeds
+from inference_svc.backends.pictures import handed_bytes
 from inference_svc.core import EngineConfig
 from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.description import (
@@ -77,6 +79,7 @@ from inference_svc.model.operations import (
     SumRanks,
     SumSquares,
 )
+from inference_svc.model.sharding.pictures import has_tower
 from inference_svc.pictures.processor import CHANNELS
 from kernels.lora.table import MAX_PARTS
 from kernels.pictures.native import MAX_BLENDED
@@ -157,13 +160,14 @@ def masks_bytes(config: EngineConfig, decoder: Decoder) -> int:
 def picture_needs(
     config: EngineConfig, decoder: Decoder, *, on_device: bool = False
 ) -> MemoryNeeds:
-    """Returns the memory of a vision tower in torch, if there is one: its weights; the workspace of
+    """Returns the memory of a vision tower in torch, if it is here: its weights; the workspace of
     a part of a tile, with the tile's pixels; the tile's plan and state, which stay while other
-    steps are computed; and the embeddings of pictures. Pixels of requests lie on the host."""
-    found = decoder.pictures
-    if found is None:
-        return MemoryNeeds(0, 0)
-    dtype, tower = getattr(torch, config.dtype), found.tower
+    steps are computed; and the embeddings of pictures. Pixels of requests lie on the host. Of
+    another rank, the embeddings that it gets for a step."""
+    found, dtype = decoder.pictures, getattr(torch, config.dtype)
+    if found is None or not has_tower(decoder):
+        return MemoryNeeds(0, handed_bytes(decoder, config.max_batch_tokens, dtype))
+    tower = found.tower
     count = found.max_inner_tokens(config.max_model_len)
     part = found.tiles.max_part(count)
     sizes = ValueSizes.of(tower, part, part, dtype)

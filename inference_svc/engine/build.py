@@ -241,7 +241,7 @@ def describe(config: EngineConfig, index: int) -> Decoder:
     check_pictures(config, whole)
     whole = whole.for_length(config.max_model_len)
     stage, rank = divmod(index, config.tensor_parallel)
-    part = of_stage(whole, stage, config.pipeline_parallel)
+    part = of_stage(whole, stage, config.pipeline_parallel, config.tensor_parallel)
     return of_rank(part, Rank(rank, config.tensor_parallel), config.expert_parallel)
 
 

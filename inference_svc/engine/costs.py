@@ -30,11 +30,6 @@ def check_pictures(config: EngineConfig, decoder: Decoder) -> None:
     found = decoder.pictures
     if found is None:
         return
-    if config.num_ranks > 1:
-        raise ValueError(
-            "images are read by one process: set --max-prompt-images 0 to serve this model's text "
-            "alone, or leave out --tensor-parallel and --pipeline-parallel"
-        )
     num_tokens = min(found.max_tokens, config.max_model_len)
     if found.are_mutual:
         _check_room(config, num_tokens)
@@ -66,7 +61,9 @@ def make_pictures(
     if found is None:
         return None
     tower, dtype = found.tower, getattr(torch, config.dtype)
-    of_token, of_layer = sum(_num_weights(decoder)), sum(_num_weights(tower)) / tower.num_layers
+    # A step takes the time of a rank of each stage, and a tower the first rank's.
+    of_token = sum(_num_weights(decoder.of_all_stages))
+    of_layer = sum(_num_weights(tower)) / tower.num_layers
     assert tower.connector is not None
     connectors = (tower.connector, *(tap.connector for tap in tower.taps))
     of_connectors = [

@@ -7,14 +7,15 @@ allocated, so that a server that starts does not run out later.
 from __future__ import annotations
 
 import logging
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds, num_kv_pages
 from inference_svc.core import EngineConfig
 from inference_svc.engine.compute.routed_pages import routed_pages_bytes
 from inference_svc.errors import DeviceFull
 from inference_svc.host.memory import available_bytes, resident_bytes
-from inference_svc.model.description import Decoder
+from inference_svc.model.description import Decoder, Rank
+from inference_svc.model.sharding.pictures import has_tower
 
 logger = logging.getLogger(__name__)
 
@@ -120,22 +121,36 @@ def check_host_budget(config: EngineConfig) -> None:
 
 
 def local_needs(config: EngineConfig, decoder: Decoder, backend: BackendFactory) -> MemoryNeeds:
-    """Returns the needs of this machine's ranks together, of which `decoder` is one's part: as many
-    times the needs of each stage as it has ranks here."""
-    stages = [index // config.tensor_parallel for index in config.local_ranks]
-    of_stage = {
-        stage: backend.memory_needs(config, decoder.every_stage[stage]) for stage in set(stages)
+    """Returns the needs of this machine's ranks together, of which `decoder` is the first one's
+    part: of each stage the needs of its first rank, and as often as it has others here those of
+    another."""
+    kinds = [divmod(index, config.tensor_parallel) for index in config.local_ranks]
+    places = [(stage, rank == 0) for stage, rank in kinds]
+    needs = {
+        (stage, is_first): backend.memory_needs(config, part if is_first else _of_other_rank(part))
+        for stage, is_first in set(places)
+        for part in (decoder.every_stage[stage],)
     }
-    first, *others = (of_stage[stage] for stage in stages)
+    first, *others = (needs[place] for place in places)
     for each in others:
         first = first.plus(each)
     return first
 
 
 def most_needs(config: EngineConfig, decoder: Decoder, backend: BackendFactory) -> MemoryNeeds:
-    """Returns the needs of the stage that needs the most of a device, where each rank has one."""
-    needs = (backend.memory_needs(config, each) for each in decoder.every_stage)
+    """Returns the needs of the rank that needs the most of a device, where each has one; `decoder`
+    is the first one's part, which has the vision tower."""
+    parts = [*decoder.every_stage]
+    if has_tower(decoder) and decoder.rank is not None:
+        parts.append(_of_other_rank(parts[0]))
+    needs = (backend.memory_needs(config, each) for each in parts)
     return max(needs, key=lambda each: sum(astuple(each)))
+
+
+def _of_other_rank(decoder: Decoder) -> Decoder:
+    """Returns the part of another rank of the same stage, as large as the first one's but for the
+    tower."""
+    return decoder if decoder.rank is None else replace(decoder, rank=Rank(1, decoder.rank.count))
 
 
 def routed_bytes(config: EngineConfig, decoder: Decoder) -> int:

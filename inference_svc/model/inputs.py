@@ -32,6 +32,11 @@ class PlacedRows(NamedTuple):
     start: int
     rows: Tensor
 
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The step's tokens [start, end)."""
+        return self.start, self.start + len(self.rows)
+
     def of_tap(self, tap: int, size: int) -> Tensor:
         """Returns the embeddings of a tap, [N, size]."""
         return self.rows[:, (tap + 1) * size : (tap + 2) * size]

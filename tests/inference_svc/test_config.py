@@ -138,14 +138,13 @@ def test_sizes_on_a_device_are_chosen_by_what_knows_it(model: Path) -> None:
     ("args", "number"),
     [
         ([], 8),
-        (["--device", "cpu", "--tensor-parallel", "2"], 0),
+        (["--device", "cpu", "--tensor-parallel", "2"], 8),
         (["--max-prompt-images", "3"], 3),
         (["--max-prompt-images", "0"], 0),
     ],
 )
-def test_one_process_reads_images(args: list[str], number: int, model: Path) -> None:
-    """Elsewhere a server that was not told to reads text, and starts as it did before; so does one
-    of a checkpoint without a processor."""
+def test_a_model_with_a_processor_reads_images(args: list[str], number: int, model: Path) -> None:
+    """Without one it reads text, and starts."""
     assert resolve_images(parse(model)).max_prompt_images == 0
     (model / "preprocessor_config.json").write_text("{}")
     config = resolve_images(parse(model, *args))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
+from inference_svc.backends.cuda.rank import CudaRank
 from inference_svc.core import Batch
 from inference_svc.engine.transport.messages import Command
 from tests.support.gpu.emulated_ranks import emulated_ranks
@@ -17,7 +19,7 @@ from tests.support.kernels.worker_process import Operations, Worker
 from tests.support.pictures.models import NAMES
 from tests.system.emulated import Plain
 from tests.system.engines import Running
-from tests.system.picture_readers import PROMPTS, SETTINGS, Reader, submit
+from tests.system.picture_readers import PROMPTS, SETTINGS, Reader, check_greedy, submit
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -66,6 +68,54 @@ def test_greedy_tokens_equal_transformers_and_peft(
         more = submit(running, reader, "of-all", "three", prompt_logprobs=0, cache_seed="scored")
         assert running.result(more)[0] == reader.expected("of-all", "three")
         assert counts["others"] > 0, "recorded steps do not keep hidden states"
+    running.check_idle()
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("Qwen3VL", {"tensor_parallel": 2}),
+        pytest.param("Gemma3", {"tensor_parallel": 2}, marks=LONG),
+        pytest.param("SmolVLM", {"tensor_parallel": 2}, marks=LONG),
+        pytest.param("Qwen3VL", {"pipeline_parallel": 2}, marks=LONG),
+        pytest.param("Gemma3", {"pipeline_parallel": 2}, marks=LONG),
+        pytest.param("Qwen3VL", {"tensor_parallel": 2, "pipeline_parallel": 2}, marks=LONG),
+        pytest.param("Qwen3VLMoe", {"tensor_parallel": 2, "expert_parallel": 2}, marks=LONG),
+    ],
+    ids=str,
+)
+def test_ranks_read_pictures(
+    name: str,
+    shape: dict[str, int],
+    tmp_path: Path,
+    start: Callable[..., Running],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other devices get embeddings: to fixed addresses for recorded steps, and for others."""
+    counts = {"recorded": 0, "others": 0}
+    forward = CudaRank.forward
+
+    def count(backend: CudaRank, inputs: PreparedStep) -> Logits:
+        if inputs.placed:
+            counts["others" if inputs.shape is None else "recorded"] += 1
+        return forward(backend, inputs)
+
+    monkeypatch.setattr(CudaRank, "forward", count)
+    with closing(Reader(name, tmp_path / "reader")) as reader:
+        running = start(reader.zoo, **SETTINGS, **shape)
+        assert "ranks through gloo" in running.engine.built.engine.runner.backend.kernels
+        check_greedy(reader, running)
+        more = submit(running, reader, "of-all", "three", prompt_logprobs=0, cache_seed="scored")
+        assert running.result(more)[0] == reader.expected("of-all", "three")
+        assert min(counts.values()) > 0, counts
+        running.call(Command.SLEEP, frees_weights=True)
+        running.call(Command.WAKE)
+        again = submit(running, reader, "of-all", "three", cache_seed="again")
+        assert running.result(again)[0] == reader.expected("of-all", "three")
     running.check_idle()
 
 

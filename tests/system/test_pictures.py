@@ -14,25 +14,28 @@ import pytest
 from inference_svc.backends.pictures import PictureRows
 from inference_svc.core import FinishReason
 from inference_svc.engine.transport.messages import Call, Command
-from inference_svc.model.architectures import load_description
 from inference_svc.pictures.prompt import PictureWork, PromptPicture
 from servicekit.shared_memory import SharedBytes
 from tests.support.pairs import PATHS, long_but
 from tests.support.pictures.files import encoded
-from tests.support.pictures.models import GEMMA4, NAMES
+from tests.support.pictures.models import NAMES
 from tests.support.pictures.templates import IMAGE
 from tests.support.wait import TIMEOUT_S
 from tests.system.engines import Running
 from tests.system.picture_readers import (
+    CUT,
     NUM_TOKENS,
+    PAGE,
     PICTURES,
     PROMPTS,
     SETTINGS,
+    WHOLE,
     Reader,
+    check_greedy,
+    check_steps,
     submit,
 )
 
-PAGE = 16
 ON_TORCH = ("Llava", "SmolVLM", "Qwen3VL", "Gemma4")
 """Towers of all models through torch are compared in tests/inference_svc/model/test_towers.py."""
 
@@ -67,21 +70,6 @@ def test_greedy_tokens_through_torch(reader: Reader, start: Callable) -> None:
     check_greedy(reader, start(reader.zoo, native_kernels=False, **SETTINGS))
 
 
-def check_greedy(reader: Reader, running: Running) -> None:
-    """One and three pictures, and text alone, of the base model and four adapters in one batch; and
-    pictures matter, as do adapters wherever they change something."""
-    cells = [(a, n) for a in ("", *reader.zoo.adapter_dirs) for n in PROMPTS]
-    ids = {cell: submit(running, reader, *cell) for cell in cells}
-    for (adapter, name), request_id in ids.items():
-        tokens, last = running.result(request_id)
-        assert last.error is None
-        assert tokens == reader.expected(adapter, name, tokens), (adapter, name)
-    answers = {tuple(reader.expected(*cell)) for cell in cells}
-    alone = {"of-tower", "of-connector"} & set(reader.zoo.adapter_dirs)
-    assert len(answers) == len(cells) - len(alone)  # texts pass neither tower nor connector
-    running.check_idle()
-
-
 @pytest.fixture(scope="module")
 def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     """Its pictures are cut into tiles, with texts between the tokens of these."""
@@ -113,20 +101,6 @@ def stepped(
     made.close()
 
 
-CUT = {"max_batch_tokens": 7, "max_prefill_chunk": 7, "max_sequences": 4}
-WHOLE = {"Gemma3": 20, "Gemma4": 74}
-"""Beside four generated tokens there is room for the 16 or 70 tokens of a picture."""
-NUM_PAGES = {"SmolVLM": 22, "Qwen3VL": 18, "Gemma3": 22, "Mistral3": 22}
-NUM_PAGES |= {"Gemma4": 50, "Gemma4Small": 50}
-"""Of all sequences, fewer than they need."""
-CASES: dict[str, dict[str, Any]] = {
-    "chunks": CUT,
-    "chunks-torch": CUT | {"native_kernels": False},
-    "preemption": {"max_model_len": 256},
-    "no-prefix-cache": {"prefix_cache": False},
-    "little-memory": CUT,
-    "scored": {},
-}
 WITH_ODD, WITH_EVEN = STEPPED[::2], STEPPED[1::2]
 """Each model is cut and preempted; the other cases are shared between two halves of the models."""
 
@@ -146,40 +120,6 @@ def test_answers_do_not_depend_on_programs(stepped: Reader, case: str, start: Ca
 @pytest.mark.parametrize("stepped", long_but(WITH_EVEN, STEPPED), indirect=True)
 def test_answers_do_not_depend_on_memory(stepped: Reader, case: str, start: Callable) -> None:
     check_steps(stepped, case, start)
-
-
-def check_steps(stepped: Reader, case: str, start: Callable) -> None:
-    """Pictures across the borders of chunks, preempted prompts, embeddings that do not stay, and
-    prompts whose log probabilities are returned, for which another program is run."""
-    settings = SETTINGS | CASES[case]
-    if "max_batch_tokens" in CASES[case] and stepped.oracle.name in WHOLE:
-        most = WHOLE[stepped.oracle.name]
-        settings |= {"max_batch_tokens": most, "max_prefill_chunk": most}
-    if case == "preemption":
-        if stepped.oracle.name in GEMMA4:  # its pictures have more tokens
-            settings["max_model_len"] = 320
-        per_token = load_description(stepped.zoo.model_dir).kv_elements_per_token
-        settings["kv_bytes"] = NUM_PAGES[stepped.oracle.name] * PAGE * 4 * per_token
-    if case == "little-memory":
-        pictures = stepped.pictures
-        settings["prompt_image_bytes"] = pictures.max_tokens * pictures.row_size * 4
-    running = start(stepped.zoo, **settings)
-    cells = [(a, n) for a in ("", "of-text") for n in PROMPTS] * 2
-    more = {"prompt_logprobs": 0} if case == "scored" else {}
-    with running.together():
-        ids = [
-            (each, submit_as(running, stepped, i, *each, **more)) for i, each in enumerate(cells)
-        ]
-    for (adapter, name), request_id in ids:
-        tokens, last = running.result(request_id)
-        assert last.error is None
-        assert tokens == stepped.expected(adapter, name, tokens), (adapter, name)
-    scheduler = running.engine.built.engine.scheduler
-    if case == "preemption":
-        assert scheduler.num_preemptions > 0
-    if case == "little-memory":
-        assert scheduler.pictures.num_encoded > 3
-    running.check_idle()
 
 
 def test_a_picture_goes_on_behind_cached_pages(gemma3: Reader, start: Callable) -> None:
@@ -203,17 +143,6 @@ def test_a_picture_goes_on_behind_cached_pages(gemma3: Reader, start: Callable) 
     alone = start(gemma3.zoo, **SETTINGS | {"prefix_cache": False})
     alone.submit("other end", ids, pictures=pictures, max_tokens=NUM_TOKENS)
     assert alone.result("other end")[0] == tokens
-
-
-def submit_as(
-    running: Running, reader: Reader, index: int, adapter: str, name: str, **options: Any
-) -> str:
-    """Submits a request whose cache others of another number do not share."""
-    prompt, pictures = reader.prompt(name)
-    request_id = f"{index} {adapter} {name}"
-    options = {"max_tokens": NUM_TOKENS, "cache_seed": f"{index % 2}"} | options
-    running.submit(request_id, prompt, adapter, pictures=pictures, **options)
-    return request_id
 
 
 def black(num_bytes: int) -> SharedBytes:
@@ -467,7 +396,6 @@ def test_a_picture_that_is_begun_does_not_outlast_sleep(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensor_parallel": 2}, "--max-prompt-images 0"),
         ({"prompt_image_bytes": 100}, "--prompt-image-memory must be at least"),
     ],
 )

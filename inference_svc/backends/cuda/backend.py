@@ -27,6 +27,7 @@ from inference_svc.backends.cuda.needs import max_prompt_recordings
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.backends.cuda.steps import FixedStep, StepLimits
 from inference_svc.backends.lora_step import LoraStep
+from inference_svc.backends.pictures import mutual_of
 from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_runs
 from inference_svc.backends.torch import hidden_slices, score_slices
 from inference_svc.core import Batch, BatchColumns, BatchRow
@@ -210,7 +211,8 @@ class CudaBackend(CudaMemory):
         may_replay: bool = True,
     ) -> PreparedStep:
         step.inputs.block.wait()
-        step.inputs.fill(batch, () if self.pictures is None else self.pictures.mutual(placed))
+        tokens = (each.tokens for each in placed)
+        step.inputs.fill(batch, mutual_of(self._decoder.pictures, tokens))
         kind = step.lora.fill(batch)
         self.num_lora_steps += kind is not StepKind.BASE
         num_rows = len(batch.sequences)

@@ -135,9 +135,11 @@ class CudaInputs:
         self._arrays.let_see(mutual)
         self._fill_tiles(batch.counts)
 
-    def fill_rows(self, data: StepData) -> None:
+    def fill_rows(self, data: StepData, mutual: Sequence[tuple[int, int]]) -> None:
         """Does the same for the rows of another rank's step."""
         self._arrays.fill_rows(data.token_ids, data.starts, data.counts, data.page_ids)
+        self._arrays.fill_axes(data.axes)
+        self._arrays.let_see(mutual)
         self._fill_tiles(data.counts)
 
     def _fill_tiles(self, row_counts: Sequence[int]) -> None:

@@ -20,12 +20,12 @@ from inference_svc.adapters.targets import (
     computed_groups,
     layout_of,
 )
+from inference_svc.backends.arena import table_bytes
 from inference_svc.backends.base import (
     MemoryNeeds,
     choices_bytes,
     max_pages,
     states_bytes,
-    table_bytes,
 )
 from inference_svc.backends.cuda.inputs import CudaInputs, CudaPictures
 from inference_svc.backends.cuda.lora import CudaLora

@@ -13,8 +13,10 @@ from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
 from inference_svc.backends.cuda.exchange import DeviceExchange
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape
 from inference_svc.backends.exchange import ExchangeFailed, StepAbandoned
+from inference_svc.backends.pictures import mutual_of, take_in
 from inference_svc.backends.step_data import StepData
 from inference_svc.host.copies import to_device
+from inference_svc.model.inputs import PlacedRows
 
 
 class _Plan(NamedTuple):
@@ -56,6 +58,9 @@ class CudaRank(CudaBackend):
         is_decode = inputs.step is self.steps.decodes
         return _Plan(is_decode, inputs.wanted, inputs.shape is not None).encoded()
 
+    def placed(self, inputs: PreparedStep) -> Sequence[PlacedRows]:
+        return inputs.placed
+
     def apply(self, changes: Sequence[ResidencyChange]) -> None:
         for change in changes:
             if isinstance(change, TableWrite):
@@ -95,7 +100,7 @@ class CudaRank(CudaBackend):
         plan = _Plan.decoded(data.plan)
         step = self.steps.decodes if plan.is_decode else self.steps.prompts
         step.inputs.block.wait()
-        step.inputs.fill_rows(data)
+        step.inputs.fill_rows(data, mutual_of(self._decoder.pictures, data.pictures))
         kind = step.lora.fill_runs(data.runs, data.last_slots, is_decode=plan.is_decode)
         shape = self._taken(plan.shape)
         if (shape is not None) is not plan.is_taken:
@@ -106,8 +111,11 @@ class CudaRank(CudaBackend):
             assert self.states is not None, "the states are freed"
             step.segments.fill_rows(data.segments, data.counts, shape)
             self.states.copy(data.state_copies)
+        where = self.arena.layout.dtype, self.arena.device
+        placed = take_in(data.pictures, self._decoder, self.exchange, *where)
+        step.fill_pictures(placed, shape)
         step.inputs.send()
-        return PreparedStep(step, len(data.counts), kind, shape)
+        return PreparedStep(step, len(data.counts), kind, shape, placed=placed)
 
     @property
     def wants_idle_time(self) -> bool:

@@ -41,7 +41,7 @@ from inference_svc.backends.native.program import NativeTransformer
 from inference_svc.backends.native.projections import PackedProjection, PackedProjections
 from inference_svc.backends.native.towers.tower import NativeTower
 from inference_svc.backends.native.workspace import Workspace, max_outputs
-from inference_svc.backends.pictures import TowerMaker
+from inference_svc.backends.pictures import TowerMaker, mutual_of, take_in
 from inference_svc.backends.prompt_runs import ScoredRun, pooled_runs, scored_runs, scored_slices
 from inference_svc.backends.slot_runs import scored_indices, scored_slot_runs
 from inference_svc.backends.speed_notes import native_notes, thread_notes
@@ -163,7 +163,8 @@ class NativeBackend(AdapterMemory):
         self.num_lora_steps += bool(groups)
         placed = () if self.pictures is None else self.pictures.placed(batch.rows)
         if self.pictures is not None:
-            self._step.let_see(self.pictures.mutual(placed))
+            tokens = (each.tokens for each in placed)
+            self._step.let_see(mutual_of(self._decoder.pictures, tokens))
         # Nothing is scored or pooled of rows of one sampling token. A picture's token may be among
         # them, as the last one of a prompt.
         if columns.is_decode and not placed:
@@ -215,13 +216,19 @@ class NativeBackend(AdapterMemory):
     def follow(self, data: StepData) -> None:
         """Computes this rank's part of a step of the first rank, which has the logits."""
         self._step.fill_rows(data.token_ids, data.starts, data.counts, data.page_ids)
+        self._step.fill_axes(data.axes)
+        self._step.let_see(mutual_of(self._decoder.pictures, data.pictures))
         if self._states is not None:
             assert self._loaded.states is not None
             self._states.copy(data.state_copies)
             self._loaded.states.fill_segments(data.segments, data.counts)
         groups = self._lora.plan_runs(data.runs, data.last_slots)
         is_scored = bool(data.scored) or data.is_pooled
-        self._forward(groups, returns_experts=data.returns_experts, is_scored=is_scored)
+        where = self.arena.layout.dtype, self.arena.device
+        placed = take_in(data.pictures, self._decoder, self._exchange, *where)
+        self._forward(
+            groups, returns_experts=data.returns_experts, is_scored=is_scored, pictures=placed
+        )
         for indices, runs in data.scored:
             self._step.choose(indices)
             if groups:
@@ -242,6 +249,9 @@ class NativeBackend(AdapterMemory):
         return False
 
     wants_idle_time = False
+
+    def placed(self, inputs: NativeInputs) -> Sequence[PlacedRows]:
+        return inputs.pictures
 
     def plan(self, inputs: NativeInputs) -> Sequence[int]:
         """Steps are computed in one way."""

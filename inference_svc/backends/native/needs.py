@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from inference_svc.adapters.targets import applied_to_pictures, computed_groups, layout_of
-from inference_svc.backends.base import MemoryNeeds, states_bytes, table_bytes
+from inference_svc.backends.arena import table_bytes
+from inference_svc.backends.base import MemoryNeeds, states_bytes
 from inference_svc.backends.native import encoder
 from inference_svc.backends.native.exchange import shared_bytes
 from inference_svc.backends.native.lora import BIAS, MAX_EXPERTS_TARGETS, norm_role
@@ -16,10 +17,12 @@ from inference_svc.backends.native.program import routings_bytes
 from inference_svc.backends.native.towers.memory import PartArrays, tower_shapes
 from inference_svc.backends.native.towers.tiles import tile_bytes
 from inference_svc.backends.native.workspace import max_outputs, workspace_bytes
+from inference_svc.backends.pictures import handed_bytes
 from inference_svc.core import EngineConfig
 from inference_svc.host.cpus import compute_threads
 from inference_svc.model.checkpoint.parameters import parameters, weights_bytes
 from inference_svc.model.description import Decoder
+from inference_svc.model.sharding.pictures import has_tower
 from inference_svc.pictures.processor import CHANNELS
 from kernels.attention.native_memory import AttentionShape
 from kernels.lora.native import NativeLora, NativeLoraPlan
@@ -78,13 +81,13 @@ def held_bytes(config: EngineConfig, decoder: Decoder) -> int:
 
 
 def tower_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
-    """Returns the weights of the vision tower, if there is one; and the workspace of a part of a
+    """Returns the weights of the vision tower, if it is here; and the workspace of a part of a
     tile, the state of the largest tile, which stays while other steps are computed, and the
-    embeddings of pictures."""
-    found = decoder.pictures
-    if found is None:
-        return MemoryNeeds(0, 0)
-    dtype, tower, form = getattr(torch, config.dtype), found.tower, found.tiles
+    embeddings of pictures. Of another rank, the embeddings that it gets for a step."""
+    found, dtype = decoder.pictures, getattr(torch, config.dtype)
+    if found is None or not has_tower(decoder):
+        return MemoryNeeds(0, handed_bytes(decoder, config.max_batch_tokens, dtype))
+    tower, form = found.tower, found.tiles
     longest = found.max_inner_tokens(config.max_model_len)
     most = form.max_part(longest)
     of_part = replace(config, max_batch_tokens=most, max_added_tokens=0)

@@ -14,29 +14,33 @@ from inference_svc.adapters.memory.tiers import DivideMagnitudes, ResidencyChang
 from inference_svc.backends.base import Hidden, Logits, RankBackend, Scored, returns_experts
 from inference_svc.backends.exchange import ExchangeFailed, StepAbandoned
 from inference_svc.backends.magnitudes import Divided
-from inference_svc.backends.pictures import PictureRows
+from inference_svc.backends.pictures import PictureRows, hand_out
 from inference_svc.backends.step_data import StepData
 from inference_svc.core import Batch, BatchRow
 from inference_svc.engine.ranks.group import RankGroup
 from inference_svc.engine.ranks.messages import DIVIDE, IDLE
 from inference_svc.engine.ranks.steps import StepWriter, encode_changes
 from inference_svc.model.description import Decoder
+from inference_svc.model.inputs import PlacedRows
 from inference_svc.model.recurrent_states import StateCopy, part_copies, spare_slot
 from kernels.lora.plan import LoraContents
 
 
 class RankedInputs(NamedTuple):
-    """A step's inputs, and its rows as other ranks get them."""
+    """A step's inputs, its rows as other ranks get them, and the embeddings of pictures."""
 
     own: Any
     data: StepData
+    placed: Sequence[PlacedRows] = ()
 
 
 class RankedBackend:
     """A `Backend` of several ranks, whose first is `own`.
 
     Changes, and copies of states, go with the next step to the other ranks. An error of a step ends
-    the engine: other ranks may be in the middle of it, so that it cannot be computed in parts.
+    the engine: other ranks may be in the middle of it, so that it cannot be computed in parts. The
+    embeddings of pictures are rank 0's work, which others do not wait for: they hear of a step when
+    all that it reads is there, and get these with it.
     """
 
     def __init__(
@@ -44,18 +48,19 @@ class RankedBackend:
     ) -> None:
         self._own, self._group, self._max_scored = own, group, max_scored
         self.land, self.place_threads = own.land, own.place_threads
-        self._decoder = decoder
+        assert group.report.exchange is not None, "ranks have met"
+        self._exchange, self._decoder = group.report.exchange, decoder
         self._changes: list[ResidencyChange] = []
         self._state_copies: list[StateCopy] = []
         self._writer = StepWriter()
         self._scores: Iterator[Scored] = iter(())
-        self.pictures: PictureRows | None = None  # one process reads pictures
+        self.pictures: PictureRows | None = own.pictures
+        self._places = None if decoder.pictures is None else decoder.pictures.positions
 
     @property
     def kernels(self) -> str:
-        exchange = self._group.report.exchange
-        assert exchange is not None, "ranks have met"
-        return f"{self._own.kernels}, {self._group.count} ranks through {exchange.name}"
+        name = self._exchange.name
+        return f"{self._own.kernels}, {self._group.count} ranks through {name}"
 
     @property
     def pull_memory(self) -> memoryview:
@@ -116,11 +121,12 @@ class RankedBackend:
 
     def prepare(self, batch: Batch) -> RankedInputs:
         has_choices = returns_experts(batch, self._decoder)
-        data = StepData.of(
-            batch.rows, self._max_scored, self.num_states, returns_experts=has_choices
-        )
+        sizes = self._max_scored, self.num_states
+        data = StepData.of(batch.rows, *sizes, self._places, returns_experts=has_choices)
         inputs = self._own.prepare(batch)
-        return RankedInputs(inputs, data._replace(plan=self._own.plan(inputs)))
+        placed, plan = self._own.placed(inputs), self._own.plan(inputs)
+        tokens = [each.tokens for each in placed]
+        return RankedInputs(inputs, data._replace(plan=plan, pictures=tokens), placed)
 
     def forward(self, inputs: RankedInputs) -> Logits:
         changes = self._begin()
@@ -129,6 +135,8 @@ class RankedBackend:
         try:
             self._group.send_step(self._writer.write(changes, data))
             with self._group.report.step():
+                if inputs.placed:
+                    hand_out(inputs.placed, self._decoder, self._exchange)
                 found = self._own.forward(inputs.own)
         except Exception as error:
             raise self._group.blame(error) from error

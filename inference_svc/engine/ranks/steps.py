@@ -77,7 +77,8 @@ class StepWriter:
             list(chain.from_iterable(added)),
             *data.runs,
             data.last_slots,
-            [data.returns_experts, data.is_pooled],
+            [data.returns_experts, data.is_pooled, *chain.from_iterable(data.pictures)],
+            data.axes,
             data.plan,
             list(chain.from_iterable(data.segments)),
             list(chain.from_iterable(data.state_copies)),
@@ -119,8 +120,8 @@ class StepReader:
     def read(self, buffer: bytes) -> StepMessage:
         """Returns the content of a step's buffer. The next one changes its pages."""
         changes, token_ids, starts, counts, kept, sizes, pages, *rest = _lists(buffer)
-        slots, lengths, last_slots, flags, plan, segments, copies, *scored = rest
-        returns_experts, is_pooled = map(bool, flags)
+        slots, lengths, last_slots, flags, axes, plan, segments, copies, *scored = rest
+        returns_experts, is_pooled, *pictures = flags
         data = StepData(
             token_ids,
             starts,
@@ -134,9 +135,11 @@ class StepReader:
             ],
             [Segment(*each) for each in _tuples(segments, 3)],
             [StateCopy(*each) for each in _tuples(copies, 2)],
-            returns_experts,
+            bool(returns_experts),
             tuple(plan),
-            is_pooled,
+            bool(is_pooled),
+            tuple((start, end) for start, end in _tuples(pictures, 2)),
+            tuple(axes),
         )
         return StepMessage(list(_decode_all(changes)), data)
 

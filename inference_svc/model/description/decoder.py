@@ -209,7 +209,7 @@ class Decoder:
 
     @property
     def towers(self) -> tuple[Decoder, ...]:
-        """The vision tower, if it reads pictures."""
+        """The vision tower, if it reads pictures: whole, whichever rank has it."""
         return () if self.pictures is None else (self.pictures.tower,)
 
     @property

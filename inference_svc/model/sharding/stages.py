@@ -2,7 +2,8 @@
 
 A stage has some layers that follow each other. The first one has the embedding as well, and the
 last one the final norm and the head: of a tied head both have the embedding. Stages are as equal in
-bytes as layers allow: the largest of them is as small as possible.
+bytes as layers allow: the largest of them is as small as possible. The first one has the vision
+tower.
 
 Source: Huang et al., GPipe, 2019.
 """
@@ -17,7 +18,7 @@ from typing import TypeAlias
 import torch
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.checkpoint.parameters import parameters
+from inference_svc.model.checkpoint.parameters import parameters, weights_bytes
 from inference_svc.model.description import Decoder, Stage
 from inference_svc.model.operations import EMBEDDING_KEY
 
@@ -28,8 +29,9 @@ _DTYPE = torch.bfloat16
 """The type of weights without a format, which are compared with those in few bits."""
 
 
-def of_stage(decoder: Decoder, index: int, count: int) -> Decoder:
+def of_stage(decoder: Decoder, index: int, count: int, num_ranks: int = 1) -> Decoder:
     """Returns the part of a decoder that a stage has, of so many; the one of one has the whole.
+    Each stage has `num_ranks` ranks, of which the first stage's first one has the vision tower.
 
     Raises:
         UnsupportedModel: There are fewer layers than stages, or layers cannot be apart; it names
@@ -57,7 +59,7 @@ def of_stage(decoder: Decoder, index: int, count: int) -> Decoder:
             f"{SETTING} {count}: the model has per-layer inputs, which its first layers make for "
             f"all others; use 1, and --tensor-parallel"
         )
-    ends = balanced_ends(_layer_sizes(decoder), count)
+    ends = balanced_ends(_layer_sizes(decoder, num_ranks), count)
     for number in range(count):
         _check(decoder, Stage(number, ends))
     return replace(decoder, stage=Stage(index, ends))
@@ -75,10 +77,12 @@ def _check(decoder: Decoder, stage: Stage) -> None:
             )
 
 
-def _layer_sizes(decoder: Decoder) -> list[int]:
+def _layer_sizes(decoder: Decoder, num_ranks: int) -> list[int]:
     """Returns the bytes of each layer; with the first one's is the embedding, and with the last
-    one's the head."""
+    one's the head. The tower comes to the first ones, too: as often as ranks share a layer, because
+    one of these ranks has all of it, and the rank with the most bytes is what counts."""
     sizes = [0] * decoder.num_layers
+    sizes[0] += num_ranks * sum(weights_bytes(each, _DTYPE) for each in decoder.towers)
     for each in parameters(decoder):
         is_first = each.layer is None and each.key == EMBEDDING_KEY
         layer = 0 if is_first else -1 if each.layer is None else each.layer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inference_svc.adapters.targets import applied_targets, build_layout
-from inference_svc.backends.base import table_bytes
+from inference_svc.backends.arena import table_bytes
 from inference_svc.backends.torch import TorchBackend, TorchFactory
 from inference_svc.backends.torch_needs import (
     OWN_BYTES,

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from inference_svc.backends.base import MemoryNeeds
 from inference_svc.backends.native.backend import NativeBackend, NativeFactory
 from inference_svc.backends.native.buffers import BatchPages, StepArrays
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig, Nodes
-from inference_svc.engine.build import build_engine
+from inference_svc.engine.build import build_engine, describe
 from inference_svc.engine.memory_budget import Budget, Line, human, local_needs, plan_budgets
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import Decoder, Rank
@@ -26,6 +27,7 @@ from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from tests.support.native import native_library
+from tests.support.pictures.models import save_config
 
 pytestmark = pytest.mark.matrix
 
@@ -94,6 +96,37 @@ def test_the_arithmetic_is_of_all_stages(config: EngineConfig) -> None:
         embedding_bytes = 4 * whole.vocab_size * whole.hidden_size * whole.head.is_tied
         assert budget.bytes_of("weights") == alone.bytes_of("weights") + embedding_bytes
         assert budget.bytes_of("kv_pages") == 2 * 96 * MIB
+
+
+def test_one_rank_has_the_tower(tmp_path: Path) -> None:
+    """Its weights, workspace and embeddings count once, whatever the number of ranks and stages,
+    and on the machine of rank 0; others have memory for the embeddings of a step."""
+    folder = save_config("Qwen3VL", tmp_path / "model")
+    config = EngineConfig(
+        folder, "wide", num_threads=1, max_prompt_images=4, prompt_image_bytes=64 * MIB
+    )
+    for factory in (TORCH, NATIVE):
+        without = local(factory, replace(config, max_prompt_images=0))
+        tower = local(factory, config)
+        for count, num_stages, num_others in ((2, 1, 1), (1, 2, 1), (2, 2, 3)):
+            shape = {"tensor_parallel": count, "pipeline_parallel": num_stages}
+            of_ranks = local(factory, replace(config, **shape))
+            of_texts = local(factory, replace(config, **shape, max_prompt_images=0))
+            added = of_ranks.weights_bytes - of_texts.weights_bytes
+            assert added == tower.weights_bytes - without.weights_bytes > 0
+            pictures = describe(config, 0).pictures
+            assert pictures is not None
+            step = config.max_batch_tokens * pictures.row_size * 4
+            added = of_ranks.workspace_bytes - of_texts.workspace_bytes
+            of_tower = tower.workspace_bytes - without.workspace_bytes
+            assert of_tower + num_others * step <= added < 2 * of_tower
+    second = Nodes(2, 1, "127.0.0.1:1", 1.0, "secret")
+    elsewhere = replace(config, tensor_parallel=2, nodes=second)
+    assert elsewhere.upload_bytes == 0 < config.upload_bytes
+
+
+def local(factory: TorchFactory | NativeFactory, config: EngineConfig) -> MemoryNeeds:
+    return local_needs(config, describe(config, 0), factory)
 
 
 def test_memory_that_ranks_share_is_counted(config: EngineConfig) -> None:

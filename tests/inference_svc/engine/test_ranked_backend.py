@@ -21,6 +21,7 @@ from inference_svc.engine.ranks.steps import SlotDivide, decode_changes
 from inference_svc.errors import EngineFailed
 from inference_svc.model.description import Rank
 from tests.support.inference.memory_store import make_image
+from tests.support.inference.ranks import exchanges
 
 SCORED = [ScoredSlice([0], SlotRuns([-1], [1]))] * 3
 STEP = StepData([5], [0], [1], [[0]], SlotRuns([-1], [1]), [-1], SCORED, [], [])
@@ -33,9 +34,11 @@ class Recorded:
     count = 2
     is_dividing = False
     wants_idle_time = False
+    pictures = None
 
     def __init__(self) -> None:
         self.report = Report(Rank(0, 2), 1)
+        [self.report.exchange] = exchanges(1)
         self.events: list[str] = []
         self.error: Exception | None = None
 

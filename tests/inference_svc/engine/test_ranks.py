@@ -83,6 +83,9 @@ def test_a_step_survives_its_buffer() -> None:
         [Segment(0, 4, 2), Segment(4, 1, 1), Segment(9, 2, 1)],
         [StateCopy(1, 11), StateCopy(1, 6)],
         returns_experts=True,
+        plan=(1, 0, 2),
+        pictures=((1, 3), (3, 4)),
+        axes=(0, 1, 1, 9, 0, 1, 1, 9, 0, 1, 2, 9),
     )
     changes = [
         TableClear(7),

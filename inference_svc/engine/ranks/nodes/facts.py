@@ -47,6 +47,7 @@ _FLAGS = {
     "state_pages": "--state-interval-tokens",
     "num_stored_states": "--stored-states",
     "native_kernels": "native-kernels",
+    "prompt_image_bytes": "--prompt-image-memory",
     "record_steps": RECORDING_SETTING,
 }
 _CODE = (contract, inference_svc, kernels, servicekit)
