@@ -80,8 +80,8 @@ class Target:
 
     @property
     def is_of_pictures(self) -> bool:
-        """Whether pictures pass it here, and not the tokens of a prompt."""
-        return self.held is Held.HERE and self.space not in ("", TEXT, SAMPLED)
+        """Whether pictures pass it, here or on another rank, and not the tokens of a prompt."""
+        return self.held is not Held.UNUSED and self.space not in ("", TEXT, SAMPLED)
 
     @property
     def short_name(self) -> str:

@@ -32,6 +32,7 @@ from tests.support.pictures.models import ReaderZoo, make_reader_zoo
 from tests.support.pictures.templates import IMAGE
 from tests.support.servers.image_host import ImageHost, chunked
 from tests.support.servers.image_host import answer as whole
+from tests.support.wait import until
 from tests.system.services import Services
 
 pytestmark = pytest.mark.processes
@@ -119,6 +120,35 @@ def test_openais_client_sends_pictures(services: Services, oracle: ReaderZoo, ad
     )
     pieces = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]
     assert "".join(pieces) == made.choices[0].message.content
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", ["--tensor-parallel", "--pipeline-parallel"])
+def test_several_processes_read_pictures(shape: str, oracle: ReaderZoo, tmp_path: Path) -> None:
+    """By default, as one does. The first one has the tower, in memory too, and each process of its
+    stage pulls the part of an adapter that changes it."""
+    flags = (*FLAGS[:6], "--aliases", "SmolVLM", shape, "2")
+    with Services(oracle.zoo, tmp_path, (), flags) as made:
+        client = OpenAI(base_url=f"http://{made.http_address}/v1", api_key="none")
+        for adapter in ("", "of-all", "of-tower"):
+            if adapter:
+                made.client.register(adapter, made.source(adapter))
+            found = client.chat.completions.create(
+                model=adapter or "llama",
+                messages=[{"role": "user", "content": TWO}],  # type: ignore[misc]
+                **GREEDY,  # type: ignore[arg-type]
+            )
+            answer = found.choices[0].message.content
+            assert answer == expected(oracle, adapter, TWO, ONE, OTHER), adapter
+        if shape == "--tensor-parallel":
+
+            def pulled() -> list[int]:
+                return [each.pulled_bytes for each in made.client.server_info().ranks]
+
+            until(lambda: len({*pulled()}) == 1)  # others report every second
+            first, second = made.client.server_info().ranks
+            assert first.weights_bytes > second.weights_bytes
+    assert made.exit_codes == [0, 0]
 
 
 def test_responses_have_pictures(services: Services, oracle: ReaderZoo) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.images.targets import Held
 from inference_svc.backends.pictures import PictureRows
 from inference_svc.core import BatchRow, EngineConfig, Nodes
 from inference_svc.engine.build import describe
@@ -98,6 +99,9 @@ def test_taps_in_another_stage(qwen3: Reader, start: Callable[..., Running]) -> 
     second = describe(config, 1)
     assert takes_pictures(second)
     assert not has_tower(second)
+    layouts = (running.engine.layout, *running.engine.other_layouts)
+    held = [{each.held for each in one.targets if each.is_of_pictures} for one in layouts]
+    assert held == [{Held.HERE}, {Held.ELSEWHERE}]
     for _ in range(2):
         for adapter, prompt in (("of-all", "three"), ("of-tower", "one"), ("", "text")):
             request_id = submit(running, qwen3, adapter, prompt)
