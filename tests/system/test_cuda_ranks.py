@@ -19,6 +19,7 @@ import torch
 from inference_svc.core import EngineConfig, Nodes
 from inference_svc.engine.ranks.nodes.node import Node, check_node
 from inference_svc.errors import EngineFailed
+from tests.support import forks
 from tests.support.gpu.emulated_ranks import FAILS, emulated_ranks
 from tests.support.kernels.worker_process import Operations, Worker
 from tests.support.models.parity import prompts
@@ -34,8 +35,8 @@ SIZES = {"max_sequences": 8, "max_batch_tokens": 64}
 
 @pytest.fixture
 def devices(start: Callable[..., Running]) -> Iterator[None]:
-    """Torch computes in the place of Triton. Ranks are programs, not the forks of `start`."""
-    with emulated_ranks():
+    """Torch computes in the place of Triton."""
+    with emulated_ranks(forks.rank_command):
         yield
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from loadout import Client, errors
-from tests.support.forks import ForkedProcess
+from tests.support.forks import EXECUTED_RANKS, ForkedProcess
 from tests.support.models.zoo import Zoo
 from tests.support.servers.links import LOCAL, second_machine
 from tests.support.wait import until
@@ -81,9 +81,16 @@ def check_addresses(services: NodeServices) -> None:
     [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.long)],
 )
 def test_machines_answer_as_peft(
-    num_ranks: int, num_stages: int, zoos: Callable[[str], Zoo], tmp_path: Path
+    num_ranks: int,
+    num_stages: int,
+    zoos: Callable[[str], Zoo],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Mixed adapters in one batch, greedy in fp32. Each machine may have a stage."""
+    """Mixed adapters in one batch, greedy in fp32. Each machine may have a stage. The rank of a
+    second machine without one is a process as elsewhere, and no fork."""
+    if num_stages == 1:
+        monkeypatch.setenv(EXECUTED_RANKS, "1")
     zoo = zoos("llama")
     with serve(zoo, tmp_path, num_ranks, num_stages) as services:
         assert len(remote_ranks(services)) == num_ranks // 2

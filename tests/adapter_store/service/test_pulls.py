@@ -20,6 +20,7 @@ from contract.images.dtypes import DataType
 from contract.images.targets import Target, TargetKind
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.store.adapters import make_large
+from tests.support.store.served import read_metrics
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
@@ -271,7 +272,7 @@ def test_a_reader_that_stops_is_dropped(serve, make_adapter, make_layout, refuse
     request = pb.PullAdapterRequest(digest=digest, layout_id=layout_id)
     stream = store.client.stub.PullAdapter(request)
     header = next(stream).header
-    until(lambda: store.running.store.metrics.pulls.labels("cancelled")._value.get() == 1)
+    until(lambda: read_metrics(store).get(("pulls_total", "cancelled")) == 1)
     store.run(store.running.store.images.wait_idle())
     assert held(store) == 0
     received = 0

@@ -34,6 +34,7 @@ from tests.support.forks.replaced import (
     forked_engines,
     forked_ranks,
     forked_system,
+    rank_command,
 )
 from tests.support.forks.request import CLI, EXECUTED_RANKS, WATCHFUL, Request
 
@@ -56,6 +57,7 @@ __all__ = [
     "forked_system",
     "piped",
     "programs",
+    "rank_command",
     "run",
     "start",
     "variables",

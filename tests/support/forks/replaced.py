@@ -73,7 +73,7 @@ def forked_engines() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Processes of ranks that engines of this process begin meanwhile are forks."""
+    """Processes of ranks that engines and nodes of this process begin meanwhile are forks."""
     with pytest.MonkeyPatch.context() as patch:
         fork_ranks(patch.setattr)
         yield
@@ -89,12 +89,19 @@ def fork_engines(set_attribute: Callable[[Any, str, Any], None] = setattr) -> No
 
 
 def fork_ranks(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Lets engines of this process have ranks that are forks; see `fork_engines`."""
+    """Lets engines and nodes of this process have ranks that are forks; see `fork_engines`."""
     from inference_svc.engine.ranks import peers
+    from inference_svc.engine.ranks.nodes import node
 
     replacement = SimpleNamespace(Popen=_begin_rank, TimeoutExpired=subprocess.TimeoutExpired)
-    set_attribute(peers, "subprocess", replacement)
-    set_attribute(peers, "rank_command", lambda module: [RANK])
+    for module in (peers, node):
+        set_attribute(module, "subprocess", replacement)
+        set_attribute(module, "rank_command", rank_command)
+
+
+def rank_command(module: str) -> list[str]:
+    """Returns the command of a rank whose main function the module has; see `fork_ranks`."""
+    return [RANK, module]
 
 
 class ForkedCommand(Fork):
@@ -126,10 +133,11 @@ def _begin_engine(command: Sequence[str], *, stdin: int, process_group: int) -> 
     return Fork(request, (stdin, 1, 2))
 
 
-def _begin_rank(command: Sequence[str], *, stdin: int, pass_fds: Sequence[int]) -> Any:
-    if list(command) != [RANK]:  # a test has ranks of its own
+def _begin_rank(command: Sequence[str], *, stdin: int, pass_fds: Sequence[int] = ()) -> Any:
+    if command[0] != RANK:  # a test has ranks of its own
         return subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds)
+    arguments, environment = list(command[1:]), dict(os.environ)
     request = Request(
-        RANK, [], dict(os.environ), os.getcwd(), files=pass_fds, ends_with_caller=True
+        RANK, arguments, environment, os.getcwd(), files=pass_fds, ends_with_caller=True
     )
     return Fork(request, (stdin, 1, 2))

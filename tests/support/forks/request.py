@@ -10,10 +10,12 @@ CLI = "loadout.cli"
 MAX_FILES = 64
 """The descriptors that travel with a request, at most."""
 WATCHFUL = "LOADOUT_TEST_WATCHFUL=1"
-"""The variable of services that strangers attack. Others look at their sockets ten times less
-often: fifty looks a second are 2 % of a core, for as long as an idle service is shared by tests."""
+"""The variable of services that strangers attack. Others look at their sockets ten times less often
+while they are called, and fifty times less often while they are idle: the looks are up to 5 % of a
+core, for as long as tests share a service."""
 EXECUTED_RANKS = "LOADOUT_TEST_EXECUTED_RANKS"
-"""Where this variable is set, engines that are forks start programs as ranks, as elsewhere."""
+"""Where this variable is set, engines and nodes that are forks start programs as ranks, as
+elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ from tests.support.forks.request import (
 from tests.support.machine.small_volume import enter
 from tests.support.workers import share
 
-IDLE_SWEEP_S = 0.2
+SWEEP_S, IDLE_SWEEP_S = 0.1, 1.0
 CURRENT_TEST = "PYTEST_CURRENT_TEST"
 """pytest's variable with the name and the phase of the test that runs."""
 PR_SET_NAME = 15
@@ -137,7 +138,8 @@ def _become(request: Request, streams: Sequence[int], address: str) -> None:
         os.environ.update({**request.environment, ADDRESS: address})
         importlib.reload(huggingface_hub.constants)  # variables, as they were at the import
         if WATCHFUL.partition("=")[0] not in os.environ:
-            strangers.IDLE_SWEEP_SECONDS = IDLE_SWEEP_S
+            strangers.SWEEP_SECONDS = SWEEP_S
+            strangers.IDLE_SWEEP_SECONDS = strangers.MAX_SWEEP_SECONDS = IDLE_SWEEP_S
         sys.argv[:] = [request.module, *request.arguments]
         status = _main_of(request.module)(list(request.arguments))
     except SystemExit as error:
@@ -182,6 +184,8 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
         from inference_svc.__main__ import main
 
         fork_engines()
+        if EXECUTED_RANKS not in os.environ:
+            fork_ranks()  # a node begins its own
         return main
     if module == CLI:
         return _run_cli
@@ -216,9 +220,8 @@ def _run_cli(arguments: list[str]) -> int:
 
 
 def _run_rank(arguments: list[str]) -> int:
-    from inference_svc.engine.ranks.main import main as rank_main
-
-    rank_main()
+    """Runs the main function of the module that the first argument names."""
+    importlib.import_module(arguments[0]).main()
     return 0
 
 
@@ -236,18 +239,28 @@ def _run_program(program: str, arguments: list[str]) -> int:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Imports modules. No fork looks for garbage among what is there now."""
+    """Imports modules. No fork looks for garbage among what is there now, or finalizes it."""
     for each in modules:
         importlib.import_module(each)
+    # A fork ends its own objects. Torch's libraries of operators, a third of a fork's time to take
+    # apart, end with its memory.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
 
 
 def main() -> None:
+    import encodings.idna  # of each socket that gets a host's name
+
+    import adapter_store.__main__
     import adapter_store.app
+    import inference_svc.__main__
     import inference_svc.app
     import inference_svc.engine.build
     import inference_svc.engine.ranks.main
+    import inference_svc.engine.ranks.nodes.main
+    import inference_svc.model.gguf.expand
     from adapter_store.catalog.catalog import Catalog
     from inference_svc.model.architectures import families
     from inference_svc.text.tokenizer import Tokenizer
@@ -259,7 +272,7 @@ def main() -> None:
     families()
     with tempfile.TemporaryDirectory() as folder:
         Catalog(Path(folder, "catalog.sqlite3"), event_retention=1).close()
-    del adapter_store, inference_svc
+    del adapter_store, encodings, inference_svc
     _import([])
     descriptor, address = int(sys.argv[1]), sys.argv[2]
     Forker(socket.socket(fileno=descriptor), address).serve()

@@ -55,14 +55,17 @@ def _select(config: EngineConfig, decoder: Decoder) -> EmulatedRanks:
     return EmulatedRanks()
 
 
-def _command(module: str) -> list[str]:
-    """Returns the command of a rank of this machine, or of another node, as the module says."""
-    return [*rank_command(__name__), module]
-
-
 @contextmanager
-def emulated_ranks() -> Iterator[None]:
-    """Within the context, engines and their ranks compute as on devices."""
+def emulated_ranks(
+    command: Callable[[str], list[str]] = rank_command,
+) -> Iterator[None]:
+    """Within the context, engines and their ranks compute as on devices. `command` returns the
+    command of a rank by the module that has its main function."""
+
+    def emulated_command(module: str) -> list[str]:
+        """Returns the command of a rank of this machine, or of another node, as the module says."""
+        return [*command(__name__), module]
+
     with ExitStack() as stack:
         if IS_INTERPRETED:
             stack.enter_context(emulated())
@@ -72,7 +75,7 @@ def emulated_ranks() -> Iterator[None]:
         for module in (build, rank_main, node, node_main):
             stack.enter_context(mock.patch.object(module, "select_backend", _select))
         for module in (peers, node):
-            stack.enter_context(mock.patch.object(module, "rank_command", _command))
+            stack.enter_context(mock.patch.object(module, "rank_command", emulated_command))
         yield
 
 
