@@ -23,12 +23,12 @@ pytestmark = pytest.mark.slow
 
 SIZE = 576
 MEMORY = {"max_model_len": 512, "kv_bytes": 64 << 20, "arena_bytes": 32 << 20}
-MEAN, LAST = (PoolingOption(each, True, SIZE, SIZE) for each in (Pooling.MEAN, Pooling.LAST))
+POOLINGS = [PoolingOption(each, True, SIZE, SIZE) for each in (Pooling.MEAN, Pooling.LAST)]
 TEXTS = (
     "The Eiffel Tower stands in Paris, and was built in 1889.",
     "I like tea.",
     "Where is it?",
-    "A pirate's life is not for everybody, as those who have tried it will tell you. " * 6,
+    "A pirate's life is not for everybody, as those who have tried it will tell you. " * 3,
 )
 ANSWERS = ("No", "Yes")
 
@@ -55,29 +55,37 @@ def wanted_of() -> Callable[[str, str], Wanted]:
     return compute
 
 
+@pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_vectors_and_judgements(
-    wanted_of: Callable[[str, str], Wanted], start: Callable[..., Running], dtype: str
+    wanted_of: Callable[[str, str], Wanted],
+    start: Callable[..., Running],
+    dtype: str,
+    *,
+    is_full: bool,
 ) -> None:
-    """In bf16 directions are as near to those in fp32 as the model's own rounding lets them be."""
+    """In bf16 directions are as near to those in fp32 as the model's own rounding lets them be.
+    Adapters and texts have the two poolings in turns, unless the matrix is full."""
     running = start(smollm2.zoo(), dtype=dtype, **MEMORY)
     tokenizer = smollm2.tokenizer()
     token_ids = tuple(tokenizer.encode(each)[0] for each in ANSWERS)
     judged = ChosenLogitsOption(ANSWERS, token_ids)
     cases = [
-        (f"{adapter} {index}", adapter, text)
-        for adapter in ("", *smollm2.ADAPTERS)
+        (f"{adapter} {index}", adapter, text, POOLINGS if is_full else [POOLINGS[place % 2]])
+        for number, adapter in enumerate(("", *smollm2.ADAPTERS))
         for index, text in enumerate(TEXTS)
+        for place in [number + index]
     ]
-    for name, adapter, text in cases:
+    for name, adapter, text, poolings in cases:
         ids = tokenizer.encode(text)
-        running.submit(f"mean {name}", ids, adapter, max_tokens=0, embedding=MEAN)
-        running.submit(f"last {name}", ids, adapter, max_tokens=0, embedding=LAST)
+        for each in poolings:
+            running.submit(f"{each.pooling} {name}", ids, adapter, max_tokens=0, embedding=each)
         running.submit(f"score {name}", ids, adapter, max_tokens=0, options=(judged,))
-    for name, adapter, text in cases:
+    for name, adapter, text, poolings in cases:
         wanted = wanted_of(adapter, text)
-        for kind, each in (("mean", MEAN), ("last", LAST)):
-            found, vector = embedding(running, f"{kind} {name}", each), wanted.vectors[each.pooling]
+        for each in poolings:
+            found = embedding(running, f"{each.pooling} {name}", each)
+            vector = wanted.vectors[each.pooling]
             if dtype == "float32":
                 np.testing.assert_allclose(found, vector, atol=1e-4)
             assert found @ vector > 1 - 2e-3
