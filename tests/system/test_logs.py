@@ -59,10 +59,8 @@ def drive(system: Observed) -> None:
     client, token = system.client, token_of("root")
     for name in ("r1", "r3", "r16"):  # one more than there are slots
         system.register(f"logged/{name}", name)
-        # Tests of other files may have loaded it or made it popular, and a prefetch has no trace.
-        client.complete(PROMPT, adapter=f"logged/{name}", max_tokens=1)
-        client.unload(f"logged/{name}")
         client.complete(PROMPT, adapter=f"logged/{name}", request_id=f"of-{name}", max_tokens=2)
+    client.get("logged/r3")  # lookups of names that the inference service hears of have no trace
     with pytest.raises(NotFound):
         client.complete(PROMPT, adapter="logged/nobody")
     with pytest.raises(InvalidArgument):
@@ -147,7 +145,8 @@ def test_store_call_lines_have_their_fields(texts: dict[str, str]) -> None:
         assert by_method[method]["adapter"].startswith("logged/")
     for method in ("RegisterAdapter", "GetAdapter", "PullAdapter"):
         assert by_method[method]["digest"].startswith("sha256:")
-        assert len(by_method[method]["trace_id"]) == 32
+        ids = [line.get("trace_id") for line in found if line["method"] == method]
+        assert any(trace_id and len(trace_id) == 32 for trace_id in ids), method
 
 
 def test_lines_of_both_services_name_one_trace(texts: dict[str, str]) -> None:
