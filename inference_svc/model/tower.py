@@ -305,7 +305,8 @@ class TorchTower(Tower[TorchLinear]):
             step.values[units.qkv] = state.qkv[(layer - 1) % 2]
         for op, ended in units.ops[layer]:
             if isinstance(op, AttendBothWays) and not op.mixer.in_windows:
-                step.values[op.out] = step.values[units.qkv][own, : op.mixer.size]
+                # Kernels of adapters read rows without gaps.
+                step.values[op.out] = step.values[units.qkv][own, : op.mixer.size].contiguous()
             elif not isinstance(op, Angles):
                 step.values[op.out] = COMPUTE[type(op)](op, step)
             for value in ended:

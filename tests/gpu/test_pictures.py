@@ -9,11 +9,18 @@ import torch
 from inference_svc.backends.cuda import graphs
 from inference_svc.backends.cuda.graphs import CudaRecorder
 from tests.support.gpu.models import Eager, Model, assert_close, run
-from tests.support.gpu.pictures import READERS, give_tower, make_reader, steps_with_pictures
+from tests.support.gpu.pictures import (
+    READERS,
+    give_tower,
+    make_reader,
+    replace_outputs,
+    steps_with_pictures,
+)
 
 TOLERANCES = {torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 SLOTS = [-1, 0, 2]
-"""Adapters of rows: none, and one on some targets of the tower and the text."""
+"""Adapters of rows: none, and one on some targets of the tower and the text, which also replaces
+whole weights of the tower."""
 MAX_TOKENS = 128
 
 
@@ -24,6 +31,8 @@ def check_equal(tmp_path, device, on_device, monkeypatch):
     def check(name: str, dtype: torch.dtype) -> None:
         decoder = make_reader(name, tmp_path)
         host, there = (Model.make(decoder, dtype, at) for at in (torch.device("cpu"), device))
+        for model in (host, there):
+            replace_outputs(model)
         torch.manual_seed(3)
         works, batches = steps_with_pictures(name, decoder, SLOTS)
         plain = host.plain()

@@ -19,6 +19,7 @@ from inference_svc.model.description import Decoder
 from inference_svc.model.layers import TorchProjections
 from inference_svc.pictures.prompt import Encode, PictureKey, PictureWork, PromptPicture, Run
 from inference_svc.pictures.sizes import Size
+from kernels.lora import ReplacedWeight
 from servicekit.shared_memory import SharedBytes
 from tests.support.gpu.features import SHAPE
 from tests.support.gpu.models import PAGE_SIZE, Model, moved, random_weights
@@ -103,6 +104,21 @@ def give_tower(backend: CudaBackend | TorchBackend, model: Model) -> None:
     targets = applied_to_pictures(arena.layout)
     tower = IN_TORCH.make(pictures, moved(weights, arena.device), arena, targets)
     backend.pictures = PictureRows(pictures, lambda: tower, arena.streams.compute)
+
+
+def replace_outputs(model: Model) -> None:
+    """Gives the adapter at slot 0 whole output projections of the tower's attention."""
+    layout, table = model.arena.layout, model.arena.table
+    targets = applied_to_pictures(layout)
+    outputs = [
+        layout.targets[target].name
+        for name, group in targets.groups.items()
+        if name.endswith(".o")
+        for target in group.targets
+    ]
+    assert outputs
+    whole = tuple(ReplacedWeight(targets.weights[name], 16) for name in outputs)  # as A and B
+    table.set_row(0, table.adapters[0].with_others({}, {}, whole))
 
 
 def steps_with_pictures(
