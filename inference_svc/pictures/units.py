@@ -25,6 +25,11 @@ class Share(NamedTuple):
     first_head: int
     end_head: int
 
+    @property
+    def num_queries(self) -> int:
+        """The queries of all its heads."""
+        return (self.end - self.first) * (self.end_head - self.first_head)
+
     def within(self, num_queries: int) -> Share:
         """Returns the share of a strip of so many queries: none, if it has fewer."""
         return self._replace(first=min(self.first, num_queries), end=min(self.end, num_queries))

@@ -399,7 +399,20 @@ def test_units_of_a_large_tile_cost_as_much_as_undivided(most_pairs: int) -> Non
     undivided, divided = (each.num_units(picture) for each in costs)
     num_shares = {64 * 1600 * 3: 1, 64 * 1600: 3, 1000: 3 * 4}[most_pairs]
     assert (undivided, divided) == (2 * 25 * 4, 2 * 25 * (3 + num_shares))
-    assert costs[1].of_first(picture, divided) == costs[0].of_first(picture, undivided)
+    cost = costs[0].of_first(picture, undivided)
+    assert costs[1].of_first(picture, divided) == pytest.approx(cost)
+
+
+def test_the_last_share_of_a_strip_pays_for_the_rest_of_the_layer() -> None:
+    """Of a tile with one layer, in which each share has one of three heads."""
+    units = TowerUnits(TileForm(0, 2, merge=2, window=4), (True,), 3, 64 * 1600)
+    costs, picture = TowerCosts(units, 1.0, 0.5, row_bytes=10), large_picture()
+    found = [costs.of_first(picture, 25 + count) for count in range(7)]
+    share = 64 * 1600 * 0.5 / 3
+    wanted = 2 * [share, share, share + 64]
+    assert [after - before for before, after in pairwise(found)] == pytest.approx(wanted)
+    assert costs.num_within(picture, 26, 1.5 * share) == 1
+    assert costs.num_within(picture, 27, 1.0 * share) == 0
 
 
 @pytest.mark.parametrize("budget", [60, 2_100, 30_000, 600_000])

@@ -1,20 +1,22 @@
 """Decides which pictures a step computes, and which embeddings stay.
 
 A prompt's tokens before a picture are computed without it; its rows wait at the picture until the
-embeddings are there. They are made some layers of a strip of a tile at a time, so that a large
-picture stalls no tokens of texts, and one picture after the other, because a picture that is begun
-takes much memory. Tenants whose pictures wait take turns. Plain Python over plain data; no tensors.
+embeddings are there. They are made in units, see `TowerUnits`, so that a large picture stalls no
+tokens of texts, and one picture after the other, because a picture that is begun takes much memory.
+Tenants whose pictures wait take turns. Plain Python over plain data; no tensors.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import chain, repeat
+from itertools import accumulate
+from typing import NamedTuple
 
 from inference_svc.core import BASE_SLOT, AdapterKey, Batch, Sequence
 from inference_svc.pictures.prompt import Encode, PictureKey, PictureWork, PromptPicture
@@ -25,6 +27,8 @@ BESIDE_SHARE = 1 / 16
 """Share of the time of a step of generated tokens that pictures may take beside them."""
 KEPT = 0.9
 """Share of earlier steps in what is known, behind each step."""
+ROUNDING = 1e-9
+"""The share by which sums of costs may be too small: it buys no unit more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,49 +43,89 @@ class TowerCosts:
 
     def num_units(self, picture: PromptPicture) -> int:
         """Returns the units of a picture's work."""
-        return picture.num_tiles * self.units.count(picture.tile)
+        return picture.num_tiles * _prices(self, picture.tile).num_units
 
     def of_first(self, picture: PromptPicture, count: int) -> float:
         """Returns the cost of a picture's first units, so many."""
-        layers = _costs_of_layers(self, picture.tile)
-        tiles, left = divmod(count, self.units.count(picture.tile))
-        cost = tiles * sum(num_units * price for num_units, price in layers)
-        for num_units, price in layers:
-            cost += min(left, num_units) * price
-            left = max(left - num_units, 0)
-        return cost
+        prices = _prices(self, picture.tile)
+        tiles, left = divmod(count, prices.num_units)
+        return tiles * prices.cost + prices.of_first(left)
 
     def num_within(self, picture: PromptPicture, first: int, budget: float) -> int:
         """Returns how many of a picture's units, from `first` on, cost no more than this."""
-        layers = _costs_of_layers(self, picture.tile)
-        found, before = 0, first % self.units.count(picture.tile)
-        for num_units, price in chain.from_iterable(repeat(layers)):
-            num_here = max(num_units - before, 0)
-            before = max(before - num_units, 0)
-            count = min(int(budget / price), num_here, self.num_units(picture) - first - found)
-            found += count
-            budget -= count * price
-            if count < num_here:
-                break
-        return max(found, 0)
+        if budget <= 0:
+            return 0
+        prices = _prices(self, picture.tile)
+        paid = (self.of_first(picture, first) + budget) * (1 + ROUNDING)
+        tiles, left = divmod(paid, prices.cost)
+        found = int(tiles) * prices.num_units + prices.num_within(left)
+        return max(min(found, picture.num_tiles * prices.num_units) - first, 0)
+
+
+class _LayerPrices(NamedTuple):
+    """The prices of a layer, of which the units of all strips cost the same. The units of a strip
+    end at the costs `ends`, counted from its first one."""
+
+    num_strips: int
+    ends: tuple[float, ...]
+
+    @property
+    def cost(self) -> float:
+        return self.num_strips * self.ends[-1]
+
+    def of_first(self, count: int) -> float:
+        """Returns the cost of the first units, so many."""
+        strips, share = divmod(count, len(self.ends))
+        return strips * self.ends[-1] + (self.ends[share - 1] if share else 0.0)
+
+    def num_within(self, cost: float) -> int:
+        """Returns how many of the first units cost no more than this."""
+        strips, left = divmod(cost, self.ends[-1])
+        return int(strips) * len(self.ends) + bisect_right(self.ends, left)
+
+
+class _Prices(NamedTuple):
+    """The prices of a tile's units: each of the `layers`, of which the first is the work before any
+    attention, begins at a unit of `firsts`, and at a cost of `paid`."""
+
+    layers: tuple[_LayerPrices, ...]
+    firsts: tuple[int, ...]
+    paid: tuple[float, ...]
+    num_units: int
+    cost: float
+
+    def of_first(self, count: int) -> float:
+        """Returns the cost of the first units of the tile, so many, but not all."""
+        layer = bisect_right(self.firsts, count) - 1
+        return self.paid[layer] + self.layers[layer].of_first(count - self.firsts[layer])
+
+    def num_within(self, cost: float) -> int:
+        """Returns how many of the first units cost no more than this, which pays not for all."""
+        layer = bisect_right(self.paid, cost) - 1
+        return self.firsts[layer] + self.layers[layer].num_within(cost - self.paid[layer])
 
 
 @lru_cache(maxsize=64)
-def _costs_of_layers(costs: TowerCosts, tile: Size) -> tuple[tuple[int, float], ...]:
-    """Returns the units of a tile before the first attention and in each layer, and the cost of
-    each of them."""
+def _prices(costs: TowerCosts, tile: Size) -> _Prices:
     units, form = costs.units, costs.units.tiles
-    strips = form.strips(tile)
+    strips, shares = form.strips(tile), units.shares(tile)
     most, largest = max(end - start for start, end in strips), max(form.windows(tile))
-    num_seen = (form.inner_tokens(tile) if sees_all else largest for sees_all in units.sees_all)
-    num_units = [len(strips) * count for count in units.per_strip(tile)]
-    of_layers = (
-        most * (costs.tokens_per_patch + each * costs.tokens_per_pair) for each in (0, *num_seen)
+    own, num_all = most * costs.tokens_per_patch, form.inner_tokens(tile)
+
+    def ends(sees_all: bool) -> tuple[float, ...]:
+        if not sees_all:
+            return (own + most * largest * costs.tokens_per_pair,)
+        price = num_all * costs.tokens_per_pair / units.num_heads
+        *others, last = accumulate(each.num_queries * price for each in shares)
+        return (*others, last + own)  # the last one goes on to the next layer
+
+    of_layers = ((own,), *map(ends, units.sees_all))
+    layers = tuple(_LayerPrices(len(strips), each) for each in of_layers)
+    *firsts, num_units = accumulate(
+        (each.num_strips * len(each.ends) for each in layers), initial=0
     )
-    return tuple(
-        (count, len(strips) * cost / count)
-        for count, cost in zip(num_units, of_layers, strict=True)
-    )
+    *paid, cost = accumulate((each.cost for each in layers), initial=0.0)
+    return _Prices(layers, tuple(firsts), tuple(paid), num_units, cost)
 
 
 @dataclass
